@@ -1,0 +1,266 @@
+"""One case against one system in this process, told as one JSON line on stdout; `bench.py` starts it fresh for every round.
+
+    python benchmarks/_cases.py --case calls --system dask
+
+The functions below are plain, live in `__main__` and so travel by value in all three systems. Each system has its defaults, two slots and
+one call at a time per slot; what a system needs is imported when it opens, because the time of opening includes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import sys
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    type Array = NDArray[np.float64]
+    type Result = dict[str, float]
+
+SEQUENTIAL = 300
+MANY = 10_000
+MIXED = 2_000
+SLOW_SECONDS = 0.05
+ARRAY_LENGTH = 12_500_000  # float64: 100 MB = 10⁸ bytes
+ARRAY_ROUNDS = 3
+
+
+def same(value: Any) -> Any:
+    return value
+
+
+def nap(seconds: float) -> float:
+    if seconds:
+        time.sleep(seconds)
+    return seconds
+
+
+def touched(array: Array) -> Array:
+    # Ray hands out read-only views of its store: there, and only there, adding needs a copy.
+    mine = array if array.flags.writeable else array.copy()
+    mine += 1
+    return mine
+
+
+class System(Protocol):
+    """What a case asks of a system; it opens and closes as a context manager."""
+
+    def __enter__(self) -> System: ...
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def call(self, value: Any) -> Any: ...
+    def ways(self) -> dict[str, Callable[[Callable[..., Any], Sequence[Any]], list[Any]]]: ...
+    def array(self, array: Array) -> Array: ...
+
+
+class Skyward:
+    def __enter__(self) -> Skyward:
+        import skyward_core as sky
+
+        self._sky = sky
+        self._same, self._touched = sky.compute(same), sky.compute(touched)
+        self._pool = sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet")
+        self._pool.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._pool.__exit__(kind, error, trace)
+
+    def call(self, value: Any) -> Any:
+        return self._same(value) >> self._pool
+
+    def ways(self) -> dict[str, Callable[[Callable[..., Any], Sequence[Any]], list[Any]]]:
+        return {"map": self._map, "gather": self._gather}
+
+    def array(self, array: Array) -> Array:
+        return self._touched(array) >> self._pool
+
+    def _map(self, function: Callable[..., Any], values: Sequence[Any]) -> list[Any]:
+        return self._pool.map(self._sky.compute(function), values)
+
+    def _gather(self, function: Callable[..., Any], values: Sequence[Any]) -> list[Any]:
+        call = self._sky.compute(function)
+        return list(self._sky.gather(*[call(value) for value in values]) >> self._pool)
+
+
+class Dask:
+    """`LocalCluster` of two single-threaded workers, without its dashboard."""
+
+    def __enter__(self) -> Dask:
+        from distributed import Client, LocalCluster
+
+        self._cluster = LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None)
+        self._client = Client(self._cluster)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._client.close()
+        self._cluster.close()
+
+    def call(self, value: Any) -> Any:
+        return self._client.submit(same, value, pure=False).result()
+
+    def ways(self) -> dict[str, Callable[[Callable[..., Any], Sequence[Any]], list[Any]]]:
+        return {"map": self._map}
+
+    def array(self, array: Array) -> Array:
+        return self._client.submit(touched, array).result()
+
+    def _map(self, function: Callable[..., Any], values: Sequence[Any]) -> list[Any]:
+        return list(self._client.gather(self._client.map(function, values, pure=False)))
+
+
+class DaskOnSkyward(Dask):
+    """Dask's own client on our cluster: `pool.dask_client()`."""
+
+    def __enter__(self) -> DaskOnSkyward:
+        self._skyward = Skyward().__enter__()
+        self._client = self._skyward._pool.dask_client()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._skyward.__exit__(kind, error, trace)
+
+
+class Ray:
+    def __enter__(self) -> Ray:
+        import ray
+
+        self._ray: Any = ray
+        ray.init(
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="error",
+            _node_ip_address="127.0.0.1",
+            _temp_dir=os.path.join(os.getcwd(), "ray"),
+        )
+        self._same, self._touched = self._ray.remote(same), self._ray.remote(touched)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._ray.shutdown()
+
+    def call(self, value: Any) -> Any:
+        return self._ray.get(self._same.remote(value))
+
+    def ways(self) -> dict[str, Callable[[Callable[..., Any], Sequence[Any]], list[Any]]]:
+        return {"map": self._map}
+
+    def array(self, array: Array) -> Array:
+        return self._ray.get(self._touched.remote(self._ray.put(array)))
+
+    def _map(self, function: Callable[..., Any], values: Sequence[Any]) -> list[Any]:
+        remote = self._ray.remote(function)
+        return self._ray.get([remote.remote(value) for value in values])
+
+
+SYSTEMS: dict[str, Callable[[], System]] = {"skyward": Skyward, "dask": Dask, "ray": Ray, "dask-on-skyward": DaskOnSkyward}
+
+
+# ── cases ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def start(system: Callable[[], System], phase: Callable[[str], None]) -> Result:
+    """The moment of the first result, seconds on the monotonic clock (which is the same in every process of a machine)."""
+    with system() as opened:
+        _check(opened.call(1) == 1)
+        return {"first_result_at": time.monotonic()}
+
+
+def sequential(system: Callable[[], System], phase: Callable[[str], None]) -> Result:
+    """Median and 99th percentile of one tiny call after another, in seconds."""
+    taken: list[float] = []
+    with system() as opened:
+        for number in range(20 + SEQUENTIAL):
+            began = time.perf_counter()
+            _check(opened.call(number) == number)
+            taken.append(time.perf_counter() - began)
+    taken = sorted(taken[20:])
+    return {"median": taken[SEQUENTIAL // 2], "p99": taken[SEQUENTIAL * 99 // 100]}
+
+
+def many(system: Callable[[], System], phase: Callable[[str], None]) -> Result:
+    """Calls per second of 10,000 tiny ones, handed over at once, in each way that the system has."""
+    result: Result = {}
+    with system() as opened:
+        for name, way in opened.ways().items():
+            _check(way(same, range(100)) == list(range(100)))
+            began = time.perf_counter()
+            _check(way(same, range(MANY)) == list(range(MANY)))
+            result[name] = MANY / (time.perf_counter() - began)
+    return result
+
+
+def mixed(system: Callable[[], System], phase: Callable[[str], None]) -> Result:
+    """Seconds for 2,000 calls of which one in a hundred, at random places, takes 50 ms and the others nothing."""
+    durations = [SLOW_SECONDS] * (MIXED // 100) + [0.0] * (MIXED - MIXED // 100)
+    random.Random(20).shuffle(durations)
+    with system() as opened:
+        way = opened.ways()["map"]
+        way(nap, [0.0] * 100)
+        began = time.perf_counter()
+        _check(way(nap, durations) == durations)
+        return {"seconds": time.perf_counter() - began}
+
+
+def array(system: Callable[[], System], phase: Callable[[str], None]) -> Result:
+    """Seconds for 100 MB in and out; then the same again three times under the eyes of `bench.py`, which measures memory meanwhile."""
+    import numpy as np
+
+    taken: list[float] = []
+    with system() as opened:
+        _check(float(opened.array(np.zeros(1000))[-1]) == 1.0)
+        gc.collect()
+        phase("before")
+        for number in range(2 * ARRAY_ROUNDS):
+            if number == ARRAY_ROUNDS:
+                phase("transfer")
+            # New contents each time: Dask keeps the result of a pure call, and knows the array by its hash.
+            values = np.full(ARRAY_LENGTH, float(number))
+            began = time.perf_counter()
+            back = opened.array(values)
+            _check(float(back[0]) == float(back[-1]) == number + 1)
+            taken.append(time.perf_counter() - began)
+            del back, values
+        gc.collect()
+        phase("after")
+    return {"seconds": sorted(taken[:ARRAY_ROUNDS])[ARRAY_ROUNDS // 2]}
+
+
+CASES = {"start": start, "sequential": sequential, "many": many, "mixed": mixed, "array": array}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=CASES, required=True)
+    parser.add_argument("--system", choices=SYSTEMS, required=True)
+    asked = parser.parse_args()
+    # What systems and workers print must not mix with the answer: they get stderr for stdout.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def phase(name: str) -> None:
+        print(json.dumps({"phase": name}), file=answers)
+        sys.stdin.readline()  # goes on at a line, or at the end of the input
+
+    result = CASES[asked.case](SYSTEMS[asked.system], phase)
+    print(json.dumps({"result": result}), file=answers)
+
+
+def _check(right: bool) -> None:
+    if not right:
+        raise SystemExit("a system gave a wrong answer: its time means nothing")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Ephemeral accelerator pools: `import skyward_core as sky`.
+
+>>> import skyward_core as sky
+>>> @sky.compute
+... def double(x: int) -> int:
+...     return 2 * x
+>>> with sky.ComputePool(provider=sky.Local(), display="quiet") as pool:
+...     double(21) >> pool
+42
+
+Everything public is here and is loaded when it is first used, so that the import itself costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+# The one name loaded at once: it is a module's name too, and a later import of that module would put the module in its place.
+from skyward_core.compute import compute as compute
+
+if TYPE_CHECKING:
+    from skyward_core import accelerators as accelerators
+    from skyward_core import errors as errors
+    from skyward_core.accelerators import NVIDIA as NVIDIA
+    from skyward_core.accelerators import Accelerator as Accelerator
+    from skyward_core.accelerators import is_nvidia as is_nvidia
+    from skyward_core.accelerators import is_trainium as is_trainium
+    from skyward_core.compute import ComputeFunction as ComputeFunction
+    from skyward_core.compute import PendingBatch as PendingBatch
+    from skyward_core.compute import PendingCompute as PendingCompute
+    from skyward_core.compute import gather as gather
+    from skyward_core.config import Settings as Settings
+    from skyward_core.errors import BadRequest as BadRequest
+    from skyward_core.errors import BootstrapFailed as BootstrapFailed
+    from skyward_core.errors import CallCrashed as CallCrashed
+    from skyward_core.errors import CallOutOfMemory as CallOutOfMemory
+    from skyward_core.errors import CredentialsError as CredentialsError
+    from skyward_core.errors import InstancesLeft as InstancesLeft
+    from skyward_core.errors import NoCapacity as NoCapacity
+    from skyward_core.errors import NodeLost as NodeLost
+    from skyward_core.errors import NotPicklable as NotPicklable
+    from skyward_core.errors import NotYetSupported as NotYetSupported
+    from skyward_core.errors import OfferGone as OfferGone
+    from skyward_core.errors import PoolClosed as PoolClosed
+    from skyward_core.errors import ProvisioningTimeout as ProvisioningTimeout
+    from skyward_core.errors import QuotaExceeded as QuotaExceeded
+    from skyward_core.errors import RemoteError as RemoteError
+    from skyward_core.errors import SkywardError as SkywardError
+    from skyward_core.events import BootstrapCompleted as BootstrapCompleted
+    from skyward_core.events import BootstrapProgress as BootstrapProgress
+    from skyward_core.events import BootstrapStarting as BootstrapStarting
+    from skyward_core.events import Callback as Callback
+    from skyward_core.events import CallProgress as CallProgress
+    from skyward_core.events import CostFinal as CostFinal
+    from skyward_core.events import CostUpdate as CostUpdate
+    from skyward_core.events import Error as Error
+    from skyward_core.events import InfraCreated as InfraCreated
+    from skyward_core.events import InfraCreating as InfraCreating
+    from skyward_core.events import InstanceLaunching as InstanceLaunching
+    from skyward_core.events import InstanceLost as InstanceLost
+    from skyward_core.events import InstanceProvisioned as InstanceProvisioned
+    from skyward_core.events import InstanceStopping as InstanceStopping
+    from skyward_core.events import LogLine as LogLine
+    from skyward_core.events import Metrics as Metrics
+    from skyward_core.events import PoolReady as PoolReady
+    from skyward_core.events import PoolStopping as PoolStopping
+    from skyward_core.events import ProviderName as ProviderName
+    from skyward_core.events import SkywardEvent as SkywardEvent
+    from skyward_core.events import compose as compose
+    from skyward_core.events import emit as emit
+    from skyward_core.events import use_callback as use_callback
+    from skyward_core.image.image import Image as Image
+    from skyward_core.image.volume import S3Volume as S3Volume
+    from skyward_core.image.volume import Volume as Volume
+    from skyward_core.instances import Instance as Instance
+    from skyward_core.instances import InstanceState as InstanceState
+    from skyward_core.instances import Lease as Lease
+    from skyward_core.instances import Node as Node
+    from skyward_core.offers import Offer as Offer
+    from skyward_core.offers import Requirements as Requirements
+    from skyward_core.pool import ComputePool as ComputePool
+    from skyward_core.pool import MultiPool as MultiPool
+    from skyward_core.providers.base import Provider as Provider
+    from skyward_core.providers.local import Local as Local
+    from skyward_core.spec import PoolSpec as PoolSpec
+    from skyward_core.spot import Spot as Spot
+    from skyward_core.spot import SpotLike as SpotLike
+    from skyward_core.worker.info import InstanceInfo as InstanceInfo
+    from skyward_core.worker.info import current_accelerator as current_accelerator
+    from skyward_core.worker.info import instance_info as instance_info
+    from skyward_core.worker.shard import shard as shard
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "accelerators": "Accelerator NVIDIA is_nvidia is_trainium",
+    "compute": "ComputeFunction PendingBatch PendingCompute gather",
+    "config": "Settings",
+    "errors": "BadRequest BootstrapFailed CallCrashed CallOutOfMemory CredentialsError InstancesLeft NoCapacity NodeLost NotPicklable NotYetSupported"
+    " OfferGone PoolClosed ProvisioningTimeout QuotaExceeded RemoteError SkywardError",
+    "events": "BootstrapCompleted BootstrapProgress BootstrapStarting CallProgress Callback CostFinal CostUpdate Error InfraCreated InfraCreating"
+    " InstanceLaunching InstanceLost InstanceProvisioned InstanceStopping LogLine Metrics PoolReady PoolStopping ProviderName SkywardEvent compose emit"
+    " use_callback",
+    "image.image": "Image",
+    "image.volume": "S3Volume Volume",
+    "instances": "Instance InstanceState Lease Node",
+    "offers": "Offer Requirements",
+    "pool": "ComputePool MultiPool",
+    "providers.base": "Provider",
+    "providers.local": "Local",
+    "spec": "PoolSpec",
+    "spot": "Spot SpotLike",
+    "worker.info": "InstanceInfo current_accelerator instance_info",
+    "worker.shard": "shard",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+_MODULES = frozenset({"accelerators", "errors"})
+
+__all__ = ["compute", *sorted(_HOME_OF), *sorted(_MODULES)]  # noqa: PLE0604 - the names stand once, above
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        value = import_module(f"{__name__}.{name}")
+    elif name in _HOME_OF:
+        value = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,170 @@
+"""`@compute` and the operators: a call that has not been made yet, and the ways to have it made.
+
+    fn(x) >> pool            one call, on one worker                -> R
+    fn(x) @ pool             the same call on every worker          -> tuple[R, ...]
+    (f(x) & g(y)) >> pool    calls in parallel                      -> tuple[R, S]
+    gather(*calls) >> pool   as many calls as you like, in parallel -> tuple[R, ...]
+
+`&` binds weaker than `>>` in Python, hence the parentheses.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, cast, overload
+
+
+class Runner(Protocol):
+    """What stands on the right of `>>` and `@`: a pool, or anything else with these three methods."""
+
+    def run[R](self, pending: PendingCompute[R]) -> R:
+        """Run one call and return its result."""
+        ...
+
+    def run_batch(self, batch: PendingBatch[*tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Run the calls in parallel and return their results in order."""
+        ...
+
+    def broadcast[R](self, pending: PendingCompute[R]) -> tuple[R, ...]:
+        """Run the call on every worker and return the results in the order of the workers."""
+        ...
+
+
+class PendingCompute[R]:
+    """A call not yet made: function and arguments, frozen. Nothing runs, and nothing is spent, before `>>` or `@`."""
+
+    __slots__ = ("args", "fn", "kwargs")
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def __init__(self, fn: Callable[..., R], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> None:
+        object.__setattr__(self, "fn", fn)
+        object.__setattr__(self, "args", args)
+        object.__setattr__(self, "kwargs", dict(kwargs or {}))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a pending call cannot be changed ({name})")
+
+    def __rshift__(self, pool: Runner) -> R:
+        """Run the call on the pool and return its result; its exception is raised here."""
+        return _runner(pool, ">>").run(self)
+
+    def __matmul__(self, pool: Runner) -> tuple[R, ...]:
+        """Run the call on every worker of the pool at once; results come in the order of the workers."""
+        return _runner(pool, "@").broadcast(self)
+
+    def __and__[S](self, other: PendingCompute[S]) -> PendingBatch[R, S]:
+        """Put two calls together, to run in parallel."""
+        return PendingBatch(self, _pending(other))
+
+    def __repr__(self) -> str:
+        arguments = [*map(_brief, self.args), *(f"{name}={_brief(value)}" for name, value in self.kwargs.items())]
+        return f"<pending {_name(self.fn)}({', '.join(arguments)})>"
+
+
+class PendingBatch[*Rs]:
+    """Calls not yet made that will run in parallel; `>> pool` returns the tuple of their results, in order."""
+
+    __slots__ = ("calls",)
+
+    calls: tuple[PendingCompute[Any], ...]
+
+    def __init__(self, *calls: PendingCompute[Any]) -> None:
+        object.__setattr__(self, "calls", calls)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a batch of pending calls cannot be changed ({name})")
+
+    def __and__[S](self, other: PendingCompute[S]) -> PendingBatch[*Rs, S]:
+        """Add a call."""
+        return PendingBatch(*self.calls, _pending(other))
+
+    def __rshift__(self, pool: Runner) -> tuple[*Rs]:
+        """Run all calls in parallel. The first error, in the order of the calls, is raised; the calls still running are cancelled then."""
+        return cast("tuple[*Rs]", _runner(pool, ">>").run_batch(cast("PendingBatch[*tuple[Any, ...]]", self)))
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+    def __repr__(self) -> str:
+        return f"<pending batch of {len(self.calls)}>"
+
+
+class ComputeFunction[**P, R]:
+    """A function made lazy by `@compute`: calling it gives a `PendingCompute`. `.local` is the function itself, to be run here and now."""
+
+    def __init__(self, fn: Callable[P, R]) -> None:
+        self.local: Callable[P, R] = fn
+        functools.update_wrapper(self, fn)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> PendingCompute[R]:
+        return PendingCompute(self.local, args, kwargs)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        """Bind like a function does, so that `@compute` works on methods."""
+        return self if instance is None else ComputeFunction(functools.partial(self.local, instance))  # type: ignore[arg-type]
+
+    def __repr__(self) -> str:
+        return f"<compute {_name(self.local)}>"
+
+
+def compute[**P, R](fn: Callable[P, R]) -> ComputeFunction[P, R]:
+    """Make a function lazy: a call returns `PendingCompute[R]` instead of running.
+
+    >>> @compute
+    ... def double(x: int) -> int:
+    ...     return 2 * x
+    >>> double(21)
+    <pending double(21)>
+    >>> double.local(21)
+    42
+    """
+    return fn if isinstance(fn, ComputeFunction) else ComputeFunction(fn)
+
+
+@overload
+def gather() -> PendingBatch[*tuple[()]]: ...
+@overload
+def gather[A](a: PendingCompute[A], /) -> PendingBatch[A]: ...
+@overload
+def gather[A, B](a: PendingCompute[A], b: PendingCompute[B], /) -> PendingBatch[A, B]: ...
+@overload
+def gather[A, B, C](a: PendingCompute[A], b: PendingCompute[B], c: PendingCompute[C], /) -> PendingBatch[A, B, C]: ...
+@overload
+def gather[A, B, C, D](a: PendingCompute[A], b: PendingCompute[B], c: PendingCompute[C], d: PendingCompute[D], /) -> PendingBatch[A, B, C, D]: ...
+@overload
+def gather[R](*computations: PendingCompute[R]) -> PendingBatch[*tuple[R, ...]]: ...
+def gather(*computations: PendingCompute[Any]) -> PendingBatch[*tuple[Any, ...]]:
+    """Group calls to run in parallel; `gather(...) >> pool` returns their results in order. Raises TypeError for anything that is no pending call."""
+    return PendingBatch(*map(_pending, computations))
+
+
+def _runner(pool: object, operator: str) -> Runner:
+    if all(callable(getattr(pool, name, None)) for name in ("run", "run_batch", "broadcast")):
+        return cast(Runner, pool)
+    raise TypeError(
+        f"`{operator}` sends a call to a pool, not to {type(pool).__name__!r}: write `with sky.ComputePool(...) as pool:` and `fn(x) {operator} pool`"
+    )
+
+
+def _pending(other: object) -> PendingCompute[Any]:
+    if isinstance(other, PendingCompute):
+        return cast("PendingCompute[Any]", other)
+    if isinstance(other, ComputeFunction):
+        raise TypeError(f"{other!r} is a function, not a call: write {_name(cast('ComputeFunction[..., Any]', other).local)}(...)")
+    raise TypeError(
+        f"only pending calls can be put together, and this is {type(other).__name__!r}. Is the function decorated with @compute? "
+        "And since `&` binds weaker than `>>`, parentheses are needed: (f(x) & g(y)) >> pool"
+    )
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", None) or type(fn).__name__
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

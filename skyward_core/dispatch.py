@@ -1,0 +1,136 @@
+"""Which calls go out when, and grouped how: the client's side of the queue.
+
+Sending one call costs Dask about a millisecond of work, whatever the call does. So calls that have been seen to be short travel together, in batches of
+some twenty milliseconds; unknown and long ones travel alone, one for each slot, so that no slot waits while another has work queued behind a long call.
+A slot hands back what it has not begun (`Ending.RETURNED`); it is sent again, first in the queue.
+
+Pure bookkeeping: nothing here knows Dask or a thread. The owner holds a lock around every method.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from skyward_core.worker.wire import Batch, Call, Parcel
+
+TARGET_SECONDS = 0.02  # of work in a batch
+LEAST_SECONDS = 40e-6  # what a call that does nothing costs in a slot
+BATCH_CALLS = 1000
+BATCH_BYTES = 1 << 20
+SMOOTHING = 0.2
+
+
+@dataclass(slots=True)
+class Entry:
+    """One call and where it must run (None: anywhere)."""
+
+    call: Call
+    function: Parcel
+    worker: str | None = None
+
+
+@dataclass(slots=True)
+class Shipment:
+    """A batch that is out, and its calls that have not ended."""
+
+    number: int
+    batch: Batch
+    worker: str | None
+    unended: set[str] = field(default_factory=set[str])
+
+
+class Queue:
+    """Calls waiting and calls out. Each call is in exactly one of: waiting, out in one shipment, ended."""
+
+    def __init__(self, topic: str) -> None:
+        self._topic = topic
+        self._numbers = itertools.count()
+        self._waiting: deque[Entry] = deque()
+        self._pinned: deque[Entry] = deque()
+        self._out: dict[str, tuple[Entry, Shipment]] = {}
+        self._shipments: dict[int, Shipment] = {}
+        self._seconds: dict[str, float] = {}
+        self.slots = 1
+
+    def add(self, entries: Iterable[Entry]) -> None:
+        """Take calls in, last in the queue."""
+        for entry in entries:
+            (self._waiting if entry.worker is None else self._pinned).append(entry)
+
+    def ship(self) -> list[Shipment]:
+        """Return what should go out now, and count it as out."""
+        shipments = [self._pack([entry], entry.worker) for entry in self._pinned]
+        self._pinned.clear()
+        while self._waiting and len(self._shipments) < self._limit(self._waiting[0]):
+            shipments.append(self._pack(self._next_group(), None))
+        return shipments
+
+    def ended(self, call_id: str, seconds: float | None = None) -> bool:
+        """Note that a call has ended, after so many seconds of work; False if it was not out (it was cancelled, or is told a second time)."""
+        found = self._out.pop(call_id, None)
+        if found is None:
+            return False
+        entry, shipment = found
+        shipment.unended.discard(call_id)
+        if not shipment.unended:
+            self._shipments.pop(shipment.number, None)
+        if seconds is not None:
+            before = self._seconds.get(entry.call.function)
+            self._seconds[entry.call.function] = seconds if before is None else before + SMOOTHING * (seconds - before)
+        return True
+
+    def returned(self, call_id: str) -> None:
+        """Note that a call has not been begun: it waits again, first in the queue."""
+        found = self._out.get(call_id)
+        if found is not None:
+            self.ended(call_id)
+            (self._waiting if found[0].worker is None else self._pinned).appendleft(found[0])
+
+    def drop(self, call_id: str) -> bool:
+        """Forget a call that waits; False if it does not wait."""
+        before = len(self._waiting)
+        self._waiting = deque(entry for entry in self._waiting if entry.call.call_id != call_id)
+        return len(self._waiting) < before
+
+    def unended(self, shipment: Shipment) -> list[str]:
+        """Return the calls of a shipment that have not ended, in their order."""
+        return [call.call_id for call in shipment.batch.calls if call.call_id in shipment.unended]
+
+    def clear(self) -> list[str]:
+        """Forget everything; return the ids of all calls that have not ended."""
+        ids = [entry.call.call_id for entry in (*self._pinned, *self._waiting)] + list(self._out)
+        self._waiting.clear()
+        self._pinned.clear()
+        self._out.clear()
+        self._shipments.clear()
+        return ids
+
+    def _limit(self, entry: Entry) -> int:
+        """Short calls: a batch at work and one on its way, for each slot. Long or unknown ones: one for each slot."""
+        return self.slots * 2 if self._seconds.get(entry.call.function, 1.0) < TARGET_SECONDS else self.slots
+
+    def _next_group(self) -> list[Entry]:
+        """The next calls that belong together: at most the target's work, and not more than leaves something for every slot."""
+        most = min(BATCH_CALLS, max(1, len(self._waiting) // (2 * self.slots)))
+        group, seconds, size = list[Entry](), 0.0, 0
+        while self._waiting and len(group) < most:
+            entry = self._waiting[0]
+            expected = self._seconds.get(entry.call.function)
+            if group and (expected is None or seconds + expected > TARGET_SECONDS or size > BATCH_BYTES):
+                break
+            group.append(self._waiting.popleft())
+            seconds += TARGET_SECONDS if expected is None else max(expected, LEAST_SECONDS)
+            size += entry.call.arguments.nbytes
+        return group
+
+    def _pack(self, entries: list[Entry], worker: str | None) -> Shipment:
+        functions = {entry.call.function: entry.function for entry in entries}
+        batch = Batch(self._topic, tuple(entry.call for entry in entries), functions)
+        shipment = Shipment(next(self._numbers), batch, worker, {entry.call.call_id for entry in entries})
+        if worker is None:  # calls for a given worker do not take part in the sharing out
+            self._shipments[shipment.number] = shipment
+        self._out.update((entry.call.call_id, (entry, shipment)) for entry in entries)
+        return shipment

@@ -1,0 +1,129 @@
+"""Every error of the core, named by what the caller does next.
+
+SkywardError
+├── BadRequest (ValueError)        ask for something else: the wish cannot be met as it is written
+│   └── NotYetSupported            the wish is sound, this version does not do it yet
+├── NotPicklable (TypeError)       pass something else: a value cannot travel
+├── CredentialsError               mend the credentials
+├── NoCapacity                     try another offer, region or provider
+│   └── QuotaExceeded              ask the provider for more, or try another
+├── OfferGone                      ask for offers again
+├── ProvisioningTimeout            the machines did not come up in time
+├── BootstrapFailed                mend the image: a machine came up and could not be prepared
+├── CallCrashed                    the process of one call died; the slot is back, other calls went on
+│   └── CallOutOfMemory            ask for more memory
+├── NodeLost                       submit again: the machine went away under the call
+├── RemoteError                    read the text: the call failed with an error that cannot be rebuilt here
+├── PoolClosed                     open a pool first
+└── InstancesLeft                  look at the console: machines may still be running
+"""
+
+from collections.abc import Sequence
+
+
+class SkywardError(Exception):
+    """Anything that this library raises on its own account."""
+
+
+class BadRequest(SkywardError, ValueError):
+    """The wish cannot be met as it is written; nothing was started and nothing spent."""
+
+
+class NotYetSupported(BadRequest, NotImplementedError):
+    """The wish is sound, but this version does not do it yet; nothing was started and nothing spent."""
+
+
+class NotPicklable(SkywardError, TypeError):
+    """A function, argument or result cannot travel. `path` names the offending part, such as `args[0].client.lock`."""
+
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(message, path)
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class CredentialsError(SkywardError):
+    """The provider refused our credentials, or there are none."""
+
+
+class NoCapacity(SkywardError):
+    """Nobody sells, or can deliver, what was asked for right now."""
+
+
+class QuotaExceeded(NoCapacity):
+    """The account may not rent that much."""
+
+
+class OfferGone(SkywardError):
+    """The offer was withdrawn between asking and launching."""
+
+
+class ProvisioningTimeout(SkywardError):
+    """Machines were launched but were not ready by the deadline; they have been terminated."""
+
+
+class BootstrapFailed(SkywardError):
+    """A machine could not be prepared; all machines of the pool have been terminated.
+
+    `node` is its rank, `phase` the step of the bootstrap, `exit_code` that of the failed command, `output` its last lines.
+    """
+
+    def __init__(self, message: str, *, node: int = 0, phase: str = "", exit_code: int | None = None, output: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.node = node
+        self.phase = phase
+        self.exit_code = exit_code
+        self.output = tuple(output)
+
+
+class CallCrashed(SkywardError):
+    """The process that ran a call died: a segmentation fault, `os._exit`, a kill.
+
+    It takes that call alone. `node` is the rank of the node, `exit_code` as in `subprocess` (negative: the signal), `output` the call's last lines.
+    """
+
+    def __init__(self, message: str, node: int = 0, exit_code: int | None = None, output: Sequence[str] = ()) -> None:
+        super().__init__(message, node, exit_code, tuple(output))
+        self.node = node
+        self.exit_code = exit_code
+        self.output = tuple(output)
+
+    def __str__(self) -> str:
+        tail = "\n".join(f"  {line}" for line in self.output)
+        return f"{self.args[0]}\nlast output:\n{tail}" if tail else str(self.args[0])
+
+
+class CallOutOfMemory(CallCrashed):
+    """The process of a call was killed because it used more memory than its worker has."""
+
+
+class NodeLost(SkywardError):
+    """The node that ran the call is gone: preempted, crashed or out of reach."""
+
+
+class RemoteError(SkywardError):
+    """A call failed with an exception that cannot be rebuilt here; `text` is its remote traceback."""
+
+    def __init__(self, message: str, text: str = "") -> None:
+        super().__init__(message, text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}\n{self.text}" if self.text else str(self.args[0])
+
+
+class PoolClosed(SkywardError):
+    """The pool is not open: not yet, or not any more."""
+
+
+class InstancesLeft(SkywardError):
+    """Termination was asked for, but these machines could not be confirmed gone; `ids` names them."""
+
+    def __init__(self, message: str, ids: Sequence[str] = ()) -> None:
+        super().__init__(message, tuple(ids))
+        self.ids = tuple(ids)
+
+    def __str__(self) -> str:
+        return str(self.args[0])

@@ -1,0 +1,218 @@
+"""Shell text from plain values.
+
+Every function here is pure and returns lines of bash. The program is constant; values enter it only as quoted words. All that follows
+`prelude` may use the functions it defines, and tells its reader on stdout, one line each:
+
+    ::skyward phase NAME
+    ::skyward failed phase=NAME exit=CODE command=TEXT
+    ::skyward done phase=NAME
+"""
+
+import shlex
+from collections.abc import Iterable, Mapping
+
+
+def prelude() -> str:
+    """Return the head of a script: strict mode, where things live (`SKYWARD_HOME`), the trap that tells of a failure, and all functions."""
+    return "\n".join(_PARTS)
+
+
+def shutdown_after(ttl_seconds: int) -> str:
+    """Return a line that turns the machine off in so many seconds, in place of any earlier such wish; nothing for 0.
+
+    Needs root, or sudo without a password. Where systemd keeps the time, seconds are rounded up to minutes.
+    """
+    return _call("skyward_shutdown_after", [str(ttl_seconds)]) if ttl_seconds else ""
+
+
+def python_environment(name: str, python: str, requirements: Iterable[str], extra_index_url: str | None, apt: Iterable[str]) -> str:
+    """Return lines that make sure of the apt packages and of `$SKYWARD_HOME/envs/NAME`, an environment with Python `python` (as "3.13").
+
+    Phases: "uv" and "deps" unless the environment is complete, "apt" if a package is missing.
+    """
+    # pip looks at all indexes alike and takes the best version; uv by default takes the first index that knows the name, and the extra
+    # one first: an index that mirrors a few old versions (as PyTorch's does) would then hide the package index.
+    index = ["--extra-index-url", extra_index_url, "--index-strategy", "unsafe-best-match"] if extra_index_url else []
+    build = _call("skyward_build", [name, python, *index, "--", *requirements])
+    packages = list(apt)
+    install = _call("skyward_apt", packages) + "\n" if packages else ""
+    return f'{_call("skyward_find", [name])}\n{install}[ -n "$skyward_complete" ] || {build}'
+
+
+def export(env: Mapping[str, str]) -> str:
+    """Return one `export` for each variable, by name. Names must be valid identifiers; values are taken literally."""
+    return "\n".join(f"export {name}={_quoted(value)}" for name, value in sorted(env.items()))
+
+
+def done(phase: str) -> str:
+    """Return the line that tells that all went well up to and with this phase."""
+    return f"printf '::skyward done phase=%s\\n' {shlex.quote(phase)}"
+
+
+def script(*parts: str) -> str:
+    """Join parts to a bash script, leaving out the empty ones."""
+    return (
+        "#!/usr/bin/env bash\n# shellcheck disable=SC1003,SC2016,SC2088 # a value that looks like an expansion is meant literally\n"
+        + "\n".join(part for part in parts if part)
+        + "\n"
+    )
+
+
+def _quoted(value: str) -> str:
+    # shlex.quote leaves out the quotes where it can; shellcheck takes its "export A==" for a slip
+    return "'" + value.replace("'", "'\"'\"'") + "'"
+
+
+def _call(function: str, words: Iterable[str]) -> str:
+    return f"{function} {shlex.join(words)}"
+
+
+# cloud-init runs user data without HOME; `~` asks the password database then.
+_STRICT = r"""set -euo pipefail
+set -E  # or the trap below would not see into functions
+[ -n "${HOME:-}" ] || HOME=~
+export HOME
+export SKYWARD_HOME="${SKYWARD_HOME:-$HOME/.cache/skyward}"
+case $SKYWARD_HOME in /*) ;; *) SKYWARD_HOME="$PWD/$SKYWARD_HOME" ;; esac
+"""
+
+_TOLD = r"""skyward_phase_name=uv
+skyward_command=
+skyward_phase() {
+  skyward_phase_name=$1
+  printf '::skyward phase %s\n' "$1"
+}
+skyward_run() { # remembers the command with its words filled in, for the trap
+  skyward_command=$*
+  "$@" </dev/null # the script itself may come on stdin, and apt-get would read the rest of it
+  skyward_command=
+}
+skyward_failed() {
+  [ "$BASH_SUBSHELL" -eq 0 ] || return 0 # the parent shell tells, once
+  local command=${skyward_command:-$2}
+  command=${command#skyward_}
+  printf '::skyward failed phase=%s exit=%s command=%s\n' "$skyward_phase_name" "$1" "${command//[$'\n\r']/ }"
+}
+trap 'skyward_failed "$?" "$BASH_COMMAND"' ERR
+skyward_sudo() {
+  if [ "$EUID" -eq 0 ]; then "$@"; else sudo -n -- "$@"; fi
+}
+"""
+
+# Descriptor 9 is inherited by what runs under the lock: if this shell is killed, the next one waits until its orphaned installer is gone too.
+_LOCKS = r"""skyward_lock() {
+  mkdir -p -- "${1%/*}"
+  exec 9>"$1"
+  skyward_run flock --timeout 1800 9
+}
+skyward_unlock() {
+  exec 9>&-
+}
+"""
+
+# The timer leads its own process group (setsid), so that a later wish takes it and its sleep along; "skyward-ttl" in its command line shows
+# that the pid is still the timer's.
+_SHUTDOWN = r"""skyward_shutdown_after() {
+  local timer="$SKYWARD_HOME/ttl.pid" pid root=()
+  [ "$EUID" -eq 0 ] || root=(sudo -n --)
+  mkdir -p -- "$SKYWARD_HOME"
+  skyward_run skyward_sudo true
+  if [ -f "$timer" ]; then
+    pid=$(<"$timer")
+    if grep -qsa skyward-ttl "/proc/$pid/cmdline"; then kill -- "-$pid" || true; fi
+    rm -f -- "$timer"
+  fi
+  skyward_sudo shutdown -c >/dev/null 2>&1 || true
+  if ! skyward_sudo shutdown -P "+$((($1 + 59) / 60))" >/dev/null 2>&1; then
+    setsid sh -c 'sleep "$1"; shift; "$@"' skyward-ttl "$1" "${root[@]}" sh -c 'shutdown -P now || poweroff -f' </dev/null >/dev/null 2>&1 &
+    printf '%s\n' "$!" >"$timer"
+  fi
+}
+"""
+
+# UV_PYTHON would win over the environment that we name by VIRTUAL_ENV; --python wins over both.
+_UV = r"""skyward_uv() {
+  "${skyward_uv_command[@]}" "$@"
+}
+skyward_find_uv() {
+  if [ -n "${SKYWARD_UV:-}" ]; then
+    skyward_uv_command=("$SKYWARD_UV")
+  elif uv --version >/dev/null 2>&1; then
+    skyward_uv_command=(uv)
+  elif python3 -m uv --version >/dev/null 2>&1; then
+    skyward_uv_command=(python3 -m uv)
+  else
+    skyward_install_uv
+    skyward_uv_command=("$SKYWARD_HOME/uv/bin/uv")
+  fi
+}
+skyward_install_uv() {
+  local target="$SKYWARD_HOME/uv"
+  skyward_lock "$target.lock"
+  if [ ! -x "$target/bin/uv" ]; then
+    rm -rf -- "$target" "$target.partial"
+    skyward_run python3 -m pip install --quiet --target "$target.partial" uv
+    mv -- "$target.partial" "$target"
+  fi
+  skyward_unlock
+}
+"""
+
+# A service that an apt package starts must not inherit the lock, hence 9>&-.
+_APT = r"""skyward_has_apt() { # name, name=version, name:architecture, name/release
+  local version='' found
+  case $1 in *=*) version=${1#*=} ;; esac
+  found=$(dpkg-query --show --showformat '${db:Status-Status} ${Version}' "${1%%[=/]*}" 2>/dev/null) || return 1
+  case $found in
+    "installed "*) [ -z "$version" ] || [ "${found#installed }" = "$version" ] ;;
+    *) return 1 ;;
+  esac
+}
+skyward_apt() {
+  local package missing=()
+  for package; do skyward_has_apt "$package" || missing+=("$package"); done
+  [ "${#missing[@]}" -gt 0 ] || return 0
+  skyward_phase apt
+  skyward_lock "$SKYWARD_HOME/apt.lock"
+  skyward_run skyward_sudo apt-get -o Acquire::Retries=3 update 9>&-
+  skyward_run skyward_sudo env DEBIAN_FRONTEND=noninteractive \
+    apt-get -o DPkg::Lock::Timeout=300 install --yes --no-install-recommends -- "${missing[@]}" 9>&-
+  skyward_unlock
+}
+"""
+
+# The mark is written last: an environment without it is what a killed build left. bin/python is looked at too, because the interpreter it
+# points to may have been removed since.
+_ENVIRONMENT = r"""skyward_is_complete() {
+  [ -f "$skyward_environment/.skyward-complete" ] && [ -x "$skyward_environment/bin/python" ]
+}
+skyward_find() {
+  skyward_environment="$SKYWARD_HOME/envs/$1"
+  if skyward_is_complete; then
+    skyward_complete=yes
+  else
+    skyward_complete=
+    skyward_phase uv
+    skyward_find_uv
+  fi
+}
+skyward_build() { # name, version of Python, arguments of uv pip install
+  local name=$1 version=$2
+  shift 2
+  skyward_phase deps
+  skyward_lock "$SKYWARD_HOME/envs/$name.lock"
+  if ! skyward_is_complete; then
+    skyward_run rm -rf -- "$skyward_environment"
+    skyward_run skyward_uv venv --no-project --python "${SKYWARD_PYTHON:-$version}" "$skyward_environment"
+    skyward_run "$skyward_environment/bin/python" -c "$skyward_check" "$version"
+    skyward_run skyward_uv pip install --no-progress --python "$skyward_environment/bin/python" "$@"
+    : >"$skyward_environment/.skyward-complete"
+  fi
+  skyward_unlock
+}
+skyward_check='import sys
+found = "%d.%d" % sys.version_info[:2]
+if found != sys.argv[1]: sys.exit("This interpreter is Python " + found + ", not " + sys.argv[1] + ": unset SKYWARD_PYTHON or let it name another.")'
+"""
+
+_PARTS = (_STRICT, _TOLD, _LOCKS, _SHUTDOWN, _UV, _APT, _ENVIRONMENT)

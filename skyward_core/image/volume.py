@@ -1,0 +1,92 @@
+"""`S3Volume`: a bucket, or a part of one, as a folder on every node."""
+
+import re
+from posixpath import normpath
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+
+from skyward_core.image.image import refuse_unknown_fields
+
+
+class S3Volume(BaseModel):
+    """A bucket of S3 under an absolute path.
+
+    `prefix` narrows it to the keys below one "folder"; it gets the "/" at its end that mounting needs. `mount_path` loses its own.
+    Raises pydantic's ValidationError (a ValueError).
+
+    >>> S3Volume(mount_path="/data/", bucket="my-bucket", prefix="datasets")
+    S3Volume(kind='s3', mount_path='/data', bucket='my-bucket', prefix='datasets/', read_only=True)
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["s3"] = "s3"
+    mount_path: str
+    bucket: str
+    prefix: str = ""
+    read_only: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _know_every_field(cls, data: Any) -> Any:
+        return refuse_unknown_fields(cls, data)
+
+    @field_validator("mount_path")
+    @classmethod
+    def _is_an_absolute_path(cls, path: str) -> str:
+        if not path.startswith("/") or not path.isprintable() or ".." in path.split("/"):
+            raise ValueError(f'mount_path={path!r} is not an absolute path: write "/data"')
+        path = "/" + normpath(path).lstrip("/")
+        if path == "/":
+            raise ValueError('mount_path="/" would hide the whole machine: write "/data"')
+        return path
+
+    @field_validator("bucket")
+    @classmethod
+    def _is_a_bucket_name(cls, bucket: str) -> str:
+        if "/" in bucket:
+            raise ValueError(f'bucket={bucket!r} must be the name alone, without "s3://"; what follows the name goes to prefix')
+        if fault := _fault_of_bucket(bucket):
+            raise ValueError(f"bucket={bucket!r} is no name of an S3 bucket: it must {fault}")
+        return bucket
+
+    @field_validator("prefix")
+    @classmethod
+    def _is_a_folder_of_keys(cls, prefix: str) -> str:
+        if prefix.startswith("/") or not prefix.isprintable():
+            raise ValueError(f'prefix={prefix!r} is not the beginning of a key: keys do not start with "/"; write "datasets/"')
+        prefix = prefix and prefix.removesuffix("/") + "/"
+        if len(prefix.encode()) > 1024:
+            raise ValueError("prefix is longer than a key may be, 1024 bytes")
+        return prefix
+
+
+type Volume = S3Volume
+"""Any volume; `kind` tells them apart in JSON."""
+
+
+def _fault_of_bucket(name: str) -> str:
+    """Return what the name must do and does not, or "".
+
+    Source: "General purpose bucket naming rules" of the Amazon S3 User Guide, checked 2026-11.
+    """
+    if not 3 <= len(name) <= 63:
+        return "have 3 to 63 characters"
+    if not re.fullmatch(r"[a-z0-9.-]+", name):
+        return "have only lowercase letters, digits, dots and hyphens"
+    if not (name[0].isalnum() and name[-1].isalnum()):
+        return "begin and end with a letter or digit"
+    if ".." in name:
+        return "not have two dots in a row"
+    if re.fullmatch(r"\d+\.\d+\.\d+\.\d+", name):
+        return "not look like an IP address"
+    if reserved := next((p for p in _RESERVED_PREFIXES if name.startswith(p)), None):
+        return f"not begin with {reserved!r}"
+    if reserved := next((s for s in _RESERVED_SUFFIXES if name.endswith(s)), None):
+        return f"not end with {reserved!r}"
+    return ""
+
+
+_RESERVED_PREFIXES = ("xn--", "sthree-", "amzn-s3-demo-")
+_RESERVED_SUFFIXES = ("-s3alias", "--ol-s3", ".mrap", "--x-s3", "--table-s3")

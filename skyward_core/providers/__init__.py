@@ -1,0 +1,1 @@
+"""Who rents us machines. One cloud, one file; none knows another."""

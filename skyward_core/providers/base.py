@@ -1,0 +1,94 @@
+"""What a provider is: its own configuration, with four verbs.
+
+`launch` and `terminate` are called by `provisioning.lifecycle` alone. All four are synchronous; threads are the caller's business.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from importlib.metadata import entry_points
+from typing import Any, ClassVar, cast
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from skyward_core.errors import BadRequest
+from skyward_core.instances import Instance
+from skyward_core.offers import Offer, Requirements
+
+type Tags = Mapping[str, str]
+"""Tags of an instance: `skyward-pool` (the pool's id) and whatever else the caller wants to be found by."""
+
+POOL_TAG = "skyward-pool"
+ENTRY_POINTS = "skyward.providers"
+
+
+class Provider(BaseModel):
+    """Somebody who rents machines. A frozen value that holds no secret unless it was given one; importing its file imports no SDK."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: ClassVar[str]
+    refuses: ClassVar[Mapping[str, str]] = {}
+    """What the provider can never do ("apt", "volume"), each with the reason and the alternative; refused before anything is launched."""
+
+    def offers(self, want: Requirements) -> list[Offer]:
+        """Return what is sold now that could serve. A read, safe to repeat; may return more than matches, the caller filters.
+
+        Raises CredentialsError if the provider refuses us, and lets an outage through: an empty list means that nothing is sold.
+        """
+        raise NotImplementedError
+
+    def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
+        """Rent up to `count` machines, tagged in the creating call, that run the shell script `startup` when they come up. Returns at once.
+
+        Fewer than asked is no error; none is NoCapacity. An error does not prove that nothing was launched: the caller sweeps by tag.
+        """
+        raise NotImplementedError
+
+    def instances(self, pool_id: str) -> list[Instance]:
+        """Return the machines of a pool that exist, GONE ones left out. Asks the provider by tag, never memory.
+
+        Any failure to find out is raised; an empty list means that none exist.
+        """
+        raise NotImplementedError
+
+    def terminate(self, ids: Sequence[str]) -> None:
+        """Give machines back. Ids that are gone already are accepted. When it returns, each one is gone or on its way.
+
+        Raises InstancesLeft with the ids that are not.
+        """
+        raise NotImplementedError
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the provider as plain data: its name, and the fields that were set."""
+        return {"name": type(self).name, **self.model_dump(mode="json", exclude_unset=True)}
+
+
+def load(wish: str | Mapping[str, Any] | Provider) -> Provider:
+    """Return a provider from its name ("local"), its plain data ({"name": "local", ...}), or itself.
+
+    Providers are found by module name, those of other distributions by the entry-point group `skyward.providers`. Raises BadRequest.
+    """
+    if isinstance(wish, Provider):
+        return wish
+    fields = {"name": wish} if isinstance(wish, str) else dict(wish)
+    name = str(fields.pop("name", ""))
+    found = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+    if name in BUILT_IN:
+        kind = cast("type[Provider]", getattr(importlib.import_module(f"skyward_core.providers.{name}"), BUILT_IN[name]))
+    elif name in found:
+        kind = cast("type[Provider]", found[name].load())
+    else:
+        known = sorted({*BUILT_IN, *found})
+        near = get_close_matches(name, known, 1)
+        raise BadRequest(f"no provider is called {name!r}; {f'did you mean {near[0]!r}? ' if near else ''}known here: {', '.join(known)}")
+    try:
+        return kind(**fields)
+    except ValidationError as error:
+        raise BadRequest(f"provider {name!r}: {error}") from error
+
+
+BUILT_IN: Mapping[str, str] = {"local": "Local"}
+"""Module of this package to the class in it; a test compares it with the files."""

@@ -1,0 +1,162 @@
+"""This machine as a provider: an instance is a set of processes in a session of its own, with a directory and a log.
+
+The embedded default, used by the quick start and most tests. Its truth is the process table: an instance is every process that was started with
+its tag in the environment (`worker.watchdog`), found from any process of the same user, and needs no file to be found.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import psutil
+from pydantic import Field
+
+from skyward_core.accelerators import parse
+from skyward_core.errors import BadRequest, InstancesLeft
+from skyward_core.instances import Instance, InstanceState
+from skyward_core.offers import Offer, Requirements
+from skyward_core.providers.base import POOL_TAG, Provider, Tags
+from skyward_core.worker.metrics import gpu_names
+from skyward_core.worker.settings import memory_directory, this_process
+from skyward_core.worker.watchdog import INSTANCE_TAG, kill_instance, tagged_processes
+from skyward_core.worker.watchdog import POOL_TAG as POOL_VARIABLE
+
+GB = 1e9
+TERM_SECONDS = 1.0
+KILL_SECONDS = 10.0
+RANK_VARIABLE = "SKYWARD_RANK"
+PRICE_VARIABLE = "SKYWARD_PRICE_PER_HOUR"
+DIRECTORY_VARIABLE = "SKYWARD_INSTANCE_DIRECTORY"
+
+KEPT_VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH")
+KEPT_PREFIXES = ("LC_", "NVIDIA_", "SSL_CERT_", "UV_", "PIP_", "XDG_")
+KEPT_ENDINGS = ("_CA_BUNDLE", "_proxy", "_PROXY")
+
+
+class Local(Provider):
+    """Run nodes as processes of this machine.
+
+    `price_per_hour` (USD for one node) makes cost visible without a cloud. A node sees a small part of this process's environment (paths, locale,
+    certificates, proxies), as a machine elsewhere would; `ComputePool(env=...)` adds to it.
+    """
+
+    name: ClassVar[str] = "local"
+    refuses: ClassVar[Mapping[str, str]] = {"apt": "installing Debian packages would change this machine; install them by hand and leave Image(apt=...) out"}
+
+    price_per_hour: float = Field(default=0.0, ge=0)
+
+    def offers(self, want: Requirements) -> list[Offer]:
+        """Return one offer: this machine, with the GPUs that its driver shows."""
+        gpus = gpu_names() if want.accelerator is not None else ()
+        return [
+            Offer(
+                provider=self.name,
+                instance_type="local",
+                region="local",
+                price_per_hour=self.price_per_hour,
+                on_demand_price_per_hour=self.price_per_hour,
+                vcpus=float(len(os.sched_getaffinity(0))),
+                memory_gb=psutil.virtual_memory().total / GB,
+                accelerator=_catalogue_name(gpus[0]) if gpus else None,
+                accelerators=len(gpus),
+            )
+        ]
+
+    def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
+        """Start `count` sessions that run the startup script."""
+        return [self._launch_one(tags[POOL_TAG], int(tags["skyward-rank"]) + index, startup) for index in range(count)]
+
+    def instances(self, pool_id: str) -> list[Instance]:
+        """Return the pool's instances of which any process lives."""
+        found: dict[str, Instance] = {}
+        for _, environ in tagged_processes():
+            if environ.get(POOL_VARIABLE) == pool_id and (instance_id := environ[INSTANCE_TAG]) not in found:
+                price = float(environ.get(PRICE_VARIABLE, "0"))
+                found[instance_id] = _instance(pool_id, instance_id, int(environ[RANK_VARIABLE]), price, environ[DIRECTORY_VARIABLE])
+        return sorted(found.values(), key=lambda instance: instance.rank)
+
+    def terminate(self, ids: Sequence[str]) -> None:
+        """End every process of these instances, with SIGTERM and after a second with SIGKILL, and remove their directories."""
+        wanted = set(ids)
+        started = time.monotonic()
+        alive = _signal(wanted, signal.SIGTERM)
+        while alive := _signal(alive, signal.SIGKILL if time.monotonic() - started > TERM_SECONDS else 0):
+            if time.monotonic() - started > KILL_SECONDS:
+                raise InstancesLeft(f"processes of {', '.join(sorted(alive))} outlive SIGKILL", sorted(alive))
+            time.sleep(0.01)
+        for instance_id in wanted:
+            shutil.rmtree(_directory(instance_id), ignore_errors=True)
+            shutil.rmtree(memory_directory(instance_id), ignore_errors=True)
+
+    def _launch_one(self, pool_id: str, rank: int, startup: str) -> Instance:
+        instance_id = f"local-{uuid.uuid4().hex[:12]}"
+        directory = _directory(instance_id)
+        directory.mkdir(mode=0o700, parents=True)
+        script = directory / "startup.sh"
+        script.write_text(startup)
+        owner = this_process()
+        environ = kept_environment() | {
+            INSTANCE_TAG: instance_id,
+            POOL_VARIABLE: pool_id,
+            RANK_VARIABLE: str(rank),
+            PRICE_VARIABLE: repr(self.price_per_hour),
+            DIRECTORY_VARIABLE: str(directory),
+            "SKYWARD_OWNER": f"{owner.pid}:{owner.started}",
+        }
+        with (directory / "log").open("wb") as log:
+            process = subprocess.Popen(
+                ["bash", str(script)], cwd=directory, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        threading.Thread(target=process.wait, name="skyward-reap", daemon=True).start()
+        return _instance(pool_id, instance_id, rank, self.price_per_hour, str(directory))
+
+
+def kept_environment() -> dict[str, str]:
+    """Return the part of this process's environment that a node inherits: where things are, never credentials or an orchestrator's settings."""
+    return {name: value for name, value in os.environ.items() if name in KEPT_VARIABLES or name.startswith(KEPT_PREFIXES) or name.endswith(KEPT_ENDINGS)}
+
+
+def _signal(ids: set[str], sig: int) -> set[str]:
+    """Signal the instances' processes; return those that had any."""
+    return {instance_id for instance_id in ids if kill_instance(instance_id, sig)}
+
+
+def _directory(instance_id: str) -> Path:
+    return Path(tempfile.gettempdir()) / f"skyward-{os.getuid()}" / instance_id
+
+
+def _instance(pool_id: str, instance_id: str, rank: int, price: float, directory: str) -> Instance:
+    return Instance(
+        id=instance_id,
+        provider=Local.name,
+        pool_id=pool_id,
+        rank=rank,
+        state=InstanceState.RUNNING,
+        region="local",
+        instance_type="local",
+        price_per_hour=price,
+        on_demand_price_per_hour=price,
+        ip="127.0.0.1",
+        private_ip="127.0.0.1",
+        directory=directory,
+    )
+
+
+def _catalogue_name(driver_name: str) -> str:
+    """The catalogue's name for what the driver calls, say, "NVIDIA H100 80GB HBM3"; the driver's own where the catalogue has none."""
+    for word in driver_name.replace("-", " ").split():
+        try:
+            return parse(word).name
+        except BadRequest:
+            continue
+    return driver_name

@@ -1,0 +1,152 @@
+"""`PoolSpec`: all that one can ask for, as one frozen value. Each knob is declared here and nowhere else."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, Self, cast
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, SerializeAsAny, ValidationError, model_validator
+
+from skyward_core import accelerators, spot
+from skyward_core.accelerators import Accelerator
+from skyward_core.errors import BadRequest, NotYetSupported
+from skyward_core.image.image import Image
+from skyward_core.image.volume import Volume
+from skyward_core.offers import Requirements
+from skyward_core.providers import base
+from skyward_core.providers.base import Provider
+
+GB_PER_UNIT = {"mb": 1e-3, "gb": 1.0, "tb": 1e3, "mib": 2**20 / 1e9, "gib": 2**30 / 1e9, "tib": 2**40 / 1e9}
+
+type Display = Literal["log", "spinner", "quiet"]
+
+type AnyProvider = Annotated[
+    SerializeAsAny[Provider], BeforeValidator(lambda wish: base.load(wish)), PlainSerializer(lambda provider: provider.to_json(), return_type=dict[str, Any])
+]
+type AnyAccelerator = Annotated[
+    Accelerator,
+    BeforeValidator(lambda wish: Accelerator.from_json(wish) if isinstance(wish, Mapping) else accelerators.parse(cast(Any, wish))),
+    PlainSerializer(lambda accelerator: accelerator.to_json(), return_type=dict[str, Any]),
+]
+type AnySpot = Annotated[
+    spot.Strategy,
+    BeforeValidator(lambda wish: spot.from_json(wish) if isinstance(wish, Mapping) else spot.parse(cast(Any, wish))),
+    PlainSerializer(spot.to_json),
+]
+
+
+class PoolSpec(BaseModel):
+    """What the user asks for. Compares by value, is JSON both ways (`model_dump_json`, `model_validate_json`), holds no secret.
+
+    Make one with `PoolSpec.of(...)`: it raises BadRequest, with the nearest known name for an unknown field.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, validate_default=False)
+
+    provider: AnyProvider | None = Field(default=None, description="Who rents the machines; None: as the settings say, else Local().")
+    image: Image = Field(default_factory=Image, description="The environment on the nodes.")
+    nodes: int = Field(default=1, ge=1, description="Number of machines.")
+    machine: str | None = Field(default=None, description='Instance type, in the provider\'s own words ("p5.48xlarge").')
+    accelerator: AnyAccelerator | None = Field(default=None, description="The accelerators of one machine.")
+    cpu: int | None = Field(default=None, ge=1, description="CPU cores of one worker, at least.")
+    memory: str | None = Field(default=None, description='Memory of one worker, at least ("32GB"; GB = 10⁹ bytes, GiB = 2³⁰).')
+    volume: tuple[Volume, ...] = Field(default=(), description="Volumes mounted on every node.")
+    spot: AnySpot | None = Field(default=None, description="Spot strategy; None: spot where it is sold, on demand elsewhere.")
+    timeout: float = Field(default=3600, gt=0, description="Auto-shutdown: seconds without a running call after which the pool ends itself.")
+    max_lifetime: float | None = Field(default=None, gt=0, description="Hard limit of the pool's life, in seconds.")
+    max_cost: float | None = Field(default=None, gt=0, description="Hard limit of the pool's cost, in USD.")
+    env: Mapping[str, str] | None = Field(default=None, description="Environment variables of the calls.")
+    concurrency: int = Field(default=1, ge=1, description="Calls that one worker runs at once.")
+    provision_timeout: float = Field(default=1800, gt=0, description="Seconds within which the machines must be ready.")
+    display: Display = Field(default="log", description='What is printed: "log", "spinner" or "quiet".')
+    collect_metrics: bool = Field(default=True, description="Sample processor, memory and GPUs of each node every two seconds.")
+
+    @classmethod
+    def of(cls, **wishes: Any) -> Self:
+        """Build a spec from keywords; raises BadRequest with what to do. Strings and numbers stand for values: `accelerator="A100"`, `spot=0.8`."""
+        if isinstance(wishes.get("volume"), BaseModel):
+            wishes["volume"] = (wishes["volume"],)
+        if wishes.get("volume", ()) is None:
+            del wishes["volume"]
+        try:
+            return cls(**wishes)
+        except ValidationError as error:
+            raise BadRequest(_told(error, wishes)) from error
+
+    def with_(self, **changes: Any) -> Self:
+        """Return a spec with these fields changed, validated anew."""
+        return type(self).of(**{name: getattr(self, name) for name in self.model_fields_set} | changes)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields_only(cls, data: Any) -> Any:
+        unknown = [name for name in cast("Mapping[str, Any]", data) if name not in cls.model_fields] if isinstance(data, Mapping) else []
+        if unknown:
+            raise ValueError("; ".join(_unknown(name, list(cls.model_fields)) for name in unknown))
+        return data
+
+    @model_validator(mode="after")
+    def _sound(self) -> Self:
+        if self.memory is not None:
+            memory_gb(self.memory)
+        return self
+
+    @property
+    def requirements(self) -> Requirements:
+        """The hardware part, for one machine: a machine holds one worker for each MIG partition, or one."""
+        return Requirements(
+            accelerator=self.accelerator,
+            instance_type=self.machine,
+            vcpus=self.cpu,
+            memory_gb=memory_gb(self.memory) if self.memory is not None else None,
+        )
+
+    @property
+    def node_environment(self) -> dict[str, str]:
+        """Environment variables of the calls: the image's, then the pool's."""
+        return {**dict(self.image.env), **(self.env or {})}
+
+    def refuse_what_cannot_be(self) -> None:
+        """Raise BadRequest, or NotYetSupported, for what would fail only after machines have been paid for."""
+        here = f"{sys.version_info.major}.{sys.version_info.minor}"
+        if self.image.python != here:
+            raise BadRequest(
+                f"the image wants Python {self.image.python} and this is {here}: functions travel pickled by value, which needs the same minor version on both "
+                f'sides. Run this program with Python {self.image.python}, or leave Image(python=...) out (it is then "{here}")'
+            )
+        later = {
+            "volume": (bool(self.volume), "volumes are not mounted yet; read the data in the function, for instance with boto3 or fsspec"),
+            "max_lifetime": (self.max_lifetime is not None, "max_lifetime is not enforced yet; `timeout` ends an idle pool"),
+            "max_cost": (self.max_cost is not None, "max_cost is not enforced yet; watch CostUpdate events and close the pool"),
+            "accelerator": (self.accelerator is not None and bool(self.accelerator.mig), "GPUs are not partitioned with MIG yet; ask for whole ones"),
+        }
+        for field, (asked, advice) in later.items():
+            if asked:
+                raise NotYetSupported(f"{field}: {advice}")
+
+
+def memory_gb(text: str) -> float:
+    """Read an amount of memory such as "32GB" or "512 MiB"; returns GB = 10⁹ bytes. Raises BadRequest."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", text, re.IGNORECASE)
+    unit = match.group(2).lower() if match else ""
+    if match is None or unit not in GB_PER_UNIT or float(match.group(1)) <= 0:
+        raise BadRequest(f'memory={text!r} is no amount of memory: write a number and a unit, such as "32GB" or "512MiB" ({", ".join(GB_PER_UNIT)})')
+    return float(match.group(1)) * GB_PER_UNIT[unit]
+
+
+def _unknown(name: str, known: Sequence[str]) -> str:
+    near = get_close_matches(name, known, 1, cutoff=0.5)
+    return f"there is no {name!r}; {f'did you mean {near[0]!r}?' if near else 'known are: ' + ', '.join(known)}"
+
+
+def _told(error: ValidationError, wishes: Mapping[str, Any]) -> str:
+    """Our own words for each fault, pydantic's where we have none."""
+    told = list[str]()
+    for fault in error.errors():
+        field = ".".join(map(str, fault["loc"]))
+        message = fault["msg"].removeprefix("Value error, ")
+        told.append(f"{field}={wishes.get(field)!r}: {message}" if field in wishes else f"{field}: {message}" if field else message)
+    return "; ".join(told)

@@ -1,0 +1,154 @@
+"""How much of a pool runs on spot machines: cheaper, and taken back when somebody pays more."""
+
+import difflib
+import math
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import Any
+
+from skyward_core.errors import BadRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Always:
+    """Only spot machines. If none is free, ask again `retries` times, `interval` seconds apart, before giving up."""
+
+    retries: int = 10
+    interval: float = 1.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.retries, bool) or not isinstance(self.retries, int) or self.retries < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise BadRequest(f"retries={self.retries!r} must be a whole number, 0 or more")
+        if not _is_number(self.interval) or not 0 <= self.interval < math.inf:
+            raise BadRequest(f"interval={self.interval!r} must be a number of seconds, 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class IfAvailable:
+    """Spot machines, and on-demand ones where spot is not sold or none is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Never:
+    """Only on-demand machines."""
+
+    def __call__(self) -> "Never":
+        """Return itself, so that `Spot.Never()` means `Spot.Never`."""
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Percent:
+    """At least this share of the machines, above 0 and up to 1, is spot; the rest is on demand."""
+
+    share: float
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.share) or not 0 < self.share <= 1:
+            raise BadRequest(f"spot={self.share!r} {_advice(self.share)}")
+
+
+type Strategy = Always | IfAvailable | Never | Percent
+
+type SpotLike = str | float | Strategy
+"""A strategy, "always", "if-available", "never", or the share that must be spot (0.8: at least 80 %)."""
+
+
+class Spot:
+    """The strategies under one name.
+
+    >>> Spot.Percent(0.8)
+    Percent(share=0.8)
+    """
+
+    Always = Always
+    IfAvailable = IfAvailable
+    Never = Never()
+    Percent = Percent
+
+
+def parse(like: SpotLike) -> Strategy:
+    """Return the strategy that is meant. 1.0 is `Always()`: all machines spot, and as stubborn about it.
+
+    Raises BadRequest, with the nearest valid spelling.
+    """
+    match like:
+        case Always() | IfAvailable() | Never() | Percent():
+            return like
+        case str():
+            return _parse_name(like)
+        case bool():
+            raise BadRequest(f'spot={like}: write spot={"always" if like else "never"!r}, or "if-available"')
+        case int() | float():
+            return Always() if like == 1 else Percent(float(like))
+        case _:
+            raise BadRequest(f'spot={like!r} is no strategy: write "always", "if-available", "never", a share such as 0.8, or Spot.Always()')
+
+
+def split(strategy: Strategy | None, nodes: int, spot_sold: bool) -> tuple[int, int]:
+    """Return how many of the machines are on demand and how many are spot, in this order of ranks: node 0 is on demand if any is.
+
+    `None` (nothing was asked for) and IfAvailable mean spot where it is sold and on demand elsewhere. A share is rounded up to
+    whole machines. Raises BadRequest if spot is demanded where it is not sold.
+    """
+    if nodes < 1:
+        raise BadRequest(f"nodes={nodes}: a pool has at least 1")
+    match strategy:
+        case Never():
+            return nodes, 0
+        case None | IfAvailable():
+            return (0, nodes) if spot_sold else (nodes, 0)
+        case Always() | Percent() if not spot_sold:
+            raise BadRequest(f'no spot machine that fits is sold here, and {strategy} demands it: try spot="if-available" or spot="never"')
+        case Always():
+            return 0, nodes
+        case Percent(share):
+            # by the decimal digits: as binary floats, 0.1 x 30 is a little more than 3
+            spot = math.ceil(Fraction(str(share)) * nodes)
+            return nodes - spot, spot
+
+
+def to_json(strategy: Strategy) -> dict[str, Any]:
+    """Return plain data that `from_json` reads: the kind, and the fields of the strategy beside it."""
+    return {"kind": _KIND_OF[type(strategy)], **asdict(strategy)}
+
+
+def from_json(data: object) -> Strategy:
+    """Return the strategy that `to_json` wrote; the shortcuts of `parse` are read too. Raises BadRequest."""
+    if not isinstance(data, dict):
+        return parse(data)  # pyright: ignore[reportArgumentType] - parse refuses what it does not know
+    fields: dict[str, Any] = {**data}
+    kind = str(fields.pop("kind", ""))
+    if kind not in _KINDS:
+        raise BadRequest(f'a spot strategy has a kind; {kind!r} is none: did you mean "{_nearest(kind, _KINDS)}"?')
+    try:
+        return _KINDS[kind](**fields)
+    except TypeError as error:
+        raise BadRequest(f"the spot strategy {kind!r} does not have these fields: {error}") from error
+
+
+def _parse_name(name: str) -> Strategy:
+    if name not in _NAMED:
+        raise BadRequest(f'spot={name!r} is no strategy: did you mean "{_nearest(name, _NAMED)}"?')
+    return _NAMED[name]
+
+
+def _nearest(name: str, known: dict[str, Any]) -> str:
+    return difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _advice(share: object) -> str:
+    if isinstance(share, int | float) and share == 0:
+        return 'asks for no spot machine: did you mean "never"?'
+    if isinstance(share, int | float) and 1 < share <= 100:
+        return f"is more than all machines: did you mean {share / 100:g}?"
+    return "must be a share above 0 and up to 1: 0.8 for at least 80 %"
+
+
+_NAMED: dict[str, Strategy] = {"always": Always(), "if-available": IfAvailable(), "never": Never()}
+_KINDS: dict[str, Any] = {"always": Always, "if-available": IfAvailable, "never": Never, "percent": Percent}
+_KIND_OF = {strategy: kind for kind, strategy in _KINDS.items()}

@@ -1,0 +1,84 @@
+"""Where a call runs: its node, its worker, its place among all workers of the pool."""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+
+from skyward_core.errors import BadRequest
+
+ENV = "SKYWARD_INSTANCE_INFO"
+"""The environment variable that carries an `InstanceInfo` as JSON, so that processes started by a call (torchrun) see it too."""
+
+_DEFAULT_HEAD_PORT = 29500  # torch.distributed's own default, see the torchrun manual, --master-port
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceInfo:
+    """The surroundings of one call.
+
+    `node` counts from 0 (the head) to `total_nodes - 1`, `worker` from 0 to `workers_per_node - 1` on its node. `accelerators` are the
+    names of what this worker may use, one per device. `head_addr` and `head_port` are where the workers of this call can meet: an
+    address that all nodes reach and a port that is free on the head. `job_id` is the same on all workers of one broadcast, and
+    different for each call.
+    """
+
+    node: int
+    total_nodes: int
+    is_head: bool
+    accelerators: list[str]
+    head_addr: str
+    head_port: int
+    job_id: str
+    worker: int
+    workers_per_node: int
+
+    @property
+    def rank(self) -> int:
+        """This worker among all workers of the pool, from 0; node by node."""
+        return self.node * self.workers_per_node + self.worker
+
+    @property
+    def world_size(self) -> int:
+        """How many workers the pool has."""
+        return self.total_nodes * self.workers_per_node
+
+
+def instance_info() -> InstanceInfo:
+    """Return where this code runs; outside a pool, the only worker of the only node, with `job_id` "local".
+
+    Raises `BadRequest` if the environment variable `SKYWARD_INSTANCE_INFO` holds something else than `to_env` writes.
+
+    >>> instance_info().rank
+    0
+    """
+    text = os.environ.get(ENV)
+    if not text:
+        return _outside_a_pool()
+    try:
+        return InstanceInfo(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise BadRequest(f"{ENV} is set, but not to what skyward writes there ({error}): unset it outside a pool") from error
+
+
+def to_env(info: InstanceInfo) -> str:
+    """Return the value for the environment variable `SKYWARD_INSTANCE_INFO` that `instance_info` reads."""
+    return json.dumps(asdict(info))
+
+
+def current_accelerator() -> str | None:
+    """Return the name of the first accelerator of this worker, such as "H100"; None if it has none."""
+    return next(iter(instance_info().accelerators), None)
+
+
+def _outside_a_pool() -> InstanceInfo:
+    return InstanceInfo(
+        node=0,
+        total_nodes=1,
+        is_head=True,
+        accelerators=[],
+        head_addr="127.0.0.1",
+        head_port=_DEFAULT_HEAD_PORT,
+        job_id="local",
+        worker=0,
+        workers_per_node=1,
+    )

@@ -1,0 +1,155 @@
+"""The process in which calls run: one call at a time, in its main thread, until its worker closes the line.
+
+It owns nothing that must be undone. It may die at any line: the worker that watches it knows from the packets it has taken and the outcomes it
+has sent which call it was busy with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import inspect
+import os
+import pickle
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, cast
+
+from skyward_core import pickling
+from skyward_core.errors import NotPicklable
+from skyward_core.worker.info import InstanceInfo, to_env
+from skyward_core.worker.wire import INLINE_BYTES, Call, Ending, Outcome, Parcel
+
+INFO_VARIABLE = "SKYWARD_INSTANCE_INFO"
+_libc = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The runner's ends of its lines to the worker: packets of calls come in, packets of outcomes go out, what calls write goes to two pipes.
+
+    `mark` separates the output of one call from the next one's; it is secret, so that no call can forge it.
+    """
+
+    calls: socket.socket
+    outcomes: socket.socket
+    stdout: int
+    stderr: int
+    mark: bytes
+    info: InstanceInfo
+    memory_directory: str
+    env: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """What travels to a runner: a call, and its function unless this runner has seen it; `fresh` lets it forget all it has seen."""
+
+    call: Call
+    function: Parcel | None
+    fresh: bool = False
+
+
+def run_calls(line: Line) -> NoReturn:
+    """Run calls until the line is closed, then end the process."""
+    _settle_in(line)
+    functions: dict[str, Callable[..., Any]] = {}
+    while packet := line.calls.recv(INLINE_BYTES * 4):
+        outcome = _run(cast(Packet, pickle.loads(packet)), functions, line)
+        _end_output(line)
+        line.outcomes.send(pickle.dumps(_fit(outcome, line), protocol=5))
+    os._exit(0)
+
+
+def _settle_in(line: Line) -> None:
+    os.dup2(line.stdout, 1)
+    os.dup2(line.stderr, 2)
+    sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+    os.environ.update(line.env)
+    if numpy_random := sys.modules.get("numpy.random"):
+        numpy_random.seed()  # a fork copies numpy's generator: without this all runners of a node draw the same numbers
+
+
+def _run(packet: Packet, functions: dict[str, Callable[..., Any]], line: Line) -> Outcome:
+    call = packet.call
+    os.environ[INFO_VARIABLE] = to_env(replace(line.info, job_id=call.job_id))
+    started = time.perf_counter()
+    try:
+        value = _invoke(packet, functions)
+        return Outcome(call.call_id, Ending.RESULT, _parcel(value, "result"), seconds=time.perf_counter() - started)
+    except SystemExit as error:
+        # sys.exit in a call must end neither this runner's other calls nor, once it is re-raised there, the client's program.
+        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        return Outcome(call.call_id, Ending.CRASH, text=f"the call ended its process with sys.exit({error.code!r})", exit_code=code)
+    except BaseException as error:
+        return _failed(call.call_id, error, time.perf_counter() - started)
+
+
+def _invoke(packet: Packet, functions: dict[str, Callable[..., Any]]) -> Any:
+    if packet.fresh:
+        functions.clear()
+    function = functions.get(packet.call.function)
+    if function is None:
+        assert packet.function is not None
+        function = cast(Callable[..., Any], pickling.loads(*packet.function.contents()))
+        functions[packet.call.function] = function
+    args, kwargs = pickling.loads(*packet.call.arguments.contents())
+    value = function(*args, **kwargs)
+    if inspect.iscoroutine(value):
+        return asyncio.run(value)
+    if inspect.isgenerator(value):
+        return list(value)
+    return value
+
+
+def _failed(call_id: str, error: BaseException, seconds: float) -> Outcome:
+    text = "".join(traceback.format_exception(error.with_traceback(_below_invoke(error))))
+    if not isinstance(error, Exception):
+        return Outcome(call_id, Ending.ERROR, text=text, seconds=seconds)
+    try:
+        parcel = _parcel(error.with_traceback(None), type(error).__name__)
+        pickling.loads(*parcel.contents())  # an exception with its own __init__ often pickles and then cannot be rebuilt: find out here
+    except Exception:
+        parcel = Parcel(b"")
+    return Outcome(call_id, Ending.ERROR, parcel, text=text, seconds=seconds)
+
+
+def _below_invoke(error: BaseException) -> Any:
+    """The traceback without our own two frames at its top."""
+    tb = error.__traceback__
+    while tb is not None and tb.tb_next is not None and tb.tb_frame.f_code.co_filename == __file__:
+        tb = tb.tb_next
+    return tb
+
+
+def _parcel(value: Any, label: str) -> Parcel:
+    pickled = pickling.dumps(value, label=label)
+    return Parcel(pickled.data, pickled.buffers)
+
+
+def _fit(outcome: Outcome, line: Line) -> Outcome:
+    """Return an outcome that fits into a packet: a large parcel goes to a file of the memory directory, a long text loses its middle."""
+    text = outcome.text if len(outcome.text) < INLINE_BYTES else f"{outcome.text[:20_000]}\n ...\n{outcome.text[-20_000:]}"
+    if outcome.parcel.nbytes + len(text) < INLINE_BYTES and not outcome.parcel.buffers:
+        return replace(outcome, text=text)
+    try:
+        return replace(outcome, parcel=outcome.parcel.put_aside(line.memory_directory), text=text)
+    except OSError as error:
+        note = f"the {outcome.ending} of {outcome.parcel.nbytes} bytes found no room in {line.memory_directory}: {error}"
+        return Outcome(outcome.call_id, Ending.ERROR, _parcel(NotPicklable(note), "error"), text=note)
+
+
+def _end_output(line: Line) -> None:
+    """Push out what the call has written and put the mark behind it, on both streams."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the call may have closed or replaced them
+            stream.flush()
+    _libc.fflush(None)
+    os.write(line.stdout, line.mark)
+    os.write(line.stderr, line.mark)

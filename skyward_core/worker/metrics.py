@@ -1,0 +1,96 @@
+"""Samples of a node: processor and memory through psutil, GPUs through NVML where there is one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from skyward_core.events import Metrics
+
+MB = 1e6
+
+
+class Sampler:
+    """Takes a sample every `interval_seconds` in a thread of its own, from `start` to `stop`."""
+
+    def __init__(self, tell: Callable[[Metrics], None], instance_id: str, node: int, interval_seconds: float) -> None:
+        self._tell = tell
+        self._instance_id = instance_id
+        self._node = node
+        self._interval_seconds = interval_seconds
+        self._stopped = threading.Event()
+
+    def start(self) -> None:
+        """Begin to sample."""
+        threading.Thread(target=self._run, name="skyward-metrics", daemon=True).start()
+
+    def stop(self) -> None:
+        """Take no more samples."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        gpus = _nvml_handles()
+        sample(self._instance_id, self._node, gpus)  # psutil measures the processor between two calls; the first one says nothing
+        while not self._stopped.wait(self._interval_seconds):
+            self._tell(sample(self._instance_id, self._node, gpus))
+
+
+def sample(instance_id: str, node: int, gpus: list[Any]) -> Metrics:
+    """Take one sample. The processor's share is that since the last call in this process."""
+    import psutil  # noqa: PLC0415 - kept out of `import skyward_core`
+
+    memory = psutil.virtual_memory()
+    return Metrics(
+        instance_id=instance_id,
+        node=node,
+        cpu_percent=psutil.cpu_percent(),
+        memory_percent=memory.percent,
+        memory_used_mb=(memory.total - memory.available) / MB,
+        memory_total_mb=memory.total / MB,
+        timestamp=time.time(),
+        **_gpu_values(gpus),
+    )
+
+
+def gpu_names() -> tuple[str, ...]:
+    """Return the names of this machine's NVIDIA GPUs as the driver gives them, in NVML's order; empty without a driver."""
+    import pynvml  # noqa: PLC0415
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()
+    try:
+        return tuple(str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(index))) for index in range(pynvml.nvmlDeviceGetCount()))
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _nvml_handles() -> list[Any]:
+    import pynvml  # noqa: PLC0415
+
+    try:
+        pynvml.nvmlInit()
+        return [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError:
+        return []
+
+
+def _gpu_values(gpus: list[Any]) -> dict[str, float]:
+    """Means over the GPUs (temperature: the highest); a GPU that stops answering makes the values None rather than the node fail."""
+    import pynvml  # noqa: PLC0415
+
+    if not gpus:
+        return {}
+    try:
+        memory = [pynvml.nvmlDeviceGetMemoryInfo(gpu) for gpu in gpus]
+        return {
+            "gpu_utilization": sum(float(pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu) for gpu in gpus) / len(gpus),
+            "gpu_memory_used_mb": sum(float(m.used) for m in memory) / MB / len(gpus),
+            "gpu_memory_total_mb": sum(float(m.total) for m in memory) / MB / len(gpus),
+            "gpu_temperature": max(float(pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)) for gpu in gpus),
+        }
+    except pynvml.NVMLError:
+        return {}

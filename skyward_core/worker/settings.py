@@ -1,0 +1,96 @@
+"""What a node is told when it starts: one JSON file, written by the client, read once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The client process that must outlive the node: its pid and start time (clock ticks since boot), which together never repeat."""
+
+    pid: int
+    started: str
+
+    def is_alive(self) -> bool:
+        """Tell whether that very process still runs; a zombie counts as gone."""
+        return self.started != "" and process_start(self.pid) == self.started
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSettings:
+    """All that a node needs to know.
+
+    `workers` holds one mapping of environment variables for each worker of the node (a MIG partition is a worker), `slots` is how many calls
+    each of them runs at once. `scheduler` is the address of the pool's scheduler; None on the head, which starts it. `memory_directory` is a
+    folder of this machine's memory for large values, which the node makes and removes; `client_shares_memory` says that the client sees it too.
+    `tls_certificate` and `tls_key` are PEM texts. `memory_limit_bytes` bounds the process of a call.
+    """
+
+    pool_id: str
+    instance_id: str
+    rank: int
+    total_nodes: int
+    slots: int
+    host: str
+    head_host: str
+    head_port: int
+    tls_certificate: str
+    tls_key: str
+    memory_directory: str
+    scheduler: str | None = None
+    workers: tuple[dict[str, str], ...] = ({},)
+    accelerators: tuple[str, ...] = ()
+    client_shares_memory: bool = False
+    memory_limit_bytes: int | None = None
+    metrics_interval_seconds: float | None = 2.0
+    owner: Owner | None = None
+
+    def to_json(self) -> str:
+        """Return the text that `from_json` reads."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> NodeSettings:
+        """Rebuild settings written by `to_json`."""
+        fields: dict[str, Any] = json.loads(text)
+        owner = fields.pop("owner")
+        for name in ("workers", "accelerators"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields, owner=Owner(**owner) if owner else None)
+
+
+def memory_directory(instance_id: str) -> str:
+    """Return the folder in the node's memory for large values, made by the node and removed with it."""
+    base = Path("/dev/shm")
+    return str((base if base.is_dir() else Path(tempfile.gettempdir())) / f"skyward-{os.getuid()}-{instance_id}")
+
+
+def process_start(pid: int) -> str:
+    """Return a process's start time in clock ticks since boot (field 22 of proc(5) stat), or "" if it is gone or a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    state, *rest = stat.rpartition(") ")[2].split()
+    return "" if state in "ZX" else rest[18]
+
+
+def this_process() -> Owner:
+    """Return the running process as an owner."""
+    return Owner(os.getpid(), process_start(os.getpid()))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a private file (mode 0600) that a reader sees whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    partial.replace(path)

@@ -1,0 +1,416 @@
+"""One slot of a worker: it drives a runner, the process in which calls run, and survives it.
+
+Between slot and runner stands a queue of packets that both can take from (a Unix socket whose receiving end is shared), so that the kernel alone
+decides whether a call has begun: what the slot takes back has not, what it cannot take back has. On that rests everything here: a crash takes one call,
+a cancelled call stops alone, and calls that wait behind a long one are handed back to run elsewhere. No call is ever run twice.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import pickle
+import secrets
+import select
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from skyward_core.worker.invoke import Packet
+from skyward_core.worker.wire import INLINE_BYTES, Batch, Call, Ending, Outcome, Output, Parcel
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+PATIENCE_SECONDS = 0.1  # a call that runs longer than this lets the calls behind it go elsewhere
+MEMORY_CHECK_SECONDS = 0.1
+TERM_SECONDS = 2.0  # from asking a cancelled call to end to killing it
+LAST_LINES = 20
+READ_BYTES = 1 << 16
+CANCELLED_LIMIT = 10_000
+KNOWN_FUNCTIONS = 64  # after so many different ones a runner forgets them all
+
+type News = Outcome | Output
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a runner ended: its pid and exit code, negative for a signal, as in `subprocess`."""
+
+    pid: int
+    code: int
+
+
+class Foundry:
+    """The worker's line to the supervisor, which forks runners on request and tells how they ended."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._exits: dict[int, int] = {}
+        self._changed = threading.Condition()
+        self._births: deque[int] = deque()
+        self._requests = threading.Lock()
+        threading.Thread(target=self._listen, name="skyward-foundry", daemon=True).start()
+
+    def fork(self, descriptors: list[int], mark: bytes) -> int:
+        """Have a runner forked with these four descriptors (calls, outcomes, stdout, stderr); return its pid. Raises ConnectionError without a supervisor."""
+        with self._requests:
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+            self._control.sendmsg([mark], rights)
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._births, timeout=30.0):
+                    raise ConnectionError("the node's supervisor did not start a process within 30 s")
+                return self._births.popleft()
+
+    def exit_code(self, pid: int, timeout_seconds: float = 10.0) -> int | None:
+        """Return how a runner ended, or None if the supervisor does not say so in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: pid in self._exits, timeout=timeout_seconds)
+            return self._exits.pop(pid, None)
+
+    def _listen(self) -> None:
+        with contextlib.suppress(OSError):
+            while message := self._control.recv(READ_BYTES):
+                said = pickle.loads(message)
+                with self._changed:
+                    if isinstance(said, Exit):
+                        self._exits[said.pid] = said.code
+                    else:
+                        self._births.append(said)
+                    self._changed.notify_all()
+
+
+@dataclass(slots=True)
+class Stream:
+    """One of a runner's output pipes, cut into lines and, at the mark, into calls. Carriage returns end lines too (progress bars)."""
+
+    name: str
+    descriptor: int
+    mark: bytes
+    rest: bytes = b""
+    marks_seen: int = 0
+    tail: deque[str] = field(default_factory=lambda: deque[str](maxlen=LAST_LINES))
+
+    def read(self) -> bool:
+        """Take what the pipe holds now, at most READ_BYTES; False when there was nothing."""
+        try:
+            chunk = os.read(self.descriptor, READ_BYTES)
+        except BlockingIOError:
+            return False
+        self.rest += chunk
+        return bool(chunk)
+
+    def lines(self, *, flush: bool = False) -> Iterator[tuple[int, tuple[str, ...]]]:
+        """Yield the lines read, as pairs of the number of marks before them and the lines; an unfinished line waits unless `flush`."""
+        while (cut := self.rest.find(self.mark)) >= 0:
+            part, self.rest = self.rest[:cut], self.rest[cut + len(self.mark) :]
+            yield self.marks_seen, self._remember(_split(part))
+            self.marks_seen += 1
+        whole = self.rest[:-1] if self.rest.endswith(b"\r") else self.rest  # its line feed may be on the way
+        end = len(self.rest) if flush else max(whole.rfind(b"\n"), whole.rfind(b"\r")) + 1
+        if end:
+            part, self.rest = self.rest[:end], self.rest[end:]
+            yield self.marks_seen, self._remember(_split(part))
+
+    def _remember(self, lines: tuple[str, ...]) -> tuple[str, ...]:
+        self.tail.extend(lines)
+        return lines
+
+
+class Slot:
+    """Runs batches, one at a time. Owns the runner and the descriptors to it; `close` gives both back."""
+
+    def __init__(self, foundry: Foundry, memory_directory: str, memory_limit_bytes: int | None = None) -> None:
+        self.foundry = foundry
+        self.memory_directory = memory_directory
+        self.memory_limit_bytes = memory_limit_bytes
+        self.send, self.take = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.send.setblocking(False)
+        self.wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.lock = threading.Lock()
+        self.cancelled: set[str] = set()
+        self.outcomes: socket.socket | None = None
+        self.pid = 0
+        self.streams: tuple[Stream, Stream] | tuple[()] = ()
+        self.known: set[str] = set()
+        self.ended = 0  # calls this runner has ended: the mark that stands behind each one's output
+        self.killed_for: Ending | None = None
+        self.kill_at: float | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Have a runner forked, in place of one that has died."""
+        outcomes, runner_outcomes = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        mark = b"\x1e" + secrets.token_hex(8).encode() + b"\x1e"
+        pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(2)]
+        given = [self.take.fileno(), runner_outcomes.fileno(), pipes[0][1], pipes[1][1]]
+        try:
+            self.pid = self.foundry.fork(given, mark)
+        finally:
+            runner_outcomes.close()
+            for _, write in pipes:
+                os.close(write)
+        for read, _ in pipes:
+            os.set_blocking(read, False)
+        outcomes.setblocking(False)
+        self.outcomes = outcomes
+        self.streams = (Stream("stdout", pipes[0][0], mark), Stream("stderr", pipes[1][0], mark))
+        self.known, self.ended, self.killed_for, self.kill_at = set(), 0, None, None
+
+    def cancel(self, call_id: str) -> None:
+        """Stop a call of the batch that runs now, or do not begin it. May be called from any thread; unknown ids are ignored."""
+        with self.lock:
+            if len(self.cancelled) > CANCELLED_LIMIT:
+                self.cancelled.clear()
+            self.cancelled.add(call_id)  # kept: the batch with this call may still be on its way here
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b"c")
+
+    def run(self, batch: Batch, tell: Callable[[list[News]], None]) -> None:
+        """Run the calls of a batch in their order and tell what happens, in its order; return when each call has an outcome.
+
+        Calls that have not begun when one before them runs longer than PATIENCE_SECONDS get the outcome RETURNED.
+        """
+        _BatchRun(self, batch, tell).run()
+        with self.lock:
+            self.cancelled -= {call.call_id for call in batch.calls}
+
+    def close(self) -> None:
+        """End the runner and close the lines to it."""
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+        self.drop_lines()
+        self.send.close()
+        self.take.close()
+        os.close(self.wake_read)
+        os.close(self._wake_write)
+
+    def drop_lines(self) -> None:
+        if self.outcomes is not None:
+            self.outcomes.close()
+        for stream in self.streams:
+            os.close(stream.descriptor)
+        self.outcomes, self.streams, self.pid = None, (), 0
+
+
+class _BatchRun:
+    """One batch in one slot. Every call is in exactly one place: `waiting` (here), `sent` (in the queue or in the runner), or told."""
+
+    def __init__(self, slot: Slot, batch: Batch, tell: Callable[[list[News]], None]) -> None:
+        self.slot = slot
+        self._batch = batch
+        self._tell = tell
+        self._waiting = deque(batch.calls)
+        self._sent: deque[Call] = deque()
+        self._news: list[News] = []
+        self._progress_at = time.monotonic()
+        self._aside: list[Parcel] = []
+
+    def run(self) -> None:
+        try:
+            self._pump_idle_output()
+            while self._waiting or self._sent:
+                self._send()
+                self._listen()
+                self._obey_cancellations()
+                self._check_memory()
+                self._check_patience()
+                self._flush()
+        finally:
+            for parcel in self._aside:
+                parcel.release()
+
+    # ── to the runner ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _send(self) -> None:
+        while self._waiting:
+            try:
+                packet = self._packet(self._waiting[0])
+            except OSError as error:
+                text = f"the arguments found no room in {self.slot.memory_directory}: {error}"
+                self._news.append(Outcome(self._waiting.popleft().call_id, Ending.ERROR, text=text))
+                continue
+            try:
+                self.slot.send.send(pickle.dumps(packet, protocol=5))
+            except BlockingIOError:
+                return
+            call = self._waiting.popleft()
+            if packet.fresh:
+                self.slot.known.clear()
+            self.slot.known.add(call.function)
+            self._sent.append(call)
+
+    def _packet(self, call: Call) -> Packet:
+        function = None if call.function in self.slot.known else self._batch.functions[call.function]
+        if function is not None and (function.buffers or function.nbytes > INLINE_BYTES):
+            function = self._batch.functions[call.function] = self._put_aside(function)
+        if call.arguments.buffers or call.arguments.nbytes > INLINE_BYTES:
+            call = self._waiting[0] = replace(call, arguments=self._put_aside(call.arguments))
+        return Packet(call, function, fresh=function is not None and len(self.slot.known) >= KNOWN_FUNCTIONS)
+
+    def _put_aside(self, parcel: Parcel) -> Parcel:
+        aside = parcel.put_aside(self.slot.memory_directory)
+        self._aside.append(aside)
+        return aside
+
+    def _take_back(self) -> list[Call]:
+        """Take from the queue what the runner has not begun."""
+        taken: list[Call] = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                packet: Packet = pickle.loads(self.slot.take.recv(INLINE_BYTES * 4, socket.MSG_DONTWAIT))
+                taken.append(packet.call)
+        ids = {call.call_id for call in taken}
+        if ids:
+            self._sent = deque(call for call in self._sent if call.call_id not in ids)
+            self.slot.known -= {call.function for call in taken}  # their packets may have carried the function
+        return taken
+
+    # ── from the runner ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _listen(self) -> None:
+        slot = self.slot
+        assert slot.outcomes is not None
+        sources: list[int] = [slot.outcomes.fileno(), slot.wake_read, *(stream.descriptor for stream in slot.streams)]
+        ready, _, _ = select.select(sources, [slot.send] if self._waiting else [], [], self._wait_seconds())
+        if slot.wake_read in ready:
+            os.read(slot.wake_read, READ_BYTES)
+        self._read_output()
+        if slot.outcomes.fileno() in ready:
+            self._receive()
+
+    def _wait_seconds(self) -> float:
+        if self._news:
+            return 0.0  # tell what there is as soon as nothing more is at hand
+        if self.slot.kill_at is not None or self.slot.memory_limit_bytes is not None:
+            return MEMORY_CHECK_SECONDS
+        return PATIENCE_SECONDS if len(self._sent) > 1 or self._waiting else 5.0
+
+    def _receive(self) -> None:
+        slot = self.slot
+        assert slot.outcomes is not None
+        while True:
+            try:
+                message = slot.outcomes.recv(INLINE_BYTES * 4)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                message = b""
+            if not message:
+                self._bury_runner()
+                return
+            outcome: Outcome = pickle.loads(message)
+            self._await_marks()
+            self._progress_at = time.monotonic()
+            call = self._sent.popleft()
+            assert call.call_id == outcome.call_id
+            self._news.append(replace(outcome, output=self._last_lines()) if outcome.ending is Ending.CRASH else outcome)
+            slot.ended += 1
+
+    def _await_marks(self) -> None:
+        """Read until the output of the call that has just ended is complete. Its marks were written before its outcome: they are in the pipes."""
+        for stream in self.slot.streams:
+            while stream.marks_seen <= self.slot.ended and stream.read():
+                self._cut(stream)
+
+    def _read_output(self) -> None:
+        for stream in self.slot.streams:
+            stream.read()
+            self._cut(stream)
+
+    def _cut(self, stream: Stream, *, flush: bool = False) -> None:
+        for mark, lines in stream.lines(flush=flush):
+            if lines:
+                position = mark - self.slot.ended
+                call_id = self._sent[position].call_id if 0 <= position < len(self._sent) else None
+                self._news.append(Output(call_id, stream.name, lines, time.time()))
+
+    def _pump_idle_output(self) -> None:
+        """What background threads of earlier calls have written since: nobody's lines."""
+        for stream in self.slot.streams:
+            stream.read()
+            self._cut(stream)
+
+    def _last_lines(self) -> tuple[str, ...]:
+        return tuple(line for stream in self.slot.streams for line in stream.tail)[-LAST_LINES:]
+
+    # ── trouble ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _bury_runner(self) -> None:
+        """The runner is gone: what it had begun is lost, what it had not goes to the next one."""
+        slot = self.slot
+        for stream in slot.streams:
+            while stream.read():
+                self._cut(stream)
+            self._cut(stream, flush=True)
+        unstarted = self._take_back()
+        output, ending, pid = self._last_lines(), slot.killed_for, slot.pid
+        code = slot.foundry.exit_code(pid)
+        for call in self._sent:  # at most one: a runner takes the next call only when it has told the outcome of the last
+            self._news.append(Outcome(call.call_id, ending or Ending.CRASH, exit_code=code, output=output))
+        self._sent.clear()
+        self._waiting.extendleft(reversed(unstarted))
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)  # what the call has started and left behind
+        slot.drop_lines()
+        slot.start()
+        self._progress_at = time.monotonic()
+
+    def _obey_cancellations(self) -> None:
+        slot = self.slot
+        with slot.lock:
+            wanted = {call.call_id for call in self._batch.calls} & slot.cancelled if slot.cancelled else set[str]()
+        if wanted & {call.call_id for call in self._sent}:
+            back = self._take_back()
+            if self._sent and self._sent[0].call_id in wanted and slot.kill_at is None:
+                self._kill(Ending.CANCELLED, signal.SIGTERM)
+                slot.kill_at = time.monotonic() + TERM_SECONDS
+            self._waiting.extendleft(reversed(back))
+        if wanted:
+            self._news.extend(Outcome(call.call_id, Ending.CANCELLED) for call in self._waiting if call.call_id in wanted)
+            self._waiting = deque(call for call in self._waiting if call.call_id not in wanted)
+        if slot.kill_at is not None and time.monotonic() > slot.kill_at:
+            self._kill(Ending.CANCELLED, signal.SIGKILL)
+
+    def _check_memory(self) -> None:
+        limit = self.slot.memory_limit_bytes
+        if limit is not None and self._sent and self.slot.killed_for is None and _resident_bytes(self.slot.pid) > limit:
+            self._kill(Ending.OUT_OF_MEMORY, signal.SIGKILL)
+
+    def _kill(self, ending: Ending, sig: signal.Signals) -> None:
+        self.slot.killed_for = ending
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.slot.pid, sig)
+
+    def _check_patience(self) -> None:
+        if time.monotonic() - self._progress_at < PATIENCE_SECONDS or len(self._sent) + len(self._waiting) < 2:
+            return
+        back = [*self._take_back(), *self._waiting]
+        self._waiting.clear()
+        self._news.extend(Outcome(call.call_id, Ending.RETURNED) for call in back)
+
+    def _flush(self) -> None:
+        if not self._news:
+            return
+        finished = not self._waiting and not self._sent
+        quiet = not select.select([self.slot.outcomes], [], [], 0.0)[0] if self.slot.outcomes is not None else True
+        if finished or quiet or len(self._news) >= 64:
+            news, self._news = self._news, []
+            self._tell(news)
+
+
+def _split(part: bytes) -> tuple[str, ...]:
+    text = part.decode("utf-8", errors="backslashreplace").replace("\r\n", "\n").replace("\r", "\n")
+    return tuple(text.removesuffix("\n").split("\n")) if text else ()
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
+    except (OSError, IndexError):
+        return 0

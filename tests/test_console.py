@@ -1,0 +1,291 @@
+"""The displays, fed with the events of a pool's life and judged by the text they write."""
+
+import io
+import logging
+import subprocess
+import sys
+import threading
+from typing import override
+
+import pytest
+
+from skyward_core.console import display
+from skyward_core.errors import BadRequest
+from skyward_core.events import (
+    BootstrapCompleted,
+    BootstrapProgress,
+    BootstrapStarting,
+    CallProgress,
+    CostFinal,
+    CostUpdate,
+    Error,
+    InfraCreated,
+    InfraCreating,
+    InstanceLaunching,
+    InstanceLost,
+    InstanceProvisioned,
+    InstanceStopping,
+    LogLine,
+    Metrics,
+    PoolReady,
+    PoolStopping,
+    SkywardEvent,
+)
+
+OPENING: list[SkywardEvent] = [
+    InfraCreating(),
+    InfraCreated("here"),
+    InstanceLaunching(2, "local", "local"),
+    InstanceProvisioned("i-a", 0, False, "local"),
+    InstanceProvisioned("i-b", 1, True, "aws", ip="127.0.0.1", instance_type="p4d.24xlarge", price_on_demand=32.77, price_spot=9.83),
+    BootstrapStarting("i-a"),
+    BootstrapProgress("i-a", "deps"),
+    BootstrapStarting("i-b"),
+    BootstrapCompleted("i-a"),
+    BootstrapCompleted("i-b"),
+    PoolReady("sky-1", 2, 4, 3.21),
+]
+CLOSING: list[SkywardEvent] = [PoolStopping(), InstanceStopping("i-a"), CostFinal(0.0123, 12.3, 3.6, 0, 2, 0.0)]
+
+
+class Terminal(io.StringIO):
+    """A file that says it is a terminal."""
+
+    @override
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def unconfigured(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
+    """Logging as a script finds it that configured nothing: a root logger of its own in place of the one where pytest listens."""
+    root = logging.RootLogger(logging.WARNING)
+    monkeypatch.setattr(logging.getLogger("skyward"), "parent", root)
+    return root
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "120")
+    return Terminal()
+
+
+def _written(kind: str, events: list[SkywardEvent], file: io.StringIO | None = None) -> str:
+    file = file or io.StringIO()
+    shown = display(kind, file=file)
+    try:
+        for event in events:
+            assert shown(event) is None
+    finally:
+        shown.close()
+    return file.getvalue()
+
+
+@pytest.mark.usefixtures("unconfigured")
+def test_log_tells_the_life_of_a_pool_in_calm_lines():
+    """The log has one line for each event worth it, in order, with ranks in place of machine ids."""
+    assert _written("log", OPENING + CLOSING).splitlines() == [
+        "skyward  looking for machines",
+        "skyward  found what you asked for in here",
+        "skyward  launching 2 x local on local",
+        "skyward  node 0 is i-a",
+        "skyward  node 1 is i-b (p4d.24xlarge, 127.0.0.1, spot at $9.83 per hour)",
+        "skyward  node 0: preparing",
+        "skyward  node 0: deps",
+        "skyward  node 1: preparing",
+        "skyward  node 0: ready",
+        "skyward  node 1: ready",
+        "skyward  ready after 3.2 s: 2 nodes, 4 slots",
+        "skyward  giving the machines back",
+        "skyward  done: 12.3 s, $0.0123 (2 on demand)",
+    ]
+
+
+@pytest.mark.usefixtures("unconfigured")
+def test_log_tells_the_cost_once_a_minute_and_metrics_never():
+    """Of an update every 10 s for 130 s, two lines are told; of as many samples, none."""
+    events: list[SkywardEvent] = []
+    for second in range(10, 140, 10):
+        events += [CostUpdate(float(second), second / 100, 36.0, 1, 0), Metrics("i-a", 0, 50.0, 50.0, 1.0, 2.0)]
+    events.insert(4, CallProgress(40, 12, 1))
+    assert _written("log", events).splitlines() == [
+        "skyward  running for 1 min 0 s, 12 of 40 calls done, 1 failed, $0.6000 so far at $36.00 per hour",
+        "skyward  running for 2 min 0 s, 12 of 40 calls done, 1 failed, $1.20 so far at $36.00 per hour",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (LogLine(3, "i-d", "epoch 1 [bold]x[/bold] %s", 0.0), "[node 3] epoch 1 [bold]x[/bold] %s"),
+        (InstanceLost("i-d", 3, "preempted"), "skyward  warning: node 3 is lost: preempted"),
+        (Error("no key"), "skyward  error: no key"),
+        (Error("disk full", "i-d"), "skyward  error: i-d: disk full"),
+        (
+            CostFinal(12345.6, 3840.0, 9.0, 1, 2, 40.0),
+            "skyward  done: 1 h 4 min, $12,345.60 (1 spot, 2 on demand), $40.00 less than on demand",
+        ),
+        (CostFinal(0.0, 1.0, 0.0, 0, 1, 0.0), "skyward  done: 1.0 s, $0 (1 on demand)"),
+    ],
+)
+@pytest.mark.usefixtures("unconfigured")
+def test_log_marks_trouble_and_node_output(event: SkywardEvent, line: str):
+    """Trouble is marked by its level, and what a node prints by its node, letter for letter."""
+    assert _written("log", [event]) == line + "\n"
+
+
+@pytest.mark.usefixtures("unconfigured")
+def test_log_prints_to_stderr_and_leaves_stdout_alone(capsys: pytest.CaptureFixture[str]):
+    """Without a file and without configured logging, every line goes to stderr."""
+    shown = display("log")
+    shown(LogLine(0, "i-a", "hello", 0.0))
+    shown.close()
+    assert capsys.readouterr() == ("", "[node 0] hello\n")
+
+
+def test_log_hands_lines_to_configured_logging_only_once(unconfigured: logging.Logger):
+    """Where the user configured logging, before or after the pool opened, lines go there and not to stderr as well."""
+    file, heard = io.StringIO(), io.StringIO()
+    shown = display("log", file=file)
+    handler = logging.StreamHandler(heard)
+    unconfigured.addHandler(handler)
+    shown(InfraCreating())
+    shown.close()
+    assert (heard.getvalue(), file.getvalue()) == ("looking for machines\n", "")
+
+
+@pytest.mark.usefixtures("unconfigured")
+def test_log_leaves_the_logger_as_it_was():
+    """After the last of two displays is closed, twice, the logger has the level and the handlers it had."""
+    logger = logging.getLogger("skyward")
+    file = io.StringIO()
+    first, second = display("log", file=file), display("log", file=file)
+    first(InfraCreating())
+    first.close()
+    second(InfraCreating())
+    second.close()
+    second.close()
+    second(InfraCreating())
+    assert file.getvalue() == "skyward  looking for machines\n" * 2
+    assert (logger.level, logger.handlers) == (logging.NOTSET, [])
+
+
+def test_quiet_shows_nothing(capfd: pytest.CaptureFixture[str]):
+    """Quiet means quiet, errors included: they are raised where the caller is."""
+    assert _written("quiet", [*OPENING, Error("no key"), *CLOSING]) == ""
+    assert capfd.readouterr() == ("", "")
+
+
+def test_spinner_without_a_terminal_prints_plain_lines():
+    """Written to a file or a pipe, the spinner is a log without control codes."""
+    text = _written("spinner", [*OPENING, LogLine(0, "i-a", "hello", 0.0), *CLOSING])
+    assert "\x1b" not in text
+    assert text.splitlines()[-3:] == ["[node 0] hello", "skyward  giving the machines back", "skyward  done: 12.3 s, $0.0123 (2 on demand)"]
+
+
+def test_spinner_draws_phases_calls_and_cost(terminal: Terminal):
+    """On a terminal the rows follow the machines' steps, the calls and the bill, and the last state stays on the screen."""
+    shown = display("spinner", file=terminal)
+    for event in OPENING[:8]:
+        shown(event)
+    for event in (CallProgress(40, 12, 1), CostUpdate(5.0, 0.05, 36.0, 1, 0)):
+        shown(event)
+    shown.close()
+    screen = terminal.getvalue().rsplit("\x1b[2K", 1)[-1]
+    assert "launching 2 x local on local" in terminal.getvalue()
+    assert "$0.0500 at $36.00/h" in terminal.getvalue()
+    assert "12 of 40 calls, 1 failed" in screen
+    assert terminal.getvalue().count("\x1b[?25l") == terminal.getvalue().count("\x1b[?25h") == 1
+
+
+def test_spinner_drops_the_row_of_a_machine_that_is_ready(terminal: Terminal):
+    """When all machines are ready their rows are gone, and the pool's row is the last."""
+    last_picture = _written("spinner", OPENING, terminal).rsplit("ready after 3.2 s: 2 nodes, 4 slots", 1)
+    assert len(last_picture) == 2
+    assert "node" not in last_picture[1]
+
+
+def test_spinner_leaves_the_bill_on_the_screen(terminal: Terminal):
+    """What stays at the end is the bill, even of a pool that never became ready, and no machine's row."""
+    last_picture = _written("spinner", OPENING[:8] + CLOSING, terminal).rsplit("done: 12.3 s, $0.0123 (2 on demand)", 1)
+    assert len(last_picture) == 2
+    assert "node" not in last_picture[1]
+
+
+def test_spinner_prints_node_output_above_the_rows_as_it_is(terminal: Terminal):
+    """A node's line is printed letter for letter, markup and emoji names included, and so is a lost machine."""
+    text = _written("spinner", [LogLine(0, "i-a", "loss [bold]:smile:[/bold]", 0.0), InstanceLost("i-b", 1, "preempted")], terminal)
+    assert "[node 0] loss [bold]:smile:[/bold]" in text
+    assert "node 1 is lost: preempted" in text
+
+
+def test_spinner_gives_the_terminal_and_its_thread_back(terminal: Terminal):
+    """After close no thread is left, stdout and stderr are the ones before, and later events are not shown."""
+    before = (set(threading.enumerate()), sys.stdout, sys.stderr)
+    shown = display("spinner", file=terminal)
+    shown(InfraCreating())
+    shown.close()
+    length = len(terminal.getvalue())
+    shown.close()
+    shown(InfraCreated("here"))
+    assert len(terminal.getvalue()) == length
+    assert (set(threading.enumerate()), sys.stdout, sys.stderr) == before
+
+
+def test_a_second_spinner_on_the_same_terminal_prints_lines(terminal: Terminal, monkeypatch: pytest.MonkeyPatch):
+    """Of two pools at once only the first draws; the other's lines come out above its rows."""
+    monkeypatch.setattr(sys, "stderr", terminal)
+    first, second = display("spinner"), None
+    try:
+        first(InfraCreating())
+        second = display("spinner")
+        second(InstanceLaunching(3, "t4", "aws"))
+    finally:
+        first.close()
+        if second:
+            second.close()
+    assert "skyward  launching 3 x t4 on aws\n" in terminal.getvalue().replace("\r", "")
+    assert terminal.getvalue().count("\x1b[?25l") == 1
+
+
+@pytest.mark.usefixtures("unconfigured")
+@pytest.mark.parametrize("kind", ["log", "spinner"])
+def test_events_and_close_may_come_from_different_threads(kind: str, terminal: Terminal):
+    """Closing in the middle of a stream of events raises nothing in either thread, and lines stay whole."""
+    file = terminal if kind == "spinner" else io.StringIO()
+    shown = display(kind, file=file)
+    sent: list[int] = []
+    started = threading.Event()
+
+    def stream() -> None:
+        for number in range(500):
+            shown(LogLine(0, "i-a", f"line {number}", 0.0))
+            started.set()
+            sent.append(number)
+
+    thread = threading.Thread(target=stream)
+    thread.start()
+    assert started.wait(30)
+    shown.close()
+    thread.join(30)
+    assert len(sent) == 500
+    if kind == "log":
+        lines = file.getvalue().splitlines()
+        assert lines == [f"[node 0] line {number}" for number in range(len(lines))]
+
+
+@pytest.mark.parametrize(("wrong", "near"), [("spiner", "spinner"), ("logs", "log"), ("quite", "quiet")])
+def test_an_unknown_kind_names_the_nearest(wrong: str, near: str):
+    """A misspelt display is refused with the name that was meant."""
+    with pytest.raises(BadRequest, match=f'Did you mean "{near}"'):
+        display(wrong)
+
+
+def test_only_the_spinner_needs_rich():
+    """Making the other two imports no rich."""
+    code = "import sys; from skyward_core.console import display; display('log').close(); display('quiet'); print('rich' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"

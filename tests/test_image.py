@@ -1,0 +1,673 @@
+"""Images: what they refuse, what names them, and what their script does to a machine."""
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import string
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import uv
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from skyward_core.errors import BadRequest
+from skyward_core.image import shell
+from skyward_core.image.image import Image, runtime_pins
+
+HERE = "{}.{}".format(*sys.version_info)
+SHELLCHECK = Path(sys.executable).with_name("shellcheck")
+NO_RUNTIME = ()
+
+# ── the value ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_example_of_the_reference():
+    """The reference's image is taken as it is written; lists become tuples, and nothing is required."""
+    image = Image(python="3.13", pip=["torch", "numpy"], apt=["ffmpeg"], env={"CUDA_VISIBLE_DEVICES": "0"})
+    assert (image.python, image.pip, image.apt, image.env) == ("3.13", ("torch", "numpy"), ("ffmpeg",), {"CUDA_VISIBLE_DEVICES": "0"})
+    assert (type(image.pip), type(image.apt)) == (tuple, tuple)
+    assert (Image().python, Image().pip, Image().pip_extra_index_url, Image().apt, Image().env) == (HERE, (), None, (), {})
+
+
+def test_an_image_is_a_value():
+    """Images compare and hash by value, whatever the order of their variables, and come back equal from JSON and pickle."""
+    image = Image(pip=["six"], env={"A": "1", "B": "two\nlines"})
+    assert len({image, Image(env={"B": "two\nlines", "A": "1"}, pip=("six",))}) == 1
+    assert Image.model_validate_json(image.model_dump_json()) == image
+    again = pickle.loads(pickle.dumps(image))
+    assert again == image
+    assert hash(again) == hash(image)
+    assert json.loads(image.model_dump_json())["env"] == {"A": "1", "B": "two\nlines"}
+
+
+def test_an_image_cannot_be_changed():
+    """Neither a field nor a variable of an image can be changed; the caller's own dict stays the caller's."""
+    variables = {"A": "1"}
+    image = Image(env=variables)
+    variables["A"] = "2"
+    with pytest.raises(ValidationError):
+        image.python = "3.12"
+    for change in (
+        lambda env: env.__setitem__("A", "3"),
+        lambda env: env.update(A="3"),
+        lambda env: env.pop("A"),
+        lambda env: env.clear(),
+        lambda env: env.setdefault("B", "3"),
+        lambda env: env.__ior__({"B": "3"}),
+    ):
+        with pytest.raises(TypeError, match="make a new one"):
+            change(image.env)
+    assert image.env == {"A": "1"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "advice"),
+    [
+        ({"pyhton": "3.13"}, "did you mean 'python'"),
+        ({"pip_extra_index": "https://x.org"}, "did you mean 'pip_extra_index_url'"),
+        ({"packages": ["six"]}, "did you mean '"),
+        ({"python": "3"}, 'write "3.13"'),
+        ({"python": "3.13.1"}, 'write "3.13"'),
+        ({"python": "python3.13"}, 'write "3.13"'),
+        ({"python": "3.13\n"}, 'write "3.13"'),
+        ({"python": 3.13}, "string"),
+        ({"pip": "torch"}, "not allowed as a Sequence"),
+        ({"pip": [""]}, "one requirement"),
+        ({"pip": ["  "]}, "one requirement"),
+        ({"pip": ["six\nseven"]}, "one requirement"),
+        ({"pip": ["six\0"]}, "one requirement"),
+        ({"pip": ["--index-url=https://x.org"]}, "pip_extra_index_url"),
+        ({"pip": [" -r requirements.txt"]}, "an option"),
+        ({"pip_extra_index_url": "x.org/simple"}, "https://"),
+        ({"pip_extra_index_url": "https://x.org/a b"}, "https://"),
+        ({"pip_extra_index_url": "https://user:secret@x.org/simple"}, "netrc"),
+        ({"pip_extra_index_url": "https://token@x.org/simple"}, "netrc"),
+        ({"apt": ["FFmpeg"]}, "Debian package"),
+        ({"apt": ["ffmpeg-"]}, "Debian package"),
+        ({"apt": ["-y"]}, "Debian package"),
+        ({"apt": ["a b"]}, "Debian package"),
+        ({"apt": ["ffmpeg;reboot"]}, "Debian package"),
+        ({"apt": ["ffmpeg\n"]}, "Debian package"),
+        ({"env": {"1A": ""}}, "does not begin with a digit"),
+        ({"env": {"A-B": ""}}, "letters, digits"),
+        ({"env": {"É": ""}}, "letters, digits"),
+        ({"env": {"A\n": ""}}, "letters, digits"),
+        ({"env": {"": ""}}, "letters, digits"),
+        ({"env": {"UID": "0"}}, "bash"),
+        ({"env": {"SKYWARD_HOME": "/"}}, "belongs to us"),
+        ({"env": {"A": "\0"}}, "NUL"),
+        ({"env": {"A": 1}}, "string"),
+    ],
+)
+def test_what_no_machine_can_do_is_refused(fields, advice):
+    """A wrong field raises a ValueError when the image is made, and its message says what to write."""
+    with pytest.raises(ValueError, match="validation error") as caught:
+        Image(**fields)
+    assert advice in str(caught.value)
+    assert "secret" not in str(caught.value).partition("[type=")[0]
+
+
+@pytest.mark.parametrize(
+    "package", ["ffmpeg", "g++", "libstdc++6", "libc6:amd64", "ffmpeg=7:5.1.6-0+deb12u1", "git/bookworm-backports", "r-base", "7zip"]
+)
+def test_names_that_debian_has_are_taken(package):
+    """A package's name, with an architecture, version or release, is taken."""
+    assert Image(apt=[package]).apt == (package,)
+
+
+def test_an_image_is_bare_if_nothing_is_to_be_installed():
+    """Packages make an image more than bare; variables do not."""
+    assert Image().is_bare
+    assert Image(env={"A": "1"}).is_bare
+    assert not Image(pip=["six"]).is_bare
+    assert not Image(apt=["ffmpeg"]).is_bare
+
+
+# ── its name ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_hash_names_what_is_installed():
+    """The hash is the same for the same packages in any order, and another one if anything installed differs; variables are not installed."""
+    one = Image(python="3.13", pip=["torch", "numpy"], apt=["ffmpeg", "git"])
+    name = one.content_hash(runtime=["dask==1"])
+    assert len(name) == 12
+    assert set(name) <= set(string.hexdigits.lower())
+    for same in (
+        Image(apt=["git", "ffmpeg"], pip=["numpy", "torch"], python="3.13"),
+        Image(python="3.13", pip=["torch", "numpy"], apt=["ffmpeg", "git"], env={"A": "1"}),
+        Image.model_validate_json(one.model_dump_json()),
+    ):
+        assert same.content_hash(runtime=["dask==1"]) == name
+    others = [
+        Image(python="3.12", pip=["torch", "numpy"], apt=["ffmpeg", "git"]),
+        Image(python="3.13", pip=["torch"], apt=["ffmpeg", "git"]),
+        Image(python="3.13", pip=["torch", "numpy"], apt=["ffmpeg"]),
+        Image(python="3.13", pip=["torch", "numpy", "git"], apt=["ffmpeg"]),
+        Image(python="3.13", pip=["torch", "numpy"], apt=["ffmpeg", "git"], pip_extra_index_url="https://x.org"),
+    ]
+    assert len({name, one.content_hash(runtime=["dask==2"]), *(other.content_hash(runtime=["dask==1"]) for other in others)}) == 2 + len(
+        others
+    )
+
+
+def test_the_hash_is_the_same_in_another_process():
+    """Two processes, with different hash seeds, give an image the same name; the client's own versions are part of it by default."""
+    code = "from skyward_core.image.image import Image; print(Image(pip=['b', 'a'], apt=['git'], env={'A': '1'}).content_hash())"
+    names = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for seed in ("1", "2")
+    }
+    assert names == {Image(pip=["a", "b"], apt=["git"]).content_hash(runtime=runtime_pins())}
+
+
+def test_the_runtime_is_what_this_client_has():
+    """A node gets the versions that the client's own modules tell."""
+    import cloudpickle
+    import dask
+    import distributed
+    import psutil
+
+    assert set(runtime_pins()) == {
+        f"cloudpickle=={cloudpickle.__version__}",
+        f"dask=={dask.__version__}",
+        f"distributed=={distributed.__version__}",
+        f"psutil=={psutil.__version__}",
+    }
+
+
+# ── its script, as text ──────────────────────────────────────────────────────────────────────────────────────────────
+
+FULL = {
+    "pip": ["torch>=2.9; python_version<'3.15'", "pkg[extra]==1.*", "a @ https://x.org/a.whl#sha256=0"],
+    "pip_extra_index_url": "https://download.pytorch.org/whl/cu128?a=$(id)",
+    "apt": ["ffmpeg", "g++", "git=1:2.39.5-0+deb12u2"],
+    "env": {"A": 'it\'s "quoted" $(id) `id` \\ !', "PEM": "-----\nabc\n-----", "EMPTY": "", "_x9": "~/*"},
+}
+
+
+@pytest.mark.parametrize("ttl", [0, 1, 3600])
+@pytest.mark.parametrize(
+    "fields", [{}, *({name: value} for name, value in FULL.items()), FULL], ids=lambda fields: "+".join(fields) or "bare"
+)
+def test_the_script_passes_shellcheck(fields, ttl):
+    """No combination of fields makes a script that shellcheck finds anything in."""
+    assert _shellcheck(Image(**fields).bootstrap(ttl)) == ""
+
+
+_NASTY = st.text(st.sampled_from("aZ0 '\"\\$(){}[]`;&|<>*?!#~=-\té…"), min_size=1, max_size=20)
+
+
+@settings(max_examples=20, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+@given(pip=st.lists(_NASTY, max_size=3), values=st.lists(_NASTY, max_size=3))
+def test_nasty_words_pass_shellcheck(pip, values):
+    """Quotes, substitutions and globs in any place never make a script that shellcheck finds anything in."""
+    image = Image(pip=_acceptable(pip), env={f"V{rank}": value for rank, value in enumerate(values)})
+    assert _shellcheck(image.bootstrap()) == ""
+
+
+@settings(max_examples=30, deadline=None, database=None)
+@given(values=st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=30), max_size=5))
+def test_variables_arrive_as_they_were_written(values):
+    """Whatever text a variable has, newlines included, bash exports exactly that text."""
+    env = {f"V{rank}": value for rank, value in enumerate(values)}
+    seen = subprocess.run(
+        ["/bin/bash", "-c", f"{shell.export(Image(env=env).env)}\n/usr/bin/env -0"], capture_output=True, check=True, env={}
+    ).stdout
+    pairs = (entry.partition("=") for entry in seen.decode().split("\0"))
+    assert {name: value for name, _, value in pairs if name.startswith("V")} == env
+
+
+def test_a_script_is_the_same_each_time():
+    """One image makes one script, so that it can be compared and cached."""
+    assert Image(**FULL).bootstrap(60) == Image(**FULL).bootstrap(60)
+
+
+def test_a_machine_cannot_be_turned_off_in_the_past():
+    """A negative ttl is refused."""
+    with pytest.raises(BadRequest, match="ttl=-1"):
+        Image().bootstrap(ttl=-1)
+
+
+# ── its script, run with stand-ins for uv, apt and shutdown ──────────────────────────────────────────────────────────
+
+
+class Machine:
+    """A home for the script, and a PATH of its own that holds a few real tools and the stand-ins a test puts there."""
+
+    TOOLS = ("bash", "sh", "cat", "env", "flock", "grep", "kill", "mkdir", "mv", "rm", "sleep", "setsid", "touch", "ln")
+
+    def __init__(self, root: Path) -> None:
+        self.home = root / "sky home"
+        self.bin = root / "bin"
+        self.log = root / "log"
+        self.bin.mkdir()
+        self.log.touch()
+        for tool in self.TOOLS:
+            (self.bin / tool).symlink_to(str(shutil.which(tool)))
+        self.env = {
+            "PATH": str(self.bin),
+            "HOME": str(root),
+            "SKYWARD_HOME": str(self.home),
+            "LOG": str(self.log),
+            "REAL_PYTHON": sys.executable,
+        }
+
+    def stand_in(self, name: str, body: str) -> Path:
+        """Put a command on the PATH that logs its words, each in brackets, and then does `body`."""
+        path = self.bin / name
+        path.unlink(missing_ok=True)
+        path.write_text(f"""#!{self.bin}/bash\nwords=$(printf ' [%s]' "$@")\nprintf '%s\\n' "{name}$words" >>"$LOG"\n{body}\n""")
+        path.chmod(0o755)
+        return path
+
+    def uv(self, body: str = "") -> None:
+        """Put a uv there that makes an environment of a link to this interpreter, after `body`."""
+        self.stand_in("uv", body + '\nif [ "$1" = venv ]; then mkdir -p "${@: -1}/bin"; ln -s "$REAL_PYTHON" "${@: -1}/bin/python"; fi')
+
+    def run(self, script: str, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [self.bin / "bash"], input=script, env={**self.env, **env}, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    def called(self, name: str) -> list[str]:
+        return [line.removeprefix(f"{name} ") for line in self.log.read_text().splitlines() if line.split()[0] == name]
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return Machine(tmp_path)
+
+
+def told(output: str) -> list[str]:
+    return [line.removeprefix("::skyward ") for line in output.splitlines() if line.startswith("::skyward ")]
+
+
+def test_the_script_tells_its_phases_and_hands_on_the_environment(machine):
+    """A good run tells uv, deps and done; what follows in the same shell sees the environment's interpreter and the image's variables."""
+    machine.uv()
+    image = Image(pip=["six"], env={"GREETING": "it's $HOME"})
+    run = machine.run(
+        image.bootstrap(runtime=NO_RUNTIME) + 'echo "$SKYWARD_ENV_PYTHON|$(env | grep GREETING)"\nskyward_phase server\nfalse\n'
+    )
+    environment = machine.home / "envs" / image.content_hash(runtime=NO_RUNTIME)
+    assert told(run.stdout) == ["phase uv", "phase deps", "done phase=deps", "phase server", "failed phase=server exit=1 command=false"]
+    assert f"{environment}/bin/python|GREETING=it's $HOME" in run.stdout
+    assert (environment / ".skyward-complete").exists()
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], database=None)
+@given(pip=st.lists(_NASTY, max_size=4))
+def test_requirements_arrive_as_they_were_written(machine, pip):
+    """Whatever text a requirement has, uv is given exactly that word, after a "--" that ends its options."""
+    machine.uv()
+    machine.log.write_text("")
+    image = Image(pip=_acceptable(pip))
+    run = machine.run(image.bootstrap(runtime=["dask==1"]), SKYWARD_HOME=str(machine.home / image.content_hash()))
+    assert run.returncode == 0, run.stderr
+    (install,) = (line for line in machine.called("uv") if line.startswith("[pip]"))
+    assert install.partition(" [--] ")[2] == " ".join(f"[{word}]" for word in ("dask==1", *image.pip))
+    shutil.rmtree(machine.home)
+
+
+def test_a_second_run_does_nothing(machine):
+    """Once an environment is complete, uv is not even looked for, and no phase is told."""
+    machine.uv()
+    script = Image(pip=["six"]).bootstrap(runtime=NO_RUNTIME)
+    assert machine.run(script).returncode == 0
+    machine.stand_in("uv", "exit 9")
+    machine.log.write_text("")
+    run = machine.run(script, SKYWARD_UV="/nonexistent")
+    assert (run.returncode, told(run.stdout), machine.log.read_text()) == (0, ["done phase=deps"], "")
+
+
+def test_an_environment_whose_interpreter_is_gone_is_built_anew(machine):
+    """A complete environment that points to a removed interpreter is not trusted."""
+    machine.uv()
+    image = Image()
+    assert machine.run(image.bootstrap(runtime=NO_RUNTIME)).returncode == 0
+    python = machine.home / "envs" / image.content_hash(runtime=NO_RUNTIME) / "bin" / "python"
+    python.unlink()
+    python.symlink_to("/nonexistent/python")
+    run = machine.run(image.bootstrap(runtime=NO_RUNTIME))
+    assert run.returncode == 0
+    assert "phase deps" in told(run.stdout)
+    assert python.resolve() == Path(sys.executable).resolve()
+
+
+def test_a_failed_installation_is_told_with_its_command_and_tried_again(machine):
+    """uv's own exit code and words are told on one line, the script ends with that code, and the next run starts over."""
+    machine.uv('if [ "$1" = pip ]; then exit 7; fi')
+    image = Image(pip=["no such\tthing"[:7]])
+    run = machine.run(image.bootstrap(runtime=NO_RUNTIME))
+    assert run.returncode == 7
+    *_, failed = told(run.stdout)
+    assert failed.startswith("failed phase=deps exit=7 command=uv pip install")
+    assert failed.endswith("-- no such")
+    machine.uv()
+    assert told(machine.run(image.bootstrap(runtime=NO_RUNTIME)).stdout) == ["phase uv", "phase deps", "done phase=deps"]
+
+
+def test_a_killed_build_is_repaired(machine):
+    """If the script is killed while it installs, the next run removes what it left and builds the environment."""
+    machine.uv('if [ "$1" = pip ]; then kill -KILL "$PPID"; exit 1; fi')
+    image = Image(pip=["six"])
+    environment = machine.home / "envs" / image.content_hash(runtime=NO_RUNTIME)
+    assert machine.run(image.bootstrap(runtime=NO_RUNTIME)).returncode == -signal.SIGKILL
+    assert environment.exists()
+    (environment / "left-over").touch()
+    machine.uv()
+    assert told(machine.run(image.bootstrap(runtime=NO_RUNTIME)).stdout)[-1] == "done phase=deps"
+    assert not (environment / "left-over").exists()
+
+
+def test_two_at_a_time_build_once(machine):
+    """Two nodes of one machine want the same environment: one builds it, the other waits and takes it."""
+    gate = machine.home.parent / "gate"
+    os.mkfifo(gate)
+    machine.uv(f'if [ "$1" = venv ]; then : <"{gate}"; fi')  # opening it for reading waits until somebody opens it for writing
+    script = Image(pip=["six"]).bootstrap(runtime=NO_RUNTIME)
+    pair = [subprocess.Popen([machine.bin / "bash", "-c", script], env=machine.env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        for process in pair:
+            assert process.stdout is not None
+            assert [process.stdout.readline() for _ in range(2)] == ["::skyward phase uv\n", "::skyward phase deps\n"]
+        gate.open("w").close()
+        assert [process.communicate(timeout=30)[0] for process in pair] == ["::skyward done phase=deps\n"] * 2
+    finally:
+        for process in pair:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+    assert [line.split()[0] for line in machine.called("uv") if not line.startswith("[--version]")] == ["[venv]", "[pip]"]
+
+
+def test_an_interpreter_of_another_version_is_refused(machine):
+    """SKYWARD_PYTHON that is not the version the image asks for fails the bootstrap, and says so."""
+    machine.uv()
+    other = "3.7"
+    run = machine.run(Image(python=other).bootstrap(runtime=NO_RUNTIME))
+    assert run.returncode == 1
+    assert told(run.stdout)[-1].startswith("failed phase=deps exit=1")
+    assert f"This interpreter is Python {HERE}, not {other}" in run.stderr
+
+
+@pytest.mark.parametrize("interpreter", [None, "/opt/a python"])
+def test_uv_is_told_which_interpreter_to_take(machine, interpreter):
+    """The environment is made with the interpreter that SKYWARD_PYTHON names, else with the version; packages go to it and nowhere else."""
+    machine.uv()
+    image = Image(pip_extra_index_url="https://x.org/simple")
+    machine.run(image.bootstrap(runtime=["dask==1"]), **({"SKYWARD_PYTHON": interpreter} if interpreter else {}))
+    environment = machine.home / "envs" / image.content_hash(runtime=["dask==1"])
+    index = "[--extra-index-url] [https://x.org/simple] [--index-strategy] [unsafe-best-match]"
+    assert [line for line in machine.called("uv") if not line.startswith("[--version]")] == [
+        f"[venv] [--no-project] [--python] [{interpreter or HERE}] [{environment}]",
+        f"[pip] [install] [--no-progress] [--python] [{environment}/bin/python] {index} [--] [dask==1]",
+    ]
+
+
+def test_uv_is_found_where_it_is(machine):
+    """uv is the one SKYWARD_UV names, else the one on the PATH, else python3's module, else installed from the package index, once."""
+    machine.uv()
+    given = machine.bin / "given uv"
+    shutil.copy(machine.bin / "uv", given)
+    script = Image().bootstrap(runtime=NO_RUNTIME)
+
+    def users(**env: str) -> set[str]:
+        machine.log.write_text("")
+        shutil.rmtree(machine.home / "envs", ignore_errors=True)
+        run = machine.run(
+            script.replace("printf '::skyward done", 'printf "%s|" "${skyward_uv_command[@]}"; echo\nprintf \'::skyward done'), **env
+        )
+        assert run.returncode == 0, (run.stdout, run.stderr)
+        return {line.rstrip("|") for line in run.stdout.splitlines() if line.endswith("|")}
+
+    assert users(SKYWARD_UV=str(given)) == {str(given)}
+    assert users() == {"uv"}
+    (machine.bin / "uv").unlink()
+    machine.stand_in("python3", 'if [ "$1 $2" = "-m uv" ]; then shift 2; exec "${0%/*}/given uv" "$@"; fi')
+    assert users() == {"python3|-m|uv"}
+    no_module = 'if [ "$1 $2" = "-m uv" ]; then exit 1; fi; mkdir -p "$6/bin"; ln -s "${0%/*}/given uv" "$6/bin/uv"'
+    machine.stand_in("python3", no_module)
+    installed = {str(machine.home / "uv/bin/uv")}
+    assert users() == installed
+    assert [line for line in machine.called("python3") if "[pip]" in line] == [
+        f"[-m] [pip] [install] [--quiet] [--target] [{machine.home}/uv.partial] [uv]"
+    ]
+    assert users() == installed
+    assert [line for line in machine.called("python3") if "[pip]" in line] == []
+
+
+def test_where_uv_cannot_be_had_the_phase_is_uv(machine):
+    """Without uv and without a python3 to install it, the failure is told in phase uv, once, with pip's command."""
+    run = machine.run(Image().bootstrap(runtime=NO_RUNTIME))
+    assert run.returncode == 127
+    assert [line.partition(" --target")[0] for line in told(run.stdout)] == [
+        "phase uv",
+        "failed phase=uv exit=127 command=python3 -m pip install --quiet",
+    ]
+
+
+def test_a_home_is_found_without_home(machine):
+    """cloud-init runs scripts without HOME: the home of whoever runs it is taken."""
+    script = shell.script(shell.prelude(), 'printf "%s\\n" "$HOME" "$SKYWARD_HOME"')
+    run = subprocess.run([machine.bin / "bash"], input=script, env={"PATH": str(machine.bin)}, capture_output=True, text=True, check=True)
+    home = os.path.expanduser("~") if "HOME" not in os.environ else __import__("pwd").getpwuid(os.getuid()).pw_dir
+    assert run.stdout.splitlines() == [home, f"{home}/.cache/skyward"]
+
+
+DPKG = 'case "${@: -1}" in have) printf "installed 1.0-1" ;; gone) printf "config-files 1.0-1" ;; *) exit 1 ;; esac'
+
+
+@pytest.mark.parametrize(
+    ("packages", "missing"),
+    [
+        (["have"], []),
+        (["have=1.0-1"], []),
+        (["have=2.0-1"], ["have=2.0-1"]),
+        (["have", "lack", "gone"], ["lack", "gone"]),
+    ],
+)
+def test_only_missing_packages_are_installed(machine, packages, missing):
+    """dpkg knows what is there, removed packages and other versions are not; the list of packages is updated only if one is missing."""
+    machine.uv()
+    for tool, body in (
+        ("dpkg-query", DPKG),
+        ("apt-get", 'cat >/dev/null; echo "$DEBIAN_FRONTEND" >>"$LOG.frontend"'),
+        ("sudo", 'shift 2; "$@"'),
+    ):
+        machine.stand_in(tool, body)
+    run = machine.run(Image(apt=packages).bootstrap(runtime=NO_RUNTIME))
+    assert run.returncode == 0, run.stderr
+    assert told(run.stdout) == ["phase uv", *(["phase apt"] if missing else []), "phase deps", "done phase=deps"]
+    calls = machine.called("apt-get")
+    assert [next(word for word in ("[update]", "[install]") if word in call) for call in calls] == (
+        ["[update]", "[install]"] if missing else []
+    )
+    if missing:
+        assert calls[1].partition(" [--] ")[2] == " ".join(f"[{package}]" for package in missing)
+        assert Path(f"{machine.log}.frontend").read_text().split() == ["noninteractive"]
+
+
+def test_a_failed_apt_is_told_in_its_phase(machine):
+    """apt's exit code is told with the phase and the command."""
+    machine.uv()
+    for tool, body in (("dpkg-query", DPKG), ("apt-get", '[[ "$*" != *install* ]] || exit 100'), ("sudo", 'shift 2; "$@"')):
+        machine.stand_in(tool, body)
+    run = machine.run(Image(apt=["lack"]).bootstrap(runtime=NO_RUNTIME))
+    assert run.returncode == 100
+    assert told(run.stdout)[-1].startswith("failed phase=apt exit=100 command=sudo env DEBIAN_FRONTEND=noninteractive apt-get")
+
+
+# Never run a script with a ttl but on this PATH: it holds no real shutdown.
+@pytest.mark.parametrize(("ttl", "minutes"), [(1, 1), (60, 1), (61, 2), (3600, 60)])
+def test_a_machine_is_turned_off_by_systemd(machine, ttl, minutes):
+    """Seconds are rounded up to minutes, an earlier wish is called off first, and no process of ours is left."""
+    machine.uv()
+    machine.stand_in("shutdown", "exit 0")
+    machine.stand_in("true", "exit 0")
+    machine.stand_in("sudo", 'shift 2; "$@"')
+    assert machine.run(Image().bootstrap(ttl, runtime=NO_RUNTIME)).returncode == 0
+    assert machine.called("shutdown") == ["[-c]", f"[-P] [+{minutes}]"]
+    assert not (machine.home / "ttl.pid").exists()
+
+
+def test_without_systemd_a_timer_turns_the_machine_off(machine):
+    """Where shutdown cannot keep the time, a process in the background does; a second run replaces it, and a third with 0 leaves it."""
+    machine.uv()
+    machine.stand_in("shutdown", "exit 1")
+    machine.stand_in("poweroff", "exit 0")
+    machine.stand_in("sudo", 'shift 2; "$@"')
+    timers: list[int] = []
+    try:
+        for ttl in (1000, 2000, 0):
+            run = machine.run(Image().bootstrap(ttl, runtime=NO_RUNTIME))
+            assert run.returncode == 0, run.stderr
+            timers.append(int((machine.home / "ttl.pid").read_text()))
+        first, second, third = timers
+        assert second == third
+        assert _gone(first)
+        assert b"skyward-ttl\x002000\x00" in Path(f"/proc/{second}/cmdline").read_bytes()
+        assert machine.called("poweroff") == []
+    finally:
+        for timer in timers[-1:]:
+            os.killpg(timer, signal.SIGKILL)
+
+
+def test_the_timer_ends_in_a_shutdown(machine):
+    """When its sleep is over, the timer shuts down, and if that fails turns the power off."""
+    machine.uv()
+    finished = machine.home.parent / "finished"
+    os.mkfifo(finished)
+    machine.stand_in("sleep", "exit 0")
+    machine.stand_in("shutdown", "exit 1")
+    machine.stand_in("poweroff", f'echo done >"{finished}"')
+    machine.stand_in("sudo", 'shift 2; "$@"')
+    assert machine.run(Image().bootstrap(7, runtime=NO_RUNTIME)).returncode == 0
+    assert finished.read_text() == "done\n"
+    assert machine.called("sleep") == ["[7]"]
+    assert machine.called("shutdown") == ["[-c]", "[-P] [+1]", "[-P] [now]"]
+    assert machine.called("poweroff") == ["[-f]"]
+
+
+# ── its script, run for real ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def real(tmp_path):
+    """The variables under which the script uses the real uv and this interpreter, traps of uv's environment included."""
+    return {
+        **os.environ,
+        "SKYWARD_HOME": str(tmp_path / "sky home"),
+        "SKYWARD_UV": uv.find_uv_bin(),
+        "SKYWARD_PYTHON": sys.executable,
+        "UV_PYTHON": "/nonexistent",
+        "VIRTUAL_ENV": "/nonexistent",
+    }
+
+
+def _bash(script: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash"], input=script, env=env, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.slow
+def test_a_real_environment_is_built_once(real, tmp_path):
+    """The first run installs the package and the client's own Dask; the second touches nothing and needs neither network nor cache."""
+    image = Image(pip=["six==1.17.0"])
+    environment = Path(real["SKYWARD_HOME"], "envs", image.content_hash())
+    check = """"$SKYWARD_ENV_PYTHON" -c 'import sys, six, dask; print(six.__version__, dask.__version__, sys.prefix)'\n"""
+    first = _bash(image.bootstrap() + check, real)
+    assert first.returncode == 0, first.stderr
+    assert told(first.stdout) == ["phase uv", "phase deps", "done phase=deps"]
+    dask = next(pin for pin in runtime_pins() if pin.startswith("dask==")).removeprefix("dask==")
+    assert first.stdout.splitlines()[-1] == f"1.17.0 {dask} {environment}"
+
+    before = _snapshot(environment)
+    empty = tmp_path / "empty cache"
+    started = time.monotonic()
+    second = _bash(image.bootstrap() + check, {**real, "UV_OFFLINE": "1", "UV_CACHE_DIR": str(empty)})
+    assert time.monotonic() - started < 10
+    assert (second.returncode, told(second.stdout)) == (0, ["done phase=deps"])
+    assert second.stdout.splitlines()[-1] == first.stdout.splitlines()[-1]
+    assert _snapshot(environment) == before
+    assert not empty.exists()
+
+
+@pytest.mark.slow
+def test_a_package_that_does_not_exist_is_told(real):
+    """A requirement that no index has fails phase deps, with uv's explanation on stderr, and leaves no environment that looks complete."""
+    image = Image(pip=["skyward-no-such-package-exists==99"])
+    run = _bash(image.bootstrap(runtime=NO_RUNTIME), real)
+    assert run.returncode != 0
+    assert told(run.stdout)[:2] == ["phase uv", "phase deps"]
+    assert told(run.stdout)[2].startswith(f"failed phase=deps exit={run.returncode} command=uv pip install")
+    assert "skyward-no-such-package-exists" in run.stderr
+    assert not Path(real["SKYWARD_HOME"], "envs", image.content_hash(runtime=NO_RUNTIME), ".skyward-complete").exists()
+
+
+@pytest.mark.slow
+def test_a_real_environment_is_repaired(real):
+    """What a killed build left, here a broken interpreter and a stray file, is replaced by a working environment."""
+    image = Image(pip=["six"])
+    environment = Path(real["SKYWARD_HOME"], "envs", image.content_hash(runtime=NO_RUNTIME))
+    (environment / "bin").mkdir(parents=True)
+    (environment / "bin" / "python").write_text("half of a file")
+    run = _bash(image.bootstrap(runtime=NO_RUNTIME) + '"$SKYWARD_ENV_PYTHON" -c "import six"\n', real)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.slow
+def test_uv_is_installed_from_the_package_index(real):
+    """On a machine that has Python but no uv, uv comes from the package index and makes the environment."""
+    path = Path(real["SKYWARD_HOME"]).with_name("bin")
+    path.mkdir()
+    for tool in ("bash", "env", "flock", "mkdir", "mv", "rm"):
+        (path / tool).symlink_to(str(shutil.which(tool)))
+    subprocess.run(
+        [uv.find_uv_bin(), "venv", "--quiet", "--seed", "--python", sys.executable, path / "venv"],
+        env={**os.environ, "UV_PYTHON": ""},
+        check=True,
+    )
+    (path / "python3").symlink_to(path / "venv" / "bin" / "python")
+    (path / "python3").unlink()
+    (path / "python3").write_text(f'#!/bin/bash\nexec "{path}/venv/bin/python" "$@"\n')
+    (path / "python3").chmod(0o755)
+    run = _bash(Image(pip=["six"]).bootstrap(runtime=NO_RUNTIME), {**real, "SKYWARD_UV": "", "PATH": str(path)})
+    assert run.returncode == 0, run.stderr
+    assert Path(real["SKYWARD_HOME"], "uv", "bin", "uv").exists()
+
+
+def _acceptable(pip: list[str]) -> list[str]:
+    return [word for word in pip if word.strip() and "\t" not in word and not word.lstrip().startswith("-")]
+
+
+def _shellcheck(script: str) -> str:
+    return subprocess.run([SHELLCHECK, "--shell=bash", "-"], input=script, capture_output=True, text=True, check=False).stdout
+
+
+def _gone(pid: int) -> bool:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def _snapshot(folder: Path) -> dict[str, tuple[int, int]]:
+    return {
+        str(path.relative_to(folder)): (path.lstat().st_ino, path.lstat().st_mtime_ns)
+        for path in [folder, *folder.rglob("*")]
+        if "__pycache__" not in path.parts
+    }

@@ -1,0 +1,613 @@
+"""What the user's project holds reaches a bare interpreter that has only what is installed, and comes back as itself."""
+
+import functools
+import importlib
+import io
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+
+import skyward_core
+from skyward_core.errors import NotPicklable
+from skyward_core.pickling import OUT_OF_BAND_BYTES, Pickled, belongs_to_user, dumps, loads
+
+NODE = """
+import pickle, sys
+sys.path.append(sys.argv[1])
+from skyward_core.pickling import dumps, loads
+for call in pickle.load(sys.stdin.buffer):
+    try:
+        fn, args, kwargs = loads(call)
+        ending = True, fn(*args, **kwargs)
+    except Exception as error:
+        ending = False, error.with_traceback(None)
+    pickle.dump(dumps(ending, label="result"), sys.stdout.buffer, protocol=5)
+    assert not any(name == "own" or name.startswith("own_") for name in sys.modules)
+"""
+
+
+def on_node(*calls: Pickled) -> list[Any]:
+    """Run the calls, one after the other, in one bare interpreter; return what they returned, or raise what the first of them raised."""
+    core = str(Path(skyward_core.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", NODE, core], input=pickle.dumps(calls, protocol=5), capture_output=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    results: list[Any] = []
+    stream = io.BytesIO(done.stdout)
+    for _ in calls:
+        ok, value = loads(pickle.load(stream))
+        if not ok:
+            raise value
+        results.append(value)
+    return results
+
+
+def call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return on_node(dumps((fn, args, kwargs)))[0]
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., types.ModuleType]]:
+    """Write the files of a user's project (own.py, own_helpers.py, ...) and import the module `own`."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(**files: str) -> types.ModuleType:
+        for name, text in files.items():
+            path = tmp_path / (name.replace("__in__", "/") + ".py")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(textwrap.dedent(text))
+        importlib.invalidate_caches()
+        return importlib.import_module("own")
+
+    yield write
+    for name in [name for name in sys.modules if name.partition(".")[0].partition("_")[0] == "own"]:
+        del sys.modules[name]
+    assert cloudpickle.list_registry_pickle_by_value() == set()
+
+
+# ── by value ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_function_takes_its_helpers_along(project: Callable[..., types.ModuleType]) -> None:
+    """Functions of the module and of helper modules work on the node, however they were imported."""
+    own = project(
+        own="""
+            import math
+            import own_helpers
+            import own_helpers as alias
+            from own_helpers import double, LIMIT
+
+            def inner(x): return x + 1
+            def run(x): return inner(x), own_helpers.double(x), alias.OFFSET, double(x), LIMIT, math.floor(2.5)
+            """,
+        own_helpers="""
+            import threading
+            LIMIT, OFFSET = 10, 7
+            lock = threading.Lock()
+            def half(x): return x / 2
+            def double(x): return 4 * half(x)
+            """,
+    )
+    assert call(own.run, 3) == (4, 6.0, 7, 6.0, 10, 2)
+
+
+def test_nested_packages(project: Callable[..., types.ModuleType]) -> None:
+    """`pkg.sub.f` and relative imports between the modules of a package work, and modules may refer to each other in a circle."""
+    own = project(
+        own="""
+            import own_pkg.sub.deep
+            import own_pkg.other as other
+            def run(x): return own_pkg.sub.deep.f(x), other.g(x), own_pkg.NAME
+            """,
+        own_pkg__in____init__="NAME = 'pkg'",
+        own_pkg__in__other="""
+            from own_pkg.sub import deep
+            def g(x): return deep.f(x) + 1
+            def base(): return 100
+            """,
+        own_pkg__in__sub__in____init__="",
+        own_pkg__in__sub__in__deep="""
+            from .. import other
+            def f(x): return other.base() + x
+            """,
+    )
+    assert call(own.run, 1) == (101, 102, "pkg")
+
+
+def test_a_module_used_as_a_value_brings_all_that_can_travel(project: Callable[..., types.ModuleType]) -> None:
+    """`getattr(module, name)` and a module as an argument work; what could not travel says why when it is read."""
+    own = project(
+        own="""
+            import own_helpers
+            def by_name(name): return getattr(own_helpers, name)(1)
+            def given(module): return module.f(2)
+            def locked(): return getattr(own_helpers, "".join(["lo", "ck"]))
+            """,
+        own_helpers="""
+            import threading
+            lock = threading.Lock()
+            def f(x): return x + STEP
+            def needs_lock(x):
+                with lock: return x
+            STEP = 5
+            """,
+    )
+    assert call(own.by_name, "f") == 6
+    assert call(own.given, sys.modules["own_helpers"]) == 7
+    with pytest.raises(AttributeError, match=r"'lock' here: it could not travel .*_thread.lock"):
+        call(own.locked)
+
+
+def test_globals_are_shared_within_a_module(project: Callable[..., types.ModuleType]) -> None:
+    """A helper that rebinds a global of its module is seen by its neighbours and through the module, as at home."""
+    own = project(
+        own="""
+            import own_state
+            def run():
+                own_state.set_mode("fast")
+                return own_state.get_mode(), own_state.MODE
+            """,
+        own_state="""
+            MODE = "slow"
+            def set_mode(mode):
+                global MODE
+                MODE = mode
+            def get_mode(): return MODE
+            """,
+    )
+    assert call(own.run) == ("fast", "fast")
+
+
+def test_classes_come_with_their_methods_and_come_back_as_themselves(project: Callable[..., types.ModuleType]) -> None:
+    """Dataclasses, slots, subclasses, enums and properties work on the node, and results are instances of the client's own classes."""
+    own = project(
+        own="""
+            from dataclasses import dataclass, field
+            from own_base import Base, Color, Mode
+
+            @dataclass(frozen=True, slots=True)
+            class Point:
+                x: int
+                tags: list[str] = field(default_factory=list)
+                def moved(self, by): return Point(self.x + by, [*self.tags, "moved"])
+
+            @dataclass
+            class Model(Base):
+                weight: float
+                color: Color = Color.RED
+                def name(self): return "model of " + super().name()
+                @property
+                def twice(self): return 2 * self.weight
+                @classmethod
+                def make(cls): return cls(3.0, Color.BLUE)
+                @staticmethod
+                def version(): return 4
+
+            def run(point): return point.moved(2), Model.make(), Model(1.5).twice, Model.version(), Model(1).name(), Color.BLUE, Mode.A | Mode.B
+            """,
+        own_base="""
+            import abc, enum
+            class Base(abc.ABC):
+                @abc.abstractmethod
+                def name(self): return "base"
+            class Color(enum.Enum):
+                RED = "r"
+                BLUE = "b"
+                def shout(self): return self.name + "!"
+            class Mode(enum.Flag):
+                A = 1
+                B = 2
+            """,
+    )
+    move = own.Point.moved
+    point, model, twice, version, name, color, mode = call(own.run, own.Point(1))
+    assert (point, twice, version, name) == (own.Point(3, ["moved"]), 3.0, 4, "model of base")
+    assert type(point) is own.Point
+    assert isinstance(model, own.Base)
+    assert model == own.Model(3.0, own.Color.BLUE)
+    assert color is own.Color.BLUE
+    assert mode is own.Mode.A | own.Mode.B
+    assert own.Point.moved is move, "a result replaced a method of the client's class"
+
+
+def test_an_exception_of_the_user_comes_back_as_itself(project: Callable[..., types.ModuleType]) -> None:
+    """`except Divergence` on the client catches what the node raised."""
+    own = project(
+        own="""
+            class Divergence(ValueError):
+                def __init__(self, step): super().__init__(f"diverged at {step}"); self.step = step
+                def __reduce__(self): return Divergence, (self.step,)
+            def run(): raise Divergence(7)
+            """
+    )
+    with pytest.raises(own.Divergence, match="diverged at 7") as caught:
+        call(own.run)
+    assert caught.value.step == 7
+
+
+@pytest.mark.parametrize(
+    "expression", ["functools.partial(own.add, 1)", "own.Adder(1).add", "lambda y: own.add(1, y)", "own.Adder(1)", "own.make(1)"]
+)
+def test_every_kind_of_callable(project: Callable[..., types.ModuleType], expression: str) -> None:
+    """Partials, bound methods, lambdas, callable objects and closures travel."""
+    own = project(
+        own="""
+            class Adder:
+                def __init__(self, x): self.x = x
+                def add(self, y): return add(self.x, y)
+                __call__ = add
+            def add(x, y): return x + y
+            def make(x):
+                def added(y): return add(x, y)
+                return added
+            """
+    )
+    assert call(eval(expression, {"own": own, "functools": functools}), 2) == 3
+
+
+def test_what_python_pickles_by_name_only(project: Callable[..., types.ModuleType]) -> None:
+    """Cached functions (also recursive ones), type aliases, type variables, generics and names in class bodies travel."""
+    own = project(
+        own="""
+            import functools, typing, contextlib
+            P = typing.ParamSpec("P")
+            T = typing.TypeVar("T")
+            Seconds = typing.NewType("Seconds", float)
+            type Vector = list[float]
+            type Tree = dict[str, Tree] | int
+            CONST = 12
+
+            @functools.lru_cache(maxsize=50)
+            def fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)
+
+            def traced(fn: typing.Callable[P, T]) -> typing.Callable[P, T]:
+                @functools.wraps(fn)
+                def wrapper(*args: P.args, **kwargs: P.kwargs) -> T: return fn(*args, **kwargs)
+                return wrapper
+
+            @contextlib.contextmanager
+            def context(): yield 3
+
+            class Box[X]:
+                def __init__(self, item: X) -> None: self.item = item
+
+            class Old(typing.Generic[T]):
+                pass
+
+            @traced
+            def run(v: Vector, tree: Tree, s: Seconds, old: Old[int] | None = None):
+                class Local:
+                    value = CONST
+                with context() as three:
+                    return fib(30), fib.cache_parameters()["maxsize"], fib.__name__, Local.value, three, Box(v).item, traced(sum)(v)
+            """
+    )
+    assert call(own.run, [1.0], {}, 2.0) == (832040, 50, "fib", 12, 3, [1.0], 1.0)
+
+
+def test_a_global_travels_with_its_value_of_now(project: Callable[..., types.ModuleType]) -> None:
+    """A global or class attribute changed between two calls has its new value in the second, on the same node."""
+    own = project(
+        own="""
+            import own_config
+            RATE = 1
+            class Settings: depth = 1
+            def run(): return RATE, own_config.SIZE, Settings.depth
+            """,
+        own_config="SIZE = 1",
+    )
+    first = dumps((own.run, (), {}))
+    own.RATE = sys.modules["own_config"].SIZE = own.Settings.depth = 2
+    assert on_node(first, dumps((own.run, (), {}))) == [(1, 1, 1), (2, 2, 2)]
+
+
+def test_annotations_force_no_import(project: Callable[..., types.ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function annotated with a type of a distribution that the node lacks runs there all the same."""
+    installed = tmp_path / "elsewhere" / "site-packages"
+    installed.mkdir(parents=True)
+    (installed / "frames_lib.py").write_text("class Frame: pass\n")
+    monkeypatch.syspath_prepend(str(installed))
+    own = project(own="import frames_lib\ndef run(frame: frames_lib.Frame | None, n: int) -> frames_lib.Frame: return run.__annotations__")
+    try:
+        annotations = call(own.run, None, 1)
+    finally:
+        sys.modules.pop("frames_lib", None)
+    assert annotations == {"frame": "frames_lib.Frame | None", "n": int, "return": "frames_lib.Frame"}
+
+
+def test_modules_made_by_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An Airflow DAG module, which has a made-up name and may have no file, travels by value, helpers and all."""
+    dag = types.ModuleType("unusual_prefix_5ed1a9_dag")
+    monkeypatch.setitem(sys.modules, dag.__name__, dag)
+    exec(
+        "STEP = 3\ndef helper(x): return x + STEP\ndef run(x): return helper(x)\nclass Item: pass\ndef item(): return Item()", dag.__dict__
+    )
+    assert call(dag.run, 1) == 4
+    assert isinstance(call(dag.item), dag.Item)
+
+
+def test_main_travels_by_value(tmp_path: Path) -> None:
+    """A script's own functions and classes work, although the node's `__main__` is another program."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import sys
+            from skyward_core.pickling import dumps
+            from dataclasses import dataclass
+            @dataclass
+            class Foo:
+                n: int
+            def helper(foo): return foo.n + BASE
+            BASE = 40
+            def run(foo): return helper(foo)
+            import pickle
+            pickle.dump(dumps((run, (Foo(2),), {})), sys.stdout.buffer)
+            """
+        )
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, timeout=60, check=True)
+    assert on_node(pickle.loads(done.stdout)) == [42]
+
+
+def test_whose_module_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, project: Callable[..., types.ModuleType]) -> None:
+    """The standard library, installed distributions wherever they lie, extension modules and ourselves are not the user's; the rest is."""
+    target = tmp_path / "target"
+    (target / "thing-1.0.dist-info").mkdir(parents=True)
+    (target / "own_thing").mkdir()
+    (target / "own_thing" / "__init__.py").write_text("import own_thing.part")
+    (target / "own_thing" / "part.py").write_text("")
+    monkeypatch.syspath_prepend(str(target))
+    own = project(own="import own_thing.part")
+    assert belongs_to_user(own)
+    import json
+
+    import hypothesis
+    import numpy.random
+
+    installed = [json, sys, hypothesis, np, numpy.random, skyward_core, own.own_thing, own.own_thing.part]
+    assert [module.__name__ for module in installed if belongs_to_user(module)] == []
+    part_of_numpy = types.ModuleType("numpy.made_up")
+    assert not belongs_to_user(part_of_numpy)
+
+
+def test_installed_things_go_by_reference() -> None:
+    """A function of NumPy is a name on the wire, not its code."""
+    assert loads(dumps(np.linalg.norm)) is np.linalg.norm
+    assert dumps(np.linalg.norm).nbytes < 300
+
+
+def test_a_registration_of_the_user_is_left_alone(project: Callable[..., types.ModuleType]) -> None:
+    """What a user registered with cloudpickle is still registered after a call, and nothing else is."""
+    own = project(own="def run(): return 1")
+    cloudpickle.register_pickle_by_value(own)
+    try:
+        dumps(own.run)
+        assert cloudpickle.list_registry_pickle_by_value() == {"own"}
+    finally:
+        cloudpickle.unregister_pickle_by_value(own)
+
+
+class NoModuleOfTheUser(pickle.Unpickler):
+    """Loads what mentions no module of the project by name."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        assert not module_name.startswith("own"), f"{module_name}.{global_name} went by reference"
+        return super().find_class(module_name, global_name)
+
+
+def test_many_threads_at_once(project: Callable[..., types.ModuleType]) -> None:
+    """Pickles made in parallel are all by value, and nothing stays registered."""
+    own = project(own="import own_helpers\ndef run(): return own_helpers.f()", own_helpers="def f(): return 1")
+    failures: list[object] = []
+
+    def many() -> None:
+        for _ in range(100):
+            try:
+                assert NoModuleOfTheUser(io.BytesIO(dumps(own.run).data)).load()() == 1
+            except Exception as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=many) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert cloudpickle.list_registry_pickle_by_value() == set()
+
+
+def test_replace_puts_another_object_in_its_place(project: Callable[..., types.ModuleType]) -> None:
+    """An orchestrator's wrapper is replaced wherever it is met, also in globals, and where it refers to itself."""
+    own = project(
+        own="""
+            class Task:
+                def __init__(self, fn): self.fn = fn; self.lock = __import__("threading").Lock()
+            @Task
+            def helper(n): return 0 if n == 0 else 1 + helper(n - 1)
+            def run(n): return helper(n)
+            """
+    )
+    replaced = dumps((own.run, (5,), {}), replace=lambda obj: obj.fn if isinstance(obj, own.Task) else NotImplemented)
+    assert on_node(replaced) == [5]
+
+
+# ── buffers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("wrap", [lambda a: a, lambda a: {"rows": {1, 2}, "a": a}], ids=["plain", "with a set"])
+def test_large_arrays_stay_out_of_band(wrap: Callable[[Any], Any]) -> None:
+    """A large array is a view in `buffers`, a small one is in the pickle, and loading makes views again: no copy at either end."""
+    large, small = np.zeros(OUT_OF_BAND_BYTES // 8), np.zeros(OUT_OF_BAND_BYTES // 8 - 1)
+    pickled = dumps(wrap([large, small]))
+    assert len(pickled.buffers) == 1
+    assert np.shares_memory(np.frombuffer(pickled.buffers[0]), large)
+    assert pickled.nbytes == len(pickled.data) + OUT_OF_BAND_BYTES
+    assert len(pickled.data) < OUT_OF_BAND_BYTES + 1000
+    loaded = loads(pickled.data, [memoryview(bytearray(pickled.buffers[0]))])
+    array = (loaded if isinstance(loaded, list) else loaded["a"])[0]
+    assert not array.flags.owndata
+    assert array.flags.writeable
+
+
+def test_arrays_that_are_not_contiguous_travel_too() -> None:
+    """Strided, Fortran-ordered, read-only, empty, structured and object arrays come back equal."""
+    base = np.arange(40_000.0).reshape(200, 200)
+    read_only = base.copy()
+    read_only.flags.writeable = False
+    arrays = [
+        base[::2, ::3],
+        np.asfortranarray(base),
+        read_only,
+        np.empty((0, 3)),
+        np.zeros(3, dtype="i4,f8"),
+        np.array([{1}, None], dtype=object),
+    ]
+    for array in arrays:
+        back = loads(dumps(array))
+        assert np.array_equal(back, array)
+        assert back.dtype == array.dtype
+
+
+def test_a_pickled_hands_its_buffers_on() -> None:
+    """A transport that knows protocol 5 carries the buffers of a `Pickled` out of band; any other one carries it whole."""
+    pickled = dumps(np.arange(100_000))
+    seen: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(pickled, protocol=5, buffer_callback=seen.append)
+    assert len(data) < 1000
+    for again in (pickle.loads(data, buffers=seen), pickle.loads(pickle.dumps(pickled, protocol=4))):
+        assert np.array_equal(loads(again), np.arange(100_000))
+
+
+def test_plain_values_take_the_short_way_and_stay_themselves() -> None:
+    """Builtin values come back equal; a subclass of one is not mistaken for it."""
+
+    class Name(str):
+        __slots__ = ()
+
+    values = [None, True, 3, 2.5, "s", b"b", 1j, (1, [2, {"k": (3,)}]), [[[[[[7]]]]]], list(range(500)), {(1, 2): 3}, {1, 2}]
+    assert loads(dumps(values)) == values
+    name = loads(dumps([Name("x")]))[0]
+    assert type(name) is Name
+    assert call(lambda names: type(names[0]).__name__, [Name("x")]) == "Name"
+
+
+# ── what cannot travel is named ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class Client:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+class Slotted:
+    __slots__ = ("hook",)
+
+    def __init__(self) -> None:
+        self.hook = threading.Lock()
+
+
+class Careful:
+    """Holds a lock, and leaves it at home."""
+
+    def __init__(self, other: object) -> None:
+        self.lock, self.other = threading.Lock(), other
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"other": self.other}
+
+
+class Parent:
+    """A circle: the child is not at fault."""
+
+    def __init__(self) -> None:
+        self.children = [types.SimpleNamespace(parent=self)]
+        self.file = threading.Lock()
+
+
+def _closure(db: object) -> Callable[[], object]:
+    def train() -> object:
+        return db
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("make", "label", "path"),
+    [
+        (lambda: (types.SimpleNamespace(client=Client()),), "args", "args[0].client.lock"),
+        (lambda: {"model": Slotted()}, "result", "result['model'].hook"),
+        (lambda: _closure(threading.Lock()), "value", "train.<closure>.db"),
+        (lambda: _closure(Client()), "value", "train.<closure>.db.lock"),
+        (lambda: [1, {"a": {(1, threading.Lock())}}], "args", "args[1]['a']{tuple}[1]"),
+        (lambda: functools.partial(print, 1, sep=threading.Lock()), "value", "value.keywords['sep']"),
+        (lambda: Client().__init__, "value", "value.__self__.lock"),
+        (lambda: Careful(Client()), "value", "value.other.lock"),
+        (lambda: Parent(), "value", "value.file"),
+        (lambda: threading.Lock(), "value", "value"),
+        (lambda: (x for x in ()), "result", "result"),
+    ],
+)
+def test_the_path_leads_to_the_culprit(make: Callable[[], Any], label: str, path: str) -> None:
+    """The error names the smallest part that cannot travel, by the way one would write it."""
+    with pytest.raises(NotPicklable) as caught:
+        dumps(make(), label=label)
+    assert caught.value.path == path
+    assert str(caught.value).startswith(f"{caught.value.path} cannot travel: it is a ")
+    assert caught.value.__cause__ is not None
+
+
+def test_globals_are_named(project: Callable[..., types.ModuleType]) -> None:
+    """A global is named with the function that uses it, through helpers and modules, and the message says what to do."""
+    own = project(
+        own="""
+            import threading, own_helpers
+            CONNECTION = threading.Lock()
+            def train(): return CONNECTION
+            def indirect(): return train()
+            def through_module(): return own_helpers.db
+            def default(x=CONNECTION): return x
+            """,
+        own_helpers="import threading\ndb = threading.Lock()",
+    )
+    paths: dict[str, str] = {}
+    for name in ("train", "indirect", "through_module", "default"):
+        with pytest.raises(NotPicklable, match=r"[Cc]reate it inside the function") as caught:
+            dumps(getattr(own, name))
+        paths[name] = caught.value.path
+    assert paths == {
+        "train": "train.<global> CONNECTION",
+        "indirect": "indirect.<global> train.<global> CONNECTION",
+        "through_module": "through_module.<global> own_helpers.db",
+        "default": "default.<default> x",
+    }
+
+
+def test_a_tuple_of_labels_names_its_items() -> None:
+    """`label=("args", "kwargs")` for the pair of both gives `kwargs['db']`."""
+    with pytest.raises(NotPicklable) as caught:
+        dumps(((1,), {"db": threading.Lock()}), label=("args", "kwargs"))
+    assert caught.value.path == "kwargs['db']"
+
+
+def test_a_large_value_is_diagnosed_in_bounded_time() -> None:
+    """A culprit far inside something large, deep or circular ends in an error, not in a search without end."""
+    deep: list[Any] = [threading.Lock()]
+    for _ in range(100):
+        deep = [deep]
+    circle: list[Any] = [threading.Lock()]
+    circle.append(circle)
+    for value in (deep, circle, [*range(100_000), threading.Lock()]):
+        with pytest.raises(NotPicklable, match="cannot travel"):
+            dumps(value)

@@ -1,0 +1,149 @@
+"""Spot strategies: what is written, what is meant, and how nodes are split."""
+
+import json
+import pickle
+
+import pytest
+
+from skyward_core.errors import BadRequest
+from skyward_core.spot import Spot, from_json, parse, split, to_json
+
+STRATEGIES = [Spot.Always(), Spot.Always(retries=0, interval=0.5), Spot.IfAvailable(), Spot.Never, Spot.Percent(0.8), Spot.Percent(1.0)]
+
+
+@pytest.mark.parametrize(
+    ("like", "meant"),
+    [
+        ("always", Spot.Always(retries=10, interval=1.0)),
+        ("if-available", Spot.IfAvailable()),
+        ("never", Spot.Never),
+        (0.8, Spot.Percent(0.8)),
+        (1.0, Spot.Always()),
+        (1, Spot.Always()),
+        (Spot.Percent(1.0), Spot.Percent(1.0)),
+        (Spot.Never, Spot.Never),
+    ],
+)
+def test_a_shortcut_means_its_strategy(like, meant):
+    """Each spelling of the reference is read as the strategy it stands for; a strategy is read as itself."""
+    assert parse(like) == meant
+
+
+@pytest.mark.parametrize(
+    ("like", "advice"),
+    [
+        ("allways", '"always"'),
+        ("if_available", '"if-available"'),
+        ("Never", '"never"'),
+        ("", '"'),
+        (0.0, '"never"'),
+        (80, "0.8"),
+        (1.5, "0.015"),
+        (-0.5, "0.8 for at least 80 %"),
+        (float("nan"), "0.8 for at least 80 %"),
+        (True, "'always'"),
+        (None, '"if-available"'),
+        (Spot.IfAvailable, "Spot.Always()"),
+    ],
+)
+def test_anything_else_is_refused_with_the_nearest_spelling(like, advice):
+    """What is no strategy raises BadRequest, and the message names one that is."""
+    with pytest.raises(BadRequest) as caught:
+        parse(like)
+    assert advice in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Spot.Always(retries=-1),
+        lambda: Spot.Always(retries=1.5),
+        lambda: Spot.Always(interval=-1),
+        lambda: Spot.Always(interval=float("inf")),
+        lambda: Spot.Percent(0),
+        lambda: Spot.Percent(1.01),
+        lambda: Spot.Percent(True),
+        lambda: Spot.Percent("0.8"),
+    ],
+)
+def test_impossible_numbers_are_refused(build):
+    """A strategy cannot be made with a number that means nothing."""
+    with pytest.raises(BadRequest):
+        build()
+
+
+def test_never_is_a_value_and_may_be_called():
+    """`Spot.Never` is used without a call; calling it by habit gives the same."""
+    assert Spot.Never() == Spot.Never
+    assert Spot.Never()() == parse("never")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+def test_a_strategy_travels(strategy):
+    """Through JSON and through pickle a strategy comes back equal, and it hashes."""
+    assert from_json(json.loads(json.dumps(to_json(strategy)))) == strategy
+    assert pickle.loads(pickle.dumps(strategy)) == strategy
+    assert len({strategy, from_json(to_json(strategy))}) == 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+def test_a_strategy_is_frozen(strategy):
+    """A strategy cannot be changed or given new fields."""
+    for name in ("retries", "share", "anything"):
+        with pytest.raises((AttributeError, TypeError)):
+            setattr(strategy, name, 3)
+
+
+@pytest.mark.parametrize(
+    "data", [{}, {"kind": "alway"}, {"kind": "never", "retries": 1}, {"kind": "percent"}, {"kind": "percent", "share": 3}, [], "sometimes"]
+)
+def test_foreign_json_is_refused(data):
+    """JSON that no strategy wrote raises BadRequest."""
+    with pytest.raises(BadRequest):
+        from_json(data)
+
+
+def test_json_may_hold_a_shortcut():
+    """A configuration file may say "if-available" or 0.8 where the long form could stand."""
+    assert from_json("if-available") == Spot.IfAvailable()
+    assert from_json(0.8) == Spot.Percent(0.8)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nodes", "spot_sold", "on_demand", "spot"),
+    [
+        (None, 4, True, 0, 4),
+        (None, 4, False, 4, 0),
+        (Spot.Always(), 4, True, 0, 4),
+        (Spot.IfAvailable(), 4, True, 0, 4),
+        (Spot.IfAvailable(), 4, False, 4, 0),
+        (Spot.Never, 4, True, 4, 0),
+        (Spot.Never, 4, False, 4, 0),
+        (Spot.Percent(0.8), 1, True, 0, 1),
+        (Spot.Percent(0.8), 4, True, 0, 4),
+        (Spot.Percent(0.8), 5, True, 1, 4),
+        (Spot.Percent(0.8), 10, True, 2, 8),
+        (Spot.Percent(0.8), 11, True, 2, 9),
+        (Spot.Percent(0.5), 3, True, 1, 2),
+        (Spot.Percent(0.1), 30, True, 27, 3),
+        (Spot.Percent(0.07), 100, True, 93, 7),
+        (Spot.Percent(1e-05), 3, True, 2, 1),
+        (Spot.Percent(1.0), 3, True, 0, 3),
+    ],
+)
+def test_nodes_are_split(strategy, nodes, spot_sold, on_demand, spot):
+    """On demand comes first; a share is rounded up to whole machines, and 10 % of 30 are 3."""
+    assert split(strategy, nodes, spot_sold) == (on_demand, spot)
+
+
+@pytest.mark.parametrize("strategy", [Spot.Always(), Spot.Percent(0.1)])
+def test_spot_that_is_demanded_and_not_sold_is_refused(strategy):
+    """A demand for spot machines where none is sold raises BadRequest, which says what to ask for instead."""
+    with pytest.raises(BadRequest, match="sold.*if-available.*never"):
+        split(strategy, 2, spot_sold=False)
+
+
+def test_a_pool_of_no_nodes_is_refused():
+    """There is nothing to split for less than one node."""
+    with pytest.raises(BadRequest, match="at least 1"):
+        split(None, 0, spot_sold=True)
