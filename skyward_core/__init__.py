@@ -115,7 +115,7 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = frozenset({"accelerators", "errors"})
 
-__all__ = ["compute", *sorted(_HOME_OF), *sorted(_MODULES)]  # noqa: PLE0604 - the names stand once, above
+__all__ = ["compute", *sorted(_HOME_OF), *sorted(_MODULES)]  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll] - the names stand once, above
 
 
 def __getattr__(name: str) -> Any:

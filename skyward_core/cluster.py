@@ -20,8 +20,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, cast
 
-import dask.config
-import distributed
+import dask.config  # noqa: TID253 - this file and worker/node.py own Dask
+import distributed  # noqa: TID253
+from distributed.client import done_callback  # noqa: TID253
 
 from skyward_core import pickling
 from skyward_core.certificates import PoolCertificate
@@ -79,7 +80,7 @@ class Cluster:
         self._queue = Queue(self._topic)
         self._given: dict[str, _Given] = {}
         self._workers: dict[str, str] = {}
-        self._tasks: dict[int, distributed.Future] = {}
+        self._tasks: dict[int, distributed.Future[Any]] = {}
         self._lost: SkywardError | None = None
         self._submitted = self._done = self._failed = 0
         self._progress_told = 0.0
@@ -100,8 +101,7 @@ class Cluster:
         expected = {f"{node.rank}-{index}" for node in self._lease.nodes for index in range(node.workers)}
         checked = time.monotonic()
         while missing := expected - set(self._workers):
-            identity = self._client.sync(self._client.scheduler.identity)
-            for address, worker in identity["workers"].items():
+            for address, worker in self._client.scheduler_info(n_workers=-1)["workers"].items():
                 self._join(str(worker["name"]), address)
             if not missing - set(self._workers):
                 continue
@@ -186,7 +186,7 @@ class Cluster:
         return [item.future for item in given]
 
     def _packed(self, value: object, fn: object, replace_object: pickling.Replace | None) -> Parcel:
-        pickled = pickling.dumps(value, label=f"{getattr(fn, '__name__', 'call')}(...)", replace=replace_object)
+        pickled = pickling.dumps(value, label=("args", "kwargs"), replace=replace_object)
         parcel = Parcel(pickled.data, pickled.buffers)
         if parcel.nbytes > INLINE_BYTES and self._shares_memory:
             with contextlib.suppress(OSError):  # no room in memory: Dask carries it
@@ -207,13 +207,14 @@ class Cluster:
             run_batch, batch, key=f"skyward-{shipment.number}-{self._topic[-8:]}", pure=False, workers=[shipment.worker] if shipment.worker else None
         )
         self._tasks[shipment.number] = task
-        task.add_done_callback(lambda done: self._inbox.put(lambda: self._on_task_end(shipment, done)))
+        # Not task.add_done_callback: that starts a thread which stays with the process for good.
+        cast(Any, self.client.loop).add_callback(done_callback, task, lambda done: self._inbox.put(lambda: self._on_task_end(shipment, done)))
 
     def _cancel(self, call_id: str) -> None:
         with self._lock:
             waited = self._queue.drop(call_id)
         if not waited and not self._is_closing:
-            self.client.loop.add_callback(self.client.run, cancel_calls, {call_id}, wait=False)
+            cast(Any, self.client.loop).add_callback(self.client.run, cancel_calls, {call_id}, wait=False)
         self._inbox.put(lambda: self._on_cancelled(call_id))
 
     # ── news in, all in the inbox thread ─────────────────────────────────────────────────────────────────────────────
@@ -264,7 +265,7 @@ class Cluster:
         finally:
             outcome.parcel.release()
 
-    def _on_task_end(self, shipment: Shipment, task: distributed.Future) -> None:
+    def _on_task_end(self, shipment: Shipment, task: distributed.Future[Any]) -> None:
         """The truth about a batch: whatever its reports have not told is in the task's result, or lost with its worker."""
         with self._lock:
             self._tasks.pop(shipment.number, None)
@@ -372,7 +373,8 @@ def connect(address: str, certificate: PoolCertificate, timeout_seconds: float) 
     )
     with dask.config.set({"distributed.admin.low-level-log-length": 0}):  # else the last thousand messages stay in memory, payloads included
         client = distributed.Client(address, security=security, set_as_default=False, timeout=timeout_seconds, name="skyward")
-    client.scheduler_comm.interval = 0.0  # our calls are grouped before they come here: send at once instead of every 10 ms
+    stream: Any = client.scheduler_comm
+    stream.interval = 0.0  # our calls are grouped before they come here: send at once instead of every 10 ms
     return client
 
 
@@ -424,7 +426,7 @@ def _death(exit_code: int | None) -> str:
     return f"killed by {signal.Signals(-exit_code).name}{' (out of memory?)' if exit_code == -signal.SIGKILL else ''}"
 
 
-def _cause(task: distributed.Future) -> str:
+def _cause(task: distributed.Future[Any]) -> str:
     error = task.exception(timeout=1) if task.status == "error" else None
     return str(error) if error is not None else f"its task is {task.status}"
 

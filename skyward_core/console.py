@@ -358,7 +358,7 @@ class _Narrator:
                 return (logging.INFO, words) if words else None
 
     def name(self, instance_id: str) -> str:
-        """ "node 1" for a machine whose rank is known, else its id."""
+        """Return "node 1" for a machine whose rank is known, else its id."""
         node = self._nodes.get(instance_id)
         return instance_id if node is None else f"node {node}"
 

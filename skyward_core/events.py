@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -103,8 +103,11 @@ class CallProgress:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """A sample of one node. Percent is 0 to 100 of the whole machine, memory in MB = 10⁶ bytes, temperature in °C; GPU values are means
-    (temperature: the highest) over the node's GPUs, None where there is none."""
+    """A sample of one node.
+
+    Percent is 0 to 100 of the whole machine, memory in MB = 10⁶ bytes, temperature in °C; GPU values are means
+    (temperature: the highest) over the node's GPUs, None where there is none.
+    """
 
     instance_id: str
     node: int
@@ -121,8 +124,11 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """One line that a call wrote, without its line end. `timestamp` is the node's clock, seconds since 1970; `call_id` names the call
-    (`None`: written between calls), `stream` is "stdout" or "stderr"."""
+    """One line that a call wrote, without its line end.
+
+    `timestamp` is the node's clock, seconds since 1970; `call_id` names the call
+    (`None`: written between calls), `stream` is "stdout" or "stderr".
+    """
 
     node: int
     instance_id: str
@@ -249,7 +255,7 @@ def registered_callback() -> Callback | None:
 
 
 @contextmanager
-def use_callback(callback: Callback) -> Iterator[None]:
+def use_callback(callback: Callback) -> Generator[None]:
     """Register a callback for this context; inside another `use_callback`, both are called, the outer one first."""
     outer = _callback.get()
     token = _callback.set(compose(outer, callback) if outer else compose(callback))

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from skyward_core.accelerators import Accelerator
 from skyward_core.errors import NoCapacity
 
+MEMORY_TOLERANCE = 0.075
+
 
 class Requirements(BaseModel):
     """The hardware part of a wish. Memory in GB = 10⁹ bytes, prices in USD per hour for one machine."""
@@ -47,11 +49,18 @@ def matches(offer: Offer, want: Requirements) -> str | None:
         (want.instance_type not in (None, offer.instance_type), f"is no {want.instance_type}"),
         (accelerator is not None and offer.accelerator != accelerator.name, f"has {offer.accelerator or 'no accelerator'}"),
         (accelerator is not None and offer.accelerators < accelerator.count, f"has {offer.accelerators} of them"),
+        (accelerator is not None and _has_other_memory(offer, accelerator), f"has them with {offer.accelerator_memory_gb or 0:g} GB"),
         (want.vcpus is not None and offer.vcpus < want.vcpus, f"has {offer.vcpus:g} CPUs"),
         (want.memory_gb is not None and offer.memory_gb < want.memory_gb, f"has {offer.memory_gb:.1f} GB of memory"),
         (want.max_price_per_hour is not None and offer.price_per_hour > want.max_price_per_hour, f"costs ${offer.price_per_hour:.2f} an hour"),
     )
     return next((reason for failed, reason in checks if failed), None)
+
+
+def _has_other_memory(offer: Offer, accelerator: Accelerator) -> bool:
+    """Whether the offer's chips are another variant. Drivers and clouds tell up to 7 % less than the data sheet (GiB for GB, reserved parts)."""
+    told = offer.accelerator_memory_gb
+    return told is not None and abs(told - accelerator.memory_gb) > MEMORY_TOLERANCE * accelerator.memory_gb
 
 
 def rank(offers: Iterable[Offer], want: Requirements) -> list[Offer]:
@@ -68,10 +77,10 @@ def rank(offers: Iterable[Offer], want: Requirements) -> list[Offer]:
 def describe(want: Requirements) -> str:
     """Say in words what is wanted."""
     parts = [
-        want.instance_type and f"machine {want.instance_type!r}",
-        want.accelerator and str(want.accelerator),
-        want.vcpus and f"{want.vcpus} CPUs",
-        want.memory_gb and f"{want.memory_gb:g} GB of memory",
-        want.max_price_per_hour and f"at most ${want.max_price_per_hour:g} an hour",
+        (want.instance_type, f"machine {want.instance_type!r}"),
+        (want.accelerator, str(want.accelerator)),
+        (want.vcpus, f"{want.vcpus} CPUs"),
+        (want.memory_gb, f"{want.memory_gb or 0:g} GB of memory"),
+        (want.max_price_per_hour, f"at most ${want.max_price_per_hour or 0:g} an hour"),
     ]
-    return ", ".join(part for part in parts if part) or "a machine"
+    return ", ".join(words for wish, words in parts if wish is not None) or "a machine"

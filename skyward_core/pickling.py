@@ -276,8 +276,8 @@ class _Pickler(cloudpickle.Pickler):
         if home is not None and function.__globals__ is vars(home):
             base = self._namespaces.setdefault(home.__name__, _Namespace(self._shell(home), base))
         slots["__annotations__"] = {name: _portable_annotation(hint) for name, hint in slots["__annotations__"].items()}
-        slots["__globals__"] = {**_class_body_globals(function), **slots["__globals__"]}
-        slots["__globals__"] = {name: self._shell(value) if _is_own_module(value) else value for name, value in slots["__globals__"].items()}
+        outer = {**_class_body_globals(function), **slots["__globals__"]}
+        slots["__globals__"] = {name: self._shell(value) if _is_own_module(value) else value for name, value in outer.items()}
         if slots["__closure__"]:
             slots["__closure__"] = tuple(self._cell(cell) for cell in slots["__closure__"])
         installed = [module for module in slots["_cloudpickle_submodules"] if not _is_own_module(module)]

@@ -92,9 +92,9 @@ class ComputePool:
             if self._open is None:
                 self._was_opened = True
                 self._final = None
-                self._open = opened = _Open(self._spec, self._provider, self._on_event, self._replace_object)
+                self._open = opened = _Open(self._spec, self._provider, self._on_event)
                 try:
-                    opened.start(weakref.ref(self))
+                    opened.start()
                 except BaseException:
                     self._open = None
                     self._final = opened.final
@@ -245,7 +245,7 @@ class MultiPool:
 class _Open:
     """One opening of a pool: everything that must be undone. Knows nothing of the pool object, so that a forgotten pool can be collected."""
 
-    def __init__(self, spec: PoolSpec, provider: Provider, on_event: Callback | None, replace_object: pickling.Replace | None) -> None:
+    def __init__(self, spec: PoolSpec, provider: Provider, on_event: Callback | None) -> None:
         self.pool_id = f"sky-{uuid.uuid4().hex[:12]}"
         self.spec = spec
         self.provider = provider
@@ -266,7 +266,7 @@ class _Open:
         with self._telling:
             self._callback(event)
 
-    def start(self, pool: weakref.ref[ComputePool]) -> None:
+    def start(self) -> None:
         """Open; on any error everything is undone and the bill is told before it is raised."""
         started = time.monotonic()
         deadline = started + self.spec.provision_timeout
@@ -292,7 +292,7 @@ class _Open:
         self.is_running = True
         atexit.register(self._at_exit)
         self.emit(PoolReady(self.pool_id, len(lease.nodes), cluster.slots, time.monotonic() - started))
-        threading.Thread(target=self._watch_clock, args=(pool,), name="skyward-clock", daemon=True).start()
+        threading.Thread(target=self._watch_clock, name="skyward-clock", daemon=True).start()
 
     def stop(self, reason: str) -> None:
         """Close everything, in the order cluster, machines, bill; each is tried whatever happened to the one before."""
@@ -319,10 +319,10 @@ class _Open:
 
     def _check_nodes(self, lease: Lease) -> None:
         living = {instance.id for instance in self.provider.instances(lease.pool_id)}
-        preparations = [bootstrap.Preparation(node.instance, lambda event: None) for node in lease.nodes]
+        preparations = [bootstrap.Preparation(node.instance, lambda _: None) for node in lease.nodes]
         bootstrap.raise_if_gone(preparations, {node.instance.id for node in lease.nodes} - living)
 
-    def _watch_clock(self, pool: weakref.ref[ComputePool]) -> None:
+    def _watch_clock(self) -> None:
         """Tell the cost now and then, and end a pool that has been idle for too long."""
         told = time.monotonic()
         while not self._ended.wait(CLOCK_SECONDS):
@@ -359,7 +359,7 @@ def complete(spec: PoolSpec, credentials: Provider | None = None) -> tuple[PoolS
 
 
 def _checked[R](pending: PendingCompute[R]) -> PendingCompute[R]:
-    if isinstance(pending, PendingCompute):
+    if isinstance(cast(object, pending), PendingCompute):
         return pending
     raise TypeError(f"a pool runs pending calls, not {type(pending).__name__!r}: decorate the function with @sky.compute and call it")
 

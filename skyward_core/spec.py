@@ -28,12 +28,12 @@ type AnyProvider = Annotated[
 ]
 type AnyAccelerator = Annotated[
     Accelerator,
-    BeforeValidator(lambda wish: Accelerator.from_json(wish) if isinstance(wish, Mapping) else accelerators.parse(cast(Any, wish))),
+    BeforeValidator(lambda wish: Accelerator.from_json(wish) if isinstance(wish, Mapping) else accelerators.parse(wish)),
     PlainSerializer(lambda accelerator: accelerator.to_json(), return_type=dict[str, Any]),
 ]
 type AnySpot = Annotated[
     spot.Strategy,
-    BeforeValidator(lambda wish: spot.from_json(wish) if isinstance(wish, Mapping) else spot.parse(cast(Any, wish))),
+    BeforeValidator(lambda wish: spot.from_json(wish) if isinstance(wish, Mapping) else spot.parse(wish)),
     PlainSerializer(spot.to_json),
 ]
 
@@ -92,6 +92,8 @@ class PoolSpec(BaseModel):
     def _sound(self) -> Self:
         if self.memory is not None:
             memory_gb(self.memory)
+        if self.env:
+            Image(env=dict(self.env))  # the same names are refused in both places
         return self
 
     @property

@@ -1,5 +1,6 @@
 """Images: what they refuse, what names them, and what their script does to a machine."""
 
+import contextlib
 import json
 import os
 import pickle
@@ -114,9 +115,7 @@ def test_what_no_machine_can_do_is_refused(fields, advice):
     assert "secret" not in str(caught.value).partition("[type=")[0]
 
 
-@pytest.mark.parametrize(
-    "package", ["ffmpeg", "g++", "libstdc++6", "libc6:amd64", "ffmpeg=7:5.1.6-0+deb12u1", "git/bookworm-backports", "r-base", "7zip"]
-)
+@pytest.mark.parametrize("package", ["ffmpeg", "g++", "libstdc++6", "libc6:amd64", "ffmpeg=7:5.1.6-0+deb12u1", "git/bookworm-backports", "r-base", "7zip"])
 def test_names_that_debian_has_are_taken(package):
     """A package's name, with an architecture, version or release, is taken."""
     assert Image(apt=[package]).apt == (package,)
@@ -134,7 +133,7 @@ def test_an_image_is_bare_if_nothing_is_to_be_installed():
 
 
 def test_the_hash_names_what_is_installed():
-    """The hash is the same for the same packages in any order, and another one if anything installed differs; variables are not installed."""
+    """Packages in any order have one hash, and anything else installed has another; variables are not installed."""
     one = Image(python="3.13", pip=["torch", "numpy"], apt=["ffmpeg", "git"])
     name = one.content_hash(runtime=["dask==1"])
     assert len(name) == 12
@@ -152,18 +151,14 @@ def test_the_hash_names_what_is_installed():
         Image(python="3.13", pip=["torch", "numpy", "git"], apt=["ffmpeg"]),
         Image(python="3.13", pip=["torch", "numpy"], apt=["ffmpeg", "git"], pip_extra_index_url="https://x.org"),
     ]
-    assert len({name, one.content_hash(runtime=["dask==2"]), *(other.content_hash(runtime=["dask==1"]) for other in others)}) == 2 + len(
-        others
-    )
+    assert len({name, one.content_hash(runtime=["dask==2"]), *(other.content_hash(runtime=["dask==1"]) for other in others)}) == 2 + len(others)
 
 
 def test_the_hash_is_the_same_in_another_process():
     """Two processes, with different hash seeds, give an image the same name; the client's own versions are part of it by default."""
     code = "from skyward_core.image.image import Image; print(Image(pip=['b', 'a'], apt=['git'], env={'A': '1'}).content_hash())"
     names = {
-        subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout.strip()
         for seed in ("1", "2")
     }
     assert names == {Image(pip=["a", "b"], apt=["git"]).content_hash(runtime=runtime_pins())}
@@ -195,9 +190,7 @@ FULL = {
 
 
 @pytest.mark.parametrize("ttl", [0, 1, 3600])
-@pytest.mark.parametrize(
-    "fields", [{}, *({name: value} for name, value in FULL.items()), FULL], ids=lambda fields: "+".join(fields) or "bare"
-)
+@pytest.mark.parametrize("fields", [{}, *({name: value} for name, value in FULL.items()), FULL], ids=lambda fields: "+".join(fields) or "bare")
 def test_the_script_passes_shellcheck(fields, ttl):
     """No combination of fields makes a script that shellcheck finds anything in."""
     assert _shellcheck(Image(**fields).bootstrap(ttl)) == ""
@@ -219,9 +212,7 @@ def test_nasty_words_pass_shellcheck(pip, values):
 def test_variables_arrive_as_they_were_written(values):
     """Whatever text a variable has, newlines included, bash exports exactly that text."""
     env = {f"V{rank}": value for rank, value in enumerate(values)}
-    seen = subprocess.run(
-        ["/bin/bash", "-c", f"{shell.export(Image(env=env).env)}\n/usr/bin/env -0"], capture_output=True, check=True, env={}
-    ).stdout
+    seen = subprocess.run(["/bin/bash", "-c", f"{shell.export(Image(env=env).env)}\n/usr/bin/env -0"], capture_output=True, check=True, env={}).stdout
     pairs = (entry.partition("=") for entry in seen.decode().split("\0"))
     assert {name: value for name, _, value in pairs if name.startswith("V")} == env
 
@@ -274,9 +265,7 @@ class Machine:
         self.stand_in("uv", body + '\nif [ "$1" = venv ]; then mkdir -p "${@: -1}/bin"; ln -s "$REAL_PYTHON" "${@: -1}/bin/python"; fi')
 
     def run(self, script: str, **env: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [self.bin / "bash"], input=script, env={**self.env, **env}, capture_output=True, text=True, timeout=60, check=False
-        )
+        return subprocess.run([self.bin / "bash"], input=script, env={**self.env, **env}, capture_output=True, text=True, timeout=60, check=False)
 
     def called(self, name: str) -> list[str]:
         return [line.removeprefix(f"{name} ") for line in self.log.read_text().splitlines() if line.split()[0] == name]
@@ -295,9 +284,7 @@ def test_the_script_tells_its_phases_and_hands_on_the_environment(machine):
     """A good run tells uv, deps and done; what follows in the same shell sees the environment's interpreter and the image's variables."""
     machine.uv()
     image = Image(pip=["six"], env={"GREETING": "it's $HOME"})
-    run = machine.run(
-        image.bootstrap(runtime=NO_RUNTIME) + 'echo "$SKYWARD_ENV_PYTHON|$(env | grep GREETING)"\nskyward_phase server\nfalse\n'
-    )
+    run = machine.run(image.bootstrap(runtime=NO_RUNTIME) + 'echo "$SKYWARD_ENV_PYTHON|$(env | grep GREETING)"\nskyward_phase server\nfalse\n')
     environment = machine.home / "envs" / image.content_hash(runtime=NO_RUNTIME)
     assert told(run.stdout) == ["phase uv", "phase deps", "done phase=deps", "phase server", "failed phase=server exit=1 command=false"]
     assert f"{environment}/bin/python|GREETING=it's $HOME" in run.stdout
@@ -344,7 +331,7 @@ def test_an_environment_whose_interpreter_is_gone_is_built_anew(machine):
 
 
 def test_a_failed_installation_is_told_with_its_command_and_tried_again(machine):
-    """uv's own exit code and words are told on one line, the script ends with that code, and the next run starts over."""
+    """The installer's own exit code and words are told on one line, the script ends with that code, and the next run starts over."""
     machine.uv('if [ "$1" = pip ]; then exit 7; fi')
     image = Image(pip=["no such\tthing"[:7]])
     run = machine.run(image.bootstrap(runtime=NO_RUNTIME))
@@ -375,7 +362,9 @@ def test_two_at_a_time_build_once(machine):
     os.mkfifo(gate)
     machine.uv(f'if [ "$1" = venv ]; then : <"{gate}"; fi')  # opening it for reading waits until somebody opens it for writing
     script = Image(pip=["six"]).bootstrap(runtime=NO_RUNTIME)
-    pair = [subprocess.Popen([machine.bin / "bash", "-c", script], env=machine.env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    pair = [
+        subprocess.Popen([machine.bin / "bash", "-c", script], env=machine.env, stdout=subprocess.PIPE, text=True, start_new_session=True) for _ in range(2)
+    ]
     try:
         for process in pair:
             assert process.stdout is not None
@@ -384,7 +373,8 @@ def test_two_at_a_time_build_once(machine):
         assert [process.communicate(timeout=30)[0] for process in pair] == ["::skyward done phase=deps\n"] * 2
     finally:
         for process in pair:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             process.stdout.close()
     assert [line.split()[0] for line in machine.called("uv") if not line.startswith("[--version]")] == ["[venv]", "[pip]"]
@@ -415,7 +405,7 @@ def test_uv_is_told_which_interpreter_to_take(machine, interpreter):
 
 
 def test_uv_is_found_where_it_is(machine):
-    """uv is the one SKYWARD_UV names, else the one on the PATH, else python3's module, else installed from the package index, once."""
+    """The uv is the one SKYWARD_UV names, else the one on the PATH, else python3's module, else installed from the package index, once."""
     machine.uv()
     given = machine.bin / "given uv"
     shutil.copy(machine.bin / "uv", given)
@@ -424,9 +414,7 @@ def test_uv_is_found_where_it_is(machine):
     def users(**env: str) -> set[str]:
         machine.log.write_text("")
         shutil.rmtree(machine.home / "envs", ignore_errors=True)
-        run = machine.run(
-            script.replace("printf '::skyward done", 'printf "%s|" "${skyward_uv_command[@]}"; echo\nprintf \'::skyward done'), **env
-        )
+        run = machine.run(script.replace("printf '::skyward done", 'printf "%s|" "${skyward_uv_command[@]}"; echo\nprintf \'::skyward done'), **env)
         assert run.returncode == 0, (run.stdout, run.stderr)
         return {line.rstrip("|") for line in run.stdout.splitlines() if line.endswith("|")}
 
@@ -439,9 +427,7 @@ def test_uv_is_found_where_it_is(machine):
     machine.stand_in("python3", no_module)
     installed = {str(machine.home / "uv/bin/uv")}
     assert users() == installed
-    assert [line for line in machine.called("python3") if "[pip]" in line] == [
-        f"[-m] [pip] [install] [--quiet] [--target] [{machine.home}/uv.partial] [uv]"
-    ]
+    assert [line for line in machine.called("python3") if "[pip]" in line] == [f"[-m] [pip] [install] [--quiet] [--target] [{machine.home}/uv.partial] [uv]"]
     assert users() == installed
     assert [line for line in machine.called("python3") if "[pip]" in line] == []
 
@@ -477,7 +463,7 @@ DPKG = 'case "${@: -1}" in have) printf "installed 1.0-1" ;; gone) printf "confi
     ],
 )
 def test_only_missing_packages_are_installed(machine, packages, missing):
-    """dpkg knows what is there, removed packages and other versions are not; the list of packages is updated only if one is missing."""
+    """The machine knows what is there, removed packages and other versions are not; the list of packages is updated only if one is missing."""
     machine.uv()
     for tool, body in (
         ("dpkg-query", DPKG),
@@ -489,16 +475,14 @@ def test_only_missing_packages_are_installed(machine, packages, missing):
     assert run.returncode == 0, run.stderr
     assert told(run.stdout) == ["phase uv", *(["phase apt"] if missing else []), "phase deps", "done phase=deps"]
     calls = machine.called("apt-get")
-    assert [next(word for word in ("[update]", "[install]") if word in call) for call in calls] == (
-        ["[update]", "[install]"] if missing else []
-    )
+    assert [next(word for word in ("[update]", "[install]") if word in call) for call in calls] == (["[update]", "[install]"] if missing else [])
     if missing:
         assert calls[1].partition(" [--] ")[2] == " ".join(f"[{package}]" for package in missing)
         assert Path(f"{machine.log}.frontend").read_text().split() == ["noninteractive"]
 
 
 def test_a_failed_apt_is_told_in_its_phase(machine):
-    """apt's exit code is told with the phase and the command."""
+    """The exit code of apt is told with the phase and the command."""
     machine.uv()
     for tool, body in (("dpkg-query", DPKG), ("apt-get", '[[ "$*" != *install* ]] || exit 100'), ("sudo", 'shift 2; "$@"')):
         machine.stand_in(tool, body)

@@ -62,7 +62,7 @@ def test_anything_else_is_refused_with_the_nearest_spelling(like, advice):
         lambda: Spot.Always(interval=float("inf")),
         lambda: Spot.Percent(0),
         lambda: Spot.Percent(1.01),
-        lambda: Spot.Percent(True),
+        lambda: Spot.Percent(share=True),
         lambda: Spot.Percent("0.8"),
     ],
 )
@@ -139,7 +139,7 @@ def test_nodes_are_split(strategy, nodes, spot_sold, on_demand, spot):
 @pytest.mark.parametrize("strategy", [Spot.Always(), Spot.Percent(0.1)])
 def test_spot_that_is_demanded_and_not_sold_is_refused(strategy):
     """A demand for spot machines where none is sold raises BadRequest, which says what to ask for instead."""
-    with pytest.raises(BadRequest, match="sold.*if-available.*never"):
+    with pytest.raises(BadRequest, match=r"sold.*if-available.*never"):
         split(strategy, 2, spot_sold=False)
 
 

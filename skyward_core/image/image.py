@@ -36,9 +36,9 @@ class Image(BaseModel):
     """What a node has installed.
 
     `python` is "major.minor" and defaults to the interpreter that builds the image: functions travel as bytecode, so both sides must agree.
-    `pip` holds requirements (PEP 508) and `pip_extra_index_url` one more index beside the package index, asked as pip asks it: the best version of all
-    indexes wins. `apt` holds Debian package names, also as "name=version". `env` is set in every call, its values literally. Lists
-    become tuples. Raises pydantic's ValidationError (a ValueError) before anything starts.
+    `pip` holds requirements (PEP 508) and `pip_extra_index_url` one more index beside the package index, asked as pip asks it: the best
+    version of all indexes wins. `apt` holds Debian package names, also as "name=version". `env` is set in every call, its values
+    literally. Lists become tuples. Raises pydantic's ValidationError (a ValueError) before anything starts.
 
     >>> Image(python="3.13", pip=["torch"], env={"OMP_NUM_THREADS": "1"}).pip
     ('torch',)

@@ -99,7 +99,7 @@ skyward_sudo() {
 }
 """
 
-# Descriptor 9 is inherited by what runs under the lock: if this shell is killed, the next one waits until its orphaned installer is gone too.
+# Descriptor 9 is inherited by what runs under the lock: if this shell is killed, the next one waits until its orphaned installer is gone.
 _LOCKS = r"""skyward_lock() {
   mkdir -p -- "${1%/*}"
   exec 9>"$1"
@@ -212,7 +212,7 @@ skyward_build() { # name, version of Python, arguments of uv pip install
 }
 skyward_check='import sys
 found = "%d.%d" % sys.version_info[:2]
-if found != sys.argv[1]: sys.exit("This interpreter is Python " + found + ", not " + sys.argv[1] + ": unset SKYWARD_PYTHON or let it name another.")'
+if found != sys.argv[1]: sys.exit("This interpreter is Python %s, not %s: unset SKYWARD_PYTHON or let it name another." % (found, sys.argv[1]))'
 """
 
 _PARTS = (_STRICT, _TOLD, _LOCKS, _SHUTDOWN, _UV, _APT, _ENVIRONMENT)

@@ -26,7 +26,7 @@ from skyward_core.errors import BadRequest, InstancesLeft
 from skyward_core.instances import Instance, InstanceState
 from skyward_core.offers import Offer, Requirements
 from skyward_core.providers.base import POOL_TAG, Provider, Tags
-from skyward_core.worker.metrics import gpu_names
+from skyward_core.worker.metrics import gpus_here
 from skyward_core.worker.settings import memory_directory, this_process
 from skyward_core.worker.watchdog import INSTANCE_TAG, kill_instance, tagged_processes
 from skyward_core.worker.watchdog import POOL_TAG as POOL_VARIABLE
@@ -57,7 +57,7 @@ class Local(Provider):
 
     def offers(self, want: Requirements) -> list[Offer]:
         """Return one offer: this machine, with the GPUs that its driver shows."""
-        gpus = gpu_names() if want.accelerator is not None else ()
+        gpus = gpus_here() if want.accelerator is not None else ()
         return [
             Offer(
                 provider=self.name,
@@ -67,8 +67,9 @@ class Local(Provider):
                 on_demand_price_per_hour=self.price_per_hour,
                 vcpus=float(len(os.sched_getaffinity(0))),
                 memory_gb=psutil.virtual_memory().total / GB,
-                accelerator=_catalogue_name(gpus[0]) if gpus else None,
+                accelerator=_catalogue_name(gpus[0][0]) if gpus else None,
                 accelerators=len(gpus),
+                accelerator_memory_gb=gpus[0][1] if gpus else None,
             )
         ]
 
@@ -154,9 +155,7 @@ def _instance(pool_id: str, instance_id: str, rank: int, price: float, directory
 
 def _catalogue_name(driver_name: str) -> str:
     """The catalogue's name for what the driver calls, say, "NVIDIA H100 80GB HBM3"; the driver's own where the catalogue has none."""
-    for word in driver_name.replace("-", " ").split():
-        try:
-            return parse(word).name
-        except BadRequest:
-            continue
-    return driver_name
+    try:
+        return parse(driver_name).name
+    except BadRequest:
+        return driver_name

@@ -120,7 +120,7 @@ class Preparation:
 
     def failure(self, what: str) -> BootstrapFailed:
         """Return the error that says in which phase and with which last lines the node could not be prepared."""
-        fields = dict(part.partition("=")[::2] for part in what.split(" ", 2))
+        fields = {name: value for name, _, value in (part.partition("=") for part in what.split(" ", 2))}
         told = "\n".join(f"  {line}" for line in self._tail)
         code = fields.get("exit", "")
         return BootstrapFailed(

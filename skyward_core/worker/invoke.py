@@ -17,15 +17,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn, cast
 
 from skyward_core import pickling
 from skyward_core.errors import NotPicklable
-from skyward_core.worker.info import InstanceInfo, to_env
+from skyward_core.worker.info import ENV
 from skyward_core.worker.wire import INLINE_BYTES, Call, Ending, Outcome, Parcel
 
-INFO_VARIABLE = "SKYWARD_INSTANCE_INFO"
+JOB_PLACE = "{job}"  # where the text of the instance's information holds the id of the job
 _libc = ctypes.CDLL(None)
 
 
@@ -33,7 +33,8 @@ _libc = ctypes.CDLL(None)
 class Line:
     """The runner's ends of its lines to the worker: packets of calls come in, packets of outcomes go out, what calls write goes to two pipes.
 
-    `mark` separates the output of one call from the next one's; it is secret, so that no call can forge it.
+    `info` is the text of the instance's information (`info.to_env`) with JOB_PLACE in it. `mark` separates the output of one call from the next one's; it
+    is secret, so that no call can forge it.
     """
 
     calls: socket.socket
@@ -41,13 +42,12 @@ class Line:
     stdout: int
     stderr: int
     mark: bytes
-    info: InstanceInfo
+    info: str
     memory_directory: str
     env: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Packet:
+class Packet(NamedTuple):
     """What travels to a runner: a call, and its function unless this runner has seen it; `fresh` lets it forget all it has seen."""
 
     call: Call
@@ -78,7 +78,7 @@ def _settle_in(line: Line) -> None:
 
 def _run(packet: Packet, functions: dict[str, Callable[..., Any]], line: Line) -> Outcome:
     call = packet.call
-    os.environ[INFO_VARIABLE] = to_env(replace(line.info, job_id=call.job_id))
+    os.environ[ENV] = line.info.replace(JOB_PLACE, call.job_id)
     started = time.perf_counter()
     try:
         value = _invoke(packet, functions)
@@ -137,9 +137,9 @@ def _fit(outcome: Outcome, line: Line) -> Outcome:
     """Return an outcome that fits into a packet: a large parcel goes to a file of the memory directory, a long text loses its middle."""
     text = outcome.text if len(outcome.text) < INLINE_BYTES else f"{outcome.text[:20_000]}\n ...\n{outcome.text[-20_000:]}"
     if outcome.parcel.nbytes + len(text) < INLINE_BYTES and not outcome.parcel.buffers:
-        return replace(outcome, text=text)
+        return outcome._replace(text=text)
     try:
-        return replace(outcome, parcel=outcome.parcel.put_aside(line.memory_directory), text=text)
+        return outcome._replace(parcel=outcome.parcel.put_aside(line.memory_directory), text=text)
     except OSError as error:
         note = f"the {outcome.ending} of {outcome.parcel.nbytes} bytes found no room in {line.memory_directory}: {error}"
         return Outcome(outcome.call_id, Ending.ERROR, _parcel(NotPicklable(note), "error"), text=note)

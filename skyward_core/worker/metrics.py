@@ -10,6 +10,7 @@ from typing import Any
 from skyward_core.events import Metrics
 
 MB = 1e6
+GB = 1e9
 
 
 class Sampler:
@@ -39,7 +40,7 @@ class Sampler:
 
 def sample(instance_id: str, node: int, gpus: list[Any]) -> Metrics:
     """Take one sample. The processor's share is that since the last call in this process."""
-    import psutil  # noqa: PLC0415 - kept out of `import skyward_core`
+    import psutil
 
     memory = psutil.virtual_memory()
     return Metrics(
@@ -54,22 +55,23 @@ def sample(instance_id: str, node: int, gpus: list[Any]) -> Metrics:
     )
 
 
-def gpu_names() -> tuple[str, ...]:
-    """Return the names of this machine's NVIDIA GPUs as the driver gives them, in NVML's order; empty without a driver."""
-    import pynvml  # noqa: PLC0415
+def gpus_here() -> tuple[tuple[str, float], ...]:
+    """Return name, as the driver gives it, and memory in GB of this machine's NVIDIA GPUs, in NVML's order; empty without a driver."""
+    import pynvml
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return ()
     try:
-        return tuple(str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(index))) for index in range(pynvml.nvmlDeviceGetCount()))
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return tuple((str(pynvml.nvmlDeviceGetName(handle)), float(pynvml.nvmlDeviceGetMemoryInfo(handle).total) / GB) for handle in handles)
     finally:
         pynvml.nvmlShutdown()
 
 
 def _nvml_handles() -> list[Any]:
-    import pynvml  # noqa: PLC0415
+    import pynvml
 
     try:
         pynvml.nvmlInit()
@@ -80,7 +82,7 @@ def _nvml_handles() -> list[Any]:
 
 def _gpu_values(gpus: list[Any]) -> dict[str, float]:
     """Means over the GPUs (temperature: the highest); a GPU that stops answering makes the values None rather than the node fail."""
-    import pynvml  # noqa: PLC0415
+    import pynvml
 
     if not gpus:
         return {}

@@ -12,18 +12,14 @@ import os
 import pickle
 import queue
 import socket
-import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-import dask.config
-import distributed.scheduler
-import distributed.worker
-import psutil  # noqa: F401 - imported before the supervisor forks
-from distributed import Scheduler, Security, Worker, get_worker
-from distributed.diagnostics.plugin import SchedulerPlugin, WorkerPlugin
+import dask.config  # noqa: TID253 - this file and cluster.py own Dask
+from distributed import Scheduler, Security, Worker, get_worker  # noqa: TID253
+from distributed.diagnostics.plugin import SchedulerPlugin, WorkerPlugin  # noqa: TID253
 
 from skyward_core.worker.metrics import Sampler
 from skyward_core.worker.settings import NodeSettings, write_atomically
@@ -72,7 +68,7 @@ def run_scheduler(directory: Path, settings: NodeSettings) -> NoReturn:
             host=settings.host, port=0, protocol="tls", security=security(settings), dashboard=False, dashboard_address="127.0.0.1:0", plugins=[Prompt()]
         )
         async with scheduler:
-            write_atomically(directory / "head.json", cast(str, scheduler.address))
+            write_atomically(directory / "head.json", str(scheduler.address))
             await scheduler.finished()
 
     with dask.config.set(DASK_CONFIG):
@@ -96,7 +92,7 @@ def run_worker(directory: Path, settings: NodeSettings, index: int, control: soc
             local_directory=str(directory),
             dashboard=False,
             dashboard_address="127.0.0.1:0",
-            plugins=[slots],
+            plugins=(slots,),
         )
         async with worker:
             await worker.finished()
@@ -109,7 +105,7 @@ def run_worker(directory: Path, settings: NodeSettings, index: int, control: soc
 
 async def _head_address(directory: Path) -> str:
     path = directory / "head.json"
-    while not path.exists():  # the supervisor ends this process with the node, should the scheduler never come up
+    while not path.exists():  # noqa: ASYNC110 - another process writes it; the supervisor ends this process with the node, should the scheduler never come up
         await asyncio.sleep(0.005)
     return path.read_text()
 
@@ -139,7 +135,7 @@ class Prompt(SchedulerPlugin):
         self._names: dict[str, str] = {}
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        scheduler.stream_comms[worker].interval = 0.0
+        _send_at_once(scheduler.stream_comms[worker])
         self._names[worker] = str(scheduler.workers[worker].name)
         scheduler.log_event(POOL_TOPIC, pickle.dumps(WorkerJoined(self._names[worker], worker)))
 
@@ -147,7 +143,7 @@ class Prompt(SchedulerPlugin):
         scheduler.log_event(POOL_TOPIC, pickle.dumps(WorkerLeft(self._names.pop(worker, ""), worker)))
 
     def add_client(self, scheduler: Scheduler, client: str) -> None:
-        scheduler.client_comms[client].bcomm.interval = 0.0
+        _send_at_once(cast(Any, scheduler.client_comms[client]).bcomm)
 
 
 class Slots(WorkerPlugin):
@@ -170,12 +166,11 @@ class Slots(WorkerPlugin):
             slot = Slot(foundry, self.settings.memory_directory, self.settings.memory_limit_bytes)
             self._all.append(slot)
             self._idle.put(slot)
-        worker.batched_stream.interval = 0.0
-        if self.index == 0 and self.settings.metrics_interval_seconds is not None:
+        _send_at_once(worker.batched_stream)
+        interval = self.settings.metrics_interval_seconds
+        if self.index == 0 and interval is not None:
             settings = self.settings
-            self._sampler = Sampler(
-                lambda sample: worker.log_event(POOL_TOPIC, pickle.dumps(sample)), settings.instance_id, settings.rank, settings.metrics_interval_seconds
-            )
+            self._sampler = Sampler(lambda sample: worker.log_event(POOL_TOPIC, pickle.dumps(sample)), settings.instance_id, settings.rank, interval)
             self._sampler.start()
 
     def teardown(self, worker: Worker) -> None:
@@ -192,13 +187,18 @@ class Slots(WorkerPlugin):
                 slot.cancel(call_id)
 
     @contextlib.contextmanager
-    def borrowed(self) -> Iterator[Slot]:
+    def borrowed(self) -> Generator[Slot]:
         """Lend an idle slot to the calling thread. There is one for each thread of the worker."""
         slot = self._idle.get()
         try:
             yield slot
         finally:
             self._idle.put(slot)
+
+
+def _send_at_once(stream: Any) -> None:
+    """Take the waiting out of one of Dask's batched streams."""
+    stream.interval = 0.0
 
 
 def run_batch(batch: Batch) -> dict[str, Outcome]:

@@ -68,7 +68,7 @@ class NodeSettings:
 
 def memory_directory(instance_id: str) -> str:
     """Return the folder in the node's memory for large values, made by the node and removed with it."""
-    base = Path("/dev/shm")
+    base = Path("/dev/shm")  # noqa: S108 - private folders (mode 0700) are made in it
     return str((base if base.is_dir() else Path(tempfile.gettempdir())) / f"skyward-{os.getuid()}-{instance_id}")
 
 

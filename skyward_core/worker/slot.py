@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from skyward_core.worker.invoke import Packet
@@ -28,6 +28,7 @@ from skyward_core.worker.wire import INLINE_BYTES, Batch, Call, Ending, Outcome,
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 PATIENCE_SECONDS = 0.1  # a call that runs longer than this lets the calls behind it go elsewhere
 MEMORY_CHECK_SECONDS = 0.1
+TOGETHER_SECONDS = 0.005  # what happens within this time is told together
 TERM_SECONDS = 2.0  # from asking a cancelled call to end to killing it
 LAST_LINES = 20
 READ_BYTES = 1 << 16
@@ -129,7 +130,7 @@ class Slot:
         self.memory_directory = memory_directory
         self.memory_limit_bytes = memory_limit_bytes
         self.send, self.take = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.send.setblocking(False)
+        self.send.settimeout(0)
         self.wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.lock = threading.Lock()
         self.cancelled: set[str] = set()
@@ -156,7 +157,7 @@ class Slot:
                 os.close(write)
         for read, _ in pipes:
             os.set_blocking(read, False)
-        outcomes.setblocking(False)
+        outcomes.settimeout(0)
         self.outcomes = outcomes
         self.streams = (Stream("stdout", pipes[0][0], mark), Stream("stderr", pipes[1][0], mark))
         self.known, self.ended, self.killed_for, self.kill_at = set(), 0, None, None
@@ -208,7 +209,7 @@ class _BatchRun:
         self._waiting = deque(batch.calls)
         self._sent: deque[Call] = deque()
         self._news: list[News] = []
-        self._progress_at = time.monotonic()
+        self._progress_at = self._told_at = time.monotonic()
         self._aside: list[Parcel] = []
 
     def run(self) -> None:
@@ -250,7 +251,7 @@ class _BatchRun:
         if function is not None and (function.buffers or function.nbytes > INLINE_BYTES):
             function = self._batch.functions[call.function] = self._put_aside(function)
         if call.arguments.buffers or call.arguments.nbytes > INLINE_BYTES:
-            call = self._waiting[0] = replace(call, arguments=self._put_aside(call.arguments))
+            call = self._waiting[0] = call._replace(arguments=self._put_aside(call.arguments))
         return Packet(call, function, fresh=function is not None and len(self.slot.known) >= KNOWN_FUNCTIONS)
 
     def _put_aside(self, parcel: Parcel) -> Parcel:
@@ -286,7 +287,7 @@ class _BatchRun:
 
     def _wait_seconds(self) -> float:
         if self._news:
-            return 0.0  # tell what there is as soon as nothing more is at hand
+            return TOGETHER_SECONDS
         if self.slot.kill_at is not None or self.slot.memory_limit_bytes is not None:
             return MEMORY_CHECK_SECONDS
         return PATIENCE_SECONDS if len(self._sent) > 1 or self._waiting else 5.0
@@ -309,7 +310,7 @@ class _BatchRun:
             self._progress_at = time.monotonic()
             call = self._sent.popleft()
             assert call.call_id == outcome.call_id
-            self._news.append(replace(outcome, output=self._last_lines()) if outcome.ending is Ending.CRASH else outcome)
+            self._news.append(outcome._replace(output=self._last_lines()) if outcome.ending is Ending.CRASH else outcome)
             slot.ended += 1
 
     def _await_marks(self) -> None:
@@ -397,9 +398,9 @@ class _BatchRun:
     def _flush(self) -> None:
         if not self._news:
             return
-        finished = not self._waiting and not self._sent
-        quiet = not select.select([self.slot.outcomes], [], [], 0.0)[0] if self.slot.outcomes is not None else True
-        if finished or quiet or len(self._news) >= 64:
+        now = time.monotonic()
+        if not (self._waiting or self._sent) or now - self._told_at > TOGETHER_SECONDS:
+            self._told_at = now
             news, self._news = self._news, []
             self._tell(news)
 

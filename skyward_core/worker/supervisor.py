@@ -25,13 +25,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-import skyward_core.worker.node as node  # the one costly import: everything forked from here has it already
-from skyward_core import pickling  # noqa: F401 - likewise
-from skyward_core.worker.info import InstanceInfo
-from skyward_core.worker.invoke import Line, run_calls
+from skyward_core.worker import node  # the one costly import: everything forked from here has it already
+from skyward_core.worker.info import InstanceInfo, to_env
+from skyward_core.worker.invoke import JOB_PLACE, Line, run_calls
 from skyward_core.worker.settings import NodeSettings, Owner
 from skyward_core.worker.slot import Exit
-from skyward_core.worker.watchdog import kill_instance, die_with_parent
+from skyward_core.worker.watchdog import die_with_parent, kill_instance
 
 WATCH_SECONDS = 0.5
 SETTINGS_DEADLINE_SECONDS = 120.0
@@ -114,12 +113,21 @@ class Supervisor:
             accelerators=list(settings.accelerators),
             head_addr=settings.head_host,
             head_port=settings.head_port,
-            job_id="",
+            job_id=JOB_PLACE,
             worker=index,
             workers_per_node=len(settings.workers),
         )
         run_calls(
-            Line(socket.socket(fileno=calls), socket.socket(fileno=outcomes), stdout, stderr, mark, info, settings.memory_directory, settings.workers[index])
+            Line(
+                socket.socket(fileno=calls),
+                socket.socket(fileno=outcomes),
+                stdout,
+                stderr,
+                mark,
+                to_env(info),
+                settings.memory_directory,
+                settings.workers[index],
+            )
         )
 
     def _fork(self, main: Callable[[], NoReturn]) -> int:

@@ -1,0 +1,45 @@
+# On a machine with only Python: `make demo`, `make test`. The very recipes that CI runs (.ci/run).
+PYTHON ?= python3
+UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
+RUN := $(UV) run --locked --no-sync
+export UV_COMPILE_BYTECODE := 1
+
+.PHONY: help demo test quick check lint format bench clean
+help: ## what there is
+	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' Makefile
+
+demo: .venv/ready ## the same real job on Prefect, Airflow and Dagster, and a table of what came out
+	$(RUN) python tests/demo.py
+
+test: .venv/ready ## every test: real pools, real orchestrators, built wheels
+	$(RUN) pytest -q --durations=10
+
+quick: .venv/ready ## the tests without those that install packages or start servers; under two minutes
+	$(RUN) pytest -q -m "not slow"
+
+check: lint quick ## what must be green before a commit
+
+lint: .venv/ready ## format, lint, types, layers
+	$(RUN) ruff format --check .
+	$(RUN) ruff check .
+	$(RUN) pyright
+	$(RUN) lint-imports --no-cache
+
+format: .venv/ready ## mend format and whatever ruff can mend by itself
+	$(RUN) ruff format .
+	$(RUN) ruff check --fix .
+
+bench: .uv-ready ## side by side with bare Dask and Ray; writes benchmarks/RESULTS.md
+	UV_PROJECT_ENVIRONMENT=.bench/venv $(UV) run --locked --no-default-groups --group bench python benchmarks/bench.py
+
+clean: ## remove environments and caches of this folder
+	rm -rf .venv .uv .bench .pytest_cache .ruff_cache .hypothesis dist
+
+.venv/ready: uv.lock pyproject.toml | .uv-ready
+	$(UV) sync --locked --quiet
+	@touch $@
+
+# uv, if it is not on the PATH, is installed by pip into a folder of its own.
+.PHONY: .uv-ready
+.uv-ready:
+	@command -v $(UV) >/dev/null 2>&1 || $(PYTHON) -m pip install --quiet --disable-pip-version-check --target .uv uv

@@ -1,0 +1,373 @@
+"""Skyward, Dask and Ray side by side on this machine, in one run: `make bench`.
+
+Every measurement is a fresh subprocess (`_cases.py`), the systems take turns within each round, and what is shown is the median over the rounds.
+Prints a table and writes it to `RESULTS.md` beside this file.
+
+    python benchmarks/bench.py --only many,array --rounds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime as dt
+import importlib.metadata
+import itertools
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import _memory
+import psutil
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "RESULTS.md"
+SYSTEMS = ("skyward", "dask", "ray")
+ROUNDS = {"start": 5, "sequential": 3, "many": 3, "mixed": 3, "array": 3}
+IMPORT_ROUNDS = 15
+IMPORTS = {"skyward": "import skyward_core", "dask": "import distributed", "ray": "import ray"}
+HEAVY = ("distributed", "dask", "pydantic")
+LIMIT_SECONDS = 120.0
+LEAVE_SECONDS = 10.0
+MB = 1e6
+
+type Measured = dict[str, dict[str, dict[str, list[float]]]]
+"""case, system, metric: one value per round"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table. `ours`, `dask` and `ray` name a metric of the system, `scale` makes it into `unit`."""
+
+    what: str
+    case: str
+    ours: str
+    unit: str
+    scale: float = 1.0
+    dask: str | None = None
+    ray: str | None = None
+    our_system: str = "skyward"
+    more_is_better: bool = False
+    dask_mark: float | None = None
+    ray_mark: float | None = None
+    least: float | None = None
+    most: float | None = None
+
+
+ROWS = (
+    Row("start: fresh interpreter to first result", "start", "first", "s", 1, "first", "first", dask_mark=1.5),
+    Row("end: first result to process gone", "start", "end", "s", 1, "end", "end"),
+    Row("tiny call, one after another", "sequential", "median", "ms", 1e3, "median", "median", dask_mark=0.7),
+    Row("the same, 99th percentile", "sequential", "p99", "ms", 1e3, "p99", "p99"),
+    Row("the same, Dask's client on our pool", "sequential", "median", "ms", 1e3, "median", "median", our_system="dask-on-skyward"),
+    Row(
+        "10,000 tiny calls, `pool.map`", "many", "map", "calls/s", 1, "map", "map", more_is_better=True, dask_mark=1, ray_mark=1, least=5000
+    ),
+    Row(
+        "10,000 tiny calls, `gather(...) >> pool`",
+        "many",
+        "gather",
+        "calls/s",
+        1,
+        "map",
+        "map",
+        more_is_better=True,
+        dask_mark=1,
+        ray_mark=1,
+        least=5000,
+    ),
+    Row("2,000 calls, 1 % of them 50 ms", "mixed", "seconds", "s", 1, "seconds", "seconds"),
+    Row("100 MB array in and out", "array", "seconds", "s", 1, "seconds", "seconds", dask_mark=0.6, ray_mark=1.0),
+    Row("its peak memory, above before", "array", "peak", "MB", 1 / MB, "peak", "peak"),
+    Row("its peak use of /dev/shm, above before", "array", "peak_shm", "MB", 1 / MB, "peak_shm", "peak_shm"),
+    Row("memory still held after it", "array", "left", "MB", 1 / MB, "left", "left"),
+    Row("/dev/shm still held after it", "array", "left_shm", "MB", 1 / MB, "left_shm", "left_shm"),
+    Row("memory of an idle pool", "array", "idle", "MB", 1 / MB, "idle", "idle"),
+    Row("import, above a bare interpreter", "import", "seconds", "ms", 1e3, "seconds", "seconds", most=100),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help=f"cases, by comma: {', '.join((*ROUNDS, 'import'))}; RESULTS.md is left as it is")
+    parser.add_argument("--rounds", type=int, default=0, help="in place of each case's own number")
+    asked = parser.parse_args()
+    only = [case for case in asked.only.split(",") if case]
+    if unknown := set(only) - {*ROUNDS, "import"}:
+        parser.error(f"there is no case {', '.join(sorted(unknown))}")
+    _memory.adopt_orphans()
+    bench = Bench()
+    began, load = time.monotonic(), os.getloadavg()
+    try:
+        for case, rounds in ROUNDS.items():
+            if not only or case in only:
+                bench.compare(case, asked.rounds or rounds)
+        if not only or "import" in only:
+            bench.compare_imports(IMPORT_ROUNDS)
+    finally:
+        bench.close()
+    report = _report(bench, load, time.monotonic() - began)
+    print(report)
+    if bench.troubles:
+        print("Not every measurement came to its end: RESULTS.md is left as it is.", file=sys.stderr)
+        return 1
+    if not only:
+        RESULTS.write_text(report)
+    return 0
+
+
+class Bench:
+    """What was measured so far, the directory in which it was, and what went wrong."""
+
+    def __init__(self) -> None:
+        self.measured: Measured = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+        self.troubles: list[str] = []
+        self.notes: list[str] = []
+        # A short path: Ray puts sockets far below it, and a socket's path has at most 107 bytes.
+        self._directory = Path(tempfile.mkdtemp(prefix="skb-", dir="/tmp"))
+
+    def close(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def compare(self, case: str, rounds: int) -> None:
+        systems = (*SYSTEMS, "dask-on-skyward") if case == "sequential" else SYSTEMS
+        for number, system in itertools.product(range(rounds), systems):
+            print(f"{case} {number + 1}/{rounds} {system}", file=sys.stderr, flush=True)
+            try:
+                found = self._measure(case, system)
+            except (subprocess.SubprocessError, ValueError, KeyError) as error:
+                self.troubles.append(f"{case}, {system}, round {number + 1}: {error}")
+                continue
+            for metric, value in found.items():
+                self.measured[case][system][metric].append(value)
+
+    def compare_imports(self, rounds: int) -> None:
+        """Time the imports in turns, the long ones every third turn; a bare interpreter's start of the same turn is taken off."""
+        for number in range(rounds):
+            bare = _seconds_of("pass")
+            for system, code in IMPORTS.items():
+                if system == "skyward" or number % 3 == 0:
+                    self.measured["import"][system]["seconds"].append(_seconds_of(code) - bare)
+        code = f"import sys, skyward_core; print(*(name for name in {HEAVY!r} if name in sys.modules), sep=', ')"
+        loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+        self.notes.append(f"After `import skyward_core`, of {', '.join(HEAVY)} these are loaded: {loaded or 'none'}.")
+
+    def _measure(self, case: str, system: str) -> dict[str, float]:
+        directory = Path(tempfile.mkdtemp(dir=self._directory))
+        began = time.monotonic()
+        with (directory / "stderr").open("w+") as errors:
+            process = subprocess.Popen(
+                [sys.executable, str(HERE / "_cases.py"), "--case", case, "--system", system],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                cwd=directory,
+                env=_environment(directory),
+            )
+            try:
+                found = _listen(process)
+                process.communicate(timeout=LIMIT_SECONDS)
+            finally:
+                ended = time.monotonic()
+                self._clear(process, f"{case}, {system}")
+            if found is None or process.returncode != 0:
+                errors.seek(0)
+                tail = " / ".join(line.strip() for line in errors.read().splitlines() if line.strip(" ^~"))[-300:]
+                raise subprocess.SubprocessError(f"exit status {process.returncode}: {tail}")
+        if case == "start":
+            first = found["first_result_at"]
+            return {"first": first - began, "end": ended - first}
+        return found
+
+    def _clear(self, process: subprocess.Popen[str], whose: str) -> None:
+        """Wait until nothing of a measurement runs any more; what outlives it is killed, and told in the report."""
+        deadline = time.monotonic() + LEAVE_SECONDS
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        while (left := _memory.descendants()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if left:
+            self.notes.append(f"{whose}: {len(left)} processes outlived it by {LEAVE_SECONDS:.0f} s and were killed.")
+        for one in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        _reap()
+
+
+def _listen(process: subprocess.Popen[str]) -> dict[str, float] | None:
+    """Return what the case found, watching its memory between the phases that it announces."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    before = after = peak = None
+    watch: _memory.Peak | None = None
+    result: dict[str, float] | None = None
+    try:
+        for line in _lines(process.stdout, process):
+            told: dict[str, Any] = json.loads(line)
+            match told.get("phase"):
+                case "before":
+                    before = _memory.settled()
+                case "transfer":
+                    watch = _memory.Peak()
+                case "after" if watch:
+                    peak, watch = watch.read(), None
+                    after = _memory.settled()
+                case _:
+                    result = told["result"]
+                    break
+            process.stdin.write("\n")
+            process.stdin.flush()
+    finally:
+        if watch:
+            watch.read()
+    if result is not None and before and peak and after:
+        result |= {"idle": before.pss, "peak": peak.pss - before.pss, "peak_shm": peak.shm - before.shm}
+        result |= {"left": after.pss - before.pss, "left_shm": after.shm - before.shm}
+    return result
+
+
+def _lines(stdout: IO[str], process: subprocess.Popen[str]) -> Iterator[str]:
+    """Yield the lines of a case; one that takes too long is killed, which ends them."""
+    timer = threading.Timer(LIMIT_SECONDS, process.kill)
+    timer.start()
+    try:
+        yield from stdout
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def _environment(directory: Path) -> dict[str, str]:
+    """This process's environment, with nothing written outside the measurement's directory and Ray told to keep to itself."""
+    return os.environ | {
+        "TMPDIR": str(directory),
+        "XDG_CACHE_HOME": str(directory.parent / "cache"),
+        "XDG_CONFIG_HOME": str(directory.parent / "config"),
+        "XDG_DATA_HOME": str(directory.parent / "data"),
+        "XDG_STATE_HOME": str(directory.parent / "state"),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Else Ray, when it finds `uv run` above it, starts each of its workers with `uv run` too.
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    }
+
+
+def _reap() -> None:
+    """Take the exit status of every adopted child that has ended."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _seconds_of(code: str) -> float:
+    began = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd="/tmp", capture_output=True)
+    return time.perf_counter() - began
+
+
+# ── report ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _report(bench: Bench, load: tuple[float, float, float], seconds: float) -> str:
+    lines = [
+        "# Side by side",
+        "",
+        "Written by `make bench`. Medians over rounds in which the systems take turns, each in a fresh process: two nodes (workers) of one slot",
+        "on this machine, connected over loopback. Dask: `LocalCluster(n_workers=2, threads_per_worker=1)`; Ray: `ray.init(num_cpus=2)`.",
+        "In brackets: lowest and highest round. A ratio is ours to theirs.",
+        "",
+        *_machine(load, seconds),
+        "",
+        "| case | unit | skyward | dask | ray | to dask | to ray | mark | |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- | --- |",
+        *(_line(row, bench.measured) for row in ROWS if row.case in bench.measured),
+        "",
+        *(f"- {note}" for note in (*bench.notes, *(f"FAILED {trouble}" for trouble in bench.troubles))),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _line(row: Row, measured: Measured) -> str:
+    case = measured[row.case]
+    ours = case[row.our_system][row.ours]
+    theirs = [case[system][metric] if metric else [] for system, metric in (("dask", row.dask), ("ray", row.ray))]
+    ratios = [
+        statistics.median(ours) / middle if ours and values and (middle := statistics.median(values)) > 0 else None for values in theirs
+    ]
+    cells = [_cell(row, values) for values in (ours, *theirs)]
+    return (
+        " | ".join(
+            (
+                "| " + row.what,
+                row.unit,
+                *cells,
+                *("" if ratio is None else f"{max(ratio, 0):.2f}" for ratio in ratios),
+                *_mark(row, ours, *ratios),
+            )
+        )
+        + " |"
+    )
+
+
+def _cell(row: Row, values: list[float]) -> str:
+    if not values:
+        return "–"
+    low, middle, high = (value * row.scale for value in (min(values), statistics.median(values), max(values)))
+    digits = 0 if max(abs(low), abs(high)) >= 100 else 1 if max(abs(low), abs(high)) >= 20 else 2
+    return f"{middle:,.{digits}f} [{low:,.{digits}f}, {high:,.{digits}f}]"
+
+
+def _mark(row: Row, ours: list[float], to_dask: float | None, to_ray: float | None) -> tuple[str, str]:
+    """Return the mark in words and whether it is met; a mark without a measurement is not met."""
+    sign = "≥" if row.more_is_better else "≤"
+    words: list[str] = []
+    met: list[bool] = []
+    for name, mark, ratio in (("dask", row.dask_mark, to_dask), ("ray", row.ray_mark, to_ray)):
+        if mark is not None:
+            words.append(f"{sign} {mark:g} {name}")
+            met.append(ratio is not None and (ratio >= mark if row.more_is_better else ratio <= mark))
+    value = statistics.median(ours) * row.scale if ours else None
+    if row.least is not None:
+        words.append(f"≥ {row.least:,.0f} {row.unit}")
+        met.append(value is not None and value >= row.least)
+    if row.most is not None:
+        words.append(f"≤ {row.most:,.0f} {row.unit}")
+        met.append(value is not None and value <= row.most)
+    return ", ".join(words), "" if not met else "met" if all(met) else "MISSED"
+
+
+def _machine(load: tuple[float, float, float], seconds: float) -> list[str]:
+    cpu = next(
+        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "?"
+    )
+    versions = ", ".join(f"{name} {_version(name)}" for name in ("skyward-core", "dask", "distributed", "ray", "numpy"))
+    loads = " → ".join(f"{one[0]:.2f}" for one in (load, os.getloadavg()))
+    return [
+        f"- {dt.datetime.now(dt.UTC):%Y-%m-%d %H:%M} UTC, {seconds:.0f} s; load average of the last minute, before → after: {loads}",
+        f"- {cpu}, {len(os.sched_getaffinity(0))} cores, {psutil.virtual_memory().total / 1e9:.1f} GB of memory, Linux {platform.release()}",
+        f"- Python {platform.python_version()}, {versions}",
+    ]
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

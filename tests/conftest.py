@@ -1,0 +1,192 @@
+"""What every test stands on: a house of its own (caches, settings), a closed door to the network, and nothing left behind.
+
+A test that opens pools may share `pool`, two nodes that live as long as the test session; `told` is what that pool has told.
+"""
+
+import gc
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+
+SETTLE_SECONDS = 10.0
+"""How long what a test has closed may take to be gone; only a test that leaks waits so long."""
+
+# Process-wide pools of threads, made once by the first who needs them: Dask's two, asyncio's name lookups, hypothesis and pytest-timeout.
+SHARED_THREADS = ("Dask-Offload", "TCP-Executor", "asyncio_", "pytest_timeout", "Profile", "AsyncProcess")
+
+_strangers: list[str] = []
+"""Non-loopback addresses that something in this process wanted to connect to."""
+_launched: list[tuple[str, str]] = []
+"""Id and directory of every local instance that this process has started."""
+_home: Path | None = None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the session its own caches and configuration, before any test module is imported."""
+    global _home
+    _home = Path(tempfile.mkdtemp(prefix="skyward-tests-"))
+    old_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("UV_CACHE_DIR", str(old_cache / "uv"))  # packages are fetched once, not once a session
+    os.environ["XDG_CACHE_HOME"] = str(_home / "cache")
+    os.environ["XDG_CONFIG_HOME"] = str(_home / "config")
+    for name in [name for name in os.environ if name.startswith("SKYWARD_")]:
+        del os.environ[name]
+    os.environ["DO_NOT_TRACK"] = "1"
+    sys.addaudithook(_on_audit)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the session's house."""
+    if _home is not None:
+        shutil.rmtree(_home, ignore_errors=True)
+
+
+def _on_audit(event: str, args: tuple[Any, ...]) -> None:
+    if event == "socket.connect":
+        _refuse_strangers(args[1])
+    elif event == "subprocess.Popen" and isinstance(env := args[3], dict) and "SKYWARD_INSTANCE_ID" in env:
+        _launched.append((env["SKYWARD_INSTANCE_ID"], env["SKYWARD_INSTANCE_DIRECTORY"]))
+
+
+def _refuse_strangers(address: object) -> None:
+    if not isinstance(address, tuple) or not isinstance(address[0], str) or address[0] in ("", "localhost"):
+        return  # a Unix socket, or this machine
+    try:
+        is_ours = ip_address(address[0].partition("%")[0]).is_loopback
+    except ValueError:
+        is_ours = False
+    if not is_ours:
+        _strangers.append(f"{address[0]}:{address[1]}")
+        raise ConnectionRefusedError(f"tests connect to this machine only, not to {address[0]}:{address[1]}")
+
+
+# ── nothing is left behind ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test after which there are more threads, descriptors, processes or files of local instances than before it."""
+    if "integrations" in request.path.parts:  # orchestrators keep threads of their own
+        yield
+        return
+    strangers, launched = len(_strangers), len(_launched)
+    threads, descriptors = set(threading.enumerate()), _descriptors(request)
+    yield
+    assert _strangers[strangers:] == [], "somebody wanted to connect to the outside"
+    checks: list[Callable[[], object]] = [lambda: _new_threads(threads), lambda: _new_descriptors(descriptors, request)]
+    if ours := _launched[launched:]:
+        checks.append(lambda: _left_of(ours))
+    for check in checks:
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while left := check():
+            if time.monotonic() > deadline:
+                pytest.fail(f"left behind: {left}")
+            gc.collect()
+            time.sleep(0.02)
+
+
+def _new_threads(before: set[threading.Thread]) -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread not in before and not thread.name.startswith(SHARED_THREADS)]
+
+
+def _new_descriptors(before: dict[int, str], request: pytest.FixtureRequest) -> dict[int, str]:
+    return {number: what for number, what in _descriptors(request).items() if number not in before}
+
+
+def _descriptors(request: pytest.FixtureRequest) -> dict[int, str]:
+    """Open descriptors and what they are; sockets do not count where a shared pool may open one more connection to its nodes."""
+    shares = any("pool" in name or name == "crashing" for name in request.fixturenames)
+    found = {}
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            what = os.readlink(f"/proc/self/fd/{entry}")
+        except OSError:
+            continue
+        if not (shares and what.startswith("socket:")):
+            found[int(entry)] = what
+    return found
+
+
+def _left_of(instances: list[tuple[str, str]]) -> list[str]:
+    """What is still there of local instances: processes, directories, folders in memory."""
+    ids = {instance_id for instance_id, _ in instances}
+    left = [f"process {pid} of {tag}" for pid, tag in processes_by_tag("SKYWARD_INSTANCE_ID") if tag in ids]
+    left += [directory for _, directory in instances if os.path.exists(directory)]
+    return left + [name for name in os.listdir("/dev/shm") if any(name.endswith(instance_id) for instance_id in ids)]
+
+
+def processes_by_tag(variable: str) -> list[tuple[int, str]]:
+    """Return (pid, value) of every living process of this user that was started with this environment variable."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            environ = Path(f"/proc/{entry}/environ").read_bytes()
+            state = Path(f"/proc/{entry}/stat").read_text().rpartition(") ")[2][:1]
+        except OSError:
+            continue
+        value = next((item.partition(b"=")[2].decode() for item in environ.split(b"\0") if item.startswith(f"{variable}=".encode())), None)
+        if value is not None and state not in "ZX":
+            found.append((int(entry), value))
+    return found
+
+
+# ── waiting, and a pool to share ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def wait_until(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
+    """Wait until the condition holds; fail, naming what was waited for, when it does not in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited {seconds} s for {what}")
+        time.sleep(0.01)
+
+
+class Told:
+    """What a pool has told so far; an event sink."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def __call__(self, event: Any) -> None:
+        self.events.append(event)
+
+    def of[E](self, kind: type[E]) -> list[E]:
+        """Return the events of one kind, in their order."""
+        return [event for event in list(self.events) if isinstance(event, kind)]
+
+    def lines(self, call_id: str, stream: str = "stdout") -> list[str]:
+        """Return the lines that one call wrote on one stream."""
+        return [event.line for event in self.of(sky.LogLine) if event.call_id == call_id and event.stream == stream]
+
+
+@pytest.fixture(scope="session")
+def _shared() -> Iterator[tuple[sky.ComputePool, Told]]:
+    told = Told()
+    with sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", on_event=told) as pool:
+        yield pool, told
+
+
+@pytest.fixture
+def pool(_shared: tuple[sky.ComputePool, Told]) -> sky.ComputePool:
+    """Two local nodes with one slot each, shared by the tests of a session: leave it as you found it."""
+    return _shared[0]
+
+
+@pytest.fixture
+def told(_shared: tuple[sky.ComputePool, Told]) -> Told:
+    """What the shared pool has told, since it was opened."""
+    return _shared[1]

@@ -1,0 +1,99 @@
+"""`make demo`: the same real job on Prefect, Airflow and Dagster, one after the other, and a table of what came out.
+
+Each runs as its users run it, in a home of its own under .demo/, so that its UI can show the run afterwards.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+HOME = ROOT / ".demo"
+BIN = Path(sys.executable).parent
+RESULT = "digits_sweep: "
+
+
+@dataclass(frozen=True)
+class Orchestrator:
+    """How one orchestrator is run: the commands, the last of which prints the result, and where a person looks then."""
+
+    name: str
+    environ: dict[str, str]
+    commands: tuple[tuple[str, ...], ...]
+    look: str
+
+
+def orchestrators() -> list[Orchestrator]:
+    prefect, airflow, dagster = (HOME / name for name in ("prefect", "airflow", "dagster"))
+    return [
+        Orchestrator(
+            "Prefect",
+            {"PREFECT_HOME": str(prefect), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"},
+            ((str(BIN / "python"), "flows/digits_sweep.py"),),
+            f"PREFECT_HOME={prefect.relative_to(ROOT)} .venv/bin/prefect server start, then http://127.0.0.1:4200: the run's Artifacts and its tasks' Logs",
+        ),
+        Orchestrator(
+            "Airflow",
+            {
+                "AIRFLOW_HOME": str(airflow),
+                "AIRFLOW__CORE__DAGS_FOLDER": str(ROOT / "dags"),
+                "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
+                "AIRFLOW__USAGE_DATA_COLLECTION__ENABLED": "False",
+            },
+            ((str(BIN / "airflow"), "db", "migrate"), (str(BIN / "airflow"), "dags", "test", "digits_sweep")),
+            f"AIRFLOW_HOME={airflow.relative_to(ROOT)} AIRFLOW__CORE__DAGS_FOLDER=dags .venv/bin/airflow standalone, then http://127.0.0.1:8080: XCom skyward_cost",
+        ),
+        Orchestrator(
+            "Dagster",
+            {"DAGSTER_HOME": str(dagster)},
+            ((str(BIN / "python"), "flows/dagster_definitions.py"),),
+            f"DAGSTER_HOME=$PWD/{dagster.relative_to(ROOT)} .venv/bin/dagster dev -f flows/dagster_definitions.py, then http://127.0.0.1:3000: the asset's metadata",
+        ),
+    ]
+
+
+def run(orchestrator: Orchestrator) -> dict[str, float]:
+    """Run the job; return what it printed. Ends the demo with the output if it failed or was not good enough."""
+    Path(next(iter(orchestrator.environ.values()))).mkdir(parents=True, exist_ok=True)
+    if orchestrator.name == "Dagster":
+        (HOME / "dagster" / "dagster.yaml").write_text("telemetry: {enabled: false}\nnux: {enabled: false}\n")
+    environ = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", **orchestrator.environ}
+    lines: list[str] = []
+    for command in orchestrator.commands:
+        print(f"\n── {orchestrator.name}: {' '.join(command).replace(str(BIN) + '/', '')}", flush=True)
+        with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                lines.append(line)
+        if process.returncode:
+            sys.exit(f"{orchestrator.name} failed with {process.returncode}")
+    told = [line.partition(RESULT)[2] for line in lines if RESULT + "{" in line]
+    if not told:
+        sys.exit(f"{orchestrator.name} told no result")
+    result = json.JSONDecoder().raw_decode(told[-1])[0]
+    if not result["accuracy"] > 0.97:
+        sys.exit(f"{orchestrator.name}: accuracy {result['accuracy']} is not above 0.97")
+    return result
+
+
+def main() -> None:
+    """Run all three and print the table."""
+    rows = []
+    for orchestrator in orchestrators():
+        started = time.monotonic()
+        rows.append((orchestrator, run(orchestrator), time.monotonic() - started))
+    print(f"\n{'orchestrator':<13}{'accuracy':>9}{'calls':>7}{'pool seconds':>14}{'cost':>10}{'all seconds':>13}")
+    for orchestrator, result, seconds in rows:
+        print(f"{orchestrator.name:<13}{result['accuracy']:>9.4f}{result['calls']:>7}{result['seconds']:>14.1f}{result['cost_usd']:>10.4f}{seconds:>13.1f}")
+    print("\nWhere to look:")
+    for orchestrator, _, _ in rows:
+        print(f"  {orchestrator.name}: {orchestrator.look}")
+
+
+if __name__ == "__main__":
+    main()
