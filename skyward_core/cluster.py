@@ -50,7 +50,7 @@ class CallFuture[R](Future[R]):
         self._stop = stop
 
     def cancel(self) -> bool:
-        """Stop the call, or do not begin it; False if it has ended already."""
+        """Stop the call, or do not begin it; False if it has ended already. One that is on its way may begin and is stopped then."""
         if not super().cancel():
             return False
         self._stop(self.call_id)

@@ -109,8 +109,9 @@ class Queue:
         return ids
 
     def _limit(self, entry: Entry) -> int:
-        """Short calls: a batch at work and one on its way, for each slot. Long or unknown ones: one for each slot."""
-        return self.slots * 2 if self._seconds.get(entry.call.function, 1.0) < TARGET_SECONDS else self.slots
+        """Many short calls: a batch at work and one on its way, for each slot. Few, long or unknown ones: one for each slot."""
+        are_many = len(self._waiting) > 2 * self.slots
+        return self.slots * 2 if are_many and self._seconds.get(entry.call.function, 1.0) < TARGET_SECONDS else self.slots
 
     def _next_group(self) -> list[Entry]:
         """The next calls that belong together: at most the target's work, and not more than leaves something for every slot."""

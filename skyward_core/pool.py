@@ -262,9 +262,10 @@ class _Open:
         self._ended = threading.Event()
 
     def emit(self, event: SkywardEvent) -> None:
-        """Tell one event, never two at once."""
+        """Tell one event, never two at once, and none after the bill."""
         with self._telling:
-            self._callback(event)
+            if self.final is None or event is self.final:
+                self._callback(event)
 
     def start(self) -> None:
         """Open; on any error everything is undone and the bill is told before it is raised."""
@@ -274,6 +275,7 @@ class _Open:
         try:
             with ExitStack() as undo:
                 undo.callback(self._settle_bill)
+                undo.push(self._tell_error)
                 dask.start()  # half a second that passes while the nodes come up
                 certificate = make_certificate(self.pool_id)
                 self.lease = lease = lifecycle.acquire(self.spec, self.provider, self.pool_id, certificate, emit=self.emit, meter=self.meter)
@@ -284,9 +286,7 @@ class _Open:
                 undo.callback(cluster.close, "the pool could not be opened")
                 cluster.start(deadline, lambda: self._check_nodes(lease))
                 undo.pop_all()
-        except BaseException as error:
-            if isinstance(error, SkywardError):
-                self.emit(Error(str(error)))
+        except BaseException:
             self._display.close()
             raise
         self.is_running = True
@@ -310,6 +310,10 @@ class _Open:
             undo.callback(lifecycle.release, self.lease, self.provider, emit=self.emit, meter=self.meter)
             undo.callback(self.cluster.close, reason)
             self.emit(PoolStopping())
+
+    def _tell_error(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, SkywardError):
+            self.emit(Error(str(error)))
 
     def _settle_bill(self) -> None:
         final = self.meter.final()
@@ -380,5 +384,7 @@ def _results(futures: Sequence[Future[Any]] | Sequence[CallFuture[Any]]) -> list
 def _collected(opened: _Open) -> None:
     if opened.is_running:
         ids = ", ".join(node.instance.id for node in opened.lease.nodes) if opened.lease else "none"
-        warnings.warn(f"a ComputePool was collected while open ({ids}): use `with`, or close() it", ResourceWarning, stacklevel=2)
-        opened.stop("the pool object was collected")
+        try:
+            warnings.warn(f"a ComputePool was collected while open ({ids}): use `with`, or close() it", ResourceWarning, stacklevel=2)
+        finally:  # the warning is an error under `python -W error`
+            opened.stop("the pool object was collected")

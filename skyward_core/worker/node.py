@@ -234,6 +234,6 @@ def _summary(item: News) -> News:
     return item
 
 
-def cancel_calls(call_ids: set[str], dask_worker: Worker) -> None:
-    """Run by the client on every worker: stop these calls."""
+async def cancel_calls(call_ids: set[str], dask_worker: Worker) -> None:
+    """Run by the client on every worker: stop these calls. A coroutine, because only those can be sent without waiting for an answer."""
     cast(Slots, dask_worker.plugins[PLUGIN]).cancel(call_ids)

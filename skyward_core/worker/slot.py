@@ -215,13 +215,15 @@ class _BatchRun:
     def run(self) -> None:
         try:
             self._pump_idle_output()
-            while self._waiting or self._sent:
+            while True:
+                self._obey_cancellations()
+                self._flush()
+                if not self._waiting and not self._sent:
+                    return
                 self._send()
                 self._listen()
-                self._obey_cancellations()
                 self._check_memory()
                 self._check_patience()
-                self._flush()
         finally:
             for parcel in self._aside:
                 parcel.release()
