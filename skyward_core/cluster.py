@@ -24,7 +24,7 @@ import dask.config  # noqa: TID253 - this file and worker/node.py own Dask
 import distributed  # noqa: TID253
 from distributed.client import done_callback  # noqa: TID253
 
-from skyward_core import pickling
+from skyward_core import pickling, sources
 from skyward_core.certificates import PoolCertificate
 from skyward_core.compute import PendingCompute
 from skyward_core.dispatch import Entry, Queue, Shipment
@@ -186,11 +186,12 @@ class Cluster:
         return [item.future for item in given]
 
     def _packed(self, value: object, fn: object, replace_object: pickling.Replace | None) -> Parcel:
-        pickled = pickling.dumps(value, label=("args", "kwargs"), replace=replace_object)
+        pickled = sources.pack(value, label=("args", "kwargs"), replace=replace_object)
         parcel = Parcel(pickled.data, pickled.buffers)
         if parcel.nbytes > INLINE_BYTES and self._shares_memory:
-            with contextlib.suppress(OSError):  # no room in memory: Dask carries it
-                return parcel.put_aside(memory_directory(self._lease.nodes[0].instance.id))
+            with contextlib.suppress(OSError):  # no room: Dask carries it
+                head = self._lease.nodes[0].instance
+                return parcel.put_aside((memory_directory(head.id), cast(str, head.directory)))
         return parcel
 
     def _ship(self) -> None:
@@ -202,7 +203,7 @@ class Cluster:
     def _send(self, shipment: Shipment) -> None:
         batch: Any = shipment.batch
         if sum(call.arguments.nbytes for call in shipment.batch.calls) > INLINE_BYTES * 16:
-            batch = self.client.scatter(batch, direct=self._shares_memory, hash=False, workers=[shipment.worker] if shipment.worker else None)
+            batch = self.client.scatter(batch, direct=True, hash=False, workers=[shipment.worker] if shipment.worker else None)
         task = self.client.submit(
             run_batch, batch, key=f"skyward-{shipment.number}-{self._topic[-8:]}", pure=False, workers=[shipment.worker] if shipment.worker else None
         )
@@ -214,8 +215,14 @@ class Cluster:
         with self._lock:
             waited = self._queue.drop(call_id)
         if not waited and not self._is_closing:
-            cast(Any, self.client.loop).add_callback(self.client.run, cancel_calls, {call_id}, wait=False)
+            cast(Any, self.client.loop).add_callback(self._stop_on_workers, call_id)
         self._inbox.put(lambda: self._on_cancelled(call_id))
+
+    async def _stop_on_workers(self, call_id: str) -> None:
+        try:
+            await cast(Any, self.client).run(cancel_calls, {call_id}, wait=False)
+        except Exception as error:  # the workers are on their way out, and the call with them
+            _log.debug("call %s could not be stopped: %s", call_id, error)
 
     # ── news in, all in the inbox thread ─────────────────────────────────────────────────────────────────────────────
 
@@ -271,9 +278,7 @@ class Cluster:
             self._tasks.pop(shipment.number, None)
             left = self._queue.unended(shipment)
         if left and task.status == "finished":
-            outcomes = cast("Mapping[str, Outcome]", self.client.gather(task, direct=self._shares_memory))
-            for call_id in left:
-                self._on_outcome(outcomes[call_id], -1)
+            self._fetch(task, left)
         elif left and not self._is_closing:
             error = NodeLost(f"the worker that ran the call is gone ({_cause(task)}); submit it again if it may run twice")
             with self._lock:
@@ -282,6 +287,20 @@ class Cluster:
             self._fail(left, error)
         task.release()
         self._ship()
+
+    def _fetch(self, task: distributed.Future[Any], call_ids: Sequence[str]) -> None:
+        try:
+            outcomes = cast("Mapping[str, Outcome]", self.client.gather(task, direct=True))
+        except Exception as error:
+            lost = NodeLost(f"the call ended, but its result could not be fetched: {error}")
+            lost.__cause__ = error
+            with self._lock:
+                for call_id in call_ids:
+                    self._queue.ended(call_id)
+            self._fail(call_ids, lost)
+            return
+        for call_id in call_ids:
+            self._on_outcome(outcomes[call_id], -1)
 
     def _on_cancelled(self, call_id: str) -> None:
         with self._lock:
@@ -380,7 +399,7 @@ def connect(address: str, certificate: PoolCertificate, timeout_seconds: float) 
 
 def _packed_function(fn: Callable[..., Any], replace_object: pickling.Replace | None) -> tuple[str, Parcel]:
     """The function's pickle, named by its content: a runner that has seen it is not sent it again, and keeps what the function keeps in its globals."""
-    pickled = pickling.dumps(fn, label=getattr(fn, "__name__", "function"), replace=replace_object)
+    pickled = sources.pack(fn, label=getattr(fn, "__name__", "function"), replace=replace_object)
     digest = hashlib.sha256(pickled.data)
     for buffer in pickled.buffers:
         digest.update(buffer)

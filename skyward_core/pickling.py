@@ -11,7 +11,8 @@ all of its globals travel that can; reading one that could not raises an Attribu
 globals on the node as they do here.
 
 Classes come back as themselves: an instance returned from a node is an instance of the client's own class, which a result never alters.
-A module that a function imports inside its body is looked for on the node, so there it must be installed.
+What a function imports inside its body travels as source text: see `sources.py`. Such modules the node names to the client, which has them, and
+a class of theirs that comes by value becomes the node's own.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -19,20 +20,19 @@ A module that a function imports inside its body is looked for on the node, so t
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import importlib
 import importlib.machinery
 import io
 import os
 import pickle
-import reprlib
 import sys
 import sysconfig
 import threading
 import types
 import typing
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from dis import get_instructions
@@ -41,13 +41,16 @@ from typing import Any, cast
 
 import cloudpickle
 
-from skyward_core.errors import NotPicklable
+from skyward_core.unpicklable import SCALARS, Ask, Parts, diagnose, one_line
 
 OUT_OF_BAND_BYTES = 64 * 1024
 """Contiguous buffers of at least this size stay apart from the pickle; smaller ones are cheaper inside it."""
 
 type Replace = Callable[[Any], Any]
 """Given an object, returns NotImplemented, or what to pickle in its place."""
+
+served_modules: set[str] = set()
+"""On a node: names of the modules whose source came with the present call. Their classes are the node's own, also when they come by value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +74,12 @@ class Pickled:
         return Pickled, (self.data, tuple(wrap(buffer) for buffer in self.buffers))
 
 
-def dumps(obj: Any, *, label: str | tuple[str, ...] = "value", replace: Replace | None = None) -> Pickled:
+def dumps(obj: Any, *, label: str | tuple[str, ...] = "value", replace: Replace | None = None, carried: list[types.FunctionType] | None = None) -> Pickled:
     """Pickle a value for a process that has the installed distributions but not the user's project; see the head of this file for the rule.
 
     `label` is what an error calls the value: "result", "args"; for a tuple it may be a tuple of one name for each item. `replace` is asked
     for each object met, plain scalars and containers aside, whether to pickle another one in its place: for a Prefect task, its function.
+    Functions that travel by value, methods among them, are appended to `carried`.
     Nothing is left registered with cloudpickle, and what a user has registered stays so. Raises `NotPicklable`, whose `path` names the part
     that cannot travel, such as `args[0].client.lock`, `train.<closure>.db` or `train.<global> CONNECTION`.
 
@@ -87,11 +91,11 @@ def dumps(obj: Any, *, label: str | tuple[str, ...] = "value", replace: Replace 
         return Pickled(pickle.dumps(obj, protocol=5, buffer_callback=functools.partial(_keep_in_band, views)), tuple(views))
     file, trials = io.BytesIO(), _Trials(replace)
     try:
-        _Pickler(file, trials, functools.partial(_keep_in_band, views)).dump(obj)
+        _Pickler(file, trials, functools.partial(_keep_in_band, views), carried=carried).dump(obj)
     except MemoryError:
         raise
     except Exception as error:
-        raise _diagnose(obj, label, error, trials) from error
+        raise diagnose(obj, label, error, Ask(trials.error_of, trials.parts_of)) from error
     return Pickled(file.getvalue(), tuple(views))
 
 
@@ -104,19 +108,18 @@ def loads(pickled: Pickled | bytes | bytearray | memoryview, buffers: Iterable[A
 
 # ── plain values: no class of anybody, so the C pickler alone is both right and quick ────────────────────────────────
 
-_SCALARS = frozenset({int, float, str, bool, bytes, complex, type(None)})
 _PLAIN_ITEMS = 64  # beyond that, walking costs more than cloudpickle's set-up (about 15 µs)
 _PLAIN_DEPTH = 4
 
 
 def _is_plain(obj: Any, left: list[int], depth: int) -> bool:
     kind = cast("type[Any]", type(obj))
-    if kind in _SCALARS:
+    if kind in SCALARS:
         return True
     if kind is tuple or kind is list:
         items: Iterable[Any] = obj
     elif kind is dict:
-        if not all(type(key) in _SCALARS for key in obj):
+        if not all(type(key) in SCALARS for key in obj):
             return False
         items = obj.values()
     else:
@@ -125,7 +128,7 @@ def _is_plain(obj: Any, left: list[int], depth: int) -> bool:
     left[0] -= len(obj)
     if left[0] < 0 or depth == _PLAIN_DEPTH:
         return False
-    return all(type(item) in _SCALARS or _is_plain(item, left, depth + 1) for item in items)
+    return all(type(item) in SCALARS or _is_plain(item, left, depth + 1) for item in items)
 
 
 def _keep_in_band(views: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
@@ -150,17 +153,20 @@ def belongs_to_user(module: types.ModuleType) -> bool:
     """Whether a module is part of the user's own project, and so travels by value.
 
     A module without a file, made by a program rather than read (a notebook's `__main__`, an Airflow DAG), is the user's unless
-    it calls itself a part of an installed package, as `torch.ops` does.
+    it calls itself a part of an installed package, as `torch.ops` does. On a node, what came as source is not: the client has it.
     """
+    if getattr(getattr(module, "__loader__", None), "client_has_it", False):
+        return False
     name = module.__name__
     file = getattr(module, "__file__", None)
     if not file:
         file = next(iter(getattr(module, "__path__", ())), None)
-    return _belongs_to_user(name, file if isinstance(file, str) and os.path.isabs(file) else None)
+    return is_of_user(name, file if isinstance(file, str) and os.path.isabs(file) else None)
 
 
 @functools.lru_cache(maxsize=4096)
-def _belongs_to_user(name: str, file: str | None) -> bool:
+def is_of_user(name: str, file: str | None) -> bool:
+    """Whether a module of this name and (absolute) file would belong to the user's project; see `belongs_to_user`."""
     if name in ("__main__", "__mp_main__"):
         return True
     top = name.partition(".")[0]
@@ -230,10 +236,19 @@ def _registered(module: types.ModuleType | None) -> Generator[None]:
 class _Pickler(cloudpickle.Pickler):
     """Cloudpickle with the rule of this file: the user's project by value, and only what is used of its modules."""
 
-    def __init__(self, file: Any, trials: _Trials, buffer_callback: Callable[[pickle.PickleBuffer], Any], *, shallow: bool = False) -> None:
+    def __init__(
+        self,
+        file: Any,
+        trials: _Trials,
+        buffer_callback: Callable[[pickle.PickleBuffer], Any],
+        *,
+        shallow: bool = False,
+        carried: list[types.FunctionType] | None = None,
+    ) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self._trials = trials
         self._shallow = shallow
+        self._carried = carried
         self._stand_ins: dict[str, Any] = {}  # pickled empty, once: on loading, one dictionary of the stand-ins made so far
         self._shells: dict[str, _Shell] = {}
         self._namespaces: dict[str, _Namespace] = {}
@@ -257,13 +272,16 @@ class _Pickler(cloudpickle.Pickler):
         return NotImplemented if reduce is None else reduce(self, obj)
 
     def _reduce_class(self, cls: type) -> Any:
-        with _registered(_home(cls)):
+        home = _home(cls)
+        with _registered(home):
             reduced = cast(Any, super().reducer_override(cls))
         if reduced is NotImplemented or len(reduced) < 6:
             return reduced
         if cls not in _carried_classes:
             _original_classes.add(cls)
         make, args, state, _, _, set_state = reduced
+        if home is not None and home.__name__ != "__main__" and "<locals>" not in cls.__qualname__:
+            make, args = _served_class, (home.__name__, cls.__qualname__, make, args)
         return make, args, (set_state, state), None, None, _fill_class
 
     def _reduce_function(self, function: types.FunctionType) -> Any:
@@ -272,6 +290,8 @@ class _Pickler(cloudpickle.Pickler):
             reduced = cast(Any, super().reducer_override(function))
         if reduced is NotImplemented:
             return reduced
+        if self._carried is not None:
+            self._carried.append(function)
         make, (code, base, *rest), (attributes, slots), _, _, set_state = reduced
         if home is not None and function.__globals__ is vars(home):
             base = self._namespaces.setdefault(home.__name__, _Namespace(self._shell(home), base))
@@ -369,7 +389,7 @@ class _Trials:
     def reason_against(self, value: Any) -> str | None:
         if id(value) not in self._reasons:
             error = self.error_of(value, shallow=True)
-            self._reasons[id(value)] = None if error is None else _one_line(error)
+            self._reasons[id(value)] = None if error is None else one_line(error)
         return self._reasons[id(value)]
 
     def error_of(self, value: Any, *, shallow: bool = False) -> Exception | None:
@@ -379,10 +399,39 @@ class _Trials:
             return error
         return None
 
+    def parts_of(self, obj: Any) -> Parts | None:
+        """The parts of what is pickled in a way of our own; None: of anything else."""
+        if self.replace is not None and (other := self.replace(obj)) is not NotImplemented:
+            return [("", other)]
+        kind = cast("type[Any]", type(obj))
+        if kind is types.FunctionType:
+            return _parts_of_function(obj)
+        return [("", getattr(obj, "__wrapped__", None))] if kind in _TYPE_REDUCERS else None
+
 
 class _Sink:
     def write(self, data: Any) -> int:
         return len(data)
+
+
+def _parts_of_function(function: types.FunctionType) -> Generator[tuple[str, Any]]:
+    scope = _Scope(function)
+    for name in function.__code__.co_freevars:
+        yield f".<closure>.{name}", scope.get(name)
+    for name in sorted({name for name, _ in _names_used(function.__code__).chains}):
+        if name not in function.__code__.co_freevars and name in function.__globals__ and not _is_own_module(function.__globals__[name]):
+            yield f".<global> {name}", function.__globals__[name]
+    for use in _module_uses(function):
+        for name, value in use.values.items():
+            yield f".<global> {use.module.__name__}.{name}", value
+    arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
+    defaults = function.__defaults__ or ()
+    for name, value in [*zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True), *(function.__kwdefaults__ or {}).items()]:
+        yield f".<default> {name}", value
+    for name, value in vars(function).items():
+        yield f".{name}", value
+    for name, value in function.__annotations__.items():
+        yield f".<annotation> {name}", value
 
 
 # ── what a function uses of modules ──────────────────────────────────────────────────────────────────────────────────
@@ -574,6 +623,21 @@ def _fill_module(module: types.ModuleType, state: tuple[dict[str, Any], dict[str
         vars(module)["__skyward_absent__"] = absent
 
 
+def _served_class(module: str, qualname: str, make: Callable[..., type], args: tuple[Any, ...]) -> type:
+    """Return the class of a module whose source came with this call, or else make it anew."""
+    if module not in served_modules:
+        return make(*args)
+    try:
+        cls = functools.reduce(getattr, qualname.split("."), cast(Any, importlib.import_module(module)))
+    except Exception:  # importing runs the user's code; if a body needs the module, its own import raises the same, in the right place
+        served_modules.discard(module)
+        return make(*args)
+    if not isinstance(cls, type):
+        return make(*args)
+    _original_classes.add(cls)
+    return cls
+
+
 def _fill_class(cls: type, state: tuple[Callable[[type, Any], Any], Any]) -> None:
     """Give a class its contents, unless it is this process's own: cloudpickle alone would replace its methods by copies."""
     if cls not in _original_classes:
@@ -601,174 +665,3 @@ def _alias(name: str, value: Any, parameters: tuple[Any, ...]) -> typing.TypeAli
 
 def _itself[T](obj: T) -> T:
     return obj
-
-
-# ── what was it that could not travel ────────────────────────────────────────────────────────────────────────────────
-
-_MAX_DEPTH = 32
-_MAX_TRIALS = 5_000
-_MAX_ITEMS = 1_000  # of one container; what lies beyond is told by naming the container
-
-
-def _diagnose(obj: Any, label: str | tuple[str, ...], error: Exception, trials: _Trials) -> NotPicklable:
-    """Name the part that fails by itself: it cannot be pickled although each of its own parts can."""
-    search = _Search(trials)
-    if isinstance(label, tuple):
-        whole, found = ", ".join(label), search.among(zip(label, obj, strict=False))
-    else:
-        whole = obj.__name__ if label == "value" and isinstance(obj, types.FunctionType) else label
-        found = search.within(whole, obj, error)
-    path, leaf, error = found or (whole, obj, error)
-    return NotPicklable(f"{path} cannot travel: {_kind_of(leaf)} ({_one_line(error)}). {_advice(path, label)}", path)
-
-
-class _Search:
-    """A walk from a value that fails, through parts that fail, down to the culprit; bounded, and safe in circles."""
-
-    def __init__(self, trials: _Trials) -> None:
-        self._trials = trials
-        self._failing: dict[int, Any] = {}
-        self._left = _MAX_TRIALS
-        self._depth = 0
-
-    def within(self, path: str, obj: Any, error: Exception) -> tuple[str, Any, Exception] | None:
-        """Return the culprit at or below this object, which fails; None if it fails only because of what it is itself a part of."""
-        self._failing[id(obj)] = obj
-        blames_a_part = False
-        self._depth += 1
-        for suffix, part in self._parts(obj) if self._depth < _MAX_DEPTH else ():
-            if id(part) in self._failing:
-                blames_a_part = True
-            elif (failure := self._error_of(part)) is not None:
-                blames_a_part = True
-                if found := self.within(path + suffix, part, failure):
-                    return found
-        self._depth -= 1
-        return None if blames_a_part else (path, obj, error)
-
-    def among(self, items: Iterable[tuple[str, Any]]) -> tuple[str, Any, Exception] | None:
-        """Return the culprit in the first of these that fails."""
-        for path, item in items:
-            if (failure := self._error_of(item)) is not None and (found := self.within(path, item, failure)):
-                return found
-        return None
-
-    def _error_of(self, part: Any) -> Exception | None:
-        if type(part) in _SCALARS or self._left == 0:
-            return None
-        self._left -= 1
-        return self._trials.error_of(part)
-
-    def _parts(self, obj: Any) -> Generator[tuple[str, Any]]:
-        with suppress(Exception):  # a user's __getstate__, __getattr__ or iterator may raise: then the object itself is the culprit
-            yield from _parts_of(obj, self._trials)
-
-
-def _parts_of(obj: Any, trials: _Trials) -> Iterable[tuple[str, Any]]:
-    if trials.replace is not None and (other := trials.replace(obj)) is not NotImplemented:
-        return [("", other)]
-    kind = cast("type[Any]", type(obj))
-    if kind is dict:
-        return _items_of(obj)
-    if kind in (list, tuple):
-        return [(f"[{i}]", item) for i, item in enumerate(obj[:_MAX_ITEMS])]
-    if kind in (set, frozenset):
-        return [(f"{{{type(item).__name__}}}", item) for item, _ in zip(obj, range(_MAX_ITEMS), strict=False)]
-    if issubclass(kind, tuple) and (fields := getattr(cast(Any, kind), "_fields", None)):
-        return [(f".{name}", item) for name, item in zip(fields, obj, strict=True)]
-    if kind is functools.partial:
-        return [(".func", obj.func), (".args", obj.args), (".keywords", obj.keywords)]
-    if kind is types.FunctionType:
-        return _parts_of_function(obj)
-    if kind is types.MethodType:
-        return [(".__self__", obj.__self__), ("", obj.__func__)]
-    if kind is property:
-        return [("", part) for part in (obj.fget, obj.fset, obj.fdel)]
-    if kind in (classmethod, staticmethod):
-        return [("", obj.__func__)]
-    if issubclass(kind, type):
-        bases: list[tuple[str, Any]] = [(f".<base> {base.__name__}", base) for base in obj.__bases__]
-        return [*((f".{name}", value) for name, value in cast("Mapping[str, Any]", vars(obj)).items()), *bases]
-    if issubclass(kind, types.ModuleType):
-        return []
-    if kind in _TYPE_REDUCERS:
-        return [("", getattr(obj, "__wrapped__", None))]
-    return _parts_of_instance(obj)
-
-
-def _items_of(items: Mapping[Any, Any]) -> Generator[tuple[str, Any]]:
-    for (key, value), _ in zip(items.items(), range(_MAX_ITEMS), strict=False):
-        name = reprlib.repr(key)
-        yield f"[{name}]", value
-        yield f".<key> {name}", key
-
-
-def _parts_of_function(function: types.FunctionType) -> Generator[tuple[str, Any]]:
-    scope = _Scope(function)
-    for name in function.__code__.co_freevars:
-        yield f".<closure>.{name}", scope.get(name)
-    for name in sorted({name for name, _ in _names_used(function.__code__).chains}):
-        if name not in function.__code__.co_freevars and name in function.__globals__ and not _is_own_module(function.__globals__[name]):
-            yield f".<global> {name}", function.__globals__[name]
-    for use in _module_uses(function):
-        for name, value in use.values.items():
-            yield f".<global> {use.module.__name__}.{name}", value
-    arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
-    defaults = function.__defaults__ or ()
-    for name, value in [*zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True), *(function.__kwdefaults__ or {}).items()]:
-        yield f".<default> {name}", value
-    for name, value in vars(function).items():
-        yield f".{name}", value
-    for name, value in function.__annotations__.items():
-        yield f".<annotation> {name}", value
-
-
-def _parts_of_instance(obj: Any) -> Generator[tuple[str, Any]]:
-    """What the object itself hands to pickle, so that a `__getstate__` which leaves the lock at home is believed."""
-    reduced = obj.__reduce_ex__(5)
-    if isinstance(reduced, str):
-        return
-    make, args, state, items, pairs = cast("list[Any]", [*reduced, None, None, None][:5])
-    yield from _parts_of_state(obj, state)
-    for i, arg in enumerate(args):
-        if arg is not type(obj):
-            yield f".args[{i}]", arg
-    for i, item in zip(range(_MAX_ITEMS), items or (), strict=False):
-        yield f"[{i}]", item
-    for (key, value), _ in zip(cast(Any, pairs or ()), range(_MAX_ITEMS), strict=False):
-        yield f"[{reprlib.repr(key)}]", value
-    yield f".<class> {type(obj).__name__}", type(obj)
-    yield ".<constructor>", make
-
-
-def _parts_of_state(obj: Any, state: Any) -> Iterable[tuple[str, Any]]:
-    match state:
-        case None:
-            return []
-        case dict():
-            return [(f".{name}", value) for name, value in cast("dict[str, Any]", state).items()]
-        case (dict() | None, dict()):  # the attributes, and those in slots
-            attributes, slots = cast("tuple[dict[str, Any] | None, dict[str, Any]]", state)
-            return [(f".{name}", value) for name, value in {**(attributes or {}), **slots}.items()]
-        case list() if dataclasses.is_dataclass(obj):  # dataclass(slots=True) and frozen: the values in the order of the fields
-            return [(f".{field.name}", value) for field, value in zip(dataclasses.fields(obj), cast("list[Any]", state), strict=True)]
-        case _:
-            return [(".<state>", state)]
-
-
-def _kind_of(obj: Any) -> str:
-    kind = cast("type[Any]", type(obj))
-    return f"it is a {kind.__qualname__}" if kind.__module__ == "builtins" else f"it is a {kind.__module__}.{kind.__qualname__}"
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
-
-
-def _advice(path: str, label: str | tuple[str, ...]) -> str:
-    if label == "result":
-        return "Return plain data in its place, or save it to a volume and return the path."
-    if "<closure>" in path or "<global>" in path:
-        return "Create it inside the function, or pass what it is made from (a path, a URL) as an argument."
-    return "Pass what it is made from (a path, a URL, plain data) and create it inside the function."

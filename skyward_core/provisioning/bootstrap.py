@@ -63,7 +63,7 @@ def startup_script(spec: PoolSpec) -> str:
 
 
 def settings_of(
-    instance: Instance, spec: PoolSpec, certificate: PoolCertificate, memory_directory: str, head: Instance, head_port: int, scheduler: str | None
+    instance: Instance, spec: PoolSpec, certificate: PoolCertificate, value_directories: tuple[str, ...], head: Instance, head_port: int, scheduler: str | None
 ) -> NodeSettings:
     """Return what a node is told. `scheduler` is None for the head, which starts it."""
     limit = spec.requirements.memory_gb
@@ -79,9 +79,9 @@ def settings_of(
         head_port=head_port,
         tls_certificate=certificate.certificate,
         tls_key=certificate.key,
-        memory_directory=memory_directory,
+        value_directories=value_directories,
         scheduler=scheduler,
-        client_shares_memory=True,
+        client_shares_memory=instance.directory is not None,
         accelerators=(accelerator.name,) * accelerator.count if accelerator is not None else (),
         memory_limit_bytes=int(limit * 1e9) if limit is not None else None,
         metrics_interval_seconds=2.0 if spec.collect_metrics else None,

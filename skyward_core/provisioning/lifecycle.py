@@ -95,8 +95,8 @@ def prepare(spec: PoolSpec, provider: Provider, instances: list[Instance], certi
     pool_id, head_port = head.instance.pool_id, _free_port()
 
     def tell(preparation: Preparation, scheduler: str | None) -> None:
-        directory = memory_directory(preparation.instance.id)
-        preparation.tell(settings_of(preparation.instance, spec, certificate, directory, head.instance, head_port, scheduler))
+        directories = (memory_directory(preparation.instance.id), str(preparation.directory))
+        preparation.tell(settings_of(preparation.instance, spec, certificate, directories, head.instance, head_port, scheduler))
 
     def gone() -> set[str]:
         return {p.instance.id for p in preparations} - {instance.id for instance in provider.instances(pool_id)}

@@ -16,11 +16,10 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, cast
 
-from skyward_core import pickling
+from skyward_core import pickling, sources
 from skyward_core.errors import NotPicklable
 from skyward_core.worker.info import ENV
 from skyward_core.worker.wire import INLINE_BYTES, Call, Ending, Outcome, Parcel
@@ -43,7 +42,7 @@ class Line:
     stderr: int
     mark: bytes
     info: str
-    memory_directory: str
+    value_directories: tuple[str, ...]
     env: dict[str, str]
 
 
@@ -58,11 +57,12 @@ class Packet(NamedTuple):
 def run_calls(line: Line) -> NoReturn:
     """Run calls until the line is closed, then end the process."""
     _settle_in(line)
-    functions: dict[str, Callable[..., Any]] = {}
+    functions: dict[str, sources.Loaded] = {}
     while packet := line.calls.recv(INLINE_BYTES * 4):
         outcome = _run(cast(Packet, pickle.loads(packet)), functions, line)
         _end_output(line)
         line.outcomes.send(pickle.dumps(_fit(outcome, line), protocol=5))
+        del packet, outcome  # while the next call is waited for, nothing of this one stays in memory
     os._exit(0)
 
 
@@ -76,7 +76,7 @@ def _settle_in(line: Line) -> None:
         numpy_random.seed()  # a fork copies numpy's generator: without this all runners of a node draw the same numbers
 
 
-def _run(packet: Packet, functions: dict[str, Callable[..., Any]], line: Line) -> Outcome:
+def _run(packet: Packet, functions: dict[str, sources.Loaded], line: Line) -> Outcome:
     call = packet.call
     os.environ[ENV] = line.info.replace(JOB_PLACE, call.job_id)
     started = time.perf_counter()
@@ -91,16 +91,17 @@ def _run(packet: Packet, functions: dict[str, Callable[..., Any]], line: Line) -
         return _failed(call.call_id, error, time.perf_counter() - started)
 
 
-def _invoke(packet: Packet, functions: dict[str, Callable[..., Any]]) -> Any:
+def _invoke(packet: Packet, functions: dict[str, sources.Loaded]) -> Any:
     if packet.fresh:
         functions.clear()
+    sources.begin_call()
     function = functions.get(packet.call.function)
     if function is None:
         assert packet.function is not None
-        function = cast(Callable[..., Any], pickling.loads(*packet.function.contents()))
-        functions[packet.call.function] = function
-    args, kwargs = pickling.loads(*packet.call.arguments.contents())
-    value = function(*args, **kwargs)
+        function = functions[packet.call.function] = sources.unpack(*packet.function.contents(is_last_reader=False))
+    sources.install(function.sources)  # another call may have brought other texts since
+    args, kwargs = sources.unpack(*packet.call.arguments.contents()).value
+    value = function.value(*args, **kwargs)
     if inspect.iscoroutine(value):
         return asyncio.run(value)
     if inspect.isgenerator(value):
@@ -134,14 +135,14 @@ def _parcel(value: Any, label: str) -> Parcel:
 
 
 def _fit(outcome: Outcome, line: Line) -> Outcome:
-    """Return an outcome that fits into a packet: a large parcel goes to a file of the memory directory, a long text loses its middle."""
+    """Return an outcome that fits into a packet: a large parcel goes to a file, a long text loses its middle."""
     text = outcome.text if len(outcome.text) < INLINE_BYTES else f"{outcome.text[:20_000]}\n ...\n{outcome.text[-20_000:]}"
     if outcome.parcel.nbytes + len(text) < INLINE_BYTES and not outcome.parcel.buffers:
         return outcome._replace(text=text)
     try:
-        return outcome._replace(parcel=outcome.parcel.put_aside(line.memory_directory), text=text)
+        return outcome._replace(parcel=outcome.parcel.put_aside(line.value_directories), text=text)
     except OSError as error:
-        note = f"the {outcome.ending} of {outcome.parcel.nbytes} bytes found no room in {line.memory_directory}: {error}"
+        note = f"the {outcome.ending} of {outcome.parcel.nbytes} bytes found no room in {', '.join(line.value_directories)}: {error}"
         return Outcome(outcome.call_id, Ending.ERROR, _parcel(NotPicklable(note), "error"), text=note)
 
 

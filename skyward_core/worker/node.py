@@ -20,6 +20,7 @@ from typing import Any, NoReturn, cast
 import dask.config  # noqa: TID253 - this file and cluster.py own Dask
 from distributed import Scheduler, Security, Worker, get_worker  # noqa: TID253
 from distributed.diagnostics.plugin import SchedulerPlugin, WorkerPlugin  # noqa: TID253
+from distributed.versions import get_versions  # noqa: TID253
 
 from skyward_core.worker.metrics import Sampler
 from skyward_core.worker.settings import NodeSettings, write_atomically
@@ -64,7 +65,7 @@ def run_scheduler(directory: Path, settings: NodeSettings) -> NoReturn:
     """Run the pool's scheduler in this process until it is killed. Its address is written to `head.json` as soon as it listens."""
 
     async def main() -> None:
-        scheduler = Scheduler(
+        scheduler = PoolScheduler(
             host=settings.host, port=0, protocol="tls", security=security(settings), dashboard=False, dashboard_address="127.0.0.1:0", plugins=[Prompt()]
         )
         async with scheduler:
@@ -126,6 +127,18 @@ class WorkerLeft:
     address: str
 
 
+class PoolScheduler(Scheduler):
+    """Dask's scheduler, told that every client has the node's own packages.
+
+    It would warn of each that differs, such as a client's pandas that the image has not; those that matter (Python, Dask, cloudpickle) are the same
+    by the way a node is prepared.
+    """
+
+    async def add_client(self, comm: Any, client: str, versions: dict[str, Any]) -> None:
+        """Take a client in, whatever it has installed."""
+        await super().add_client(comm, client, {**versions, "packages": get_versions()["packages"]})
+
+
 class Prompt(SchedulerPlugin):
     """Sends at once what Dask would collect for some milliseconds (our calls are grouped before they come here), and tells who comes and goes."""
 
@@ -163,7 +176,7 @@ class Slots(WorkerPlugin):
         """Have the runners forked and begin to sample."""
         foundry = Foundry(self._control)
         for _ in range(self.settings.slots):
-            slot = Slot(foundry, self.settings.memory_directory, self.settings.memory_limit_bytes)
+            slot = Slot(foundry, self.settings.value_directories, self.settings.memory_limit_bytes)
             self._all.append(slot)
             self._idle.put(slot)
         _send_at_once(worker.batched_stream)

@@ -28,8 +28,8 @@ class NodeSettings:
     """All that a node needs to know.
 
     `workers` holds one mapping of environment variables for each worker of the node (a MIG partition is a worker), `slots` is how many calls
-    each of them runs at once. `scheduler` is the address of the pool's scheduler; None on the head, which starts it. `memory_directory` is a
-    folder of this machine's memory for large values, which the node makes and removes; `client_shares_memory` says that the client sees it too.
+    each of them runs at once. `scheduler` is the address of the pool's scheduler; None on the head, which starts it. `value_directories` are
+    folders for large values, the first in this machine's memory; the node makes and removes it. `client_shares_memory` says that the client sees them too.
     `tls_certificate` and `tls_key` are PEM texts. `memory_limit_bytes` bounds the process of a call.
     """
 
@@ -43,7 +43,7 @@ class NodeSettings:
     head_port: int
     tls_certificate: str
     tls_key: str
-    memory_directory: str
+    value_directories: tuple[str, ...]
     scheduler: str | None = None
     workers: tuple[dict[str, str], ...] = ({},)
     accelerators: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class NodeSettings:
         """Rebuild settings written by `to_json`."""
         fields: dict[str, Any] = json.loads(text)
         owner = fields.pop("owner")
-        for name in ("workers", "accelerators"):
+        for name in ("workers", "accelerators", "value_directories"):
             fields[name] = tuple(fields[name])
         return cls(**fields, owner=Owner(**owner) if owner else None)
 

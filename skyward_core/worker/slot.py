@@ -125,9 +125,9 @@ class Stream:
 class Slot:
     """Runs batches, one at a time. Owns the runner and the descriptors to it; `close` gives both back."""
 
-    def __init__(self, foundry: Foundry, memory_directory: str, memory_limit_bytes: int | None = None) -> None:
+    def __init__(self, foundry: Foundry, value_directories: tuple[str, ...], memory_limit_bytes: int | None = None) -> None:
         self.foundry = foundry
-        self.memory_directory = memory_directory
+        self.value_directories = value_directories
         self.memory_limit_bytes = memory_limit_bytes
         self.send, self.take = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.send.settimeout(0)
@@ -235,7 +235,7 @@ class _BatchRun:
             try:
                 packet = self._packet(self._waiting[0])
             except OSError as error:
-                text = f"the arguments found no room in {self.slot.memory_directory}: {error}"
+                text = f"the arguments found no room in {', '.join(self.slot.value_directories)}: {error}"
                 self._news.append(Outcome(self._waiting.popleft().call_id, Ending.ERROR, text=text))
                 continue
             try:
@@ -257,7 +257,7 @@ class _BatchRun:
         return Packet(call, function, fresh=function is not None and len(self.slot.known) >= KNOWN_FUNCTIONS)
 
     def _put_aside(self, parcel: Parcel) -> Parcel:
-        aside = parcel.put_aside(self.slot.memory_directory)
+        aside = parcel.put_aside(self.slot.value_directories)
         self._aside.append(aside)
         return aside
 

@@ -125,7 +125,7 @@ class Supervisor:
                 stderr,
                 mark,
                 to_env(info),
-                settings.memory_directory,
+                settings.value_directories,
                 settings.workers[index],
             )
         )
@@ -192,7 +192,7 @@ def end_node(settings: NodeSettings) -> NoReturn:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-    shutil.rmtree(settings.memory_directory, ignore_errors=True)
+    shutil.rmtree(settings.value_directories[0], ignore_errors=True)
     os._exit(0)
 
 
@@ -213,7 +213,7 @@ def main() -> NoReturn:
     owner_text = os.environ.get("SKYWARD_OWNER")
     owner = Owner(int(owner_text.partition(":")[0]), owner_text.partition(":")[2]) if owner_text else None
     settings = await_settings(directory, owner)
-    Path(settings.memory_directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+    Path(settings.value_directories[0]).mkdir(mode=0o700, parents=True, exist_ok=True)
     if watcher := os.environ.get("SKYWARD_BOOT_WATCHER"):
         with contextlib.suppress(ProcessLookupError, ValueError):
             os.kill(int(watcher), signal.SIGKILL)

@@ -13,7 +13,7 @@ import mmap
 import os
 import pickle
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,22 +29,30 @@ class Parcel(NamedTuple):
     """
 
     data: bytes
-    buffers: tuple[bytes | memoryview, ...] = ()
+    buffers: tuple[bytes | bytearray | memoryview, ...] = ()
     path: str | None = None
     sizes: tuple[int, ...] = ()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type[Parcel], tuple[Any, ...]]:
         """Give the buffers out of band where the pickler can take them so: Dask then sends them without a copy."""
-        return Parcel, (self.data, tuple(map(pickle.PickleBuffer, self.buffers)) if self.buffers else (), self.path, self.sizes)
+        wrap: Callable[[Any], Any] = pickle.PickleBuffer if protocol >= 5 else bytes
+        return Parcel, (self.data, tuple(map(wrap, self.buffers)) if self.buffers else (), self.path, self.sizes)
 
     @property
     def nbytes(self) -> int:
         """Size in bytes of what a message would have to carry."""
         return len(self.data) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
 
-    def put_aside(self, directory: str) -> Parcel:
-        """Return the same parcel with everything in one new file of the directory. Raises OSError when there is no room; nothing is left then."""
-        parts: Sequence[bytes | memoryview] = (self.data, *self.buffers)
+    def put_aside(self, directories: Sequence[str]) -> Parcel:
+        """Return the same parcel with everything in one new file, in the first of the directories that has room. Raises OSError when none has."""
+        *others, last = directories
+        for directory in others:
+            with contextlib.suppress(OSError):
+                return self._written(directory)
+        return self._written(last)
+
+    def _written(self, directory: str) -> Parcel:
+        parts: Sequence[bytes | bytearray | memoryview] = (self.data, *self.buffers)
         path = Path(directory) / uuid.uuid4().hex
         try:
             with path.open("xb", buffering=0) as file:
@@ -56,12 +64,16 @@ class Parcel(NamedTuple):
             raise
         return Parcel(b"", (), str(path), tuple(memoryview(part).nbytes for part in parts))
 
-    def contents(self) -> tuple[bytes | memoryview, tuple[bytes | memoryview, ...]]:
-        """Return the pickle and its buffers. Those of a file are mapped privately: writable, and gone from memory with their last user."""
+    def contents(self, *, is_last_reader: bool = True) -> tuple[bytes | memoryview, tuple[bytearray | memoryview, ...]]:
+        """Return the pickle and its buffers, which are writable. A file is mapped, and gone from memory with the last user of its values.
+
+        The last reader gets the file's own pages; others get a private mapping, whose pages are copied when they are written to.
+        """
         if self.path is None:
-            return self.data, self.buffers
-        with open(self.path, "rb") as file:
-            view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+            return self.data, tuple(bytearray(buffer) if memoryview(buffer).readonly else memoryview(buffer) for buffer in self.buffers)
+        with open(self.path, "r+b") as file:
+            flags = mmap.MAP_SHARED if is_last_reader else mmap.MAP_PRIVATE
+            view = memoryview(mmap.mmap(file.fileno(), 0, flags=flags | mmap.MAP_POPULATE))  # one pass over the page table instead of a fault per page
         data, *buffers = (view[start : start + size] for start, size in zip(_starts(self.sizes), self.sizes, strict=True))
         return data, tuple(buffers)
 

@@ -1,0 +1,317 @@
+"""`SkywardResource`: a pool as a Dagster resource. Opened when a step first uses it, shared by the steps of a process, closed with the resource."""
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import closing, contextmanager
+from itertools import groupby
+from types import UnionType
+from typing import Annotated, Any, Literal, Optional, TypeAliasType, Union, get_args, get_origin
+from weakref import WeakKeyDictionary
+
+import dagster as dg
+from dagster._utils.interrupts import capture_interrupts  # the one internal of Dagster that we use: no public name does it
+from pydantic import BaseModel, Field, PrivateAttr, create_model
+from pydantic_core import PydanticUndefined
+
+import skyward_core as sky
+from dagster_skyward.metadata import StepContext, Usage, record
+
+type Log = dg.DagsterLogManager
+
+ENVIRONMENT = (dg.EnvVar, type(dg.EnvVar.int("NAME")))
+"""What stands for a value that Dagster takes from the environment when a run starts."""
+
+FLUSH_SECONDS = 60.0
+LINES_PER_RECORD = 100
+
+OWN_DEFAULTS = {"display": "quiet"}
+"""Where our default is not the core's: the step's log tells what a display would print."""
+
+
+def _plain_type(annotation: Any) -> Any:
+    """Return what Dagster's config system can say of a field of `PoolSpec`: a scalar, a mapping, or anything that is plain data."""
+    match annotation:
+        case TypeAliasType():
+            return _plain_type(annotation.__value__)
+        case _ if get_origin(annotation) is Annotated:
+            return Any  # read and written by functions of its own: a name, a number, a mapping
+        case _ if get_origin(annotation) in (Union, UnionType):
+            return _plain_type(next(part for part in get_args(annotation) if part is not type(None)))
+        case _ if get_origin(annotation) is Literal:
+            return str
+        case _ if get_origin(annotation) is Mapping:
+            return dict[str, str]
+        case type() if issubclass(annotation, BaseModel):
+            return dict[str, Any]
+        case type() if annotation in (str, int, float, bool):
+            return annotation
+        case _:
+            return Any
+
+
+def _config_fields() -> dict[str, Any]:
+    """A config field for each field of `PoolSpec`. All may be left out: then settings decide, and after them the default that the description tells."""
+    fields: dict[str, Any] = {}
+    for name, field in sky.PoolSpec.model_fields.items():
+        own = OWN_DEFAULTS.get(name)
+        default = "" if own or field.default in {None, PydanticUndefined, ()} else f" Default: {field.default!r}."
+        fields[name] = (Optional[_plain_type(field.annotation)], Field(default=own, description=f"{field.description}{default}"))  # noqa: UP045
+    return fields
+
+
+_FIELDS = _config_fields()
+_PoolFields: Any = create_model("_PoolFields", __base__=dg.ConfigurableResource, **_FIELDS)
+
+
+class SkywardResource(_PoolFields):
+    """An ephemeral accelerator pool.
+
+    Takes the keywords of `skyward_core.ComputePool`, and keeps them as plain data. The pool opens when a step first uses it; steps that run in one process
+    share it; it closes when Dagster ends the resource, whatever way the run ends.
+    """
+
+    _live: "_Live | None" = PrivateAttr(default=None)
+
+    def __init__(self, **wishes: Any) -> None:
+        """Raise BadRequest, with what to do, for what no pool can be. Values that come from the environment are looked at when the run starts."""
+        super().__init__(**_plain(wishes))
+
+    @classmethod
+    def configure_at_launch(cls, **wishes: Any) -> Any:
+        """Return the resource with these keywords as defaults; the others, and these too, can be given in the run's config."""
+        return super().configure_at_launch(**_plain(wishes))
+
+    @property
+    def spec(self) -> sky.PoolSpec:
+        """The keywords as a `PoolSpec`, environment variables filled in. Raises BadRequest if one is not set."""
+        said = {name: getattr(self, name) for name in type(self).model_fields}
+        return sky.PoolSpec.of(**{name: _filled_in(value, name) for name, value in said.items() if value is not None})
+
+    def run[**P, R](self, context: StepContext, fn: "Callable[P, R] | sky.ComputeFunction[P, R]", /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run `fn(*args, **kwargs)` on a node and return its result; `fn` may be plain or decorated with `@sky.compute`. Its exception is raised here."""
+        with self.pool(context) as pool:
+            return pool.run(sky.PendingCompute(fn.local if isinstance(fn, sky.ComputeFunction) else fn, args, kwargs))
+
+    def map[R](self, context: StepContext, fn: "Callable[..., R] | sky.ComputeFunction[..., R]", /, *iterables: Iterable[Any]) -> list[R]:
+        """Run `fn(a, b, ...)` on the nodes for the items of the iterables taken together, which must be equally long; return the results in order."""
+        with self.pool(context) as pool:
+            return pool.map(fn, *iterables)
+
+    @contextmanager
+    def pool(self, context: StepContext) -> Generator[sky.ComputePool]:
+        """Lend the open pool to a step: what its nodes print goes to the step's log, its cost and time to the step's metadata.
+
+        The pool stays open for the steps after this one. Outside of a run it lives for the block.
+        """
+        if self._live is not None:
+            with self._live.used_by(context) as pool:
+                yield pool
+        else:
+            with closing(_Live(self.spec, context.log)) as live, live.used_by(context) as pool:
+                yield pool
+
+    @contextmanager
+    def yield_for_execution(self, context: dg.InitResourceContext) -> "Generator[SkywardResource]":
+        """Called by Dagster, once in each process that executes steps. Whatever ends the run, an interrupt included, closes the pool."""
+        live = self._live = _Live(self.spec, context.log)
+        try:
+            yield self
+        finally:
+            self._live = None
+            with capture_interrupts():  # a second SIGTERM must not cut off the giving back
+                live.close()
+
+
+class _Live:
+    """The one pool of a resource's lifetime, and who listens to it: the step that used it last, and before and after all steps the resource."""
+
+    def __init__(self, spec: sky.PoolSpec, log: Log | None) -> None:
+        self._spec = spec
+        self._resource_log = self._log = log
+        self._scribe = _Scribe()
+        self._lock = threading.RLock()
+        self._pool: sky.ComputePool | None = None
+        self._settled = 0.0
+        self._first_use: WeakKeyDictionary[StepContext, tuple[float, float]] = WeakKeyDictionary()
+
+    @contextmanager
+    def used_by(self, context: StepContext) -> Generator[sky.ComputePool]:
+        """Open the pool if it is not, and note what this use costs."""
+        self._log = context.log
+        cost, started = self._first_use.setdefault(context, (self._cost(), time.monotonic()))
+        try:
+            yield self._opened()
+        finally:
+            accelerator = str(self._spec.accelerator or "none")
+            record(context, self, Usage(self._cost() - cost, time.monotonic() - started, self._spec.nodes, accelerator))
+            self._scribe.flush()
+
+    def close(self) -> None:
+        """Give the machines back. Raises InstancesLeft if some could not be confirmed gone."""
+        self._log = self._resource_log
+        with self._lock:
+            try:
+                if self._pool is not None:
+                    self._pool.close()
+            finally:
+                self._scribe.close()
+
+    def _opened(self) -> sky.ComputePool:
+        """The open pool. One that has ended itself, idle between two steps, is opened anew: new machines, a new bill."""
+        with self._lock:
+            if self._pool is None:
+                self._pool = sky.ComputePool.from_spec(self._spec, on_event=self._tell)
+            if not self._pool.is_active:
+                self._pool.close()
+                self._settled += self._pool.cost
+                self._pool.open()
+            return self._pool
+
+    def _cost(self) -> float:
+        return self._settled + (self._pool.cost if self._pool is not None else 0.0)
+
+    def _tell(self, event: sky.SkywardEvent) -> None:
+        told = _words(event)
+        if told is not None and self._log is not None:
+            self._scribe.write(self._log, *told)
+
+
+class _Scribe:
+    """Writes to Dagster's logs in a thread of its own: a record takes about 14 ms in SQLite, and the pool's results must not wait behind it.
+
+    What has come in meanwhile becomes one record of several lines; nothing is left out.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Log, int, str] | threading.Event] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+
+    def write(self, log: Log, level: int, text: str) -> None:
+        """Put a line on its way, from any thread."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="skyward-dagster-log", daemon=True)
+                self._thread.start()
+        self._queue.put((log, level, text))
+
+    def flush(self) -> None:
+        """Wait until what was written so far is in the log, a minute at most."""
+        if self._thread is not None:
+            written = threading.Event()
+            self._queue.put(written)
+            written.wait(FLUSH_SECONDS)
+
+    def close(self) -> None:
+        """Write what is left, and end the thread."""
+        if self._thread is not None:
+            self._queue.put(self._ended)
+            self._thread.join(FLUSH_SECONDS)
+
+    def _work(self) -> None:
+        while not self._ended.is_set():
+            batch = [self._queue.get()]
+            while len(batch) < LINES_PER_RECORD and not self._queue.empty():
+                batch.append(self._queue.get())
+            for (log, level), items in groupby((item for item in batch if isinstance(item, tuple)), key=lambda item: item[:2]):
+                try:
+                    log.log(level, "\n".join(text for _, _, text in items))
+                except Exception:  # Dagster's storage is out of order: the run will say so, and the pool must be able to close
+                    logging.getLogger("skyward").exception("lines of the pool could not be written to Dagster's log")
+            for item in batch:
+                if isinstance(item, threading.Event):
+                    item.set()
+
+
+def _words(event: sky.SkywardEvent) -> tuple[int, str] | None:
+    """The level and the line for the step's log; None for what happens too often, or says nothing new."""
+    match event:
+        case sky.LogLine(node=node, line=line):
+            return logging.INFO, f"[node {node}] {line}"
+        case sky.InstanceLost(node=node, reason=reason):
+            return logging.WARNING, f"node {node} is lost: {reason}"
+        case sky.Error(message=message):
+            return logging.ERROR, message
+        case sky.InstanceLaunching(count=count, instance_type=instance_type, provider=provider):
+            return logging.INFO, f"launching {count} x {instance_type} on {provider}"
+        case sky.InstanceProvisioned(instance_id=instance_id, node=node, spot=spot):
+            price = event.price_spot if spot else event.price_on_demand
+            return logging.INFO, f"node {node} is {instance_id}, {'spot' if spot else 'on demand'}{f', {price:g} USD per hour' if price else ''}"
+        case sky.BootstrapProgress(instance_id=instance_id, step=step):
+            return logging.INFO, f"{instance_id}: {step}"
+        case sky.PoolReady(nodes=nodes, slots=slots, seconds=seconds):
+            return logging.INFO, f"the pool is ready after {seconds:.1f} s: {_count(nodes, 'node')}, {_count(slots, 'call')} at once"
+        case sky.PoolStopping():
+            return logging.INFO, "giving the machines back"
+        case sky.CostFinal(total_cost=cost, total_seconds=seconds):
+            return logging.INFO, f"the whole bill of the pool: {cost:.6f} USD for {seconds:.1f} s"
+        case _:
+            return None
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _plain(wishes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords as plain data, checked as far as they are known already; None means not said, as it does in Dagster's config.
+
+    Raises BadRequest.
+    """
+    said = {name: value for name, value in wishes.items() if value is not None}
+    later = {name: value for name, value in said.items() if name in _FIELDS and _is_from_environment(value)}
+    for name, value in later.items():
+        _refuse_unreadable(name, value)
+    spec = sky.PoolSpec.of(**{name: value for name, value in said.items() if name not in later})
+    spec.refuse_what_cannot_be()
+    return spec.model_dump(mode="json", exclude_unset=True) | later
+
+
+def _is_from_environment(value: object) -> bool:
+    """Whether a value is, or holds, an `EnvVar`, also in the form that it has in config: {"env": "NAME"}."""
+    match value:
+        case _ if isinstance(value, ENVIRONMENT):
+            return True
+        case {"env": str(), **others} if not others:
+            return True
+        case Mapping():
+            return any(map(_is_from_environment, value.values()))
+        case list() | tuple():
+            return any(map(_is_from_environment, value))
+        case _:
+            return False
+
+
+def _refuse_unreadable(name: str, value: object) -> None:
+    """Raise BadRequest for an environment variable where Dagster cannot read one; else its error would speak of the type of a string."""
+    kind = get_args(_FIELDS[name][0])[0]
+    if kind is int and isinstance(value, dg.EnvVar):
+        raise sky.BadRequest(f'{name}=dg.EnvVar("{value.env_var_name}"): it is a whole number, write dg.EnvVar.int("{value.env_var_name}")')
+    if kind in (float, bool):
+        raise sky.BadRequest(f"{name}: Dagster reads only text and whole numbers from the environment; leave it out and set SKYWARD_{name.upper()} there")
+
+
+def _filled_in(value: Any, name: str) -> Any:
+    """Return the value with the environment variables that it refers to filled in. Dagster has done so for text and whole numbers, not inside plain data."""
+    match value:
+        case {"env": str() as variable, **others} if not others and name != "env":
+            return _from_environment(variable, name)
+        case _ if isinstance(value, ENVIRONMENT):  # outside of a run Dagster has filled in nothing
+            return _from_environment(getattr(value, "env_var_name", None) or getattr(value, "name", ""), name)
+        case Mapping():
+            return {key: _filled_in(item, name) for key, item in value.items()}
+        case list() | tuple():
+            return [_filled_in(item, name) for item in value]
+        case _:
+            return value
+
+
+def _from_environment(variable: str, name: str) -> str:
+    if (value := os.environ.get(variable)) is None:
+        raise sky.BadRequest(f"{name}: the environment variable {variable} is not set in the process that runs the step")
+    return value

@@ -1,0 +1,434 @@
+"""Dagster for real: ephemeral instances, real pools of one or two local nodes."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.worker.watchdog import tagged_processes
+
+dg = pytest.importorskip("dagster")
+from dagster_skyward import SkywardResource  # noqa: E402
+from dagster_skyward.metadata import ACCELERATOR, COST_USD, NODES, SECONDS  # noqa: E402
+
+PRICE = 36.0
+
+
+def owned_processes(pid=None):
+    """Processes of the local nodes that this process, or another one, has started."""
+    return [found for found, environ in tagged_processes() if environ.get("SKYWARD_OWNER", "").split(":")[0] == str(pid or os.getpid())]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    """After each test no node and no thread of ours is left."""
+    yield
+    assert owned_processes() == []
+    deadline = time.monotonic() + 10
+    while (left := [thread.name for thread in threading.enumerate() if thread.name.startswith("skyward")]) and time.monotonic() < deadline:
+        threading.Event().wait(0.05)
+    assert left == []
+
+
+@pytest.fixture
+def instance():
+    with dg.DagsterInstance.ephemeral() as ephemeral:
+        yield ephemeral
+
+
+def resource(**wishes):
+    return SkywardResource(**{"provider": sky.Local(price_per_hour=PRICE)} | wishes)
+
+
+def materialize(assets, compute, instance, **more):
+    return dg.materialize(assets, resources={"compute": compute}, instance=instance, **more)
+
+
+def metadata_of(result, key):
+    return next(event.materialization.metadata for event in result.get_asset_materialization_events() if event.asset_key == dg.AssetKey(key))
+
+
+def messages(instance, result, step):
+    return [line for entry in instance.all_logs(result.run_id) if entry.step_key == step for line in entry.user_message.splitlines()]
+
+
+def chatter(lines):
+    for number in range(lines):
+        print(f"line {number} of the payload")
+    return sky.instance_info().node, os.environ["SKYWARD_INSTANCE_ID"]
+
+
+def where(number):
+    return number, os.environ["SKYWARD_INSTANCE_ID"], os.environ["SKYWARD_POOL_ID"]
+
+
+@sky.compute
+def square(number):
+    return number * number
+
+
+def fail():
+    raise LookupError("the payload's own error")
+
+
+# ── runs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dg.asset
+def talkative(context: dg.AssetExecutionContext, compute: SkywardResource):
+    return compute.run(context, chatter, lines=100)
+
+
+@dg.asset(deps=[talkative])
+def spread(context: dg.AssetExecutionContext, compute: SkywardResource):
+    places = compute.map(context, where, range(8))
+    with compute.pool(context) as pool:
+        squares = (square(3) & square(4)) >> pool
+    return places, squares, compute.run(context, square, 5)
+
+
+def test_two_assets_share_one_pool_and_each_tells_its_lines_its_cost_and_its_time(instance):
+    """In one process two assets use one pool; values, all of the printed lines, and the shares of the bill are where they belong."""
+    result = materialize([talkative, spread], resource(nodes=2, display="quiet"), instance)
+
+    assert result.output_for_node("talkative")[0] in {0, 1}
+    places, squares, five = result.output_for_node("spread")
+    assert [number for number, _, _ in places] == list(range(8))
+    assert (squares, five) == ((9, 16), 25)
+    assert len({pool for _, _, pool in places}) == 1
+    machines = {machine for _, machine, _ in places}
+    assert len(machines) == 2
+    assert result.output_for_node("talkative")[1] in machines
+
+    told = messages(instance, result, "talkative")
+    lines = [line for line in told if line.startswith("[node ")]
+    assert [line.partition("] ")[2] for line in lines] == [f"line {number} of the payload" for number in range(100)]
+    assert {line.partition("]")[0] for line in lines} == {f"[node {result.output_for_node('talkative')[0]}"}
+    assert any(line.startswith("launching 2 x local") for line in told)
+    assert any(line.startswith("the pool is ready after") and "2 nodes" in line for line in told)
+    assert not any(line.startswith("launching") for line in messages(instance, result, "spread"))
+    bills = [line for entry in instance.all_logs(result.run_id) for line in entry.user_message.splitlines() if "whole bill" in line]
+    assert len(bills) == 1
+
+    for key in ("talkative", "spread"):
+        metadata = metadata_of(result, key)
+        assert isinstance(metadata[COST_USD], dg.FloatMetadataValue)
+        assert isinstance(metadata[SECONDS], dg.FloatMetadataValue)
+        assert metadata[COST_USD].value == pytest.approx(metadata[SECONDS].value * 2 * PRICE / 3600, rel=0.1, abs=1e-3)
+        assert metadata[COST_USD].value > 0
+        assert metadata[NODES] == dg.IntMetadataValue(2)
+        assert metadata[ACCELERATOR] == dg.TextMetadataValue("none")
+    bill = float(bills[0].partition(": ")[2].split()[0])
+    assert sum(metadata_of(result, key)[COST_USD].value for key in ("talkative", "spread")) <= bill
+
+
+@dg.asset
+def failing(context: dg.AssetExecutionContext, compute: SkywardResource):
+    compute.run(context, fail)
+
+
+@dg.asset
+def interrupted(context: dg.AssetExecutionContext, compute: SkywardResource):
+    with compute.pool(context) as pool:
+        assert pool.is_active
+        assert owned_processes()
+        raise dg.DagsterExecutionInterruptedError
+
+
+def test_a_failing_asset_raises_its_own_error_and_closes_the_pool(instance):
+    """The payload's exception arrives as itself, and nothing is left running."""
+    result = materialize([failing], resource(), instance, raise_on_error=False)
+
+    assert not result.success
+    error = result.failure_data_for_node("failing").error
+    assert "LookupError: the payload's own error" in error.to_string()
+    assert owned_processes() == []
+
+
+def test_an_interrupt_in_the_step_closes_the_pool(instance):
+    """What Dagster raises when a run is terminated is no Exception; the pool is closed all the same, and it is raised on."""
+    with pytest.raises(dg.DagsterExecutionInterruptedError):
+        materialize([interrupted], resource(), instance)
+    assert owned_processes() == []
+
+
+@dg.op
+def work(context: dg.OpExecutionContext, compute: SkywardResource):
+    return compute.run(context, square, 6)
+
+
+@dg.op(out=dg.DynamicOut())
+def spread_out(context: dg.OpExecutionContext, compute: SkywardResource):
+    for number in compute.map(context, square, [1, 2]):
+        yield dg.DynamicOutput(number, mapping_key=str(number))
+
+
+@dg.job
+def two_ops():
+    work()
+    spread_out()
+
+
+def test_an_op_has_its_cost_on_its_output(instance):
+    """Ops work as assets do; the metadata is the output's, and an op with dynamic outputs is left without."""
+    result = two_ops.execute_in_process(resources={"compute": resource()}, instance=instance)
+
+    assert result.output_for_node("work") == 36
+    assert result.output_for_node("spread_out") == {"1": 1, "4": 4}
+    outputs = {event.node_name: event.step_output_data.metadata for event in result.all_events if event.event_type_value == "STEP_OUTPUT"}
+    assert outputs["work"][COST_USD].value > 0
+    assert outputs["work"][NODES] == dg.IntMetadataValue(1)
+    assert COST_USD not in outputs["spread_out"]
+
+
+@dg.multi_asset(specs=[dg.AssetSpec("left"), dg.AssetSpec(["deep", "right"])])
+def both(context: dg.AssetExecutionContext, compute: SkywardResource):
+    compute.run(context, square, 2)
+    yield dg.MaterializeResult(asset_key="left", metadata={"own": 1.0})
+    compute.run(context, square, 3)
+    yield dg.MaterializeResult(asset_key=["deep", "right"])
+
+
+@dg.asset_check(asset="left")
+def checked(context: dg.AssetCheckExecutionContext, compute: SkywardResource) -> dg.AssetCheckResult:
+    return dg.AssetCheckResult(passed=compute.run(context, square, 2) == 4)
+
+
+def test_assets_made_together_share_the_cost_and_a_check_runs_too(instance):
+    """Each of two assets of a step carries half of the cost known when it was yielded, beside its own metadata; a check has no place for it."""
+    result = materialize([both, checked], resource(), instance)
+
+    left, right = metadata_of(result, "left"), metadata_of(result, ["deep", "right"])
+    assert left["own"] == dg.FloatMetadataValue(1.0)
+    assert 0 < left[COST_USD].value <= right[COST_USD].value
+    assert result.get_asset_check_evaluations()[0].passed
+
+
+def test_an_asset_is_invoked_directly():
+    """A test may call an asset with a context of its own making: the pool lives as long as the context, and the metadata can be read there."""
+    with dg.build_asset_context() as context:
+        places, squares, five = spread(context, compute=resource())
+
+        assert (len(places), squares, five) == (8, (9, 16), 25)
+        assert len({pool for _, _, pool in places}) == 1
+        assert context.get_output_metadata("result")[COST_USD] > 0
+    assert owned_processes() == []
+
+
+def test_outside_of_a_run_a_pool_lives_for_the_call():
+    """A resource that Dagster has not set up opens a pool for one call, and closes it."""
+    for context in (dg.build_op_context(), dg.build_asset_context()):
+        assert resource().run(context, square, 7) == 49
+    assert owned_processes() == []
+
+
+def test_helpers_of_an_asset_module_travel(tmp_path, instance):
+    """Functions, dataclasses and globals of a module that the nodes cannot import are there when the payload runs; the result is of the module's own class."""
+    path = tmp_path / "asset_module.py"
+    path.write_text(
+        textwrap.dedent("""
+            from dataclasses import dataclass
+            import dagster as dg
+            from dagster_skyward import SkywardResource
+
+            FACTOR = 3
+
+            @dataclass(frozen=True)
+            class Point:
+                x: int
+
+            def scaled(point):
+                return Point(point.x * FACTOR)
+
+            @dg.asset
+            def point(context: dg.AssetExecutionContext, compute: SkywardResource):
+                return compute.run(context, scaled, Point(14))
+        """)
+    )
+    specification = importlib.util.spec_from_file_location("asset_module", path)
+    module = importlib.util.module_from_spec(specification)
+    sys.modules["asset_module"] = module
+    try:
+        specification.loader.exec_module(module)
+        result = materialize([module.point], resource(), instance)
+        assert result.output_for_node("point") == module.Point(42)
+    finally:
+        del sys.modules["asset_module"]
+
+
+SCRIPT = """
+import sys, time
+import dagster as dg
+import skyward_core as sky
+from dagster_skyward import SkywardResource
+
+def forever():
+    print("the payload runs", flush=True)
+    time.sleep(600)
+
+@dg.asset
+def endless(context: dg.AssetExecutionContext, compute: SkywardResource):
+    compute.run(context, forever)
+
+if __name__ == "__main__":
+    dg.materialize([endless], resources={"compute": SkywardResource(provider=sky.Local(price_per_hour=1.0))})
+"""
+
+
+@pytest.mark.parametrize("moment", ["launching 1 x local", "[node 0] the payload runs"])
+def test_a_signal_during_provisioning_or_payload_leaves_nothing(tmp_path, moment):
+    """SIGINT, which is what Dagster's terminate sends, ends the run at once: the call is stopped, the pool closed, the bill told."""
+    script = tmp_path / "endless.py"
+    script.write_text(SCRIPT)
+    process = subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, text=True, cwd=tmp_path, env={**os.environ, "DAGSTER_HOME": ""})
+    try:
+        told = []
+        for line in process.stderr:
+            told.append(line)
+            if moment in line:
+                break
+        assert moment in told[-1], "".join(told)
+        process.send_signal(signal.SIGINT)
+        rest = process.communicate(timeout=30)[1]
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+    assert "DagsterExecutionInterruptedError" in rest
+    assert "the whole bill of the pool" in rest
+    assert owned_processes(process.pid) == []
+
+
+# ── configuration ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_keywords_become_plain_data_and_the_same_spec():
+    """Values given as objects and as their plain forms make equal resources, whose JSON and spec are those of the core."""
+    objects = resource(nodes=2, image=sky.Image(pip=["torch"]), accelerator="A100", spot=0.8, env={"A": "1"}, timeout=60)
+    plain = SkywardResource(
+        provider={"name": "local", "price_per_hour": PRICE}, nodes=2, image={"pip": ["torch"]}, accelerator="A100", spot=0.8, env={"A": "1"}, timeout=60
+    )
+
+    assert objects == plain
+    json.dumps(dict(objects))
+    assert objects.spec == sky.PoolSpec.of(
+        provider=sky.Local(price_per_hour=PRICE),
+        nodes=2,
+        image=sky.Image(pip=["torch"]),
+        accelerator="A100",
+        spot=0.8,
+        env={"A": "1"},
+        timeout=60,
+        display="quiet",
+    )
+
+
+def test_each_knob_is_a_config_field_with_its_description():
+    """The config that Dagster shows has the fields of PoolSpec, all of them optional, with the texts of the core."""
+    fields = SkywardResource.to_fields_dict()
+
+    assert set(fields) == set(sky.PoolSpec.model_fields)
+    assert not any(field.is_required for field in fields.values())
+    assert fields["nodes"].description == "Number of machines. Default: 1."
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"acelerator": "A100"}, "did you mean 'accelerator'"),
+        ({"nods": dg.EnvVar("NODES")}, "did you mean 'nodes'"),
+        ({"nodes": 0}, "nodes=0"),
+        ({"provider": "locl"}, "did you mean 'local'"),
+        ({"memory": "32 gigs"}, "32GB"),
+        ({"image": {"pipp": ["torch"]}}, "did you mean 'pip'"),
+        ({"image": sky.Image(python="3.9")}, "Python 3.9"),
+        ({"nodes": dg.EnvVar("NODES")}, 'EnvVar.int("NODES")'),
+        ({"timeout": dg.EnvVar.int("SECONDS")}, "SKYWARD_TIMEOUT"),
+    ],
+)
+def test_a_wrong_wish_is_refused_when_the_resource_is_made(wishes, message):
+    """The error is the core's, and says what to do, before Dagster has anything to run; also for what is left to the launch."""
+    with pytest.raises(sky.BadRequest) as error:
+        SkywardResource(**wishes)
+    assert message in str(error.value)
+    with pytest.raises(sky.BadRequest):
+        SkywardResource.configure_at_launch(**wishes)
+
+
+def test_environment_variables_are_read_when_the_run_starts(instance, monkeypatch):
+    """EnvVar works for text and whole numbers and inside plain data; the definition keeps the name, not the value."""
+    compute = SkywardResource(
+        provider={"name": "local", "price_per_hour": dg.EnvVar("TEST_PRICE")}, nodes=dg.EnvVar.int("TEST_NODES"), env={"GREETING": dg.EnvVar("TEST_GREETING")}
+    )
+    with pytest.raises(sky.BadRequest, match="TEST_"):
+        _ = compute.spec
+    monkeypatch.setenv("TEST_PRICE", "7.5")
+    monkeypatch.setenv("TEST_NODES", "2")
+    monkeypatch.setenv("TEST_GREETING", "hello")
+    seen = {}
+
+    @dg.asset
+    def look(context: dg.AssetExecutionContext, compute: SkywardResource):
+        seen["spec"] = compute.spec
+
+    assert materialize([look], compute, instance).success
+    assert seen["spec"].provider == sky.Local(price_per_hour=7.5)
+    assert seen["spec"].nodes == 2
+    assert seen["spec"].env == {"GREETING": "hello"}
+
+
+def test_the_run_config_decides_what_was_left_to_the_launch(instance):
+    """configure_at_launch keeps what it was given as defaults; the run's config, in plain words, comes on top."""
+    seen = {}
+
+    @dg.asset
+    def look(context: dg.AssetExecutionContext, compute: SkywardResource):
+        seen["spec"] = compute.spec
+
+    compute = SkywardResource.configure_at_launch(provider=sky.Local(price_per_hour=PRICE), nodes=3)
+    config = {"resources": {"compute": {"config": {"nodes": 2, "spot": "never", "image": {"pip": ["torch"]}, "timeout": 90}}}}
+    assert materialize([look], compute, instance, run_config=config).success
+    assert seen["spec"] == sky.PoolSpec.of(
+        provider=sky.Local(price_per_hour=PRICE), nodes=2, spot="never", image=sky.Image(pip=["torch"]), timeout=90, display="quiet"
+    )
+
+
+def test_what_was_said_comes_before_the_settings(monkeypatch, instance):
+    """A field that was set, be it to the core's own default, is not replaced by a setting; one that was not is."""
+    monkeypatch.setenv("SKYWARD_NODES", "5")
+    monkeypatch.setenv("SKYWARD_CONCURRENCY", "2")
+    seen = {}
+
+    @dg.asset
+    def look(context: dg.AssetExecutionContext, compute: SkywardResource):
+        seen["spec"] = sky.ComputePool.from_spec(compute.spec).spec
+
+    assert materialize([look], resource(nodes=1), instance).success
+    assert (seen["spec"].nodes, seen["spec"].concurrency) == (1, 2)
+
+
+def test_a_step_that_does_not_use_its_pool_opens_none(instance):
+    """A pool that is only listed costs nothing: no machine, no line, no metadata."""
+
+    @dg.asset
+    def idle(context: dg.AssetExecutionContext, compute: SkywardResource):
+        return len(owned_processes())
+
+    result = materialize([idle], resource(), instance)
+    assert result.output_for_node("idle") == 0
+    assert COST_USD not in metadata_of(result, "idle")
+
+
+def test_the_library_is_known_to_dagster():
+    """`import dagster_skyward` tells Dagster the library and its version, as its UI and telemetry expect."""
+    from dagster_shared.libraries import DagsterLibraryRegistry
+
+    assert DagsterLibraryRegistry.get()["dagster-skyward"] == sky.__version__

@@ -1,0 +1,72 @@
+"""Large values where the client does not see the node's memory: Dask carries them, straight between client and worker."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+
+import skyward_core as sky
+from skyward_core.cluster import Cluster
+from skyward_core.provisioning import lifecycle
+
+
+@pytest.fixture(scope="module")
+def far_pool() -> Iterator[sky.ComputePool]:
+    """A pool whose nodes and client believe that they share no memory, as machines do."""
+    settings_of, init = lifecycle.settings_of, Cluster.__init__
+
+    def far_settings(*args: Any) -> Any:
+        return dataclasses.replace(settings_of(*args), client_shares_memory=False)
+
+    def far_init(self: Cluster, *args: Any) -> None:
+        init(self, *args)
+        self._shares_memory = False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lifecycle, "settings_of", far_settings)
+        patch.setattr(Cluster, "__init__", far_init)
+        with sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet") as pool:
+            yield pool
+
+
+@sky.compute
+def add_one(array: Any) -> Any:
+    array += 1
+    return array
+
+
+@sky.compute
+def total(array: Any) -> float:
+    return float(array.sum())
+
+
+def test_a_large_array_goes_there_and_back(far_pool: sky.ComputePool) -> None:
+    """An array of 20 MB arrives writable on the node and writable at the client, and the client's own is untouched."""
+    array = numpy.arange(2_500_000, dtype=float)
+    back = add_one(array) >> far_pool
+    assert numpy.array_equal(back, numpy.arange(1, 2_500_001, dtype=float))
+    assert array[0] == 0
+    back[0] = 7
+
+
+def test_every_worker_gets_the_large_argument(far_pool: sky.ComputePool) -> None:
+    """A broadcast brings the array to each worker."""
+    assert total(numpy.ones(1_000_000)) @ far_pool == (1e6, 1e6)
+
+
+def test_many_large_values_at_once(far_pool: sky.ComputePool) -> None:
+    """Several large arguments and results in flight do not get mixed up."""
+    arrays = [numpy.full(200_000, float(i)) for i in range(12)]
+    assert [float(back[0]) for back in far_pool.map(add_one, arrays)] == [i + 1.0 for i in range(12)]
+
+
+def test_nothing_stays_behind_on_the_workers(far_pool: sky.ComputePool) -> None:
+    """Once the calls have ended, no worker holds a value."""
+    add_one(numpy.ones(500_000)) >> far_pool
+    client = far_pool.dask_client()
+    for _ in range(200):
+        if not any(client.run(lambda dask_worker: len(dask_worker.data)).values()):
+            break
+    assert not any(client.run(lambda dask_worker: len(dask_worker.data)).values())
