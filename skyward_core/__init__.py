@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from skyward_core.instances import InstanceState as InstanceState
     from skyward_core.instances import Lease as Lease
     from skyward_core.instances import Node as Node
+    from skyward_core.narrator import Narrator as Narrator
     from skyward_core.offers import Offer as Offer
     from skyward_core.offers import Requirements as Requirements
     from skyward_core.pool import ComputePool as ComputePool
@@ -103,6 +104,7 @@ _HOMES = {
     "image.image": "Image",
     "image.volume": "S3Volume Volume",
     "instances": "Instance InstanceState Lease Node",
+    "narrator": "Narrator",
     "offers": "Offer Requirements",
     "pool": "ComputePool MultiPool",
     "providers.base": "Provider",

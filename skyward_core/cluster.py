@@ -80,6 +80,7 @@ class Cluster:
         self._queue = Queue(self._topic)
         self._given: dict[str, _Given] = {}
         self._workers: dict[str, str] = {}
+        self._to_stop: set[str] = set()
         self._tasks: dict[int, distributed.Future[Any]] = {}
         self._lost: SkywardError | None = None
         self._submitted = self._done = self._failed = 0
@@ -196,6 +197,7 @@ class Cluster:
 
     def _ship(self) -> None:
         with self._lock:
+            self._to_stop -= self._queue.drop(self._to_stop) if self._to_stop else set()
             shipments = self._queue.ship() if not self._is_closing else []
         for shipment in shipments:
             self._send(shipment)
@@ -213,16 +215,23 @@ class Cluster:
 
     def _cancel(self, call_id: str) -> None:
         with self._lock:
-            waited = self._queue.drop(call_id)
-        if not waited and not self._is_closing:
-            cast(Any, self.client.loop).add_callback(self._stop_on_workers, call_id)
+            is_first = not self._to_stop
+            self._to_stop.add(call_id)
+        if is_first and not self._is_closing:
+            cast(Any, self.client.loop).add_callback(self._stop_on_workers)
         self._inbox.put(lambda: self._on_cancelled(call_id))
 
-    async def _stop_on_workers(self, call_id: str) -> None:
+    async def _stop_on_workers(self) -> None:
+        """Stop all calls that are to be stopped by now, with one message to the workers, however many they are."""
+        with self._lock:
+            calls = self._to_stop - self._queue.drop(self._to_stop)
+            self._to_stop.clear()
+        calls = {call_id for call_id in calls if self._queue.is_out(call_id)}
         try:
-            await cast(Any, self.client).run(cancel_calls, {call_id}, wait=False)
-        except Exception as error:  # the workers are on their way out, and the call with them
-            _log.debug("call %s could not be stopped: %s", call_id, error)
+            if calls and not self._is_closing:
+                await cast(Any, self.client).run(cancel_calls, calls, wait=False)
+        except Exception as error:  # the workers are on their way out, and the calls with them
+            _log.debug("%d calls could not be stopped: %s", len(calls), error)
 
     # ── news in, all in the inbox thread ─────────────────────────────────────────────────────────────────────────────
 
@@ -246,16 +255,15 @@ class Cluster:
             if isinstance(item, Output):
                 for line in item.lines:
                     self._emit(LogLine(report.node, report.instance_id, line, item.timestamp, item.call_id, item.stream))
-            elif item.ending is not Ending.HERE:
+            elif item.ending not in {Ending.HERE, Ending.RETURNED}:
                 self._on_outcome(item, report.node)
+        with self._lock:
+            self._queue.returned([item.call_id for item in report.news if isinstance(item, Outcome) and item.ending is Ending.RETURNED])
         self._ship()
 
     def _on_outcome(self, outcome: Outcome, node: int) -> None:
         self.busy_at = time.monotonic()
         with self._lock:
-            if outcome.ending is Ending.RETURNED:
-                self._queue.returned(outcome.call_id)
-                return
             self._queue.ended(outcome.call_id, outcome.seconds if outcome.ending is Ending.RESULT else None)
             given = self._given.pop(outcome.call_id, None)
         if given is None or not given.future.set_running_or_notify_cancel():
@@ -299,8 +307,11 @@ class Cluster:
                     self._queue.ended(call_id)
             self._fail(call_ids, lost)
             return
+        with self._lock:
+            self._queue.returned([call_id for call_id in call_ids if outcomes[call_id].ending is Ending.RETURNED])
         for call_id in call_ids:
-            self._on_outcome(outcomes[call_id], -1)
+            if outcomes[call_id].ending is not Ending.RETURNED:
+                self._on_outcome(outcomes[call_id], -1)
 
     def _on_cancelled(self, call_id: str) -> None:
         with self._lock:

@@ -11,8 +11,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, cast, overload
+from collections.abc import Callable, Coroutine, Generator, Mapping
+from typing import Any, Concatenate, Protocol, Self, cast, overload
 
 
 class Runner(Protocol):
@@ -103,16 +103,28 @@ class ComputeFunction[**P, R]:
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> PendingCompute[R]:
         return PendingCompute(self.local, args, kwargs)
 
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Self: ...
+    @overload
+    def __get__[S, **Q, T](self: ComputeFunction[Concatenate[S, Q], T], instance: S, owner: type | None = None) -> ComputeFunction[Q, T]: ...
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Bind like a function does, so that `@compute` works on methods."""
-        return self if instance is None else ComputeFunction(functools.partial(self.local, instance))  # type: ignore[arg-type]
+        return self if instance is None else ComputeFunction(functools.partial(cast(Any, self.local), instance))
 
     def __repr__(self) -> str:
         return f"<compute {_name(self.local)}>"
 
 
-def compute[**P, R](fn: Callable[P, R]) -> ComputeFunction[P, R]:
+@overload
+def compute[**P, R](fn: Callable[P, Coroutine[Any, Any, R]]) -> ComputeFunction[P, R]: ...
+@overload
+def compute[**P, Y](fn: Callable[P, Generator[Y, Any, Any]]) -> ComputeFunction[P, list[Y]]: ...
+@overload
+def compute[**P, R](fn: Callable[P, R]) -> ComputeFunction[P, R]: ...
+def compute(fn: Callable[..., Any]) -> Any:
     """Make a function lazy: a call returns `PendingCompute[R]` instead of running.
+
+    A coroutine function is run to its end on the node, a generator comes back as a list.
 
     >>> @compute
     ... def double(x: int) -> int:
@@ -143,7 +155,7 @@ def gather(*computations: PendingCompute[Any]) -> PendingBatch[*tuple[Any, ...]]
 
 
 def _runner(pool: object, operator: str) -> Runner:
-    if all(callable(getattr(pool, name, None)) for name in ("run", "run_batch", "broadcast")):
+    if not isinstance(pool, type) and all(callable(getattr(pool, name, None)) for name in ("run", "run_batch", "broadcast")):
         return cast(Runner, pool)
     raise TypeError(
         f"`{operator}` sends a call to a pool, not to {type(pool).__name__!r}: write `with sky.ComputePool(...) as pool:` and `fn(x) {operator} pool`"

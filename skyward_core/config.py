@@ -12,6 +12,7 @@ upwards, else the one in the user's configuration directory. A file looks like t
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tomllib
 from collections.abc import Mapping
@@ -27,7 +28,9 @@ from skyward_core.spec import PoolSpec
 
 PREFIX = "SKYWARD_"
 FILE = "skyward.toml"
-NOT_SETTINGS = frozenset({"SKYWARD_INSTANCE_INFO", "SKYWARD_LEDGER", "SKYWARD_HOME"})
+NODE_VARIABLES = "BOOT_WATCHER ENV_PYTHON HOME INSTANCE_DIRECTORY INSTANCE_ID INSTANCE_INFO LEDGER OWNER POOL_ID PRICE_PER_HOUR PYTHON RANK UV"
+NOT_SETTINGS = frozenset(f"{PREFIX}{name}" for name in NODE_VARIABLES.split())
+_log = logging.getLogger("skyward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +54,15 @@ class Settings:
             fields |= found
             sources |= dict.fromkeys(found, str(path))
         for name, text in environ.items():
+            if not name.startswith(PREFIX) or name in NOT_SETTINGS:
+                continue
             key = name.removeprefix(PREFIX).lower()
-            if name.startswith(PREFIX) and key in PoolSpec.model_fields and name not in NOT_SETTINGS:
+            if key in PoolSpec.model_fields:
                 fields[key] = _from_text(text)
                 sources[key] = f"{name} in the environment"
+            else:
+                near = get_close_matches(key, PoolSpec.model_fields, 1, cutoff=0.5)
+                _log.warning("%s in the environment is no setting%s", name, f"; did you mean {PREFIX}{near[0].upper()}?" if near else "")
         return cls(fields, sources)
 
 

@@ -25,19 +25,17 @@ from skyward_core.events import (
     InfraCreating,
     InstanceLaunching,
     InstanceLost,
-    InstanceProvisioned,
-    InstanceStopping,
     LogLine,
     PoolReady,
     PoolStopping,
     SkywardEvent,
 )
+from skyward_core.narrator import Narrator, usd
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 KINDS = ("log", "spinner", "quiet")
-SECONDS_BETWEEN_COSTS = 60.0
 SECONDS_BETWEEN_PICTURES = 0.125
 
 _log = logging.getLogger("skyward")
@@ -91,7 +89,7 @@ class _Log:
     """Tells events to the logger, and brings a listener along in case the user has none."""
 
     def __init__(self, file: TextIO | None) -> None:
-        self._narrator = _Narrator()
+        self._narrator = Narrator()
         self._lock = threading.Lock()
         self._open = True
         self._listener = _LastListener(file)
@@ -101,10 +99,8 @@ class _Log:
         with self._lock:
             if not self._open:
                 return
-            if isinstance(event, LogLine):
-                _node_log.info("[node %d] %s", event.node, event.line)
-            elif told := self._narrator.tell(event):
-                _log.log(told[0], "%s", told[1])
+            if told := self._narrator.tell(event):
+                (_node_log if isinstance(event, LogLine) else _log).log(told[0], "%s", told[1])
 
     def close(self) -> None:
         with self._lock:
@@ -208,7 +204,7 @@ class _Lines:
     """Plain lines, for a spinner that has no terminal to draw on."""
 
     def __init__(self, file: TextIO | None) -> None:
-        self._narrator = _Narrator()
+        self._narrator = Narrator()
         self._lock = threading.Lock()
         self._file = file
         self._open = True
@@ -224,11 +220,11 @@ class _Lines:
             self._open = False
 
 
-def _line(narrator: _Narrator, event: SkywardEvent) -> str | None:
-    if isinstance(event, LogLine):
-        return f"[node {event.node}] {event.line}"
+def _line(narrator: Narrator, event: SkywardEvent) -> str | None:
     told = narrator.tell(event)
-    return f"skyward  {told[1]}" if told and told[0] >= logging.INFO else None
+    if told is None or told[0] < logging.INFO:
+        return None
+    return told[1] if isinstance(event, LogLine) else f"skyward  {told[1]}"
 
 
 class _Spinner:
@@ -236,7 +232,7 @@ class _Spinner:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._narrator = _Narrator()
+        self._narrator = Narrator()
         self._lock = threading.Lock()
         self._open = True
         self._pool: TaskID | None = None
@@ -252,13 +248,13 @@ class _Spinner:
             told = self._narrator.tell(event)
             match event:
                 case LogLine() | InstanceLost() | Error():
-                    self._print_above(event, told)
+                    self._print_above(told[1] if told else "")
                 case CallProgress(submitted, done, failed):
                     self._show_calls(submitted, done, failed)
                 case BootstrapStarting(machine) | BootstrapProgress(machine) | BootstrapCompleted(machine):
                     self._show_machine(machine, event)
                 case CostUpdate(accumulated_cost=cost, hourly_rate=rate):
-                    self._show_pool(note=f"{_usd(cost)} at {_usd(rate)}/h" if rate or cost else "")
+                    self._show_pool(note=f"{usd(cost)} at {usd(rate)}/h" if rate or cost else "")
                 case InfraCreating() | InfraCreated() | InstanceLaunching() | PoolReady() | PoolStopping() | CostFinal():
                     self._show_phase(event, told[1] if told else "")
                 case _:
@@ -276,8 +272,7 @@ class _Spinner:
         while not self._closing.wait(SECONDS_BETWEEN_PICTURES):
             self._progress.refresh()
 
-    def _print_above(self, event: SkywardEvent, told: tuple[int, str] | None) -> None:
-        text = f"[node {event.node}] {event.line}" if isinstance(event, LogLine) else told[1] if told else ""
+    def _print_above(self, text: str) -> None:
         self._pool_row()
         # soft_wrap: a long line stays one line for whoever copies it.
         self._progress.console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
@@ -323,113 +318,3 @@ class _Spinner:
             self._animation.start()
             self._pool = self._progress.add_task("opening the pool", total=None, note="")
         return self._pool
-
-
-# ── words ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class _Narrator:
-    """Puts one pool's events into words, and leaves out what would be noise. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._nodes: dict[str, int] = {}
-        self._calls = CallProgress(submitted=0, done=0, failed=0)
-        self._cost_told_at = 0.0
-
-    def tell(self, event: SkywardEvent) -> tuple[int, str] | None:
-        """Return the level (of `logging`) and the words for an event, or None if it is not worth a line."""
-        match event:
-            case InstanceProvisioned(instance_id, node):
-                self._nodes[instance_id] = node
-                return logging.INFO, _provisioned(event)
-            case CallProgress():
-                self._calls = event
-                return None
-            case CostUpdate():
-                return self._cost_so_far(event)
-            case InstanceLost(_, node, reason):
-                return logging.WARNING, f"node {node} is lost: {reason}"
-            case Error(message, machine):
-                return (logging.ERROR, message if machine is None else f"{self.name(machine)}: {message}")
-            case InstanceStopping(machine):
-                return logging.DEBUG, f"{self.name(machine)}: stopping"
-            case _:
-                words = self._phase(event)
-                return (logging.INFO, words) if words else None
-
-    def name(self, instance_id: str) -> str:
-        """Return "node 1" for a machine whose rank is known, else its id."""
-        node = self._nodes.get(instance_id)
-        return instance_id if node is None else f"node {node}"
-
-    def _phase(self, event: SkywardEvent) -> str | None:
-        match event:
-            case InfraCreating():
-                return "looking for machines"
-            case InfraCreated(region):
-                return f"found what you asked for in {region}"
-            case InstanceLaunching(count, instance_type, provider):
-                return f"launching {count} x {instance_type} on {provider}"
-            case BootstrapStarting(machine):
-                return f"{self.name(machine)}: preparing"
-            case BootstrapProgress(machine, step):
-                return f"{self.name(machine)}: {step}"
-            case BootstrapCompleted(machine):
-                return f"{self.name(machine)}: ready"
-            case PoolReady():
-                return f"ready after {_duration(event.seconds)}: {_count(event.nodes, 'node')}, {_count(event.slots, 'slot')}"
-            case PoolStopping():
-                return "giving the machines back" + (f" ({self._calls_so_far()})" if self._calls.submitted else "")
-            case CostFinal():
-                return _bill(event)
-            case _:
-                return None
-
-    def _cost_so_far(self, event: CostUpdate) -> tuple[int, str] | None:
-        if event.elapsed_seconds - self._cost_told_at < SECONDS_BETWEEN_COSTS:
-            return None
-        self._cost_told_at = event.elapsed_seconds
-        parts = [f"running for {_duration(event.elapsed_seconds)}"]
-        if self._calls.submitted:
-            parts.append(self._calls_so_far())
-        if event.accumulated_cost or event.hourly_rate:
-            parts.append(f"{_usd(event.accumulated_cost)} so far at {_usd(event.hourly_rate)} per hour")
-        return logging.INFO, ", ".join(parts)
-
-    def _calls_so_far(self) -> str:
-        calls = self._calls
-        return f"{calls.done} of {_count(calls.submitted, 'call')} done" + (f", {calls.failed} failed" if calls.failed else "")
-
-
-def _provisioned(event: InstanceProvisioned) -> str:
-    price = event.price_spot if event.spot else event.price_on_demand
-    market = "spot" if event.spot else "on demand"
-    told = [event.instance_type, event.ip, f"{market} at {_usd(price)} per hour" if price else None]
-    rest = ", ".join(part for part in told if part)
-    return f"node {event.node} is {event.instance_id}" + (f" ({rest})" if rest else "")
-
-
-def _bill(event: CostFinal) -> str:
-    markets = ((event.spot_count, "spot"), (event.ondemand_count, "on demand"))
-    machines = ", ".join(f"{count} {market}" for count, market in markets if count)
-    saved = f", {_usd(event.savings_vs_ondemand)} less than on demand" if event.savings_vs_ondemand > 0 else ""
-    return f"done: {_duration(event.total_seconds)}, {_usd(event.total_cost)}" + (f" ({machines})" if machines else "") + saved
-
-
-def _usd(amount: float) -> str:
-    if amount == 0:
-        return "$0"
-    return f"${amount:.4f}" if abs(amount) < 1 else f"${amount:,.2f}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from skyward_core.worker.wire import Batch, Call, Parcel
@@ -82,18 +83,25 @@ class Queue:
             self._seconds[entry.call.function] = seconds if before is None else before + SMOOTHING * (seconds - before)
         return True
 
-    def returned(self, call_id: str) -> None:
-        """Note that a call has not been begun: it waits again, first in the queue."""
-        found = self._out.get(call_id)
-        if found is not None:
-            self.ended(call_id)
-            (self._waiting if found[0].worker is None else self._pinned).appendleft(found[0])
+    def returned(self, call_ids: Sequence[str]) -> None:
+        """Note that calls have not been begun: they wait again, in this order, first in the queue."""
+        for call_id in reversed(call_ids):
+            found = self._out.get(call_id)
+            if found is not None:
+                self.ended(call_id)
+                (self._waiting if found[0].worker is None else self._pinned).appendleft(found[0])
 
-    def drop(self, call_id: str) -> bool:
-        """Forget a call that waits; False if it does not wait."""
-        before = len(self._waiting)
-        self._waiting = deque(entry for entry in self._waiting if entry.call.call_id != call_id)
-        return len(self._waiting) < before
+    def drop(self, call_ids: AbstractSet[str]) -> set[str]:
+        """Forget those of the calls that wait; return which did."""
+        dropped = {entry.call.call_id for entry in (*self._pinned, *self._waiting) if entry.call.call_id in call_ids}
+        if dropped:
+            self._waiting = deque(entry for entry in self._waiting if entry.call.call_id not in dropped)
+            self._pinned = deque(entry for entry in self._pinned if entry.call.call_id not in dropped)
+        return dropped
+
+    def is_out(self, call_id: str) -> bool:
+        """Tell whether a call has gone out and not ended."""
+        return call_id in self._out
 
     def unended(self, shipment: Shipment) -> list[str]:
         """Return the calls of a shipment that have not ended, in their order."""

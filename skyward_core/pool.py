@@ -97,6 +97,7 @@ class ComputePool:
                     opened.start()
                 except BaseException:
                     self._open = None
+                    opened.stop("the pool could not be opened")
                     self._final = opened.final
                     raise
                 self._finalizer = weakref.finalize(self, _collected, opened)
@@ -131,6 +132,10 @@ class ComputePool:
         """Hand a call over and return at once; `.result()` waits, `.cancel()` stops it even while it runs."""
         return cast("Future[R]", self._cluster.submit([_checked(pending)], self._replace_object)[0])
 
+    def submit_all[R](self, calls: Iterable[PendingCompute[R]]) -> list[Future[R]]:
+        """Hand many calls over at once; returns their futures, in order. Quicker than one by one: a function that they share is pickled once."""
+        return cast("list[Future[R]]", self._cluster.submit([_checked(pending) for pending in calls], self._replace_object))
+
     def run[R](self, pending: PendingCompute[R]) -> R:
         """Run one call on the first free worker and return its result. Its own exception is raised here, with its remote traceback as the cause."""
         return _results([self.submit(pending)])[0]
@@ -148,6 +153,8 @@ class ComputePool:
 
         The iterables must have the same length: BadRequest otherwise, before anything runs.
         """
+        if not iterables:
+            raise BadRequest("map needs something to map over: pool.map(fn, [1, 2, 3])")
         function = fn.local if isinstance(fn, ComputeFunction) else fn
         try:
             calls = [PendingCompute(function, items) for items in zip(*iterables, strict=True)]
@@ -285,11 +292,11 @@ class _Open:
                 self.cluster = cluster = cluster_module.Cluster(lease, certificate, self.emit)
                 undo.callback(cluster.close, "the pool could not be opened")
                 cluster.start(deadline, lambda: self._check_nodes(lease))
+                self.is_running = True  # before the undo is let go: an asynchronous exception may come between any two lines, and then `stop` is the undo
                 undo.pop_all()
         except BaseException:
             self._display.close()
             raise
-        self.is_running = True
         atexit.register(self._at_exit)
         self.emit(PoolReady(self.pool_id, len(lease.nodes), cluster.slots, time.monotonic() - started))
         threading.Thread(target=self._watch_clock, name="skyward-clock", daemon=True).start()
@@ -304,12 +311,15 @@ class _Open:
         atexit.unregister(self._at_exit)
         assert self.lease is not None
         assert self.cluster is not None
-        with ExitStack() as undo:
-            undo.callback(self._display.close)
-            undo.callback(self._settle_bill)
-            undo.callback(lifecycle.release, self.lease, self.provider, emit=self.emit, meter=self.meter)
-            undo.callback(self.cluster.close, reason)
+        try:
             self.emit(PoolStopping())
+            self.cluster.close(reason)
+        finally:
+            try:
+                lifecycle.release(self.lease, self.provider, emit=self.emit, meter=self.meter)
+            finally:
+                self._settle_bill()
+                self._display.close()
 
     def _tell_error(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, SkywardError):
@@ -351,7 +361,10 @@ def complete(spec: PoolSpec, credentials: Provider | None = None) -> tuple[PoolS
     settings = Settings.read()
     missing = {name: value for name, value in settings.fields.items() if name not in spec.model_fields_set or (name == "provider" and spec.provider is None)}
     if missing:
-        spec = spec.with_(**missing)
+        try:
+            spec = spec.with_(**missing)
+        except BadRequest as error:
+            raise BadRequest(f"{error} (from the settings: {', '.join(f'{name} from {settings.sources[name]}' for name in missing)})") from error
     if credentials is not None:
         return spec, credentials
     if spec.provider is not None:

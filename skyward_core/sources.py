@@ -282,7 +282,7 @@ def install(sources: Iterable[Source]) -> None:
         if _served.get(name) is source:
             continue
         _served[name] = source
-        if False:  # the node has no such file; without a time, linecache keeps the lines
+        if source.file is not None:  # the node has no such file; without a time, linecache keeps the lines
             linecache.cache[source.file] = (len(source.text), None, source.text.splitlines(keepends=True), source.file)
 
 

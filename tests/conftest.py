@@ -27,6 +27,8 @@ SHARED_THREADS = ("Dask-Offload", "TCP-Executor", "asyncio_", "pytest_timeout", 
 
 _strangers: list[str] = []
 """Non-loopback addresses that something in this process wanted to connect to."""
+connections: list[object] = []
+"""Every address that something in this process has connected to."""
 _launched: list[tuple[str, str]] = []
 """Id and directory of every local instance that this process has started."""
 _home: Path | None = None
@@ -54,6 +56,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def _on_audit(event: str, args: tuple[Any, ...]) -> None:
     if event == "socket.connect":
+        connections.append(args[1])
         _refuse_strangers(args[1])
     elif event == "subprocess.Popen" and isinstance(env := args[3], dict) and "SKYWARD_INSTANCE_ID" in env:
         _launched.append((env["SKYWARD_INSTANCE_ID"], env["SKYWARD_INSTANCE_DIRECTORY"]))

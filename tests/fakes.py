@@ -129,6 +129,17 @@ class SlowToGoProvider(FakeProvider):
                 self._machines.running.pop(instance_id, None)
 
 
+class FlakyProvider(FakeProvider):
+    """Loses the first request to terminate."""
+
+    def terminate(self, ids: Sequence[str]) -> None:
+        is_first = not self._machines.terminated
+        if is_first:
+            self._machines.terminated.extend(ids)
+            raise ConnectionError("502 from the termination")
+        super().terminate(ids)
+
+
 class BlindProvider(FakeProvider):
     """Cannot be asked what runs, as long as `is_blind`: every listing fails."""
 
@@ -157,3 +168,10 @@ class DyingLocal(Local):
 
     def launch(self, offer: Offer, count: int, tags: dict[str, str], startup: str) -> list[Instance]:
         return super().launch(offer, count, tags, "echo 'going down'; exit 7")
+
+
+class StuckLocal(Local):
+    """Real local nodes that cannot be given back."""
+
+    def terminate(self, ids: Sequence[str]) -> None:
+        pass

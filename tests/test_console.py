@@ -98,7 +98,7 @@ def test_log_tells_the_life_of_a_pool_in_calm_lines():
         "skyward  node 1: preparing",
         "skyward  node 0: ready",
         "skyward  node 1: ready",
-        "skyward  ready after 3.2 s: 2 nodes, 4 slots",
+        "skyward  the pool is ready after 3.2 s: 2 nodes, 4 slots",
         "skyward  giving the machines back",
         "skyward  done: 12.3 s, $0.0123 (2 on demand)",
     ]

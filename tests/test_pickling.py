@@ -39,9 +39,7 @@ for call in pickle.load(sys.stdin.buffer):
 def on_node(*calls: Pickled) -> list[Any]:
     """Run the calls, one after the other, in one bare interpreter; return what they returned, or raise what the first of them raised."""
     core = str(Path(skyward_core.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", NODE, core], input=pickle.dumps(calls, protocol=5), capture_output=True, timeout=120, check=False
-    )
+    done = subprocess.run([sys.executable, "-I", "-c", NODE, core], input=pickle.dumps(calls, protocol=5), capture_output=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr.decode()
     results: list[Any] = []
     stream = io.BytesIO(done.stdout)
@@ -236,9 +234,7 @@ def test_an_exception_of_the_user_comes_back_as_itself(project: Callable[..., ty
     assert caught.value.step == 7
 
 
-@pytest.mark.parametrize(
-    "expression", ["functools.partial(own.add, 1)", "own.Adder(1).add", "lambda y: own.add(1, y)", "own.Adder(1)", "own.make(1)"]
-)
+@pytest.mark.parametrize("expression", ["functools.partial(own.add, 1)", "own.Adder(1).add", "lambda y: own.add(1, y)", "own.Adder(1)", "own.make(1)"])
 def test_every_kind_of_callable(project: Callable[..., types.ModuleType], expression: str) -> None:
     """Partials, bound methods, lambdas, callable objects and closures travel."""
     own = project(
@@ -330,9 +326,7 @@ def test_modules_made_by_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """An Airflow DAG module, which has a made-up name and may have no file, travels by value, helpers and all."""
     dag = types.ModuleType("unusual_prefix_5ed1a9_dag")
     monkeypatch.setitem(sys.modules, dag.__name__, dag)
-    exec(
-        "STEP = 3\ndef helper(x): return x + STEP\ndef run(x): return helper(x)\nclass Item: pass\ndef item(): return Item()", dag.__dict__
-    )
+    exec("STEP = 3\ndef helper(x): return x + STEP\ndef run(x): return helper(x)\nclass Item: pass\ndef item(): return Item()", dag.__dict__)
     assert call(dag.run, 1) == 4
     assert isinstance(call(dag.item), dag.Item)
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import numpy
+import numpy as np
 import pytest
 
 import skyward_core as sky
@@ -44,27 +44,27 @@ def total(array: Any) -> float:
 
 def test_a_large_array_goes_there_and_back(far_pool: sky.ComputePool) -> None:
     """An array of 20 MB arrives writable on the node and writable at the client, and the client's own is untouched."""
-    array = numpy.arange(2_500_000, dtype=float)
+    array = np.arange(2_500_000, dtype=float)
     back = add_one(array) >> far_pool
-    assert numpy.array_equal(back, numpy.arange(1, 2_500_001, dtype=float))
+    assert np.array_equal(back, np.arange(1, 2_500_001, dtype=float))
     assert array[0] == 0
     back[0] = 7
 
 
 def test_every_worker_gets_the_large_argument(far_pool: sky.ComputePool) -> None:
     """A broadcast brings the array to each worker."""
-    assert total(numpy.ones(1_000_000)) @ far_pool == (1e6, 1e6)
+    assert total(np.ones(1_000_000)) @ far_pool == (1e6, 1e6)
 
 
 def test_many_large_values_at_once(far_pool: sky.ComputePool) -> None:
     """Several large arguments and results in flight do not get mixed up."""
-    arrays = [numpy.full(200_000, float(i)) for i in range(12)]
+    arrays = [np.full(200_000, float(i)) for i in range(12)]
     assert [float(back[0]) for back in far_pool.map(add_one, arrays)] == [i + 1.0 for i in range(12)]
 
 
 def test_nothing_stays_behind_on_the_workers(far_pool: sky.ComputePool) -> None:
     """Once the calls have ended, no worker holds a value."""
-    add_one(numpy.ones(500_000)) >> far_pool
+    add_one(np.ones(500_000)) >> far_pool
     client = far_pool.dask_client()
     for _ in range(200):
         if not any(client.run(lambda dask_worker: len(dask_worker.data)).values()):

@@ -133,6 +133,7 @@ class _Live:
         self._spec = spec
         self._resource_log = self._log = log
         self._scribe = _Scribe()
+        self._narrator = sky.Narrator()
         self._lock = threading.RLock()
         self._pool: sky.ComputePool | None = None
         self._settled = 0.0
@@ -175,7 +176,7 @@ class _Live:
         return self._settled + (self._pool.cost if self._pool is not None else 0.0)
 
     def _tell(self, event: sky.SkywardEvent) -> None:
-        told = _words(event)
+        told = self._narrator.tell(event)
         if told is not None and self._log is not None:
             self._scribe.write(self._log, *told)
 
@@ -226,36 +227,6 @@ class _Scribe:
             for item in batch:
                 if isinstance(item, threading.Event):
                     item.set()
-
-
-def _words(event: sky.SkywardEvent) -> tuple[int, str] | None:
-    """The level and the line for the step's log; None for what happens too often, or says nothing new."""
-    match event:
-        case sky.LogLine(node=node, line=line):
-            return logging.INFO, f"[node {node}] {line}"
-        case sky.InstanceLost(node=node, reason=reason):
-            return logging.WARNING, f"node {node} is lost: {reason}"
-        case sky.Error(message=message):
-            return logging.ERROR, message
-        case sky.InstanceLaunching(count=count, instance_type=instance_type, provider=provider):
-            return logging.INFO, f"launching {count} x {instance_type} on {provider}"
-        case sky.InstanceProvisioned(instance_id=instance_id, node=node, spot=spot):
-            price = event.price_spot if spot else event.price_on_demand
-            return logging.INFO, f"node {node} is {instance_id}, {'spot' if spot else 'on demand'}{f', {price:g} USD per hour' if price else ''}"
-        case sky.BootstrapProgress(instance_id=instance_id, step=step):
-            return logging.INFO, f"{instance_id}: {step}"
-        case sky.PoolReady(nodes=nodes, slots=slots, seconds=seconds):
-            return logging.INFO, f"the pool is ready after {seconds:.1f} s: {_count(nodes, 'node')}, {_count(slots, 'call')} at once"
-        case sky.PoolStopping():
-            return logging.INFO, "giving the machines back"
-        case sky.CostFinal(total_cost=cost, total_seconds=seconds):
-            return logging.INFO, f"the whole bill of the pool: {cost:.6f} USD for {seconds:.1f} s"
-        case _:
-            return None
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _plain(wishes: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,26 @@
+"""Prefect flows on ephemeral accelerator pools: `@flow(task_runner=SkywardTaskRunner(accelerator="A100"))`.
+
+Registered under `prefect.collections`, which Prefect's server and workers import: so Prefect and the core are loaded when a name is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prefect_skyward.task_runner import SkywardTaskRunner as SkywardTaskRunner
+    from prefect_skyward.task_runner import cost_so_far as cost_so_far
+
+_HOMES = {"SkywardTaskRunner": "task_runner", "cost_so_far": "task_runner"}
+
+__all__ = ["SkywardTaskRunner", "cost_so_far"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

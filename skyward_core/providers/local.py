@@ -7,6 +7,7 @@ its tag in the environment (`worker.watchdog`), found from any process of the sa
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -32,6 +33,7 @@ from skyward_core.worker.watchdog import INSTANCE_TAG, kill_instance, tagged_pro
 from skyward_core.worker.watchdog import POOL_TAG as POOL_VARIABLE
 
 GB = 1e9
+ID_SHAPE = re.compile(r"local-[0-9a-f]{12}")
 TERM_SECONDS = 1.0
 KILL_SECONDS = 10.0
 RANK_VARIABLE = "SKYWARD_RANK"
@@ -88,7 +90,7 @@ class Local(Provider):
 
     def terminate(self, ids: Sequence[str]) -> None:
         """End every process of these instances, with SIGTERM and after a second with SIGKILL, and remove their directories."""
-        wanted = set(ids)
+        wanted = {instance_id for instance_id in ids if ID_SHAPE.fullmatch(instance_id)}  # others were never ours, and ids become paths below
         started = time.monotonic()
         alive = _signal(wanted, signal.SIGTERM)
         while alive := _signal(alive, signal.SIGKILL if time.monotonic() - started > TERM_SECONDS else 0):

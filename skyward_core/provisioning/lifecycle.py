@@ -72,7 +72,9 @@ def choose(spec: PoolSpec, provider: Provider) -> Offer:
     """Return the best offer for the spec. Raises NoCapacity with the reasons, BadRequest if spot is demanded where it is not sold."""
     offers = rank(provider.offers(spec.requirements), spec.requirements)
     is_spot_sold = any(offer.is_spot for offer in offers)
-    _, spot_nodes = spot.split(spec.spot, spec.nodes, is_spot_sold)
+    on_demand_nodes, spot_nodes = spot.split(spec.spot, spec.nodes, is_spot_sold)
+    if on_demand_nodes and spot_nodes:
+        raise NotYetSupported(f"spot={spec.spot} means {on_demand_nodes} on demand and {spot_nodes} spot: pools are not mixed yet; ask for one kind")
     return next(offer for offer in offers if offer.is_spot == (spot_nodes > 0))
 
 
@@ -111,19 +113,48 @@ def prepare(spec: PoolSpec, provider: Provider, instances: list[Instance], certi
 
 
 def _give_back(provider: Provider, pool_id: str, emit: Emit, meter: Meter) -> None:
+    """Terminate what the meter knows and what the provider lists, until the provider lists nothing. An outage is waited out, never taken for absence."""
     deadline = time.monotonic() + GONE_DEADLINE_SECONDS
-    left = meter.rented() | {instance.id for instance in provider.instances(pool_id)}
-    for instance_id in sorted(left):
-        emit(InstanceStopping(instance_id))
-    while left:
-        provider.terminate(sorted(left))
-        left = {instance.id for instance in provider.instances(pool_id)}
-        if left and time.monotonic() > deadline:
-            ids = sorted(left)
-            raise InstancesLeft(f"{provider.name} was asked to terminate {', '.join(ids)}, and still lists them after {GONE_DEADLINE_SECONDS:.0f} s", ids)
-        if left:
-            time.sleep(GONE_POLL_SECONDS)
+    left, told, trouble = meter.rented(), set[str](), list[Exception]()
+    while True:
+        listed = _listed(provider, pool_id, trouble)
+        left = left if listed is None else left | listed
+        for instance_id in sorted(left - told):
+            emit(InstanceStopping(instance_id))
+        told |= left
+        _terminate(provider, left, trouble)
+        still = _listed(provider, pool_id, trouble)
+        if still is not None:
+            left = still
+            if not left:
+                break
+        if time.monotonic() > deadline:
+            ids = ", ".join(sorted(left)) or "its machines"
+            error = InstancesLeft(
+                f"{provider.name} was asked to terminate {ids}; after {GONE_DEADLINE_SECONDS:.0f} s they are not confirmed gone. Look at its console",
+                sorted(left),
+            )
+            error.__cause__ = trouble[-1] if trouble else None
+            raise error
+        time.sleep(GONE_POLL_SECONDS)
     meter.end_all()
+
+
+def _listed(provider: Provider, pool_id: str, trouble: list[Exception]) -> set[str] | None:
+    """The ids of the pool's machines; None if the provider could not say, which is noted."""
+    try:
+        return {instance.id for instance in provider.instances(pool_id)}
+    except Exception as error:  # a clean-up must go on to the next try
+        trouble.append(error)
+        return None
+
+
+def _terminate(provider: Provider, ids: set[str], trouble: list[Exception]) -> None:
+    try:
+        if ids:
+            provider.terminate(sorted(ids))
+    except Exception as error:  # likewise
+        trouble.append(error)
 
 
 def _provisioned(instance: Instance) -> InstanceProvisioned:

@@ -1,0 +1,408 @@
+"""`SkywardOperator`: a task whose function runs on machines that exist only for that task.
+
+Airflow's engine (retries, state, XCom) stays in the task's process; only the function and its arguments travel, and nodes need no Airflow. One `execute` is:
+open the pool, hand over the call (with `map_over`, one call for each item), tell the task log what the nodes print, close the pool, whatever happened.
+
+Threads: the pool's threads only fill a queue; the main thread drains it, and it alone talks to Airflow (XCom travels over a connection that is not for
+several threads, nor for a signal handler).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import queue
+import threading
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from difflib import get_close_matches
+from types import NoneType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from airflow.sdk import BaseOperator
+from airflow.sdk.bases.xcom import BaseXCom
+from airflow.sdk.definitions.context import KNOWN_CONTEXT_KEYS
+from airflow.sdk.exceptions import AirflowException, AirflowFailException
+from airflow.sdk.execution_time.lazy_sequence import LazyXComSequence
+
+import skyward_core as sky
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+COST_KEY = "skyward_cost"
+MAX_XCOM_BYTES = 1_000_000
+"""Largest result that goes into Airflow's database by default: every reader of the task's row pays for it."""
+
+POOL_KEYWORDS = tuple(sky.PoolSpec.model_fields)
+OWN_KEYWORDS = ("python_callable", "op_args", "op_kwargs", "map_over", "spec", "max_xcom_bytes")
+PLAIN_CONTEXT = frozenset(
+    {
+        *("ds", "ds_nodash", "ts", "ts_nodash", "ts_nodash_with_tz", "run_id", "task_instance_key_str", "try_number", "task_reschedule_count", "test_mode"),
+        *("logical_date", "data_interval_start", "data_interval_end", "partition_key", "partition_date", "params", "templates_dict", "reason"),
+        *("prev_data_interval_start_success", "prev_data_interval_end_success", "prev_start_date_success", "prev_end_date_success"),
+        *("map_index_template", "expanded_ti_count"),
+    }
+)
+"""What of Airflow's context is plain data, and so may travel to a node. The rest (`ti`, `dag_run`, `task_state_store`, ...) talks to Airflow."""
+
+
+def _names_pool_keywords[F: Callable[..., None]](init: F) -> F:
+    """Show the fields of PoolSpec in a constructor's signature: Airflow reads there what `partial`, `expand` and `default_args` may name."""
+    *own, rest = inspect.signature(init).parameters.values()
+    pool = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in POOL_KEYWORDS]
+    init.__signature__ = inspect.Signature([*own, *pool, rest])  # type: ignore[attr-defined]
+    return init
+
+
+class SkywardOperator(BaseOperator):
+    """Run a function on a pool of machines that lives as long as the task.
+
+    Takes the keywords of `ComputePool` beside Airflow's own (`pool` stays Airflow's pool of slots, and `timeout` is the idle pool's, not the task's:
+    that is `execution_timeout`), or `spec`, a PoolSpec or its plain data, which single keywords override. All of them, `op_args` and `op_kwargs` are templates.
+    `map_over` names the argument(s) that hold a sequence: the function is called once for each item, all on this one pool, and the task returns
+    the list of results in order. The result goes to XCom, unless its JSON is larger than `max_xcom_bytes` (None: no limit); the bill goes to the
+    XCom `skyward_cost`.
+
+    The pool's keywords are kept as plain data; nothing is asked of a provider before the task runs. Raises BadRequest while the DAG is parsed.
+
+        SkywardOperator(task_id="train", python_callable=train, op_args=["{{ ds }}"], accelerator="A100", image=sky.Image(pip=["torch"]))
+    """
+
+    template_fields: Collection[str] = ("op_args", "op_kwargs", *POOL_KEYWORDS)
+    template_fields_renderers: ClassVar[dict[str, str]] = {"op_args": "py", "op_kwargs": "py", **dict.fromkeys(("provider", "image", "volume", "env"), "json")}
+    shallow_copy_attrs: Sequence[str] = ("python_callable", "op_kwargs")
+    ui_color = "#e3f0ea"
+
+    @_names_pool_keywords
+    def __init__(
+        self,
+        *,
+        python_callable: Callable[..., Any],
+        op_args: Collection[Any] | None = None,
+        op_kwargs: Mapping[str, Any] | None = None,
+        map_over: str | Sequence[str] | None = None,
+        spec: sky.PoolSpec | Mapping[str, Any] | None = None,
+        max_xcom_bytes: int | None = MAX_XCOM_BYTES,
+        **kwargs: Any,
+    ) -> None:
+        _refuse_unknown(type(self).__name__, kwargs)
+        wishes = _as_keywords(spec) | {name: kwargs.pop(name) for name in POOL_KEYWORDS if name in kwargs}
+        if map_over:
+            kwargs["multiple_outputs"] = False  # else inferred from what the function returns, of which the task returns a list
+        super().__init__(**kwargs)
+        self.python_callable = python_callable
+        self.op_args = op_args if op_args is not None else ()
+        self.op_kwargs = op_kwargs if op_kwargs is not None else {}
+        self.map_over = (map_over,) if isinstance(map_over, str) else tuple(map_over or ())
+        self.max_xcom_bytes = max_xcom_bytes
+        _refuse_callable(python_callable, self.op_args, self.op_kwargs, self.map_over)
+        plain = _as_plain_data(wishes)
+        for name in POOL_KEYWORDS:
+            setattr(self, name, plain.get(name))
+        self._asked = tuple(plain)
+        self._attempt: _Attempt | None = None
+
+    @property
+    def pool_spec(self) -> sky.PoolSpec:
+        """What is asked for, once templates are rendered. Raises BadRequest if a rendered value is none."""
+        return sky.PoolSpec.of(**{name: getattr(self, name) for name in self._asked})
+
+    def execute(self, context: Context) -> Any:
+        """Run the function on a pool of its own and return its result; the pool is closed on every way out."""
+        self._attempt = attempt = _Attempt(self.log)
+        try:
+            calls = self._calls(context)
+            results = attempt.run(self.pool_spec, calls)
+        except _Killed:
+            raise AirflowException("the task was asked to stop while its function ran; the pool is closed") from None
+        finally:
+            self._attempt = None
+            self._push_cost(context, attempt.bill())
+        result = results if self.map_over else results[0]
+        if self.do_xcom_push:
+            _refuse_too_large(result, self.max_xcom_bytes)
+        return result
+
+    def on_kill(self) -> None:
+        """Make `execute` end now. Airflow calls this in a signal handler and sends SIGKILL 5 seconds later, so it starts nothing that waits.
+
+        A local pool is gone about a second later. What is left after SIGKILL ends by itself: nodes notice that their client is gone.
+        """
+        if self._attempt is not None:
+            self._attempt.kill()
+
+    def _calls(self, context: Context) -> list[sky.PendingCompute[Any]]:
+        args, kwargs = _at_hand(list(self.op_args)), _at_hand(dict(self.op_kwargs))
+        _refuse_callable(self.python_callable, args, kwargs, self.map_over)
+        wanted = _wanted_of_context(self.python_callable, args, kwargs)
+        from_context = {name: _plain(name, context[name]) for name in wanted if name in context}  # type: ignore[literal-required]
+        return _pending(self.python_callable, args, from_context | kwargs, self.map_over)
+
+    def _push_cost(self, context: Context, bill: dict[str, Any] | None) -> None:
+        if bill is None:
+            return
+        self.log.info("cost: %.6f USD, %.1f s, nodes: %d", bill["cost_usd"], bill["seconds"], bill["nodes"])
+        try:
+            context["ti"].xcom_push(key=COST_KEY, value=bill)  # pyright: ignore[reportTypedDictNotRequiredAccess]
+        except Exception:  # the work is done and paid for, or failed for a better reason than this one
+            self.log.exception("the cost could not be stored as XCom %s", COST_KEY)
+
+
+# ── one execution ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Killed(BaseException):
+    """Unwinds `execute` after a kill. A BaseException, as AirflowTaskTimeout is: raised in a signal handler, it must pass every `except Exception`."""
+
+
+class _Attempt:
+    """One execution's pool and its news. `tell` may be called in any thread, everything else in the main thread."""
+
+    def __init__(self, log: Any) -> None:
+        self._log = log
+        self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._main = threading.current_thread()
+        self._pool: sky.ComputePool | None = None
+        self._calls = 0
+        self._provider = ""
+        self._narrator = sky.Narrator()
+        self._is_killed = False
+        self._is_interruptible = False
+
+    def run(self, spec: sky.PoolSpec, calls: Sequence[sky.PendingCompute[Any]]) -> list[Any]:
+        """Return the results, in order. Raises what a call raised, _Killed after `kill`, and what opening and closing a pool raise."""
+        if not calls:  # `map_over` an empty list: nothing to rent machines for
+            return []
+        # The task log plays the display's part; the pool's own would tell everything twice.
+        self._pool = pool = sky.ComputePool.from_spec(spec.with_(display="quiet"), on_event=self._tell, replace_object=_plain_function)
+        try:
+            self._log.info("::group::Provisioning")
+            try:
+                with self._interruptible():
+                    pool.open()
+            finally:
+                self._log.info("::endgroup::")
+            with self._interruptible():
+                futures = pool.submit_all(calls)
+            self._calls = len(futures)
+            return self._wait(futures)
+        finally:
+            pool.close()
+            self._drain()
+
+    def kill(self) -> None:
+        """Stop `run`. Called in a signal handler: sets a flag and wakes the main thread, or raises where that thread may be waiting for machines."""
+        self._is_killed = True
+        self._news.put(None)
+        if self._is_interruptible:
+            raise _Killed
+
+    def bill(self) -> dict[str, Any] | None:
+        """Return the bill as JSON data, None if no pool was opened. USD, seconds, USD per hour of all nodes together."""
+        final = self._pool.cost_final if self._pool is not None else None
+        if final is None:
+            return None
+        return {
+            "cost_usd": final.total_cost,
+            "seconds": final.total_seconds,
+            "hourly_rate": final.hourly_rate,
+            "nodes": final.spot_count + final.ondemand_count,
+            "spot_nodes": final.spot_count,
+            "savings_usd": final.savings_vs_ondemand,
+            "provider": self._provider,
+            "calls": self._calls,
+        }
+
+    @contextmanager
+    def _interruptible(self) -> Generator[None]:
+        """Let a kill raise in the block: it waits for machines or packs arguments, and makes no call of Airflow that could be torn apart."""
+        self._is_interruptible = True
+        try:
+            if self._is_killed:
+                raise _Killed
+            yield
+        finally:
+            self._is_interruptible = False
+
+    def _wait(self, futures: Sequence[Future[Any]]) -> list[Any]:
+        waiting = {future: number for number, future in enumerate(futures, 1)}
+        for future in futures:
+            future.add_done_callback(self._news.put)
+        while waiting and not self._is_killed:
+            news = self._news.get()
+            if not isinstance(news, Future):
+                self._write(news)
+            elif error := _error_of(news):
+                if len(futures) > 1:
+                    error.add_note(f"in call {waiting[news]} of {len(futures)} (map_over)")
+                raise error
+            else:
+                del waiting[news]
+        if self._is_killed:
+            raise _Killed
+        return [future.result() for future in futures]
+
+    def _tell(self, event: sky.SkywardEvent) -> None:
+        self._news.put(event)
+        if threading.current_thread() is self._main:  # opening and closing happen in the main thread, and are told as they happen
+            self._drain()
+
+    def _drain(self) -> None:
+        while not self._news.empty():
+            self._write(self._news.get())
+
+    def _write(self, news: Any) -> None:
+        if isinstance(news, sky.InstanceProvisioned):
+            self._provider = news.provider
+        if isinstance(news, (Future, NoneType)):
+            return
+        if told := self._narrator.tell(news):
+            self._log.log(told[0], "%s", told[1])
+
+
+def _error_of(future: Future[Any]) -> BaseException | None:
+    return RuntimeError("the call was cancelled") if future.cancelled() else future.exception()
+
+
+def _plain_function(obj: Any) -> Any:
+    """For the pickler: the function in place of a `@task` object that it uses, which would bring Airflow along."""
+    return obj.function if getattr(type(obj), "_airflow_is_task_decorator", False) else NotImplemented
+
+
+# ── what is asked for, as plain data ─────────────────────────────────────────────────────────────────────────────────
+
+
+def _refuse_unknown(operator: str, keywords: Mapping[str, Any]) -> None:
+    known = {*POOL_KEYWORDS, *inspect.signature(BaseOperator.__init__).parameters, *OWN_KEYWORDS}
+    for name in keywords:
+        if name not in known and not name.startswith("_"):
+            near = get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the pool's keywords are {', '.join(POOL_KEYWORDS)}"
+            raise sky.BadRequest(f"{operator} has no keyword {name!r}; {hint}")
+
+
+def _as_keywords(spec: sky.PoolSpec | Mapping[str, Any] | None) -> dict[str, Any]:
+    if isinstance(spec, sky.PoolSpec):
+        return spec.model_dump(mode="json", exclude_unset=True)
+    return dict(spec or {})
+
+
+def _as_plain_data(wishes: Mapping[str, Any]) -> dict[str, Any]:
+    """Values become JSON data, checked by PoolSpec; templates and results of other tasks stay as they are, to be checked when they are known."""
+    known = {name: value for name, value in wishes.items() if not _is_template(value)}
+    checked = sky.PoolSpec.of(**known).model_dump(mode="json", exclude_unset=True)
+    return {name: checked.get(name, value) for name, value in wishes.items()}
+
+
+def _is_template(value: object) -> bool:
+    if isinstance(value, str):
+        return "{{" in value or "{%" in value
+    if isinstance(value, Mapping):
+        return any(map(_is_template, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_template, value))
+    return callable(getattr(value, "iter_references", None))  # an XComArg, or an argument of a mapped task group
+
+
+# ── the call ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _refuse_callable(fn: Callable[..., Any], args: object, kwargs: object, map_over: Sequence[str]) -> None:
+    """Raise BadRequest for a function that no node could run."""
+    if not callable(fn):
+        raise sky.BadRequest(f"python_callable={fn!r} is no function")
+    name = getattr(fn, "__name__", repr(fn))
+    if inspect.iscoroutinefunction(inspect.unwrap(fn)):
+        raise sky.BadRequest(f"{name} is async, and a node runs plain functions: write `def {name}` and call asyncio.run(...) inside it")
+    parameters = inspect.signature(fn).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for argument in map_over:
+        if argument not in parameters and not takes_any:
+            near = get_close_matches(argument, parameters, 1)
+            raise sky.BadRequest(f"map_over={argument!r}: {name} has no such argument{f'; did you mean {near[0]!r}?' if near else ''}")
+    if isinstance(args, (list, tuple)) and isinstance(kwargs, Mapping) and (bound := _wanted_of_context(fn, args, kwargs) - PLAIN_CONTEXT):
+        raise sky.BadRequest(
+            f"{name} asks for {', '.join(map(repr, sorted(bound)))}, which talks to Airflow and cannot travel to a node. Ask for plain data instead "
+            f"(ds, ts, run_id, params, ...), pass what you need of it as a template, such as op_kwargs={{'try_number': '{{{{ ti.try_number }}}}'}}, "
+            "or return the value and push it in another task"
+        )
+
+
+def _wanted_of_context(fn: Callable[..., Any], args: Collection[Any], kwargs: Mapping[str, Any]) -> set[str]:
+    """Names of the context that the function's signature asks for and the caller has not given; with `**kwargs`, also what is at hand and can travel."""
+    parameters = inspect.signature(fn).parameters
+    named = {name for name in list(parameters)[len(args) :] if name in KNOWN_CONTEXT_KEYS}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    unnamed = {name for name in PLAIN_CONTEXT - set(parameters) if takes_any and not name.startswith("prev_")}  # each of which asks Airflow's database
+    return (named | unnamed) - set(kwargs)
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A context value without Airflow's and pendulum's classes, which a node need not have."""
+    if hasattr(value, "__wrapped__"):  # a lazy value: asks Airflow's database on first use
+        value = value.__wrapped__
+    if isinstance(value, datetime):
+        return datetime.fromtimestamp(value.timestamp(), UTC)
+    if isinstance(value, Mapping):
+        return {key: _plain(name, item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(name, item) for item in value]
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    raise sky.BadRequest(f"the context's {name!r} holds a {type(value).__name__}, which is no plain data: pass it as a template")
+
+
+def _at_hand(value: Any) -> Any:
+    """Results of mapped tasks come one by one when they are asked for; a node cannot ask."""
+    if isinstance(value, LazyXComSequence):
+        return list(value)
+    if isinstance(value, dict):
+        return {key: _at_hand(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_at_hand, value))
+    return value
+
+
+def _pending(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], map_over: Sequence[str]) -> list[sky.PendingCompute[Any]]:
+    """The calls to make: one, or with `map_over` one for each item. Raises BadRequest for arguments that do not fit."""
+    compute = sky.compute(fn)
+    try:
+        arguments = inspect.signature(fn).bind(*args, **kwargs)
+    except TypeError as error:
+        raise sky.BadRequest(f"{getattr(fn, '__name__', fn)}: {error}") from error
+    if not map_over:
+        return [compute(*arguments.args, **arguments.kwargs)]
+    given = {**dict(kwargs), **arguments.arguments}
+    columns = [_items(name, given.get(name)) for name in map_over]
+    if len(lengths := {len(column) for column in columns}) > 1:
+        raise sky.BadRequest(f"map_over={tuple(map_over)}: the sequences differ in length ({sorted(lengths)})")
+    calls = list[sky.PendingCompute[Any]]()
+    for items in zip(*columns, strict=True):
+        arguments.arguments.update(zip(map_over, items, strict=True))
+        calls.append(compute(*arguments.args, **arguments.kwargs))
+    return calls
+
+
+def _items(name: str, value: object) -> Sequence[Any]:
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return value
+    raise sky.BadRequest(f"map_over={name!r} needs a list or tuple in {name}, one item for each call, and found {type(value).__name__}")
+
+
+def _refuse_too_large(result: object, limit: int | None) -> None:
+    """Raise AirflowFailException (a retry would only cost again) for a result that XCom cannot take. A custom backend has limits of its own."""
+    from airflow.sdk.execution_time.xcom import XCom
+    from airflow.sdk.serde import serialize
+
+    if XCom.serialize_value is not BaseXCom.serialize_value:
+        return
+    advice = "write it to storage on the node and return its path, or set [core] xcom_backend to one that stores in files"
+    try:
+        size = len(json.dumps(serialize(result)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise AirflowFailException(f"the result, a {type(result).__name__}, is nothing that XCom can store ({error}): {advice}") from error
+    if limit is not None and size > limit:
+        raise AirflowFailException(f"the result takes {size:,} bytes as XCom, more than {limit:,} (max_xcom_bytes): {advice}")

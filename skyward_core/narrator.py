@@ -1,0 +1,137 @@
+"""A pool's events in words, one line each: what the displays print and what the orchestrators' logs show."""
+
+from __future__ import annotations
+
+import logging
+
+from skyward_core.events import (
+    BootstrapCompleted,
+    BootstrapProgress,
+    BootstrapStarting,
+    CallProgress,
+    CostFinal,
+    CostUpdate,
+    Error,
+    InfraCreated,
+    InfraCreating,
+    InstanceLaunching,
+    InstanceLost,
+    InstanceProvisioned,
+    InstanceStopping,
+    LogLine,
+    PoolReady,
+    PoolStopping,
+    SkywardEvent,
+)
+
+SECONDS_BETWEEN_COSTS = 60.0
+
+
+class Narrator:
+    """Puts one pool's events into words, and leaves out what would be noise. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, int] = {}
+        self._calls = CallProgress(submitted=0, done=0, failed=0)
+        self._cost_told_at = 0.0
+
+    def tell(self, event: SkywardEvent) -> tuple[int, str] | None:
+        """Return the level (of `logging`) and the words for an event, or None if it is not worth a line."""
+        match event:
+            case InstanceProvisioned(instance_id, node):
+                self._nodes[instance_id] = node
+                return logging.INFO, _provisioned(event)
+            case LogLine(node, _, line):
+                return logging.INFO, f"[node {node}] {line}"
+            case CallProgress():
+                self._calls = event
+                return None
+            case CostUpdate():
+                return self._cost_so_far(event)
+            case InstanceLost(_, node, reason):
+                return logging.WARNING, f"node {node} is lost: {reason}"
+            case Error(message, machine):
+                return (logging.ERROR, message if machine is None else f"{self.name(machine)}: {message}")
+            case InstanceStopping(machine):
+                return logging.DEBUG, f"{self.name(machine)}: stopping"
+            case _:
+                words = self._phase(event)
+                return (logging.INFO, words) if words else None
+
+    def name(self, instance_id: str) -> str:
+        """Return "node 1" for a machine whose rank is known, else its id."""
+        node = self._nodes.get(instance_id)
+        return instance_id if node is None else f"node {node}"
+
+    def _phase(self, event: SkywardEvent) -> str | None:
+        match event:
+            case InfraCreating():
+                return "looking for machines"
+            case InfraCreated(region):
+                return f"found what you asked for in {region}"
+            case InstanceLaunching(count, instance_type, provider):
+                return f"launching {count} x {instance_type} on {provider}"
+            case BootstrapStarting(machine):
+                return f"{self.name(machine)}: preparing"
+            case BootstrapProgress(machine, step):
+                return f"{self.name(machine)}: {step}"
+            case BootstrapCompleted(machine):
+                return f"{self.name(machine)}: ready"
+            case PoolReady():
+                return f"the pool is ready after {_duration(event.seconds)}: {_count(event.nodes, 'node')}, {_count(event.slots, 'slot')}"
+            case PoolStopping():
+                return "giving the machines back" + (f" ({self._calls_so_far()})" if self._calls.submitted else "")
+            case CostFinal():
+                return _bill(event)
+            case _:
+                return None
+
+    def _cost_so_far(self, event: CostUpdate) -> tuple[int, str] | None:
+        if event.elapsed_seconds - self._cost_told_at < SECONDS_BETWEEN_COSTS:
+            return None
+        self._cost_told_at = event.elapsed_seconds
+        parts = [f"running for {_duration(event.elapsed_seconds)}"]
+        if self._calls.submitted:
+            parts.append(self._calls_so_far())
+        if event.accumulated_cost or event.hourly_rate:
+            parts.append(f"{usd(event.accumulated_cost)} so far at {usd(event.hourly_rate)} per hour")
+        return logging.INFO, ", ".join(parts)
+
+    def _calls_so_far(self) -> str:
+        calls = self._calls
+        return f"{calls.done} of {_count(calls.submitted, 'call')} done" + (f", {calls.failed} failed" if calls.failed else "")
+
+
+def _provisioned(event: InstanceProvisioned) -> str:
+    price = event.price_spot if event.spot else event.price_on_demand
+    market = "spot" if event.spot else "on demand"
+    told = [event.instance_type, event.ip, f"{market} at {usd(price)} per hour" if price else None]
+    rest = ", ".join(part for part in told if part)
+    return f"node {event.node} is {event.instance_id}" + (f" ({rest})" if rest else "")
+
+
+def _bill(event: CostFinal) -> str:
+    markets = ((event.spot_count, "spot"), (event.ondemand_count, "on demand"))
+    machines = ", ".join(f"{count} {market}" for count, market in markets if count)
+    saved = f", {usd(event.savings_vs_ondemand)} less than on demand" if event.savings_vs_ondemand > 0 else ""
+    return f"done: {_duration(event.total_seconds)}, {usd(event.total_cost)}" + (f" ({machines})" if machines else "") + saved
+
+
+def usd(amount: float) -> str:
+    """Return an amount of US dollars as it is written, with the small parts that a short run costs."""
+    if amount == 0:
+        return "$0"
+    return f"${amount:.4f}" if abs(amount) < 1 else f"${amount:,.2f}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,533 @@
+"""Airflow, for real: DAGs run by `dag.test()` on SQLite in a process of their own, so that Airflow's logging and settings stay out of this one.
+
+This file is also that process's program: `python test_airflow.py host` runs DAGs and expressions that the tests send it, `... kill` is a task to be killed.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyward_core.worker.watchdog import tagged_processes
+
+if importlib.util.find_spec("airflow") is None:
+    pytest.skip("Airflow is not installed", allow_module_level=True)
+
+ROOT = Path(__file__).parents[2]
+KILL_SECONDS = 5.0  # what Airflow's supervisor allows between SIGTERM and SIGKILL
+HEAD = """
+from datetime import timedelta
+from airflow.sdk import dag, task
+import skyward_core as sky
+from airflow_provider_skyward.operators import SkywardOperator
+LOCAL = sky.Local(price_per_hour=36.0)
+"""
+
+
+# ── the tests' side ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What came of a DAG run: its state, its XComs by (task, map index, key), and all that was logged."""
+
+    state: str
+    xcoms: dict[tuple[str, int, str], Any]
+    log: str
+
+    def bill(self, task_id: str, map_index: int = -1) -> dict[str, Any]:
+        return self.xcoms[task_id, map_index, "skyward_cost"]
+
+
+class Airflow:
+    """An Airflow home and a process that lives in it."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.dags = home / "dags"
+        self.dags.mkdir(parents=True)
+        self.environ = {
+            **os.environ,
+            "AIRFLOW_HOME": str(home),
+            "AIRFLOW__CORE__DAGS_FOLDER": str(self.dags),
+            "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
+            "AIRFLOW__USAGE_DATA_COLLECTION__ENABLED": "False",
+            "PYTHONUNBUFFERED": "1",
+        }
+        self.cli("db", "migrate")
+        self.process = self.start("host")
+
+    def cli(self, *arguments: str) -> str:
+        command = [str(Path(sys.executable).parent / "airflow"), *arguments]
+        return subprocess.run(command, env=self.environ, check=True, capture_output=True, text=True, timeout=100).stdout
+
+    def start(self, role: str) -> subprocess.Popen[str]:
+        """Start this file as a program, in a process group of its own, as Airflow's supervisor starts tasks."""
+        return subprocess.Popen(
+            [sys.executable, __file__, role], env=self.environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+
+    def evaluate(self, code: str) -> Any:
+        """Run code in the Airflow process, after HEAD; return what it leaves in `answer`. An exception there is raised here as RuntimeError."""
+        return self._ask({"code": HEAD + textwrap.dedent(code)})[0]
+
+    def run(self, name: str, source: str, head: str = HEAD) -> Ran:
+        """Run the one DAG of a DAG file."""
+        file = self.dags / f"{name}.py"
+        file.write_text(head + textwrap.dedent(source))
+        try:
+            answer, log = self._ask({"file": str(file)})
+        finally:
+            file.unlink()
+        return Ran(answer["state"], {(task, index, key): value for task, index, key, value in answer["xcoms"]}, log)
+
+    def close(self) -> None:
+        self.process.communicate(timeout=30)
+
+    def _ask(self, request: dict[str, Any]) -> tuple[Any, str]:
+        log = self.home / "log.txt"
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(request | {"log": str(log)}) + "\n")
+        self.process.stdin.flush()
+        reply = json.loads(self.process.stdout.readline())
+        assert left_by(self.process.pid) == []
+        if "error" in reply:
+            raise RuntimeError(reply["error"] + log.read_text())
+        return reply["answer"], log.read_text()
+
+
+@pytest.fixture(scope="session")
+def airflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Airflow]:
+    airflow = Airflow(tmp_path_factory.mktemp("airflow"))
+    yield airflow
+    airflow.close()
+
+
+def left_by(pid: int) -> list[int]:
+    """Processes of the nodes that the process has started."""
+    return [node for node, environ in tagged_processes() if environ.get("SKYWARD_OWNER", "").partition(":")[0] == str(pid)]
+
+
+# ── the provider ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_provider_info_is_what_airflow_asks_for() -> None:
+    """The provider's info satisfies Airflow's schema, names our distribution, and names a decorator that is there."""
+    import jsonschema
+
+    import airflow_provider_skyward
+
+    home = importlib.util.find_spec("airflow").origin
+    schema = json.loads((Path(home).parent / "provider_info.schema.json").read_text())
+    info = airflow_provider_skyward.get_provider_info()
+    jsonschema.validate(info, schema)
+    assert info["package-name"] == re.search(r'^name = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    assert info["task-decorators"] == [{"name": "skyward", "class-name": "airflow_provider_skyward.decorators.skyward_task"}]
+
+
+def test_importing_the_provider_imports_nothing() -> None:
+    """Airflow asks every process for the provider's info; that brings neither Airflow's SDK nor our core along."""
+    code = "import sys, airflow_provider_skyward as p; p.get_provider_info(); print([m for m in ('airflow', 'skyward_core', 'pydantic') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+def test_airflow_lists_the_provider(airflow: Airflow) -> None:
+    """`airflow providers list` shows the distribution."""
+    assert "skyward-core" in [provider["package_name"] for provider in json.loads(airflow.cli("providers", "list", "-o", "json"))]
+
+
+# ── while a DAG is parsed ────────────────────────────────────────────────────────────────────────────────────────────
+
+EVERY_KEYWORD = (
+    'provider=LOCAL, image=sky.Image(pip=["torch"], env={"A": "b"}), nodes=2, machine="m", accelerator=sky.Accelerator.NVIDIA.A100(count=2), cpu=4, '
+    'memory="32GB", volume=[sky.S3Volume(mount_path="/data", bucket="my-bucket")], spot=sky.Spot.Percent(0.8), timeout=600, max_lifetime=7200, max_cost=10, '
+    'env={"C": "d"}, concurrency=2, provision_timeout=300, display="quiet", collect_metrics=False'
+)
+
+
+@pytest.mark.slow
+def test_every_keyword_survives_the_serialisation_of_the_dag(airflow: Airflow) -> None:
+    """What a task asks for is plain data: it reaches the serialised DAG as JSON that makes the same PoolSpec again, the same at every parse."""
+    answer = airflow.evaluate(f"""
+        from airflow.serialization.serialized_objects import DagSerialization
+        def serialized():
+            @dag(schedule=None)
+            def d():
+                SkywardOperator(task_id="t", python_callable=len, op_args=["ab"], retries=2, execution_timeout=timedelta(hours=1), pool_slots=3,
+                                trigger_rule="all_done", {EVERY_KEYWORD})
+                task.skyward({EVERY_KEYWORD})(lambda x: x).override(task_id="u")(1)
+            return DagSerialization.to_dict(d())
+        data = serialized()
+        back = DagSerialization.from_dict(data).task_dict
+        spec = sky.PoolSpec.of({EVERY_KEYWORD})
+        answer = dict(
+            fields=sorted(spec.model_fields_set) == sorted(sky.PoolSpec.model_fields),
+            same=[sky.PoolSpec.of(**{{name: getattr(back[t], name) for name in sky.PoolSpec.model_fields}}) == spec for t in "tu"],
+            base=[back["t"].retries, back["t"].execution_timeout.seconds, back["t"].pool_slots, back["t"].trigger_rule],
+            stable=serialized() == data,
+        )
+    """)
+    assert answer == {"fields": True, "same": [True, True], "base": [2, 3600, 3, "all_done"], "stable": True}
+
+
+@pytest.mark.slow
+def test_no_keyword_of_the_pool_is_a_name_of_airflows(airflow: Airflow) -> None:
+    """A field of PoolSpec that BaseOperator has too, as argument or attribute, would silently change what the task is."""
+    code = """
+        from airflow.sdk import BaseOperator
+        import inspect
+        theirs = {*inspect.signature(BaseOperator.__init__).parameters, *dir(BaseOperator(task_id="t"))}
+        answer = sorted(theirs & set(sky.PoolSpec.model_fields))
+    """
+    assert airflow.evaluate(code) == []
+
+
+@pytest.mark.slow
+def test_templates_are_rendered_before_the_pool_is_asked_for(airflow: Airflow) -> None:
+    """Keywords may be templates, whole or in part, and mean what a literal would mean; a wrong one is refused once it is known."""
+    code = """
+        op = SkywardOperator(task_id="t", python_callable=len, op_args=["{{ ds }}"], accelerator="{{ params.gpu }}", nodes="{{ params.nodes }}",
+                             spot="{{ params.spot }}", image={"pip": ["torch=={{ params.torch }}"]}, env={"DAY": "{{ ds }}"}, provider=LOCAL)
+        op.render_template_fields({"ds": "2026-11-20", "params": {"gpu": "A100", "nodes": 2, "spot": "never", "torch": "2.9"}})
+        spec = sky.PoolSpec.of(accelerator="A100", nodes=2, spot="never", image={"pip": ["torch==2.9"]}, env={"DAY": "2026-11-20"}, provider=LOCAL)
+        wrong = SkywardOperator(task_id="t", python_callable=len, accelerator="{{ params.gpu }}")
+        wrong.render_template_fields({"params": {"gpu": "A1000000"}})
+        try:
+            wrong.pool_spec
+        except sky.BadRequest as error:
+            answer = [op.pool_spec == spec, list(op.op_args), str(error)]
+    """
+    same, args, error = airflow.evaluate(code)
+    assert same
+    assert args == ["2026-11-20"]
+    assert "A1000000" in error
+
+
+@pytest.mark.slow
+def test_a_result_of_another_task_is_a_dependency_wherever_it_stands(airflow: Airflow) -> None:
+    """An XComArg as a keyword of the pool makes its task come first, in plain, partial and mapped tasks."""
+    code = """
+        @dag(schedule=None)
+        def d():
+            gpu = task(lambda: "A100").override(task_id="gpu")()
+            SkywardOperator(task_id="plain", python_callable=len, op_args=["ab"], accelerator=gpu, env={"GPU": gpu})
+            SkywardOperator.partial(task_id="partial", python_callable=len, accelerator=gpu).expand(op_args=[["a"], ["b"]])
+            task.skyward(accelerator=gpu)(lambda x: x).override(task_id="decorated").expand(x=[1, 2])
+        answer = {t.task_id: sorted(t.upstream_task_ids) for t in d().tasks}
+    """
+    assert airflow.evaluate(code) == {"gpu": [], "plain": ["gpu"], "partial": ["gpu"], "decorated": ["gpu"]}
+
+
+@pytest.mark.slow
+def test_defaults_of_the_dag_and_a_shared_spec_are_overridden_by_keywords(airflow: Airflow) -> None:
+    """`default_args` reach the pool's keywords, and a keyword beats `spec`, of which the rest holds."""
+    code = """
+        @dag(schedule=None, default_args={"nodes": 3, "provider": "local"})
+        def d():
+            SkywardOperator(task_id="a", python_callable=len, spec=sky.PoolSpec.of(provider=LOCAL, concurrency=2), concurrency=4)
+            task.skyward(nodes=5)(lambda: 1).override(task_id="b")()
+        answer = {t.task_id: [t.pool_spec.nodes, t.pool_spec.concurrency, t.pool_spec.provider.price_per_hour] for t in d().tasks}
+    """
+    assert airflow.evaluate(code) == {"a": [3, 4, 0.0], "b": [5, 1, 0.0]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("SkywardOperator(task_id='t', python_callable=len, acelerator='A100')", "no keyword 'acelerator'; did you mean 'accelerator'?"),
+        ("SkywardOperator(task_id='t', python_callable=len, retires=2)", "no keyword 'retires'; did you mean 'retries'?"),
+        ("SkywardOperator(task_id='t', python_callable=len, nodes=0)", "nodes=0"),
+        ("SkywardOperator(task_id='t', python_callable=len, memory='32 gigs')", "32 gigs"),
+        ("SkywardOperator(task_id='t', python_callable='len')", "python_callable='len' is no function"),
+        ("task.skyward(nodes=0)(lambda: 1).override(task_id='t')()", "nodes=0"),
+        ("task.skyward()(lambda x, ti, dag_run=None: 1).override(task_id='t')(1)", "asks for 'dag_run', 'ti'"),
+        ("task.skyward(map_over='candidat')(lambda candidate: 1).override(task_id='t')([1])", "did you mean 'candidate'?"),
+        ("exec('async def f(): pass', globals()) or task.skyward(f)()", "f is async"),
+    ],
+)
+def test_a_wrong_task_is_refused_while_the_dag_is_parsed(airflow: Airflow, task: str, words: str) -> None:
+    """What cannot run raises BadRequest when the task is made, and the message says what to do."""
+    with pytest.raises(RuntimeError) as caught:
+        airflow.evaluate(f"answer = str({task})")
+    assert "skyward_core.errors.BadRequest" in str(caught.value)
+    assert words in str(caught.value)
+
+
+@pytest.mark.slow
+def test_parsing_a_dag_is_quick_and_asks_nobody(airflow: Airflow) -> None:
+    """Making a hundred tasks imports no engine and no SDK, and opens no connection."""
+    code = """
+        import sys
+        dag("first", schedule=None)(lambda: None)()  # Airflow itself starts a process when its first DAG is made
+        opened = []
+        sys.addaudithook(lambda event, args: opened.append(event) if event in ("socket.connect", "subprocess.Popen") else None)
+        @dag(schedule=None)
+        def d():
+            for n in range(100):
+                task.skyward(provider=LOCAL, nodes=2, image=sky.Image(pip=["torch"]), accelerator="A100")(lambda x: x).override(task_id=f"t{n}")(n)
+        assert len(d().tasks) == 100
+        print("answer", opened, [m for m in ("distributed", "dask", "boto3", "torch", "skyward_core.pool") if m in sys.modules])
+    """
+    done = subprocess.run([sys.executable, "-c", HEAD + textwrap.dedent(code)], env=airflow.environ, check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "answer [] []"
+
+
+# ── runs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.slow
+def test_a_task_runs_on_a_pool_of_its_own_and_tells_what_it_cost(airflow: Airflow) -> None:
+    """The result and the bill are XComs, the nodes' lines are in the task log, and functions of the DAG file travel along."""
+    ran = airflow.run(
+        "single",
+        """
+        OFFSET = 40
+        def helper(x):
+            return x + OFFSET
+        def classic(day, *, run_id, logical_date, params, **context):
+            import os
+            print("for", day)
+            print("to stderr", file=__import__("sys").stderr)
+            return [day, run_id, logical_date.isoformat(), type(logical_date).__module__, params, context["ds"], os.environ["GREETING"]]
+        @dag(schedule=None, params={"n": 1})
+        def single():
+            @task.skyward(provider=LOCAL, nodes=2, display="quiet", retries=0)
+            def decorated(x) -> dict:
+                from skyward_core import instance_info
+                print("on", instance_info().total_nodes, "nodes")
+                return {"answer": helper(x), "other": 1}
+            decorated(2)
+            SkywardOperator(task_id="classic", python_callable=classic, op_args=["{{ ds }}"], nodes="{{ params.n }}", provider=LOCAL, env={"GREETING": "hi"})
+        single()
+        """,
+    )
+    assert ran.state == "success"
+    assert ran.xcoms["decorated", -1, "return_value"] == {"answer": 42, "other": 1}
+    assert ran.xcoms["decorated", -1, "answer"] == 42  # multiple_outputs, inferred from `-> dict`
+    day, run_id, logical_date, module, params, ds, greeting = ran.xcoms["classic", -1, "return_value"]
+    assert (params, module, greeting) == ({"n": 1}, "datetime", "hi")
+    assert day == ds == logical_date[:10]
+    assert run_id.startswith("manual__")
+    assert re.search(r"\[node \d\] on 2 nodes.*SkywardDecoratedOperator", ran.log)
+    assert re.search(rf"\[node 0\] for {day}", ran.log)
+    assert re.search(r"\[node 0\] to stderr", ran.log)
+    order = r"::group::Provisioning.*launching 2 x local.*node 1: server.*is ready after.*::endgroup::.*\[node \d\] on 2 nodes.*giving the machines back.*cost: 0\.\d+ USD"
+    assert re.search(order, ran.log, re.DOTALL)
+    bill = ran.bill("decorated")
+    assert (bill["nodes"], bill["hourly_rate"], bill["provider"], bill["calls"]) == (2, 72.0, "local", 1)
+    assert bill["cost_usd"] == pytest.approx(2 * 36.0 / 3600 * bill["seconds"], rel=0.2)
+    assert ran.bill("classic")["nodes"] == 1
+
+
+@pytest.mark.slow
+def test_mapped_tasks_have_a_pool_each_and_map_over_shares_one(airflow: Airflow) -> None:
+    """`expand` makes a pool for each item, `map_over` one for all; results of mapped tasks are values when they arrive on a node."""
+    ran = airflow.run(
+        "mapped",
+        """
+        @dag(schedule=None)
+        def mapped():
+            @task.skyward(provider=LOCAL)
+            def double(x, plus=0):
+                return 2 * x + plus
+            @task.skyward(provider=LOCAL)
+            def total(values):
+                return [type(values).__name__, sum(values)]
+            @task.skyward(provider=LOCAL, nodes=2, map_over=("x", "y"))
+            def add(x, y, z) -> dict:
+                return {"sum": x + y + z}
+            total(double.partial(plus=1).expand(x=[1, 2, 3]))
+            add([1, 2, 3], y=[10, 20, 30], z=100)
+            add.override(task_id="nothing")([], [], 100)
+            SkywardOperator.partial(task_id="power", python_callable=pow, provider="local").expand(op_args=[[2, 3], [3, 2]])
+        mapped()
+        """,
+    )
+    assert ran.state == "success"
+    assert [ran.xcoms["double", index, "return_value"] for index in range(3)] == [3, 5, 7]
+    assert [ran.bill("double", index)["calls"] for index in range(3)] == [1, 1, 1]
+    assert ran.xcoms["total", -1, "return_value"] == ["list", 15]
+    assert ran.xcoms["add", -1, "return_value"] == [{"sum": 111}, {"sum": 122}, {"sum": 133}]
+    assert (ran.bill("add")["calls"], ran.bill("add")["nodes"]) == (3, 2)
+    assert ran.xcoms["nothing", -1, "return_value"] == []
+    assert ("nothing", -1, "skyward_cost") not in ran.xcoms
+    assert [ran.xcoms["power", index, "return_value"] for index in range(2)] == [8, 9]
+
+
+@pytest.mark.slow
+def test_a_task_that_fails_has_closed_its_pool_and_tells_its_cost(airflow: Airflow) -> None:
+    """A function's exception, a crash, an unsuitable argument and the task's time limit all end the pool; what was spent is told."""
+    ran = airflow.run(
+        "failing",
+        """
+        @dag(schedule=None)
+        def failing():
+            @task.skyward(provider=LOCAL, map_over="x", nodes=2)
+            def divide(x):
+                return 1 / x
+            @task.skyward(provider=LOCAL)
+            def crash():
+                import os
+                print("last words", flush=True)
+                os._exit(3)
+            @task.skyward(provider=LOCAL, execution_timeout=timedelta(seconds=3))
+            def sleep():
+                import time
+                time.sleep(600)
+            @task.skyward(provider=LOCAL, map_over="x")
+            def count(x): return x
+            divide([1, 0, 2]), crash(), sleep(), count.override(task_id="not_a_list")(7)
+        failing()
+        """,
+    )
+    assert ran.state == "failed"
+    assert "ZeroDivisionError: division by zero" in ran.log
+    assert "in call 2 of 3 (map_over)" in ran.log
+    assert "CallCrashed" in ran.log
+    assert "[node 0] last words" in ran.log
+    assert "AirflowTaskTimeout" in ran.log
+    assert "map_over='x' needs a list or tuple in x" in ran.log
+    assert 2 < ran.bill("sleep")["seconds"] < 30
+    assert ran.bill("divide")["cost_usd"] > 0
+    assert ran.bill("crash")["cost_usd"] > 0
+    assert ("not_a_list", -1, "skyward_cost") not in ran.xcoms  # refused before a pool was opened
+    assert not any(key == "return_value" for _, _, key in ran.xcoms)
+
+
+@pytest.mark.slow
+def test_a_result_that_xcom_cannot_take_fails_with_advice(airflow: Airflow) -> None:
+    """A result that is too large for the database, or no data at all, fails the task without a retry and says what to do."""
+    ran = airflow.run(
+        "large",
+        """
+        @dag(schedule=None)
+        def large():
+            @task.skyward(provider=LOCAL, retries=3)
+            def produce(size): return "x" * size
+            @task.skyward(provider=LOCAL, retries=3)
+            def code(): return lambda: 1
+            produce(2_000_000), code()
+            produce.override(task_id="unlimited", max_xcom_bytes=None)(2_000_000)
+            produce.override(task_id="kept", do_xcom_push=False)(2_000_000)
+        large()
+        """,
+    )
+    assert ran.state == "failed"
+    assert re.search(r"the result takes 2,000,00\d bytes as XCom, more than 1,000,000 \(max_xcom_bytes\): write it to storage", ran.log)
+    assert "the result, a function, is nothing that XCom can store" in ran.log
+    assert len(ran.xcoms["unlimited", -1, "return_value"]) == 2_000_000
+    assert {task for task, _, key in ran.xcoms if key == "skyward_cost"} == {"produce", "code", "unlimited", "kept"}
+    assert {task for task, _, key in ran.xcoms if key == "return_value"} == {"unlimited"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["launching 2 x local", "] working"])
+def test_a_killed_task_ends_its_pool_before_airflow_sends_sigkill(airflow: Airflow, moment: str) -> None:
+    """SIGTERM to the task's process group, while machines come up or while the function runs: `execute` raises and all nodes are gone in time."""
+    process = airflow.start("kill")
+    assert process.stdout is not None
+    try:
+        assert any(moment in line for line in process.stdout)
+        os.killpg(process.pid, signal.SIGTERM)
+        killed = time.monotonic()
+        said, _ = process.communicate(timeout=30)
+        assert time.monotonic() - killed < KILL_SECONDS
+    finally:
+        process.kill()
+        process.communicate()
+    assert left_by(process.pid) == []
+    assert "raised AirflowException: the task was asked to stop" in said
+    assert "skyward_cost" in said
+    assert process.returncode == 0
+
+
+@pytest.mark.slow
+def test_the_how_to_is_a_dag_that_runs(airflow: Airflow) -> None:
+    """The Python of docs/airflow.md is a DAG file that runs and prints what it says."""
+    source = "".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "airflow.md").read_text(), re.DOTALL))
+    ran = airflow.run("howto", source, head="")
+    assert ran.state == "success"
+    assert re.search(r"\[1, 4, 9\] for 0\.\d+ USD", ran.log)
+    assert ran.xcoms["classic", -1, "return_value"] == 5.0
+
+
+# ── the Airflow process's side ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _host() -> None:
+    """Answer one request for each line of stdin; whatever is printed meanwhile goes to the file that the request names."""
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        with open(request["log"], "wb") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        try:
+            reply = {"answer": _run_dag(request["file"]) if "file" in request else _evaluate(request["code"])}
+        except BaseException:
+            reply = {"error": traceback.format_exc()}
+        replies.write(json.dumps(reply) + "\n")
+
+
+def _evaluate(code: str) -> Any:
+    names: dict[str, Any] = {"__name__": "evaluated"}
+    exec(code, names)
+    return names["answer"]
+
+
+def _run_dag(file: str) -> dict[str, Any]:
+    from airflow.dag_processing.dagbag import DagBag
+    from airflow.models.xcom import XComModel
+    from airflow.settings import Session
+
+    bag = DagBag(file)
+    if bag.import_errors:
+        raise RuntimeError("\n".join(map(str, bag.import_errors.values())))
+    (dag,) = bag.dags.values()
+    run = dag.test()
+    session = Session()
+    rows = session.query(XComModel).filter(XComModel.run_id == run.run_id, XComModel.dag_id == dag.dag_id).all()
+    return {"state": run.state, "xcoms": [[row.task_id, row.map_index, row.key, XComModel.deserialize_value(row)] for row in rows]}
+
+
+def _kill() -> None:
+    """Run a task that works for ever, with SIGTERM wired as Airflow's task runner wires it (`_run_task_and_map_outcome`)."""
+    from airflow.sdk.exceptions import AirflowException
+
+    from airflow_provider_skyward.operators import SkywardOperator
+
+    class TaskInstance:
+        def xcom_push(self, key: str, value: Any) -> None:
+            print("pushed", key, value)
+
+    task = SkywardOperator(task_id="work", python_callable=_work, provider="local", nodes=2)
+    signal.signal(signal.SIGTERM, lambda number, frame: task.on_kill())
+    try:
+        task.execute({"ti": TaskInstance()})
+    except AirflowException as error:
+        print(f"raised AirflowException: {error}")
+
+
+def _work() -> None:
+    print("working")
+    while True:
+        time.sleep(1)
+
+
+if __name__ == "__main__":
+    {"host": _host, "kill": _kill}[sys.argv[1]]()

@@ -1,0 +1,636 @@
+"""`SkywardTaskRunner` with a real Prefect API (a server process of its own) and real pools on this machine."""
+
+import asyncio
+import atexit
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import cloudpickle
+import pytest
+
+pytest.importorskip("prefect")
+_home = tempfile.mkdtemp(prefix="skyward-prefect-")
+atexit.register(shutil.rmtree, _home, ignore_errors=True)
+# Prefect reads its environment when it is imported.
+os.environ.update(
+    PREFECT_HOME=_home,
+    PREFECT_SERVER_ANALYTICS_ENABLED="false",
+    PREFECT_LOGGING_TO_API_BATCH_INTERVAL="0.2",
+    PREFECT_LOGGING_LEVEL="INFO",
+)
+
+from prefect import flow, get_run_logger, task, unmapped  # noqa: E402
+from prefect.cache_policies import NO_CACHE  # noqa: E402
+from prefect.client.orchestration import get_client  # noqa: E402
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, LogFilter, LogFilterFlowRunId  # noqa: E402
+from prefect.settings import PREFECT_API_URL  # noqa: E402
+from prefect.states import Cancelling  # noqa: E402
+from prefect.tasks import task_input_hash  # noqa: E402
+from prefect.testing.utilities import prefect_test_harness  # noqa: E402
+from pydantic import PrivateAttr  # noqa: E402
+
+import skyward_core as sky  # noqa: E402
+from prefect_skyward import SkywardTaskRunner, cost_so_far  # noqa: E402
+from prefect_skyward.ui import RunLog, RunLogs  # noqa: E402
+from skyward_core.worker.watchdog import POOL_TAG, tagged_processes  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("default"),  # Prefect's own warnings are not ours to mend
+]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def api() -> Iterator[str]:
+    """A Prefect server with an empty database, for the session."""
+    with prefect_test_harness(server_startup_timeout=90):
+        yield PREFECT_API_URL.value()
+
+
+@pytest.fixture
+def events() -> Iterator[list[Any]]:
+    """What the pools of a test have told; whatever the test did, none of their processes is left."""
+    told: list[Any] = []
+    yield told
+    pools = {event.pool_id for event in told if isinstance(event, sky.PoolReady)}
+    assert sum(isinstance(event, sky.CostFinal) for event in told) == len(pools)
+    assert processes_of(pools) == []
+
+
+def processes_of(pools: set[str]) -> list[int]:
+    return [pid for pid, environ in tagged_processes() if environ.get(POOL_TAG) in pools]
+
+
+def runner(events: list[Any], **wishes: Any) -> SkywardTaskRunner:
+    return SkywardTaskRunner(**{"provider": sky.Local(price_per_hour=36.0), "on_event": events.append, **wishes})
+
+
+def wait_for(what: Callable[[], Any], seconds: float = 30.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+    return found
+
+
+def logs(flow_run_id: UUID) -> list[Any]:
+    """All log records of a flow run, its task runs' included, in the order of their time."""
+    with get_client(sync_client=True) as client:
+        records: list[Any] = []
+        while True:
+            body = {
+                "logs": LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run_id])).model_dump(mode="json", exclude_unset=True),
+                "sort": "TIMESTAMP_ASC",
+                "limit": 200,
+                "offset": len(records),
+            }
+            page = client._client.post("/logs/filter", json=body).json()
+            records += page
+            if len(page) < 200:
+                return records
+
+
+# ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@task
+def where() -> dict[str, Any]:
+    info = sky.instance_info()
+    return {"pid": os.getpid(), "engine": "prefect" in sys.modules, "tag": os.environ.get("SKYWARD_POOL_ID"), "node": info.node if info else None}
+
+
+@task
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+@task
+def squares(n: int) -> Iterator[int]:
+    for i in range(n):
+        yield i * i
+
+
+@task
+async def slow_double(x: int) -> int:
+    await asyncio.sleep(0.01)
+    return 2 * x
+
+
+@task
+async def endless() -> Any:
+    yield 1
+
+
+def test_functions_run_on_nodes_and_futures_and_dependencies_are_resolved_here(events: list[Any]) -> None:
+    """Submit, map, futures as inputs, `wait_for`, generators and asynchronous tasks work; the node sees the function and no Prefect."""
+
+    @flow(task_runner=runner(events, nodes=2))
+    def every_way() -> dict[str, Any]:
+        place = where.submit()
+        three = add.submit(1, 2)
+        return {
+            "place": place.result(),
+            "chain": add.submit(three, add.submit(three, 10)).result(),
+            "map": add.map([1, 2, 3], unmapped(10)).result(),
+            "map of futures": add.map(add.map([1, 2], [0, 0]), three).result(),
+            "after": add.submit(0, 0, wait_for=[three]).result(),
+            "generator": squares.submit(4).result(),
+            "async": slow_double.map([1, 2]).result(),
+        }
+
+    found = every_way()
+    place = found.pop("place")
+    assert place["pid"] != os.getpid()
+    assert not place["engine"]
+    assert found == {
+        "chain": 16,
+        "map": [11, 12, 13],
+        "map of futures": [4, 5],
+        "after": 0,
+        "generator": [0, 1, 4, 9],
+        "async": [2, 4],
+    }
+    assert [event.nodes for event in events if isinstance(event, sky.PoolReady)] == [2]
+
+
+def test_an_asynchronous_flow_submits_as_well(events: list[Any]) -> None:
+    """An `async def` flow can submit plain and asynchronous tasks."""
+
+    @flow(task_runner=runner(events))
+    async def sums() -> list[int]:
+        futures = [add.submit(1, 1), slow_double.submit(3)]
+        return [future.result() for future in futures]
+
+    assert asyncio.run(sums()) == [2, 6]
+
+
+def test_an_asynchronous_generator_is_refused(events: list[Any]) -> None:
+    """What cannot travel is refused at submit, before a machine is rented, with what to do."""
+
+    @flow(task_runner=runner(events))
+    def stream() -> None:
+        endless.submit()
+
+    with pytest.raises(TypeError, match=r"asynchronous generator.*return a list"):
+        stream()
+    assert events == []
+
+
+def test_a_direct_call_stays_here_and_no_pool_opens(events: list[Any]) -> None:
+    """`task(x)` never reaches a task runner: it runs in the flow's process, and a flow without a submit rents nothing."""
+
+    @flow(task_runner=runner(events))
+    def direct() -> tuple[int, float]:
+        return where()["pid"], cost_so_far()
+
+    assert direct() == (os.getpid(), 0.0)
+    assert events == []
+
+
+@dataclass(frozen=True)
+class Point:
+    x: int
+    y: int
+
+
+OFFSET = Point(10, 20)
+
+
+def shifted(point: Point) -> Point:
+    return Point(point.x + OFFSET.x, point.y + OFFSET.y)
+
+
+@task
+def shift(point: Point) -> Point:
+    return shifted(point)
+
+
+@task
+def shift_twice(point: Point) -> Point:
+    get_run_logger().warning("shifting %s twice", point)
+    return shift.fn(shift(point))
+
+
+class Scale:
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    @task
+    def of(self, x: int) -> int:
+        return self.factor * x
+
+
+@task
+@sky.compute
+def halved(x: float) -> float:
+    return x / 2
+
+
+def test_what_the_function_uses_travels_along(events: list[Any]) -> None:
+    """Helpers, dataclasses, globals, other tasks (as functions), methods, `@sky.compute` functions and `get_run_logger` work on a bare node."""
+
+    @flow(task_runner=runner(events))
+    def travel() -> tuple[Any, ...]:
+        return shift_twice.submit(Point(1, 2)).result(), Scale(3).of.submit(5).result(), halved.submit(3.0).result()
+
+    state = travel(return_state=True)
+    assert state.result() == (Point(21, 42), 15, 1.5)
+    assert type(state.result()[0]) is Point
+    flow_run_id = state.state_details.flow_run_id
+    wait_for(lambda: [record for record in logs(flow_run_id) if record["message"] == "[node 0] WARNING: shifting Point(x=1, y=2) twice"])
+
+
+# ── failures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@task(retries=2, cache_policy=NO_CACHE)
+def third_time_lucky(path: Path, how: str) -> int:
+    attempts = int(path.read_text()) + 1 if path.exists() else 1
+    path.write_text(str(attempts))
+    if attempts == 1:
+        if how == "crash":
+            os._exit(3)
+        raise ValueError("not yet")
+    return attempts
+
+
+def test_retries_are_new_calls(events: list[Any], tmp_path: Path) -> None:
+    """Prefect's retries run the function again, after its own exception as after the death of its process."""
+
+    @flow(task_runner=runner(events))
+    def stubborn() -> list[int]:
+        futures = [third_time_lucky.submit(tmp_path / how, how) for how in ("raise", "crash")]
+        values = [future.result() for future in futures]
+        with get_client(sync_client=True) as client:
+            wait_for(lambda: all(client.read_task_run(future.task_run_id).run_count == 2 for future in futures))
+        return values
+
+    assert stubborn() == [2, 2]
+
+
+@task
+def fail_on_node(x: int) -> None:
+    raise KeyError(f"bad {x}")
+
+
+def test_the_function_s_exception_arrives_as_itself_with_its_remote_traceback(events: list[Any]) -> None:
+    """The task fails with the exception that the function raised, its cause being the traceback on the node."""
+
+    @flow(task_runner=runner(events))
+    def failing() -> None:
+        with pytest.raises(KeyError, match="bad 7") as caught:
+            fail_on_node.submit(7).result()
+        assert "fail_on_node" in str(caught.value.__cause__)
+
+    failing()
+
+
+@task(timeout_seconds=1, cache_policy=NO_CACHE)
+def sleeper(path: Path) -> None:
+    path.write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+@task(timeout_seconds=1, cache_policy=NO_CACHE)
+async def async_sleeper(path: Path) -> None:
+    path.write_text(str(os.getpid()))  # noqa: ASYNC240
+    await asyncio.sleep(600)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_a_timeout_stops_the_work_on_the_node(events: list[Any], tmp_path: Path) -> None:
+    """`timeout_seconds` ends the task run and the remote process, of plain and asynchronous tasks; the slot then takes other calls."""
+
+    @flow(task_runner=runner(events))
+    def impatient() -> int:
+        for sleep in (sleeper, async_sleeper):
+            path = tmp_path / sleep.name
+            future = sleep.submit(path)
+            future.wait()
+            assert future.state.name == "TimedOut"
+            wait_for(lambda path=path: not is_alive(int(path.read_text())))
+        return add.submit(1, 1).result()
+
+    assert impatient() == 2
+
+
+@task(cache_policy=NO_CACHE)
+def hang(path: Path) -> None:
+    path.write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def test_a_failing_flow_stops_its_calls_and_closes_its_pool(events: list[Any], tmp_path: Path) -> None:
+    """When the flow's body raises, calls in flight are stopped rather than waited for, their runs are cancelled, and the machines are gone."""
+    futures = []
+
+    @flow(task_runner=runner(events))
+    def broken() -> None:
+        futures.append(hang.submit(tmp_path / "pid"))
+        wait_for((tmp_path / "pid").exists)
+        raise LookupError("the flow itself is wrong")
+
+    started = time.monotonic()
+    with pytest.raises(LookupError, match="the flow itself"):
+        broken()
+    assert time.monotonic() - started < 60  # of the 600 s that the call sleeps; a test's own timeout would be swallowed by Prefect here
+    assert futures[0].state.name == "Cancelled"
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+    assert processes_of({event.pool_id for event in events if isinstance(event, sky.PoolReady)}) == []
+
+
+def test_a_flow_that_ends_well_finishes_its_calls(events: list[Any], tmp_path: Path) -> None:
+    """A call that runs when the flow returns is waited for, as with Prefect's own runner."""
+    go, began = tmp_path / "go", tmp_path / "began"
+    futures = []
+
+    @task(cache_policy=NO_CACHE)
+    def wait_a_little() -> str:
+        began.touch()
+        while not go.exists():
+            time.sleep(0.01)
+        time.sleep(0.5)
+        return "done"
+
+    @flow(task_runner=runner(events))
+    def hasty() -> None:
+        futures.append(wait_a_little.submit())
+        wait_for(began.exists)
+        go.touch()
+
+    hasty()
+    assert futures[0].result() == "done"
+
+
+class Clinging(sky.Local):
+    """Lets its machines go, and goes on listing them."""
+
+    _listed: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    def instances(self, pool_id: str) -> Any:
+        self._listed.update((instance.id, instance) for instance in super().instances(pool_id))
+        return list(self._listed.values())
+
+
+def test_machines_that_may_be_left_are_told(events: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """If closing cannot confirm that the machines are gone, the flow's caller gets InstancesLeft and the run's log says so."""
+    monkeypatch.setattr("skyward_core.provisioning.lifecycle.GONE_DEADLINE_SECONDS", 0.5)
+    ids = []
+
+    @flow(task_runner=runner(events, provider=Clinging()))
+    def left() -> None:
+        from prefect.runtime import flow_run
+
+        ids.append(UUID(flow_run.id))
+        add.submit(1, 1).result()
+
+    with pytest.raises(sky.InstancesLeft, match="not confirmed gone"):
+        left()
+    assert wait_for(lambda: [r for r in logs(ids[0]) if r["level"] == 50 and "not confirmed gone" in r["message"]])
+
+
+# ── what the UI shows ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@task
+def chatter(name: str, lines: int) -> None:
+    for i in range(lines):
+        print(f"{name} {i}")
+
+
+def test_every_line_of_a_task_is_in_its_log(events: list[Any]) -> None:
+    """Each of 200 lines of each of three tasks arrives, once and in order, in the log of its own task run; the machines' news is the flow run's."""
+    names = {}
+
+    @flow(task_runner=runner(events, nodes=2))
+    def talk() -> None:
+        for name in "abc":
+            future = chatter.submit(name, 200)
+            names[str(future.task_run_id)] = name
+        for future in chatter.map(["short"] * 3, [1, 1, 1]):
+            future.wait()
+
+    flow_run_id = talk(return_state=True).state_details.flow_run_id
+
+    def lines() -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for record in logs(flow_run_id):
+            if record["task_run_id"] in names and "[node" in record["message"]:
+                assert record["level"] == 20
+                found.setdefault(names[record["task_run_id"]], []).append(record["message"].partition("] ")[2])
+        return found
+
+    wait_for(lambda: sum(map(len, lines().values())) >= 600)
+    assert lines() == {name: [f"{name} {i}" for i in range(200)] for name in "abc"}
+    of_flow = [record["message"] for record in logs(flow_run_id) if record["task_run_id"] is None]
+    assert any("launching 2 x local on local" in message for message in of_flow)
+    assert any("is ready after" in message for message in of_flow)
+    assert any("done: " in message for message in of_flow)
+    assert not any("[node" in message for message in of_flow)
+
+
+def test_a_line_that_comes_before_its_call_is_known_is_not_lost() -> None:
+    """A node may be quicker than `submit` returns: such a line waits, and goes to the task run; a line of nobody's call goes to the flow run."""
+
+    @task
+    def quick() -> str:
+        from prefect.runtime import task_run
+
+        logs, future = RunLogs(RunLog.of_flow()), Future()
+        future.call_id = "call-1"
+
+        def submit() -> Future[Any]:
+            for call_id in ("call-1", "call-2", None):
+                logs(sky.LogLine(0, "local-0", f"early line of {call_id}", 0.0, call_id))
+            return future
+
+        logs.follow(submit)
+        logs(sky.LogLine(0, "local-0", "later line", 0.0, "call-1"))
+        return task_run.id
+
+    @flow
+    def waiting() -> str:
+        return quick()
+
+    state = waiting(return_state=True)
+    found = wait_for(lambda: len(lines := [r for r in logs(state.state_details.flow_run_id) if "[node 0]" in r["message"]]) == 4 and lines)
+    assert {(record["message"], record["task_run_id"]) for record in found} == {
+        ("[node 0] early line of call-1", state.result()),
+        ("[node 0] later line", state.result()),
+        ("[node 0] early line of call-2", None),
+        ("[node 0] early line of None", None),
+    }
+
+
+def test_the_bill_is_an_artifact_of_the_flow_run(events: list[Any]) -> None:
+    """Under the key `skyward-cost` stands the final bill: total, rate, seconds, nodes, calls."""
+
+    @flow(task_runner=runner(events, nodes=2))
+    def spend() -> float:
+        add.map([1, 2, 3], [1, 1, 1]).wait()
+        return cost_so_far()
+
+    state = spend(return_state=True)
+    with get_client(sync_client=True) as client:
+        found = client.read_artifacts(artifact_filter=ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[state.state_details.flow_run_id])))
+    (artifact,) = found
+    (final,) = [event for event in events if isinstance(event, sky.CostFinal)]
+    assert artifact.key == "skyward-cost"
+    assert artifact.type == "markdown"
+    rows = dict(row.strip("| ").split(" | ") for row in artifact.data.splitlines()[2:])
+    assert rows == {
+        "Total": f"${final.total_cost:.4f}",
+        "Rate": "$72.00 per hour",
+        "Seconds": f"{final.total_seconds:.1f}",
+        "Nodes": "2",
+        "Calls": "3 of 3 done, 0 failed",
+    }
+    assert 0 < state.result() <= final.total_cost
+
+
+@task(cache_key_fn=task_input_hash, cache_expiration=timedelta(minutes=5), persist_result=True)
+def counted(path: Path) -> int:
+    path.write_text(path.read_text() + "x" if path.exists() else "x")
+    return len(path.read_text())
+
+
+def test_results_are_cached_here(events: list[Any], tmp_path: Path) -> None:
+    """Caching works as without the runner, and its keys know the user's code: another function of the same name is another entry."""
+
+    def renamed(path: Path) -> int:
+        return -counted.fn(path)
+
+    renamed.__name__ = renamed.__qualname__ = counted.fn.__qualname__
+    other = task(renamed, cache_key_fn=task_input_hash, cache_expiration=timedelta(minutes=5), persist_result=True)
+
+    @flow(task_runner=runner(events))
+    def twice() -> list[int]:
+        return [counted.submit(tmp_path / "n").result(), counted.submit(tmp_path / "n").result(), other.submit(tmp_path / "n").result()]
+
+    assert twice() == [1, 1, -2]
+
+
+# ── the runner as a value ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_runners_compare_by_what_they_ask_for() -> None:
+    """Equality, `duplicate` and pickling know the spec alone."""
+    one = SkywardTaskRunner(nodes=2, provider=sky.Local(price_per_hour=1.2))
+    assert one == SkywardTaskRunner(spec=sky.PoolSpec.of(nodes=2, provider=sky.Local(price_per_hour=1.2)))
+    assert one != SkywardTaskRunner(nodes=3, provider=sky.Local(price_per_hour=1.2))
+    assert one != "something else"
+    assert one.duplicate() == one
+    assert one.duplicate() is not one
+    assert pickle.loads(pickle.dumps(one)) == one
+    assert cloudpickle.loads(cloudpickle.dumps(one)).spec == one.spec
+    assert one.name == "skyward"
+
+
+def test_a_started_runner_can_be_compared_and_pickled() -> None:
+    """What is alive in a runner stays behind when it travels, and does not count when it is compared."""
+    with SkywardTaskRunner(nodes=2).duplicate() as live:
+        assert live == SkywardTaskRunner(nodes=2)
+        assert pickle.loads(pickle.dumps(live)) == live
+
+
+def test_the_class_alone_will_do() -> None:
+    """`@flow(task_runner=SkywardTaskRunner)` is a pool of one node where the settings say."""
+
+    @flow(task_runner=SkywardTaskRunner)
+    def nothing() -> None: ...
+
+    assert nothing.task_runner == SkywardTaskRunner()
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"node": 2}, "did you mean 'nodes'"),
+        ({"nodes": 0}, "nodes=0"),
+        ({"memory": "32 gigs"}, "memory"),
+        ({"image": sky.Image(python="3.1")}, "same minor version"),
+        ({"provider": sky.Local(), "image": sky.Image(apt=["ffmpeg"])}, "apt"),
+        ({"spec": sky.PoolSpec.of(nodes=2), "nodes": 3}, "not both"),
+    ],
+)
+def test_wrong_wishes_are_refused_at_construction(wishes: dict[str, Any], message: str) -> None:
+    """A flow file with a wrong keyword fails when it is imported, with what to write in its place."""
+    with pytest.raises(sky.BadRequest, match=message):
+        SkywardTaskRunner(**wishes)
+
+
+def test_submitting_to_a_runner_that_is_not_started_is_an_error() -> None:
+    """Outside a flow and a `with` block there is nothing to run on."""
+    with pytest.raises(RuntimeError, match="not started"):
+        SkywardTaskRunner().submit(add, {"a": 1, "b": 2})
+
+
+def test_importing_the_package_is_light() -> None:
+    """Prefect's server imports each collection: ours loads neither Prefect nor pydantic until a name is used."""
+    code = "import sys, prefect_skyward; print([m for m in ('prefect', 'pydantic', 'distributed') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+# ── a run that is cancelled ──────────────────────────────────────────────────────────────────────────────────────────
+
+SERVED = """
+import json, os, sys, time
+from pathlib import Path
+from prefect import flow, task
+from prefect_skyward import SkywardTaskRunner
+import skyward_core as sky
+
+@task
+def hang(path: str) -> None:
+    Path(path).write_text(json.dumps({"pid": os.getpid(), "pool": os.environ["SKYWARD_POOL_ID"]}))
+    time.sleep(600)
+
+@flow(task_runner=SkywardTaskRunner(provider=sky.Local()))
+def patient(path: str) -> None:
+    hang.submit(path).result()
+
+if __name__ == "__main__":
+    patient.serve("patient", print_starting_message=False, limit=1, pause_on_shutdown=False)
+"""
+
+
+@pytest.mark.slow
+def test_a_cancelled_run_leaves_nothing(api: str, tmp_path: Path) -> None:
+    """Cancelling a served run stops the call, closes the pool and ends both runs as Cancelled."""
+    (tmp_path / "served.py").write_text(SERVED)
+    marker = tmp_path / "began"
+    environ = {**os.environ, "PREFECT_API_URL": api}
+    with subprocess.Popen([sys.executable, "served.py"], cwd=tmp_path, env=environ) as server, get_client(sync_client=True) as client:
+        try:
+            deployment = wait_for(lambda: next(iter(client.read_deployments()), None), 60)
+            run = client.create_flow_run_from_deployment(deployment.id, parameters={"path": str(marker)})
+            wait_for(lambda: marker.exists() and marker.read_text(), 90)
+            began = json.loads(marker.read_text())
+            client.set_flow_run_state(run.id, Cancelling())
+            wait_for(lambda: client.read_flow_run(run.id).state.name == "Cancelled", 60)
+            wait_for(lambda: processes_of({began["pool"]}) == [])
+            assert not is_alive(began["pid"])
+            records = wait_for(lambda: [r["message"] for r in logs(run.id) if "done: " in r["message"]])
+            assert records
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.wait(timeout=60)

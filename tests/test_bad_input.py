@@ -1,0 +1,212 @@
+"""Bad input gets a clear error before anything starts."""
+
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.providers import local
+
+OTHER_PYTHON = "3.12" if sys.version_info.minor != 12 else "3.13"
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is launched fails the test."""
+    monkeypatch.setattr(local.Local, "launch", lambda *_: pytest.fail("a machine was launched"))
+
+
+@pytest.mark.parametrize(
+    ("wishes", "advice"),
+    [
+        ({"node": 2}, "'nodes'"),
+        ({"acelerator": "A100"}, "'accelerator'"),
+        ({"max_costs": 1}, "'max_cost'"),
+        ({"xyzzy": 1}, "nodes"),
+        ({"nodes": 0}, "nodes=0"),
+        ({"nodes": -1}, "nodes=-1"),
+        ({"nodes": "many"}, "nodes='many'"),
+        ({"nodes": 1.5}, "nodes=1.5"),
+        ({"concurrency": 0}, "concurrency=0"),
+        ({"cpu": 0}, "cpu=0"),
+        ({"timeout": 0}, "timeout=0"),
+        ({"provision_timeout": -1}, "provision_timeout=-1"),
+        ({"accelerator": "H1000"}, "H100"),
+        ({"accelerator": "A100-30GB"}, "A100"),
+        ({"memory": "32 gigs"}, "32GB"),
+        ({"memory": "32"}, "32GB"),
+        ({"memory": "0GB"}, "32GB"),
+        ({"memory": "-1GB"}, "32GB"),
+        ({"spot": "allways"}, "always"),
+        ({"spot": 2.0}, "0.02"),
+        ({"display": "loud"}, "quiet"),
+        ({"provider": "locl"}, "'local'"),
+        ({"provider": {"name": "local", "price": 1}}, "price"),
+        ({"env": {"A": 1}}, "env"),
+        ({"image": "torch"}, "image"),
+        ({"volume": "/data"}, "volume"),
+    ],
+    ids=str,
+)
+def test_a_wrong_wish_is_refused_with_advice(wishes: dict[str, Any], advice: str) -> None:
+    """Each wrong keyword or value raises BadRequest, a ValueError, which names what to write instead."""
+    with pytest.raises(sky.BadRequest) as caught:
+        sky.ComputePool(**{"provider": sky.Local(), **wishes})
+    assert advice in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+    with pytest.raises(sky.BadRequest):
+        sky.PoolSpec.of(**wishes)
+
+
+def test_all_faults_are_told_at_once() -> None:
+    """Two wrong wishes are both in the message."""
+    with pytest.raises(sky.BadRequest) as caught:
+        sky.ComputePool(provider=sky.Local(), nodes=0, cpu=0)
+    assert "nodes=0" in str(caught.value)
+    assert "cpu=0" in str(caught.value)
+
+
+def test_another_python_is_refused_with_the_reason() -> None:
+    """An image whose Python differs from the client's is refused before money is spent; the message names both and what to do."""
+    with pytest.raises(sky.BadRequest) as caught:
+        sky.ComputePool(provider=sky.Local(), image=sky.Image(python=OTHER_PYTHON))
+    assert OTHER_PYTHON in str(caught.value)
+    assert f"{sys.version_info.major}.{sys.version_info.minor}" in str(caught.value)
+    assert "pickle" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {"volume": sky.S3Volume(mount_path="/data", bucket="weather")},
+        {"max_lifetime": 60},
+        {"max_cost": 1.0},
+        {"accelerator": sky.Accelerator.NVIDIA.H100(mig="3g.40gb")},
+        {"image": sky.Image(apt=["ffmpeg"])},
+    ],
+    ids=lambda wishes: next(iter(wishes)),
+)
+def test_what_comes_later_is_refused_rather_than_ignored(wishes: dict[str, Any]) -> None:
+    """A wish that this version cannot meet raises NotYetSupported, a NotImplementedError, that names it."""
+    with pytest.raises(sky.NotYetSupported) as caught:
+        sky.ComputePool(provider=sky.Local(), **wishes)
+    assert isinstance(caught.value, NotImplementedError)
+    assert ("apt" if "image" in wishes else next(iter(wishes))) in str(caught.value)
+
+
+def test_an_accelerator_that_this_machine_lacks_is_no_capacity() -> None:
+    """On Local without such a GPU, opening the pool raises NoCapacity with what was wanted and what there is."""
+    with pytest.raises(sky.NoCapacity, match="B200"):
+        sky.ComputePool(provider=sky.Local(), accelerator="B200", display="quiet").open()
+
+
+def test_more_memory_than_this_machine_has_is_no_capacity() -> None:
+    """A worker that is larger than the machine is refused before it starts."""
+    with pytest.raises(sky.NoCapacity, match="memory"):
+        sky.ComputePool(provider=sky.Local(), memory="1000TB", display="quiet").open()
+
+
+# ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@sky.compute
+def double(x: int) -> int:
+    return 2 * x
+
+
+@pytest.mark.parametrize("target", [3, "pool", None, [1], double, sky.ComputePool], ids=repr)
+def test_only_a_pool_can_stand_on_the_right(target: Any) -> None:
+    """`>>` and `@` onto something that is no pool raise TypeError, which shows how it is written."""
+    for use in (lambda: double(1) >> target, lambda: double(1) @ target, lambda: (double(1) & double(2)) >> target):
+        with pytest.raises(TypeError, match=r"with sky\.ComputePool"):
+            use()
+
+
+def test_a_forgotten_call_is_explained() -> None:
+    """Putting a lazy function where its call belongs says so; so does a plain value."""
+    with pytest.raises(TypeError, match=r"double\(\.\.\.\)"):
+        double(1) & double  # type: ignore[operator]
+    with pytest.raises(TypeError, match=r"double\(\.\.\.\)"):
+        sky.gather(double(1), double)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="@compute"):
+        sky.gather(42)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="parentheses"):
+        double(1) & 42  # type: ignore[operator]
+
+
+def test_a_lazy_function_is_not_sent_to_a_pool() -> None:
+    """`fn >> pool` without a call is a TypeError."""
+    with pytest.raises(TypeError):
+        double >> sky.ComputePool(provider=sky.Local())  # type: ignore[operator]
+
+
+# these need a pool that is open; it was launched before
+
+
+@pytest.fixture
+def opened(pool: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> sky.ComputePool:
+    """The shared pool."""
+    return pool
+
+
+def test_map_over_different_lengths_runs_nothing(opened: sky.ComputePool, tmp_path: Any) -> None:
+    """Iterables of different lengths are refused before any call runs, and the message says what to do."""
+
+    def touch(name: str, _: int) -> None:
+        (tmp_path / name).touch()
+
+    with pytest.raises(sky.BadRequest, match="zip"):
+        opened.map(touch, ["a", "b", "c"], [1, 2])
+    assert double(1) @ opened == (2, 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_map_over_nothing_is_refused(opened: sky.ComputePool) -> None:
+    """map without iterables is a mistake, not zero calls."""
+    with pytest.raises((TypeError, sky.BadRequest)):
+        opened.map(double)
+
+
+def test_only_calls_are_run(opened: sky.ComputePool) -> None:
+    """submit and run of something that is no pending call say what is missing."""
+    for wrong in (double, double.local, 42):
+        with pytest.raises(TypeError, match=r"@sky\.compute"):
+            opened.submit(wrong)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"@sky\.compute"):
+            opened.run(wrong)  # type: ignore[arg-type]
+
+
+def test_an_unpicklable_closure_is_named(opened: sky.ComputePool) -> None:
+    """A function that closes over a lock is refused at once; the message names the variable."""
+    guard = threading.Lock()
+
+    @sky.compute
+    def work() -> bool:
+        return guard.locked()
+
+    with pytest.raises(sky.NotPicklable, match="guard"):
+        work() >> opened
+    assert double(1) >> opened == 2
+
+
+def test_nothing_of_a_batch_runs_if_one_call_cannot_travel(opened: sky.ComputePool, tmp_path: Any) -> None:
+    """When the second call of a gather cannot be pickled the first one does not run either."""
+
+    @sky.compute
+    def touch(_: Any) -> None:
+        (tmp_path / "ran").touch()
+
+    with pytest.raises(sky.NotPicklable):
+        sky.gather(touch(1), touch(threading.Lock())) >> opened
+    assert double(1) @ opened == (2, 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_arguments_are_an_error_of_the_call(opened: sky.ComputePool) -> None:
+    """Missing or unknown arguments raise the TypeError that a plain call would raise."""
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        double() >> opened  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        double(1, y=2) >> opened  # type: ignore[call-arg]

@@ -1,0 +1,199 @@
+"""The operators alone, with a runner that notes what it is given."""
+
+import asyncio
+import functools
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.compute import ComputeFunction, PendingBatch, PendingCompute
+
+
+class Notebook:
+    """Stands where a pool stands; answers with what it was asked."""
+
+    def run(self, pending: PendingCompute[Any]) -> Any:
+        return "run", pending
+
+    def run_batch(self, batch: PendingBatch[Any]) -> Any:
+        return "batch", batch.calls
+
+    def broadcast(self, pending: PendingCompute[Any]) -> Any:
+        return "broadcast", pending
+
+
+@sky.compute
+def add(a: int, b: int = 0) -> int:
+    """Add."""
+    return a + b
+
+
+def test_a_call_does_not_run() -> None:
+    """Calling a lazy function freezes function and arguments, and runs nothing."""
+
+    @sky.compute
+    def explode() -> None:
+        raise AssertionError
+
+    assert isinstance(explode(), PendingCompute)
+    pending = add(1, b=2)
+    assert (pending.fn, pending.args, dict(pending.kwargs)) == (add.local, (1,), {"b": 2})
+    assert repr(pending) == "<pending add(1, b=2)>"
+
+
+def test_local_runs_here_and_now() -> None:
+    """`.local` is the function itself."""
+    assert add.local(20, 22) == 42
+
+
+def test_the_operators_ask_the_runner() -> None:
+    """`>>` runs, `@` broadcasts, `&` and gather make a batch, whose `>>` runs it."""
+    pool, a, b, c = Notebook(), add(1), add(2), add(3)
+    assert a >> pool == ("run", a)
+    assert a @ pool == ("broadcast", a)
+    assert (a & b & c) >> pool == ("batch", (a, b, c))
+    assert sky.gather(a, b, c) >> pool == ("batch", (a, b, c))
+    assert len(a & b) == 2
+
+
+def test_pending_calls_cannot_be_changed() -> None:
+    """A pending call and a batch are values; the caller's own dict of keywords is not shared."""
+    keywords = {"b": 2}
+    pending = PendingCompute(add.local, (1,), keywords)
+    keywords["b"] = 3
+    assert pending.kwargs == {"b": 2}
+    with pytest.raises(AttributeError):
+        pending.args = ()  # type: ignore[misc]
+    with pytest.raises(AttributeError):
+        (pending & pending).calls = ()  # type: ignore[misc]
+
+
+def test_a_lazy_function_looks_like_its_function() -> None:
+    """Name, docstring, module and signature are those of the function."""
+    assert (add.__name__, add.__doc__, add.__module__) == ("add", "Add.", __name__)
+    assert str(inspect.signature(add)) == "(a: int, b: int = 0) -> int"
+    assert repr(add) == "<compute add>"
+
+
+def test_decorating_twice_changes_nothing() -> None:
+    """compute(compute(f)) is compute(f)."""
+    assert sky.compute(add) is add
+
+
+class Model:
+    def __init__(self, weight: int) -> None:
+        self.weight = weight
+
+    @sky.compute
+    def predict(self, x: int) -> int:
+        return self.weight * x
+
+    @staticmethod
+    @sky.compute
+    def scale(x: int) -> int:
+        return 10 * x
+
+    @classmethod
+    @sky.compute
+    def make(cls, weight: int) -> int:
+        return cls(weight).weight
+
+
+def test_methods_are_bound() -> None:
+    """On an object a lazy method is bound to it; static and class methods work too, on objects and on the class."""
+    model = Model(3)
+    pending = model.predict(4)
+    assert pending.fn(*pending.args, **pending.kwargs) == 12
+    assert model.predict.local(5) == 15
+    assert Model.predict.local(model, 6) == 18
+    assert Model.scale.local(2) == model.scale.local(2) == 20
+    pending = Model.make(7)
+    assert pending.fn(*pending.args, **pending.kwargs) == 7
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "result"),
+    [(functools.partial(pow, 2), (10,), 1024), (lambda x: -x, (1,), -1), (len, ("four",), 4), (Model(2).predict.local, (4,), 8)],
+)
+def test_any_callable_can_be_lazy(fn: Any, args: tuple[Any, ...], result: Any) -> None:
+    """partials, lambdas, builtins and bound methods are as good as functions."""
+    pending = sky.compute(fn)(*args)
+    assert pending.fn(*pending.args) == result
+    assert "pending" in repr(pending)
+
+
+def test_async_functions_stay_async_locally() -> None:
+    """`.local` of a lazy async function is awaited as ever."""
+
+    @sky.compute
+    async def work(x: int) -> int:
+        return x + 1
+
+    assert asyncio.run(work.local(1)) == 2
+    assert isinstance(work(1), PendingCompute)
+    assert isinstance(work, ComputeFunction)
+
+
+def test_long_arguments_are_shortened_in_the_repr() -> None:
+    """A pending call of a large argument prints on one short line."""
+    assert len(repr(add(list(range(10_000))))) < 80  # type: ignore[arg-type]
+
+
+# ── what a type checker says ─────────────────────────────────────────────────────────────────────────────────────────
+
+WRONG = """
+from typing import assert_type
+import skyward_core as sky
+
+@sky.compute
+def add(a: int, b: int) -> int:
+    return a + b
+
+@sky.compute
+def name() -> str:
+    return ""
+
+def use(pool: sky.ComputePool) -> None:
+    add("1", 2) >> pool  # 14
+    add(1) >> pool  # 15
+    number: str = add(1, 2) >> pool  # 16
+    add(1, 2) >> 3  # 17
+    add >> pool  # 18
+    first: int = (name() & add(1, 2)) >> pool  # 19
+    pair: tuple[int, str] = (name() & add(1, 2)) >> pool  # 20
+    add(1, 2) & 5  # 21
+    everywhere: list[int] = add(1, 2) @ pool  # 22
+    text: str = pool.submit(add(1, 2)).result()  # 23
+    assert_type(pool.map(add, [1], [2]), list[str])  # 24
+"""
+
+
+def pyright(*files: Path) -> subprocess.CompletedProcess[str]:
+    root = Path(sky.__file__).parents[1]
+    command = [sys.executable, "-m", "pyright", "--project", str(root), *map(str, files)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=root)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_types_survive() -> None:
+    """Pyright in strict mode agrees with every assert_type of typing_examples.py."""
+    done = pyright(Path(__file__).with_name("typing_examples.py"))
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_wrong_uses_are_refused_by_the_type_checker(tmp_path: Path) -> None:
+    """Pyright finds an error on each line that uses a call wrongly."""
+    (tmp_path / "wrong.py").write_text(WRONG)
+    done = pyright(tmp_path / "wrong.py")
+    expected = {n for n, line in enumerate(WRONG.splitlines(), 1) if "  # " in line}
+    found = {int(match[1]) for match in re.finditer(r"wrong\.py:(\d+):\d+ - error: (?!.*reportUnused)", done.stdout)}
+    assert found == expected, done.stdout

@@ -1,0 +1,110 @@
+"""Settings: environment over file, nearest file first, and the log says what was taken."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+import skyward_core as sky
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory of our own."""
+    folder = tmp_path / "project" / "flows"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_nothing_set_means_this_machine(project: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without settings a pool that names no provider runs on Local, and the log says so."""
+    assert sky.Settings.read({}, project) == sky.Settings()
+    with caplog.at_level(logging.INFO, logger="skyward"):
+        pool = sky.ComputePool(display="quiet")
+    assert "local" in repr(pool)
+    assert any("Local" in record.getMessage() for record in caplog.records)
+
+
+def test_the_environment_names_fields(project: Path) -> None:
+    """SKYWARD_* are read as JSON where they are JSON, else as text; other variables are not looked at."""
+    environ = {
+        "SKYWARD_PROVIDER": '{"name": "local", "price_per_hour": 2}',
+        "SKYWARD_NODES": "3",
+        "SKYWARD_ACCELERATOR": "A100",
+        "SKYWARD_COLLECT_METRICS": "false",
+        "NODES": "9",
+        "PATH": "/bin",
+    }
+    settings = sky.Settings.read(environ, project)
+    assert settings.fields == {"provider": {"name": "local", "price_per_hour": 2}, "nodes": 3, "accelerator": "A100", "collect_metrics": False}
+    assert "SKYWARD_NODES" in settings.sources["nodes"]
+
+
+def test_the_nearest_file_is_read(project: Path) -> None:
+    """skyward.toml is looked for from the working directory upwards; only the nearest counts."""
+    (project.parent / "skyward.toml").write_text('nodes = 2\n[provider]\nname = "local"\nprice_per_hour = 1.2\n')
+    assert sky.Settings.read({}, project).fields == {"nodes": 2, "provider": {"name": "local", "price_per_hour": 1.2}}
+    (project / "skyward.toml").write_text("nodes = 5\n")
+    settings = sky.Settings.read({}, project)
+    assert settings.fields == {"nodes": 5}
+    assert settings.sources["nodes"] == str(project / "skyward.toml")
+
+
+def test_the_users_own_file_is_the_last_resort(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no file near, the one in the user's configuration directory is read."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    (tmp_path / "config" / "skyward").mkdir(parents=True)
+    (tmp_path / "config" / "skyward" / "skyward.toml").write_text("nodes = 7\n")
+    assert sky.Settings.read({}, project).fields == {"nodes": 7}
+
+
+def test_the_environment_wins_over_the_file_and_the_user_over_both(project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Keyword over environment over file; the log names the provider and where it was found."""
+    (project / "skyward.toml").write_text('nodes = 2\nconcurrency = 3\n[provider]\nname = "local"\nprice_per_hour = 1.2\n')
+    monkeypatch.setenv("SKYWARD_NODES", "4")
+    with caplog.at_level(logging.INFO, logger="skyward"):
+        spec = sky.ComputePool(display="quiet", concurrency=1).spec
+    assert (spec.nodes, spec.concurrency, spec.provider) == (4, 1, sky.Local(price_per_hour=1.2))
+    assert any("local" in record.getMessage() and "skyward.toml" in record.getMessage() for record in caplog.records)
+    assert sky.ComputePool(provider=sky.Local(), nodes=1).spec.nodes == 1
+    assert sky.ComputePool(provider=sky.Local()).spec.provider == sky.Local()
+
+
+def test_provider_none_means_not_said(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`provider=None` is filled from the settings like a provider left out."""
+    monkeypatch.setenv("SKYWARD_PROVIDER", '{"name": "local", "price_per_hour": 3}')
+    assert sky.ComputePool(provider=None).spec.provider == sky.Local(price_per_hour=3)
+
+
+def test_an_unknown_setting_is_refused_with_the_nearest_name(project: Path) -> None:
+    """A misspelt name in a file is BadRequest, with the file and the nearest name."""
+    (project / "skyward.toml").write_text("node = 2\n")
+    with pytest.raises(sky.BadRequest, match=r"skyward\.toml.*'node'.*'nodes'"):
+        sky.Settings.read({}, project)
+
+
+def test_a_file_that_is_no_toml_is_refused(project: Path) -> None:
+    """A syntax error is BadRequest with the file and the line."""
+    (project / "skyward.toml").write_text("nodes = \n")
+    with pytest.raises(sky.BadRequest, match=r"skyward\.toml.*line 1"):
+        sky.Settings.read({}, project)
+
+
+def test_a_wrong_value_in_the_settings_says_where_it_was_found(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bad value from the environment is BadRequest that names the variable, so that the user knows what to change."""
+    monkeypatch.setenv("SKYWARD_NODES", "many")
+    with pytest.raises(sky.BadRequest, match="SKYWARD_NODES"):
+        sky.ComputePool(provider=sky.Local())
+
+
+def test_a_misspelt_variable_is_not_ignored_in_silence(project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """SKYWARD_NODE=2 is refused, or told in the log with the nearest name."""
+    monkeypatch.setenv("SKYWARD_NODE", "2")
+    with caplog.at_level(logging.WARNING, logger="skyward"):
+        try:
+            sky.ComputePool(provider=sky.Local())
+        except sky.BadRequest as error:
+            assert "SKYWARD_NODES" in str(error)
+            return
+    assert any("SKYWARD_NODES" in record.getMessage() for record in caplog.records)

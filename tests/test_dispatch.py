@@ -1,0 +1,288 @@
+"""The client's queue: whatever happens in whatever order, each call is in exactly one place and none is lost."""
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+
+from skyward_core.dispatch import BATCH_BYTES, BATCH_CALLS, LEAST_SECONDS, TARGET_SECONDS, Entry, Queue, Shipment
+from skyward_core.worker.wire import Call, Parcel
+
+FUNCTIONS = {name: Parcel(name.encode()) for name in ("f", "g", "h")}
+
+
+def entry(call_id: str, function: str = "f", worker: str | None = None, size: int = 0) -> Entry:
+    return Entry(Call(call_id, function, Parcel(b"x" * size), call_id), FUNCTIONS[function], worker)
+
+
+def ids_of(shipment: Shipment) -> list[str]:
+    return [call.call_id for call in shipment.batch.calls]
+
+
+def learned(seconds: float, slots: int = 2, function: str = "f") -> Queue:
+    """A queue that has seen one call of the function end after so many seconds."""
+    queue = Queue("topic")
+    queue.slots = slots
+    queue.add([entry("first", function)])
+    queue.ship()
+    queue.ended("first", seconds)
+    return queue
+
+
+# ── examples ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_unknown_calls_travel_alone_one_for_each_slot() -> None:
+    """Before anything is known of a function its calls go out singly, as many as there are slots."""
+    queue = Queue("topic")
+    queue.slots = 3
+    queue.add([entry(str(n)) for n in range(10)])
+    shipments = queue.ship()
+    assert [ids_of(shipment) for shipment in shipments] == [["0"], ["1"], ["2"]]
+    assert queue.ship() == []
+    queue.ended("1")
+    assert [ids_of(shipment) for shipment in queue.ship()] == [["3"]]
+
+
+def test_long_calls_travel_alone() -> None:
+    """Calls known to be long go out singly, one for each slot, however many wait."""
+    queue = learned(1.0)
+    queue.add([entry(str(n)) for n in range(100)])
+    assert [ids_of(shipment) for shipment in queue.ship()] == [["0"], ["1"]]
+
+
+def test_short_calls_travel_together() -> None:
+    """Calls known to be short go out in batches of about the target's work, two for each slot."""
+    queue = learned(TARGET_SECONDS / 10.5)
+    queue.add([entry(str(n)) for n in range(1000)])
+    assert [len(ids_of(shipment)) for shipment in queue.ship()] == [10, 10, 10, 10]
+
+
+def test_tiny_calls_are_shared_out_among_all_slots() -> None:
+    """A few tiny calls do not all go into one batch: every slot gets some."""
+    queue = learned(0.0)
+    queue.add([entry(str(n)) for n in range(40)])
+    shipments = queue.ship()
+    assert len(shipments) == 4
+    assert max(len(ids_of(shipment)) for shipment in shipments) <= 10
+
+
+def test_no_batch_holds_too_many_calls() -> None:
+    """Calls that cost nothing are still bounded in number, and by what each costs at the least."""
+    queue = learned(0.0)
+    queue.add([entry(str(n)) for n in range(100_000)])
+    sizes = [len(ids_of(shipment)) for shipment in queue.ship()]
+    assert max(sizes) <= min(BATCH_CALLS, TARGET_SECONDS / LEAST_SECONDS + 2)
+    assert min(sizes) > 100
+
+
+def test_large_arguments_bound_a_batch() -> None:
+    """A batch of small calls with large arguments stops at the limit of bytes."""
+    queue = learned(0.0, slots=1)
+    queue.add([entry(str(n), size=BATCH_BYTES // 2) for n in range(100)])
+    assert all(len(ids_of(shipment)) <= 3 for shipment in queue.ship())
+
+
+def test_a_function_that_turns_long_is_noticed() -> None:
+    """When a short function's calls begin to take long, its calls travel alone after a while."""
+    queue = learned(0.0)
+    for n in itertools.count():
+        queue.add([entry(f"a{n}")])
+        queue.ship()
+        queue.ended(f"a{n}", 0.5)
+        queue.add([entry(f"b{n}-{k}") for k in range(50)])
+        sizes = [len(ids_of(shipment)) for shipment in queue.ship()]
+        queue.clear()
+        if max(sizes) == 1:
+            break
+        assert n < 10
+
+
+def test_a_returned_call_is_first_again() -> None:
+    """A call that a slot hands back goes out before those that wait."""
+    queue = learned(1.0, slots=2)
+    queue.add([entry(str(n)) for n in range(5)])
+    assert [ids_of(shipment) for shipment in queue.ship()] == [["0"], ["1"]]
+    queue.returned(["1"])
+    queue.returned(["1"])
+    assert [ids_of(shipment) for shipment in queue.ship()] == [["1"]]
+
+
+def test_returned_calls_keep_their_order() -> None:
+    """A slot that hands back several calls tells them in their order; they go out again in that order."""
+    queue = learned(TARGET_SECONDS / 4, slots=1)
+    queue.add([entry(str(n)) for n in range(40)])
+    first, second = queue.ship()
+    queue.returned(ids_of(second))
+    (again,) = queue.ship()
+    assert ids_of(again) == ids_of(second)
+    assert ids_of(first)[0] == "0"
+
+
+def test_calls_for_a_given_worker_go_out_at_once() -> None:
+    """Pinned calls wait for no slot to be free and take none from the others."""
+    queue = learned(1.0, slots=1)
+    queue.add([entry("long"), entry("waits")])
+    queue.ship()
+    queue.add([entry("one", worker="tls://1"), entry("two", worker="tls://2")])
+    assert [(ids_of(shipment), shipment.worker) for shipment in queue.ship()] == [(["one"], "tls://1"), (["two"], "tls://2")]
+    queue.ended("one", 1.0)
+    queue.ended("two", 1.0)
+    queue.ended("long", 1.0)
+    assert [ids_of(shipment) for shipment in queue.ship()] == [["waits"]]
+
+
+def test_a_batch_carries_each_function_it_needs() -> None:
+    """A batch of calls of several functions holds exactly the pickles that its calls name."""
+    queue = learned(0.0, slots=1)
+    queue.add([entry("g0", "g")])
+    queue.ship()
+    queue.ended("g0", 0.0)
+    queue.add([entry(str(n), "fg"[n % 2]) for n in range(20)])
+    for shipment in queue.ship():
+        assert shipment.batch.functions == {name: FUNCTIONS[name] for name in {call.function for call in shipment.batch.calls}}
+        assert shipment.batch.topic == "topic"
+
+
+def test_a_waiting_call_can_be_dropped() -> None:
+    """A dropped call never goes out; a call that is out or unknown cannot be dropped."""
+    queue = Queue("topic")
+    queue.add([entry("a"), entry("b"), entry("c")])
+    queue.ship()
+    assert queue.is_out("a")
+    assert queue.drop({"a", "b", "unheard of"}) == {"b"}
+    assert queue.drop({"b"}) == set()
+    assert not queue.is_out("b")
+    queue.ended("a")
+    assert [ids_of(shipment) for shipment in queue.ship()] == [["c"]]
+
+
+@given(st.lists(st.floats(0, 5), min_size=1, max_size=30), st.integers(1, 8), st.integers(1, 300))
+@settings(max_examples=60, deadline=None, database=None)
+def test_there_is_always_work_for_a_free_slot(seconds: list[float], slots: int, calls: int) -> None:
+    """Whatever was learned: while calls wait, every slot has a shipment, and what is out together is at most the target's work plus one call."""
+    queue = Queue("topic")
+    queue.slots = slots
+    for n, value in enumerate(seconds):
+        queue.add([entry(f"s{n}")])
+        queue.ship()
+        queue.ended(f"s{n}", value)
+    queue.add([entry(str(n)) for n in range(calls)])
+    shipments = queue.ship()
+    assert len(shipments) >= min(slots, calls)
+    assert len(shipments) <= 2 * slots
+
+
+# ── any order of events ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """A model of the queue: three sets of ids, and the order in which the calls of each function were added."""
+
+    calls = Bundle("calls")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = Queue("topic")
+        self.queue.slots = 2
+        self.waiting: dict[str, str] = {}
+        self.out: dict[str, Shipment] = {}
+        self.ended: set[str] = set()
+        self.numbers = itertools.count()
+        self.pinned: set[str] = set()
+        self.given_back: set[str] = set()
+        self.last_of: dict[str, int] = {}
+
+    @rule(target=calls, function=st.sampled_from(list(FUNCTIONS)), count=st.integers(1, 60), worker=st.sampled_from([None, None, None, "w"]))
+    def add(self, function: str, count: int, worker: str | None) -> Any:
+        ids = [str(next(self.numbers)) for _ in range(count)]
+        self.queue.add([entry(call_id, function, worker) for call_id in ids])
+        self.waiting.update(dict.fromkeys(ids, function))
+        self.pinned.update(ids if worker else [])
+        return multiple(*ids)
+
+    @rule()
+    def ship(self) -> None:
+        for shipment in self.queue.ship():
+            ids = ids_of(shipment)
+            assert 1 <= len(ids) <= BATCH_CALLS
+            assert len(ids) == len(set(ids)) == len(shipment.unended)
+            assert set(shipment.batch.functions) == {call.function for call in shipment.batch.calls}
+            for call_id in ids:
+                function = self.waiting.pop(call_id)  # KeyError: it was not waiting
+                self.out[call_id] = shipment
+                if call_id not in self.pinned and call_id not in self.given_back:
+                    assert int(call_id) > self.last_of.get(function, -1), "calls of one function must go out in their order"
+                    self.last_of[function] = int(call_id)
+            assert (shipment.worker is not None) == (ids[0] in self.pinned)
+
+    @precondition(lambda self: self.waiting and not self.out)
+    @rule()
+    def nothing_out_means_something_goes(self) -> None:
+        before = len(self.waiting)
+        self.ship()
+        assert len(self.waiting) < before
+
+    @rule(call_id=consumes(calls), seconds=st.one_of(st.none(), st.floats(0, 0.001), st.floats(0, 10)))
+    def end(self, call_id: str, seconds: float | None) -> None:
+        was_out = self.out.pop(call_id, None) is not None
+        assert self.queue.ended(call_id, seconds) is was_out
+        assert not self.queue.ended(call_id, seconds)
+        if was_out:
+            self.ended.add(call_id)
+
+    @rule(seconds=st.floats(0, 0.01), share=st.floats(0, 1))
+    def end_some(self, seconds: float, share: float) -> None:
+        for call_id in list(self.out)[: int(len(self.out) * share) + 1]:
+            del self.out[call_id]
+            assert self.queue.ended(call_id, seconds)
+            self.ended.add(call_id)
+
+    @rule(call_id=calls)
+    def give_back(self, call_id: str) -> None:
+        self.queue.returned([call_id])
+        if (shipment := self.out.pop(call_id, None)) is not None:
+            self.waiting[call_id] = next(call.function for call in shipment.batch.calls if call.call_id == call_id)
+            self.given_back.add(call_id)
+
+    @rule(call_id=calls)
+    def drop(self, call_id: str) -> None:
+        dropped = self.queue.drop({call_id}) == {call_id}
+        assert dropped is (call_id in self.waiting)
+        if dropped:
+            del self.waiting[call_id]
+            self.ended.add(call_id)
+
+    @rule(slots=st.integers(1, 6))
+    def resize(self, slots: int) -> None:
+        self.queue.slots = slots
+
+    @rule()
+    def clear(self) -> None:
+        left = self.queue.clear()
+        assert sorted(left) == sorted([*self.waiting, *self.out])
+        self.ended.update(left)
+        self.waiting.clear()
+        self.out.clear()
+        assert self.queue.ship() == []
+
+    @invariant()
+    def shipments_know_what_has_not_ended(self) -> None:
+        for shipment in {shipment.number: shipment for shipment in self.out.values()}.values():
+            assert all(self.queue.is_out(call_id) for call_id in self.queue.unended(shipment))
+            assert self.queue.unended(shipment) == [call_id for call_id in ids_of(shipment) if self.out.get(call_id) is shipment]
+
+
+AnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.__doc__ = "Each call is in exactly one of waiting, out and ended, and those of one function go out in their order."
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_unknown_call_cannot_end(times: int) -> None:
+    """The end of a call that is not out is reported as such, however often it is told."""
+    queue = Queue("topic")
+    assert [queue.ended("ghost", 1.0) for _ in range(times)] == [False] * times

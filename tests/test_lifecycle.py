@@ -1,0 +1,231 @@
+"""Machines that fake clouds rent out: whatever goes wrong, they are given back, or named."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.certificates import make_certificate
+from skyward_core.provisioning import lifecycle
+from skyward_core.provisioning.metering import Meter
+from tests.conftest import Told
+from tests.fakes import (
+    BlindProvider,
+    FakeProvider,
+    FlakyProvider,
+    LossyProvider,
+    NeverReadyProvider,
+    NoCapacityProvider,
+    NothingSoldProvider,
+    ShortProvider,
+    SlowToGoProvider,
+    StuckLocal,
+    StuckProvider,
+)
+
+type Make = Callable[..., Any]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Make a fake provider whose files are in this test's folder; waiting for machines to be gone is short."""
+    monkeypatch.setattr(lifecycle, "GONE_DEADLINE_SECONDS", 0.5)
+    monkeypatch.setattr(lifecycle, "GONE_POLL_SECONDS", 0.01)
+    return lambda kind, **fields: kind(folder=str(tmp_path), **fields)
+
+
+def open_pool(provider: sky.Provider, told: Told, **wishes: Any) -> sky.ComputePool:
+    pool = sky.ComputePool(provider=provider, on_event=told, display="quiet", **{"provision_timeout": 0.3, "nodes": 2, **wishes})
+    try:
+        return pool.open()
+    except BaseException:
+        assert not pool.is_active
+        assert pool.cost_final == told.of(sky.CostFinal)[0]
+        raise
+
+
+def test_no_capacity_is_told_and_costs_nothing(make: Make) -> None:
+    """NoCapacity from the provider reaches the caller, with one bill over nothing."""
+    told = Told()
+    with pytest.raises(sky.NoCapacity, match="nowhere-1"):
+        open_pool(make(NoCapacityProvider), told)
+    (bill,) = told.of(sky.CostFinal)
+    assert bill.total_cost == 0
+    assert told.of(sky.InstanceProvisioned) == []
+
+
+def test_nothing_sold_is_no_capacity(make: Make) -> None:
+    """An empty list of offers is NoCapacity, before anything is launched."""
+    provider = make(NothingSoldProvider)
+    with pytest.raises(sky.NoCapacity):
+        open_pool(provider, Told())
+    assert provider.machines.launched == []
+
+
+def test_what_no_offer_meets_is_told_with_reasons(make: Make) -> None:
+    """NoCapacity names each offer and what is wrong with it."""
+    provider = make(FakeProvider)
+    with pytest.raises(sky.NoCapacity, match=r"nowhere-1 fake\.1 has 16\.0 GB"):
+        open_pool(provider, Told(), memory="1TB")
+    assert provider.machines.launched == []
+
+
+def test_machines_that_never_come_up_are_given_back(make: Make) -> None:
+    """At the deadline ProvisioningTimeout is raised, which says what to do; every machine is terminated and billed until then."""
+    told, provider = Told(), make(NeverReadyProvider)
+    with pytest.raises(sky.ProvisioningTimeout, match="provision_timeout"):
+        open_pool(provider, told)
+    assert provider.machines.running == {}
+    assert sorted(provider.machines.launched) == ["fake-0", "fake-1"]
+    assert {event.instance_id for event in told.of(sky.InstanceStopping)} == {"fake-0", "fake-1"}
+    (bill,) = told.of(sky.CostFinal)
+    assert 2 * 36.0 * 0.3 / 3600 <= bill.total_cost <= 2 * 36.0 * 10 / 3600
+
+
+@pytest.mark.parametrize("error", [ConnectionError("the answer was lost"), KeyboardInterrupt(), SystemExit(1)])
+def test_what_a_failed_launch_has_launched_is_found_and_given_back(make: Make, error: BaseException) -> None:
+    """An error from launch, an interrupt included, does not prove that nothing runs: machines are swept by tag, and the error is raised as it is."""
+    told, provider = Told(), make(LossyProvider).fail_with(error)
+    with pytest.raises(type(error)) as caught:
+        open_pool(provider, told)
+    assert caught.value is error
+    assert len(provider.machines.launched) == 2
+    assert provider.machines.running == {}
+    assert len(told.of(sky.CostFinal)) == 1
+
+
+def test_fewer_machines_than_asked_for_are_given_back(make: Make) -> None:
+    """A launch that returns fewer than asked is NoCapacity with both numbers, and what came is given back."""
+    told, provider = Told(), make(ShortProvider)
+    with pytest.raises(sky.NoCapacity, match="2 of 3"):
+        open_pool(provider, told, nodes=3)
+    assert len(provider.machines.launched) == 2
+    assert provider.machines.running == {}
+    assert len(told.of(sky.CostFinal)) == 1
+
+
+def test_only_the_own_machines_are_given_back(make: Make) -> None:
+    """Machines of another pool of the same account are not touched, though its id begins alike."""
+    provider = make(LossyProvider)
+    offer = provider.offers(sky.Requirements())[0]
+    others = [provider._start(offer, pool_id, 0).id for pool_id in ("sky-", "sky-other")]
+    with pytest.raises(ConnectionError):
+        open_pool(provider, Told())
+    assert sorted(provider.machines.running) == sorted(others)
+
+
+def test_machines_that_do_not_go_are_named(make: Make) -> None:
+    """InstancesLeft carries the ids of machines that are still listed at the deadline; the first error is its context."""
+    told, provider = Told(), make(StuckProvider)
+    with pytest.raises(sky.InstancesLeft) as caught:
+        open_pool(provider, told)
+    assert caught.value.ids == ("fake-0", "fake-1")
+    assert "fake-0" in str(caught.value)
+    assert "fake-1" in str(caught.value)
+    assert isinstance(caught.value.__context__, sky.ProvisioningTimeout)
+    assert len(told.of(sky.CostFinal)) == 1
+    assert any("fake-0" in event.message for event in told.of(sky.Error))
+
+
+def test_termination_is_asked_for_until_it_is_so(make: Make) -> None:
+    """A machine that is still listed is terminated again."""
+    provider = make(SlowToGoProvider)
+    with pytest.raises(sky.ProvisioningTimeout):
+        open_pool(provider, Told(), nodes=1)
+    assert provider.machines.terminated == ["fake-0"] * 3
+    assert provider.machines.running == {}
+
+
+def test_a_request_to_terminate_that_was_lost_is_made_again(make: Make) -> None:
+    """One failing request does not leave machines running; the error that is raised is the one that began it."""
+    told, provider = Told(), make(FlakyProvider)
+    with pytest.raises(sky.ProvisioningTimeout):
+        open_pool(provider, told)
+    assert provider.machines.running == {}
+    assert len(told.of(sky.CostFinal)) == 1
+
+
+def test_closing_names_the_machines_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When an open pool's machines cannot be given back, close raises InstancesLeft with their ids, after the bill; the body's error is its context."""
+    monkeypatch.setattr(lifecycle, "GONE_DEADLINE_SECONDS", 0.3)
+    told = Told()
+    pool = sky.ComputePool(provider=StuckLocal(), on_event=told, display="quiet")
+    with pytest.raises(sky.InstancesLeft) as caught, pool:
+        (instance,) = [node.instance for node in pool.lease.nodes]
+        raise ZeroDivisionError
+    sky.Local().terminate([instance.id])
+    assert caught.value.ids == (instance.id,)
+    assert len(told.of(sky.CostFinal)) == 1
+    assert not pool.is_active
+    pool.close()
+    assert isinstance(caught.value.__context__, ZeroDivisionError)
+
+
+def test_machines_are_terminated_even_if_they_cannot_be_listed(make: Make) -> None:
+    """An outage of the listing keeps no machine running whose id is known; that nobody could make sure is an error that names them."""
+    told, provider = Told(), make(BlindProvider)
+    with pytest.raises((sky.InstancesLeft, ConnectionError)):
+        open_pool(provider, told)
+    assert sorted(set(provider.machines.terminated)) == ["fake-0", "fake-1"]
+    assert provider.machines.running == {}
+    assert len(told.of(sky.CostFinal)) == 1
+
+
+def test_a_lease_can_be_released_twice(make: Make) -> None:
+    """Releasing what is gone already is silent."""
+    provider = make(FakeProvider)
+    instances = provider.launch(provider.offers(sky.Requirements())[0], 2, {"skyward-pool": "sky-1"}, "")
+    nodes = tuple(sky.Node(instance=instance, rank=instance.rank) for instance in instances)
+    lease = sky.Lease(pool_id="sky-1", provider=provider.to_json(), nodes=nodes, created_at="2026-11-20T12:00:00Z")  # pyright: ignore[reportArgumentType]
+    lease = sky.Lease.model_validate_json(lease.model_dump_json())
+    told = Told()
+    lifecycle.release(lease, provider, emit=told, meter=Meter())
+    assert provider.machines.running == {}
+    assert [event.instance_id for event in told.of(sky.InstanceStopping)] == ["fake-0", "fake-1"]
+    lifecycle.release(lease, provider, emit=told, meter=Meter())
+    assert provider.machines.terminated == ["fake-0", "fake-1"]
+
+
+@pytest.mark.parametrize(
+    ("spot", "is_sold", "taken"),
+    [(None, True, True), (None, False, False), ("always", True, True), ("if-available", False, False), ("if-available", True, True), ("never", True, False)],
+)
+def test_spot_is_taken_as_asked(make: Make, spot: str | None, is_sold: bool, taken: bool) -> None:
+    """Not asked for means spot where it is sold; the bill says what was saved against on demand."""
+    told = Told()
+    wishes = {} if spot is None else {"spot": spot}
+    with pytest.raises(sky.ProvisioningTimeout):
+        open_pool(make(NeverReadyProvider, spot_is_sold=is_sold), told, nodes=1, **wishes)
+    (machine,) = told.of(sky.InstanceProvisioned)
+    assert machine.spot is taken
+    (bill,) = told.of(sky.CostFinal)
+    assert (bill.spot_count, bill.ondemand_count) == ((1, 0) if taken else (0, 1))
+    assert bill.savings_vs_ondemand == pytest.approx(2 * bill.total_cost if taken else 0.0)
+
+
+def test_spot_that_is_not_sold_is_refused_before_anything_is_launched(make: Make) -> None:
+    """Demanding spot where none is sold is BadRequest, and nothing is launched."""
+    provider = make(FakeProvider)
+    with pytest.raises(sky.BadRequest, match="if-available"):
+        open_pool(provider, Told(), spot="always")
+    assert provider.machines.launched == []
+
+
+def test_a_mixed_wish_rents_both_kinds(make: Make) -> None:
+    """Half spot means one machine of each kind, the head on demand."""
+    told = Told()
+    with pytest.raises((sky.ProvisioningTimeout, sky.NotYetSupported)) as caught:
+        open_pool(make(NeverReadyProvider, spot_is_sold=True), told, spot=0.5)
+    if isinstance(caught.value, sky.NotYetSupported):
+        assert told.of(sky.InstanceLaunching) == []
+        return
+    assert [(event.node, event.spot) for event in told.of(sky.InstanceProvisioned)] == [(0, False), (1, True)]
+
+
+def test_the_certificate_is_made_for_one_pool() -> None:
+    """Two pools have different keys, so that one's member cannot join the other."""
+    first, second = make_certificate("sky-1"), make_certificate("sky-2")
+    assert first.key != second.key
+    assert first.certificate.startswith("-----BEGIN CERTIFICATE-----")

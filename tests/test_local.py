@@ -1,0 +1,241 @@
+"""Local's four verbs with real processes: found by tag from anywhere, gone when asked, gone when the client is."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import skyward_core as sky
+from skyward_core.providers import base
+from tests.conftest import processes_by_tag, wait_until
+
+SCRIPT = "env -0 >env; touch started; sleep 300 & sleep 300"
+
+
+@pytest.fixture
+def pool_id() -> Iterator[str]:
+    """A pool id of our own; what still runs under it at the end is terminated."""
+    pool_id = f"sky-test-{uuid.uuid4().hex[:8]}"
+    yield pool_id
+    provider = sky.Local()
+    provider.terminate([instance.id for instance in provider.instances(pool_id)])
+
+
+def launch(pool_id: str, count: int = 1, provider: sky.Local | None = None, script: str = SCRIPT) -> list[sky.Instance]:
+    provider = provider or sky.Local()
+    (offer,) = provider.offers(sky.Requirements())
+    instances = provider.launch(offer, count, {"skyward-pool": pool_id, "skyward-rank": "0"}, script)
+    for instance in instances:
+        wait_until((folder_of(instance) / "started").exists, "the script to run")
+    return instances
+
+
+def folder_of(instance: sky.Instance) -> Path:
+    assert instance.directory is not None
+    return Path(instance.directory)
+
+
+def processes_of(instance_id: str) -> list[int]:
+    return [pid for pid, tag in processes_by_tag("SKYWARD_INSTANCE_ID") if tag == instance_id]
+
+
+def test_the_one_offer_is_this_machine() -> None:
+    """Processors, memory and price are those of this machine and this provider."""
+    (offer,) = sky.Local(price_per_hour=1.5).offers(sky.Requirements())
+    assert offer.vcpus == len(os.sched_getaffinity(0))
+    assert offer.memory_gb == pytest.approx(psutil.virtual_memory().total / 1e9)
+    assert (offer.price_per_hour, offer.is_spot, offer.accelerators) == (1.5, False, 0)
+    assert base.load({"name": "local", "price_per_hour": 1.5}) == sky.Local(price_per_hour=1.5)
+
+
+def test_instances_are_found_by_tag_from_another_process(pool_id: str) -> None:
+    """What one process has launched another one finds, whole, in the order of ranks, and can terminate."""
+    launched = launch(pool_id, 2, sky.Local(price_per_hour=2.5))
+    code = f"""
+        import skyward_core as sky
+        provider = sky.Local()
+        found = provider.instances({pool_id!r})
+        print("[" + ",".join(instance.model_dump_json() for instance in found) + "]")
+        assert provider.instances({pool_id[:-1]!r}) == []
+        provider.terminate([instance.id for instance in found])
+        assert provider.instances({pool_id!r}) == []
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [sky.Instance.model_validate(fields) for fields in json.loads(done.stdout)] == launched
+    assert [(instance.rank, instance.price_per_hour) for instance in launched] == [(0, 2.5), (1, 2.5)]
+    assert sky.Local().instances(pool_id) == []
+
+
+def test_each_instance_has_a_session_a_directory_and_a_log(pool_id: str) -> None:
+    """Instances share neither process group nor files; the log holds what the script says; the directory is private."""
+    instances = launch(pool_id, 2, script=f"echo hello from $SKYWARD_RANK; {SCRIPT}")
+    groups = [{os.getpgid(pid) for pid in processes_of(instance.id)} for instance in instances]
+    assert all(len(group) == 1 for group in groups)
+    assert len(groups[0] | groups[1] | {os.getpgid(0)}) == 3
+    for rank, instance in enumerate(instances):
+        assert (folder_of(instance) / "log").read_text() == f"hello from {rank}\n"
+        assert folder_of(instance).stat().st_mode & 0o077 == 0
+
+
+def test_terminate_ends_every_process_and_removes_the_directory(pool_id: str) -> None:
+    """Children, those in sessions of their own and those that ignore SIGTERM included, are gone when terminate returns; other instances are not."""
+    stubborn = "trap '' TERM; setsid bash -c 'trap \"\" TERM; touch away; sleep 300 & wait; sleep 300' & while [ ! -e away ]; do sleep 0.01; done; touch started; sleep 300; sleep 300"
+    (hard,) = launch(pool_id, script=stubborn)
+    (other,) = launch(pool_id)
+    assert len(processes_of(hard.id)) >= 3
+    sky.Local().terminate([hard.id])
+    assert processes_of(hard.id) == []
+    assert not folder_of(hard).exists()
+    assert processes_of(other.id) != []
+    assert [instance.id for instance in sky.Local().instances(pool_id)] == [other.id]
+
+
+def test_terminating_what_is_gone_is_silent(pool_id: str) -> None:
+    """Terminating twice, and an id that never was, is no error; so is nothing at all."""
+    (instance,) = launch(pool_id)
+    provider = sky.Local()
+    provider.terminate([instance.id])
+    provider.terminate([instance.id, "local-000000000000"])
+    provider.terminate([])
+
+
+def test_an_id_is_compared_whole(pool_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Terminating the beginning of an id, nothing at all or a path touches nothing."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # should it remove too much, then here
+    (instance,) = launch(pool_id)
+    sky.Local().terminate([instance.id[:-1], "local-", "", ".", "local-/../"])
+    assert processes_of(instance.id) != []
+    assert folder_of(instance).exists()
+    sky.Local().terminate([instance.id])
+
+
+def test_a_node_sees_paths_and_proxies_but_no_secrets(pool_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What every machine needs is inherited; credentials, Python's settings and an orchestrator's are not."""
+    kept = {"LC_ALL": "C.UTF-8", "https_proxy": "http://proxy:3128", "REQUESTS_CA_BUNDLE": "/etc/ca.pem", "UV_INDEX_URL": "https://x/simple", "NVIDIA_X": "1"}
+    dropped = ("AWS_SECRET_ACCESS_KEY", "GITHUB_TOKEN", "PREFECT_API_KEY", "AIRFLOW_HOME", "DAGSTER_HOME", "PYTHONPATH", "VIRTUAL_ENV", "SKYWARD_PROVIDER")
+    for name, value in kept.items():
+        monkeypatch.setenv(name, value)
+    for name in dropped:
+        monkeypatch.setenv(name, "/secret")
+    (instance,) = launch(pool_id)
+    seen = dict(item.partition("=")[::2] for item in (folder_of(instance) / "env").read_text().split("\0") if item)
+    assert seen.items() >= (kept | {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"]}).items()
+    assert not set(dropped) & set(seen)
+    assert "/secret" not in seen.values()
+
+
+# ── when the client is gone ──────────────────────────────────────────────────────────────────────────────────────────
+
+CLIENT = """
+import sys, time, os
+import skyward_core as sky
+
+told = open(sys.argv[1], "a", buffering=1)
+image = eval(sys.argv[2])
+
+def on_event(event):
+    if isinstance(event, sky.InstanceProvisioned):
+        told.write(f"{event.instance_id}\\n")
+    if isinstance(event, sky.BootstrapProgress) and event.step == "deps":
+        told.write("installing\\n")
+
+pool = sky.ComputePool(provider=sky.Local(), nodes=2, image=image, display="quiet", on_event=on_event)
+pool.open()
+future = pool.submit(sky.compute(lambda: (print("begun"), time.sleep(300)))())
+pool.submit(sky.compute(lambda: 1)()).result()
+told.write("ready\\n")
+if sys.argv[3] == "exit":
+    sys.exit(0)
+future.result()
+"""
+
+
+def client(tmp_path: Path, image: str = "sky.Image()", ending: str = "stay", env: dict[str, str] | None = None) -> tuple[subprocess.Popen[str], Path]:
+    (tmp_path / "client.py").write_text(CLIENT)
+    told = tmp_path / "told"
+    told.touch()
+    with (tmp_path / "errors").open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(tmp_path / "client.py"), str(told), image, ending],
+            env={**os.environ, **(env or {})},
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            text=True,
+        )
+    return process, told
+
+
+def left_of(ids: list[str]) -> list[Any]:
+    running = [(pid, tag) for pid, tag in processes_by_tag("SKYWARD_INSTANCE_ID") if tag in ids]
+    return running + [name for name in os.listdir("/dev/shm") if any(name.endswith(instance_id) for instance_id in ids)]
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
+def test_nodes_end_with_their_client(sig: signal.Signals, tmp_path: Path) -> None:
+    """A client that is killed while a call runs takes every process of its nodes, and their memory, along within seconds."""
+    process, told = client(tmp_path)
+    try:
+        wait_until(lambda: "ready" in told.read_text(), "the client's pool", 60)
+        ids = [line for line in told.read_text().split() if line.startswith("local-")]
+        assert len(ids) == 2
+        assert len({tag for _, tag in processes_by_tag("SKYWARD_INSTANCE_ID")} & set(ids)) == 2
+    finally:
+        process.send_signal(sig)
+        process.wait()
+    wait_until(lambda: not left_of(ids), "the nodes to end", 10)
+
+
+def test_nodes_end_when_their_client_is_killed_while_they_start(tmp_path: Path) -> None:
+    """A client that is killed before its nodes are ready leaves nothing either."""
+    process, told = client(tmp_path)
+    try:
+        wait_until(lambda: told.read_text().count("local-") == 2, "the instances", 60)
+    finally:
+        process.kill()
+        process.wait()
+    ids = told.read_text().split()
+    wait_until(lambda: not left_of(ids), "the nodes to end", 10)
+
+
+def test_nodes_end_when_their_client_is_killed_while_packages_are_installed(tmp_path: Path) -> None:
+    """A client that is killed during an installation stops the installation."""
+    slow_uv = tmp_path / "bin" / "uv"
+    slow_uv.parent.mkdir()
+    slow_uv.write_text("#!/bin/sh\ntouch $HOME/uv-began\nsleep 300\n")
+    slow_uv.chmod(0o755)
+    (tmp_path / "sitecustomize.py").write_text(f"import uv\nuv.find_uv_bin = lambda: {str(slow_uv)!r}\n")
+    env = {"PYTHONPATH": f"{tmp_path}:{Path(sky.__file__).parents[1]}", "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    process, told = client(tmp_path, "sky.Image(pip=['iniconfig'])", env=env)
+    try:
+        wait_until(lambda: (tmp_path / "uv-began").exists() and told.read_text().count("local-") == 2, "the installation to begin", 60)
+    finally:
+        process.kill()
+        process.wait()
+    ids = [line for line in told.read_text().split() if line.startswith("local-")]
+    assert len(ids) == 2
+    wait_until(lambda: not left_of(ids), "the installation to end", 10)
+
+
+def test_a_program_that_ends_with_an_open_pool_gives_it_back(tmp_path: Path) -> None:
+    """sys.exit with an open pool and a running call neither hangs nor leaves machines or directories."""
+    process, told = client(tmp_path, ending="exit")
+    try:
+        assert process.wait(timeout=60) == 0, (tmp_path / "errors").read_text()
+    finally:
+        process.kill()
+        process.wait()
+    ids = [line for line in told.read_text().split() if line.startswith("local-")]
+    assert "ready" in told.read_text()
+    assert left_of(ids) == []
+    assert not any((Path(tempfile.gettempdir()) / f"skyward-{os.getuid()}" / instance_id).exists() for instance_id in ids)

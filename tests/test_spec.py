@@ -1,0 +1,140 @@
+"""`PoolSpec`: one frozen value, the same after a trip through JSON."""
+
+import json
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+import skyward_core as sky
+from skyward_core.spec import memory_gb
+
+FULL: dict[str, Any] = {
+    "provider": sky.Local(price_per_hour=1.2),
+    "image": sky.Image(pip=["torch"], env={"A": "1"}),
+    "nodes": 3,
+    "machine": "p5.48xlarge",
+    "accelerator": "A100-40GB",
+    "cpu": 4,
+    "memory": "32GB",
+    "volume": (sky.S3Volume(mount_path="/data", bucket="weather"),),
+    "spot": 0.8,
+    "timeout": 60,
+    "max_lifetime": 7200.0,
+    "max_cost": 12.5,
+    "env": {"B": "2"},
+    "concurrency": 2,
+    "provision_timeout": 90.0,
+    "display": "quiet",
+    "collect_metrics": False,
+}
+
+
+def test_the_defaults_are_those_of_the_reference() -> None:
+    """A spec of nothing is one node, an hour of idleness, one call at a time, the display "log" and metrics."""
+    spec = sky.PoolSpec()
+    assert (spec.provider, spec.nodes, spec.machine, spec.accelerator, spec.cpu, spec.memory) == (None, 1, None, None, None, None)
+    assert (spec.timeout, spec.concurrency, spec.display, spec.collect_metrics) == (3600, 1, "log", True)
+    assert spec.image == sky.Image()
+    assert (spec.max_lifetime, spec.max_cost, spec.spot, spec.env, tuple(spec.volume)) == (None, None, None, None, ())
+
+
+def test_a_spec_survives_json() -> None:
+    """With every field set, a spec is equal after JSON, by pydantic and by hand, and so is its hash of JSON."""
+    spec = sky.PoolSpec.of(**FULL)
+    assert set(FULL) == set(sky.PoolSpec.model_fields)
+    text = spec.model_dump_json()
+    again = sky.PoolSpec.model_validate_json(text)
+    assert again == spec
+    assert again.model_dump_json() == text
+    assert sky.PoolSpec.of(**json.loads(text)) == spec
+    assert isinstance(again.provider, sky.Local)
+    assert again.provider.price_per_hour == 1.2
+    assert again.accelerator is not None
+    assert again.accelerator.name == "A100-40GB" or again.accelerator.name.startswith("A100")
+
+
+def test_what_was_not_said_is_not_said_after_json() -> None:
+    """Which fields were set survives `exclude_unset`, so that settings can still fill the others."""
+    spec = sky.PoolSpec.of(nodes=2)
+    again = sky.PoolSpec.model_validate_json(spec.model_dump_json(exclude_unset=True))
+    assert again == spec
+    assert again.model_fields_set == {"nodes"}
+
+
+def test_a_spec_is_a_value() -> None:
+    """Specs compare by value, survive pickle, and cannot be changed."""
+    assert sky.PoolSpec.of(**FULL) == sky.PoolSpec.of(**FULL)
+    assert sky.PoolSpec.of(**FULL) != sky.PoolSpec.of(**FULL | {"nodes": 4})
+    spec = sky.PoolSpec.of(**FULL)
+    assert pickle.loads(pickle.dumps(spec)) == spec
+    with pytest.raises(ValidationError):
+        spec.nodes = 4  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_wider_wish_is_a_new_spec() -> None:
+    """`with_` gives a new spec, validated anew, and leaves the old one."""
+    spec = sky.PoolSpec.of(nodes=2)
+    assert spec.with_(nodes=4) == sky.PoolSpec.of(nodes=4)
+    assert spec.with_(cpu=2).model_fields_set == {"nodes", "cpu"}
+    assert spec.nodes == 2
+    with pytest.raises(sky.BadRequest, match="nodes"):
+        spec.with_(nodes="many")
+
+
+def test_strings_and_numbers_stand_for_values() -> None:
+    """Shortcuts mean the same as the values they stand for."""
+    assert sky.PoolSpec.of(accelerator="A100", spot="always", provider="local") == sky.PoolSpec.of(
+        accelerator=sky.Accelerator.NVIDIA.A100(), spot=sky.Spot.Always(), provider=sky.Local()
+    )
+    volume = sky.S3Volume(mount_path="/data", bucket="weather")
+    assert sky.PoolSpec.of(volume=volume) == sky.PoolSpec.of(volume=[volume])
+    assert sky.PoolSpec.of(volume=None) == sky.PoolSpec.of()
+    assert sky.PoolSpec.of(provider={"name": "local", "price_per_hour": 2}) == sky.PoolSpec.of(provider=sky.Local(price_per_hour=2))
+
+
+def test_the_requirements_are_the_hardware_part() -> None:
+    """Requirements hold machine, accelerator, processors and memory in GB of 10⁹ bytes."""
+    want = sky.PoolSpec.of(machine="x", accelerator="T4", cpu=8, memory="16GiB").requirements
+    assert (want.instance_type, want.vcpus, want.max_price_per_hour) == ("x", 8, None)
+    assert want.memory_gb == pytest.approx(17.179869184)
+    assert want.accelerator == sky.Accelerator.NVIDIA.T4()
+
+
+@pytest.mark.parametrize(
+    ("text", "gb"),
+    [("32GB", 32.0), ("512 MB", 0.512), ("1TB", 1000.0), ("1GiB", 1.073741824), ("512MiB", 0.536870912), ("1.5 tib", 1649.267441664), (" 2gb ", 2.0)],
+)
+def test_amounts_of_memory(text: str, gb: float) -> None:
+    """GB is 10⁹ bytes and GiB 2³⁰, in any case and with or without a space."""
+    assert memory_gb(text) == pytest.approx(gb, rel=1e-12)
+
+
+@given(st.text(max_size=12))
+@settings(max_examples=200, deadline=None, database=None)
+def test_any_other_text_is_no_amount_of_memory(text: str) -> None:
+    """Whatever is written, the answer is a positive number or BadRequest."""
+    try:
+        assert memory_gb(text) > 0
+    except sky.BadRequest as error:
+        assert "32GB" in str(error)
+
+
+def test_the_environment_of_the_pool_wins_over_the_image() -> None:
+    """node_environment is the image's, then the pool's."""
+    spec = sky.PoolSpec.of(image=sky.Image(env={"A": "1", "B": "1"}), env={"B": "2"})
+    assert spec.node_environment == {"A": "1", "B": "2"}
+
+
+def test_a_pool_takes_the_fields_of_a_spec() -> None:
+    """ComputePool(**fields) and ComputePool.from_spec(spec) ask for the same."""
+    fields = {"provider": sky.Local(), "nodes": 2, "display": "quiet"}
+    assert sky.ComputePool(**fields).spec == sky.ComputePool.from_spec(sky.PoolSpec.of(**fields)).spec == sky.PoolSpec.of(**fields)
+
+
+def test_every_field_says_what_it_is() -> None:
+    """Each field has a description, which integrations show to their users."""
+    assert [name for name, field in sky.PoolSpec.model_fields.items() if not field.description] == []

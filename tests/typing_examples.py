@@ -1,0 +1,97 @@
+"""What a type checker makes of the API. Never run: `assert_type` is checked by pyright in strict mode (see test_compute.py and CI)."""
+
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from typing import assert_type
+
+import skyward_core as sky
+from skyward_core import PendingBatch, PendingCompute
+
+
+class Model:
+    """Something with weights."""
+
+    @sky.compute
+    def predict(self, x: float) -> str:
+        """Say what x is."""
+        return str(x)
+
+
+@sky.compute
+def train(rows: int, *, rate: float = 0.1) -> float:
+    """Return a score."""
+    return rows * rate
+
+
+@sky.compute
+def label(score: float) -> str:
+    """Name a score."""
+    return str(score)
+
+
+@sky.compute
+def pair[T](value: T) -> tuple[T, T]:
+    """Double a value of any type."""
+    return value, value
+
+
+@sky.compute
+async def fetch(url: str) -> bytes:
+    """Load something."""
+    return url.encode()
+
+
+@sky.compute
+def count(n: int) -> Generator[int]:
+    """Count."""
+    yield from range(n)
+
+
+def calls_keep_their_types(pool: sky.ComputePool) -> None:
+    """`fn(x)` is PendingCompute[R], `>>` R, `@` tuple[R, ...]."""
+    assert_type(train(1, rate=0.5), PendingCompute[float])
+    assert_type(train(1) >> pool, float)
+    assert_type(train(1) @ pool, tuple[float, ...])
+    assert_type(train.local(1), float)
+    assert_type(pool.run(train(1)), float)
+    assert_type(pool.broadcast(train(1)), tuple[float, ...])
+
+
+def batches_keep_their_types(pool: sky.ComputePool) -> None:
+    """`&` and gather keep the type of each call in its place."""
+    assert_type(train(1) & label(0.1), PendingBatch[float, str])
+    assert_type((train(1) & label(0.1)) >> pool, tuple[float, str])
+    assert_type((train(1) & label(0.1) & train(2)) >> pool, tuple[float, str, float])
+    assert_type(sky.gather(train(1), label(0.1)) >> pool, tuple[float, str])
+    assert_type(sky.gather(train(1), label(0.1), train(2), label(0.2)) >> pool, tuple[float, str, float, str])
+    assert_type(sky.gather(*(train(n) for n in range(9))) >> pool, tuple[float, ...])
+
+
+def futures_and_maps_keep_their_types(pool: sky.ComputePool) -> None:
+    """`submit` gives Future[R], `map` list[R] of decorated and plain functions."""
+    assert_type(pool.submit(train(1)), Future[float])
+    assert_type(pool.submit(train(1)).result(), float)
+    assert_type(pool.map(train, [1, 2]), list[float])
+    plain: Callable[[int, int], str] = lambda a, b: str(a + b)
+    assert_type(pool.map(plain, [1], [2]), list[str])
+
+
+def pools_keep_their_types() -> None:
+    """`with` gives the pool; a MultiPool gives pools."""
+    with sky.ComputePool(accelerator="A100", nodes=2) as pool:
+        assert_type(pool, sky.ComputePool)
+    with sky.MultiPool(sky.ComputePool(), sky.ComputePool()) as pools:
+        assert_type(pools, tuple[sky.ComputePool, ...])
+
+
+def methods_and_generic_functions(pool: sky.ComputePool, model: Model) -> None:
+    """Methods are bound, and type parameters are solved."""
+    assert_type(model.predict(0.5), PendingCompute[str])
+    assert_type(model.predict(0.5) >> pool, str)
+    assert_type(pair(1) >> pool, tuple[int, int])
+
+
+def coroutines_and_generators(pool: sky.ComputePool) -> None:
+    """What is awaited on the node comes back as its result, what is generated as a list."""
+    assert_type(fetch("x") >> pool, bytes)
+    assert_type(count(3) >> pool, list[int])
