@@ -156,7 +156,11 @@ class Prompt(SchedulerPlugin):
         scheduler.log_event(POOL_TOPIC, pickle.dumps(WorkerLeft(self._names.pop(worker, ""), worker)))
 
     def add_client(self, scheduler: Scheduler, client: str) -> None:
-        _send_at_once(cast(Any, scheduler.client_comms[client]).bcomm)
+        def at_once() -> None:
+            if client in scheduler.client_comms:
+                _send_at_once(scheduler.client_comms[client])
+
+        asyncio.get_running_loop().call_soon(at_once)  # Dask makes the stream right after it has told its plug-ins
 
 
 class Slots(WorkerPlugin):
