@@ -38,6 +38,7 @@ from skyward_core.worker.wire import INLINE_BYTES, Call, Ending, Outcome, Output
 PROGRESS_SECONDS = 0.1
 TICK_SECONDS = 0.5
 JOIN_POLL_SECONDS = 0.01
+CONNECT_SECONDS = 30.0
 _log = logging.getLogger("skyward")
 
 
@@ -59,10 +60,10 @@ class CallFuture[R](Future[R]):
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """A call that was taken in: its future, and what must be removed when it has ended."""
+    """A call that was taken in: its future, and the arguments, which are ours to remove when it has ended."""
 
     future: CallFuture[Any]
-    parcels: tuple[Parcel, ...]
+    arguments: Parcel
 
 
 class Cluster:
@@ -95,7 +96,10 @@ class Cluster:
 
     def start(self, deadline: float, check: Callable[[], None]) -> None:
         """Connect and wait for all workers. `check` is called now and then and raises if a node will not come. Raises NodeLost at the deadline."""
-        self._client = connect(self._lease.scheduler, self._certificate, max(1.0, deadline - time.monotonic()))
+        try:
+            self._client = connect(self._lease.scheduler, self._certificate, min(CONNECT_SECONDS, max(1.0, deadline - time.monotonic())))
+        except OSError as error:
+            raise NodeLost(f"the pool's scheduler at {self._lease.scheduler} does not answer") from error
         self._client.subscribe_topic(self._topic, lambda event: self._inbox.put(lambda: self._on_report(event[1])))
         self._client.subscribe_topic(POOL_TOPIC, lambda event: self._inbox.put(lambda: self._on_pool_news(event[1])))
         self._thread.start()
@@ -168,25 +172,27 @@ class Cluster:
         functions: dict[int, tuple[str, Parcel]] = {}
         entries = list[Entry]()
         given = list[_Given]()
-        for pending, worker in calls:
-            name, function = functions.get(id(pending.fn)) or functions.setdefault(id(pending.fn), _packed_function(pending.fn, replace_object))
-            arguments = self._packed((pending.args, dict(pending.kwargs)), pending.fn, replace_object)
-            call_id = uuid.uuid4().hex
-            entries.append(Entry(Call(call_id, name, arguments, job_id or call_id), function, worker))
-            given.append(_Given(CallFuture(call_id, self._cancel), (arguments,)))
-        with self._lock:
-            if self._lost is not None:
-                for item in given:
-                    item.parcels[0].release()
-                raise self._lost
-            self.busy_at = time.monotonic()
-            self._given.update((item.future.call_id, item) for item in given)
-            self._submitted += len(given)
-            self._queue.add(entries)
+        with contextlib.ExitStack() as undo:
+            for pending, worker in calls:
+                name, function = functions.get(id(pending.fn)) or functions.setdefault(id(pending.fn), _packed_function(pending.fn, replace_object))
+                arguments = self._packed((pending.args, dict(pending.kwargs)), replace_object)
+                if arguments.path is not None:
+                    undo.callback(arguments.release)
+                call_id = uuid.uuid4().hex
+                entries.append(Entry(Call(call_id, name, arguments, job_id or call_id), function, worker))
+                given.append(_Given(CallFuture(call_id, self._cancel), arguments))
+            with self._lock:
+                if self._lost is not None:
+                    raise self._lost
+                self.busy_at = time.monotonic()
+                self._given.update((item.future.call_id, item) for item in given)
+                self._submitted += len(given)
+                self._queue.add(entries)
+            undo.pop_all()
         self._ship()
         return [item.future for item in given]
 
-    def _packed(self, value: object, fn: object, replace_object: pickling.Replace | None) -> Parcel:
+    def _packed(self, value: object, replace_object: pickling.Replace | None) -> Parcel:
         pickled = sources.pack(value, label=("args", "kwargs"), replace=replace_object)
         parcel = Parcel(pickled.data, pickled.buffers)
         if parcel.nbytes > INLINE_BYTES and self._shares_memory:
@@ -200,11 +206,14 @@ class Cluster:
             self._to_stop -= self._queue.drop(self._to_stop) if self._to_stop else set()
             shipments = self._queue.ship() if not self._is_closing else []
         for shipment in shipments:
-            self._send(shipment)
+            try:
+                self._send(shipment)
+            except Exception as error:  # whoever waits for these calls must hear of it, whichever thread this is
+                self._lose_calls([call.call_id for call in shipment.batch.calls], NodeLost(f"the call could not be sent: {error}"), error)
 
     def _send(self, shipment: Shipment) -> None:
         batch: Any = shipment.batch
-        if sum(call.arguments.nbytes for call in shipment.batch.calls) > INLINE_BYTES * 16:
+        if shipment.batch.nbytes > INLINE_BYTES * 16:
             batch = self.client.scatter(batch, direct=True, hash=False, workers=[shipment.worker] if shipment.worker else None)
         task = self.client.submit(
             run_batch, batch, key=f"skyward-{shipment.number}-{self._topic[-8:]}", pure=False, workers=[shipment.worker] if shipment.worker else None
@@ -288,11 +297,7 @@ class Cluster:
         if left and task.status == "finished":
             self._fetch(task, left)
         elif left and not self._is_closing:
-            error = NodeLost(f"the worker that ran the call is gone ({_cause(task)}); submit it again if it may run twice")
-            with self._lock:
-                for call_id in left:
-                    self._queue.ended(call_id)
-            self._fail(left, error)
+            self._lose_calls(left, NodeLost(f"the worker that ran the call is gone ({_cause(task)}); submit it again if it may run twice"))
         task.release()
         self._ship()
 
@@ -300,12 +305,7 @@ class Cluster:
         try:
             outcomes = cast("Mapping[str, Outcome]", self.client.gather(task, direct=True))
         except Exception as error:
-            lost = NodeLost(f"the call ended, but its result could not be fetched: {error}")
-            lost.__cause__ = error
-            with self._lock:
-                for call_id in call_ids:
-                    self._queue.ended(call_id)
-            self._fail(call_ids, lost)
+            self._lose_calls(call_ids, NodeLost(f"the call ended, but its result could not be fetched: {error}"), error)
             return
         with self._lock:
             self._queue.returned([call_id for call_id in call_ids if outcomes[call_id].ending is Ending.RETURNED])
@@ -360,6 +360,13 @@ class Cluster:
     def _count_slots(self) -> None:
         self._queue.slots = max(1, sum(self._lease.nodes[_rank(name)[0]].slots for name in self._workers))
 
+    def _lose_calls(self, call_ids: Sequence[str], error: SkywardError, cause: BaseException | None = None) -> None:
+        error.__cause__ = cause
+        with self._lock:
+            for call_id in call_ids:
+                self._queue.ended(call_id)
+        self._fail(call_ids, error)
+
     def _fail(self, call_ids: Sequence[str], error: SkywardError) -> None:
         for call_id in call_ids:
             with self._lock:
@@ -368,8 +375,7 @@ class Cluster:
                 self._end(given, error=error)
 
     def _end(self, given: _Given, value: Any = None, error: BaseException | None = None) -> None:
-        for parcel in given.parcels:
-            parcel.release()
+        given.arguments.release()
         self._done += 1
         if given.future.cancelled():
             return

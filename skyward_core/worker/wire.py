@@ -100,6 +100,11 @@ class Batch(NamedTuple):
     calls: tuple[Call, ...]
     functions: dict[str, Parcel]
 
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes of what a message would have to carry."""
+        return sum(call.arguments.nbytes for call in self.calls) + sum(function.nbytes for function in self.functions.values())
+
 
 class Ending(StrEnum):
     """How a call ended, or that it did not begin."""
