@@ -70,3 +70,63 @@ def test_nothing_stays_behind_on_the_workers(far_pool: sky.ComputePool) -> None:
         if not any(client.run(lambda dask_worker: len(dask_worker.data)).values()):
             break
     assert not any(client.run(lambda dask_worker: len(dask_worker.data)).values())
+
+
+# ── on this machine: the result may take over the file that the arguments came in ────────────────────────────────────────────────────────────
+
+_kept: list[Any] = []
+
+
+@sky.compute
+def keep_and_return(array: Any = None) -> Any:
+    if array is None:
+        return float(_kept[0][0])
+    _kept.append(array)
+    return array
+
+
+@sky.compute
+def doubled_and_longer(array: Any) -> Any:
+    return np.concatenate([array * 2, array])
+
+
+@sky.compute
+def shorter(array: Any) -> Any:
+    return array[: len(array) // 2] * 3
+
+
+@sky.compute
+def twice(array: Any) -> tuple[Any, Any]:
+    return array, array[10:] + 1
+
+
+def test_an_argument_that_is_returned_comes_back(pool: sky.ComputePool) -> None:
+    """The array itself, changed in place, comes back; the client's own is untouched and both are writable."""
+    array = np.arange(500_000, dtype=float)
+    back = add_one(array) >> pool
+    assert np.array_equal(back, array + 1)
+    back[:] = 0
+    assert array[-1] == 499_999
+
+
+@pytest.mark.parametrize("call", [doubled_and_longer, shorter])
+def test_results_longer_and_shorter_than_the_argument_come_back_whole(pool: sky.ComputePool, call: Any) -> None:
+    """What is written over the argument's file is exactly the result."""
+    array = np.arange(300_000, dtype=float)
+    assert np.array_equal(call(array) >> pool, call.local(array))
+
+
+def test_a_result_partly_new_and_partly_the_argument_comes_back(pool: sky.ComputePool) -> None:
+    """A tuple of the argument and of something computed from it holds both."""
+    array = np.arange(300_000, dtype=float)
+    same, more = twice(array) >> pool
+    assert np.array_equal(same, array)
+    assert np.array_equal(more, array[10:] + 1)
+
+
+def test_what_a_node_keeps_is_not_what_the_client_gets() -> None:
+    """A function that keeps its argument and returns it has its own: what the client does to the result does not reach it."""
+    with sky.ComputePool(provider=sky.Local(), display="quiet") as pool:
+        back = keep_and_return(np.ones(200_000)) >> pool
+        back[:] = 5
+        assert keep_and_return() >> pool == 1.0

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import ctypes
 import inspect
+import mmap
 import os
 import pickle
 import socket
@@ -47,11 +48,15 @@ class Line:
 
 
 class Packet(NamedTuple):
-    """What travels to a runner: a call, and its function unless this runner has seen it; `fresh` lets it forget all it has seen."""
+    """What travels to a runner: a call, and its function unless this runner has seen it; `fresh` lets it forget all it has seen.
+
+    `may_reuse`: the file of the arguments is the client's, and the result may take it over.
+    """
 
     call: Call
     function: Parcel | None
     fresh: bool = False
+    may_reuse: bool = False
 
 
 def run_calls(line: Line) -> NoReturn:
@@ -59,10 +64,10 @@ def run_calls(line: Line) -> NoReturn:
     _settle_in(line)
     functions: dict[str, sources.Loaded] = {}
     while packet := line.calls.recv(INLINE_BYTES * 4):
-        outcome = _run(cast(Packet, pickle.loads(packet)), functions, line)
+        outcome, spent = _run(cast(Packet, pickle.loads(packet)), functions, line)
         _end_output(line)
-        line.outcomes.send(pickle.dumps(_fit(outcome, line), protocol=5))
-        del packet, outcome  # while the next call is waited for, nothing of this one stays in memory
+        line.outcomes.send(pickle.dumps(_fit(outcome, line, spent), protocol=5))
+        del packet, outcome, spent  # while the next call is waited for, nothing of this one stays in memory
     os._exit(0)
 
 
@@ -76,22 +81,27 @@ def _settle_in(line: Line) -> None:
         numpy_random.seed()  # a fork copies numpy's generator: without this all runners of a node draw the same numbers
 
 
-def _run(packet: Packet, functions: dict[str, sources.Loaded], line: Line) -> Outcome:
+type Spent = tuple[str, mmap.mmap] | None
+"""The file that a call's arguments came in and its mapping, if the result may take it over."""
+
+
+def _run(packet: Packet, functions: dict[str, sources.Loaded], line: Line) -> tuple[Outcome, Spent]:
     call = packet.call
     os.environ[ENV] = line.info.replace(JOB_PLACE, call.job_id)
     started = time.perf_counter()
     try:
-        value = _invoke(packet, functions)
-        return Outcome(call.call_id, Ending.RESULT, _parcel(value, "result"), seconds=time.perf_counter() - started)
+        value, memory = _invoke(packet, functions)
+        spent = (call.arguments.path, memory) if call.arguments.path and memory and packet.may_reuse else None
+        return Outcome(call.call_id, Ending.RESULT, _parcel(value, "result"), seconds=time.perf_counter() - started), spent
     except SystemExit as error:
         # sys.exit in a call must end neither this runner's other calls nor, once it is re-raised there, the client's program.
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-        return Outcome(call.call_id, Ending.CRASH, text=f"the call ended its process with sys.exit({error.code!r})", exit_code=code)
+        return Outcome(call.call_id, Ending.CRASH, text=f"the call ended its process with sys.exit({error.code!r})", exit_code=code), None
     except BaseException as error:
-        return _failed(call.call_id, error, time.perf_counter() - started)
+        return _failed(call.call_id, error, time.perf_counter() - started), None
 
 
-def _invoke(packet: Packet, functions: dict[str, sources.Loaded]) -> Any:
+def _invoke(packet: Packet, functions: dict[str, sources.Loaded]) -> tuple[Any, mmap.mmap | None]:
     if packet.fresh:
         functions.clear()
     sources.begin_call()
@@ -100,13 +110,14 @@ def _invoke(packet: Packet, functions: dict[str, sources.Loaded]) -> Any:
         assert packet.function is not None
         function = functions[packet.call.function] = sources.unpack(*packet.function.contents(is_last_reader=False))
     sources.install(function.sources)  # another call may have brought other texts since
-    args, kwargs = sources.unpack(*packet.call.arguments.contents()).value
+    memory, data, buffers = packet.call.arguments.open()
+    args, kwargs = sources.unpack(data, buffers).value
     value = function.value(*args, **kwargs)
     if inspect.iscoroutine(value):
-        return asyncio.run(value)
-    if inspect.isgenerator(value):
-        return list(value)
-    return value
+        value = asyncio.run(value)
+    elif inspect.isgenerator(value):
+        value = list(value)
+    return value, memory
 
 
 def _failed(call_id: str, error: BaseException, seconds: float) -> Outcome:
@@ -134,13 +145,14 @@ def _parcel(value: Any, label: str) -> Parcel:
     return Parcel(pickled.data, pickled.buffers)
 
 
-def _fit(outcome: Outcome, line: Line) -> Outcome:
+def _fit(outcome: Outcome, line: Line, spent: Spent) -> Outcome:
     """Return an outcome that fits into a packet: a large parcel goes to a file, a long text loses its middle."""
     text = outcome.text if len(outcome.text) < INLINE_BYTES else f"{outcome.text[:20_000]}\n ...\n{outcome.text[-20_000:]}"
     if outcome.parcel.nbytes + len(text) < INLINE_BYTES and not outcome.parcel.buffers:
         return outcome._replace(text=text)
+    parcel, is_aside = outcome.parcel.put_into(*spent) if spent is not None else (outcome.parcel, False)
     try:
-        return outcome._replace(parcel=outcome.parcel.put_aside(line.value_directories), text=text)
+        return outcome._replace(parcel=parcel if is_aside else parcel.put_aside(line.value_directories), text=text)
     except OSError as error:
         note = f"the {outcome.ending} of {outcome.parcel.nbytes} bytes found no room in {', '.join(line.value_directories)}: {error}"
         return Outcome(outcome.call_id, Ending.ERROR, _parcel(NotPicklable(note), "error"), text=note)

@@ -254,7 +254,9 @@ class _BatchRun:
             function = self._batch.functions[call.function] = self._put_aside(function)
         if call.arguments.buffers or call.arguments.nbytes > INLINE_BYTES:
             call = self._waiting[0] = call._replace(arguments=self._put_aside(call.arguments))
-        return Packet(call, function, fresh=function is not None and len(self.slot.known) >= KNOWN_FUNCTIONS)
+        own = {parcel.path for parcel in self._aside}
+        may_reuse = call.arguments.path is not None and call.arguments.path not in own
+        return Packet(call, function, may_reuse=may_reuse, fresh=function is not None and len(self.slot.known) >= KNOWN_FUNCTIONS)
 
     def _put_aside(self, parcel: Parcel) -> Parcel:
         aside = parcel.put_aside(self.slot.value_directories)

@@ -9,6 +9,7 @@ Whoever puts a parcel into a file owns it until it is handed over; `release` is 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import pickle
@@ -16,27 +17,27 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 INLINE_BYTES = 64 * 1024
 """Parcels up to this size travel inside messages; one packet between worker and runner must hold them (a socket buffer is 208 KiB)."""
 
 
 class Parcel(NamedTuple):
-    """A pickled value on its way: `data` is the pickle, `buffers` its out-of-band parts, or `path` the file that holds them (`sizes` bytes each).
+    """A pickled value on its way: `data` is the pickle, `buffers` its out-of-band parts, or `path` a file with `spans` (offset, size) of bytes that hold them.
 
-    When `path` is set and `data` is empty, the pickle itself is the first part of the file.
+    When `path` is set and `data` is empty, the first span holds the pickle itself.
     """
 
     data: bytes
     buffers: tuple[bytes | bytearray | memoryview, ...] = ()
     path: str | None = None
-    sizes: tuple[int, ...] = ()
+    spans: tuple[tuple[int, int], ...] = ()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type[Parcel], tuple[Any, ...]]:
         """Give the buffers out of band where the pickler can take them so: Dask then sends them without a copy."""
         wrap: Callable[[Any], Any] = pickle.PickleBuffer if protocol >= 5 else bytes
-        return Parcel, (self.data, tuple(map(wrap, self.buffers)) if self.buffers else (), self.path, self.sizes)
+        return Parcel, (self.data, tuple(map(wrap, self.buffers)) if self.buffers else (), self.path, self.spans)
 
     @property
     def nbytes(self) -> int:
@@ -48,40 +49,70 @@ class Parcel(NamedTuple):
         *others, last = directories
         for directory in others:
             with contextlib.suppress(OSError):
-                return self._written(directory)
-        return self._written(last)
+                return self._written(Path(directory) / uuid.uuid4().hex, os.O_EXCL)
+        return self._written(Path(last) / uuid.uuid4().hex, os.O_EXCL)
 
-    def _written(self, directory: str) -> Parcel:
-        parts: Sequence[bytes | bytearray | memoryview] = (self.data, *self.buffers)
-        path = Path(directory) / uuid.uuid4().hex
-        try:
-            with path.open("xb", buffering=0) as file:
-                for part, start in zip(parts, _starts(memoryview(part).nbytes for part in parts), strict=True):
-                    file.seek(start)
-                    _write_whole(file.fileno(), memoryview(part).cast("B"))
-        except OSError:
-            path.unlink(missing_ok=True)
-            raise
-        return Parcel(b"", (), str(path), tuple(memoryview(part).nbytes for part in parts))
+    def put_into(self, path: str, memory: mmap.mmap) -> tuple[Parcel, bool]:
+        """Put the parcel into a file that came with other values, now spent, whose mapping is `memory`; return it, and whether that could be done.
 
-    def contents(self, *, is_last_reader: bool = True) -> tuple[bytes | memoryview, tuple[bytearray | memoryview, ...]]:
-        """Return the pickle and its buffers, which are writable. A file is mapped, and gone from memory with the last user of its values.
+        Fresh pages cost more than copying does: a value that lies in the file already stays where it is, another is written over what was there. Neither
+        may be done while anything still refers to the old values; the parcel returned then has views of them, to be put aside as usual.
+        """
+        inside = [_span_within(memory, memoryview(buffer)) for buffer in self.buffers]
+        if not any(inside):
+            with contextlib.suppress(OSError):  # no room for what the file lacks: a file elsewhere may have it
+                return (self._written(Path(path), 0), True) if _closed(memory) else (self, False)
+            return self, False
+        spans = tuple(span for span in inside if span is not None)
+        if len(spans) < len(inside):
+            return self, False
+        for buffer in self.buffers:
+            cast(memoryview, buffer).release()
+        if _closed(memory):
+            return Parcel(self.data, (), path, spans), True
+        view = memoryview(memory)
+        return Parcel(self.data, tuple(view[start : start + size] for start, size in spans)), False
 
-        The last reader gets the file's own pages; others get a private mapping, whose pages are copied when they are written to.
+    def open(self, *, is_last_reader: bool = True) -> tuple[mmap.mmap | None, bytes | memoryview, tuple[bytearray | memoryview, ...]]:
+        """Return the mapping of the file, if there is one, the pickle and its buffers, which are writable.
+
+        The last reader gets the file's own pages; others get a private mapping, whose pages are copied when they are written to. Memory is given back
+        with the last user of the values, once the file is released.
         """
         if self.path is None:
-            return self.data, tuple(bytearray(buffer) if memoryview(buffer).readonly else memoryview(buffer) for buffer in self.buffers)
+            return None, self.data, tuple(bytearray(buffer) if memoryview(buffer).readonly else memoryview(buffer) for buffer in self.buffers)
         with open(self.path, "r+b") as file:
             flags = mmap.MAP_SHARED if is_last_reader else mmap.MAP_PRIVATE
-            view = memoryview(mmap.mmap(file.fileno(), 0, flags=flags | mmap.MAP_POPULATE))  # one pass over the page table instead of a fault per page
-        data, *buffers = (view[start : start + size] for start, size in zip(_starts(self.sizes), self.sizes, strict=True))
-        return data, tuple(buffers)
+            memory = mmap.mmap(file.fileno(), 0, flags=flags | mmap.MAP_POPULATE)  # one pass over the page table instead of a fault per page
+        view = memoryview(memory)
+        parts = [view[start : start + size] for start, size in self.spans]
+        return memory, self.data or parts.pop(0), tuple(parts)
+
+    def contents(self, *, is_last_reader: bool = True) -> tuple[bytes | memoryview, tuple[bytearray | memoryview, ...]]:
+        """Return the pickle and its buffers, as `open` does."""
+        return self.open(is_last_reader=is_last_reader)[1:]
 
     def release(self) -> None:
         """Remove the parcel's file, if it has one."""
         if self.path is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path)
+
+    def _written(self, path: Path, flags: int) -> Parcel:
+        parts: Sequence[bytes | bytearray | memoryview] = (self.data, *self.buffers)
+        spans = _spans(memoryview(part).nbytes for part in parts)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
+        try:
+            for part, (start, _) in zip(parts, spans, strict=True):
+                os.lseek(descriptor, start, os.SEEK_SET)
+                _write_whole(descriptor, memoryview(part).cast("B"))
+            os.ftruncate(descriptor, sum(spans[-1]))
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+        return Parcel(b"", (), str(path), spans)
 
 
 class Call(NamedTuple):
@@ -147,13 +178,30 @@ class Report(NamedTuple):
     news: tuple[Outcome | Output, ...]
 
 
-def _starts(sizes: Iterable[int]) -> list[int]:
-    """Where each part begins: at multiples of 64 bytes, so that arrays stay aligned for vector instructions."""
-    starts, end = [], 0
+def _spans(sizes: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Where each part lies: from a multiple of 64 bytes on, so that arrays stay aligned for vector instructions."""
+    spans, end = list[tuple[int, int]](), 0
     for size in sizes:
-        starts.append(end)
+        spans.append((end, size))
         end = (end + size + 63) // 64 * 64
-    return starts
+    return tuple(spans)
+
+
+def _span_within(memory: mmap.mmap, buffer: memoryview) -> tuple[int, int] | None:
+    """Where in the mapping a buffer lies; None if it lies elsewhere, or cannot be asked because it is read-only."""
+    if buffer.readonly or not buffer.nbytes:
+        return None
+    start = ctypes.addressof(ctypes.c_char.from_buffer(buffer)) - ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    return (start, buffer.nbytes) if 0 <= start <= len(memory) - buffer.nbytes else None
+
+
+def _closed(memory: mmap.mmap) -> bool:
+    """Close a mapping; False if anything still refers to it."""
+    try:
+        memory.close()
+    except BufferError:
+        return False
+    return True
 
 
 def _write_whole(descriptor: int, view: memoryview) -> None:
