@@ -27,8 +27,9 @@ def far_pool() -> Iterator[sky.ComputePool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lifecycle, "settings_of", far_settings)
         patch.setattr(Cluster, "__init__", far_init)
-        with sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet") as pool:
-            yield pool
+        pool = sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet").open()
+    with pool:
+        yield pool
 
 
 @sky.compute
