@@ -33,7 +33,7 @@ from skyward_core.events import BootstrapCompleted, CallProgress, InstanceLost, 
 from skyward_core.instances import Lease
 from skyward_core.worker.node import POOL_TOPIC, WorkerJoined, WorkerLeft, cancel_calls, run_batch
 from skyward_core.worker.settings import memory_directory
-from skyward_core.worker.wire import INLINE_BYTES, Call, Ending, Outcome, Output, Parcel, Report
+from skyward_core.worker.wire import INLINE_BYTES, Call, Ending, Outcome, Output, Parcel, Report, Sealed
 
 PROGRESS_SECONDS = 0.1
 TICK_SECONDS = 0.5
@@ -212,9 +212,10 @@ class Cluster:
                 self._lose_calls([call.call_id for call in shipment.batch.calls], NodeLost(f"the call could not be sent: {error}"), error)
 
     def _send(self, shipment: Shipment) -> None:
-        batch: Any = shipment.batch
         if shipment.batch.nbytes > INLINE_BYTES * 16:
-            batch = self.client.scatter(batch, direct=True, hash=False, workers=[shipment.worker] if shipment.worker else None)
+            batch = self.client.scatter(shipment.batch, direct=True, hash=False, workers=[shipment.worker] if shipment.worker else None)
+        else:
+            batch = Sealed(pickle.dumps(shipment.batch, protocol=5))
         task = self.client.submit(
             run_batch, batch, key=f"skyward-{shipment.number}-{self._topic[-8:]}", pure=False, workers=[shipment.worker] if shipment.worker else None
         )

@@ -70,7 +70,7 @@ class ComputePool:
         return pool
 
     def _settle(self, spec: PoolSpec, on_event: Callback | None, credentials: Provider | None, replace_object: pickling.Replace | None) -> None:
-        self._spec, self._provider = complete(spec, credentials)
+        self._spec, self._provider, self._why_provider = complete(spec, credentials)
         self._spec.refuse_what_cannot_be()
         lifecycle.refuse(self._spec, self._provider)
         self._on_event = on_event
@@ -93,6 +93,8 @@ class ComputePool:
                 self._was_opened = True
                 self._final = None
                 self._open = opened = _Open(self._spec, self._provider, self._on_event)
+                if self._why_provider:
+                    _log.info("%s", self._why_provider)  # now, because before the display has opened nobody may be listening
                 try:
                     opened.start()
                 except BaseException:
@@ -356,8 +358,8 @@ class _Open:
         self.stop("the interpreter ends")
 
 
-def complete(spec: PoolSpec, credentials: Provider | None = None) -> tuple[PoolSpec, Provider]:
-    """Return the spec with the settings filled in where it says nothing, and the provider to ask. The log says which provider was taken and why."""
+def complete(spec: PoolSpec, credentials: Provider | None = None) -> tuple[PoolSpec, Provider, str]:
+    """Return the spec with the settings filled in where it says nothing, the provider to ask, and where it comes from if not from the caller."""
     settings = Settings.read()
     missing = {name: value for name, value in settings.fields.items() if name not in spec.model_fields_set or (name == "provider" and spec.provider is None)}
     if missing:
@@ -366,13 +368,10 @@ def complete(spec: PoolSpec, credentials: Provider | None = None) -> tuple[PoolS
         except BadRequest as error:
             raise BadRequest(f"{error} (from the settings: {', '.join(f'{name} from {settings.sources[name]}' for name in missing)})") from error
     if credentials is not None:
-        return spec, credentials
+        return spec, credentials, ""
     if spec.provider is not None:
-        if "provider" in missing:
-            _log.info("provider %s, from %s", spec.provider.name, settings.sources["provider"])
-        return spec, spec.provider
-    _log.info("no provider was named, neither here nor in the settings: running on this machine (Local)")
-    return spec, base.load(DEFAULT_PROVIDER)
+        return spec, spec.provider, f"provider {spec.provider.name!r}, from {settings.sources['provider']}" if "provider" in missing else ""
+    return spec, base.load(DEFAULT_PROVIDER), "no provider was named, neither in the program nor in the settings: running on this machine (Local)"
 
 
 def _checked[R](pending: PendingCompute[R]) -> PendingCompute[R]:

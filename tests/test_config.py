@@ -17,13 +17,10 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_nothing_set_means_this_machine(project: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Without settings a pool that names no provider runs on Local, and the log says so."""
+def test_nothing_set_means_this_machine(project: Path) -> None:
+    """Without settings a pool that names no provider runs on Local."""
     assert sky.Settings.read({}, project) == sky.Settings()
-    with caplog.at_level(logging.INFO, logger="skyward"):
-        pool = sky.ComputePool(display="quiet")
-    assert "local" in repr(pool)
-    assert any("Local" in record.getMessage() for record in caplog.records)
+    assert "local" in repr(sky.ComputePool(display="quiet"))
 
 
 def test_the_environment_names_fields(project: Path) -> None:
@@ -59,14 +56,12 @@ def test_the_users_own_file_is_the_last_resort(project: Path, tmp_path: Path, mo
     assert sky.Settings.read({}, project).fields == {"nodes": 7}
 
 
-def test_the_environment_wins_over_the_file_and_the_user_over_both(project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Keyword over environment over file; the log names the provider and where it was found."""
+def test_the_environment_wins_over_the_file_and_the_user_over_both(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keyword over environment over file."""
     (project / "skyward.toml").write_text('nodes = 2\nconcurrency = 3\n[provider]\nname = "local"\nprice_per_hour = 1.2\n')
     monkeypatch.setenv("SKYWARD_NODES", "4")
-    with caplog.at_level(logging.INFO, logger="skyward"):
-        spec = sky.ComputePool(display="quiet", concurrency=1).spec
+    spec = sky.ComputePool(display="quiet", concurrency=1).spec
     assert (spec.nodes, spec.concurrency, spec.provider) == (4, 1, sky.Local(price_per_hour=1.2))
-    assert any("local" in record.getMessage() and "skyward.toml" in record.getMessage() for record in caplog.records)
     assert sky.ComputePool(provider=sky.Local(), nodes=1).spec.nodes == 1
     assert sky.ComputePool(provider=sky.Local()).spec.provider == sky.Local()
 
@@ -108,3 +103,17 @@ def test_a_misspelt_variable_is_not_ignored_in_silence(project: Path, monkeypatc
             assert "SKYWARD_NODES" in str(error)
             return
     assert any("SKYWARD_NODES" in record.getMessage() for record in caplog.records)
+
+
+def test_the_log_says_which_provider_was_taken(project: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the program names no provider, the log of the opening pool says which one it is and where it was found."""
+    caplog.set_level("INFO", "skyward")
+    with sky.ComputePool(display="quiet"):
+        assert "running on this machine (Local)" in caplog.text
+    (project / "skyward.toml").write_text('provider = "local"\n')
+    with sky.ComputePool(display="quiet"):
+        assert f"provider 'local', from {project / 'skyward.toml'}" in caplog.text
+    monkeypatch.setenv("SKYWARD_PROVIDER", '{"name": "local", "price_per_hour": 2.0}')
+    with sky.ComputePool(display="quiet") as pool:
+        assert "provider 'local', from SKYWARD_PROVIDER in the environment" in caplog.text
+        assert pool.spec.provider == sky.Local(price_per_hour=2.0)

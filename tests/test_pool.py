@@ -973,9 +973,11 @@ def test_an_image_with_packages_is_installed_once(monkeypatch: pytest.MonkeyPatc
 
         return version("iniconfig"), sys.executable
 
-    with one_node(image=image) as pool:
+    told = Told()
+    with one_node(told, image=image, collect_metrics=True) as pool:
         installed, python = look() >> pool
         assert pool.map(double, range(20)) == [2 * n for n in range(20)]
+        wait_until(lambda: told.of(sky.Metrics), "a sample of the node")
     assert installed == "2.1.0"
     assert python != sys.executable
     assert image.content_hash() in python

@@ -158,7 +158,7 @@ class Image(BaseModel):
 
 def runtime_pins() -> tuple[str, ...]:
     """Return what a node needs to run calls, at the versions that this client has: both ends of Dask's protocol must be the same."""
-    return tuple(f"{name}=={version(name)}" for name in ("cloudpickle", "dask", "distributed", "psutil"))
+    return tuple(f"{name}=={version(name)}" for name in ("cloudpickle", "dask", "distributed", "nvidia-ml-py", "psutil", "uvloop"))
 
 
 def refuse_unknown_fields(model: type[BaseModel], data: Any) -> Any:

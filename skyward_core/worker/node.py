@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import dask.config  # noqa: TID253 - this file and cluster.py own Dask
+import uvloop
 from distributed import Scheduler, Security, Worker, get_worker  # noqa: TID253
 from distributed.diagnostics.plugin import SchedulerPlugin, WorkerPlugin  # noqa: TID253
 from distributed.versions import get_versions  # noqa: TID253
@@ -25,7 +26,7 @@ from distributed.versions import get_versions  # noqa: TID253
 from skyward_core.worker.metrics import Sampler
 from skyward_core.worker.settings import NodeSettings, write_atomically
 from skyward_core.worker.slot import Foundry, News, Slot
-from skyward_core.worker.wire import INLINE_BYTES, Batch, Ending, Outcome, Parcel, Report
+from skyward_core.worker.wire import INLINE_BYTES, Batch, Ending, Outcome, Parcel, Report, Sealed
 
 POOL_TOPIC = "skyward-pool"
 PLUGIN = "skyward-slots"
@@ -73,7 +74,7 @@ def run_scheduler(directory: Path, settings: NodeSettings) -> NoReturn:
             await scheduler.finished()
 
     with dask.config.set(DASK_CONFIG):
-        asyncio.run(main())
+        uvloop.run(main())
     os._exit(0)
 
 
@@ -100,7 +101,7 @@ def run_worker(directory: Path, settings: NodeSettings, index: int, control: soc
 
     os.environ.update(settings.workers[index])
     with dask.config.set(DASK_CONFIG):
-        asyncio.run(main())
+        uvloop.run(main())
     os._exit(0)
 
 
@@ -218,8 +219,9 @@ def _send_at_once(stream: Any) -> None:
     stream.interval = 0.0
 
 
-def run_batch(batch: Batch) -> dict[str, Outcome]:
+def run_batch(sealed: Sealed | Batch) -> dict[str, Outcome]:
     """The Dask task: run a batch in a slot of this worker, reporting as it goes. Returns the outcomes too, for a client that missed a report."""
+    batch = cast(Batch, pickle.loads(sealed.data)) if isinstance(sealed, Sealed) else sealed
     worker = get_worker()
     slots = cast(Slots, worker.plugins[PLUGIN])
     outcomes: dict[str, Outcome] = {}

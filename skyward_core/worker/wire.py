@@ -137,6 +137,19 @@ class Batch(NamedTuple):
         return sum(call.arguments.nbytes for call in self.calls) + sum(function.nbytes for function in self.functions.values())
 
 
+class Sealed(NamedTuple):
+    """A pickled batch on its way through the scheduler, which looks at it no more than at any buffer.
+
+    Dask searches what it pickles for the name of the main module, which by-value functions mention, and pickles such a thing a second time, slowly.
+    """
+
+    data: bytes | memoryview
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type[Sealed], tuple[Any, ...]]:
+        """Give the bytes out of band where the pickler can take them so."""
+        return Sealed, (pickle.PickleBuffer(self.data) if protocol >= 5 else bytes(self.data),)
+
+
 class Ending(StrEnum):
     """How a call ended, or that it did not begin."""
 
