@@ -1000,3 +1000,27 @@ def test_a_package_that_does_not_exist_fails_the_bootstrap() -> None:
     assert caught.value.phase == "deps"
     assert "skyward-no-such-package-5a1e" in "\n".join(caught.value.output)
     assert len(told.of(sky.CostFinal)) == 1
+
+
+@sky.compute
+def say_and_die(words: str, how: str) -> None:
+    print(words)
+    if how == "exit":
+        sys.exit(4)
+    os._exit(4)
+
+
+@pytest.mark.parametrize("how", ["exit", "_exit"])
+def test_a_crash_shows_the_last_lines_of_its_own_call_only(pool: sky.ComputePool, how: str) -> None:
+    """What earlier calls on the same slot have written is not the crashed call's output."""
+    for _ in range(4):
+        shout("earlier") >> pool
+    with pytest.raises(sky.CallCrashed) as caught:
+        say_and_die("mine", how) >> pool
+    assert caught.value.output == ("mine",)
+    assert caught.value.exit_code == 4
+
+
+@sky.compute
+def shout(words: str) -> None:
+    print(words)

@@ -94,7 +94,7 @@ class Stream:
     mark: bytes
     rest: bytes = b""
     marks_seen: int = 0
-    tail: deque[str] = field(default_factory=lambda: deque[str](maxlen=LAST_LINES))
+    tails: dict[int, deque[str]] = field(default_factory=dict[int, deque[str]])
 
     def read(self) -> bool:
         """Take what the pipe holds now, at most READ_BYTES; False when there was nothing."""
@@ -118,8 +118,13 @@ class Stream:
             yield self.marks_seen, self._remember(_split(part))
 
     def _remember(self, lines: tuple[str, ...]) -> tuple[str, ...]:
-        self.tail.extend(lines)
+        if lines:
+            self.tails.setdefault(self.marks_seen, deque(maxlen=LAST_LINES)).extend(lines)
         return lines
+
+    def forget(self, mark: int) -> tuple[str, ...]:
+        """Return the last lines before a mark, and remember them no longer."""
+        return tuple(self.tails.pop(mark, ()))
 
 
 class Slot:
@@ -314,7 +319,8 @@ class _BatchRun:
             self._progress_at = time.monotonic()
             call = self._sent.popleft()
             assert call.call_id == outcome.call_id
-            self._news.append(outcome._replace(output=self._last_lines()) if outcome.ending is Ending.CRASH else outcome)
+            last_lines = self._last_lines()
+            self._news.append(outcome._replace(output=last_lines) if outcome.ending is Ending.CRASH else outcome)
             slot.ended += 1
 
     def _await_marks(self) -> None:
@@ -342,7 +348,8 @@ class _BatchRun:
             self._cut(stream)
 
     def _last_lines(self) -> tuple[str, ...]:
-        return tuple(line for stream in self.slot.streams for line in stream.tail)[-LAST_LINES:]
+        """What the call that has just ended, or died, wrote last."""
+        return tuple(line for stream in self.slot.streams for line in stream.forget(self.slot.ended))[-LAST_LINES:]
 
     # ── trouble ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
