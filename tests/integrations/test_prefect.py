@@ -49,6 +49,7 @@ from prefect_skyward.ui import RunLog, RunLogs  # noqa: E402
 from skyward_core.worker.watchdog import POOL_TAG, tagged_processes  # noqa: E402
 
 pytestmark = [
+    pytest.mark.slow,  # starts a server
     pytest.mark.filterwarnings("default"),  # Prefect's own warnings are not ours to mend
 ]
 
@@ -613,7 +614,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 def test_a_cancelled_run_leaves_nothing(api: str, tmp_path: Path) -> None:
     """Cancelling a served run stops the call, closes the pool and ends both runs as Cancelled."""
     (tmp_path / "served.py").write_text(SERVED)
