@@ -1,0 +1,206 @@
+"""Makes hosts, and sees to it that all of them go, whatever becomes of the process that made them."""
+
+import contextlib
+import itertools
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.testbed import sweeping
+from tests.testbed.command import run, wait_until
+from tests.testbed.host import Host, write_host_key
+from tests.testbed.network import FIRST_HOST, LAST_HOST, Network
+from tests.testbed.preflight import NAMESPACES
+
+INIT = Path(__file__).with_name("init.sh")
+REPOSITORY = Path(__file__).parents[2]
+SYSTEM = {"usr", "etc", "var", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "proc", "sys", "dev"}
+"""What a host shares of this machine's top folders (to read; its writes stay its own). It sees every other one empty: no caches, no homes."""
+
+SSHD_CONFIG = """\
+Port 22
+AddressFamily inet
+HostKey /etc/ssh/ssh_host_ed25519_key
+PermitRootLogin prohibit-password
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+UsePAM no
+UseDNS no
+PidFile none
+MaxStartups 100
+MaxSessions 100
+Subsystem sftp internal-sftp
+"""
+POWEROFF = "#!/bin/sh\nexec kill -TERM 1\n"
+
+
+class Fleet:
+    """Hosts on one network of their own, up to 253; a context manager. `number` is what tells this fleet from others.
+
+    When the process that holds it is killed, a watcher process removes everything; should that one be killed too, then the next fleet or
+    `python -m tests.testbed gc` does.
+    """
+
+    def __init__(self) -> None:
+        self.number, self._lock = sweeping.claim()
+        self.network = Network(self.number)
+        self.directory = sweeping.directory(self.number)
+        self.hosts: list[Host] = []
+        self._indices = itertools.count(FIRST_HOST)
+        try:
+            self.directory.mkdir(mode=0o700)
+            self.key_path = self.directory / "id_ed25519"
+            run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "testbed", "-f", str(self.key_path))
+            self.network.build()
+            self.watcher = _watch(self.number)
+        except BaseException:
+            sweeping.release(self.number, self._lock)
+            raise
+
+    def __enter__(self) -> "Fleet":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def create(self, *, isolated: bool = False, memory: str | None = None, disk: str = "4G", clock_ahead_seconds: int = 0, seconds: float = 20.0) -> Host:
+        """Return a new host, once its `sshd` listens.
+
+        Args:
+            isolated: reachable from this machine, and not from the fleet's other isolated hosts.
+            memory: what its processes may hold together, such as "256M"; its kernel kills one of them beyond that.
+            disk: size of its disk, such as "64M"; kept in memory, and taken only as it is written.
+            clock_ahead_seconds: how far its monotonic and boot clocks are ahead of this machine's. The kernel has no namespace for the
+                time of day, so that one is everywhere the same.
+            seconds: how long it may take. Raises RuntimeError or TimeoutError with what the host said.
+        """
+        index = next(self._indices)
+        if index > LAST_HOST:
+            raise RuntimeError(f"a fleet has at most {LAST_HOST - FIRST_HOST + 1} hosts")
+        folder = self._prepare(index)
+        group = _cgroup(f"skyward-testbed-{self.number}-{index}", memory) if memory else None
+        process = self._boot(index, group, disk, clock_ahead_seconds)
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            pid = _first_process(process, folder, seconds)
+            self.network.plug(index, pid, is_isolated=isolated)
+            host = Host(self.network, index, _name(index), folder, self.key_path, process, pid, isolated)
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            wait_until(lambda: host.is_listening() or not host.is_up, f"sshd of {host.name}", seconds)
+            if not host.is_up:
+                raise RuntimeError(f"{host.name} did not come up: {_console(folder)}")
+        except BaseException:
+            process.kill()
+            process.wait(10)
+            raise
+        finally:
+            process.stdin.close()
+            process.stdout.close()
+        self.hosts.append(host)
+        return host
+
+    def close(self) -> None:
+        """Remove everything. Raises RuntimeError with what would not go."""
+        with contextlib.ExitStack() as undo:  # from the last to the first, each whatever became of the one before
+            undo.callback(self.watcher.wait, 20)
+            undo.callback(sweeping.release, self.number, self._lock)
+            for host in self.hosts:
+                undo.callback(host.crash)
+
+    def _prepare(self, index: int) -> Path:
+        """Lay out what the host's disk has of its own when it is first started."""
+        folder = self.directory / _name(index)
+        seed = folder / "seed"
+        for name in ("root", "disk", "seed/root/.ssh", "seed/etc/ssh", "seed/usr/local/sbin", "seed/tmp"):
+            (folder / name).mkdir(parents=True)
+        strangers = [entry for entry in Path("/").iterdir() if entry.is_dir() and not entry.is_symlink() and entry.name not in SYSTEM]
+        for place in (*strangers, REPOSITORY, Path("/etc/ssh")):
+            hidden = seed / place.relative_to("/")
+            hidden.mkdir(parents=True, exist_ok=True)
+            _hide_what_is_below(hidden)
+        (seed / "tmp").chmod(0o1777)
+        for name in ("root", "root/.ssh"):
+            (seed / name).chmod(0o700)
+        (seed / "run/sshd").mkdir(mode=0o755)
+        (seed / "root/.ssh/authorized_keys").write_text(self.key_path.with_suffix(".pub").read_text())
+        (seed / "etc/ssh/sshd_config").write_text(SSHD_CONFIG)
+        (seed / "etc/hostname").write_text(f"{_name(index)}\n")
+        (seed / "etc/hosts").write_text(f"127.0.0.1 localhost\n{self.network.address(index)} {_name(index)}\n")
+        (seed / "etc/testbed-network").write_text(self.network.inside(index))
+        (seed / "usr/local/sbin/poweroff").write_text(POWEROFF)
+        (seed / "usr/local/sbin/poweroff").chmod(0o755)
+        write_host_key(seed / "etc/ssh", self.network.address(index), folder / "known_hosts")
+        return folder
+
+    def _boot(self, index: int, group: Path | None, disk: str, clock_ahead_seconds: int) -> "subprocess.Popen[str]":
+        folder = self.directory / _name(index)
+        clocks = [f"--monotonic={clock_ahead_seconds}", f"--boottime={clock_ahead_seconds}"]
+        enter = ["sh", "-c", 'echo $$ > "$0/cgroup.procs"; exec "$@"', str(group)] if group else []
+        env = {
+            "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+            "NAME": _name(index),
+            "DISK_SIZE": disk,
+            "CGROUPS": _cgroup_version() if group else "",
+            sweeping.TAG: str(self.number),
+        }
+        with (folder / "console").open("wb") as console:
+            return subprocess.Popen(
+                [*enter, "unshare", *NAMESPACES, *clocks, "sh", str(INIT), str(folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=console,
+                env=env,
+                cwd="/",
+                text=True,
+                start_new_session=True,
+            )
+
+
+def watch(number: int) -> None:
+    """Wait until nobody holds this fleet's number, then remove what is left of it."""
+    if (lock := sweeping.take(number, is_patient=True)) is not None:
+        sweeping.release(number, lock)
+
+
+def _watch(number: int) -> "subprocess.Popen[bytes]":
+    argv = [sys.executable, "-m", "tests.testbed", "watch", str(number)]
+    null = subprocess.DEVNULL
+    return subprocess.Popen(argv, cwd=REPOSITORY, start_new_session=True, stdin=null, stdout=null, stderr=null)
+
+
+def _hide_what_is_below(folder: Path) -> None:
+    """Mark a folder of an overlay's upper layer so that the lower layer's entries do not show through it."""
+    os.setxattr(folder, "trusted.overlay.opaque", b"y")
+
+
+def _cgroup_version() -> str:
+    return "1" if (sweeping.CGROUPS / "memory").is_dir() else "2"
+
+
+def _cgroup(name: str, memory: str) -> Path:
+    is_first = _cgroup_version() == "1"
+    group = (sweeping.CGROUPS / "memory" if is_first else sweeping.CGROUPS) / name
+    group.mkdir()
+    (group / ("memory.limit_in_bytes" if is_first else "memory.max")).write_text(memory)
+    return group
+
+
+def _first_process(process: "subprocess.Popen[str]", folder: Path, seconds: float) -> int:
+    """Wait until the host's own part of its start is done; return the pid of its first process."""
+    assert process.stdout is not None
+    if not select.select([process.stdout], [], [], seconds)[0]:
+        raise TimeoutError(f"a host did not start in {seconds} s: {_console(folder)}")
+    if process.stdout.readline() != "ready\n":
+        raise RuntimeError(f"a host did not start: {_console(folder)}")
+    return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+
+
+def _console(folder: Path) -> str:
+    return " ".join((folder / "console").read_text().split()) or "it said nothing"
+
+
+def _name(index: int) -> str:
+    return f"host{index}"

@@ -1,0 +1,49 @@
+#!/bin/sh
+# The first process of a host, in namespaces of its own; sshd takes its place (and reaps orphans, as a first process must).
+# $1 is the host's directory on the machine; NAME, DISK_SIZE and CGROUPS (1 or 2, empty without a limit) come by environment.
+set -eu
+root=$1/root disk=$1/disk
+size=$DISK_SIZE
+
+mount -t tmpfs -o "size=$size,mode=755" disk "$disk"
+mkdir "$disk/upper" "$disk/work"
+cp -a "$1/seed/." "$disk/upper/"
+mount -t overlay -o "lowerdir=/,upperdir=$disk/upper,workdir=$disk/work" overlay "$root"
+
+mount -t proc proc "$root/proc"
+mount -t sysfs -o ro sysfs "$root/sys"
+case $CGROUPS in # so that whoever asks for the memory limit inside finds it
+1)
+  mount -t tmpfs -o mode=755 cgroups "$root/sys/fs/cgroup"
+  mkdir "$root/sys/fs/cgroup/memory"
+  mount -t cgroup -o ro,memory cgroup "$root/sys/fs/cgroup/memory"
+  ;;
+2) mount -t cgroup2 -o ro cgroup2 "$root/sys/fs/cgroup" ;;
+esac
+mount -t tmpfs -o mode=755,size=16m dev "$root/dev"
+for node in null zero full random urandom tty; do
+  : >"$root/dev/$node"
+  mount --bind "/dev/$node" "$root/dev/$node"
+done
+mkdir -m 1777 "$root/dev/shm"
+mkdir "$root/dev/pts"
+mount -t tmpfs -o mode=1777,size="$size" shm "$root/dev/shm"
+mount -t devpts -o newinstance,ptmxmode=0666,mode=620,gid=5 devpts "$root/dev/pts"
+ln -s pts/ptmx "$root/dev/ptmx"
+ln -s /proc/self/fd "$root/dev/fd"
+ln -s fd/0 "$root/dev/stdin"
+ln -s fd/1 "$root/dev/stdout"
+ln -s fd/2 "$root/dev/stderr"
+
+echo "$NAME" >/proc/sys/kernel/hostname
+cd "$root"
+mkdir .old
+pivot_root . .old
+umount -l .old
+rmdir .old
+
+echo ready
+read -r _ # until the fleet has plugged the wire in
+ip -batch /etc/testbed-network
+exec env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8 \
+  /usr/sbin/sshd -D -E /var/log/sshd.log </dev/null >/dev/null 2>&1

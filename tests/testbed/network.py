@@ -1,0 +1,99 @@
+"""The wires: a bridge with this machine's address on it, a port for each host, and a second bridge where packets vanish."""
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.testbed.command import ip, run
+
+FIRST_HOST, LAST_HOST = 2, 254
+
+
+@dataclass(frozen=True)
+class Network:
+    """Addresses 10.77.`number`.0/24; this machine is .1, hosts are .2 to .254. Nothing in it leads out of this machine."""
+
+    number: int
+
+    @property
+    def bridge(self) -> str:
+        return f"tb{self.number}"
+
+    @property
+    def void(self) -> str:
+        return f"tb{self.number}-void"
+
+    @property
+    def gateway(self) -> str:
+        return self.address(1)
+
+    def port(self, index: int) -> str:
+        """Name, on this machine, of the wire to the host with this index."""
+        return f"tb{self.number}-{index}"
+
+    def address(self, index: int) -> str:
+        return f"10.77.{self.number}.{index}"
+
+    def build(self) -> None:
+        """Make both bridges. Every address has its hardware address from the start: a dead host is silence, not "no route to host"."""
+        ip(
+            [
+                f"link add {self.bridge} address {self._mac(1)} type bridge",
+                f"link add {self.void} type bridge",
+                f"link set {self.bridge} addrgenmode none",
+                f"link set {self.void} addrgenmode none",
+                f"addr add {self.gateway}/24 dev {self.bridge}",
+                f"link set {self.bridge} up",
+                f"link set {self.void} up",
+                *self._neighbours(self.bridge),
+            ]
+        )
+
+    def plug(self, index: int, pid: int, *, is_isolated: bool) -> None:
+        """Lead a wire into the network namespace of this process, as its eth0."""
+        port = self.port(index)
+        ip([f"link add {port} type veth peer name eth0 address {self._mac(index)} netns {pid}", f"link set {port} addrgenmode none"])
+        self.join(index, is_isolated=is_isolated)
+        ip([f"link set {port} up"])
+
+    def inside(self, index: int) -> str:
+        """Return what the host itself must tell `ip`, to have its address; no default route, for there is nothing to reach."""
+        lines = ["link set lo up", "link set eth0 addrgenmode none up", f"addr add {self.address(index)}/24 dev eth0"]
+        return "\n".join([*lines, *self._neighbours("eth0")]) + "\n"
+
+    def join(self, index: int, *, is_isolated: bool) -> None:
+        """Put the host's wire where it hears this machine, and the other hosts too unless it is isolated."""
+        isolated = "on" if is_isolated else "off"
+        ip([f"link set {self.port(index)} master {self.bridge}", f"link set {self.port(index)} type bridge_slave isolated {isolated}"])
+
+    def cut(self, index: int) -> None:
+        """Let everything on the host's wire vanish, both ways, while its carrier stays.
+
+        Taking it off the bridge would not do: this machine's own IP stack would take the frames; and the kernel undoes a port's
+        "disabled" state at once. So it moves to a bridge that has no address.
+        """
+        ip([f"link set {self.port(index)} master {self.void}", f"link set {self.port(index)} type bridge_slave isolated on"])
+
+    def shape(self, index: int, pid: int, rate: str | None) -> None:
+        """Limit the wire to a rate such as "80mbit", each way on its own; None takes the limit away."""
+        bucket = ["tbf", "rate", rate, "burst", "32k", "latency", "300ms"] if rate else ["pfifo"]
+        run("tc", "qdisc", "replace", "dev", self.port(index), "root", *bucket)
+        run("nsenter", f"--net=/proc/{pid}/ns/net", "tc", "qdisc", "replace", "dev", "eth0", "root", *bucket)
+
+    def links(self) -> list[str]:
+        """Return the network interfaces of this network that exist on this machine."""
+        names = [entry.name for entry in Path("/sys/class/net").iterdir()]
+        return sorted(name for name in names if name == self.bridge or name.startswith(f"{self.bridge}-"))
+
+    def remove(self) -> None:
+        """Take both bridges and every wire away, whatever is left of them."""
+        for name in reversed(self.links()):
+            with contextlib.suppress(RuntimeError):  # the kernel removes a dead host's wire by itself, maybe just now
+                ip([f"link del {name}"])
+
+    def _neighbours(self, device: str) -> list[str]:
+        indices = range(FIRST_HOST, LAST_HOST + 1)
+        return [f"neigh replace {self.address(index)} lladdr {self._mac(index)} dev {device} nud permanent" for index in indices]
+
+    def _mac(self, index: int) -> str:
+        return f"02:77:00:{self.number:02x}:00:{index:02x}"

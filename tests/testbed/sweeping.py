@@ -1,0 +1,117 @@
+"""Where a fleet's things are, whose they are, and how all of them go: one function, for every exit.
+
+A fleet is a number from 1 to 250, held by a lock on /run/skyward-testbed-<number>.lock. The kernel lets go of the lock when its owner dies, however it
+dies; whoever then gets the lock removes what that owner left.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.testbed.network import Network
+
+RUN = Path("/run")
+CGROUPS = Path("/sys/fs/cgroup")
+TAG = "SKYWARD_TESTBED"
+"""Every process that carries a host has this in its environment: the number of its fleet."""
+NUMBERS = range(1, 251)
+
+
+def claim(numbers: range = NUMBERS) -> tuple[int, int]:
+    """Return the first number that is free, and the descriptor that holds it; what a dead owner left under it is swept first."""
+    for number in numbers:
+        if (lock := take(number)) is not None:
+            sweep(number)
+            return number, lock
+    raise RuntimeError(f"all of {len(NUMBERS)} fleets are in use: python -m tests.testbed gc")
+
+
+def take(number: int, *, is_patient: bool = False) -> int | None:
+    """Return a descriptor that holds the number; None if somebody else does (or did, while we were waiting, and has tidied up)."""
+    path = _lock_of(number)
+    lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    with contextlib.suppress(BlockingIOError, FileNotFoundError):
+        fcntl.flock(lock, fcntl.LOCK_EX if is_patient else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if path.stat().st_ino == os.fstat(lock).st_ino:  # not one that its owner removed before we had it
+            return lock
+    os.close(lock)
+    return None
+
+
+def release(number: int, lock: int) -> None:
+    """Remove all of the fleet and let go of its number."""
+    try:
+        sweep(number)
+    finally:
+        _lock_of(number).unlink(missing_ok=True)
+        os.close(lock)
+
+
+def sweep_abandoned() -> list[int]:
+    """Remove every fleet whose owner is gone; return their numbers."""
+    found = [int(path.stem.rpartition("-")[2]) for path in sorted(RUN.glob("skyward-testbed-*.lock"))]
+    swept = []
+    for number in found:
+        if (lock := take(number)) is not None:
+            release(number, lock)
+            swept.append(number)
+    return swept
+
+
+def sweep(number: int, seconds: float = 10.0) -> None:
+    """Kill and remove everything of this fleet. The caller holds its number. Raises RuntimeError with what would not go in time."""
+    deadline = time.monotonic() + seconds
+    while True:
+        for pid in _processes(number):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        Network(number).remove()
+        for group in cgroups(number):
+            with contextlib.suppress(OSError):  # busy until its last process is gone
+                group.rmdir()
+        if not _processes(number):
+            shutil.rmtree(directory(number), ignore_errors=True)
+        if not (left := leftovers(number)):
+            return
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"left behind of fleet {number}: {', '.join(left)}")
+        time.sleep(0.02)
+
+
+def leftovers(number: int) -> list[str]:
+    """Return what exists of this fleet: processes, network interfaces, control groups, mounts of this namespace, files."""
+    files = [str(directory(number))] if directory(number).exists() else []
+    mounts = [line for line in Path("/proc/self/mounts").read_text().splitlines() if f"{directory(number)}/" in line]
+    groups = [str(group) for group in cgroups(number)]
+    return [*(f"process {pid}" for pid in _processes(number)), *Network(number).links(), *groups, *mounts, *files]
+
+
+def directory(number: int) -> Path:
+    """Where the fleet keeps its keys and the directories of its hosts."""
+    return RUN / f"skyward-testbed-{number}"
+
+
+def cgroups(number: int) -> Iterator[Path]:
+    """Yield the control groups of the fleet's hosts, of either version of control groups."""
+    for top in (CGROUPS, CGROUPS / "memory"):
+        yield from top.glob(f"skyward-testbed-{number}-*")
+
+
+def _processes(number: int) -> list[int]:
+    """Return the living processes that carry this fleet's hosts; what runs inside dies with them."""
+    wanted = f"{TAG}={number}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
+def _lock_of(number: int) -> Path:
+    return RUN / f"skyward-testbed-{number}.lock"
