@@ -15,6 +15,11 @@ SkywardError
 ├── NodeLost                       submit again: the machine went away under the call
 ├── RemoteError                    read the text: the call failed with an error that cannot be rebuilt here
 ├── PoolClosed                     open a pool first
+├── Unreachable                    look whether the machine lives, or take another: no SSH to it by the deadline
+│   └── ConnectionLost             reconnect, and find out whether the command took effect
+├── HostKeyChanged                 find out who answers there: it is not the machine that was known
+├── CommandFailed                  read its output: a command on a machine did not succeed
+│   └── CommandTimedOut            give it more time, or find out what it waits for
 └── InstancesLeft                  look at the console: machines may still be running
 """
 
@@ -127,3 +132,32 @@ class InstancesLeft(SkywardError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class Unreachable(SkywardError):
+    """The machine could not be reached over SSH by the deadline: look whether it lives, or take another."""
+
+
+class ConnectionLost(Unreachable):
+    """The connection went away under its user: reconnect, and find out whether the command took effect."""
+
+
+class HostKeyChanged(SkywardError):
+    """The machine shows another host key than the known one: another machine may be answering. Nothing was sent to it."""
+
+
+class CommandFailed(SkywardError):
+    """A command that had to succeed did not. `exit_code` is None if it was ended before it had one, `output` is all that it wrote."""
+
+    def __init__(self, message: str, exit_code: int | None = None, output: str = "") -> None:
+        super().__init__(message, exit_code, output)
+        self.exit_code = exit_code
+        self.output = output
+
+    def __str__(self) -> str:
+        tail = "\n".join(f"  {line}" for line in self.output.splitlines()[-20:])
+        return f"{self.args[0]}\nlast output:\n{tail}" if tail else str(self.args[0])
+
+
+class CommandTimedOut(CommandFailed, TimeoutError):
+    """A command was still running at its deadline; it was sent SIGKILL."""

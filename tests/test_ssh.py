@@ -1,0 +1,589 @@
+"""SSH to one machine, against a real SSH server on this machine."""
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import asyncssh
+import pytest
+
+from skyward_core.errors import BadRequest, CredentialsError
+from skyward_core.ssh import (
+    CommandFailed,
+    CommandTimedOut,
+    Completed,
+    Connection,
+    ConnectionLost,
+    Endpoint,
+    HostKeyChanged,
+    Loop,
+    Unreachable,
+)
+from tests.conftest import wait_until
+
+MIB = 1 << 20
+
+
+class _Door(asyncssh.SSHServer):
+    """Forwards what it is asked to; remembers who came."""
+
+    def __init__(self, server: "Server") -> None:
+        self.server = server
+
+    def connection_made(self, conn):
+        self.server.connections.append(conn)
+
+    def begin_auth(self, username):
+        self.server.users.append(username)
+        return True
+
+    def connection_requested(self, dest_host, dest_port, orig_host, orig_port):
+        return True
+
+    def server_requested(self, listen_host, listen_port):
+        return True
+
+
+class Server:
+    """An SSH server with real shells, on a loop and a thread of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.host_key = asyncssh.generate_private_key("ssh-ed25519")
+        self.users: list[str] = []
+        self.connections: list[asyncssh.SSHServerConnection] = []
+        self.children: set[int] = set()
+        self.port = 0
+        self._listener = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="ssh-server")
+        self._thread.start()
+
+    def start(self, port: int = 0) -> None:
+        async def listen():
+            return await asyncssh.listen(
+                "127.0.0.1",
+                port,
+                server_factory=lambda: _Door(self),
+                server_host_keys=[self.host_key],
+                authorized_client_keys=str(self.folder / "authorized_keys"),
+                process_factory=self._serve,
+                encoding=None,
+                allow_scp=False,
+                reuse_address=True,
+            )
+
+        self._listener = self.do(listen())
+        self.port = self._listener.get_port()
+
+    def do(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
+
+    def hang_up(self) -> None:
+        """End all connections as a crash does."""
+
+        async def abort():
+            for connection in self.connections:
+                connection.abort()
+            self.connections.clear()
+
+        self.do(abort())
+
+    def stop(self) -> None:
+        async def stop():
+            self._listener.close()
+
+        if self._listener:
+            self.do(stop())
+            self._listener = None
+        self.hang_up()
+
+    def close(self) -> None:
+        self.stop()
+
+        async def end():
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for _ in range(5):
+                await asyncio.sleep(0)
+            await self._loop.shutdown_default_executor()
+
+        self.do(end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _serve(self, process: asyncssh.SSHServerProcess) -> None:
+        child = await asyncio.create_subprocess_exec(
+            "sh", "-c", process.command, cwd=self.folder, start_new_session=True,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        self.children.add(child.pid)
+        try:
+            copies = [asyncio.ensure_future(_copy(child.stdout, process.stdout)), asyncio.ensure_future(_copy(child.stderr, process.stderr))]
+            feeding = asyncio.ensure_future(_pour(process, child.stdin))
+            ended = asyncio.ensure_future(child.wait())
+            await asyncio.wait([feeding, ended], return_when=asyncio.FIRST_COMPLETED)
+            if feeding.done() and feeding.exception():
+                os.killpg(child.pid, signal.SIGKILL)  # the client sent a signal, or went away
+            await asyncio.gather(*copies, ended)
+            feeding.cancel()
+            await asyncio.wait([feeding])
+            if child.returncode < 0:
+                process.exit_with_signal(signal.Signals(-child.returncode).name.removeprefix("SIG"))
+            else:
+                process.exit(child.returncode)
+        finally:
+            if child.returncode is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                await child.wait()
+            child._transport.close()
+            self.children.discard(child.pid)
+
+
+async def _copy(source, target) -> None:
+    try:
+        while piece := await source.read(65536):
+            target.write(piece)
+            await target.drain()
+    except (BrokenPipeError, ConnectionResetError, asyncssh.Error):
+        pass
+
+
+async def _pour(process, target) -> None:
+    source = process.stdin
+    while piece := await source.read(65536):
+        try:
+            target.write(piece)
+            await target.drain()
+        except (BrokenPipeError, ConnectionResetError):
+            break
+    target.close()
+    while not process.is_closing():  # a signal is told by the next read
+        await source.read(1)
+        await asyncio.sleep(0.02)
+    raise ConnectionResetError
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No key, agent or configuration of whoever runs the tests."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    (tmp_path / ".ssh").mkdir(mode=0o700)
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> str:
+    """A key that the server lets in."""
+    pair = asyncssh.generate_private_key("ssh-ed25519")
+    pair.write_private_key(tmp_path / "id")
+    (tmp_path / "authorized_keys").write_bytes(pair.export_public_key())
+    return str(tmp_path / "id")
+
+
+@pytest.fixture
+def server(tmp_path: Path, key: str) -> Iterator[Server]:
+    server = Server(tmp_path)
+    server.start()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def endpoint(server: Server, key: str) -> Endpoint:
+    return Endpoint(host="127.0.0.1", port=server.port, user="ann", key=key)
+
+
+@pytest.fixture
+def connection(endpoint: Endpoint) -> Iterator[Connection]:
+    with Connection(endpoint).connect(10) as connection:
+        yield connection
+
+
+class Echo:
+    """A TCP server that sends back what it gets, in capitals."""
+
+    def __init__(self) -> None:
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        self._thread = threading.Thread(target=self._serve, name="echo")
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            peer, _ = self._listening.accept()
+            with peer:
+                said = peer.recv(100)
+                if said == b"end":
+                    return
+                peer.sendall(said.upper())
+
+    def close(self) -> None:
+        with socket.create_connection(("127.0.0.1", self.port)) as last:
+            last.sendall(b"end")
+        self._thread.join()
+        self._listening.close()
+
+
+@pytest.fixture
+def echo() -> Iterator[Echo]:
+    echo = Echo()
+    yield echo
+    echo.close()
+
+
+def say(port: int, text: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as peer:
+        peer.sendall(text)
+        return peer.recv(100)
+
+
+# ── run ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_command_tells_its_exit_code_and_output(connection):
+    """Exit codes come back as they are, signals as negative numbers, both streams in one text."""
+    assert connection.run("echo hello") == Completed(0, "hello\n")
+    assert connection.run("echo out of order >&2; exit 3") == Completed(3, "out of order\n")
+    assert connection.run("kill -TERM $$").exit_code == -signal.SIGTERM
+
+
+def test_lines_are_told_while_the_command_runs(connection, tmp_path):
+    """A line is told before the command ends: here the command waits for what its own line brings about."""
+    told = []
+
+    def on_line(line: str) -> None:
+        told.append((line, threading.current_thread()))
+        (tmp_path / "go").touch()
+
+    command = "echo grüße; while ! [ -e go ]; do sleep 0.01; done; printf 'two\\r\\nno end'"
+    assert connection.run(command, on_line=on_line, timeout_seconds=10).exit_code == 0
+    assert told == [(line, threading.current_thread()) for line in ("grüße", "two", "no end")]
+
+
+def test_input_of_every_kind_reaches_the_command(connection, tmp_path):
+    """Bytes, text and files are read to their end; without input the command reads the end at once."""
+    (tmp_path / "input").write_bytes(b"from a file")
+    assert [connection.run("cat", stdin=stdin, timeout_seconds=10).output for stdin in (b"bytes", "text", tmp_path / "input", None)] == [
+        "bytes", "text", "from a file", "",
+    ]  # fmt: skip
+
+
+def test_much_goes_in_and_comes_out_at_once(connection):
+    """A command that writes while it reads does not block, whatever the size."""
+    sent = "0123456789abcde\n" * (5 * MIB // 16)
+    assert connection.run("cat", stdin=sent, timeout_seconds=30).output == sent
+
+
+def test_a_command_that_reads_nothing_still_ends(connection):
+    """Input that nobody reads is no error."""
+    assert connection.run("exit 4", stdin=b"x" * 5 * MIB, timeout_seconds=10).exit_code == 4
+
+
+def test_a_command_past_its_deadline_is_killed(connection, server):
+    """CommandTimedOut keeps what was written so far, the process is gone, and the connection is of use."""
+    with pytest.raises(CommandTimedOut, match="sleep 60") as caught:
+        connection.run("echo begun; exec sleep 60", timeout_seconds=0.3)
+    assert caught.value.output == "begun\n"
+    assert isinstance(caught.value, TimeoutError)
+    wait_until(lambda: not server.children, "the command to be killed")
+    assert connection.run("echo on").output == "on\n"
+
+
+def test_an_error_in_the_callback_ends_the_command(connection, server):
+    """What `on_line` raises is raised to the caller, and the command does not go on behind his back."""
+
+    def on_line(line: str) -> None:
+        raise ArithmeticError(line)
+
+    with pytest.raises(ArithmeticError, match="bad"):
+        connection.run("echo bad; exec sleep 60", on_line=on_line)
+    wait_until(lambda: not server.children, "the command to be killed")
+
+
+def test_more_commands_than_sessions_wait_for_each_other(connection):
+    """Thirty threads may use one connection at once, though sshd allows ten sessions."""
+    codes: list[int] = []
+    threads = [threading.Thread(target=lambda n=n: codes.append(connection.run(f"sleep 0.05; exit {n}").exit_code)) for n in range(30)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(codes) == list(range(30))
+
+
+# ── loss ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def in_the_middle(connection: Connection, tmp_path: Path, then: Callable[[], object]) -> float:
+    """Run a long command, do something when it runs, and return the seconds until ConnectionLost."""
+    since = 0.0
+
+    def on_line(line: str) -> None:
+        nonlocal since
+        since = time.monotonic()
+        then()
+
+    with pytest.raises(ConnectionLost):
+        connection.run("echo begun; exec sleep 60", on_line=on_line, timeout_seconds=20)
+    return time.monotonic() - since
+
+
+def test_a_connection_that_dies_under_a_command_is_an_error(endpoint, server, tmp_path):
+    """A command whose connection died is never told as ended; the loss is told once, and nothing works before `reconnect`."""
+    losses = []
+    with Connection(endpoint, on_lost=losses.append).connect(10) as connection:
+        in_the_middle(connection, tmp_path, server.hang_up)
+        assert not connection.is_connected
+        with pytest.raises(ConnectionLost):
+            connection.run("true")
+        connection.reconnect(10)
+        assert connection.run("echo back").output == "back\n"
+    assert len(losses) == 1
+
+
+def test_a_machine_that_falls_silent_is_noticed(server, key, tmp_path):
+    """Without a word from the machine the connection is lost after (count + 1) intervals: here 0.6 s."""
+    with (
+        Silencer(server.port) as between,
+        Connection(Endpoint(host="127.0.0.1", port=between.port, user="ann", key=key), keepalive_seconds=0.2, keepalive_count=2).connect(10) as connection,
+    ):
+        assert in_the_middle(connection, tmp_path, between.silence.set) < 3
+
+
+class Silencer:
+    """A TCP relay that can stop to pass anything on while its sockets stay open."""
+
+    def __init__(self, target: int) -> None:
+        self.silence = threading.Event()
+        self._target = target
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        peer, _ = self._listening.accept()
+        target = socket.create_connection(("127.0.0.1", self._target))
+        self._sockets += [peer, target]
+        for source, sink in ((peer, target), (target, peer)):
+            self._threads.append(threading.Thread(target=self._pass, args=(source, sink)))
+            self._threads[-1].start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while piece := source.recv(65536):
+                if not self.silence.is_set():
+                    sink.sendall(piece)
+        except OSError:
+            pass
+
+    def __enter__(self) -> "Silencer":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._threads[0].join()
+        for one in self._sockets:
+            one.shutdown(socket.SHUT_RDWR) if one.fileno() >= 0 else None
+        for thread in self._threads[1:]:
+            thread.join()
+        for one in (*self._sockets, self._listening):
+            one.close()
+
+
+# ── put ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_file_arrives_whole_and_replaces_the_old_one(connection, tmp_path):
+    """Bytes and files arrive as they are, with their mode, in folders that are made, with nothing beside them."""
+    content = os.urandom(2 * MIB)
+    (tmp_path / "here").write_bytes(b"second")
+    connection.put(content, "a folder/it's there", mode=0o600)
+    there = tmp_path / "a folder" / "it's there"
+    assert there.read_bytes() == content
+    assert there.stat().st_mode & 0o777 == 0o600
+    connection.put(tmp_path / "here", str(there), mode=0o755)
+    assert (there.read_bytes(), there.stat().st_mode & 0o777) == (b"second", 0o755)
+    assert os.listdir(there.parent) == [there.name]
+
+
+def test_a_file_that_cannot_be_written_is_an_error(connection, tmp_path):
+    """A folder in the way is told, with the machine's words, and stays."""
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(CommandFailed, match="is a directory"):
+        connection.put(b"x", "taken")
+    assert os.listdir(tmp_path / "taken") == []
+
+
+# ── forwards ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_ports_are_forwarded_both_ways_and_across_a_reconnect(connection, echo):
+    """A forwarded port works before and after `reconnect`, under the same number."""
+    here = connection.forward_local("127.0.0.1", echo.port)
+    there = connection.forward_remote("127.0.0.1", echo.port)
+    assert (say(here, b"one"), say(there, b"two")) == (b"ONE", b"TWO")
+    connection.reconnect(10)
+    assert (say(here, b"three"), say(there, b"four")) == (b"THREE", b"FOUR")
+
+
+# ── trust ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_wrong_key_is_refused_at_once(endpoint, server, tmp_path):
+    """A refusal is not tried again, unless the machine is said to be new."""
+    asyncssh.generate_private_key("ssh-ed25519").write_private_key(tmp_path / "other")
+    with Connection(endpoint.model_copy(update={"key": str(tmp_path / "other")})) as connection:
+        with pytest.raises(CredentialsError, match="ann@127"):
+            connection.connect(60)
+        assert server.users == ["ann"]
+        with pytest.raises(CredentialsError):
+            connection.connect(60, auth_grace_seconds=0.2)
+        assert len(server.users) > 2
+
+
+def test_a_missing_key_is_a_bad_request(endpoint, server):
+    """A key file that is not there is told before anything is dialled."""
+    with Connection(endpoint.model_copy(update={"key": "/nonexistent/id"})) as connection, pytest.raises(BadRequest, match="/nonexistent/id"):
+        connection.connect(60)
+    assert server.connections == []
+
+
+@pytest.mark.parametrize("algorithm", ["ssh-ed25519", "ecdsa-sha2-nistp256"])
+def test_a_changed_host_key_refuses_the_connection(connection, server, algorithm):
+    """The key seen first is held across reconnects; another, of the same or another kind, is refused and told."""
+    pinned = connection.host_key
+    connection.reconnect(10)
+    assert connection.host_key == pinned == server.host_key.export_public_key().decode().strip()
+    port = server.port
+    server.stop()
+    server.host_key = asyncssh.generate_private_key(algorithm)
+    server.start(port)
+    with pytest.raises(HostKeyChanged, match="another machine"):
+        connection.reconnect(10)
+
+
+def test_a_known_host_key_is_verified(endpoint, server, tmp_path):
+    """The key that the endpoint or a known_hosts file names is the only one accepted."""
+    right = server.host_key.export_public_key().decode().strip()
+    wrong = asyncssh.generate_private_key("ssh-ed25519").export_public_key().decode().strip()
+    (tmp_path / ".ssh" / "known_hosts").write_text(f"[127.0.0.1]:{server.port} {wrong}\n")
+    with Connection(endpoint) as connection, pytest.raises(HostKeyChanged, match="known_hosts"):
+        connection.connect(10)
+    with Connection(endpoint.model_copy(update={"host_key": wrong})) as connection, pytest.raises(HostKeyChanged):
+        connection.connect(10)
+    for update in ({"host_key": right}, {"known_hosts": "/dev/null"}):
+        with Connection(endpoint.model_copy(update=update)).connect(10) as connection:
+            assert connection.host_key == right
+
+
+def test_the_users_configuration_is_honoured(server, key, tmp_path):
+    """An alias, its address, port, user and key come from ~/.ssh/config; an IdentityFile that is not there is passed over."""
+    config = f"Host box\n  HostName 127.0.0.1\n  Port {server.port}\n  User carol\n  IdentityFile /nonexistent\n  IdentityFile {key}\n"
+    (tmp_path / ".ssh" / "config").write_text(config)
+    with Connection(Endpoint(host="box")).connect(10) as connection:
+        assert connection.run("echo in").output == "in\n"
+    assert server.users == ["carol"]
+
+
+def test_a_host_key_that_is_none_is_a_bad_request():
+    """Text that is no public key is told before anything starts."""
+    with pytest.raises(BadRequest, match="pub file"):
+        Connection(Endpoint(host="127.0.0.1", host_key="nonsense"))
+
+
+def test_a_jump_host_of_the_users_configuration_is_taken(server, key, tmp_path):
+    """ProxyJump leads through the other machine, whose own host key is verified by the user's known_hosts."""
+    (tmp_path / ".ssh" / "config").write_text(
+        f"Host jump\n  User carol\nHost behind\n  User dave\n  ProxyJump jump\nHost *\n  HostName 127.0.0.1\n  Port {server.port}\n  IdentityFile {key}\n"
+    )
+    with Connection(Endpoint(host="behind", known_hosts="/dev/null")) as connection, pytest.raises(Unreachable, match="jump host"):
+        connection.connect(10)
+    known = server.host_key.export_public_key().decode().strip()
+    (tmp_path / ".ssh" / "known_hosts").write_text(f"[127.0.0.1]:{server.port} {known}\n")
+    server.users.clear()
+    with Connection(Endpoint(host="behind")).connect(10) as connection:
+        assert connection.run("echo in").output == "in\n"
+    assert server.users == ["carol", "dave"]
+
+
+# ── reaching ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_machine_that_comes_up_later_is_reached(endpoint, server):
+    """While nobody listens, the machine is dialled again until the deadline."""
+    port = server.port
+    server.stop()
+    timer = threading.Timer(0.5, server.start, (port,))
+    timer.start()
+    with Connection(endpoint).connect(20) as connection:
+        assert connection.run("echo up").output == "up\n"
+    timer.join()
+
+
+def test_a_machine_that_never_comes_up_is_unreachable(endpoint, server):
+    """The error names the deadline and what the last attempt ended with."""
+    server.stop()
+    with Connection(endpoint) as connection, pytest.raises(Unreachable, match=r"within 0.3 s.*\[Errno 111\]"):
+        connection.connect(0.3)
+
+
+def test_a_port_that_never_says_a_word_is_unreachable(key):
+    """A listener that accepts and keeps silent does not hold the caller past the deadline."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        with Connection(Endpoint(host="127.0.0.1", port=mute.getsockname()[1], user="ann", key=key)) as connection, pytest.raises(Unreachable):
+            connection.connect(0.3)
+
+
+# ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_close_may_be_called_twice_and_ends_what_waits(endpoint, server):
+    """A thread that waits for a command gets ConnectionLost when another closes the connection."""
+    connection = Connection(endpoint).connect(10)
+    caught: list[BaseException] = []
+    begun = threading.Event()
+
+    def wait() -> None:
+        try:
+            connection.run("echo begun; exec sleep 60", on_line=lambda line: begun.set())
+        except Unreachable as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert begun.wait(10)
+    connection.close()
+    connection.close()
+    thread.join(10)
+    assert [type(error) for error in caught] == [ConnectionLost]
+    with pytest.raises(Unreachable, match="closed"):
+        connection.run("true")
+
+
+def test_connections_share_a_loop(endpoint):
+    """Many connections work on one thread, and a connection leaves the loop to the others."""
+    before = threading.active_count()
+    with Loop() as loop:
+        first, second = Connection(endpoint, loop=loop).connect(10), Connection(endpoint, loop=loop).connect(10)
+        first.close()
+        assert second.run("echo still").output == "still\n"
+        assert [thread.name for thread in threading.enumerate()].count("skyward-ssh") == 1
+        second.close()
+    assert threading.active_count() <= before
+
+
+def test_an_endpoint_travels_as_json():
+    """An endpoint is the same after a trip through JSON, and refuses fields that it does not know."""
+    endpoint = Endpoint(host="::1", port=2222, user="ann")
+    assert Endpoint.model_validate_json(endpoint.model_dump_json()) == endpoint
+    assert str(endpoint) == "ann@[::1]:2222"
