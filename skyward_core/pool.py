@@ -112,15 +112,18 @@ class ComputePool:
         Raises InstancesLeft if some could not be confirmed gone.
         """
         with self._opening:
-            opened, self._open = self._open, None
+            opened = self._open
+            if opened is None:
+                return
+            try:
+                opened.stop("the pool was closed")
+                opened.release()
+            finally:
+                self._final = opened.final
+            self._open = None  # only now: after an interrupt or InstancesLeft, closing again tries again
             if self._finalizer is not None:
                 self._finalizer.detach()
                 self._finalizer = None
-            if opened is not None:
-                try:
-                    opened.stop("the pool was closed")
-                finally:
-                    self._final = opened.final
 
     def __enter__(self) -> Self:
         return self.open()
@@ -263,6 +266,7 @@ class _Open:
         self.cluster: Cluster | None = None
         self.final: CostFinal | None = None
         self.is_running = False
+        self.is_released = False
         self._display = console.display(spec.display)
         sinks = [callback for callback in (registered_callback(), on_event) if callback is not None]
         self._callback = compose(*sinks, self._display)
@@ -287,8 +291,8 @@ class _Open:
                 undo.push(self._tell_error)
                 dask.start()  # half a second that passes while the nodes come up
                 certificate = make_certificate(self.pool_id)
-                self.lease = lease = lifecycle.acquire(self.spec, self.provider, self.pool_id, certificate, emit=self.emit, meter=self.meter)
-                undo.callback(lifecycle.release, lease, self.provider, emit=self.emit, meter=self.meter)
+                lease = lifecycle.acquire(self.spec, self.provider, self.pool_id, certificate, emit=self.emit, meter=self.meter, undo=undo)
+                self.lease = lease
                 dask.join()
                 cluster_module = importlib.import_module("skyward_core.cluster")
                 self.cluster = cluster = cluster_module.Cluster(lease, certificate, self.emit)
@@ -310,18 +314,23 @@ class _Open:
                 return
             self.is_running = False
         self._ended.set()
-        atexit.unregister(self._at_exit)
-        assert self.lease is not None
         assert self.cluster is not None
         try:
             self.emit(PoolStopping())
             self.cluster.close(reason)
         finally:
             try:
-                lifecycle.release(self.lease, self.provider, emit=self.emit, meter=self.meter)
+                self.release()
             finally:
                 self._settle_bill()
                 self._display.close()
+
+    def release(self) -> None:
+        """Give the machines back unless that was done. Called again, by `close` or at the interpreter's end, if a second interrupt has cut it off."""
+        if self.lease is not None and not self.is_running and not self.is_released:
+            lifecycle.release(self.lease, self.provider, emit=self.emit, meter=self.meter)
+            self.is_released = True
+            atexit.unregister(self._at_exit)
 
     def _tell_error(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, SkywardError):
@@ -356,6 +365,7 @@ class _Open:
 
     def _at_exit(self) -> None:
         self.stop("the interpreter ends")
+        self.release()
 
 
 def complete(spec: PoolSpec, credentials: Provider | None = None) -> tuple[PoolSpec, Provider, str]:

@@ -229,3 +229,22 @@ def test_the_certificate_is_made_for_one_pool() -> None:
     first, second = make_certificate("sky-1"), make_certificate("sky-2")
     assert first.key != second.key
     assert first.certificate.startswith("-----BEGIN CERTIFICATE-----")
+
+
+def test_closing_again_finishes_what_an_interrupt_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second Ctrl-C while machines are given back is raised; the next close gives them back, and the bill came once."""
+    told = Told()
+    pool = sky.ComputePool(provider=sky.Local(), on_event=told, display="quiet").open()
+    (instance,) = [node.instance for node in pool.lease.nodes]
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sky.Local, "terminate", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pool.close()
+    assert sky.Local().instances(instance.pool_id) != []
+    pool.close()
+    assert sky.Local().instances(instance.pool_id) == []
+    assert len(told.of(sky.CostFinal)) == 1

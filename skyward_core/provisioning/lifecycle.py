@@ -3,7 +3,7 @@
 States of a pool's machines, and who undoes what when the client is stopped between two lines:
 
     nothing -> launch asked for -> launched -> prepared -> leased -> terminated -> known to be gone
-               `_give_back`, by tag, on acquire's ExitStack       `release`        the meter ends
+               `_give_back`, by tag, on the caller's ExitStack    `release`        the meter ends
 
 A launch that fails may have launched: so `_give_back` asks the provider by tag, never a list kept here.
 """
@@ -34,11 +34,11 @@ GONE_POLL_SECONDS = 0.2
 type Emit = Callable[[SkywardEvent], object]
 
 
-def acquire(spec: PoolSpec, provider: Provider, pool_id: str, certificate: PoolCertificate, *, emit: Emit, meter: Meter) -> Lease:
+def acquire(spec: PoolSpec, provider: Provider, pool_id: str, certificate: PoolCertificate, *, emit: Emit, meter: Meter, undo: ExitStack) -> Lease:
     """Rent and prepare what the spec asks for; return the lease with the address of its scheduler.
 
-    Raises NoCapacity, BootstrapFailed, ProvisioningTimeout and whatever the provider raises. On any way out but the return, a kill of this process
-    apart, all machines of the pool have been given back; if that failed, InstancesLeft says which may be left.
+    The giving back is pushed on `undo` before anything is launched, and stays there: no interrupt can fall between this function's care and its caller's.
+    Raises NoCapacity, BootstrapFailed, ProvisioningTimeout and whatever the provider raises; InstancesLeft, from the undo, says which machines may be left.
     """
     refuse(spec, provider)
     emit(InfraCreating())
@@ -46,11 +46,9 @@ def acquire(spec: PoolSpec, provider: Provider, pool_id: str, certificate: PoolC
     emit(InfraCreated(offer.region))
     created_at = datetime.now(UTC)
     deadline = time.monotonic() + spec.provision_timeout
-    with ExitStack() as undo:
-        undo.callback(_give_back, provider, pool_id, emit, meter)
-        instances = launch(spec, provider, offer, pool_id, emit=emit, meter=meter)
-        scheduler = prepare(spec, provider, instances, certificate, deadline, emit=emit)
-        undo.pop_all()
+    undo.callback(_give_back, provider, pool_id, emit, meter)
+    instances = launch(spec, provider, offer, pool_id, emit=emit, meter=meter)
+    scheduler = prepare(spec, provider, instances, certificate, deadline, emit=emit)
     nodes = tuple(Node(instance=instance, rank=instance.rank, workers=1, slots=spec.concurrency) for instance in instances)
     return Lease(pool_id=pool_id, provider=provider.to_json(), nodes=nodes, scheduler=scheduler, created_at=created_at)
 
