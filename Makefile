@@ -4,7 +4,7 @@ UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 RUN := $(UV) run --locked --no-sync
 export UV_COMPILE_BYTECODE := 1
 
-.PHONY: help demo test quick check lint format bench clean
+.PHONY: help demo test quick check lint format kill bench clean
 help: ## what there is
 	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' Makefile
 
@@ -28,6 +28,9 @@ lint: .venv/ready ## format, lint, types, layers
 format: .venv/ready ## mend format and whatever ruff can mend by itself
 	$(RUN) ruff format .
 	$(RUN) ruff check --fix .
+
+kill: .venv/ready ## kill -9 at 5,000 generated points, and the matrix of what was found alive after each
+	$(RUN) python -m tests.kill --points 5000
 
 bench: .uv-ready ## side by side with bare Dask and Ray; writes benchmarks/RESULTS.md
 	UV_PROJECT_ENVIRONMENT=.bench/venv $(UV) run --locked --no-default-groups --group bench python benchmarks/bench.py

@@ -2,8 +2,8 @@
 
     python benchmarks/_cases.py --case calls --system dask
 
-The functions below are plain, live in `__main__` and so travel by value in all three systems. Each system has its defaults, two slots and
-one call at a time per slot; what a system needs is imported when it opens, because the time of opening includes it.
+The functions below are plain, live in `__main__` and so travel by value in all three systems. Each system has its defaults, one call at a time per slot,
+and two slots here or one on each host of `--place`; what a system needs is imported when it opens, because the time of opening includes it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     import numpy as np
+    from _place import Place
+    from _tunnel import Tunnel
     from numpy.typing import NDArray
 
     type Array = NDArray[np.float64]
@@ -34,6 +36,8 @@ MIXED = 2_000
 SLOW_SECONDS = 0.05
 ARRAY_LENGTH = 12_500_000  # float64: 100 MB = 10⁸ bytes
 ARRAY_ROUNDS = 3
+FAR_MANY = 2_000
+FAR_ARRAY_LENGTH = (100 << 20) // 8  # float64: 100 MiB
 
 
 def same(value: Any) -> Any:
@@ -69,7 +73,7 @@ class Skyward:
 
         self._sky = sky
         self._same, self._touched = sky.compute(same), sky.compute(touched)
-        self.pool = sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet")
+        self.pool = self._new_pool()
         self.pool.__enter__()
         return self
 
@@ -84,6 +88,9 @@ class Skyward:
 
     def array(self, array: Array) -> Array:
         return self._touched(array) >> self.pool
+
+    def _new_pool(self) -> Any:
+        return self._sky.ComputePool(provider=self._sky.Local(), nodes=2, display="quiet")
 
     def _map(self, function: Callable[..., Any], values: Sequence[Any]) -> list[Any]:
         return self.pool.map(self._sky.compute(function), values)
@@ -162,7 +169,46 @@ class Ray:
         return self._ray.get([remote.remote(value) for value in values])
 
 
+class SkywardFar(Skyward):
+    """A pool on hosts reached over SSH, one node on each."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def _new_pool(self) -> Any:
+        place = self._place
+        hosts = self._sky.Hosts(*place.addresses, user="root", key=place.key, known_hosts="/dev/null", config="/dev/null")
+        image = self._sky.Image(pip=place.packages)
+        return self._sky.ComputePool(provider=hosts, nodes=len(place.addresses), image=image, display="quiet")
+
+
+class DaskFar(Dask):
+    """Dask's own scheduler and workers on the same hosts, one worker of one thread on each, and its client here, behind a plain asyncssh tunnel."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def __enter__(self) -> Self:
+        tunnel: Any = importlib.import_module("_tunnel")
+        self._tunnel: Tunnel = tunnel.Tunnel(self._place)
+        # Side by side with the hosts' own start, as our pool does it.
+        address = self._tunnel.start(lambda: importlib.import_module("distributed"))
+        self._client: Any = importlib.import_module("distributed").Client(address)
+        if len(self._place.addresses) > 1:
+            self._client.wait_for_workers(len(self._place.addresses))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._client.close()
+        self._tunnel.close()
+
+    def array(self, array: Array) -> Array:
+        # As Dask itself advises for large arguments, and a third quicker than handing it over with the call.
+        return self._client.submit(touched, self._client.scatter(array), pure=False).result()
+
+
 SYSTEMS: dict[str, Callable[[], System]] = {"skyward": Skyward, "dask": Dask, "ray": Ray, "dask-on-skyward": DaskOnSkyward}
+FAR_SYSTEMS: dict[str, Callable[[Place], System]] = {"skyward-far": SkywardFar, "dask-far": DaskFar}
 
 
 # ── cases ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -209,14 +255,14 @@ def _mixed(opened: System) -> Result:
     return {"mixed": time.perf_counter() - began}
 
 
-def _many(opened: System) -> Result:
-    """Calls per second of 10,000 tiny ones, handed over at once, in each way that the system has."""
+def _many(opened: System, count: int = MANY) -> Result:
+    """Calls per second of many tiny ones, handed over at once, in each way that the system has."""
     result: Result = {}
     for name, way in opened.ways().items():
         _check(way(same, range(100)) == list(range(100)))
         began = time.perf_counter()
-        _check(way(same, range(MANY)) == list(range(MANY)))
-        result[name] = MANY / (time.perf_counter() - began)
+        _check(way(same, range(count)) == list(range(count)))
+        result[name] = count / (time.perf_counter() - began)
     return result
 
 
@@ -226,34 +272,76 @@ def array(system: Callable[[], System], phase: Callable[[str], None]) -> Result:
 
     taken: list[float] = []
     with system() as opened:
-        # Both slots import numpy and start on this before anything is counted.
-        _check([float(one[0]) for one in opened.ways()["map"](touched, [np.zeros(1000)] * 16)] == [1.0] * 16)
-        _check(float(opened.array(np.zeros(1000))[-1]) == 1.0)
+        _import_numpy(opened)
         gc.collect()
         phase("before")
         for number in range(2 * ARRAY_ROUNDS):
             if number == ARRAY_ROUNDS:
                 phase("transfer")
             # New contents each time: Dask keeps the result of a pure call, and knows the array by its hash.
-            values = np.full(ARRAY_LENGTH, float(number))
-            began = time.perf_counter()
-            back = opened.array(values)
-            _check(float(back[0]) == float(back[-1]) == number + 1)
-            taken.append(time.perf_counter() - began)
-            del back, values
+            taken.append(_there_and_back(opened, np.full(ARRAY_LENGTH, float(number))))
         gc.collect()
         phase("after")
     return {"seconds": sorted(taken[:ARRAY_ROUNDS])[ARRAY_ROUNDS // 2]}
 
 
-CASES = {"start": start, "sequential": sequential, "calls": calls, "array": array}
+def _import_numpy(opened: System) -> None:
+    """Let every slot import numpy and start on arrays, before anything is counted."""
+    import numpy as np
+
+    _check([float(one[0]) for one in opened.ways()["map"](touched, [np.zeros(1000)] * 16)] == [1.0] * 16)
+    _check(float(opened.array(np.zeros(1000))[-1]) == 1.0)
+
+
+def _there_and_back(opened: System, values: Array) -> float:
+    """Seconds until the array is back, with one added to each element."""
+    began = time.perf_counter()
+    back = opened.array(values)
+    _check(len(back) == len(values) and float(back[0]) == values[0] + 1 and float(back[-1]) == values[-1] + 1)
+    return time.perf_counter() - began
+
+
+def far(system: Callable[[], System], _phase: Callable[[str], None]) -> Result:
+    """Everything about a host reached over SSH, in one process: seconds from `with` to the first result, tiny calls, 100 MiB in and out."""
+    import numpy as np
+
+    began = time.monotonic()
+    with system() as opened:
+        _check(opened.call(1) == 1)
+        found = {"first": time.monotonic() - began}
+        found |= _one_after_another(opened) | _many(opened, FAR_MANY)
+        _import_numpy(opened)
+        # Random, for a tunnel may compress; the first transfer pays for whatever is made once.
+        numbers = np.random.default_rng(20)
+        taken = [_there_and_back(opened, numbers.random(FAR_ARRAY_LENGTH)) for _ in range(1 + ARRAY_ROUNDS)]
+        return found | {"array": sorted(taken[1:])[ARRAY_ROUNDS // 2], "first_array": taken[0]}
+
+
+def opening(system: Callable[[], System], _phase: Callable[[str], None]) -> Result:
+    """Seconds from `with` to the first result, when all nodes have joined; and the processor time that everything on the machine took meanwhile."""
+    began, worked = time.monotonic(), _processor_seconds()
+    with system() as opened:
+        _check(opened.call(1) == 1)
+        return {"first": time.monotonic() - began, "processor": _processor_seconds() - worked}
+
+
+def _processor_seconds() -> float:
+    """All cores together, idle time and waiting for disks left out (proc_stat(5))."""
+    with open("/proc/stat") as file:
+        user, nice, system, _idle, _iowait, irq, softirq, *_ = map(int, file.readline().split()[1:])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+CASES = {"start": start, "sequential": sequential, "calls": calls, "array": array, "far": far, "opening": opening}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, required=True)
-    parser.add_argument("--system", choices=SYSTEMS, required=True)
+    parser.add_argument("--system", choices=(*SYSTEMS, *FAR_SYSTEMS), required=True)
+    parser.add_argument("--place", help="for systems on hosts: the fields of a `Place`, as JSON")
     asked = parser.parse_args()
+    system = SYSTEMS[asked.system] if asked.system in SYSTEMS else _far_system(asked.system, asked.place)
     # What systems and workers print must not mix with the answer: they get stderr for stdout.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -262,8 +350,15 @@ def main() -> None:
         print(json.dumps({"phase": name}), file=answers)
         sys.stdin.readline()  # goes on at a line, or at the end of the input
 
-    result = CASES[asked.case](SYSTEMS[asked.system], phase)
+    result = CASES[asked.case](system, phase)
     print(json.dumps({"result": result}), file=answers)
+
+
+def _far_system(name: str, place: str) -> Callable[[], System]:
+    from _place import Place
+
+    where = Place(**json.loads(place))
+    return lambda: FAR_SYSTEMS[name](where)
 
 
 def _check(right: bool) -> None:

@@ -1,4 +1,4 @@
-"""Skyward, Dask and Ray side by side on this machine, in one run: `make bench`.
+"""Skyward, Dask and Ray side by side on this machine, in one run: `make bench`. Then the same over SSH (`_far.py`).
 
 Every measurement is a fresh subprocess (`_cases.py`), the systems take turns within each round, and what is shown is the median over the rounds.
 Prints a table and writes it to `RESULTS.md` beside this file.
@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,12 +24,13 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import _far
 import _memory
 import psutil
+from _table import Measured, Row, table
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "RESULTS.md"
@@ -38,35 +38,13 @@ SYSTEMS = ("skyward", "dask", "ray")
 ROUNDS = 3
 TURNS = {"start": 2, "calls": 1, "array": 1}  # measurements of each case in a round
 BUDGET_SECONDS = 345.0  # a round that would likely end later than this is not begun, the first one excepted
+CASES = (*TURNS, "import", "far")
 IMPORT_ROUNDS = 15
 PACKAGES = {"skyward": "skyward_core", "dask": "distributed", "ray": "ray"}
 HEAVY = ("distributed", "dask", "pydantic")
 LIMIT_SECONDS = 120.0
 LEAVE_SECONDS = 10.0
 MB = 1e6
-
-type Measured = dict[str, dict[str, dict[str, list[float]]]]
-"""case, system, metric: one value per round"""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the table. `ours`, `dask` and `ray` name a metric of the system, `scale` makes it into `unit`."""
-
-    what: str
-    case: str
-    ours: str
-    unit: str
-    scale: float = 1.0
-    dask: str | None = None
-    ray: str | None = None
-    our_system: str = "skyward"
-    more_is_better: bool = False
-    dask_mark: float | None = None
-    ray_mark: float | None = None
-    least: float | None = None
-    most: float | None = None
-
 
 ROWS = (
     Row("start: fresh interpreter to first result", "start", "first", "s", 1, "first", "first", dask_mark=1.5),
@@ -113,11 +91,11 @@ ROWS = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help=f"cases, by comma: {', '.join((*TURNS, 'import'))}; RESULTS.md is left as it is")
+    parser.add_argument("--only", default="", help=f"cases, by comma: {', '.join(CASES)}; RESULTS.md is left as it is")
     parser.add_argument("--rounds", type=int, default=0, help=f"in place of {ROUNDS}; RESULTS.md is left as it is")
     asked = parser.parse_args()
     only = [case for case in asked.only.split(",") if case]
-    if unknown := set(only) - {*TURNS, "import"}:
+    if unknown := set(only) - {*CASES}:
         parser.error(f"there is no case {', '.join(sorted(unknown))}")
     _memory.adopt_orphans()
     bench = Bench()
@@ -128,9 +106,10 @@ def main() -> int:
         bench.compare([case for case in TURNS if not only or case in only], asked.rounds or ROUNDS, deadline=began + BUDGET_SECONDS)
     finally:
         bench.close()
-    report = _report(bench, load, time.monotonic() - began)
+    far, troubles = _far.section(asked.rounds or _far.ROUNDS) if not only or "far" in only else ([], [])
+    report = _report(bench, load, time.monotonic() - began, far)
     print(report)
-    if bench.troubles:
+    if bench.troubles or troubles:
         print("Not every measurement came to its end: RESULTS.md is left as it is.", file=sys.stderr)
         return 1
     if not only and not asked.rounds:
@@ -299,7 +278,7 @@ def _printed(code: str) -> str:
 # ── report ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _report(bench: Bench, load: tuple[float, float, float], seconds: float) -> str:
+def _report(bench: Bench, load: tuple[float, float, float], seconds: float, far: Sequence[str]) -> str:
     lines = [
         "# Side by side",
         "",
@@ -309,65 +288,17 @@ def _report(bench: Bench, load: tuple[float, float, float], seconds: float) -> s
         "",
         *_machine(load, seconds),
         "",
-        "| case | unit | skyward | dask | ray | to dask | to ray | mark | |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- | --- |",
-        *(_line(row, bench.measured) for row in ROWS if row.case in bench.measured),
+        *table(ROWS, bench.measured),
         "",
         *(f"- {note}" for note in (*bench.notes, *(f"FAILED {trouble}" for trouble in bench.troubles))),
+        *far,
     ]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _line(row: Row, measured: Measured) -> str:
-    case = measured[row.case]
-    ours = case[row.our_system][row.ours]
-    theirs = [case[system][metric] if metric else [] for system, metric in (("dask", row.dask), ("ray", row.ray))]
-    ratios = [statistics.median(ours) / middle if ours and values and (middle := statistics.median(values)) > 0 else None for values in theirs]
-    cells = [_cell(row, values) for values in (ours, *theirs)]
-    return (
-        " | ".join(
-            (
-                "| " + row.what,
-                row.unit,
-                *cells,
-                *("" if ratio is None else f"{max(ratio, 0):.2f}" for ratio in ratios),
-                *_mark(row, ours, *ratios),
-            )
-        )
-        + " |"
-    )
-
-
-def _cell(row: Row, values: list[float]) -> str:
-    if not values:
-        return "–"
-    low, middle, high = (value * row.scale for value in (min(values), statistics.median(values), max(values)))
-    digits = 0 if max(abs(low), abs(high)) >= 100 else 1 if max(abs(low), abs(high)) >= 20 else 2
-    return f"{middle:,.{digits}f} [{low:,.{digits}f}, {high:,.{digits}f}]"
-
-
-def _mark(row: Row, ours: list[float], to_dask: float | None, to_ray: float | None) -> tuple[str, str]:
-    """Return the mark in words and whether it is met; a mark without a measurement is not met."""
-    sign = "≥" if row.more_is_better else "≤"
-    words: list[str] = []
-    met: list[bool] = []
-    for name, mark, ratio in (("dask", row.dask_mark, to_dask), ("ray", row.ray_mark, to_ray)):
-        if mark is not None:
-            words.append(f"{sign} {mark:g} {name}")
-            met.append(ratio is not None and (ratio >= mark if row.more_is_better else ratio <= mark))
-    value = statistics.median(ours) * row.scale if ours else None
-    if row.least is not None:
-        words.append(f"≥ {row.least:,.0f} {row.unit}")
-        met.append(value is not None and value >= row.least)
-    if row.most is not None:
-        words.append(f"≤ {row.most:,.0f} {row.unit}")
-        met.append(value is not None and value <= row.most)
-    return ", ".join(words), "" if not met else "met" if all(met) else "MISSED"
-
-
 def _machine(load: tuple[float, float, float], seconds: float) -> list[str]:
     cpu = next((line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "?")
-    versions = ", ".join(f"{name} {_version(name)}" for name in ("skyward-core", "dask", "distributed", "ray", "numpy"))
+    versions = ", ".join(f"{name} {_version(name)}" for name in ("skyward-core", "dask", "distributed", "ray", "numpy", "asyncssh"))
     loads = " → ".join(f"{one[0]:.2f}" for one in (load, os.getloadavg()))
     return [
         f"- {dt.datetime.now(dt.UTC):%Y-%m-%d %H:%M} UTC, {seconds:.0f} s; load average of the last minute, before → after: {loads}",

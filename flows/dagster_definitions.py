@@ -3,6 +3,9 @@
     python flows/dagster_definitions.py             materializes both assets once
     dagster dev -f flows/dagster_definitions.py     the same with the UI: Catalog > digits_model > Metadata shows and plots skyward/cost_usd
 
+Besides, every ten minutes, the schedule of `skyward_sweep` ends what was left running: the machines of pools whose owner is dead, and of leases that have run
+out. Turn it on under Automation.
+
 The data, scikit-learn's 1,797 digits, is loaded on the nodes; scikit-learn is installed there, and need not be here.
 """
 
@@ -19,6 +22,8 @@ import skyward_core as sky
 from dagster_skyward import SkywardResource
 
 FOLDS = 5
+PROVIDERS = [sky.Local()]
+"""Asked by the sweep, beside those of the pools in the ledger, for machines that the ledger does not know."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +87,31 @@ def digits_model(context: dg.AssetExecutionContext, compute: SkywardResource, di
     return dg.MaterializeResult(value=accuracy, metadata={"accuracy": accuracy, "calls": 1, "C": best.C, "gamma": best.gamma})
 
 
+def in_words(finding) -> str:
+    """A finding of the sweep in one line."""
+    return f"{finding.action} {', '.join(finding.resource_ids)} of {finding.pool_id} at {finding.provider}: {finding.reason}"
+
+
+@dg.op(config_schema={"is_dry_run": dg.Field(bool, default_value=False)})
+def end_what_is_left_running(context: dg.OpExecutionContext) -> None:
+    """Tell what is left and why it may or may not be ended; end it unless it is a dry run. Fails if a provider could not be asked, or machines are left."""
+    report = sky.sweep(providers=PROVIDERS, is_dry_run=context.op_config["is_dry_run"])
+    for finding in report.findings:
+        context.log.info("%s", in_words(finding))
+    told = {"findings": len(report.findings), "ended": [in_words(finding) for finding in report.ended]}
+    if report.failures:
+        raise dg.Failure("not everything could be seen or ended; the next sweep tries again: " + "; ".join(map(str, report.failures)), metadata=told)
+    context.add_output_metadata(told)
+
+
+@dg.job
+def skyward_sweep():
+    end_what_is_left_running()
+
+
 defs = dg.Definitions(
     assets=[digits_candidates, digits_model],
+    schedules=[dg.ScheduleDefinition(job=skyward_sweep, cron_schedule="*/10 * * * *")],
     resources={"compute": SkywardResource(provider=sky.Local(price_per_hour=1.2), nodes=2, image=sky.Image(pip=["scikit-learn"]))},
     executor=dg.in_process_executor,  # the steps of one process share the pool; with Dagster's default each step would open its own
 )

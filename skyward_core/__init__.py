@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from skyward_core.accelerators import Accelerator as Accelerator
     from skyward_core.accelerators import is_nvidia as is_nvidia
     from skyward_core.accelerators import is_trainium as is_trainium
+    from skyward_core.attached import DetachedCall as DetachedCall
     from skyward_core.compute import ComputeFunction as ComputeFunction
     from skyward_core.compute import PendingBatch as PendingBatch
     from skyward_core.compute import PendingCompute as PendingCompute
@@ -31,10 +32,15 @@ if TYPE_CHECKING:
     from skyward_core.config import Settings as Settings
     from skyward_core.errors import BadRequest as BadRequest
     from skyward_core.errors import BootstrapFailed as BootstrapFailed
+    from skyward_core.errors import BudgetExceeded as BudgetExceeded
     from skyward_core.errors import CallCrashed as CallCrashed
     from skyward_core.errors import CallOutOfMemory as CallOutOfMemory
     from skyward_core.errors import CredentialsError as CredentialsError
+    from skyward_core.errors import HostKeyChanged as HostKeyChanged
     from skyward_core.errors import InstancesLeft as InstancesLeft
+    from skyward_core.errors import LeaseLost as LeaseLost
+    from skyward_core.errors import LedgerConflict as LedgerConflict
+    from skyward_core.errors import LedgerError as LedgerError
     from skyward_core.errors import NoCapacity as NoCapacity
     from skyward_core.errors import NodeLost as NodeLost
     from skyward_core.errors import NotPicklable as NotPicklable
@@ -45,11 +51,17 @@ if TYPE_CHECKING:
     from skyward_core.errors import QuotaExceeded as QuotaExceeded
     from skyward_core.errors import RemoteError as RemoteError
     from skyward_core.errors import SkywardError as SkywardError
+    from skyward_core.errors import Unreachable as Unreachable
     from skyward_core.events import BootstrapCompleted as BootstrapCompleted
     from skyward_core.events import BootstrapProgress as BootstrapProgress
     from skyward_core.events import BootstrapStarting as BootstrapStarting
+    from skyward_core.events import BudgetWarning as BudgetWarning
     from skyward_core.events import Callback as Callback
     from skyward_core.events import CallProgress as CallProgress
+    from skyward_core.events import CallRetrying as CallRetrying
+    from skyward_core.events import ClusterRestarting as ClusterRestarting
+    from skyward_core.events import ContactLost as ContactLost
+    from skyward_core.events import ContactRegained as ContactRegained
     from skyward_core.events import CostFinal as CostFinal
     from skyward_core.events import CostUpdate as CostUpdate
     from skyward_core.events import Error as Error
@@ -68,9 +80,13 @@ if TYPE_CHECKING:
     from skyward_core.events import compose as compose
     from skyward_core.events import emit as emit
     from skyward_core.events import use_callback as use_callback
+    from skyward_core.futures import CallFuture as CallFuture
+    from skyward_core.housekeeping import release as release
+    from skyward_core.housekeeping import sweep as sweep
     from skyward_core.image.image import Image as Image
     from skyward_core.image.volume import S3Volume as S3Volume
     from skyward_core.image.volume import Volume as Volume
+    from skyward_core.instances import Endpoint as Endpoint
     from skyward_core.instances import Instance as Instance
     from skyward_core.instances import InstanceState as InstanceState
     from skyward_core.instances import Lease as Lease
@@ -81,6 +97,7 @@ if TYPE_CHECKING:
     from skyward_core.pool import ComputePool as ComputePool
     from skyward_core.pool import MultiPool as MultiPool
     from skyward_core.providers.base import Provider as Provider
+    from skyward_core.providers.hosts import Hosts as Hosts
     from skyward_core.providers.local import Local as Local
     from skyward_core.spec import PoolSpec as PoolSpec
     from skyward_core.spot import Spot as Spot
@@ -94,20 +111,24 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "accelerators": "Accelerator NVIDIA is_nvidia is_trainium",
+    "attached": "DetachedCall",
     "compute": "ComputeFunction PendingBatch PendingCompute gather",
     "config": "Settings",
-    "errors": "BadRequest BootstrapFailed CallCrashed CallOutOfMemory CredentialsError InstancesLeft NoCapacity NodeLost NotPicklable NotYetSupported"
-    " OfferGone PoolClosed ProvisioningTimeout QuotaExceeded RemoteError SkywardError",
-    "events": "BootstrapCompleted BootstrapProgress BootstrapStarting CallProgress Callback CostFinal CostUpdate Error InfraCreated InfraCreating"
-    " InstanceLaunching InstanceLost InstanceProvisioned InstanceStopping LogLine Metrics PoolReady PoolStopping ProviderName SkywardEvent compose emit"
-    " use_callback",
+    "errors": "BadRequest BootstrapFailed BudgetExceeded CallCrashed CallOutOfMemory CredentialsError HostKeyChanged InstancesLeft LeaseLost LedgerConflict"
+    " LedgerError NoCapacity NodeLost NotPicklable NotYetSupported OfferGone PoolClosed ProvisioningTimeout QuotaExceeded RemoteError SkywardError Unreachable",
+    "events": "BootstrapCompleted BootstrapProgress BootstrapStarting BudgetWarning CallProgress CallRetrying Callback ClusterRestarting ContactLost"
+    " ContactRegained CostFinal CostUpdate Error InfraCreated InfraCreating InstanceLaunching InstanceLost InstanceProvisioned InstanceStopping LogLine Metrics"
+    " PoolReady PoolStopping ProviderName SkywardEvent compose emit use_callback",
+    "futures": "CallFuture",
+    "housekeeping": "release sweep",
     "image.image": "Image",
     "image.volume": "S3Volume Volume",
-    "instances": "Instance InstanceState Lease Node",
+    "instances": "Endpoint Instance InstanceState Lease Node",
     "narrator": "Narrator",
     "offers": "Offer Requirements",
     "pool": "ComputePool MultiPool",
     "providers.base": "Provider",
+    "providers.hosts": "Hosts",
     "providers.local": "Local",
     "spec": "PoolSpec",
     "spot": "Spot SpotLike",

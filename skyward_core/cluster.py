@@ -6,108 +6,175 @@ told before its result is there. Callbacks and futures' done-callbacks run in th
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import logging
+import os
 import pickle
 import queue
 import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
+import dask  # noqa: TID253 - likewise
 import dask.config  # noqa: TID253 - this file and worker/node.py own Dask
 import distributed  # noqa: TID253
 from distributed.client import done_callback  # noqa: TID253
+from distributed.scheduler import KilledWorker  # noqa: TID253
 
 from skyward_core import pickling, sources
 from skyward_core.certificates import PoolCertificate
 from skyward_core.compute import PendingCompute
 from skyward_core.dispatch import Entry, Queue, Shipment
-from skyward_core.errors import CallCrashed, CallOutOfMemory, NodeLost, PoolClosed, RemoteError, SkywardError
-from skyward_core.events import BootstrapCompleted, CallProgress, InstanceLost, LogLine, Metrics, SkywardEvent
+from skyward_core.errors import BadRequest, CallCrashed, CallOutOfMemory, CommandFailed, NodeLost, PoolClosed, RemoteError, SkywardError, Unreachable
+from skyward_core.events import BootstrapCompleted, CallProgress, CallRetrying, LogLine, Metrics, SkywardEvent
+from skyward_core.futures import CallFuture
 from skyward_core.instances import Lease
-from skyward_core.worker.node import POOL_TOPIC, WorkerJoined, WorkerLeft, cancel_calls, run_batch
-from skyward_core.worker.settings import memory_directory
-from skyward_core.worker.wire import INLINE_BYTES, Call, Ending, Outcome, Output, Parcel, Report, Sealed
+from skyward_core.reach import Reach, Reaches
+from skyward_core.worker.calls import NAME, RAN, RETRIES, Following, Ran, Resumed, cancel, detached_key, let_go
+from skyward_core.worker.node import POOL_TOPIC, RUN_BATCH, WorkerJoined, WorkerLeft, run_batch
+from skyward_core.worker.streams import Told, send_at_once
+from skyward_core.worker.wire import INLINE_BYTES, Batch, Call, Ending, Outcome, Output, Parcel, Report, Sealed
 
 PROGRESS_SECONDS = 0.1
 TICK_SECONDS = 0.5
 JOIN_POLL_SECONDS = 0.01
 CONNECT_SECONDS = 30.0
+PING_SECONDS = 4.0
+PINGS = 3  # unanswered in a row
+ACKNOWLEDGED_TOGETHER = 1000
+TAKERS = 4  # large results fetched at once
 _log = logging.getLogger("skyward")
 
 
-class CallFuture[R](Future[R]):
-    """A call that was handed over. As any `concurrent.futures.Future`, but `cancel()` also stops a call that is running."""
-
-    def __init__(self, call_id: str, stop: Callable[[str], None]) -> None:
-        super().__init__()
-        self.call_id = call_id
-        self._stop = stop
-
-    def cancel(self) -> bool:
-        """Stop the call, or do not begin it; False if it has ended already. One that is on its way may begin and is stopped then."""
-        if not super().cancel():
-            return False
-        self._stop(self.call_id)
-        return True
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Given:
-    """A call that was taken in: its future, and the arguments, which are ours to remove when it has ended."""
+    """A call that was taken in: its future, its arguments, which are ours to remove when it has ended, and how often it has been sent out and lost.
+
+    `aside` is where its arguments lie on a node.
+    """
 
     future: CallFuture[Any]
     arguments: Parcel
+    entry: Entry
+    losses: int = 0
+    aside: tuple[Reach, Parcel] | None = None
+
+
+class Watcher(Protocol):
+    """Who is told what becomes of the cluster's members; called in the inbox thread, and must not wait."""
+
+    def joined(self, rank: int) -> None:
+        """All workers of a node are there."""
+        ...
+
+    def left(self, rank: int) -> None:
+        """A worker of a node is gone, or does not answer any more."""
+        ...
+
+    def cut(self) -> None:
+        """The scheduler is out of reach."""
+        ...
+
+
+class Counts(Protocol):
+    """Who counts what calls cost (`metering.Meter`). Called in the inbox thread, and must not wait."""
+
+    def ran(self, instance_id: str, seconds: float) -> float:
+        """Calls that have ended have kept slots of a machine busy for so many seconds in all; return their share of the bill, in USD."""
+        ...
+
+    def seen_running(self, instance_id: str, seconds: float) -> None:
+        """Slots of a machine were busy for so many seconds since it was rented: with anybody's calls, and those that still run. Told every few seconds."""
+        ...
+
+
+class WorkerGone(Exception):
+    """The worker that a batch was meant for has left before it was sent."""
 
 
 class Cluster:
-    """The open connection to a pool's Dask cluster. `start` opens it, `close` ends it; both belong to the pool."""
+    """The connection to a pool's Dask cluster. `start` opens it, `close` ends it; both belong to the pool.
 
-    def __init__(self, lease: Lease, certificate: PoolCertificate, emit: Callable[[SkywardEvent], object]) -> None:
-        self._lease = lease
+    States: new -> open -> closed. While it is open the scheduler may go out of reach (`cut`): nothing is sent then, and nothing given up, until the
+    pool says what has become of it: `resume` (the same scheduler answers again), `restart` (there is another one) or `give_up`.
+    """
+
+    def __init__(
+        self,
+        lease: Lease,
+        certificate: PoolCertificate,
+        reaches: Reaches,
+        emit: Callable[[SkywardEvent], object],
+        retries: int = 0,
+        counts: Counts | None = None,
+    ) -> None:
+        self._nodes = {node.rank: node for node in lease.nodes}
         self._certificate = certificate
+        self._reaches = reaches
         self._emit = emit
+        self._retries = retries
+        self._counts = counts
+        self._seen: dict[str, dict[str, float]] = {}
+        """For how long slots were busy, by instance id and by worker process: one that has ended keeps its part."""
         self._client: distributed.Client | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._handle_inbox, name="skyward-inbox", daemon=True)
+        self._takers = ThreadPoolExecutor(TAKERS, thread_name_prefix="skyward-take")
         self._lock = threading.RLock()
-        self._topic = f"skyward-{uuid.uuid4().hex}"
-        self._queue = Queue(self._topic)
+        self._queue = Queue("")
+        self._queue.workers = ()
         self._given: dict[str, _Given] = {}
+        self._taking: dict[str, _Given] = {}
         self._workers: dict[str, str] = {}
+        self._busy: Counter[str] = Counter()
         self._to_stop: set[str] = set()
         self._tasks: dict[int, distributed.Future[Any]] = {}
+        self._shipments: dict[int, Shipment] = {}
+        self._sent_to: dict[int, tuple[str, str]] = {}
+        """Name and address of the worker that a shipment was sent to, where that is not the scheduler's choice."""
+        self._putting = threading.Lock()
+        self._functions_at: dict[tuple[str, str], Parcel] = {}
+        """Large functions by instance id and name, as they lie in that node's memory."""
+        self._before: list[Shipment] = []
+        """Those that were out when the connection was cut, until the scheduler has said what it knows of them."""
+        self._unheard: dict[int, Shipment] = {}
         self._lost: SkywardError | None = None
+        self._drained: SkywardError | None = None
         self._submitted = self._done = self._failed = 0
         self._progress_told = 0.0
         self._progress_counts = (0, 0, 0)
         self._is_closing = False
-        self._shares_memory = all(node.instance.directory is not None for node in lease.nodes)
+        self._is_cut = False
+        self._is_pinging = False
+        self._pinged_at = 0.0
+        self._unanswered = 0
+        self._watcher: Watcher | None = None
+        self._is_here = all(node.instance.endpoint is None for node in lease.nodes)
+        self._listen_anew()
         self.busy_at = time.monotonic()
         """When a call was last known to be running or waiting, on time.monotonic's clock."""
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def start(self, deadline: float, check: Callable[[], None]) -> None:
-        """Connect and wait for all workers. `check` is called now and then and raises if a node will not come. Raises NodeLost at the deadline."""
-        try:
-            self._client = connect(self._lease.scheduler, self._certificate, min(CONNECT_SECONDS, max(1.0, deadline - time.monotonic())))
-        except OSError as error:
-            raise NodeLost(f"the pool's scheduler at {self._lease.scheduler} does not answer") from error
-        self._client.subscribe_topic(self._topic, lambda event: self._inbox.put(lambda: self._on_report(event[1])))
-        self._client.subscribe_topic(POOL_TOPIC, lambda event: self._inbox.put(lambda: self._on_pool_news(event[1])))
+    def start(self, address: str, deadline: float, check: Callable[[], None]) -> None:
+        """Connect to the scheduler and wait for all workers. `check` is called now and then and raises if a node will not come.
+
+        Raises NodeLost at the deadline (of time.monotonic).
+        """
         self._thread.start()
-        expected = {f"{node.rank}-{index}" for node in self._lease.nodes for index in range(node.workers)}
+        self._connect(address, min(CONNECT_SECONDS, max(1.0, deadline - time.monotonic())))
+        expected = {f"{node.rank}-{index}" for node in self._nodes.values() for index in range(node.workers)}
         checked = time.monotonic()
         while missing := expected - set(self._workers):
-            for address, worker in self._client.scheduler_info(n_workers=-1)["workers"].items():
-                self._join(str(worker["name"]), address)
+            self._count_in()
             if not missing - set(self._workers):
                 continue
             if time.monotonic() > deadline:
@@ -117,70 +184,266 @@ class Cluster:
                 check()
             time.sleep(JOIN_POLL_SECONDS)
 
-    def close(self, reason: str) -> None:
-        """End the connection; calls that have not ended get PoolClosed with this reason. May be called twice, and after a start that failed."""
+    def watch(self, watcher: Watcher) -> None:
+        """Tell somebody, from now on, who comes and goes."""
+        self._watcher = watcher
+
+    def close(self, error: SkywardError) -> None:
+        """End the connection; calls that have not ended raise this error. May be called twice, and after a start that failed."""
         with self._lock:
             if self._is_closing:
                 return
             self._is_closing = True
-            error = PoolClosed(reason)
             self._lost = self._lost or error
             left = self._queue.clear()
         if self._thread.is_alive():
             self._inbox.put(lambda: self._fail(left, error))
+            self._inbox.put(lambda: self._abandon(error))
             self._inbox.put(None)
             if self._thread is not threading.current_thread():
                 self._thread.join()
-        if self._client is not None:
-            self._tasks.clear()
-            with contextlib.suppress(Exception):  # the nodes may be gone already, and it is they who cost money
-                self._client.close(timeout=2)
+        self._takers.shutdown(wait=False, cancel_futures=True)
+        self._disconnect()
+
+    def leave(self, reason: str) -> None:
+        """Close, stop what was submitted here, and have the scheduler drop what it keeps for this client: others go on using it."""
+        self._tell_scheduler(self._following.leave())
+        self.close(PoolClosed(reason))
+
+    def drain(self, error: SkywardError | None) -> None:
+        """Take no more calls, and give up those that are not begun, with this error; what runs may end. None: take calls again."""
+        with self._lock:
+            self._drained = error
+            left = self._queue.withdraw() if error is not None else []
+        if error is not None and left:
+            self._inbox.put(lambda: self._fail(left, error))
 
     @property
     def client(self) -> distributed.Client:
-        """The real Dask client of the pool's cluster."""
-        assert self._client is not None
+        """The real Dask client of the pool's cluster. Raises PoolClosed after the end, NodeLost while the scheduler is out of reach."""
+        if self._client is None:
+            raise self._lost or NodeLost("the pool's scheduler is out of reach just now: try again")
         return self._client
 
     @property
     def slots(self) -> int:
         """How many calls run at once."""
-        return sum(node.workers * node.slots for node in self._lease.nodes)
+        return sum(node.workers * node.slots for node in list(self._nodes.values()))
 
     @property
     def is_idle(self) -> bool:
         """True while no call runs or waits."""
         return not self._given
 
+    def has_work(self) -> bool:
+        """Tell whether anybody's call runs or waits: this client's, another's, a detached one, or a task of Dask's own. Asks the scheduler if need be."""
+        if not self.is_idle:
+            return True
+        try:
+            return bool(self._ask("skyward_busy"))
+        except (SkywardError, OSError):
+            return False  # it is out of reach, which is noticed elsewhere
+
+    def has(self, rank: int) -> bool:
+        """Tell whether all workers of a node are there."""
+        node = self._nodes.get(rank)
+        return node is not None and sum(_rank(name)[0] == rank for name in list(self._workers)) == node.workers
+
+    def has_any(self) -> bool:
+        """Tell whether any worker is there."""
+        return bool(self._workers)
+
+    # ── when the scheduler is out of reach ───────────────────────────────────────────────────────────────────────────
+
+    def resume(self, address: str, timeout_seconds: float) -> None:
+        """Connect again to the same scheduler, and take in what it has to tell since. Raises NodeLost if it does not answer."""
+        self._disconnect()
+        with self._lock:
+            self._before = list(self._shipments.values())
+            self._unheard.clear()
+        self._connect(address, timeout_seconds)
+        self._count_in()
+        self._inbox.put(self._ship)
+
+    def restart(self, lease: Lease, address: str, timeout_seconds: float) -> None:
+        """Connect to another scheduler. What was out is lost with the old one: it runs again, or raises NodeLost."""
+        self._disconnect()
+        with self._lock:
+            self._nodes = {node.rank: node for node in lease.nodes}
+            self._workers.clear()
+            self._busy.clear()
+            self._sent_to.clear()
+            self._count_slots()
+            self._tasks.clear()
+            self._shipments.clear()
+            out = self._queue.all_out()
+            self._queue.forget_shipments()
+            self._before = []
+            self._unheard.clear()
+            self._listen_anew()
+            gone = [call_id for call_id, given in self._given.items() if given.arguments.path and not os.path.exists(given.arguments.path)]
+        self._inbox.put(lambda: self._lose_calls([*dict.fromkeys([*out, *gone])], "the head of the pool was lost"))
+        self._connect(address, timeout_seconds)
+        self._count_in()
+        self._inbox.put(self._ship)
+
+    def know(self, lease: Lease) -> None:
+        """Take note of nodes that have come in the place of others."""
+        with self._lock:
+            self._nodes = {**self._nodes, **{node.rank: node for node in lease.nodes}}
+            self._count_slots()
+
+    def give_up(self, error: SkywardError, rank: int | None = None) -> None:
+        """Wait no longer for a node that is not replaced, or (None) for any: the calls that only it could run raise the error."""
+        if rank is None:
+            self._inbox.put(lambda: self._lose(error))
+            return
+        node = self._nodes.get(rank)
+        names = [f"{rank}-{index}" for index in range(node.workers if node else 1)]
+
+        def fail() -> None:
+            with self._lock:
+                left = [call_id for name in names for call_id in self._queue.pinned_to(name)]
+                self._queue.drop(set(left))
+            self._fail(left, error)
+
+        self._inbox.put(fail)
+
+    def _connect(self, address: str, timeout_seconds: float) -> None:
+        try:
+            client = connect(address, self._certificate, timeout_seconds)
+        except OSError as error:
+            raise NodeLost(f"the pool's scheduler at {address} does not answer") from error
+        with self._lock:
+            is_late = self._is_closing
+            if not is_late:
+                self._client = client
+        if is_late:
+            client.close(timeout=2)
+            raise PoolClosed("the pool is closing")
+        self._is_cut, self._unanswered, self._pinged_at = False, 0, time.monotonic()
+        client.subscribe_topic(self._topic, self._following.handler(client.id))
+        client.subscribe_topic(POOL_TOPIC, lambda event: self._inbox.put(lambda: self._on_pool_news(event[1], client)))
+        self._tell_scheduler(self._following.resume(client.id))
+
+    def _listen_anew(self) -> None:
+        """Take a topic of its own for what workers report from now on."""
+        self._topic = self._queue.topic = f"skyward-{uuid.uuid4().hex}"
+        self._acknowledged = 0
+        self._following = Following(
+            self._topic,
+            deliver=lambda message: self._inbox.put(lambda: self._on_report(message)),
+            resumed=self._on_resumed,
+        )
+
+    def _tell_scheduler(self, message: Mapping[str, Any]) -> None:
+        """Send a message down the client's stream. From any thread; lost if the scheduler is out of reach."""
+        if self._client is not None:
+            cast(Any, self._client)._send_to_scheduler(message)
+
+    def _disconnect(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            self._tasks.clear()
+            with contextlib.suppress(Exception):  # the nodes may be gone already, and it is they who cost money
+                client.close(timeout=2)
+
+    def _count_in(self) -> None:
+        there = {str(worker["name"]): address for address, worker in self.client.scheduler_info(n_workers=-1)["workers"].items()}
+        for name, address in list(self._workers.items()):
+            if there.get(name) != address:
+                self._leave(name, address)
+        for name, address in there.items():
+            self._join(name, address)
+
     # ── calls out ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def submit(self, calls: Sequence[PendingCompute[Any]], replace_object: pickling.Replace | None = None) -> list[CallFuture[Any]]:
-        """Hand calls over, to run wherever a slot is free; returns their futures, in order. Raises NotPicklable, PoolClosed or NodeLost at once."""
-        return self._take_in([(call, None) for call in calls], replace_object, None)
+    def submit(
+        self, calls: Sequence[PendingCompute[Any]], replace_object: pickling.Replace | None = None, *, is_awaited: bool = False
+    ) -> list[CallFuture[Any]]:
+        """Hand calls over, to run wherever a slot is free; returns their futures, in order. Raises NotPicklable, PoolClosed or NodeLost at once.
+
+        `is_awaited`: the caller does nothing else until they have ended, so that large arguments need not be copied in order to stay as they are.
+        """
+        return self._take_in([(call, None) for call in calls], replace_object, None, is_awaited)
 
     def broadcast(self, call: PendingCompute[Any], replace_object: pickling.Replace | None = None) -> list[CallFuture[Any]]:
-        """Hand a call over once for each worker; returns the futures in the order of the workers."""
+        """Hand a call over once for each worker that is there; returns the futures in the order of the workers."""
         with self._lock:
-            workers = [address for _, address in sorted(self._workers.items(), key=lambda item: _rank(item[0]))]
-        return self._take_in([(call, worker) for worker in workers], replace_object, uuid.uuid4().hex)
+            workers = sorted(self._workers or (f"{node.rank}-{index}" for node in self._nodes.values() for index in range(node.workers)), key=_rank)
+        return self._take_in([(call, worker) for worker in workers], replace_object, uuid.uuid4().hex, is_awaited=True)
 
-    def _take_in(
-        self, calls: Sequence[tuple[PendingCompute[Any], str | None]], replace_object: pickling.Replace | None, job_id: str | None
-    ) -> list[CallFuture[Any]]:
+    # ── calls that outlive their client ──────────────────────────────────────────────────────────────────────────────
+
+    def start_detached(self, pending: PendingCompute[Any], replace_object: pickling.Replace | None = None) -> str:
+        """Hand a call over to the cluster, which keeps it and what becomes of it until it is to be forgotten; return its id."""
         if self._lost is not None:
             raise self._lost
+        name, function = _packed_function(pending.fn, replace_object)
+        pickled = sources.pack((pending.args, dict(pending.kwargs)), label=("args", "kwargs"), replace=replace_object)
+        call_id = uuid.uuid4().hex
+        key = detached_key(call_id)
+        call = Call(call_id, name, Parcel(pickled.data, tuple(bytes(buffer) for buffer in pickled.buffers)), call_id)
+        sealed = Sealed(pickle.dumps(Batch(key, (call,), {name: function}), protocol=5))
+        with cast(Any, dask).annotate(**{RETRIES: self._retries, NAME: getattr(pending.fn, "__name__", "")}):
+            future = self.client.submit(run_batch, sealed, key=key, pure=False)
+        deadline = time.monotonic() + CONNECT_SECONDS
+        while self._ask("skyward_call", call_id=call_id) is None:  # the question overtakes the call: they go separate ways
+            if time.monotonic() > deadline:
+                raise NodeLost("the pool's scheduler did not take the call in")
+            time.sleep(JOIN_POLL_SECONDS)
+        future.release()
+        return call_id
+
+    def detached_calls(self) -> list[Mapping[str, Any]]:
+        """Return what is known of the calls that were started detached, in the order in which they came."""
+        return list(self._ask("skyward_calls"))
+
+    def detached_call(self, call_id: str, after: int = 0) -> Mapping[str, Any]:
+        """Return what is known of a detached call, and what it has reported after message number `after`. Raises BadRequest if there is none of this id."""
+        known = self._ask("skyward_call", call_id=call_id, after=after)
+        if known is None:
+            raise BadRequest(f"the pool knows of no call {call_id!r}: it was forgotten, or started in another pool")
+        return known
+
+    def detached_value(self, outcome: Outcome) -> Any:
+        """Return the result of a detached call that has ended, or raise its exception. The result stays where it is."""
+        parcel = outcome.parcel if outcome.parcel.path is None else self._reach_of(outcome.parcel).take(outcome.parcel, keep=True)
+        return _value(outcome, parcel, -1)
+
+    def cancel_detached(self, call_id: str) -> None:
+        """Stop a detached call, or do not begin it."""
+        self._tell_scheduler(cancel([call_id]))
+
+    def forget_detached(self, call_id: str, outcome: Outcome | None) -> None:
+        """Drop all there is of a detached call, its result too."""
+        if outcome is not None and outcome.parcel.path is not None:
+            self._reach_of(outcome.parcel).release(outcome.parcel)
+        self._ask("skyward_forget", call_id=call_id)
+
+    def _ask(self, operation: str, **what: Any) -> Any:
+        try:
+            return cast(Any, self.client).sync(getattr(cast(Any, self.client).scheduler, operation), **what)
+        except OSError as error:
+            raise NodeLost(f"the pool's scheduler does not answer: {error}") from error
+
+    def _take_in(
+        self, calls: Sequence[tuple[PendingCompute[Any], str | None]], replace_object: pickling.Replace | None, job_id: str | None, is_awaited: bool
+    ) -> list[CallFuture[Any]]:
+        if (refusal := self._lost or self._drained) is not None:
+            raise refusal
         functions: dict[int, tuple[str, Parcel]] = {}
         entries = list[Entry]()
         given = list[_Given]()
         with contextlib.ExitStack() as undo:
             for pending, worker in calls:
                 name, function = functions.get(id(pending.fn)) or functions.setdefault(id(pending.fn), _packed_function(pending.fn, replace_object))
-                arguments = self._packed((pending.args, dict(pending.kwargs)), replace_object)
+                arguments = self._packed((pending.args, dict(pending.kwargs)), replace_object, is_awaited)
                 if arguments.path is not None:
                     undo.callback(arguments.release)
                 call_id = uuid.uuid4().hex
                 entries.append(Entry(Call(call_id, name, arguments, job_id or call_id), function, worker))
-                given.append(_Given(CallFuture(call_id, self._cancel), arguments))
+                given.append(_Given(CallFuture(call_id, self._cancel), arguments, entries[-1]))
             with self._lock:
                 if self._lost is not None:
                     raise self._lost
@@ -192,97 +455,190 @@ class Cluster:
         self._ship()
         return [item.future for item in given]
 
-    def _packed(self, value: object, replace_object: pickling.Replace | None) -> Parcel:
+    def _packed(self, value: object, replace_object: pickling.Replace | None, is_awaited: bool) -> Parcel:
         pickled = sources.pack(value, label=("args", "kwargs"), replace=replace_object)
         parcel = Parcel(pickled.data, pickled.buffers)
-        if parcel.nbytes > INLINE_BYTES and self._shares_memory:
+        if parcel.nbytes <= INLINE_BYTES:
+            return parcel
+        if self._is_here:
             with contextlib.suppress(OSError):  # no room: Dask carries it
-                head = self._lease.nodes[0].instance
-                return parcel.put_aside((memory_directory(head.id), cast(str, head.directory)))
-        return parcel
+                return self._reaches.to(self._nodes[0].instance).put(parcel)
+        return parcel if is_awaited else Parcel(parcel.data, tuple(bytearray(buffer) for buffer in parcel.buffers))
 
     def _ship(self) -> None:
         with self._lock:
             self._to_stop -= self._queue.drop(self._to_stop) if self._to_stop else set()
-            shipments = self._queue.ship() if not self._is_closing else []
+            shipments = self._queue.ship() if not self._is_closing and not self._is_cut else []
         for shipment in shipments:
             try:
                 self._send(shipment)
             except Exception as error:  # whoever waits for these calls must hear of it, whichever thread this is
-                self._lose_calls([call.call_id for call in shipment.batch.calls], NodeLost(f"the call could not be sent: {error}"), error)
+                self._on_unsent(shipment, error)
+
+    def _on_unsent(self, shipment: Shipment, error: Exception) -> None:
+        call_ids = [call.call_id for call in shipment.batch.calls]
+        if self._is_cut or isinstance(error, WorkerGone | OSError | Unreachable):  # it has not gone out: it waits again
+            with self._lock:
+                self._shipments.pop(shipment.number, None)
+                self._queue.returned(call_ids)
+        else:
+            failure = NodeLost(f"the call could not be sent: {error}")
+            failure.__cause__ = error
+            self._end_with(call_ids, failure)
 
     def _send(self, shipment: Shipment) -> None:
-        if shipment.batch.nbytes > INLINE_BYTES * 16:
-            batch = self.client.scatter(shipment.batch, direct=True, hash=False, workers=[shipment.worker] if shipment.worker else None)
-        else:
-            batch = Sealed(pickle.dumps(shipment.batch, protocol=5))
-        task = self.client.submit(
-            run_batch, batch, key=f"skyward-{shipment.number}-{self._topic[-8:]}", pure=False, workers=[shipment.worker] if shipment.worker else None
-        )
+        batch, worker = shipment.batch, shipment.worker
+        if self._is_here:
+            batch = self._with_functions_in(batch, self._reaches.to(self._nodes[0].instance))
+        elif any(parcel.nbytes > INLINE_BYTES for parcel in (*batch.functions.values(), *(call.arguments for call in batch.calls))):
+            batch, worker = self._laid_down(batch, worker)
+        address = self._workers.get(worker) if worker else None
+        if worker and address is None:
+            raise WorkerGone
+        client, key, workers = self.client, self._key(shipment), [address] if address else None
+        task = distributed.Future[Any](key, client)
+        message = {"op": RUN_BATCH, "key": key, "batch": pickle.dumps(batch, protocol=5), "annotations": {"workers": workers} if workers else {}}
+        cast(Any, client)._send_to_scheduler(message)
+        self._follow(shipment, task)
+        if worker and address:
+            with self._lock:
+                self._sent_to[shipment.number] = (worker, address)
+                is_gone = self._workers.get(worker) != address
+            if is_gone:
+                self._inbox.put(lambda: self._take_back_from(address))
+
+    def _key(self, shipment: Shipment) -> str:
+        return f"skyward-{shipment.number}-{self._topic[-8:]}"
+
+    def _follow(self, shipment: Shipment, task: distributed.Future[Any]) -> None:
         self._tasks[shipment.number] = task
+        self._shipments[shipment.number] = shipment
         # Not task.add_done_callback: that starts a thread which stays with the process for good.
         cast(Any, self.client.loop).add_callback(done_callback, task, lambda done: self._inbox.put(lambda: self._on_task_end(shipment, done)))
+
+    def _laid_down(self, batch: Batch, worker: str | None) -> tuple[Batch, str]:
+        """Put the large arguments of a batch into the memory of the node that is to run it; return the batch without them, and that node's worker."""
+        with self._lock:
+            worker = worker or min(self._workers, key=lambda name: self._busy[name], default=None)
+            node = self._nodes.get(_rank(worker)[0]) if worker else None
+            if worker is None or node is None:
+                raise WorkerGone
+            self._busy[worker] += 1
+            reach = self._reaches.to(node.instance)
+        calls = list[Call]()
+        for call in batch.calls:
+            if call.arguments.nbytes > INLINE_BYTES:
+                there = reach.put(call.arguments)
+                if (given := self._given.get(call.call_id)) is not None:
+                    given.aside = (reach, there)
+                call = call._replace(arguments=there)  # noqa: PLW2901
+            calls.append(call)
+        return self._with_functions_in(batch._replace(calls=tuple(calls)), reach), worker
+
+    def _with_functions_in(self, batch: Batch, reach: Reach) -> Batch:
+        """Put large functions into the memory of a node, once each: they stay there for the calls to come. Those without room travel in the message."""
+        functions = dict(batch.functions)
+        for name, function in batch.functions.items():
+            if function.nbytes <= INLINE_BYTES:
+                continue
+            place = (reach.instance.id, name)
+            with self._putting:  # else several threads would put it there at once
+                if place not in self._functions_at:
+                    try:
+                        self._functions_at[place] = reach.put(function)
+                    except (OSError, CommandFailed):
+                        continue
+            functions[name] = self._functions_at[place]
+        return batch._replace(functions=functions)
 
     def _cancel(self, call_id: str) -> None:
         with self._lock:
             is_first = not self._to_stop
             self._to_stop.add(call_id)
-        if is_first and not self._is_closing:
-            cast(Any, self.client.loop).add_callback(self._stop_on_workers)
+        if is_first and not self._is_closing and (client := self._client) is not None:
+            cast(Any, client.loop).add_callback(self._stop_on_workers)
         self._inbox.put(lambda: self._on_cancelled(call_id))
 
-    async def _stop_on_workers(self) -> None:
-        """Stop all calls that are to be stopped by now, with one message to the workers, however many they are."""
+    def _stop_on_workers(self) -> None:
+        """Stop all calls that are to be stopped by now, with one message, however many they are."""
         with self._lock:
             calls = self._to_stop - self._queue.drop(self._to_stop)
             self._to_stop.clear()
         calls = {call_id for call_id in calls if self._queue.is_out(call_id)}
-        try:
-            if calls and not self._is_closing:
-                await cast(Any, self.client).run(cancel_calls, calls, wait=False)
-        except Exception as error:  # the workers are on their way out, and the calls with them
-            _log.debug("%d calls could not be stopped: %s", len(calls), error)
+        if calls and not self._is_closing:
+            self._tell_scheduler(cancel(calls))
 
     # ── news in, all in the inbox thread ─────────────────────────────────────────────────────────────────────────────
 
     def _handle_inbox(self) -> None:
+        ticked = time.monotonic()
         while True:
             try:
-                item = self._inbox.get(timeout=TICK_SECONDS)
+                items = [self._inbox.get(timeout=TICK_SECONDS)]
             except queue.Empty:
-                item = self._tick
-            if item is None:
-                return
-            try:
-                item()
-            except Exception:
-                _log.exception("a message from the pool could not be handled")
+                items = [self._lose_unheard]
+            if time.monotonic() - ticked > TICK_SECONDS:
+                ticked = time.monotonic()
+                items.append(self._tick)
+            for item in items:
+                if item is None:
+                    return
+                try:
+                    item()
+                except Exception:
+                    _log.exception("a message from the pool could not be handled")
             self._tell_progress()
 
     def _on_report(self, message: bytes) -> None:
         report: Report = pickle.loads(message)
+        usd_per_second = self._count(report.instance_id, report.news)
         for item in report.news:
             if isinstance(item, Output):
                 for line in item.lines:
                     self._emit(LogLine(report.node, report.instance_id, line, item.timestamp, item.call_id, item.stream))
-            elif item.ending not in {Ending.HERE, Ending.RETURNED}:
-                self._on_outcome(item, report.node)
+            elif item.ending is not Ending.RETURNED:
+                self._on_outcome(item, report.node, usd_per_second)
         with self._lock:
             self._queue.returned([item.call_id for item in report.news if isinstance(item, Outcome) and item.ending is Ending.RETURNED])
         self._ship()
+        if self._following.number - self._acknowledged > ACKNOWLEDGED_TOGETHER:
+            self._acknowledge()
 
-    def _on_outcome(self, outcome: Outcome, node: int) -> None:
+    def _count(self, instance_id: str, news: Iterable[Outcome | Output]) -> float | None:
+        """Have the time of calls that have ended counted; return what a second of theirs costs, in USD, if anybody counts."""
+        if self._counts is None:
+            return None
+        seconds = sum(item.seconds for item in news if isinstance(item, Outcome))
+        return self._counts.ran(instance_id, seconds) / seconds if seconds else 0.0
+
+    def _on_seen(self, seen: Iterable[Ran]) -> None:
+        assert self._counts is not None
+        for instance_id, process, seconds in seen:
+            processes = self._seen.setdefault(instance_id, {})
+            processes[process] = seconds
+            self._counts.seen_running(instance_id, sum(processes.values()))
+
+    def _on_outcome(self, outcome: Outcome, node: int, usd_per_second: float | None) -> None:
         self.busy_at = time.monotonic()
         with self._lock:
             self._queue.ended(outcome.call_id, outcome.seconds if outcome.ending is Ending.RESULT else None)
             given = self._given.pop(outcome.call_id, None)
-        if given is None or not given.future.set_running_or_notify_cancel():
-            outcome.parcel.release()
+        if given is not None:
+            given.future.seconds = outcome.seconds
+            given.future.cost = None if usd_per_second is None else outcome.seconds * usd_per_second
+        if given is None or not (given.future.running() or given.future.set_running_or_notify_cancel()):
+            self._drop(outcome)
             if given is not None:
                 self._end(given)
-            return
+        elif outcome.parcel.path is None or self._is_here:
+            self._settle(given, outcome, outcome.parcel, node)
+        else:
+            self._taking[outcome.call_id] = given
+            self._takers.submit(self._take, given, outcome, node)  # it may take seconds, and other calls' news must not wait
+
+    def _settle(self, given: _Given, outcome: Outcome, parcel: Parcel, node: int) -> None:
         try:
-            value = _value(outcome, node)
+            value = _value(outcome, parcel, node)
         except BaseException as error:
             self._end(given, error=error)
         else:
@@ -290,29 +646,88 @@ class Cluster:
         finally:
             outcome.parcel.release()
 
+    def _take(self, given: _Given, outcome: Outcome, node: int) -> None:
+        """Fetch a large outcome from the node's memory. In a thread of its own."""
+        try:
+            parcel = self._reach_of(outcome.parcel).take(outcome.parcel)
+        except Exception as error:
+            reason, cause = f"the call ended, but its result could not be fetched: {error}", error
+            self._inbox.put(lambda: self._on_untaken(given, reason, cause))
+        else:
+            self._inbox.put(lambda: self._on_taken(given, outcome._replace(parcel=Parcel(b"")), parcel, node))
+
+    def _on_taken(self, given: _Given, outcome: Outcome, parcel: Parcel, node: int) -> None:
+        if self._taking.pop(outcome.call_id, None) is not None:
+            self._settle(given, outcome, parcel, node)
+
+    def _on_untaken(self, given: _Given, reason: str, cause: BaseException) -> None:
+        call_id = given.future.call_id
+        if self._taking.pop(call_id, None) is None:
+            return
+        if given.losses < self._retries and not self._is_closing:
+            given.losses += 1
+            self._emit(CallRetrying(call_id, given.losses + 1, self._retries + 1, reason))
+            with self._lock:
+                self._given[call_id] = given
+                self._queue.add([given.entry])
+            self._ship()
+        else:
+            given.losses += 1
+            self._end(given, error=self._node_lost(given, reason, cause))
+
+    def _abandon(self, error: SkywardError) -> None:
+        """The pool ends: results that are on their way come too late."""
+        taking, self._taking = list(self._taking.values()), {}
+        for given in taking:
+            self._end(given, error=error)
+
+    def _drop(self, outcome: Outcome) -> None:
+        """Remove what nobody waits for any more."""
+        if self._is_here:
+            outcome.parcel.release()
+        elif outcome.parcel.path is not None:
+            reach = self._reach_of(outcome.parcel)
+            self._takers.submit(reach.release, outcome.parcel)
+
+    def _reach_of(self, parcel: Parcel) -> Reach:
+        """The way to the node in whose memory a parcel lies: its folders bear the instance's id."""
+        path = str(parcel.path)
+        instance = next((node.instance for node in list(self._nodes.values()) if node.instance.id in path), None)
+        if instance is None:
+            raise NodeLost("the value lies on a node that this client does not know: it came in the place of another one, or is lost")
+        return self._reaches.to(instance)
+
     def _on_task_end(self, shipment: Shipment, task: distributed.Future[Any]) -> None:
         """The truth about a batch: whatever its reports have not told is in the task's result, or lost with its worker."""
+        if self._tasks.get(shipment.number) is not task:
+            return
+        if task.status in ("cancelled", "lost") and (self._client is None or self._client.status != "running"):
+            return  # the connection is cut: what has become of the batch is not known
         with self._lock:
             self._tasks.pop(shipment.number, None)
+            self._shipments.pop(shipment.number, None)
+            if (sent_to := self._sent_to.pop(shipment.number, None)) is not None:
+                self._busy[sent_to[0]] -= 1
             left = self._queue.unended(shipment)
         if left and task.status == "finished":
             self._fetch(task, left)
         elif left and not self._is_closing:
-            self._lose_calls(left, NodeLost(f"the worker that ran the call is gone ({_cause(task)}); submit it again if it may run twice"))
+            self._lose_calls(left, _cause(task))
         task.release()
         self._ship()
 
     def _fetch(self, task: distributed.Future[Any], call_ids: Sequence[str]) -> None:
         try:
-            outcomes = cast("Mapping[str, Outcome]", self.client.gather(task, direct=True))
+            outcomes = cast(Told, self.client.gather(task, direct=self._is_here))
         except Exception as error:
-            self._lose_calls(call_ids, NodeLost(f"the call ended, but its result could not be fetched: {error}"), error)
+            self._lose_calls(call_ids, f"the call ended, but its result could not be fetched: {error}", error)
             return
         with self._lock:
             self._queue.returned([call_id for call_id in call_ids if outcomes[call_id].ending is Ending.RETURNED])
+        usd_per_second = self._count(outcomes.instance_id, [outcomes[call_id] for call_id in call_ids])
         for call_id in call_ids:
             if outcomes[call_id].ending is not Ending.RETURNED:
-                self._on_outcome(outcomes[call_id], -1)
+                self._on_outcome(outcomes[call_id], outcomes.node, usd_per_second)
 
     def _on_cancelled(self, call_id: str) -> None:
         with self._lock:
@@ -321,36 +736,57 @@ class Cluster:
             given.future.set_running_or_notify_cancel()
             self._end(given)
 
-    def _on_pool_news(self, message: bytes) -> None:
+    def _on_pool_news(self, message: bytes, client: distributed.Client) -> None:
+        if client is not self._client:
+            return  # of a scheduler of before
         news = pickle.loads(message)
-        if isinstance(news, Metrics):
-            self._emit(news)
+        if isinstance(news, dict):
+            self._emit(Metrics(**cast("dict[str, Any]", news)))
         elif isinstance(news, WorkerJoined):
             self._join(news.name, news.address)
             self._ship()
         elif isinstance(news, WorkerLeft) and not self._is_closing:
-            self._leave(news.name)
+            self._leave(news.name, news.address)
 
     def _join(self, name: str, address: str) -> None:
+        rank = _rank(name)[0]
         with self._lock:
-            is_new = name not in self._workers
+            was_complete = self.has(rank)
             self._workers[name] = address
-            node = self._lease.nodes[_rank(name)[0]]
-            complete = sum(_rank(other)[0] == node.rank for other in self._workers) == node.workers
             self._count_slots()
-        if is_new and complete:
+            node = self._nodes.get(rank)
+            is_complete = self.has(rank)
+        if node is not None and is_complete and not was_complete:
             self._emit(BootstrapCompleted(node.instance.id))
+            if self._watcher is not None:
+                self._watcher.joined(rank)
 
-    def _leave(self, name: str) -> None:
+    def _leave(self, name: str, address: str) -> None:
         with self._lock:
-            known = self._workers.pop(name, None)
+            if self._workers.get(name) != address:
+                return  # its successor is there already
+            del self._workers[name]
+            self._busy.pop(name, None)
             self._count_slots()
-            node = self._lease.nodes[_rank(name)[0]] if name else None
-            none_left = not self._workers
-        if known is not None and node is not None:
-            self._emit(InstanceLost(node.instance.id, node.rank, "its worker has left the pool"))
-        if none_left:
-            self._lose(NodeLost("all workers of the pool are gone"))
+        self._take_back_from(address)
+        if self._watcher is not None:
+            self._watcher.left(_rank(name)[0])
+
+    def _take_back_from(self, address: str) -> None:
+        """Calls meant for a worker that is gone wait in the scheduler for ever, if it had not begun them: give them up there, and wait here."""
+        with self._lock:
+            meant = [number for number, (_, sent_to) in self._sent_to.items() if sent_to == address]
+            tasks = {number: self._tasks.get(number) for number in meant}
+        for number, task in tasks.items():
+            if task is None or task.status != "pending":
+                continue  # it ends by itself
+            with self._lock:
+                shipment = self._shipments.pop(number, None)
+                self._tasks.pop(number, None)
+                self._sent_to.pop(number, None)
+                left = self._queue.unended(shipment) if shipment is not None else []
+            task.release()
+            self._lose_calls(left, "its worker is gone")
 
     def _lose(self, error: SkywardError) -> None:
         with self._lock:
@@ -359,10 +795,46 @@ class Cluster:
         self._fail(left, error)
 
     def _count_slots(self) -> None:
-        self._queue.slots = max(1, sum(self._lease.nodes[_rank(name)[0]].slots for name in self._workers))
+        here = {name: self._nodes.get(_rank(name)[0]) for name in self._workers}
+        self._queue.workers = [name for name, node in here.items() if node is not None]
+        self._queue.slots = max(1, sum(node.slots for node in here.values() if node is not None))
 
-    def _lose_calls(self, call_ids: Sequence[str], error: SkywardError, cause: BaseException | None = None) -> None:
+    def _lose_calls(self, call_ids: Collection[str], reason: str, cause: BaseException | None = None) -> None:
+        """Calls went away with their node: those that may run again wait for another one, the others raise NodeLost."""
+        again, lost = list[tuple[str, int]](), list[tuple[str, NodeLost]]()
+        with self._lock:
+            for call_id in call_ids:
+                given = self._given.get(call_id)
+                if given is None:
+                    self._queue.ended(call_id)
+                    continue
+                given.losses += 1
+                if given.losses <= self._retries and not self._is_closing and self._drained is None and given.arguments.path is None:
+                    given.aside = None
+                    again.append((call_id, given.losses + 1))
+                else:
+                    if not self._queue.ended(call_id):
+                        self._queue.drop({call_id})
+                    lost.append((call_id, self._node_lost(given, reason, cause)))
+            self._queue.returned([call_id for call_id, _ in again])
+        for call_id, attempt in again:
+            self._emit(CallRetrying(call_id, attempt, self._retries + 1, reason))
+        for call_id, error in lost:
+            self._fail([call_id], error)
+        self._ship()
+
+    def _node_lost(self, given: _Given, reason: str, cause: BaseException | None) -> NodeLost:
+        if not self._retries:
+            advice = "submit it again if it may run twice, or open the pool with retries=1 or more"
+        elif given.arguments.path is not None:
+            advice = "its arguments went with it, being too large to be kept here: submit it again"
+        else:
+            advice = f"it has run {given.losses} times (ComputePool(retries={self._retries}))"
+        error = NodeLost(f"{reason}; {advice}")
         error.__cause__ = cause
+        return error
+
+    def _end_with(self, call_ids: Sequence[str], error: SkywardError) -> None:
         with self._lock:
             for call_id in call_ids:
                 self._queue.ended(call_id)
@@ -372,7 +844,7 @@ class Cluster:
         for call_id in call_ids:
             with self._lock:
                 given = self._given.pop(call_id, None)
-            if given is not None and given.future.set_running_or_notify_cancel():
+            if given is not None and (given.future.running() or given.future.set_running_or_notify_cancel()):
                 self._end(given, error=error)
 
     def _end(self, given: _Given, value: Any = None, error: BaseException | None = None) -> None:
@@ -385,15 +857,73 @@ class Cluster:
         else:
             given.future.set_result(value)
         given.arguments.release()  # last: freeing a hundred megabytes takes longer than the rest together
+        if given.aside is not None:
+            reach, there = given.aside
+            self._takers.submit(reach.release, there)
 
     def _tick(self) -> None:
-        """Nothing has come for a while: look whether the head is still there."""
+        """Now and then: look whether the head is still there."""
         if self._given:
             self.busy_at = time.monotonic()
-        if self.client.status != "running" and not self._is_closing and self._lost is None:
-            head = self._lease.nodes[0].instance
-            self._emit(InstanceLost(head.id, 0, "the scheduler does not answer any more"))
-            self._lose(NodeLost(f"the head of the pool ({head.id}) is gone"))
+        self._acknowledge()
+        self._ship()
+        client = self._client
+        if client is None or self._is_closing or self._is_cut:
+            return
+        if not self._is_pinging and time.monotonic() - self._pinged_at > PING_SECONDS:
+            self._is_pinging, self._pinged_at = True, time.monotonic()
+            cast(Any, client.loop).add_callback(self._ping, client)
+        if client.status != "running" or self._unanswered >= PINGS:
+            self._is_cut = True
+            if self._watcher is not None:
+                self._watcher.cut()
+
+    async def _ping(self, client: distributed.Client) -> None:
+        """Ask the scheduler for how long calls have run: one that stands still keeps its connections, and says nothing. In Dask's loop.
+
+        Counted and not timed: a program that holds the interpreter for long misses one answer, not several in a row.
+        """
+        try:
+            async with asyncio.timeout(PING_SECONDS):
+                seen = await getattr(cast(Any, client.scheduler), RAN)()
+            self._unanswered = 0
+            if self._counts is not None:
+                self._inbox.put(lambda: self._on_seen(seen))
+        except Exception as error:
+            _log.debug("the scheduler does not answer: %s", error)
+            self._unanswered += 1
+        finally:
+            self._is_pinging = False
+
+    def _on_resumed(self, resumed: Resumed) -> None:
+        """The scheduler answers, again or for the first time: listen to the batches that were out, and let go of those that have ended meanwhile.
+
+        Called in Dask's loop thread: what becomes of a task is told right after this, to futures that are there by then.
+        """
+        with self._lock:
+            out = {self._key(shipment): shipment for shipment in self._before}
+            self._before = []
+        for key, shipment in out.items():
+            if key in resumed.tasks:
+                self._follow(shipment, distributed.Future(key, self.client))
+            else:
+                self._unheard[shipment.number] = shipment  # lost, unless what was reported of it is still on its way here
+        if done := resumed.tasks.keys() - out.keys():
+            self._tell_scheduler(let_go(done))
+
+    def _lose_unheard(self) -> None:
+        unheard, self._unheard = self._unheard, {}
+        for number, shipment in unheard.items():
+            with self._lock:
+                self._shipments.pop(number, None)
+                left = self._queue.unended(shipment)
+            self._lose_calls(left, "it was lost while its scheduler could not be reached")
+
+    def _acknowledge(self) -> None:
+        number = self._following.number
+        if number != self._acknowledged:
+            self._acknowledged = number
+            self._tell_scheduler(self._following.acknowledge())
 
     def _tell_progress(self) -> None:
         now = time.monotonic()
@@ -403,15 +933,38 @@ class Cluster:
             self._emit(CallProgress(*counts))
 
 
+class PoolClient(distributed.Client):
+    """Dask's client, which does not connect again by itself: whether the scheduler is lost is for the pool to find out."""
+
+    def start(self, **kwargs: Any) -> None:
+        """Connect; what was started for it ends if that fails."""
+        try:
+            super().start(**kwargs)
+        except BaseException:
+            cast(Any, self)._loop_runner.stop()
+            raise
+
+    async def _reconnect(self) -> None:
+        self.scheduler_comm = None
+        self.status = "connecting"
+        for state in self.futures.values():
+            state.cancel(reason="scheduler-connection-lost", msg="the pool's scheduler does not answer any more")
+        self.futures.clear()
+
+
 def connect(address: str, certificate: PoolCertificate, timeout_seconds: float) -> distributed.Client:
     """Return a Dask client of the pool's cluster, over TLS with the pool's certificate. Its caller closes it."""
     security = distributed.Security(
         require_encryption=True, tls_ca_file=certificate.certificate, tls_client_cert=certificate.certificate, tls_client_key=certificate.key
     )
-    with dask.config.set({"distributed.admin.low-level-log-length": 0}):  # else the last thousand messages stay in memory, payloads included
-        client = distributed.Client(address, security=security, set_as_default=False, timeout=timeout_seconds, name="skyward")
-    stream: Any = client.scheduler_comm
-    stream.interval = 0.0  # our calls are grouped before they come here: send at once instead of every 10 ms
+    settings = {
+        "distributed.admin.low-level-log-length": 0,  # else the last thousand messages stay in memory, payloads included
+        "distributed.admin.event-loop": "uvloop",
+        "distributed.comm.timeouts.tcp": "18s",
+    }
+    with dask.config.set(settings):
+        client = PoolClient(address, security=security, set_as_default=False, timeout=timeout_seconds, name="skyward")
+    send_at_once(client.scheduler_comm)  # our calls are grouped before they come here: no waiting for more
     return client
 
 
@@ -424,12 +977,12 @@ def _packed_function(fn: Callable[..., Any], replace_object: pickling.Replace | 
     return digest.hexdigest(), Parcel(pickled.data, pickled.buffers)
 
 
-def _value(outcome: Outcome, node: int) -> Any:
-    """The call's result, or its exception raised."""
+def _value(outcome: Outcome, parcel: Parcel, node: int) -> Any:
+    """The call's result, which `parcel` holds, or its exception raised."""
     if outcome.ending is Ending.RESULT:
-        return pickling.loads(*outcome.parcel.contents())
+        return pickling.loads(*parcel.contents())
     if outcome.ending is Ending.ERROR:
-        raise _remote_exception(outcome, node)
+        raise _remote_exception(outcome, parcel, node)
     if outcome.ending is Ending.CANCELLED:
         raise CallCrashed(f"the call was stopped on node {node}", node, outcome.exit_code, outcome.output)
     if outcome.ending is Ending.OUT_OF_MEMORY:
@@ -438,9 +991,9 @@ def _value(outcome: Outcome, node: int) -> Any:
     raise CallCrashed(f"the process of the call died on node {node}: {outcome.text or _death(outcome.exit_code)}", node, outcome.exit_code, outcome.output)
 
 
-def _remote_exception(outcome: Outcome, node: int) -> BaseException:
+def _remote_exception(outcome: Outcome, parcel: Parcel, node: int) -> BaseException:
     try:
-        error = cast(BaseException, pickling.loads(*outcome.parcel.contents()))
+        error = cast(BaseException, pickling.loads(*parcel.contents()))
     except Exception:
         return RemoteError(f"the call failed on node {node} with an exception that cannot be rebuilt here", outcome.text)
     error.__cause__ = RemoteTraceback(outcome.text)
@@ -465,7 +1018,9 @@ def _death(exit_code: int | None) -> str:
 
 def _cause(task: distributed.Future[Any]) -> str:
     error = task.exception(timeout=1) if task.status == "error" else None
-    return str(error) if error is not None else f"its task is {task.status}"
+    if error is None or isinstance(error, KilledWorker):  # whose own words are Dask's advice to look at logs that nobody has
+        return "the worker that ran it is gone"
+    return f"the scheduler could not take it: {error}"
 
 
 def _rank(worker_name: str) -> tuple[int, int]:

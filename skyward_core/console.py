@@ -17,6 +17,7 @@ from skyward_core.events import (
     BootstrapCompleted,
     BootstrapProgress,
     BootstrapStarting,
+    BudgetWarning,
     CallProgress,
     CostFinal,
     CostUpdate,
@@ -247,7 +248,7 @@ class _Spinner:
                 return
             told = self._narrator.tell(event)
             match event:
-                case LogLine() | InstanceLost() | Error():
+                case LogLine() | InstanceLost() | BudgetWarning() | Error():
                     self._print_above(told[1] if told else "")
                 case CallProgress(submitted, done, failed):
                     self._show_calls(submitted, done, failed)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -26,7 +26,7 @@ SMOOTHING = 0.2
 
 @dataclass(slots=True)
 class Entry:
-    """One call and where it must run (None: anywhere)."""
+    """One call and the name of the worker where it must run (None: anywhere)."""
 
     call: Call
     function: Parcel
@@ -47,7 +47,7 @@ class Queue:
     """Calls waiting and calls out. Each call is in exactly one of: waiting, out in one shipment, ended."""
 
     def __init__(self, topic: str) -> None:
-        self._topic = topic
+        self.topic = topic
         self._numbers = itertools.count()
         self._waiting: deque[Entry] = deque()
         self._pinned: deque[Entry] = deque()
@@ -55,6 +55,8 @@ class Queue:
         self._shipments: dict[int, Shipment] = {}
         self._seconds: dict[str, float] = {}
         self.slots = 1
+        self.workers: Collection[str] | None = None
+        """Names of the workers that are there; None: all that were ever named."""
 
     def add(self, entries: Iterable[Entry]) -> None:
         """Take calls in, last in the queue."""
@@ -62,9 +64,12 @@ class Queue:
             (self._waiting if entry.worker is None else self._pinned).append(entry)
 
     def ship(self) -> list[Shipment]:
-        """Return what should go out now, and count it as out."""
-        shipments = [self._pack([entry], entry.worker) for entry in self._pinned]
-        self._pinned.clear()
+        """Return what should go out now, and count it as out. A call for a given worker waits until that one is there, others until any is."""
+        ready = [self.workers is None or entry.worker in self.workers for entry in self._pinned]
+        shipments = [self._pack([entry], entry.worker) for entry, is_ready in zip(self._pinned, ready, strict=True) if is_ready]
+        self._pinned = deque(entry for entry, is_ready in zip(self._pinned, ready, strict=True) if not is_ready)
+        if self.workers is not None and not self.workers:
+            return shipments
         while self._waiting and len(self._shipments) < self._limit(self._waiting[0]):
             shipments.append(self._pack(self._next_group(), None))
         return shipments
@@ -99,6 +104,18 @@ class Queue:
             self._pinned = deque(entry for entry in self._pinned if entry.call.call_id not in dropped)
         return dropped
 
+    def pinned_to(self, worker: str) -> list[str]:
+        """Return the ids of calls that wait for this worker."""
+        return [entry.call.call_id for entry in self._pinned if entry.worker == worker]
+
+    def all_out(self) -> list[str]:
+        """Return the ids of all calls that have gone out and not ended."""
+        return list(self._out)
+
+    def forget_shipments(self) -> None:
+        """Take note that whatever is out will not be heard of; its calls must be given back or ended by the caller."""
+        self._shipments.clear()
+
     def is_out(self, call_id: str) -> bool:
         """Tell whether a call has gone out and not ended."""
         return call_id in self._out
@@ -114,6 +131,13 @@ class Queue:
         self._pinned.clear()
         self._out.clear()
         self._shipments.clear()
+        return ids
+
+    def withdraw(self) -> list[str]:
+        """Forget what has not been handed out; return the ids of those calls."""
+        ids = [entry.call.call_id for entry in (*self._pinned, *self._waiting)]
+        self._waiting.clear()
+        self._pinned.clear()
         return ids
 
     def _limit(self, entry: Entry) -> int:
@@ -137,7 +161,7 @@ class Queue:
 
     def _pack(self, entries: list[Entry], worker: str | None) -> Shipment:
         functions = {entry.call.function: entry.function for entry in entries}
-        batch = Batch(self._topic, tuple(entry.call for entry in entries), functions)
+        batch = Batch(self.topic, tuple(entry.call for entry in entries), functions)
         shipment = Shipment(next(self._numbers), batch, worker, {entry.call.call_id for entry in entries})
         if worker is None:  # calls for a given worker do not take part in the sharing out
             self._shipments[shipment.number] = shipment

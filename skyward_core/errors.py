@@ -20,10 +20,17 @@ SkywardError
 ├── HostKeyChanged                 find out who answers there: it is not the machine that was known
 ├── CommandFailed                  read its output: a command on a machine did not succeed
 │   └── CommandTimedOut            give it more time, or find out what it waits for
-└── InstancesLeft                  look at the console: machines may still be running
+├── InstancesLeft                  look at the console: machines may still be running
+├── BudgetExceeded                 allow more money, or ask for less: max_cost or an account is used up
+├── LeaseLost                      open another pool: somebody has judged this one dead, and ends its machines
+└── LedgerError                    mend what the message names: the ledger could not be read or written
+    └── LedgerConflict             look at the entry: the ledger already says otherwise
 """
 
 from collections.abc import Sequence
+from decimal import Decimal
+
+ZERO_USD = Decimal(0)
 
 
 class SkywardError(Exception):
@@ -161,3 +168,27 @@ class CommandFailed(SkywardError):
 
 class CommandTimedOut(CommandFailed, TimeoutError):
     """A command was still running at its deadline; it was sent SIGKILL."""
+
+
+class BudgetExceeded(SkywardError):
+    """The money is used up, or would be: nothing more is started with it. `account` is "" for `max_cost`; `left_usd` is what is left."""
+
+    def __init__(self, message: str, account: str = "", left_usd: Decimal = ZERO_USD) -> None:
+        super().__init__(message, account, left_usd)
+        self.account = account
+        self.left_usd = left_usd
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class LeaseLost(SkywardError):
+    """The pool's lease had run out, and a sweep has taken it for dead: its machines are being ended, whatever its owner does."""
+
+
+class LedgerError(SkywardError):
+    """The ledger could not be read or written: mend what the message names, then try again. What was committed before is safe."""
+
+
+class LedgerConflict(LedgerError):
+    """The ledger already says otherwise: look at the entry. It was left as it was."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 type ProviderName = str
 """A provider's short name: "local", "aws", ..."""
@@ -158,6 +158,41 @@ class InstanceLost:
 
 
 @dataclass(frozen=True, slots=True)
+class CallRetrying:
+    """A call runs again, for its node was lost under it: the `attempt`-th time (2: the first time again) of at most `attempts`."""
+
+    call_id: str
+    attempt: int
+    attempts: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ContactLost:
+    """A node does not answer this client any more; it may live and be reached again (`ContactRegained`), or turn out to be lost (`InstanceLost`)."""
+
+    instance_id: str
+    node: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ContactRegained:
+    """A node answers again, after `seconds` of silence."""
+
+    instance_id: str
+    node: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterRestarting:
+    """The head was lost: the cluster comes up anew on the nodes that are left and those that replace the lost ones; `PoolReady` tells when it stands."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class PoolStopping:
     """The pool gives its machines back."""
 
@@ -178,7 +213,7 @@ class CostUpdate:
 
 @dataclass(frozen=True, slots=True)
 class CostFinal:
-    """The whole bill, exactly once per pool, whatever way it ends."""
+    """The whole bill, exactly once per pool, whatever way it ends. `buckets`: what it went to, in USD, by the names of `entries.Bucket`, together all of it."""
 
     total_cost: float
     total_seconds: float
@@ -186,6 +221,17 @@ class CostFinal:
     spot_count: int
     ondemand_count: int
     savings_vs_ondemand: float
+    buckets: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetWarning:
+    """The money runs low: most of `limit_usd` (`max_cost`, None if there is none) is spent, or `account` has no more to reserve; `reason` in words."""
+
+    spent_usd: float
+    limit_usd: float | None
+    account: str | None
+    reason: str = ""
 
 
 # ── trouble ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -213,9 +259,14 @@ type SkywardEvent = (
     | LogLine
     | InstanceStopping
     | InstanceLost
+    | CallRetrying
+    | ContactLost
+    | ContactRegained
+    | ClusterRestarting
     | PoolStopping
     | CostUpdate
     | CostFinal
+    | BudgetWarning
     | Error
 )
 """Any event."""

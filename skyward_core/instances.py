@@ -6,7 +6,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class InstanceState(StrEnum):
@@ -16,6 +16,32 @@ class InstanceState(StrEnum):
     RUNNING = "running"
     STOPPING = "stopping"  # on its way out, may still be paid for
     GONE = "gone"
+
+
+class Endpoint(BaseModel):
+    """Where and as whom to log in. Plain JSON, no secrets: `key` is a path.
+
+    What is None is decided by ~/.ssh/config and, after it, by OpenSSH's defaults: the port, the user, the keys and the agent, the known_hosts
+    file. `host` may be an alias of that file.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str = Field(min_length=1)
+    port: int | None = Field(default=None, ge=1, le=65535)
+    user: str | None = None
+    key: str | None = None
+    """Path of a private key without passphrase. The agent and other keys are not tried then."""
+    host_key: str | None = None
+    """The machine's public key as in a `.pub` file: "ssh-ed25519 AAAA..."."""
+    known_hosts: str | None = None
+    """Path; "/dev/null" trusts the first key seen, which suits addresses that a cloud hands from one machine to the next."""
+    config: str | None = None
+    """Path of the file to read in place of ~/.ssh/config."""
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return (f"{self.user}@" if self.user else "") + host + (f":{self.port}" if self.port else "")
 
 
 class Instance(BaseModel):
@@ -35,8 +61,12 @@ class Instance(BaseModel):
     on_demand_price_per_hour: float | None = None
     ip: str | None = None
     private_ip: str | None = None
+    tags: dict[str, str] = {}
+    """What it was tagged with in the creating call, as far as the provider tells."""
     directory: str | None = None
-    """Where its files are, for an instance that is a set of processes of this machine."""
+    """Where its files are: on this machine, or on its own if it has an `endpoint`."""
+    endpoint: Endpoint | None = None
+    """How to log in; None for an instance that is a set of processes of this machine."""
 
 
 class Node(BaseModel):
@@ -49,6 +79,13 @@ class Node(BaseModel):
     workers: int = 1
     slots: int = 1
     """Calls that one worker runs at once."""
+
+    def with_key(self, key: str) -> Node:
+        """Return the node with another path of the SSH key."""
+        endpoint = self.instance.endpoint
+        if endpoint is None:
+            return self
+        return self.model_copy(update={"instance": self.instance.model_copy(update={"endpoint": endpoint.model_copy(update={"key": key})})})
 
 
 class Lease(BaseModel):
@@ -67,3 +104,7 @@ class Lease(BaseModel):
     """Address of the pool's Dask scheduler."""
     created_at: datetime
     expires_at: datetime | None = None
+
+    def with_key(self, key: str) -> Lease:
+        """Return the lease with another path of the SSH key, for a process that has it elsewhere."""
+        return self.model_copy(update={"nodes": tuple(node.with_key(key) for node in self.nodes)})

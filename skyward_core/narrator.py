@@ -8,7 +8,12 @@ from skyward_core.events import (
     BootstrapCompleted,
     BootstrapProgress,
     BootstrapStarting,
+    BudgetWarning,
     CallProgress,
+    CallRetrying,
+    ClusterRestarting,
+    ContactLost,
+    ContactRegained,
     CostFinal,
     CostUpdate,
     Error,
@@ -48,8 +53,18 @@ class Narrator:
                 return None
             case CostUpdate():
                 return self._cost_so_far(event)
+            case BudgetWarning():
+                return logging.WARNING, _running_low(event)
             case InstanceLost(_, node, reason):
                 return logging.WARNING, f"node {node} is lost: {reason}"
+            case ContactLost(_, node, reason):
+                return logging.WARNING, f"node {node} does not answer: {reason}"
+            case ContactRegained(_, node, seconds):
+                return logging.INFO, f"node {node} answers again after {_duration(seconds)}"
+            case ClusterRestarting(reason):
+                return logging.WARNING, f"the cluster comes up anew: {reason}"
+            case CallRetrying(call_id, attempt, attempts, reason):
+                return logging.WARNING, f"call {call_id[:8]} runs again (attempt {attempt} of {attempts}): {reason}"
             case Error(message, machine):
                 return (logging.ERROR, message if machine is None else f"{self.name(machine)}: {message}")
             case InstanceStopping(machine):
@@ -114,7 +129,22 @@ def _bill(event: CostFinal) -> str:
     markets = ((event.spot_count, "spot"), (event.ondemand_count, "on demand"))
     machines = ", ".join(f"{count} {market}" for count, market in markets if count)
     saved = f", {usd(event.savings_vs_ondemand)} less than on demand" if event.savings_vs_ondemand > 0 else ""
-    return f"done: {_duration(event.total_seconds)}, {usd(event.total_cost)}" + (f" ({machines})" if machines else "") + saved
+    return f"done: {_duration(event.total_seconds)}, {usd(event.total_cost)}" + (f" ({machines})" if machines else "") + saved + _shares(event)
+
+
+def _shares(event: CostFinal) -> str:
+    """What the money went to, the largest part first; parts that would be 0 % are left out."""
+    parts = {name: round(100 * amount / event.total_cost) for name, amount in event.buckets.items()} if event.total_cost else {}
+    told = ", ".join(f"{name} {percent} %" for name, percent in sorted(parts.items(), key=lambda part: -part[1]) if percent)
+    return f"; {told}" if told else ""
+
+
+def _running_low(event: BudgetWarning) -> str:
+    if event.reason:
+        return f"the money runs low: {event.reason}"
+    if event.limit_usd is not None:
+        return f"the money runs low: {usd(event.spent_usd)} of {usd(event.limit_usd)} are spent"
+    return f"the money runs low: {usd(event.spent_usd)} are spent" + (f", and account {event.account!r} has little left" if event.account else "")
 
 
 def usd(amount: float) -> str:

@@ -124,7 +124,7 @@ def _is_plain(obj: Any, left: list[int], depth: int) -> bool:
         items = obj.values()
     else:
         numpy = sys.modules.get("numpy")
-        return numpy is not None and kind is numpy.ndarray and not obj.dtype.hasobject
+        return kind is getattr(numpy, "ndarray", None) and not obj.dtype.hasobject  # another thread may be importing it
     left[0] -= len(obj)
     if left[0] < 0 or depth == _PLAIN_DEPTH:
         return False

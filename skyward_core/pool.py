@@ -1,45 +1,42 @@
 """`ComputePool`: the open thing. A lease, a Dask cluster and a callback, as a context manager.
 
 States: new -> opening -> open -> closing -> closed. `open` and `close` are the only ways between them; `close` may be called in any state and twice. Whoever
-is stopped on the way from new to open has given back what was rented (`lifecycle.acquire`); from there on `close` is the undo.
+is stopped on the way from new to open has given back what was rented (`lifecycle.acquire`); from there on `close` is the undo. Whoever is killed has a reaper,
+which was started before anything was asked for (docs/decisions/0008).
 """
 
 from __future__ import annotations
 
-import atexit
-import importlib
 import logging
 import threading
-import time
-import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from skyward_core import console, pickling
-from skyward_core.certificates import make_certificate
+from skyward_core.attached import Attached, DetachedCall
 from skyward_core.compute import ComputeFunction, PendingBatch, PendingCompute
 from skyward_core.config import Settings
 from skyward_core.errors import BadRequest, PoolClosed, SkywardError
-from skyward_core.events import Callback, CostFinal, Error, PoolReady, PoolStopping, SkywardEvent, compose, registered_callback
+from skyward_core.events import Callback, CostFinal, compose, registered_callback
+from skyward_core.futures import CallFuture
 from skyward_core.instances import Lease
+from skyward_core.opening import Opening
 from skyward_core.providers import base
 from skyward_core.providers.base import Provider
-from skyward_core.provisioning import bootstrap, lifecycle
-from skyward_core.provisioning.metering import Meter
+from skyward_core.providers.local import Local
+from skyward_core.provisioning import lifecycle
 from skyward_core.spec import PoolSpec
 
 if TYPE_CHECKING:
     import distributed
 
-    from skyward_core.cluster import CallFuture, Cluster
+    from skyward_core.cluster import Cluster
 
-CLOCK_SECONDS = 1.0
-COST_SECONDS = 5.0
 DEFAULT_PROVIDER = "local"
 _log = logging.getLogger("skyward")
 
@@ -69,17 +66,53 @@ class ComputePool:
         pool._settle(spec, on_event, credentials, replace_object)
         return pool
 
+    @classmethod
+    def attach(
+        cls,
+        lease: Lease | Mapping[str, Any] | str,
+        *,
+        key: str | Path | None = None,
+        on_event: Callback | None = None,
+        retries: int = 3,
+        lease_seconds: float = 120.0,
+        timeout_seconds: float = 60.0,
+    ) -> Self:
+        """Use a pool that another process has opened, from its `lease` (or the JSON of it); several may at once. Returns it open, for `with` or `close`.
+
+        Closing it leaves the pool as it is. As long as it is open it keeps the nodes' lease, `lease_seconds` ahead. `key` is the path of the SSH key that the
+        nodes know, if it is not where it was for the opener, or its text, which is kept in a private file until the pool is left.
+        Raises Unreachable, CredentialsError or HostKeyChanged, and NodeLost if the scheduler that the lease names is gone.
+        """
+        claim = lease if isinstance(lease, Lease) else Lease.model_validate_json(lease) if isinstance(lease, str) else Lease.model_validate(lease)
+        pool = cls.__new__(cls)
+        spec = PoolSpec.of(nodes=max(1, len(claim.nodes)), display="quiet", retries=retries, lease_seconds=lease_seconds)
+        pool._prepare(spec, Local(), "", on_event, None)
+        show = console.display(spec.display)
+        callback = compose(*[sink for sink in (registered_callback(), on_event) if sink is not None], show)
+        attached = Attached(claim, None if key is None else str(key), lease_seconds, retries, lambda event: (callback(event), None)[1], show.close)
+        attached.start(timeout_seconds)
+        pool._was_opened = True
+        pool._open = attached
+        pool._finalizer = weakref.finalize(pool, attached.stop, "the pool object was collected")
+        return pool
+
     def _settle(self, spec: PoolSpec, on_event: Callback | None, credentials: Provider | None, replace_object: pickling.Replace | None) -> None:
-        self._spec, self._provider, self._why_provider = complete(spec, credentials)
-        self._spec.refuse_what_cannot_be()
-        lifecycle.refuse(self._spec, self._provider)
+        spec, provider, why_provider = complete(spec, credentials)
+        spec.refuse_what_cannot_be()
+        lifecycle.refuse(spec, provider)
+        self._prepare(spec, provider, why_provider, on_event, replace_object)
+
+    def _prepare(self, spec: PoolSpec, provider: Provider, why_provider: str, on_event: Callback | None, replace_object: pickling.Replace | None) -> None:
+        self._spec, self._provider, self._why_provider = spec, provider, why_provider
         self._on_event = on_event
         self._replace_object = replace_object
         self._opening = threading.RLock()
-        self._open: _Open | None = None
+        self._open: Opening | Attached | None = None
         self._was_opened = False
         self._final: CostFinal | None = None
-        self._finalizer: weakref.finalize[..., ComputePool] | None = None
+        self._receipt: Mapping[str, Any] | None = None
+        self._why_ended: SkywardError | None = None
+        self._finalizer: weakref.finalize[Any, ComputePool] | None = None
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -91,8 +124,8 @@ class ComputePool:
         with self._opening:
             if self._open is None:
                 self._was_opened = True
-                self._final = None
-                self._open = opened = _Open(self._spec, self._provider, self._on_event)
+                self._final = self._receipt = self._why_ended = None
+                self._open = opened = Opening(self._spec, self._provider, self._on_event)
                 if self._why_provider:
                     _log.info("%s", self._why_provider)  # now, because before the display has opened nobody may be listening
                 try:
@@ -100,7 +133,7 @@ class ComputePool:
                 except BaseException:
                     self._open = None
                     opened.stop("the pool could not be opened")
-                    self._final = opened.final
+                    self._final, self._receipt = opened.final, opened.receipt
                     raise
                 self._finalizer = weakref.finalize(self, _collected, opened)
                 self._finalizer.atexit = False
@@ -119,11 +152,20 @@ class ComputePool:
                 opened.stop("the pool was closed")
                 opened.release()
             finally:
-                self._final = opened.final
+                self._final, self._receipt, self._why_ended = opened.final, opened.receipt, opened.why_ended
             self._open = None  # only now: after an interrupt or InstancesLeft, closing again tries again
             if self._finalizer is not None:
                 self._finalizer.detach()
                 self._finalizer = None
+
+    def terminate_now(self) -> None:
+        """Hand the ending of the machines to the reaper and return at once, in well under a second; for kill hooks and signal handlers.
+
+        Waits for nothing and raises nothing. Calls fail as their machines go. `close` may follow, and says whether all are gone; it need not.
+        """
+        opened = self._open
+        if isinstance(opened, Opening):
+            opened.terminate_now()
 
     def __enter__(self) -> Self:
         return self.open()
@@ -133,21 +175,21 @@ class ComputePool:
 
     # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def submit[R](self, pending: PendingCompute[R]) -> Future[R]:
-        """Hand a call over and return at once; `.result()` waits, `.cancel()` stops it even while it runs."""
-        return cast("Future[R]", self._cluster.submit([_checked(pending)], self._replace_object)[0])
+    def submit[R](self, pending: PendingCompute[R]) -> CallFuture[R]:
+        """Hand a call over and return at once; `.result()` waits, `.cancel()` stops it even while it runs, `.seconds` and `.cost` tell what it took."""
+        return cast("CallFuture[R]", self._cluster.submit([_checked(pending)], self._replace_object)[0])
 
-    def submit_all[R](self, calls: Iterable[PendingCompute[R]]) -> list[Future[R]]:
+    def submit_all[R](self, calls: Iterable[PendingCompute[R]]) -> list[CallFuture[R]]:
         """Hand many calls over at once; returns their futures, in order. Quicker than one by one: a function that they share is pickled once."""
-        return cast("list[Future[R]]", self._cluster.submit([_checked(pending) for pending in calls], self._replace_object))
+        return cast("list[CallFuture[R]]", self._cluster.submit([_checked(pending) for pending in calls], self._replace_object))
 
     def run[R](self, pending: PendingCompute[R]) -> R:
         """Run one call on the first free worker and return its result. Its own exception is raised here, with its remote traceback as the cause."""
-        return _results([self.submit(pending)])[0]
+        return cast("R", _results(self._cluster.submit([_checked(pending)], self._replace_object, is_awaited=True))[0])
 
     def run_batch(self, batch: PendingBatch[*tuple[Any, ...]]) -> tuple[Any, ...]:
         """Run the calls in parallel; return their results in order. On the first error the others are cancelled and it is raised."""
-        return tuple(_results(self._cluster.submit([*batch.calls], self._replace_object)))
+        return tuple(_results(self._cluster.submit([*batch.calls], self._replace_object, is_awaited=True)))
 
     def broadcast[R](self, pending: PendingCompute[R]) -> tuple[R, ...]:
         """Run the call on all workers at once; return the results in the order of nodes and workers."""
@@ -165,7 +207,46 @@ class ComputePool:
             calls = [PendingCompute(function, items) for items in zip(*iterables, strict=True)]
         except ValueError as error:
             raise BadRequest(f"map: {error}. Give iterables of one length, or zip them yourself with what should happen to the rest") from error
-        return cast("list[R]", _results(self._cluster.submit(calls, self._replace_object)))
+        return cast("list[R]", _results(self._cluster.submit(calls, self._replace_object, is_awaited=True)))
+
+    def start_detached[R](self, pending: PendingCompute[R]) -> DetachedCall[R]:
+        """Hand a call over that goes on when this process dies; return what is known of it. Its `call_id` finds it again, from any attached process.
+
+        It lives, with its result, as long as the pool does: until the pool is closed, or the lease of its nodes runs out (`lease_seconds` after the last
+        sign of life from a client). Arguments travel whole; large ones are better read by the call itself.
+        """
+        cluster = self._cluster
+        if isinstance(self._open, Opening):
+            self._open.live_by_lease()
+        return DetachedCall(cluster.start_detached(_checked(pending), self._replace_object), lambda: self._cluster)
+
+    def detached_call(self, call_id: str) -> DetachedCall[Any]:
+        """Return the call of this id that was started detached, here or elsewhere. Raises BadRequest if the pool knows none."""
+        self._cluster.detached_call(call_id)
+        return DetachedCall(call_id, lambda: self._cluster)
+
+    def detached_calls(self) -> list[DetachedCall[Any]]:
+        """Return all calls that were started detached and not forgotten, in the order in which they came."""
+        return [DetachedCall(str(known["call_id"]), lambda: self._cluster) for known in self._cluster.detached_calls()]
+
+    def detach(self, lease_seconds: float | None = None) -> Lease:
+        """Leave the pool running, for `lease_seconds` (at least the spec's) from now; return its lease, for `attach`. This object is closed then.
+
+        Whoever attaches keeps it alive for longer. When the lease runs out the nodes end themselves, and `skyward sweep` ends what does not. Calls that were
+        not started detached are given up. `cost` is what was spent so far; the ledger goes on counting, and has the whole bill once the pool is ended.
+        A pool with a budget lives no longer than what is reserved for it. Raises Unreachable if a node cannot be told; the pool is open then as before.
+        """
+        with self._opening:
+            opened = self._open
+            if not isinstance(opened, Opening) or not opened.is_running:
+                raise PoolClosed(self._why_closed() if opened is None else "an attached pool is left by closing it")
+            lease = opened.detach(self._spec.lease_seconds if lease_seconds is None else lease_seconds)
+            self._final = opened.final
+            self._open = None
+            if self._finalizer is not None:
+                self._finalizer.detach()
+                self._finalizer = None
+        return lease
 
     def dask_client(self) -> distributed.Client:
         """Return the real Dask client of the pool's cluster, for Dask collections and everything that takes one. It ends with the pool."""
@@ -200,7 +281,12 @@ class ComputePool:
         """USD spent so far; after the end the whole bill."""
         if self._final is not None:
             return self._final.total_cost
-        return self._open.meter.update().accumulated_cost if self._open is not None else 0.0
+        return self._open.meter.update().accumulated_cost if isinstance(self._open, Opening) else 0.0
+
+    @property
+    def receipt(self) -> Mapping[str, Any] | None:
+        """Once the pool has ended, what became of each thing that was rented, as JSON data: when it was asked for, ended and confirmed gone, and its cost."""
+        return self._receipt
 
     @property
     def cost_final(self) -> CostFinal | None:
@@ -214,6 +300,8 @@ class ComputePool:
     @property
     def _cluster(self) -> Cluster:
         if self._open is None or self._open.cluster is None:
+            if self._why_ended is not None:
+                raise type(self._why_ended)(*self._why_ended.args)
             raise PoolClosed(self._why_closed())
         return self._open.cluster
 
@@ -254,120 +342,6 @@ class MultiPool:
             raise BaseExceptionGroup(what, failures)
 
 
-class _Open:
-    """One opening of a pool: everything that must be undone. Knows nothing of the pool object, so that a forgotten pool can be collected."""
-
-    def __init__(self, spec: PoolSpec, provider: Provider, on_event: Callback | None) -> None:
-        self.pool_id = f"sky-{uuid.uuid4().hex[:12]}"
-        self.spec = spec
-        self.provider = provider
-        self.meter = Meter()
-        self.lease: Lease | None = None
-        self.cluster: Cluster | None = None
-        self.final: CostFinal | None = None
-        self.is_running = False
-        self.is_released = False
-        self._display = console.display(spec.display)
-        sinks = [callback for callback in (registered_callback(), on_event) if callback is not None]
-        self._callback = compose(*sinks, self._display)
-        self._telling = threading.RLock()
-        self._stopping = threading.Lock()
-        self._ended = threading.Event()
-
-    def emit(self, event: SkywardEvent) -> None:
-        """Tell one event, never two at once, and none after the bill."""
-        with self._telling:
-            if self.final is None or event is self.final:
-                self._callback(event)
-
-    def start(self) -> None:
-        """Open; on any error everything is undone and the bill is told before it is raised."""
-        started = time.monotonic()
-        deadline = started + self.spec.provision_timeout
-        dask = threading.Thread(target=importlib.import_module, args=("skyward_core.cluster",), name="skyward-import", daemon=True)
-        try:
-            with ExitStack() as undo:
-                undo.callback(self._settle_bill)
-                undo.push(self._tell_error)
-                dask.start()  # half a second that passes while the nodes come up
-                certificate = make_certificate(self.pool_id)
-                lease = lifecycle.acquire(self.spec, self.provider, self.pool_id, certificate, emit=self.emit, meter=self.meter, undo=undo)
-                self.lease = lease
-                dask.join()
-                cluster_module = importlib.import_module("skyward_core.cluster")
-                self.cluster = cluster = cluster_module.Cluster(lease, certificate, self.emit)
-                undo.callback(cluster.close, "the pool could not be opened")
-                cluster.start(deadline, lambda: self._check_nodes(lease))
-                self.is_running = True  # before the undo is let go: an asynchronous exception may come between any two lines, and then `stop` is the undo
-                undo.pop_all()
-        except BaseException:
-            self._display.close()
-            raise
-        atexit.register(self._at_exit)
-        self.emit(PoolReady(self.pool_id, len(lease.nodes), cluster.slots, time.monotonic() - started))
-        threading.Thread(target=self._watch_clock, name="skyward-clock", daemon=True).start()
-
-    def stop(self, reason: str) -> None:
-        """Close everything, in the order cluster, machines, bill; each is tried whatever happened to the one before."""
-        with self._stopping:
-            if not self.is_running:
-                return
-            self.is_running = False
-        self._ended.set()
-        assert self.cluster is not None
-        try:
-            self.emit(PoolStopping())
-            self.cluster.close(reason)
-        finally:
-            try:
-                self.release()
-            finally:
-                self._settle_bill()
-                self._display.close()
-
-    def release(self) -> None:
-        """Give the machines back unless that was done. Called again, by `close` or at the interpreter's end, if a second interrupt has cut it off."""
-        if self.lease is not None and not self.is_running and not self.is_released:
-            lifecycle.release(self.lease, self.provider, emit=self.emit, meter=self.meter)
-            self.is_released = True
-            atexit.unregister(self._at_exit)
-
-    def _tell_error(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, SkywardError):
-            self.emit(Error(str(error)))
-
-    def _settle_bill(self) -> None:
-        final = self.meter.final()
-        if final is not None:
-            self.final = final
-            self.emit(final)
-
-    def _check_nodes(self, lease: Lease) -> None:
-        living = {instance.id for instance in self.provider.instances(lease.pool_id)}
-        preparations = [bootstrap.Preparation(node.instance, lambda _: None) for node in lease.nodes]
-        bootstrap.raise_if_gone(preparations, {node.instance.id for node in lease.nodes} - living)
-
-    def _watch_clock(self) -> None:
-        """Tell the cost now and then, and end a pool that has been idle for too long."""
-        told = time.monotonic()
-        while not self._ended.wait(CLOCK_SECONDS):
-            cluster = self.cluster
-            assert cluster is not None
-            now = time.monotonic()
-            if now - told >= COST_SECONDS:
-                told = now
-                self.emit(self.meter.update())
-            if not cluster.is_idle:
-                cluster.busy_at = now
-            elif now - cluster.busy_at > self.spec.timeout:
-                _log.warning("the pool was idle for %.0f s (timeout) and ends itself", self.spec.timeout)
-                self.stop(f"the pool was idle for {self.spec.timeout:.0f} s (ComputePool(timeout=...)) and has ended itself")
-
-    def _at_exit(self) -> None:
-        self.stop("the interpreter ends")
-        self.release()
-
-
 def complete(spec: PoolSpec, credentials: Provider | None = None) -> tuple[PoolSpec, Provider, str]:
     """Return the spec with the settings filled in where it says nothing, the provider to ask, and where it comes from if not from the caller."""
     settings = Settings.read()
@@ -403,7 +377,7 @@ def _results(futures: Sequence[Future[Any]] | Sequence[CallFuture[Any]]) -> list
             future.cancel()
 
 
-def _collected(opened: _Open) -> None:
+def _collected(opened: Opening) -> None:
     if opened.is_running:
         ids = ", ".join(node.instance.id for node in opened.lease.nodes) if opened.lease else "none"
         try:

@@ -14,12 +14,14 @@ from skyward_core import accelerators, spot
 from skyward_core.accelerators import Accelerator
 from skyward_core.errors import BadRequest, NotYetSupported
 from skyward_core.image.image import Image
-from skyward_core.image.volume import Volume
+from skyward_core.image.volume import Volume, refuse_overlaps
 from skyward_core.offers import Requirements
 from skyward_core.providers import base
 from skyward_core.providers.base import Provider
 
 GB_PER_UNIT = {"mb": 1e-3, "gb": 1.0, "tb": 1e3, "mib": 2**20 / 1e9, "gib": 2**30 / 1e9, "tib": 2**40 / 1e9}
+
+LONGEST_SECONDS = 10 * 365 * 86_400.0
 
 type Display = Literal["log", "spinner", "quiet"]
 
@@ -56,8 +58,11 @@ class PoolSpec(BaseModel):
     volume: tuple[Volume, ...] = Field(default=(), description="Volumes mounted on every node.")
     spot: AnySpot | None = Field(default=None, description="Spot strategy; None: spot where it is sold, on demand elsewhere.")
     timeout: float = Field(default=3600, gt=0, description="Auto-shutdown: seconds without a running call after which the pool ends itself.")
-    max_lifetime: float | None = Field(default=None, gt=0, description="Hard limit of the pool's life, in seconds.")
-    max_cost: float | None = Field(default=None, gt=0, description="Hard limit of the pool's cost, in USD.")
+    max_lifetime: float | None = Field(default=None, gt=0, le=LONGEST_SECONDS, description="Hard limit of the pool's life, in seconds.")
+    lease_seconds: float = Field(default=120, ge=5, description="Seconds without a sign of life from a client after which a node ends itself.")
+    retries: int = Field(default=3, ge=0, description="How often a call runs again when its node is lost under it; 0: never twice.")
+    max_cost: float | None = Field(default=None, gt=0, allow_inf_nan=False, description="Hard limit of the pool's cost, in USD.")
+    budget: str | None = Field(default=None, min_length=1, description="Account of the ledger that pays; all pools that name it share its limit.")
     env: Mapping[str, str] | None = Field(default=None, description="Environment variables of the calls.")
     concurrency: int = Field(default=1, ge=1, description="Calls that one worker runs at once.")
     provision_timeout: float = Field(default=1800, gt=0, description="Seconds within which the machines must be ready.")
@@ -119,10 +124,8 @@ class PoolSpec(BaseModel):
                 f"the image wants Python {self.image.python} and this is {here}: functions travel pickled by value, which needs the same minor version on both "
                 f'sides. Run this program with Python {self.image.python}, or leave Image(python=...) out (it is then "{here}")'
             )
+        refuse_overlaps(self.volume)
         later = {
-            "volume": (bool(self.volume), "volumes are not mounted yet; read the data in the function, for instance with boto3 or fsspec"),
-            "max_lifetime": (self.max_lifetime is not None, "max_lifetime is not enforced yet; `timeout` ends an idle pool"),
-            "max_cost": (self.max_cost is not None, "max_cost is not enforced yet; watch CostUpdate events and close the pool"),
             "accelerator": (self.accelerator is not None and bool(self.accelerator.mig), "GPUs are not partitioned with MIG yet; ask for whole ones"),
         }
         for field, (asked, advice) in later.items():

@@ -6,16 +6,20 @@ A test that opens pools may share `pool`, two nodes that live as long as the tes
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+import uvloop
 
 import skyward_core as sky
 
@@ -34,6 +38,8 @@ connections: list[object] = []
 """Every address that something in this process has connected to."""
 _launched: list[tuple[str, str]] = []
 """Id and directory of every local instance that this process has started."""
+_shared_scheduler: list[int] = []
+"""The port of the shared pool's scheduler, once there is one."""
 _home: Path | None = None
 
 
@@ -45,15 +51,21 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("UV_CACHE_DIR", str(old_cache / "uv"))  # packages are fetched once, not once a session
     os.environ["XDG_CACHE_HOME"] = str(_home / "cache")
     os.environ["XDG_CONFIG_HOME"] = str(_home / "config")
+    os.environ["XDG_STATE_HOME"] = str(_home / "state")  # the ledger, and the reapers' log
     for name in [name for name in os.environ if name.startswith("SKYWARD_")]:
         del os.environ[name]
     os.environ["DO_NOT_TRACK"] = "1"
+    uvloop.new_event_loop().close()  # libuv keeps one pipe for the signals of the whole process, made with its first loop
     sys.addaudithook(_on_audit)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Remove the session's house."""
+    """Remove the session's house, and the reapers of pools whose machines can never be ended: a test's providers go with it."""
     if _home is not None:
+        for pid, home in processes_by_tag("XDG_STATE_HOME"):
+            if home == os.environ["XDG_STATE_HOME"] and pid != os.getpid():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         shutil.rmtree(_home, ignore_errors=True)
 
 
@@ -91,7 +103,7 @@ def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     threads, descriptors = set(threading.enumerate()), _descriptors(request)
     yield
     assert _strangers[strangers:] == [], "somebody wanted to connect to the outside"
-    checks: list[Callable[[], object]] = [lambda: _new_threads(threads), lambda: _new_descriptors(descriptors, request)]
+    checks: list[Callable[[], object]] = [lambda: _new_threads(threads, request), lambda: _new_descriptors(descriptors, request)]
     if ours := _launched[launched:]:
         checks.append(lambda: _left_of(ours))
     for check in checks:
@@ -103,26 +115,43 @@ def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
             time.sleep(0.02)
 
 
-def _new_threads(before: set[threading.Thread]) -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread not in before and not thread.name.startswith(SHARED_THREADS)]
+def _new_threads(before: set[threading.Thread], request: pytest.FixtureRequest) -> list[str]:
+    """Names of new threads; those that fetch large values for a pool that tests share stay with the pool."""
+    shared = (*SHARED_THREADS, "skyward-take") if any("pool" in name for name in request.fixturenames) else SHARED_THREADS
+    return [thread.name for thread in threading.enumerate() if thread not in before and not thread.name.startswith(shared)]
 
 
 def _new_descriptors(before: dict[int, str], request: pytest.FixtureRequest) -> dict[int, str]:
-    return {number: what for number, what in _descriptors(request).items() if number not in before}
+    new = {number: what for number, what in _descriptors(request).items() if number not in before}
+    return {number: what for number, what in new.items() if not (what.startswith("socket:") and _is_to_shared_pool(what))}
 
 
 def _descriptors(request: pytest.FixtureRequest) -> dict[int, str]:
     """Open descriptors and what they are; sockets do not count where a shared pool may open one more connection to its nodes."""
     shares = any("pool" in name or name == "crashing" for name in request.fixturenames)
-    found = {}
+    found, ledger = {}, str(_ledger())
     for entry in os.listdir("/proc/self/fd"):
         try:
             what = os.readlink(f"/proc/self/fd/{entry}")
         except OSError:
             continue
-        if not (shares and what.startswith("socket:")):
+        # SQLite cannot close a file as long as this process holds locks on it elsewhere (fcntl's close drops them all): it keeps it for its next connection.
+        if not (shares and what.startswith("socket:")) and what != ledger:
             found[int(entry)] = what
     return found
+
+
+def _is_to_shared_pool(socket: str) -> bool:
+    """Whether a socket leads to the scheduler of the pool that tests share: its client may open one more at any time, whichever test runs."""
+    if not _shared_scheduler:
+        return False
+    inode = socket.removeprefix("socket:[").removesuffix("]")
+    lines = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    return any(fields[9] == inode and int(fields[2].rpartition(":")[2], 16) == _shared_scheduler[0] for fields in lines)
+
+
+def _ledger() -> Path:
+    return Path(os.environ["XDG_STATE_HOME"]) / "skyward" / "ledger.db"
 
 
 def _left_of(instances: list[tuple[str, str]]) -> list[str]:
@@ -184,7 +213,9 @@ class Told:
 def _shared() -> Iterator[tuple[sky.ComputePool, Told]]:
     told = Told()
     with sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", on_event=told) as pool:
+        _shared_scheduler.append(urlsplit(pool.lease.scheduler).port or 0)
         yield pool, told
+    _shared_scheduler.clear()
 
 
 @pytest.fixture

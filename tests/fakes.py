@@ -1,6 +1,7 @@
 """Providers that misbehave, one way each. Their machines are names in a list; `Machines` is what a cloud's console would show."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -17,12 +18,15 @@ class Machines:
     running: dict[str, Instance] = field(default_factory=dict)
     launched: list[str] = field(default_factory=list)
     terminated: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Keeps the fake from travelling to a reaper, whose copy of these machines nobody could end."""
 
 
 class FakeProvider(Provider):
     """Rents out machines that never answer, at `price_per_hour` USD each, their files in `folder`; subclasses break one verb."""
 
     name: ClassVar[str] = "fake"
+    is_here: ClassVar[bool] = True
     folder: str
     price_per_hour: float = 36.0
     spot_is_sold: bool = False
@@ -37,18 +41,19 @@ class FakeProvider(Provider):
         spot = on_demand.model_copy(update={"is_spot": True, "price_per_hour": self.price_per_hour / 3, "on_demand_price_per_hour": self.price_per_hour})
         return [on_demand, spot] if self.spot_is_sold else [on_demand]
 
-    def launch(self, offer: Offer, count: int, tags: dict[str, str], startup: str) -> list[Instance]:
-        return [self._start(offer, tags["skyward-pool"], rank) for rank in range(count)]
+    def launch(self, offer: Offer, count: int, tags: Mapping[str, str], startup: str) -> list[Instance]:
+        first = int(tags.get("skyward-rank", "0"))
+        return [self._start(offer, tags["skyward-pool"], rank, tags) for rank in range(first, first + count)]
 
-    def instances(self, pool_id: str) -> list[Instance]:
-        return [instance for instance in self._machines.running.values() if instance.pool_id == pool_id]
+    def instances(self, pool_id: str | None = None) -> list[Instance]:
+        return [instance for instance in list(self._machines.running.values()) if pool_id in (None, instance.pool_id)]
 
     def terminate(self, ids: Sequence[str]) -> None:
         for instance_id in ids:
             self._machines.terminated.append(instance_id)
             self._machines.running.pop(instance_id, None)
 
-    def _start(self, offer: Offer, pool_id: str, rank: int) -> Instance:
+    def _start(self, offer: Offer, pool_id: str, rank: int, tags: Mapping[str, str] | None = None) -> Instance:
         instance_id = f"fake-{len(self._machines.launched)}"
         directory = Path(self.folder) / instance_id
         directory.mkdir(parents=True)
@@ -59,6 +64,7 @@ class FakeProvider(Provider):
             provider=self.name,
             pool_id=pool_id,
             rank=rank,
+            tags={**(tags or {}), "skyward-pool": pool_id, "skyward-rank": str(rank)},
             state=InstanceState.RUNNING,
             region=offer.region,
             instance_type=offer.instance_type,
@@ -73,7 +79,7 @@ class FakeProvider(Provider):
 class NoCapacityProvider(FakeProvider):
     """Offers machines, and has none when they are asked for."""
 
-    def launch(self, offer: Offer, count: int, tags: dict[str, str], startup: str) -> list[Instance]:
+    def launch(self, offer: Offer, count: int, tags: Mapping[str, str], startup: str) -> list[Instance]:
         raise NoCapacity(f"no {offer.instance_type} left in {offer.region}")
 
 
@@ -91,7 +97,7 @@ class NeverReadyProvider(FakeProvider):
 class ShortProvider(FakeProvider):
     """Launches one machine less than it was asked for."""
 
-    def launch(self, offer: Offer, count: int, tags: dict[str, str], startup: str) -> list[Instance]:
+    def launch(self, offer: Offer, count: int, tags: Mapping[str, str], startup: str) -> list[Instance]:
         return super().launch(offer, count - 1, tags, startup)
 
 
@@ -105,7 +111,7 @@ class LossyProvider(FakeProvider):
         self._error = error
         return self
 
-    def launch(self, offer: Offer, count: int, tags: dict[str, str], startup: str) -> list[Instance]:
+    def launch(self, offer: Offer, count: int, tags: Mapping[str, str], startup: str) -> list[Instance]:
         super().launch(offer, count, tags, startup)
         raise self._error
 
@@ -149,7 +155,7 @@ class BlindProvider(FakeProvider):
         """End the outage."""
         self._is_blind[0] = False
 
-    def instances(self, pool_id: str) -> list[Instance]:
+    def instances(self, pool_id: str | None = None) -> list[Instance]:
         if self._is_blind[0]:
             raise ConnectionError("503 from the listing")
         return super().instances(pool_id)
@@ -158,7 +164,7 @@ class BlindProvider(FakeProvider):
 class UnpreparableLocal(Local):
     """Real local processes whose startup script fails in the phase "deps"."""
 
-    def launch(self, offer: Offer, count: int, tags: dict[str, str], startup: str) -> list[Instance]:
+    def launch(self, offer: Offer, count: int, tags: Mapping[str, str], startup: str) -> list[Instance]:
         script = "echo '::skyward phase deps'; echo 'no such package: nonesuch'; echo '::skyward failed phase=deps exit=3 command=uv'; sleep 60"
         return super().launch(offer, count, tags, script)
 
@@ -166,7 +172,7 @@ class UnpreparableLocal(Local):
 class DyingLocal(Local):
     """Real local processes that end before they are nodes."""
 
-    def launch(self, offer: Offer, count: int, tags: dict[str, str], startup: str) -> list[Instance]:
+    def launch(self, offer: Offer, count: int, tags: Mapping[str, str], startup: str) -> list[Instance]:
         return super().launch(offer, count, tags, "echo 'going down'; exit 7")
 
 

@@ -81,8 +81,6 @@ def test_another_python_is_refused_with_the_reason() -> None:
     "wishes",
     [
         {"volume": sky.S3Volume(mount_path="/data", bucket="weather")},
-        {"max_lifetime": 60},
-        {"max_cost": 1.0},
         {"accelerator": sky.Accelerator.NVIDIA.H100(mig="3g.40gb")},
         {"image": sky.Image(apt=["ffmpeg"])},
     ],

@@ -15,6 +15,7 @@ from skyward_core.events import (
     BootstrapCompleted,
     BootstrapProgress,
     BootstrapStarting,
+    BudgetWarning,
     CallProgress,
     CostFinal,
     CostUpdate,
@@ -129,6 +130,13 @@ def test_log_tells_the_cost_once_a_minute_and_metrics_never():
             "skyward  done: 1 h 4 min, $12,345.60 (1 spot, 2 on demand), $40.00 less than on demand",
         ),
         (CostFinal(0.0, 1.0, 0.0, 0, 1, 0.0), "skyward  done: 1.0 s, $0 (1 on demand)"),
+        (
+            CostFinal(2.0, 3600.0, 2.0, 1, 0, 4.0, {"launching": 0.14, "running calls": 1.62, "idle": 0.235, "billing rounding": 0.005}),
+            "skyward  done: 1 h 0 min, $2.00 (1 spot), $4.00 less than on demand; running calls 81 %, idle 12 %, launching 7 %",
+        ),
+        (BudgetWarning(8.0, 10.0, None), "skyward  warning: the money runs low: $8.00 of $10.00 are spent"),
+        (BudgetWarning(8.0, None, "team-a"), "skyward  warning: the money runs low: $8.00 are spent, and account 'team-a' has little left"),
+        (BudgetWarning(8.0, 10.0, None, "8 of 10 are gone"), "skyward  warning: the money runs low: 8 of 10 are gone"),
     ],
 )
 @pytest.mark.usefixtures("unconfigured")
@@ -216,10 +224,12 @@ def test_spinner_leaves_the_bill_on_the_screen(terminal: Terminal):
 
 
 def test_spinner_prints_node_output_above_the_rows_as_it_is(terminal: Terminal):
-    """A node's line is printed letter for letter, markup and emoji names included, and so is a lost machine."""
-    text = _written("spinner", [LogLine(0, "i-a", "loss [bold]:smile:[/bold]", 0.0), InstanceLost("i-b", 1, "preempted")], terminal)
+    """A node's line is printed letter for letter, markup and emoji names included, and so are a lost machine and a budget that runs low."""
+    events: list[SkywardEvent] = [LogLine(0, "i-a", "loss [bold]:smile:[/bold]", 0.0), InstanceLost("i-b", 1, "preempted"), BudgetWarning(8.0, 10.0, None)]
+    text = _written("spinner", events, terminal)
     assert "[node 0] loss [bold]:smile:[/bold]" in text
     assert "node 1 is lost: preempted" in text
+    assert "$8.00 of $10.00 are spent" in text
 
 
 def test_spinner_gives_the_terminal_and_its_thread_back(terminal: Terminal):

@@ -160,6 +160,57 @@ def test_a_waiting_call_can_be_dropped() -> None:
     assert [ids_of(shipment) for shipment in queue.ship()] == [["c"]]
 
 
+def test_calls_for_an_absent_worker_wait_for_it() -> None:
+    """A pinned call waits until its worker is there, and keeps nobody else waiting."""
+    queue = Queue("topic")
+    queue.workers = ["0-0"]
+    queue.add([entry("here", worker="0-0"), entry("there", worker="1-0"), entry("anywhere")])
+    assert [ids_of(shipment) for shipment in queue.ship()] == [["here"], ["anywhere"]]
+    assert (queue.pinned_to("1-0"), queue.pinned_to("0-0")) == (["there"], [])
+    queue.workers = ["0-0", "1-0"]
+    assert [(ids_of(shipment), shipment.worker) for shipment in queue.ship()] == [(["there"], "1-0")]
+    assert queue.pinned_to("1-0") == []
+
+
+def test_nothing_goes_out_while_nobody_is_there() -> None:
+    """Without any worker all calls wait, in their order, and none is lost."""
+    queue = Queue("topic")
+    queue.workers = []
+    queue.add([entry(str(n)) for n in range(3)])
+    assert queue.ship() == []
+    queue.workers = ["0-0"]
+    assert [ids_of(shipment) for shipment in queue.ship()] == [["0"]]
+
+
+def test_a_pinned_call_that_is_given_back_waits_for_the_same_worker() -> None:
+    """A broadcast's call whose node was lost runs on the node that takes its rank, nowhere else."""
+    queue = Queue("topic")
+    queue.workers = ["0-0", "1-0"]
+    queue.add([entry("pinned", worker="1-0")])
+    queue.ship()
+    queue.workers = ["0-0"]
+    queue.returned(["pinned"])
+    assert queue.ship() == []
+    assert queue.pinned_to("1-0") == ["pinned"]
+    queue.workers = ["0-0", "1-0"]
+    assert [ids_of(shipment) for shipment in queue.ship()] == [["pinned"]]
+
+
+def test_a_lost_cluster_takes_no_slot_with_it() -> None:
+    """What was out with a scheduler that is lost occupies nothing: given back, it goes out first again, and the others after it."""
+    queue = learned(1.0, slots=2)
+    queue.add([entry(str(n)) for n in range(4)])
+    queue.ship()
+    out = queue.all_out()
+    assert out == ["0", "1"]
+    queue.forget_shipments()
+    queue.returned(["0"])
+    queue.ended("1")
+    assert queue.all_out() == []
+    assert [ids_of(shipment) for shipment in queue.ship()] == [["0"], ["2"]]
+    assert not queue.ended("1")
+
+
 @given(st.lists(st.floats(0, 5), min_size=1, max_size=30), st.integers(1, 8), st.integers(1, 300))
 @settings(max_examples=60, deadline=None, database=None)
 def test_there_is_always_work_for_a_free_slot(seconds: list[float], slots: int, calls: int) -> None:
@@ -192,17 +243,28 @@ class AnyOrder(RuleBasedStateMachine):
         self.out: dict[str, Shipment] = {}
         self.ended: set[str] = set()
         self.numbers = itertools.count()
-        self.pinned: set[str] = set()
+        self.pinned: dict[str, str] = {}
+        self.workers: tuple[str, ...] | None = None
         self.given_back: set[str] = set()
         self.last_of: dict[str, int] = {}
 
-    @rule(target=calls, function=st.sampled_from(list(FUNCTIONS)), count=st.integers(1, 60), worker=st.sampled_from([None, None, None, "w"]))
+    @rule(target=calls, function=st.sampled_from(list(FUNCTIONS)), count=st.integers(1, 60), worker=st.sampled_from([None, None, None, "v", "w"]))
     def add(self, function: str, count: int, worker: str | None) -> Any:
         ids = [str(next(self.numbers)) for _ in range(count)]
         self.queue.add([entry(call_id, function, worker) for call_id in ids])
         self.waiting.update(dict.fromkeys(ids, function))
-        self.pinned.update(ids if worker else [])
+        self.pinned.update(dict.fromkeys(ids, worker) if worker else {})
         return multiple(*ids)
+
+    def _is_there(self, call_id: str) -> bool:
+        """Whether a worker is there that may run this call."""
+        if self.workers is None:
+            return True
+        return self.pinned[call_id] in self.workers if call_id in self.pinned else bool(self.workers)
+
+    @rule(workers=st.sampled_from([None, (), ("v",), ("w",), ("v", "w")]))
+    def come_and_go(self, workers: tuple[str, ...] | None) -> None:
+        self.workers = self.queue.workers = workers
 
     @rule()
     def ship(self) -> None:
@@ -217,9 +279,11 @@ class AnyOrder(RuleBasedStateMachine):
                 if call_id not in self.pinned and call_id not in self.given_back:
                     assert int(call_id) > self.last_of.get(function, -1), "calls of one function must go out in their order"
                     self.last_of[function] = int(call_id)
-            assert (shipment.worker is not None) == (ids[0] in self.pinned)
+            assert shipment.worker == self.pinned.get(ids[0])
+            assert self._is_there(ids[0])
+        assert not [call_id for call_id in self.waiting if call_id in self.pinned and self._is_there(call_id)], "pinned calls go as soon as they can"
 
-    @precondition(lambda self: self.waiting and not self.out)
+    @precondition(lambda self: any(map(self._is_there, self.waiting)) and not self.out)
     @rule()
     def nothing_out_means_something_goes(self) -> None:
         before = len(self.waiting)
@@ -256,6 +320,27 @@ class AnyOrder(RuleBasedStateMachine):
             del self.waiting[call_id]
             self.ended.add(call_id)
 
+    @rule(share=st.floats(0, 1))
+    def lose_the_head(self, share: float) -> None:
+        """All that is out is lost; some of it may run again, the rest has ended."""
+        out = self.queue.all_out()
+        assert sorted(out) == sorted(self.out)
+        self.queue.forget_shipments()
+        again = out[: int(len(out) * share)]
+        for call_id in out[len(again) :]:
+            assert self.queue.ended(call_id)
+            self.ended.add(call_id)
+        self.queue.returned(again)
+        for call_id in again:
+            self.waiting[call_id] = next(call.function for call in self.out[call_id].batch.calls if call.call_id == call_id)
+        self.given_back.update(again)
+        self.out.clear()
+
+    @invariant()
+    def what_waits_for_a_worker_is_known(self) -> None:
+        for worker in ("v", "w"):
+            assert sorted(self.queue.pinned_to(worker)) == sorted(call_id for call_id in self.waiting if self.pinned.get(call_id) == worker)
+
     @rule(slots=st.integers(1, 6))
     def resize(self, slots: int) -> None:
         self.queue.slots = slots
@@ -276,7 +361,9 @@ class AnyOrder(RuleBasedStateMachine):
             assert self.queue.unended(shipment) == [call_id for call_id in ids_of(shipment) if self.out.get(call_id) is shipment]
 
 
-AnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+AnyOrder.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.__doc__ = "Each call is in exactly one of waiting, out and ended, and those of one function go out in their order."
 

@@ -9,6 +9,11 @@ import pytest
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 
+from tests.conftest import processes_by_tag, wait_until
+from tests.testbed import Fleet
+from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
+from tests.testbed.mirror import Mirror
+
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "docs/pool.md"]
 PAGES_OF_ORCHESTRATORS = ["docs/prefect.md", "docs/dagster.md"]
@@ -27,10 +32,28 @@ def test_every_python_block_of_the_page_runs(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES_OF_ORCHESTRATORS)
 def test_the_page_of_an_orchestrator_runs_as_a_script(page: str, tmp_path: Path) -> None:
     """The page's Python blocks, put together in one file, run to the end in a process and a home of their own."""
+    run_as_script(page, tmp_path, {"PREFECT_HOME": str(tmp_path / "prefect"), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DAGSTER_HOME": str(tmp_path)})
+
+
+@pytest.mark.slow
+def test_the_page_of_machines_runs_on_machines(fleet: Fleet, mirror: Mirror, tmp_path: Path) -> None:  # noqa: F811
+    """The page's aliases are bare hosts of the test bed, by an SSH configuration as a user would write it; all else is as the page has it."""
+    (tmp_path / ".ssh").mkdir(mode=0o700)
+    aliases = []
+    for name in ("gpu-1", "gpu-2", "gpu-3"):
+        host = fleet.create()
+        mirror.configure(host)
+        aliases += [f"Host {name}", f"HostName {host.ip}", f"User {host.user}", f"IdentityFile {host.key_path}", f"UserKnownHostsFile {host.known_hosts_path}"]
+    (tmp_path / ".ssh/config").write_text("\n".join(aliases) + "\n")
+    run_as_script("docs/machines.md", tmp_path, {"HOME": str(tmp_path), "TMPDIR": str(tmp_path)})
+    directory = str(tmp_path)  # of the local nodes that the page leaves to their lease
+    wait_until(lambda: not any(path.startswith(directory) for _, path in processes_by_tag("SKYWARD_INSTANCE_DIRECTORY")), "the end of the lease")
+
+
+def run_as_script(page: str, folder: Path, variables: dict[str, str]) -> None:
     blocks = [str(example.parsed) for example in Sybil(parsers=[PythonCodeBlockParser()]).parse(ROOT / page).examples()]
     assert blocks
-    script = tmp_path / "page.py"
+    script = folder / "page.py"
     script.write_text("\n\n".join(blocks))
-    homes = {"PREFECT_HOME": str(tmp_path / "prefect"), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DAGSTER_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, str(script)], env=os.environ | homes, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=110)
+    done = subprocess.run([sys.executable, str(script)], env=os.environ | variables, cwd=folder, capture_output=True, text=True, check=False, timeout=110)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -18,7 +18,7 @@ LINE = sky.LogLine(0, "i-1", "hello", 1.0)
 def test_every_event_is_part_of_the_union() -> None:
     """`SkywardEvent` lists every event class, and the face offers each."""
     assert set(typing.get_args(sky.SkywardEvent.__value__)) == set(EVENTS)
-    assert len(EVENTS) == 17
+    assert len(EVENTS) == 22
     assert all(getattr(sky, kind.__name__) is kind for kind in EVENTS)
 
 
@@ -41,6 +41,7 @@ def test_events_are_values(kind: type) -> None:
         (sky.LogLine, ["node", "instance_id", "line", "timestamp"]),
         (sky.CostUpdate, ["elapsed_seconds", "accumulated_cost", "hourly_rate", "spot_count", "ondemand_count"]),
         (sky.CostFinal, ["total_cost", "total_seconds", "hourly_rate", "spot_count", "ondemand_count", "savings_vs_ondemand"]),
+        (sky.BudgetWarning, ["spent_usd", "limit_usd", "account"]),
         (sky.InstanceLaunching, ["count", "instance_type", "provider"]),
         (sky.BootstrapProgress, ["instance_id", "step"]),
     ],

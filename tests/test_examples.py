@@ -10,22 +10,24 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
-COMMANDS = {
+DIGITS = {
     "flows/digits_sweep.py": [[sys.executable, "flows/digits_sweep.py"]],
     "flows/dagster_definitions.py": [[sys.executable, "flows/dagster_definitions.py"]],
     "dags/digits_sweep.py": [[str(BIN / "airflow"), "db", "migrate"], [str(BIN / "airflow"), "dags", "test", "digits_sweep"]],
 }
+SWEEPS = {"dags/sweep.py", "flows/sweep.py"}
+"""These run in integrations/test_sweeps.py."""
 
 
 def test_there_is_a_command_for_every_example() -> None:
     """Nobody adds an example that is not run here."""
     files = {str(path.relative_to(ROOT)) for folder in ("dags", "flows") for path in (ROOT / folder).glob("*.py")}
-    assert files == set(COMMANDS)
+    assert files == set(DIGITS) | SWEEPS
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("example", COMMANDS)
+@pytest.mark.parametrize("example", DIGITS)
 def test_the_example_finds_a_good_classifier_and_tells_its_cost(example: str, tmp_path: Path) -> None:
     """The sweep has at least 12 candidates, its winner is right on more than 97 % of unseen digits, and there is a bill."""
     environ = os.environ | {
@@ -38,7 +40,7 @@ def test_the_example_finds_a_good_classifier_and_tells_its_cost(example: str, tm
     }
     environ.pop("DAGSTER_HOME", None)
     said = ""
-    for command in COMMANDS[example]:
+    for command in DIGITS[example]:
         done = subprocess.run(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=380)
         assert done.returncode == 0, done.stdout[-6000:]
         said = done.stdout

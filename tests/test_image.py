@@ -204,6 +204,7 @@ _NASTY = st.text(st.sampled_from("aZ0 '\"\\$(){}[]`;&|<>*?!#~=-\té…"), min_si
 
 @settings(max_examples=20, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(pip=st.lists(_NASTY, max_size=3), values=st.lists(_NASTY, max_size=3))
+@pytest.mark.slow
 def test_nasty_words_pass_shellcheck(pip, values):
     """Quotes, substitutions and globs in any place never make a script that shellcheck finds anything in."""
     image = Image(pip=_acceptable(pip), env={f"V{rank}": value for rank, value in enumerate(values)})

@@ -77,6 +77,57 @@ def test_instances_are_found_by_tag_from_another_process(pool_id: str) -> None:
     assert sky.Local().instances(pool_id) == []
 
 
+TAGS = {
+    "skyward-launch": "token-1",
+    "skyward-owner": "Jo Doe@box",
+    "skyward-process": "boot.4026531836.7.123",
+    "skyward-created": "1790000000",
+    "skyward-expires": "1790003600",
+    "odd": "a b\"c'd$(touch pwned)\n\\é=;\t*",
+}
+"""What a pool says about itself, and a value with all that shells and line-wise readers trip over."""
+
+
+def test_tags_are_found_whole_by_another_process(pool_id: str) -> None:
+    """Tags are in the machine from the creating call on, each machine with its own rank, and a process that knows nothing but the provider reads them all."""
+    (offer,) = sky.Local().offers(sky.Requirements())
+    launched = sky.Local().launch(offer, 2, {"skyward-pool": pool_id, "skyward-rank": "3", **TAGS}, "sleep 300")
+    wanted = [{"skyward-pool": pool_id, "skyward-rank": rank, **TAGS} for rank in ("3", "4")]
+    assert [instance.tags for instance in launched] == wanted
+    code = "import skyward_core as sky; print('[' + ','.join(instance.model_dump_json() for instance in sky.Local().instances()) + ']')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    found = [sky.Instance.model_validate(fields) for fields in json.loads(done.stdout)]
+    assert [instance for instance in found if instance.pool_id == pool_id] == launched
+
+
+def test_without_a_pool_the_instances_of_all_pools_are_listed(pool_id: str) -> None:
+    """Every instance of this user is listed, whichever pool it is of; what another provider has started as processes of this machine is not."""
+    (mine,), (other,) = launch(pool_id), launch(f"{pool_id}-other")
+    foreign = {**os.environ, "SKYWARD_INSTANCE_ID": "host-0123456789ab", "SKYWARD_POOL_ID": pool_id, "SKYWARD_RANK": "0", "SKYWARD_INSTANCE_DIRECTORY": "/x"}
+    sleeper = subprocess.Popen(["sleep", "300"], env=foreign)
+    try:
+        listed = {instance.id: instance for instance in sky.Local().instances()}
+        assert (listed[mine.id], listed[other.id]) == (mine, other)
+        assert "host-0123456789ab" not in listed
+        assert sky.Local().instances(pool_id) == [mine]
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+        sky.Local().terminate([other.id])
+    assert other.id not in {instance.id for instance in sky.Local().instances()}
+
+
+@pytest.mark.parametrize("word", ["", "{", "[1]", '{"odd": 1}', '{"skyward-pool": "sky-somebody-else", "skyward-rank": "9"}'])
+def test_an_instance_that_has_lost_its_tags_is_still_found(word: str, pool_id: str) -> None:
+    """Where all that lives of an instance is a process that was given other variables, it is listed with the pool and the rank that it still carries."""
+    kept = f"SKYWARD_INSTANCE_ID=$SKYWARD_INSTANCE_ID SKYWARD_POOL_ID=$SKYWARD_POOL_ID SKYWARD_RANK=7 SKYWARD_TAGS='{word}'"
+    (instance,) = launch(pool_id, script=f"touch started; exec env -i {kept} sleep 300")
+    wait_until(lambda: sky.Local().instances(pool_id)[0].rank == 7, "the process to be exchanged")
+    (found,) = sky.Local().instances(pool_id)
+    assert (found.id, found.directory) == (instance.id, instance.directory)
+    assert found.tags == {"skyward-pool": pool_id, "skyward-rank": "7"}
+
+
 def test_each_instance_has_a_session_a_directory_and_a_log(pool_id: str) -> None:
     """Instances share neither process group nor files; the log holds what the script says; the directory is private."""
     instances = launch(pool_id, 2, script=f"echo hello from $SKYWARD_RANK; {SCRIPT}")
@@ -181,6 +232,7 @@ def left_of(ids: list[str]) -> list[Any]:
     return running + [name for name in os.listdir("/dev/shm") if any(name.endswith(instance_id) for instance_id in ids)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
 def test_nodes_end_with_their_client(sig: signal.Signals, tmp_path: Path) -> None:
     """A client that is killed while a call runs takes every process of its nodes, and their memory, along within seconds."""
@@ -196,6 +248,7 @@ def test_nodes_end_with_their_client(sig: signal.Signals, tmp_path: Path) -> Non
     wait_until(lambda: not left_of(ids), "the nodes to end", 10)
 
 
+@pytest.mark.slow
 def test_nodes_end_when_their_client_is_killed_while_they_start(tmp_path: Path) -> None:
     """A client that is killed before its nodes are ready leaves nothing either."""
     process, told = client(tmp_path)
@@ -208,6 +261,7 @@ def test_nodes_end_when_their_client_is_killed_while_they_start(tmp_path: Path) 
     wait_until(lambda: not left_of(ids), "the nodes to end", 10)
 
 
+@pytest.mark.slow
 def test_nodes_end_when_their_client_is_killed_while_packages_are_installed(tmp_path: Path) -> None:
     """A client that is killed during an installation stops the installation."""
     slow_uv = tmp_path / "bin" / "uv"
@@ -227,6 +281,7 @@ def test_nodes_end_when_their_client_is_killed_while_packages_are_installed(tmp_
     wait_until(lambda: not left_of(ids), "the installation to end", 10)
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_with_an_open_pool_gives_it_back(tmp_path: Path) -> None:
     """sys.exit with an open pool and a running call neither hangs nor leaves machines or directories."""
     process, told = client(tmp_path, ending="exit")

@@ -1,25 +1,58 @@
-"""Nodes that go away under running calls."""
+"""Nodes that go away under running calls, on nodes that are processes of this machine."""
 
+import contextlib
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import skyward_core as sky
-from tests.conftest import Told
+from tests.conftest import Told, processes_by_tag, wait_until
+
+LOSS_SECONDS = 30.0
+"""How long a loss may take to be noticed and dealt with on a busy machine, where none of the tests is about how long."""
 
 
 @sky.compute
 def wait_for_go(folder: str) -> int:
     """Note where this runs, wait for the file `go`, return the node."""
     node = sky.instance_info().node
-    Path(folder, f"node-{node}").write_text(str(os.getppid()))
+    note = Path(folder, f".node-{node}")
+    note.write_text(str(os.getppid()))
+    note.rename(Path(folder, f"node-{node}"))
     while not Path(folder, "go").exists():
         time.sleep(0.01)
     return node
+
+
+@sky.compute
+def note(folder: str, number: int, seconds: float = 0.0) -> int:
+    """Leave a file that names this execution, and take some time."""
+    Path(folder, f"{number}-{time.monotonic_ns()}-{sky.instance_info().node}").touch()
+    time.sleep(seconds)
+    return number
+
+
+@sky.compute
+def node_pid() -> tuple[int, int]:
+    """The node, and its first process."""
+    return sky.instance_info().node, os.getppid()
+
+
+@sky.compute
+def add_when_told(values: Any, folder: str) -> float:
+    """Note that this runs, wait for the file `go`, return the sum."""
+    Path(folder, f"node-{sky.instance_info().node}").write_text(str(os.getppid()))
+    while not Path(folder, "go").exists():
+        time.sleep(0.01)
+    return float(values.sum())
 
 
 @sky.compute
@@ -27,50 +60,370 @@ def double(x: int) -> int:
     return 2 * x
 
 
-def supervisor_of(folder: Path, node: int, wait_until: Callable[..., None]) -> int:
+def supervisor_of(folder: Path, node: int) -> int:
     """The pid of the node's first process, once a call runs there."""
-    note = folder / f"node-{node}"
-    wait_until(lambda: note.exists() and note.read_text(), f"a call on node {node}")
-    return int(note.read_text())
+    path = folder / f"node-{node}"
+    wait_until(lambda: path.exists() and path.read_text(), f"a call on node {node}")
+    return int(path.read_text())
 
 
-def open_pool(told: Told) -> sky.ComputePool:
-    return sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", on_event=told, collect_metrics=False)
+def executions(folder: Path) -> Counter[int]:
+    """How often each call has run, by the files that it left."""
+    return Counter(int(path.name.partition("-")[0]) for path in folder.iterdir() if path.name[0].isdigit())
 
 
+@contextlib.contextmanager
+def open_pool(told: Told, nodes: int = 2, **options: Any) -> Generator[sky.ComputePool]:
+    provider = options.pop("provider", sky.Local())
+    with sky.ComputePool(provider=provider, nodes=nodes, display="quiet", on_event=told, collect_metrics=False, **options) as pool:
+        yield pool
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def await_replacement(told: Told, count: int = 1) -> None:
+    """Wait until so many machines have joined beyond the first two."""
+    first = len(told.of(sky.InstanceProvisioned)) - len(told.of(sky.InstanceLost))
+
+    def replaced() -> bool:
+        ids = {event.instance_id for event in told.of(sky.InstanceProvisioned)[first:]}
+        return len(ids & {event.instance_id for event in told.of(sky.BootstrapCompleted)}) >= count
+
+    wait_until(lambda: len(told.of(sky.InstanceLost)) >= count, "the loss to be told", LOSS_SECONDS)
+    wait_until(replaced, "the replacement", LOSS_SECONDS)
+
+
+# ── without retries ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.slow
 def test_a_lost_node_takes_its_calls_and_no_others(tmp_path: Path) -> None:
-    """When a node dies, its running call raises NodeLost, those of other nodes go on, and later calls run where there is still a node."""
-    from tests.conftest import wait_until
-
+    """With retries=0 a node that dies takes its running call with it, those of other nodes go on, and later calls run where there is still a node."""
     told = Told()
-    with open_pool(told) as pool:
+    with open_pool(told, retries=0) as pool:
         futures = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
-        supervisors = [supervisor_of(tmp_path, node, wait_until) for node in range(2)]
-        os.kill(supervisors[1], signal.SIGKILL)
-        wait_until(lambda: any(future.done() for future in futures), "the loss to be noticed", 20)
+        supervisors = [supervisor_of(tmp_path, node) for node in range(2)]
+        kill(supervisors[1])
+        wait_until(lambda: any(future.done() for future in futures), "the loss to be noticed", LOSS_SECONDS)
         (lost,) = [future for future in futures if future.done()]
-        with pytest.raises(sky.NodeLost):
+        with pytest.raises(sky.NodeLost, match="retries=1"):
             lost.result()
         (tmp_path / "go").touch()
         (kept,) = [future for future in futures if future is not lost]
-        assert kept.result(timeout=20) == 0
+        assert kept.result(timeout=LOSS_SECONDS) == 0
         assert pool.map(double, range(20)) == [2 * x for x in range(20)]
+        await_replacement(told)
+        assert [node for node, _ in node_pid() @ pool] == [0, 1]
         assert [event.node for event in told.of(sky.InstanceLost)] == [1]
+    assert told.of(sky.CallRetrying) == []
     assert len(told.of(sky.CostFinal)) == 1
 
 
-def test_a_lost_head_ends_all_calls_with_the_reason(tmp_path: Path) -> None:
-    """When the head dies, no call waits for ever: each raises NodeLost, later ones too, and the pool closes in order."""
-    from tests.conftest import wait_until
+@pytest.mark.slow
+def test_a_lost_head_takes_what_is_out_and_nothing_else(tmp_path: Path) -> None:
+    """With retries=0 all calls that were out when the head died raise NodeLost; those still waiting here run on the cluster that comes up in its place."""
+    told = Told()
+    with open_pool(told, retries=0) as pool:
+        out = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
+        supervisors = [supervisor_of(tmp_path, node) for node in range(2)]
+        waiting = [pool.submit(note(str(tmp_path), number)) for number in range(20)]
+        kill(supervisors[0])
+        for future in out:
+            with pytest.raises(sky.NodeLost):
+                future.result(timeout=LOSS_SECONDS)
+        (tmp_path / "go").touch()
+        assert [future.result(timeout=LOSS_SECONDS) for future in waiting] == list(range(20))
+        assert double(1) >> pool == 2
+    assert executions(tmp_path) == Counter(range(20))
+    assert [event.node for event in told.of(sky.InstanceLost)] == [0]
+    assert len(told.of(sky.ClusterRestarting)) == 1
+    assert len(told.of(sky.PoolReady)) == 2
+    assert len(told.of(sky.CostFinal)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_without_retries_nothing_runs_twice(tmp_path: Path, victim: int) -> None:
+    """With retries=0 every call that was out is an error, every other one a result, and none has begun more than once, whichever node was lost."""
+    told = Told()
+    with open_pool(told, retries=0) as pool:
+        pids = dict(node_pid() @ pool)
+        futures = pool.submit_all([note(str(tmp_path), number, 0.02) for number in range(200)])
+        wait_until(lambda: len(executions(tmp_path)) > 20, "some calls to run")
+        kill(pids[victim])
+        errors = [future.exception(timeout=LOSS_SECONDS) for future in futures]
+    assert all(error is None or isinstance(error, sky.NodeLost) for error in errors)
+    assert 0 < sum(error is not None for error in errors) < 20
+    assert set(executions(tmp_path).values()) == {1}
+    assert all(executions(tmp_path)[number] == 1 for number, error in enumerate(errors) if error is None)
+
+
+# ── with retries ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_with_retries_a_loss_costs_no_result(tmp_path: Path, victim: int) -> None:
+    """By default a map goes on when a node is lost, even the head: all results are right, and only calls that were out have run twice."""
+    told = Told()
+    with open_pool(told) as pool:
+        pids = dict(node_pid() @ pool)
+        futures = pool.submit_all([note(str(tmp_path), number, 0.02) for number in range(200)])
+        wait_until(lambda: len(executions(tmp_path)) > 20, "some calls to run")
+        kill(pids[victim])
+        assert [future.result(timeout=LOSS_SECONDS) for future in futures] == list(range(200))
+        retried = {event.call_id: event for event in told.of(sky.CallRetrying)}
+        assert 0 < len(retried) < 20
+        assert {(event.attempt, event.attempts) for event in retried.values()} == {(2, 4)}
+        counts = executions(tmp_path)
+        assert set(counts) == set(range(200))
+        again = [number for number, count in counts.items() if count > 1]
+        assert len(again) <= len(retried)
+        assert max(counts.values()) <= 2
+        await_replacement(told)
+        assert [node for node, _ in node_pid() @ pool] == [0, 1]
+    assert [event.node for event in told.of(sky.InstanceLost)] == [victim]
+    progress = told.of(sky.CallProgress)[-1]
+    assert (progress.done, progress.failed) == (progress.submitted, 0)
+
+
+@pytest.mark.slow
+def test_a_call_that_is_lost_too_often_says_how_often(tmp_path: Path) -> None:
+    """With retries=1 a call whose node is lost twice raises NodeLost, which says so."""
+    told = Told()
+    with open_pool(told, nodes=1, retries=1) as pool:
+        future = pool.submit(wait_for_go(str(tmp_path)))
+        for count in (1, 2):
+            kill(supervisor_of(tmp_path, 0))
+            (tmp_path / "node-0").unlink()
+            wait_until(lambda count=count: len(told.of(sky.InstanceLost)) == count, "the loss to be told", LOSS_SECONDS)
+        with pytest.raises(sky.NodeLost, match=r"it has run 2 times .*retries=1"):
+            future.result(timeout=LOSS_SECONDS)
+    assert [(event.attempt, event.attempts) for event in told.of(sky.CallRetrying)] == [(2, 2)]
+
+
+@pytest.mark.slow
+def test_the_only_node_of_a_pool_is_replaced(tmp_path: Path) -> None:
+    """A pool of one node that is lost rents another, and the call runs again there; the bill is of both, and each counts while it was there."""
+    told = Told()
+    with open_pool(told, nodes=1, provider=sky.Local(price_per_hour=36.0)) as pool:
+        future = pool.submit(wait_for_go(str(tmp_path)))
+        kill(supervisor_of(tmp_path, 0))
+        (tmp_path / "node-0").unlink()
+        supervisor_of(tmp_path, 0)
+        wait_until(lambda: len(told.of(sky.PoolReady)) == 2, "the cluster to be up")
+        assert pool.instance_count == 1
+        spent, at = pool.cost, time.monotonic()
+        wait_until(lambda: pool.cost > spent + 0.05, "some seconds' cost")
+        begun = 0.01  # it grows by whole seconds
+        assert (pool.cost - spent - begun) / (time.monotonic() - at) < 0.015, "one machine is 0.01 USD per second: the lost one must not be counted any more"
+        (tmp_path / "go").touch()
+        assert future.result(timeout=LOSS_SECONDS) == 0
+    (final,) = told.of(sky.CostFinal)
+    assert final.ondemand_count == 2
+    assert 0.0 < final.total_cost < 0.015 * final.total_seconds + 0.02
+    assert pool.cost == final.total_cost
+
+
+@pytest.mark.slow
+def test_large_arguments_do_not_come_back(tmp_path: Path) -> None:
+    """Large arguments lie in the memory of the machine and go with the call that takes them: NodeLost says so, whatever `retries` says."""
+    told = Told()
+    with open_pool(told) as pool:
+        futures = [pool.submit(add_when_told(np.full(100_000, float(number)), str(tmp_path))) for number in range(2)]
+        supervisors = [supervisor_of(tmp_path, node) for node in range(2)]
+        kill(supervisors[1])
+        wait_until(lambda: any(future.done() for future in futures), "the loss to be noticed", LOSS_SECONDS)
+        (lost,) = [future for future in futures if future.done()]
+        with pytest.raises(sky.NodeLost, match="too large"):
+            lost.result()
+        (tmp_path / "go").touch()
+        (kept,) = [future for future in futures if future is not lost]
+        assert kept.result(timeout=LOSS_SECONDS) in (0.0, 100_000.0)
+
+
+@pytest.mark.slow
+def test_large_arguments_that_wait_while_the_head_is_lost_are_not_waited_for_in_vain(tmp_path: Path) -> None:
+    """Calls whose large arguments lay in the memory of the lost head end, with their result or with NodeLost."""
+    told = Told()
+    with open_pool(told) as pool:
+        out = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
+        supervisors = [supervisor_of(tmp_path, node) for node in range(2)]
+        waiting = [pool.submit(add_when_told(np.full(100_000, 1.0), str(tmp_path))) for _ in range(4)]
+        (tmp_path / "node-1").unlink()
+        kill(supervisors[0])
+        wait_until(lambda: len(told.of(sky.PoolReady)) == 2, "the cluster to be up", LOSS_SECONDS)
+        (tmp_path / "go").touch()
+        assert [future.result(timeout=LOSS_SECONDS) in (0, 1) for future in out] == [True, True]
+        for future in waiting:
+            error = future.exception(timeout=LOSS_SECONDS)
+            assert isinstance(error, sky.NodeLost) if error is not None else future.result() == 100_000.0
+
+
+@pytest.mark.slow
+def test_a_function_with_much_baggage_survives_a_loss(tmp_path: Path) -> None:
+    """Functions too large for a message lie on a worker until they have run; when that is lost, the calls run again with a new copy."""
+    baggage = os.urandom(3 << 20)
+
+    def weigh(number: int) -> tuple[int, int]:
+        Path(tmp_path, f"{number}-{time.monotonic_ns()}").touch()
+        time.sleep(0.1)
+        return number, len(baggage)
 
     told = Told()
     with open_pool(told) as pool:
-        futures = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(5)]
-        supervisors = [supervisor_of(tmp_path, node, wait_until) for node in range(2)]
-        os.kill(supervisors[0], signal.SIGKILL)
-        for future in futures:
-            with pytest.raises(sky.NodeLost):
-                future.result(timeout=30)
-        with pytest.raises(sky.NodeLost):
-            double(1) >> pool
+        pids = dict(node_pid() @ pool)
+        futures = pool.submit_all([sky.compute(weigh)(number) for number in range(40)])
+        wait_until(lambda: len(executions(tmp_path)) > 4, "some calls to run")
+        kill(pids[1])
+        assert [future.result(timeout=LOSS_SECONDS) for future in futures] == [(number, 3 << 20) for number in range(40)]
+
+
+# ── broadcasts ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("retries", [0, 1])
+def test_a_broadcast_waits_for_the_node_in_the_place_of_a_lost_one(tmp_path: Path, retries: int) -> None:
+    """A broadcast whose node is lost runs again on the node that takes its place, or raises NodeLost without retries."""
+    told = Told()
+    with open_pool(told, retries=retries) as pool:
+        results = list[object]()
+
+        def broadcast() -> None:
+            try:
+                results.append(wait_for_go(str(tmp_path)) @ pool)
+            except sky.NodeLost as error:
+                results.append(error)
+
+        thread = threading.Thread(target=broadcast)
+        thread.start()
+        supervisors = [supervisor_of(tmp_path, node) for node in range(2)]
+        (tmp_path / "node-1").unlink()
+        kill(supervisors[1])
+        if retries:
+            assert supervisor_of(tmp_path, 1) != supervisors[1]
+            (tmp_path / "go").touch()
+        thread.join(LOSS_SECONDS)
+        assert not thread.is_alive()
+        (result,) = results
+        assert result == (0, 1) if retries else isinstance(result, sky.NodeLost)
+
+
+# ── closing, freezing, last words ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("moment", ["lost", "stopping", "rented", "joined"])
+def test_closing_in_the_middle_of_a_replacement_leaves_nothing(tmp_path: Path, victim: int, moment: str) -> None:
+    """Whenever the pool is closed while a node is replaced, its calls end, no machine is left, and the bill is told once."""
+    told = Told()
+    kinds: dict[str, Callable[[], bool]] = {
+        "lost": lambda: bool(told.of(sky.InstanceLost)),
+        "stopping": lambda: bool(told.of(sky.InstanceStopping)),
+        "rented": lambda: len(told.of(sky.InstanceProvisioned)) == 3,
+        "joined": lambda: len(told.of(sky.InstanceProvisioned)) == 3 and len(told.of(sky.BootstrapStarting)) == 3,
+    }
+    with open_pool(told) as pool:
+        futures = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(4)]
+        supervisors = [supervisor_of(tmp_path, node) for node in range(2)]
+        pool_id = pool.lease.pool_id
+        kill(supervisors[victim])
+        wait_until(kinds[moment], f"the moment ({moment})", LOSS_SECONDS)
+    for future in futures:
+        assert isinstance(future.exception(timeout=0), sky.PoolClosed)
+    assert [tag for _, tag in processes_by_tag("SKYWARD_POOL_ID") if tag == pool_id] == []
     assert len(told.of(sky.CostFinal)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_frozen_node_is_noticed(tmp_path: Path, victim: int) -> None:
+    """A node whose processes stand still, as a machine that is moved or starved does, is lost within twenty seconds, and its call runs again."""
+    told = Told()
+    with open_pool(told) as pool:
+        futures = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
+        for node in range(2):
+            supervisor_of(tmp_path, node)
+        frozen = pool.lease.nodes[victim].instance.id
+        for pid, tag in processes_by_tag("SKYWARD_INSTANCE_ID"):
+            if tag == frozen:
+                os.kill(pid, signal.SIGSTOP)
+        # A head has its whole patience on top: it may only be slow, and all that is out would be lost with it.
+        wait_until(lambda: told.of(sky.CallRetrying), "the loss to be noticed", 20 if victim else 80)
+        (tmp_path / "go").touch()
+        assert {future.result(timeout=LOSS_SECONDS) for future in futures} <= {0, 1}
+        await_replacement(told)
+    assert [event.node for event in told.of(sky.InstanceLost)] == [victim]
+
+
+@pytest.mark.slow
+def test_all_nodes_lost_at_once_are_replaced(tmp_path: Path) -> None:
+    """When head and heir die together nobody is left: both are told lost, both replaced, and the calls run again."""
+    told = Told()
+    with open_pool(told) as pool:
+        futures = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
+        for pid in [supervisor_of(tmp_path, node) for node in range(2)]:
+            kill(pid)
+        (tmp_path / "go").touch()
+        assert {future.result(timeout=60) for future in futures} <= {0, 1}
+        wait_until(lambda: len(told.of(sky.InstanceLost)) == 2, "both losses to be told", LOSS_SECONDS)
+        wait_until(lambda: pool.instance_count == 2 and len(node_pid() @ pool) == 2, "both replacements", 60)
+    ids = [event.instance_id for event in told.of(sky.InstanceLost)]
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.slow
+def test_a_replacement_that_dies_on_its_way_is_replaced(tmp_path: Path) -> None:
+    """A machine that is lost before it has joined is noticed at once, not when the time for provisioning is over."""
+    told = Told()
+    with open_pool(told) as pool:
+        pids = dict(node_pid() @ pool)
+        kill(pids[1])
+        wait_until(lambda: len(told.of(sky.InstanceProvisioned)) == 3, "the replacement to be rented", LOSS_SECONDS)
+        second = told.of(sky.InstanceProvisioned)[2].instance_id
+        for pid, tag in processes_by_tag("SKYWARD_INSTANCE_ID"):
+            if tag == second:
+                kill(pid)
+        wait_until(lambda: len(told.of(sky.InstanceProvisioned)) == 4, "another replacement", LOSS_SECONDS)
+        wait_until(lambda: len(node_pid() @ pool) == 2, "the node to join", LOSS_SECONDS)
+    assert len(told.of(sky.Error)) == 1
+    assert len(told.of(sky.InstanceLost)) == 1
+
+
+@pytest.mark.slow
+def test_a_node_that_ends_itself_says_why(tmp_path: Path) -> None:
+    """What a node has said last is told with its loss."""
+    told = Told()
+    with open_pool(told) as pool:
+        pids = dict(node_pid() @ pool)
+        directory = pool.lease.nodes[1].instance.directory
+        assert directory is not None
+        with (Path(directory) / "log").open("a") as log:
+            log.write("skyward: the machine is taken back\n")
+        kill(pids[1])
+        wait_until(lambda: told.of(sky.InstanceLost), "the loss to be told", LOSS_SECONDS)
+        (lost,) = told.of(sky.InstanceLost)
+        assert lost.reason == "its worker has left the pool (the machine is taken back)"
+
+
+@pytest.mark.slow
+def test_a_callback_that_raises_stops_no_recovery(tmp_path: Path) -> None:
+    """Events of loss and recovery go to callbacks that may raise: nothing of it is stopped by that."""
+
+    def raise_on_loss(event: object) -> None:
+        told(event)
+        if isinstance(event, sky.InstanceLost | sky.CallRetrying | sky.ClusterRestarting | sky.InstanceStopping):
+            raise RuntimeError(type(event).__name__)
+
+    told = Told()
+    with sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", on_event=raise_on_loss, collect_metrics=False) as pool:
+        futures = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
+        supervisors = [supervisor_of(tmp_path, node) for node in range(2)]
+        kill(supervisors[0])
+        (tmp_path / "go").touch()
+        assert {future.result(timeout=LOSS_SECONDS) for future in futures} <= {0, 1}
+        await_replacement(told)

@@ -1,9 +1,31 @@
-"""The bill: price times time, by a clock that the test turns."""
+"""The bill: price times time, by a clock that the test turns; and what each second went to."""
+
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from math import ceil
+from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+import skyward_core as sky
 from skyward_core import CostFinal, Instance, InstanceState
-from skyward_core.provisioning.metering import Meter
+from skyward_core.entries import BILLING_ROUNDING, Bucket, Price
+from skyward_core.futures import CallFuture
+from skyward_core.provisioning.metering import PHASES, Meter
+from skyward_core.worker.streams import Told as Outcomes
+from skyward_core.worker.wire import Ending, Outcome
+from tests.conftest import Told, wait_until
+
+NOTHING = dict.fromkeys(Bucket, 0.0)
 
 
 class Clock:
@@ -29,6 +51,9 @@ def machine(name: str, price: float, *, on_demand: float | None = None, is_spot:
     )
 
 
+# ── the bill ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 def test_a_machine_costs_its_price_for_each_hour() -> None:
     """90 minutes at 2 USD an hour are 3 USD; the rate is that of the machines rented now."""
     clock = Clock()
@@ -36,7 +61,7 @@ def test_a_machine_costs_its_price_for_each_hour() -> None:
     meter.start(machine("a", 2.0), at=clock())
     clock.seconds += 5400
     update = meter.update()
-    assert update.accumulated_cost == pytest.approx(3.0)
+    assert update.accumulated_cost == 3.0
     assert (update.elapsed_seconds, update.hourly_rate, update.spot_count, update.ondemand_count) == (5400.0, 2.0, 0, 1)
 
 
@@ -47,7 +72,7 @@ def test_the_time_counts_from_the_asking() -> None:
     asked_at = meter.now()
     clock.seconds += 1800
     meter.start(machine("a", 2.0), asked_at)
-    assert meter.update().accumulated_cost == pytest.approx(1.0)
+    assert meter.update().accumulated_cost == 1.0
 
 
 def test_a_machine_that_is_gone_costs_no_more() -> None:
@@ -61,12 +86,14 @@ def test_a_machine_that_is_gone_costs_no_more() -> None:
     clock.seconds += 3600
     meter.end("b")
     meter.end("unheard of")
-    assert meter.update().accumulated_cost == pytest.approx(12.0)
+    assert meter.update().accumulated_cost == 12.0
     assert meter.update().hourly_rate == 1.0
+    assert meter.rate() == Decimal(1)
     assert meter.rented() == {"a"}
     meter.end_all()
     clock.seconds += 3600
-    assert meter.update().accumulated_cost == pytest.approx(12.0)
+    assert meter.total() == Decimal(12)
+    assert meter.rate() == 0
     assert meter.rented() == set()
 
 
@@ -81,9 +108,7 @@ def test_the_whole_bill_comes_once() -> None:
     clock.seconds += 1800
     meter.end_all()
     clock.seconds += 60
-    assert meter.final() == CostFinal(
-        total_cost=pytest.approx(4.0), total_seconds=3660.0, hourly_rate=5.0, spot_count=1, ondemand_count=1, savings_vs_ondemand=pytest.approx(6.0)
-    )
+    assert meter.final() == CostFinal(4.0, 3660.0, 5.0, 1, 1, 6.0, {"launching": 4.0})
     assert meter.final() is None
     assert meter.final() is None
 
@@ -91,3 +116,366 @@ def test_the_whole_bill_comes_once() -> None:
 def test_nothing_rented_costs_nothing() -> None:
     """A pool that got no machine has a bill too: zero."""
     assert Meter(Clock()).final() == CostFinal(0.0, 0.0, 0.0, 0, 0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("increment", "minimum", "seconds", "usd"),
+    [(1, 0, 0.001, "0.001"), (60, 0, 60.001, "0.12"), (1, 3600, 5.0, "3.6"), (60, 120, 130.0, "0.18"), (60, 120, 1.0, "0.12")],
+)
+def test_time_is_billed_as_the_provider_counts(increment: int, minimum: int, seconds: float, usd: str) -> None:
+    """At 3.60 USD an hour, which are 0.001 a second: begun seconds or minutes are whole ones, and at least the minimum is billed."""
+    clock = Clock()
+    meter = Meter(clock, increment, minimum)
+    meter.start(machine("a", 3.6), clock())
+    clock.seconds += seconds
+    assert meter.total() == Decimal(usd)
+    final = meter.final()
+    assert final is not None
+    assert final.total_cost == float(usd)
+
+
+def test_a_price_may_be_given() -> None:
+    """What the ledger was told that a machine costs counts, whatever the machine says of itself; one that is counted is not counted anew."""
+    clock = Clock()
+    meter = Meter(clock)
+    meter.start(machine("a", 2.0), clock(), Price(Decimal(5)))
+    clock.seconds += 3600
+    meter.start(machine("a", 7.0), clock())
+    assert meter.total() == Decimal(5)
+
+
+def test_a_machine_that_is_rented_again_is_billed_twice() -> None:
+    """A host that was given back and taken again keeps its name: both times count, and its buckets are those of the second."""
+    clock = Clock()
+    meter = Meter(clock)
+    meter.start(machine("a", 1.0), clock())
+    clock.seconds += 3600
+    meter.end("a")
+    meter.start(machine("a", 1.0), clock())
+    clock.seconds += 1800
+    assert meter.total() == Decimal("1.5")
+    assert meter.bucket_costs()["launching"] == Decimal("1.5")
+    assert meter.buckets() == {"a": NOTHING | {Bucket.LAUNCHING: 1800.0}}
+
+
+# ── what it will be ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_is_committed_counts_each_machine_to_its_hard_end() -> None:
+    """A machine that is gone counts with what it cost, one without a hard end, or past it, until now."""
+    clock = Clock()
+    meter = Meter(clock, increment_seconds=3600)
+    for name in "abcd":
+        meter.start(machine(name, 1.0), clock())
+    clock.seconds += 5400
+    meter.end("a")
+    clock.seconds += 3600
+    hard_ends = {"a": 1000.0 + 100 * 3600, "b": 1000.0 + 7 * 3600 + 1, "c": 1001.0}
+    assert meter.committed(hard_ends) == 2 + 8 + 3 + 3
+    assert meter.committed({}) == meter.total() == 2 + 3 + 3 + 3
+
+
+def test_the_bill_of_later_counts_who_is_rented_now() -> None:
+    """It has the billing minimum and begun increments of then; a time that has passed is now."""
+    clock = Clock()
+    meter = Meter(clock, increment_seconds=60, minimum_seconds=600)
+    meter.start(machine("a", 3.6), clock())
+    meter.start(machine("b", 3.6), clock())
+    clock.seconds += 700
+    meter.end("b")
+    assert meter.projected(1000.0) == meter.total() == Decimal("1.44")
+    assert meter.projected(1000.0 + 901) == Decimal("0.72") + Decimal("0.96")
+    meter.start(machine("c", 3.6), clock())
+    assert meter.projected(clock() + 1) == meter.total() == Decimal("1.44") + Decimal("0.6")
+
+
+# ── what it went to ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_each_second_falls_into_the_bucket_of_its_phase() -> None:
+    """From the request until it is known to be gone a machine is launching, bootstrapping, ready, lost or terminating."""
+    clock = Clock()
+    meter = Meter(clock)
+    meter.start(machine("a", 1.0), clock())
+    for seconds, phase in enumerate(PHASES[1:], 1):
+        clock.seconds += seconds
+        meter.enter("a", phase)
+    clock.seconds += 5
+    meter.end("a")
+    clock.seconds += 100
+    assert meter.buckets() == {"a": dict(zip((*PHASES, Bucket.RUNNING_CALLS), (1.0, 2.0, 3.0, 4.0, 5.0, 0.0), strict=True))}
+
+
+def test_a_life_only_goes_forward() -> None:
+    """News that come late change nothing: what is lost or being ended is not ready again, and what is gone is nothing else any more."""
+    clock = Clock()
+    meter = Meter(clock)
+    meter.start(machine("a", 1.0), clock())
+    meter.enter("a", Bucket.TERMINATING)
+    clock.seconds += 10
+    for phase in PHASES:
+        meter.enter("a", phase)
+    meter.end("a")
+    meter.enter("a", Bucket.TERMINATING)
+    meter.enter("unheard of", Bucket.IDLE)
+    meter.start(machine("b", 1.0), clock())
+    clock.seconds += 10
+    meter.end("b")
+    meter.enter("b", Bucket.LOST, at=1012.0)
+    assert meter.buckets() == {"a": NOTHING | {Bucket.TERMINATING: 10.0}, "b": NOTHING | {Bucket.LAUNCHING: 10.0}}
+
+
+def test_a_phase_may_have_begun_before_it_is_told() -> None:
+    """Its time is taken as told, but neither before that of the phase before nor later than now."""
+    clock = Clock()
+    meter = Meter(clock)
+    meter.start(machine("a", 1.0), clock())
+    clock.seconds += 10
+    meter.enter("a", Bucket.BOOTSTRAPPING, at=1004.0)
+    meter.enter("a", Bucket.IDLE, at=1002.0)
+    meter.enter("a", Bucket.LOST, at=5000.0)
+    clock.seconds += 1
+    assert meter.buckets() == {"a": NOTHING | {Bucket.LAUNCHING: 4.0, Bucket.IDLE: 6.0, Bucket.LOST: 1.0}}
+
+
+def test_running_is_no_phase() -> None:
+    """Who says that a machine runs calls from now on is told how to say it."""
+    with pytest.raises(ValueError, match="`ran`"):
+        Meter(Clock()).enter("a", Bucket.RUNNING_CALLS)
+
+
+def ready(slots: int = 4, price: float = 3.6) -> tuple[Clock, Meter]:
+    """A meter with one machine that has been ready for 100 s."""
+    clock = Clock()
+    meter = Meter(clock)
+    meter.start(machine("a", price), clock())
+    meter.slots("a", slots)
+    meter.enter("a", Bucket.IDLE)
+    clock.seconds += 100
+    return clock, meter
+
+
+def test_calls_take_their_slots_part_of_the_ready_time() -> None:
+    """A call of 40 s on one of four slots makes 10 s of running calls, and costs what a slot costs for 40 s: the shares are that bucket's cost."""
+    _, meter = ready()
+    shares = meter.ran("a", 40.0) + meter.ran("a", 60.0)
+    assert meter.buckets() == {"a": NOTHING | {Bucket.RUNNING_CALLS: 25.0, Bucket.IDLE: 75.0}}
+    assert shares == pytest.approx(0.025)
+    assert meter.bucket_costs()["running calls"] == Decimal("0.025")
+    assert meter.ran("unheard of", 1.0) == 0.0
+
+
+def test_no_more_time_runs_than_there_was() -> None:
+    """What calls say beyond the time that the machine was ready is no time of its life."""
+    _, meter = ready()
+    meter.ran("a", 1000.0)
+    assert meter.buckets() == {"a": NOTHING | {Bucket.RUNNING_CALLS: 100.0}}
+
+
+def test_calls_that_still_run_are_no_idle_time() -> None:
+    """What the node has counted shows before a call's end, is not added to what the call tells then, and does not shrink."""
+    clock, meter = ready(slots=2)
+    meter.seen_running("a", 90.0)
+    meter.seen_running("a", 0.0)
+    meter.seen_running("unheard of", 90.0)
+    assert meter.buckets() == {"a": NOTHING | {Bucket.RUNNING_CALLS: 45.0, Bucket.IDLE: 55.0}}
+    clock.seconds += 10
+    meter.ran("a", 100.0)
+    assert meter.buckets() == {"a": NOTHING | {Bucket.RUNNING_CALLS: 50.0, Bucket.IDLE: 60.0}}
+
+
+def test_what_ran_before_the_loss_ran() -> None:
+    """A call that is told after its node was lost counts as running; the time since the loss is lost."""
+    clock, meter = ready(slots=1)
+    meter.enter("a", Bucket.LOST)
+    clock.seconds += 20
+    meter.ran("a", 70.0)
+    assert meter.buckets() == {"a": NOTHING | {Bucket.RUNNING_CALLS: 70.0, Bucket.IDLE: 30.0, Bucket.LOST: 20.0}}
+
+
+# ── any history ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+type Step = Callable[[Clock, Meter, str], object]
+
+NAMES = st.sampled_from("ab")
+SECONDS = st.floats(0, 5000, allow_nan=False)
+STEPS: st.SearchStrategy[Step] = st.one_of(
+    SECONDS.map(lambda seconds: lambda clock, _meter, _name: setattr(clock, "seconds", clock.seconds + seconds)),
+    st.tuples(st.sampled_from(PHASES), st.none() | SECONDS).map(lambda what: lambda _clock, meter, name: meter.enter(name, *what)),
+    SECONDS.map(lambda seconds: lambda _clock, meter, name: meter.ran(name, seconds)),
+    SECONDS.map(lambda seconds: lambda _clock, meter, name: meter.seen_running(name, seconds)),
+    st.integers(0, 8).map(lambda slots: lambda _clock, meter, name: meter.slots(name, slots)),
+    st.just(lambda _clock, meter, name: meter.end(name)),
+)
+PRICES = st.decimals(0, 100, places=6)
+
+
+def bill(price: Decimal, increment: int, minimum: int, milliseconds: int) -> int:
+    """Whole micro-dollars, by fractions: what `Price.cost` counts in another way."""
+    seconds = max(ceil(Fraction(milliseconds, 1000 * increment)) * increment, minimum)
+    return ceil(Fraction(price) * 1_000_000 * seconds / 3600)
+
+
+@given(st.lists(st.tuples(NAMES, STEPS), max_size=30), PRICES, PRICES, st.sampled_from([1, 60, 3600]), st.sampled_from([0, 60, 3600]))
+def test_every_second_is_in_one_bucket_and_paid(steps: list[tuple[str, Step]], price: Decimal, on_demand: Decimal, increment: int, minimum: int) -> None:
+    """Whatever happens: buckets add up to the life, their costs to the bill, which only grows, and which is that of the ledger's rounded milliseconds."""
+    clock = Clock()
+    meter = Meter(clock)
+    lives: dict[str, tuple[float, float | None]] = {"a": (1000.0, None), "b": (1003.0005, None)}
+    for name, (started, _) in lives.items():
+        meter.start(machine(name, 0.0), started, Price(price, on_demand, increment_seconds=increment, minimum_seconds=minimum))
+    clock.seconds = 1003.0005
+    before, milliseconds = Decimal(0), dict[str, int]()
+    for name, step in [("a", lambda *_: None), *steps]:
+        step(clock, meter, name)
+        if name not in meter.rented() and lives[name][1] is None:
+            lives[name] = (lives[name][0], clock.seconds)
+        milliseconds = {key: round(((clock.seconds if end is None else end) - start) * 1000) for key, (start, end) in lives.items()}
+        buckets = meter.buckets()
+        assert {key: sum(round(spent * 1000) for spent in its.values()) for key, its in buckets.items()} == milliseconds
+        assert all(spent >= 0 for its in buckets.values() for spent in its.values())
+        assert meter.total() * 1_000_000 == sum(bill(price, increment, minimum, spent) for spent in milliseconds.values())
+        costs = meter.bucket_costs()
+        assert list(costs) == [*Bucket, BILLING_ROUNDING]
+        assert sum(costs.values()) == meter.total() >= before
+        assert min(costs.values()) >= 0
+        assert meter.projected(clock.seconds + 100) >= meter.total()
+        before = meter.total()
+    final = meter.final()
+    assert final is not None
+    assert final.total_cost == float(before)
+    saved = sum(bill(on_demand, increment, minimum, spent) - bill(price, increment, minimum, spent) for spent in milliseconds.values())
+    assert final.savings_vs_ondemand == float(Decimal(saved) / 1_000_000)
+    assert sum(final.buckets.values()) == pytest.approx(final.total_cost)
+
+
+def test_many_threads_lose_no_second() -> None:
+    """Calls that end in many threads at once are all counted."""
+    _, meter = ready(slots=1000)
+
+    def end_calls() -> None:
+        for _ in range(2000):
+            meter.ran("a", 1.0)
+            meter.total()
+
+    threads = [threading.Thread(target=end_calls) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert meter.buckets()["a"][Bucket.RUNNING_CALLS] == 8.0
+
+
+# ── a call's share, on real nodes ────────────────────────────────────────────────────────────────────────────────────
+
+
+@sky.compute
+def sleep(seconds: float) -> None:
+    """Keep a slot busy."""
+    print("begun")
+    time.sleep(seconds)
+
+
+@sky.compute
+def crash(seconds: float) -> None:
+    """Keep a slot busy, and kill its process."""
+    time.sleep(seconds)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@sky.compute
+def leave(seconds: float) -> None:
+    """Keep a slot busy, and leave as a program would."""
+    time.sleep(seconds)
+    raise SystemExit(3)
+
+
+@sky.compute
+def fail(seconds: float) -> None:
+    """Keep a slot busy, and raise."""
+    time.sleep(seconds)
+    raise KeyError
+
+
+@dataclass
+class Bought:
+    """A local node with two slots that costs 7200 USD an hour, which is one for each second of a slot; its meter, and the node's name there."""
+
+    pool: sky.ComputePool
+    told: Told
+    meter: Meter
+    instance_id: str
+
+    def submit(self, pending: sky.PendingCompute[Any]) -> CallFuture[Any]:
+        return cast("CallFuture[Any]", self.pool.submit(pending))
+
+    def begin(self, seconds: float) -> CallFuture[Any]:
+        """A call that has begun to sleep."""
+        future = self.submit(sleep(seconds))
+        wait_until(lambda: self.told.lines(future.call_id), "the call to begin", 30)
+        return future
+
+    def running_seconds(self) -> float:
+        """Seconds of slots in which calls ran, as the meter knows."""
+        return self.meter.buckets()[self.instance_id][Bucket.RUNNING_CALLS] * 2
+
+
+@pytest.fixture(scope="module")
+def bought() -> Iterator[Bought]:
+    """One for all tests here."""
+    told = Told()
+    with sky.ComputePool(provider=sky.Local(price_per_hour=7200.0), concurrency=2, display="quiet", on_event=told) as pool:
+        meter = cast(Any, pool)._open.meter
+        (instance_id,) = meter.rented()
+        yield Bought(pool, told, meter, instance_id)
+
+
+@pytest.mark.parametrize(("call", "error"), [(sleep, type(None)), (fail, KeyError), (leave, sky.CallCrashed), (crash, sky.CallCrashed)])
+def test_a_call_knows_its_time_and_its_share(bought: Bought, call: Any, error: type[BaseException]) -> None:
+    """However it ends, and not before: the time that it has kept its slot busy, and what that has cost, which is in the meter's running calls."""
+    before = bought.running_seconds()
+    future = bought.submit(call(0.3))
+    assert (future.seconds, future.cost) == (None, None)
+    assert isinstance(future.exception(60), error)
+    assert future.seconds is not None
+    assert 0.3 <= future.seconds < 60
+    assert future.cost == pytest.approx(future.seconds)
+    assert bought.running_seconds() - before == pytest.approx(future.seconds, abs=0.2)  # the node counts a call that runs from a little earlier on
+
+
+def test_shares_add_up_to_what_running_calls_cost(bought: Bought) -> None:
+    """Of two hundred calls, sent in batches, each has its own time; together their shares are the bucket's growth."""
+    before = bought.running_seconds()
+    futures = [bought.submit(sleep(index / 10_000)) for index in range(200)]
+    costs = [future.cost or 0.0 for future in futures if future.result(60) is None]
+    assert all(cost >= index / 10_000 for index, cost in enumerate(costs))
+    assert sum(costs) == pytest.approx(bought.running_seconds() - before, abs=0.2)  # the node counts a call that runs from a little earlier on
+
+
+def test_a_cancelled_call_has_run_too(bought: Bought) -> None:
+    """Who cancels a call learns no time of it, but the bill does."""
+    before = bought.running_seconds()
+    future = bought.begin(60.0)
+    future.cancel()
+    assert (future.seconds, future.cost) == (None, None)
+    wait_until(lambda: bought.running_seconds() > before, "the cancelled call to be counted", 30)
+
+
+@pytest.mark.slow
+def test_a_long_call_shows_before_its_end(bought: Bought) -> None:
+    """A client that is killed in the middle of a training has written down that it ran: the node's own count comes every few seconds."""
+    before = bought.running_seconds()
+    future = bought.begin(60.0)
+    wait_until(lambda: bought.running_seconds() > before + 1.0, "the running call to be counted", 30)
+    assert not future.done()
+    counted = bought.running_seconds()
+    future.cancel()
+    wait_until(lambda: bought.running_seconds() > counted, "the rest of it to be counted", 30)
+    assert bought.running_seconds() < counted + 30
+
+
+def test_a_report_that_was_missed_can_be_made_up_for(bought: Bought) -> None:
+    """What a batch returns tells the same as its reports: whose outcomes they are, and for how long each call ran."""
+    returned = Outcomes({"c": Outcome("c", Ending.RESULT, seconds=2.0)}, 0, bought.instance_id)
+    back = pickle.loads(pickle.dumps(returned))
+    assert (back.node, back.instance_id, back["c"].seconds) == (0, bought.instance_id, 2.0)

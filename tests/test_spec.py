@@ -24,6 +24,9 @@ FULL: dict[str, Any] = {
     "spot": 0.8,
     "timeout": 60,
     "max_lifetime": 7200.0,
+    "lease_seconds": 60.0,
+    "retries": 1,
+    "budget": "team-a",
     "max_cost": 12.5,
     "env": {"B": "2"},
     "concurrency": 2,
@@ -39,6 +42,7 @@ def test_the_defaults_are_those_of_the_reference() -> None:
     assert (spec.provider, spec.nodes, spec.machine, spec.accelerator, spec.cpu, spec.memory) == (None, 1, None, None, None, None)
     assert (spec.timeout, spec.concurrency, spec.display, spec.collect_metrics) == (3600, 1, "log", True)
     assert spec.image == sky.Image()
+    assert (spec.lease_seconds, spec.retries) == (120, 3)
     assert (spec.max_lifetime, spec.max_cost, spec.spot, spec.env, tuple(spec.volume)) == (None, None, None, None, ())
 
 

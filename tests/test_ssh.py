@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -320,6 +321,82 @@ def test_more_commands_than_sessions_wait_for_each_other(connection):
     assert sorted(codes) == list(range(30))
 
 
+def test_of_told_lines_only_the_end_is_kept(connection):
+    """A command may be followed for days: its output does not gather here."""
+    told: list[str] = []
+    completed = connection.run("seq 500000", on_line=told.append, timeout_seconds=30)  # 3.3 MiB
+    assert told == [str(n) for n in range(1, 500001)]
+    assert completed.output.endswith("\n499999\n500000\n")
+    assert 64 * 1024 <= len(completed.output) < 2 * MIB
+
+
+def test_a_command_waits_for_who_reads_it(connection, tmp_path):
+    """While a line is being told, the command gets ahead by a few MiB and no further."""
+    progress = tmp_path / "progress"
+    seen: list[str] = []
+
+    def on_line(line: str) -> None:
+        while not seen or seen[-1] != seen[max(0, len(seen) - 30)] or len(seen) < 60:  # until it has stood still for a while
+            seen.append(progress.read_text())
+            time.sleep(0.01)
+
+    command = "i=0; while [ $i -lt 30 ]; do i=$((i + 1)); head -c 1048575 /dev/zero | tr '\\0' x; echo; echo $i >progress; done"
+    progress.write_text("0")
+    assert connection.run(command, on_line=on_line, timeout_seconds=60).exit_code == 0
+    assert progress.read_text() == "30\n"
+    assert int(seen[-1]) < 20
+
+
+# ── a shell that stays ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_shell_answers_command_after_command(connection, server):
+    """One process answers all: output and exit code are those of each command alone, in the words of several lines and quotes too."""
+    with connection.shell() as shell:
+        assert shell.run("echo 'a b'; echo out >&2; exit 3") == Completed(3, "a b\nout\n")
+        assert shell.run("printf 'no end'") == Completed(0, "no end")
+        assert shell.run("true") == Completed(0, "")
+        assert shell.run("cat <<END\nit's $((1 + 1))\nEND") == Completed(0, "it's 2\n")
+        assert len(server.children) == 1
+        assert connection.run("echo beside").output == "beside\n"
+    wait_until(lambda: not server.children, "the shell to end")
+    with connection.shell() as unused:
+        unused.close()
+
+
+def test_a_shell_past_a_deadline_is_started_anew(connection, server, tmp_path):
+    """A command that takes too long is killed, and who waits for a turn is told in time."""
+    late: list[str] = []
+
+    def wait_for_a_turn() -> None:
+        wait_until((tmp_path / "busy").exists, "the other command")
+        with pytest.raises(CommandTimedOut, match="busy") as caught:
+            shell.run("true", timeout_seconds=0.05)
+        late.append(str(caught.value))
+
+    waiting = threading.Thread(target=wait_for_a_turn)
+    waiting.start()
+    with connection.shell() as shell:
+        with pytest.raises(CommandTimedOut, match="sleep 60"):
+            shell.run("touch busy; sleep 60", timeout_seconds=1)
+        waiting.join(10)
+        assert len(late) == 1
+        assert shell.run("echo anew").output == "anew\n"
+        wait_until(lambda: len(server.children) == 1, "the old shell to be killed")
+
+
+def test_turns_in_a_shell_are_taken(connection):
+    """Many threads may use one shell; each gets its own answer."""
+    with connection.shell() as shell:
+        answers: list[tuple[int, str]] = []
+        threads = [threading.Thread(target=lambda n=n: answers.append((n, shell.run(f"echo {n}").output))) for n in range(20)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(answers) == [(n, f"{n}\n") for n in range(20)]
+
+
 # ── loss ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -422,6 +499,43 @@ def test_a_file_that_cannot_be_written_is_an_error(connection, tmp_path):
     with pytest.raises(CommandFailed, match="is a directory"):
         connection.put(b"x", "taken")
     assert os.listdir(tmp_path / "taken") == []
+
+
+def test_buffers_arrive_one_after_another_and_come_back(connection, tmp_path):
+    """Buffers of several kinds make one file; what is fetched is whole, writable, and removed when asked for."""
+    content = os.urandom(3 * MIB)
+    connection.put([content[:7], bytearray(content[7:MIB]), memoryview(content)[MIB:]], "value", mode=0o600)
+    assert (tmp_path / "value").read_bytes() == content
+    assert (tmp_path / "value").stat().st_mode & 0o777 == 0o600
+    back = connection.fetch("value")
+    assert (back, back.readonly) == (content, False)
+    room = bytearray(4 * MIB)
+    assert connection.fetch("value", into=room, remove=True).obj is room
+    assert room[: 3 * MIB] == content
+    assert not (tmp_path / "value").exists()
+
+
+def test_a_large_value_is_not_copied_whole(connection):
+    """What goes into a file takes no second copy of itself on its way, nor does what comes back."""
+    content, room = bytes(32 * MIB), bytearray(32 * MIB)
+    tracemalloc.start()
+    try:
+        connection.put([content], "value")
+        connection.fetch("value", into=room, remove=True)
+        assert tracemalloc.get_traced_memory()[1] < 16 * MIB
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_file_that_is_not_there_cannot_be_fetched(connection, tmp_path):
+    """The machine's words are told; a buffer that is too small is told before a byte is lost."""
+    with pytest.raises(CommandFailed, match="could not be read") as caught:
+        connection.fetch("nothing")
+    assert "nothing" in caught.value.output
+    (tmp_path / "five").write_text("five!")
+    with pytest.raises(BadRequest, match="5 bytes"):
+        connection.fetch("five", into=bytearray(4), remove=True)
+    assert connection.fetch("five") == b"five!"
 
 
 # ── forwards ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -568,6 +682,14 @@ def test_close_may_be_called_twice_and_ends_what_waits(endpoint, server):
     assert [type(error) for error in caught] == [ConnectionLost]
     with pytest.raises(Unreachable, match="closed"):
         connection.run("true")
+
+
+def test_a_command_whose_lines_are_being_told_is_ended_by_close(endpoint, server):
+    """A thread that is busy with a line when another closes the connection gets ConnectionLost, for its command had begun."""
+    connection = Connection(endpoint).connect(10)
+    with pytest.raises(ConnectionLost, match="sleep 60"):
+        connection.run("echo begun; exec sleep 60", on_line=lambda line: connection.close())
+    wait_until(lambda: not server.children, "the command to end")
 
 
 def test_connections_share_a_loop(endpoint):

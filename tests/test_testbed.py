@@ -225,6 +225,19 @@ def test_bandwidth_is_limited(host):
     assert len(host.run("head -c 3000000 /dev/zero").stdout) == 3_000_000
 
 
+def test_distance_is_felt(host):
+    """With 50 ms each way, a round trip takes 100 ms at least; without them, as little as before. Where the kernel has no netem, that is what is told."""
+    try:
+        host.impair(delay_milliseconds=50)
+    except RuntimeError as error:
+        assert "netem" in str(error)
+        pytest.skip(f"this kernel has no netem: {error}")
+    started = time.monotonic()
+    assert host.run("true").returncode == 0
+    assert time.monotonic() - started > 0.1
+    host.impair()
+
+
 # ── nothing is left behind ───────────────────────────────────────────────────────────────────────────────────────────
 
 

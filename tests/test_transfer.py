@@ -1,34 +1,31 @@
-"""Large values where the client does not see the node's memory: Dask carries them, straight between client and worker."""
+"""Large values: over SSH, straight into the memory of the node that needs them and back; and on this machine, where both sides see the same memory."""
 
-import dataclasses
+import json
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import skyward_core as sky
-from skyward_core.cluster import Cluster
-from skyward_core.provisioning import lifecycle
+from tests.conftest import wait_until
+from tests.testbed import Fleet
+from tests.testbed.fixtures import fleet, mirror
+from tests.testbed.mirror import Mirror
+
+__all__ = ["fleet", "mirror"]
 
 
 @pytest.fixture(scope="module")
-def far_pool() -> Iterator[sky.ComputePool]:
-    """A pool whose nodes and client believe that they share no memory, as machines do."""
-    settings_of, init = lifecycle.settings_of, Cluster.__init__
-
-    def far_settings(*args: Any) -> Any:
-        return dataclasses.replace(settings_of(*args), client_shares_memory=False)
-
-    def far_init(self: Cluster, *args: Any) -> None:
-        init(self, *args)
-        self._shares_memory = False
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lifecycle, "settings_of", far_settings)
-        patch.setattr(Cluster, "__init__", far_init)
-        pool = sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet").open()
-    with pool:
+def far_pool(fleet: Fleet, mirror: Mirror) -> Iterator[sky.ComputePool]:
+    """A pool on two hosts."""
+    hosts = [fleet.create() for _ in range(2)]
+    for host in hosts:
+        mirror.configure(host)
+    provider = sky.Hosts(*[host.ip for host in hosts], user="root", key=str(fleet.key_path), known_hosts="/dev/null", config="/dev/null")
+    with sky.ComputePool(provider=provider, nodes=2, image=sky.Image(pip=["numpy"]), display="quiet") as pool:
         yield pool
 
 
@@ -43,6 +40,14 @@ def total(array: Any) -> float:
     return float(array.sum())
 
 
+@sky.compute
+def files_in_memory() -> int:
+    """How many files the node has in its memory."""
+    instance = json.loads(Path(os.environ["SKYWARD_INSTANCE_DIRECTORY"], "settings.json").read_text())
+    return len(os.listdir(instance["value_directories"][0]))
+
+
+@pytest.mark.slow
 def test_a_large_array_goes_there_and_back(far_pool: sky.ComputePool) -> None:
     """An array of 20 MB arrives writable on the node and writable at the client, and the client's own is untouched."""
     array = np.arange(2_500_000, dtype=float)
@@ -52,25 +57,39 @@ def test_a_large_array_goes_there_and_back(far_pool: sky.ComputePool) -> None:
     back[0] = 7
 
 
+@pytest.mark.slow
 def test_every_worker_gets_the_large_argument(far_pool: sky.ComputePool) -> None:
     """A broadcast brings the array to each worker."""
     assert total(np.ones(1_000_000)) @ far_pool == (1e6, 1e6)
 
 
+@pytest.mark.slow
 def test_many_large_values_at_once(far_pool: sky.ComputePool) -> None:
     """Several large arguments and results in flight do not get mixed up."""
     arrays = [np.full(200_000, float(i)) for i in range(12)]
     assert [float(back[0]) for back in far_pool.map(add_one, arrays)] == [i + 1.0 for i in range(12)]
 
 
+@pytest.mark.slow
 def test_nothing_stays_behind_on_the_workers(far_pool: sky.ComputePool) -> None:
-    """Once the calls have ended, no worker holds a value."""
+    """Once the calls have ended, no node keeps a value in its memory, whether the call returned, failed or was cancelled."""
     add_one(np.ones(500_000)) >> far_pool
-    client = far_pool.dask_client()
-    for _ in range(200):
-        if not any(client.run(lambda dask_worker: len(dask_worker.data)).values()):
-            break
-    assert not any(client.run(lambda dask_worker: len(dask_worker.data)).values())
+    with pytest.raises(TypeError):
+        add_one("x" * 500_000) >> far_pool
+    wait_until(lambda: files_in_memory() @ far_pool == (0, 0), "the nodes' memory to be empty")
+
+
+@pytest.mark.slow
+def test_a_function_with_baggage_is_sent_once(far_pool: sky.ComputePool) -> None:
+    """A function with megabytes in its closure lies in a node's memory for the calls to come."""
+    baggage = np.arange(1_000_000.0)
+
+    @sky.compute
+    def weigh(index: int) -> float:
+        return float(baggage[index])
+
+    assert far_pool.map(weigh, range(20)) == [float(index) for index in range(20)]
+    assert sum(files_in_memory() @ far_pool) <= 2
 
 
 # ── on this machine: the result may take over the file that the arguments came in ────────────────────────────────────────────────────────────

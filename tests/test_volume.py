@@ -1,9 +1,20 @@
-"""S3 volumes: which paths, buckets and prefixes are taken."""
+"""S3 volumes: which paths, buckets, prefixes and services are taken, which stand beside each other, and the words of their script."""
+
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from skyward_core.image.volume import S3Volume, Volume
+from skyward_core.errors import BadRequest
+from skyward_core.image.image import Image
+from skyward_core.image.volume import S3Volume, Volume, refuse_overlaps
+from skyward_core.image.volume_shell import mount_volumes, unmount_volumes
+
+SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 
 
 def test_the_example_of_the_reference():
@@ -107,3 +118,103 @@ def test_an_unknown_field_is_refused_with_the_nearest_name():
         S3Volume(mount_path="/data", bucket="my-bucket", readonly=True)
     with pytest.raises(ValidationError, match="'s3'"):
         S3Volume(mount_path="/data", bucket="my-bucket", kind="gcs")
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ("https://minio.example.org:9000", "https://minio.example.org:9000"),
+        ("http://10.0.0.5:9000/", "http://10.0.0.5:9000"),
+        ("https://[2001:db8::1]:9000", "https://[2001:db8::1]:9000"),
+        (None, None),
+    ],
+)
+def test_the_url_of_another_service_is_taken(given, taken):
+    """Scheme, host and port are taken, and a slash at the end is not kept."""
+    assert S3Volume(mount_path="/data", bucket="my-bucket", endpoint_url=given).endpoint_url == taken
+
+
+# A comma would begin another option of s3fs.
+@pytest.mark.parametrize(
+    "url",
+    [
+        "minio:9000",
+        "ftp://x.org",
+        "https://",
+        "https://x.org/path",
+        "https://x.org?a=b",
+        "https://x.org,use_cache=/etc",
+        "https://x .org",
+        "https://x.org\n",
+        "",
+    ],
+)
+def test_what_is_no_url_of_a_service_is_refused(url):
+    """Another scheme, a path, a query or a word that does not belong there is refused, and an example told."""
+    with pytest.raises(ValidationError, match=r"https://minio\.example\.org:9000"):
+        S3Volume(mount_path="/data", bucket="my-bucket", endpoint_url=url)
+
+
+def test_a_password_in_the_url_is_refused_without_repeating_it():
+    """Credentials in the URL are refused; the message says where they go."""
+    with pytest.raises(ValidationError) as caught:
+        S3Volume(mount_path="/data", bucket="my-bucket", endpoint_url="https://key:hush@x.org")
+    assert "AWS_SECRET_ACCESS_KEY" in str(caught.value)
+    assert "hush" not in str(caught.value).partition("[type=")[0]
+
+
+@pytest.mark.parametrize("region", ["", "EU", "eu central", "eu,ro", "-eu", "eu\n"])
+def test_what_is_no_region_is_refused(region):
+    """A region is one word of lowercase letters, digits and hyphens."""
+    assert S3Volume(mount_path="/data", bucket="my-bucket", region="eu-central-1").region == "eu-central-1"
+    with pytest.raises(ValidationError, match="eu-central-1"):
+        S3Volume(mount_path="/data", bucket="my-bucket", region=region)
+
+
+# ── side by side ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def volumes_at(*paths):
+    return [S3Volume(mount_path=path, bucket="my-bucket") for path in paths]
+
+
+@pytest.mark.parametrize("paths", [(), ("/data",), ("/data", "/data2"), ("/a/b", "/a/c"), ("/data-1", "/data", "/dat")])
+def test_volumes_beside_each_other_are_taken(paths):
+    """Paths of which none is another, or inside another, may stand together."""
+    refuse_overlaps(volumes_at(*paths))
+
+
+@pytest.mark.parametrize("paths", [("/data", "/data/"), ("/x", "/data/x/y", "/data"), ("/data", "/x", "/data/x"), ("/a", "/a-b", "/a/b")])
+def test_a_volume_over_or_inside_another_is_refused(paths):
+    """Two volumes at one path, or one inside the other in whichever order, are refused, and the path named."""
+    with pytest.raises(BadRequest, match=r"'/(data|a)'.*a path"):
+        refuse_overlaps(volumes_at(*paths))
+
+
+# ── the script's words ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_no_volumes_need_no_script():
+    """Without volumes nothing is said, no phase either."""
+    assert mount_volumes([]) == ""
+
+
+def test_the_scripts_pass_shellcheck():
+    """Neither the script that mounts, behind an image's, nor the one that unmounts, in POSIX sh, has anything that shellcheck finds."""
+    volumes = [S3Volume(mount_path="/it's $HOME", bucket="a.b.c", prefix="`x`"), S3Volume(mount_path="/out", bucket="out", read_only=False, region="eu-west-1")]
+    for dialect, script in (("bash", Image().bootstrap() + mount_volumes(volumes)), ("sh", unmount_volumes())):
+        argv = [SHELLCHECK, f"--shell={dialect}", "-"]
+        assert subprocess.run(argv, input=script + "\n", capture_output=True, text=True, check=False).stdout == ""
+
+
+WORDS = st.text(st.characters(min_codepoint=32, max_codepoint=0x2FF).filter(str.isprintable), min_size=1, max_size=20).filter(lambda word: ".." not in word)
+
+
+@settings(max_examples=50, deadline=None)
+@given(WORDS, WORDS)
+def test_nasty_words_reach_the_shell_literally(path, prefix):
+    """Quotes, substitutions and globs in a path or prefix arrive as they were written."""
+    volume = S3Volume(mount_path=f"/x{path}", bucket="my-bucket", prefix=f"x{prefix}", endpoint_url="http://x.org:1")
+    call = mount_volumes([volume]).splitlines()[-1]
+    told = subprocess.run(["bash", "-c", f'skyward_volume() {{ printf "%s\\0" "$@"; }}\n{call}'], capture_output=True, text=True, check=True).stdout
+    assert told.split("\0") == [volume.mount_path, "ro", "my-bucket", volume.prefix, "http://x.org:1", "", ""]

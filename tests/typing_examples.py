@@ -1,7 +1,6 @@
 """What a type checker makes of the API. Never run: `assert_type` is checked by pyright in strict mode (see test_compute.py and CI)."""
 
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
 from typing import assert_type
 
 import skyward_core as sky
@@ -68,8 +67,8 @@ def batches_keep_their_types(pool: sky.ComputePool) -> None:
 
 
 def futures_and_maps_keep_their_types(pool: sky.ComputePool) -> None:
-    """`submit` gives Future[R], `map` list[R] of decorated and plain functions."""
-    assert_type(pool.submit(train(1)), Future[float])
+    """`submit` gives CallFuture[R], a Future[R] that tells its cost, `map` list[R] of decorated and plain functions."""
+    assert_type(pool.submit(train(1)), sky.CallFuture[float])
     assert_type(pool.submit(train(1)).result(), float)
     assert_type(pool.map(train, [1, 2]), list[float])
     plain: Callable[[int, int], str] = lambda a, b: str(a + b)

@@ -36,7 +36,10 @@ COST_KEY = "skyward_cost"
 MAX_XCOM_BYTES = 1_000_000
 """Largest result that goes into Airflow's database by default: every reader of the task's row pays for it."""
 
-POOL_KEYWORDS = tuple(sky.PoolSpec.model_fields)
+OTHER_NAMES = {"retries": "call_retries"}
+"""Fields of PoolSpec whose names are Airflow's own: a task's `retries` run the task again, `call_retries` a call whose node was lost under it."""
+POOL_FIELDS = {OTHER_NAMES.get(name, name): name for name in sky.PoolSpec.model_fields}
+POOL_KEYWORDS = tuple(POOL_FIELDS)
 OWN_KEYWORDS = ("python_callable", "op_args", "op_kwargs", "map_over", "spec", "max_xcom_bytes")
 PLAIN_CONTEXT = frozenset(
     {
@@ -60,8 +63,9 @@ def _names_pool_keywords[F: Callable[..., None]](init: F) -> F:
 class SkywardOperator(BaseOperator):
     """Run a function on a pool of machines that lives as long as the task.
 
-    Takes the keywords of `ComputePool` beside Airflow's own (`pool` stays Airflow's pool of slots, and `timeout` is the idle pool's, not the task's:
-    that is `execution_timeout`), or `spec`, a PoolSpec or its plain data, which single keywords override. All of them, `op_args` and `op_kwargs` are templates.
+    Takes the keywords of `ComputePool` beside Airflow's own, or `spec`, a PoolSpec or its plain data, which single keywords override. `pool` stays Airflow's
+    pool of slots; `timeout` is the idle pool's, not the task's: that is `execution_timeout`; `retries` are the task's, those of the pool's calls are
+    `call_retries`. All of them, `op_args` and `op_kwargs` are templates.
     `map_over` names the argument(s) that hold a sequence: the function is called once for each item, all on this one pool, and the task returns
     the list of results in order. The result goes to XCom, unless its JSON is larger than `max_xcom_bytes` (None: no limit); the bill goes to the
     XCom `skyward_cost`.
@@ -89,7 +93,7 @@ class SkywardOperator(BaseOperator):
         **kwargs: Any,
     ) -> None:
         _refuse_unknown(type(self).__name__, kwargs)
-        wishes = _as_keywords(spec) | {name: kwargs.pop(name) for name in POOL_KEYWORDS if name in kwargs}
+        wishes = _as_keywords(spec) | {field: kwargs.pop(name) for name, field in POOL_FIELDS.items() if name in kwargs}
         if map_over:
             kwargs["multiple_outputs"] = False  # else inferred from what the function returns, of which the task returns a list
         super().__init__(**kwargs)
@@ -100,15 +104,15 @@ class SkywardOperator(BaseOperator):
         self.max_xcom_bytes = max_xcom_bytes
         _refuse_callable(python_callable, self.op_args, self.op_kwargs, self.map_over)
         plain = _as_plain_data(wishes)
-        for name in POOL_KEYWORDS:
-            setattr(self, name, plain.get(name))
+        for name, field in POOL_FIELDS.items():
+            setattr(self, name, plain.get(field))
         self._asked = tuple(plain)
         self._attempt: _Attempt | None = None
 
     @property
     def pool_spec(self) -> sky.PoolSpec:
         """What is asked for, once templates are rendered. Raises BadRequest if a rendered value is none."""
-        return sky.PoolSpec.of(**{name: getattr(self, name) for name in self._asked})
+        return sky.PoolSpec.of(**{field: getattr(self, OTHER_NAMES.get(field, field)) for field in self._asked})
 
     def execute(self, context: Context) -> Any:
         """Run the function on a pool of its own and return its result; the pool is closed on every way out."""
@@ -118,6 +122,8 @@ class SkywardOperator(BaseOperator):
             results = attempt.run(self.pool_spec, calls)
         except _Killed:
             raise AirflowException("the task was asked to stop while its function ran; the pool is closed") from None
+        except sky.BudgetExceeded as error:  # another try would cost again, and end here again
+            raise AirflowFailException(f"{error}: not tried again. Allow more (max_cost, budget), or ask for less") from error
         finally:
             self._attempt = None
             self._push_cost(context, attempt.bill())
@@ -127,9 +133,9 @@ class SkywardOperator(BaseOperator):
         return result
 
     def on_kill(self) -> None:
-        """Make `execute` end now. Airflow calls this in a signal handler and sends SIGKILL 5 seconds later, so it starts nothing that waits.
+        """Hand the machines' end to the pool's reaper and make `execute` end now. Airflow calls this in a signal handler, and sends SIGKILL 5 seconds later.
 
-        A local pool is gone about a second later. What is left after SIGKILL ends by itself: nodes notice that their client is gone.
+        A local pool is gone about a second later. SIGKILL does not reach the reaper, which is of another session: it goes on until all machines are gone.
         """
         if self._attempt is not None:
             self._attempt.kill()
@@ -145,6 +151,8 @@ class SkywardOperator(BaseOperator):
         if bill is None:
             return
         self.log.info("cost: %.6f USD, %.1f s, nodes: %d", bill["cost_usd"], bill["seconds"], bill["nodes"])
+        if bill["pool_id"]:
+            self.log.info("`skyward receipt %s` tells what became of each machine", bill["pool_id"])
         try:
             context["ti"].xcom_push(key=COST_KEY, value=bill)  # pyright: ignore[reportTypedDictNotRequiredAccess]
         except Exception:  # the work is done and paid for, or failed for a better reason than this one
@@ -168,6 +176,7 @@ class _Attempt:
         self._pool: sky.ComputePool | None = None
         self._calls = 0
         self._provider = ""
+        self._pool_id = ""
         self._narrator = sky.Narrator()
         self._is_killed = False
         self._is_interruptible = False
@@ -194,18 +203,24 @@ class _Attempt:
             self._drain()
 
     def kill(self) -> None:
-        """Stop `run`. Called in a signal handler: sets a flag and wakes the main thread, or raises where that thread may be waiting for machines."""
+        """Stop `run`. Called in a signal handler: has the machines ended, then wakes the main thread, or raises where that may be waiting for machines.
+
+        Closing the pool may take longer than we are left to live, at a provider that does not answer: so the reaper is told first.
+        """
         self._is_killed = True
+        if self._pool is not None:
+            self._pool.terminate_now()
         self._news.put(None)
         if self._is_interruptible:
             raise _Killed
 
     def bill(self) -> dict[str, Any] | None:
-        """Return the bill as JSON data, None if no pool was opened. USD, seconds, USD per hour of all nodes together."""
+        """Return the bill as JSON data, None if no pool was opened. USD, seconds, USD per hour of all nodes together; the pool's id finds its receipt."""
         final = self._pool.cost_final if self._pool is not None else None
         if final is None:
             return None
         return {
+            "pool_id": self._pool_id,
             "cost_usd": final.total_cost,
             "seconds": final.total_seconds,
             "hourly_rate": final.hourly_rate,
@@ -257,6 +272,8 @@ class _Attempt:
     def _write(self, news: Any) -> None:
         if isinstance(news, sky.InstanceProvisioned):
             self._provider = news.provider
+        if isinstance(news, sky.PoolReady):
+            self._pool_id = news.pool_id
         if isinstance(news, (Future, NoneType)):
             return
         if told := self._narrator.tell(news):

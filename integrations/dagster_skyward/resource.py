@@ -141,11 +141,18 @@ class _Live:
 
     @contextmanager
     def used_by(self, context: StepContext) -> Generator[sky.ComputePool]:
-        """Open the pool if it is not, and note what this use costs."""
+        """Open the pool if it is not, and note what this use costs. A step that is being stopped hands the machines' end to the pool's reaper.
+
+        Whoever stops it may kill it before the provider has answered.
+        """
         self._log = context.log
         cost, started = self._first_use.setdefault(context, (self._cost(), time.monotonic()))
         try:
             yield self._opened()
+        except (dg.DagsterExecutionInterruptedError, KeyboardInterrupt):
+            if self._pool is not None:
+                self._pool.terminate_now()
+            raise
         finally:
             accelerator = str(self._spec.accelerator or "none")
             record(context, self, Usage(self._cost() - cost, time.monotonic() - started, self._spec.nodes, accelerator))

@@ -184,8 +184,15 @@ class _Live:
         return future
 
     def close(self, error: BaseException | None) -> None:
-        """Close everything. Calls of a flow that ended well are waited for, as Prefect's own runner does; else they are stopped first: they cost money."""
+        """Close everything. Calls of a flow that ended well are waited for, as Prefect's own runner does; else they are stopped first: they cost money.
+
+        A flow that is being stopped (a signal, which is no Exception) may be killed before the provider has answered, after 30 s if it was cancelled: its
+        machines are the reaper's first.
+        """
         stops = error is not None or self._has_failed()
+        if self.pool is not None and error is not None and not isinstance(error, Exception):
+            self.is_stopping = True  # calls whose machines go are cancelled, not failed
+            self.pool.terminate_now()
         try:
             with ExitStack() as undo:
                 if stops:  # last: a task may be asleep before its next attempt, and the machines need not wait for it

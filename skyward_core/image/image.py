@@ -94,9 +94,9 @@ class Image(BaseModel):
         pins = tuple(runtime_pins() if runtime is None else runtime)
         return shell.script(
             shell.prelude(),
+            shell.export(self.env),  # first: indexes and proxies for what is installed stand here
             shell.shutdown_after(ttl),
             shell.python_environment(self.content_hash(runtime=pins), self.python, (*pins, *self.pip), self.pip_extra_index_url, self.apt),
-            shell.export(self.env),
             'export SKYWARD_ENV_PYTHON="$skyward_environment/bin/python"',
             shell.done("deps"),
         )

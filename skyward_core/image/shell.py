@@ -91,6 +91,10 @@ skyward_failed() {
   [ "$BASH_SUBSHELL" -eq 0 ] || return 0 # the parent shell tells, once
   local command=${skyward_command:-$2}
   command=${command#skyward_}
+  [ -z "${SKYWARD_RESERVE:-}" ] || rm -f -- "$SKYWARD_RESERVE" # so that a full disk has room for these lines
+  case $(df --output=pcent -- "$SKYWARD_HOME" 2>/dev/null || true) in
+    *100%*) printf '\nThe disk that holds %s is full, or nearly so.\n' "$SKYWARD_HOME" ;;
+  esac
   printf '::skyward failed phase=%s exit=%s command=%s\n' "$skyward_phase_name" "$1" "${command//[$'\n\r']/ }"
 }
 trap 'skyward_failed "$?" "$BASH_COMMAND"' ERR

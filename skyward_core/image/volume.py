@@ -1,11 +1,15 @@
 """`S3Volume`: a bucket, or a part of one, as a folder on every node."""
 
 import re
+from collections.abc import Sequence
+from itertools import combinations
 from posixpath import normpath
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
+from skyward_core.errors import BadRequest
 from skyward_core.image.image import refuse_unknown_fields
 
 
@@ -13,10 +17,13 @@ class S3Volume(BaseModel):
     """A bucket of S3 under an absolute path.
 
     `prefix` narrows it to the keys below one "folder"; it gets the "/" at its end that mounting needs. `mount_path` loses its own.
-    Raises pydantic's ValidationError (a ValueError).
+    `endpoint_url` is that of another service than Amazon's that speaks S3 ("https://minio.example.org:9000"), and `region` the bucket's;
+    None leaves both to the node's environment (AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL; AWS_REGION, AWS_DEFAULT_REGION). Credentials are no part
+    of a volume: they go to the environment too. Raises pydantic's ValidationError (a ValueError).
 
-    >>> S3Volume(mount_path="/data/", bucket="my-bucket", prefix="datasets")
-    S3Volume(kind='s3', mount_path='/data', bucket='my-bucket', prefix='datasets/', read_only=True)
+    >>> volume = S3Volume(mount_path="/data/", bucket="my-bucket", prefix="datasets")
+    >>> volume.mount_path, volume.prefix, volume.read_only
+    ('/data', 'datasets/', True)
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -26,6 +33,8 @@ class S3Volume(BaseModel):
     bucket: str
     prefix: str = ""
     read_only: bool = True
+    endpoint_url: str | None = None
+    region: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -61,9 +70,40 @@ class S3Volume(BaseModel):
             raise ValueError("prefix is longer than a key may be, 1024 bytes")
         return prefix
 
+    @field_validator("endpoint_url")
+    @classmethod
+    def _is_the_url_of_a_service(cls, url: str | None) -> str | None:
+        if url is None:
+            return None
+        if "@" in url:
+            raise ValueError("endpoint_url must not hold a password: credentials go to Image(env=...), as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+        if not _ENDPOINT.fullmatch(url) or not urlsplit(url).hostname:
+            raise ValueError(f'endpoint_url={url!r} is not the URL of a service, without a path: write "https://minio.example.org:9000"')
+        return url.removesuffix("/")
+
+    @field_validator("region")
+    @classmethod
+    def _looks_like_a_region(cls, region: str | None) -> str | None:
+        if region is not None and not re.fullmatch(r"[a-z0-9][a-z0-9-]*", region):
+            raise ValueError(f'region={region!r} is no name of a region: write "eu-central-1"')
+        return region
+
 
 type Volume = S3Volume
 """Any volume; `kind` tells them apart in JSON."""
+
+
+def refuse_overlaps(volumes: Sequence[Volume]) -> None:
+    """Raise BadRequest, naming both paths, if a volume would be mounted over another or inside it."""
+    for one, other in combinations(volumes, 2):
+        outer, inner = sorted((one.mount_path, other.mount_path))
+        if inner == outer:
+            raise BadRequest(f"two volumes have the mount_path {outer!r}: give each a path of its own")
+        if inner.startswith(f"{outer}/"):
+            raise BadRequest(f"a volume's mount_path {inner!r} lies inside another's, {outer!r}: give each a path beside the other's")
+
+
+_ENDPOINT = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?/?")
 
 
 def _fault_of_bucket(name: str) -> str:

@@ -1,6 +1,7 @@
 """What a provider is: its own configuration, with four verbs.
 
-`launch` and `terminate` are called by `provisioning.lifecycle` alone. All four are synchronous; threads are the caller's business.
+`launch` is called by `provisioning.lifecycle` alone, `terminate` by it and by `giving_back`. All four are synchronous, threads are the caller's business; each
+comes to an end by itself: a request that could hang has a time-out, for whoever gives machines back waits for it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,15 @@ type Tags = Mapping[str, str]
 """Tags of an instance: `skyward-pool` (the pool's id) and whatever else the caller wants to be found by."""
 
 POOL_TAG = "skyward-pool"
+RANK_TAG = "skyward-rank"
+"""Rank of the first machine of a launch; the others count on from it."""
+LAUNCH_TAG = "skyward-launch"
+"""Token of the creating call: the same in a call that is tried again. A provider that knows idempotency tokens hands it on."""
+OWNER_TAG, PROCESS_TAG = "skyward-owner", "skyward-process"
+"""Who has asked for it, as `owner.Owner.name` and `owner.Owner.process`."""
+TYPE_TAG = "skyward-instance-type"
+CREATED_TAG, EXPIRES_TAG = "skyward-created", "skyward-expires"
+"""When it was asked for, and when it must be gone at the latest (absent: no such limit): whole seconds since 1970, UTC."""
 ENTRY_POINTS = "skyward.providers"
 
 
@@ -32,6 +42,23 @@ class Provider(BaseModel):
     name: ClassVar[str]
     refuses: ClassVar[Mapping[str, str]] = {}
     """What the provider can never do ("apt", "volume"), each with the reason and the alternative; refused before anything is launched."""
+
+    is_here: ClassVar[bool] = False
+    """True if its instances are processes of this machine, which run the whole bootstrap as their startup script; the others are reached over SSH."""
+    end_command: ClassVar[str] = ""
+    """What a machine runs, as root, to end itself; nothing where it lives on without us."""
+
+    terminate_confirms: ClassVar[bool] = False
+    """True if `terminate` returns only when the machines are gone: the provider need not be asked whether they are."""
+    gone_deadline_seconds: ClassVar[float] = 120.0
+    """How long it may take until terminated machines are known to be gone."""
+
+    listing_lag_seconds: ClassVar[float] = 0.0
+    """How long a machine that exists may be missing in what `instances` returns."""
+    billing_increment_seconds: ClassVar[int] = 1
+    """A begun stretch of so many seconds is paid for whole."""
+    billing_minimum_seconds: ClassVar[int] = 0
+    """What is paid for at least, however short a machine lived."""
 
     def offers(self, want: Requirements) -> list[Offer]:
         """Return what is sold now that could serve. A read, safe to repeat; may return more than matches, the caller filters.
@@ -47,8 +74,8 @@ class Provider(BaseModel):
         """
         raise NotImplementedError
 
-    def instances(self, pool_id: str) -> list[Instance]:
-        """Return the machines of a pool that exist, GONE ones left out. Asks the provider by tag, never memory.
+    def instances(self, pool_id: str | None = None) -> list[Instance]:
+        """Return the machines of a pool that exist, GONE ones left out; without a pool, those of all pools. Asks the provider by tag, never memory.
 
         Any failure to find out is raised; an empty list means that none exist.
         """
@@ -60,6 +87,10 @@ class Provider(BaseModel):
         Raises InstancesLeft with the ids that are not.
         """
         raise NotImplementedError
+
+    def console_url(self, instance: Instance) -> str | None:
+        """Return where a person sees the machine in the provider's own pages; None if there is no such place."""
+        return None
 
     def to_json(self) -> dict[str, Any]:
         """Return the provider as plain data: its name, and the fields that were set."""
@@ -90,5 +121,5 @@ def load(wish: str | Mapping[str, Any] | Provider) -> Provider:
         raise BadRequest(f"provider {name!r}: {error}") from error
 
 
-BUILT_IN: Mapping[str, str] = {"local": "Local"}
+BUILT_IN: Mapping[str, str] = {"hosts": "Hosts", "local": "Local"}
 """Module of this package to the class in it; a test compares it with the files."""

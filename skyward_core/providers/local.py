@@ -26,7 +26,8 @@ from skyward_core.accelerators import parse
 from skyward_core.errors import BadRequest, InstancesLeft
 from skyward_core.instances import Instance, InstanceState
 from skyward_core.offers import Offer, Requirements
-from skyward_core.providers.base import POOL_TAG, Provider, Tags
+from skyward_core.providers.base import POOL_TAG, RANK_TAG, Provider, Tags
+from skyward_core.providers.tagging import TAGS_VARIABLE, from_word, of_machine, to_word
 from skyward_core.worker.metrics import gpus_here
 from skyward_core.worker.settings import memory_directory, this_process
 from skyward_core.worker.watchdog import INSTANCE_TAG, kill_instance, tagged_processes
@@ -53,7 +54,12 @@ class Local(Provider):
     """
 
     name: ClassVar[str] = "local"
-    refuses: ClassVar[Mapping[str, str]] = {"apt": "installing Debian packages would change this machine; install them by hand and leave Image(apt=...) out"}
+    refuses: ClassVar[Mapping[str, str]] = {
+        "apt": "installing Debian packages would change this machine; install them by hand and leave Image(apt=...) out",
+        "volume": "mounting a bucket would change this machine; read the data in the function, for instance with boto3 or fsspec",
+    }
+
+    is_here: ClassVar[bool] = True
 
     price_per_hour: float = Field(default=0.0, ge=0)
 
@@ -77,16 +83,18 @@ class Local(Provider):
 
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
         """Start `count` sessions that run the startup script."""
-        return [self._launch_one(tags[POOL_TAG], int(tags["skyward-rank"]) + index, startup) for index in range(count)]
+        return [self._launch_one(of_machine(tags, int(tags[RANK_TAG]) + index), startup) for index in range(count)]
 
-    def instances(self, pool_id: str) -> list[Instance]:
-        """Return the pool's instances of which any process lives."""
+    def instances(self, pool_id: str | None = None) -> list[Instance]:
+        """Return the pool's instances of which any process lives; without a pool, those of all pools of this user, pool by pool."""
         found: dict[str, Instance] = {}
         for _, environ in tagged_processes():
-            if environ.get(POOL_VARIABLE) == pool_id and (instance_id := environ[INSTANCE_TAG]) not in found:
-                price = float(environ.get(PRICE_VARIABLE, "0"))
-                found[instance_id] = _instance(pool_id, instance_id, int(environ[RANK_VARIABLE]), price, environ[DIRECTORY_VARIABLE])
-        return sorted(found.values(), key=lambda instance: instance.rank)
+            instance_id, pool = environ.get(INSTANCE_TAG, ""), environ.get(POOL_VARIABLE)
+            if not ID_SHAPE.fullmatch(instance_id) or instance_id in found:  # others' machines may be processes of this one: containers, the test bed
+                continue
+            if pool is not None and pool_id in (None, pool):
+                found[instance_id] = _told_by(environ, pool, instance_id)
+        return sorted(found.values(), key=lambda instance: (instance.pool_id, instance.rank))
 
     def terminate(self, ids: Sequence[str]) -> None:
         """End every process of these instances, with SIGTERM and after a second with SIGKILL, and remove their directories."""
@@ -101,7 +109,7 @@ class Local(Provider):
             shutil.rmtree(_directory(instance_id), ignore_errors=True)
             shutil.rmtree(memory_directory(instance_id), ignore_errors=True)
 
-    def _launch_one(self, pool_id: str, rank: int, startup: str) -> Instance:
+    def _launch_one(self, tags: dict[str, str], startup: str) -> Instance:
         instance_id = f"local-{uuid.uuid4().hex[:12]}"
         directory = _directory(instance_id)
         directory.mkdir(mode=0o700, parents=True)
@@ -110,8 +118,9 @@ class Local(Provider):
         owner = this_process()
         environ = kept_environment() | {
             INSTANCE_TAG: instance_id,
-            POOL_VARIABLE: pool_id,
-            RANK_VARIABLE: str(rank),
+            POOL_VARIABLE: tags[POOL_TAG],
+            RANK_VARIABLE: tags[RANK_TAG],
+            TAGS_VARIABLE: to_word(tags),
             PRICE_VARIABLE: repr(self.price_per_hour),
             DIRECTORY_VARIABLE: str(directory),
             "SKYWARD_OWNER": f"{owner.pid}:{owner.started}",
@@ -121,7 +130,7 @@ class Local(Provider):
                 ["bash", str(script)], cwd=directory, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         threading.Thread(target=process.wait, name="skyward-reap", daemon=True).start()
-        return _instance(pool_id, instance_id, rank, self.price_per_hour, str(directory))
+        return _instance(tags, instance_id, self.price_per_hour, str(directory))
 
 
 def kept_environment() -> dict[str, str]:
@@ -138,12 +147,19 @@ def _directory(instance_id: str) -> Path:
     return Path(tempfile.gettempdir()) / f"skyward-{os.getuid()}" / instance_id
 
 
-def _instance(pool_id: str, instance_id: str, rank: int, price: float, directory: str) -> Instance:
+def _told_by(environ: Mapping[str, str], pool_id: str, instance_id: str) -> Instance:
+    """The instance that one of its processes tells; what a call on the node has taken out of that process's environment is filled in."""
+    rank = environ.get(RANK_VARIABLE, "")
+    tags = from_word(environ.get(TAGS_VARIABLE, ""), pool_id, int(rank) if rank.isdigit() else 0)
+    return _instance(tags, instance_id, float(environ.get(PRICE_VARIABLE, "0")), environ.get(DIRECTORY_VARIABLE) or str(_directory(instance_id)))
+
+
+def _instance(tags: dict[str, str], instance_id: str, price: float, directory: str) -> Instance:
     return Instance(
         id=instance_id,
         provider=Local.name,
-        pool_id=pool_id,
-        rank=rank,
+        pool_id=tags[POOL_TAG],
+        rank=int(tags[RANK_TAG]),
         state=InstanceState.RUNNING,
         region="local",
         instance_type="local",
@@ -151,6 +167,7 @@ def _instance(pool_id: str, instance_id: str, rank: int, price: float, directory
         on_demand_price_per_hour=price,
         ip="127.0.0.1",
         private_ip="127.0.0.1",
+        tags=tags,
         directory=directory,
     )
 

@@ -1,7 +1,8 @@
 """One instance to one ready node: the shell text that prepares it, and the reading of what that text says.
 
 A node's script prints a line `::skyward phase NAME` when it enters a phase and `::skyward failed ...` when it dies in one; everything else it prints is
-told only when it fails. At its end stands the node's supervisor, which takes the script's place.
+told only when it fails. At its end stands the node's supervisor, which takes the script's place; the head's scheduler prints
+`::skyward head GENERATION ADDRESS`.
 """
 
 from __future__ import annotations
@@ -9,22 +10,31 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import uv
 
-from skyward_core.certificates import PoolCertificate
-from skyward_core.errors import BootstrapFailed, ProvisioningTimeout
+from skyward_core.errors import BootstrapFailed, CommandFailed, ProvisioningTimeout, Unreachable
 from skyward_core.events import BootstrapProgress, BootstrapStarting, SkywardEvent
+from skyward_core.image.volume_shell import mount_volumes
 from skyward_core.instances import Instance
-from skyward_core.provisioning.shipping import shipped_package
+from skyward_core.providers.base import Provider
+from skyward_core.provisioning.guard import guard_script
+from skyward_core.reach import Reach
+from skyward_core.shipping import shipped_archive, shipped_package
 from skyward_core.spec import PoolSpec
-from skyward_core.worker.settings import NodeSettings, this_process, write_atomically
+from skyward_core.worker.settings import NodeSettings, this_process
+
+if TYPE_CHECKING:
+    from skyward_core.certificates import PoolCertificate
 
 MARK = "::skyward "
+GUARD_ENDS = "skyward: node ends: "
 LAST_LINES = 30
 POLL_SECONDS = 0.01
+LOOK_SECONDS = 0.5
 
 # Until the supervisor watches, this does: a client killed while packages are being installed must not leave the installation running.
 WATCHER = """\
@@ -41,8 +51,13 @@ export SKYWARD_BOOT_WATCHER=$!
 """
 
 
-def startup_script(spec: PoolSpec) -> str:
-    """Return the bash text that turns a local instance into a node: watcher, environment (if there is anything to install), our package, supervisor."""
+def startup_script(spec: PoolSpec, provider: Provider, max_lifetime_seconds: float | None = None) -> str:
+    """Return what the provider has a machine run when it comes up: the guard, or on this machine all that makes it a node.
+
+    `max_lifetime_seconds` is how long it may live by its own clock, whatever anybody says.
+    """
+    if not provider.is_here:
+        return guard_script(spec.lease_seconds, max_lifetime_seconds, provider.end_command)
     lines = ["#!/usr/bin/env bash", WATCHER]
     if spec.image.is_bare:
         lines.append(f"export SKYWARD_ENV_PYTHON={shlex.quote(sys.executable)}")
@@ -52,71 +67,130 @@ def startup_script(spec: PoolSpec) -> str:
             "export PYTHONDONTWRITEBYTECODE=",
             spec.image.bootstrap(),
         ]
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in spec.node_environment.items()]
+    return "\n".join(lines) + "\n" + _server(spec, shlex.quote(str(shipped_package())))
+
+
+def node_script(spec: PoolSpec) -> str:
+    """Return the bash text that makes a machine reached over SSH a node: environment, our package, volumes, supervisor."""
+    return spec.image.bootstrap() + "\n" + _server(spec, f'"$SKYWARD_HOME/ship/{shipped_archive().name}"')
+
+
+def _server(spec: PoolSpec, package: str) -> str:
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in spec.node_environment.items()]
     lines += [
         f"echo '{MARK}phase skyward'",
-        f"export PYTHONPATH={shlex.quote(str(shipped_package()))}",
+        f"export PYTHONPATH={package}",
+        mount_volumes(spec.volume),
         f"echo '{MARK}phase server'",
         'exec "$SKYWARD_ENV_PYTHON" -m skyward_core.worker.supervisor "$SKYWARD_INSTANCE_DIRECTORY"',
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(line for line in lines if line) + "\n"
 
 
-def settings_of(
-    instance: Instance, spec: PoolSpec, certificate: PoolCertificate, value_directories: tuple[str, ...], head: Instance, head_port: int, scheduler: str | None
-) -> NodeSettings:
-    """Return what a node is told. `scheduler` is None for the head, which starts it."""
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A node's place in the pool, told anew when the head was lost: `generation` counts how often. `scheduler` is None for the head, which starts it.
+
+    `host` is where the node listens; with `ports` (the scheduler's, then one for each worker) it listens on those and not on any that are free.
+    """
+
+    rank: int
+    generation: int
+    host: str
+    head_host: str
+    head_port: int
+    scheduler: str | None = None
+    ports: tuple[int, ...] = ()
+
+
+def settings_of(reach: Reach, role: Role, spec: PoolSpec, certificate: PoolCertificate, max_lifetime_seconds: float | None = None) -> NodeSettings:
+    """Return what a node is told."""
     limit = spec.requirements.memory_gb
     accelerator = spec.accelerator
     return NodeSettings(
-        pool_id=instance.pool_id,
-        instance_id=instance.id,
-        rank=instance.rank,
+        pool_id=reach.instance.pool_id,
+        instance_id=reach.instance.id,
+        rank=role.rank,
         total_nodes=spec.nodes,
         slots=spec.concurrency,
-        host=instance.private_ip or "127.0.0.1",
-        head_host=head.private_ip or "127.0.0.1",
-        head_port=head_port,
+        host=role.host,
+        head_host=role.head_host,
+        head_port=role.head_port,
         tls_certificate=certificate.certificate,
         tls_key=certificate.key,
-        value_directories=value_directories,
-        scheduler=scheduler,
-        client_shares_memory=instance.directory is not None,
+        value_directories=reach.value_directories,
+        scheduler=role.scheduler,
         accelerators=(accelerator.name,) * accelerator.count if accelerator is not None else (),
         memory_limit_bytes=int(limit * 1e9) if limit is not None else None,
         metrics_interval_seconds=2.0 if spec.collect_metrics else None,
-        owner=this_process(),
+        owner=this_process() if reach.is_here else None,
+        timeout_seconds=spec.timeout,
+        max_lifetime_seconds=max_lifetime_seconds,
+        lease_seconds=spec.lease_seconds,
+        is_guarded=not reach.is_here,
+        scheduler_port=role.ports[0] if role.ports else 0,
+        worker_ports=role.ports[1:],
+        generation=role.generation,
     )
 
 
 class Preparation:
-    """Follows one instance's script through its log."""
+    """Follows one instance on its way to being a node, through its log."""
 
-    def __init__(self, instance: Instance, emit: Callable[[SkywardEvent], object]) -> None:
-        assert instance.directory is not None
-        self.instance = instance
-        self.directory = Path(instance.directory)
+    def __init__(self, reach: Reach, rank: int, emit: Callable[[SkywardEvent], object]) -> None:
+        self.reach = reach
+        self.rank = rank
         self.phase = ""
+        self.head: str | None = None
+        """Address of the scheduler that listens on this node, as the node sees it."""
+        self.has_ended = False
         self._emit = emit
-        self._read = 0
-        self._partial = b""
+        self._generation = 0
         self._tail: list[str] = []
-        emit(BootstrapStarting(instance.id))
+        emit(BootstrapStarting(reach.instance.id))
+
+    @property
+    def instance(self) -> Instance:
+        """The machine."""
+        return self.reach.instance
+
+    def start(self, script: str, timeout_seconds: float) -> None:
+        """Reach the machine and have it run its script. Raises BootstrapFailed if it cannot be reached in time."""
+        try:
+            self.reach.start(script, timeout_seconds=timeout_seconds, emit=self._emit)
+        except Unreachable as error:
+            raise self.failure(f"it cannot be reached: {error}") from error
+        except CommandFailed as error:
+            self._tail = [*self._tail, *error.output.splitlines()][-LAST_LINES:]
+            raise self.failure(f"exit={error.exit_code} command={error.args[0]}") from error
 
     def tell(self, settings: NodeSettings) -> None:
-        """Write what the node waits for."""
-        write_atomically(self.directory / "settings.json", settings.to_json())
+        """Write what the node waits for, or what it is to be from now on."""
+        self.rank, self.head, self._generation = settings.rank, None, settings.generation
+        self.reach.write("settings.json", settings.to_json())
 
     def follow(self) -> None:
-        """Read on in the log: emit the phases entered. Raises BootstrapFailed if the script says that it has failed."""
-        for line in self._new_lines():
-            if line.startswith(f"{MARK}phase "):
-                self.phase = line.removeprefix(f"{MARK}phase ").strip()
-                self._emit(BootstrapProgress(self.instance.id, self.phase))
-            elif line.startswith(f"{MARK}failed "):
-                raise self.failure(line.removeprefix(f"{MARK}failed "))
-            elif not line.startswith(MARK):
+        """Read on in the log: emit the phases entered. Raises BootstrapFailed if the script says that it has failed, or that it has ended."""
+        for line in self.reach.new_lines():
+            kind, _, rest = line.removeprefix(MARK).partition(" ")
+            if not line.startswith(MARK):
                 self._tail = [*self._tail, line][-LAST_LINES:]
+                if line.startswith(GUARD_ENDS):
+                    self.has_ended = True
+                    raise self.failure(line.removeprefix("skyward: "))
+            elif kind == "phase":
+                if rest.strip() != self.phase:
+                    self.phase = rest.strip()
+                    self._emit(BootstrapProgress(self.instance.id, self.phase))
+            elif kind == "head":
+                generation, _, address = rest.partition(" ")
+                if int(generation) == self._generation:
+                    self.head = address.strip()
+            elif kind == "failed":
+                raise self.failure(rest)
+            elif kind == "exited":
+                self.has_ended = True
+                raise self.failure(f"exit={rest.strip()}")
 
     def failure(self, what: str) -> BootstrapFailed:
         """Return the error that says in which phase and with which last lines the node could not be prepared."""
@@ -124,40 +198,36 @@ class Preparation:
         told = "\n".join(f"  {line}" for line in self._tail)
         code = fields.get("exit", "")
         return BootstrapFailed(
-            f"node {self.instance.rank} ({self.instance.id}) could not be prepared, phase {self.phase or 'start'}: {what}\n{told}",
-            node=self.instance.rank,
+            f"node {self.rank} ({self.instance.id}) could not be prepared, phase {self.phase or 'start'}: {what}\n{told}",
+            node=self.rank,
             phase=self.phase,
             exit_code=int(code) if code.isdigit() else None,
             output=self._tail,
         )
 
-    def _new_lines(self) -> Iterator[str]:
-        with (self.directory / "log").open("rb") as log:
-            log.seek(self._read)
-            chunk = log.read()
-        self._read += len(chunk)
-        *whole, self._partial = (self._partial + chunk).split(b"\n")
-        yield from (line.decode(errors="replace") for line in whole)
+    @property
+    def last_words(self) -> str:
+        """What the node's guard or supervisor has said last."""
+        return next((line.removeprefix("skyward: ") for line in reversed(self._tail) if line.startswith("skyward: ")), "")
 
 
-def await_scheduler(preparations: Sequence[Preparation], gone: Callable[[], set[str]], deadline: float) -> str:
-    """Wait until the head's scheduler listens; return its address. `gone` tells the ids of instances that live no more.
+def await_scheduler(head: Preparation, preparations: Sequence[Preparation], check: Callable[[], None], deadline: float) -> str:
+    """Wait until the head's scheduler listens; return its address, as the nodes see it. `check` is called now and then and raises if a node will not come.
 
     Raises BootstrapFailed for a node that fails on the way, ProvisioningTimeout at the deadline (of time.monotonic).
     """
-    head = preparations[0].directory / "head.json"
-    checked = time.monotonic()
-    while not head.exists():
+    looked = time.monotonic()
+    while head.head is None:
         for preparation in preparations:
             preparation.follow()
         if time.monotonic() > deadline:
-            phases = ", ".join(f"node {p.instance.rank} in phase {p.phase or 'start'}" for p in preparations)
+            phases = ", ".join(f"node {p.rank} in phase {p.phase or 'start'}" for p in preparations)
             raise ProvisioningTimeout(f"the pool was not ready in time: {phases}. Raise provision_timeout if the image takes that long to install")
-        if time.monotonic() - checked > 0.5:
-            checked = time.monotonic()
-            raise_if_gone(preparations, gone())
+        if time.monotonic() - looked > LOOK_SECONDS:
+            looked = time.monotonic()
+            check()
         time.sleep(POLL_SECONDS)
-    return head.read_text()
+    return head.head
 
 
 def raise_if_gone(preparations: Sequence[Preparation], gone: set[str]) -> None:
@@ -165,4 +235,4 @@ def raise_if_gone(preparations: Sequence[Preparation], gone: set[str]) -> None:
     for preparation in preparations:
         if preparation.instance.id in gone:
             preparation.follow()
-            raise preparation.failure("its processes have ended")
+            raise preparation.failure("it is gone, or has been silent for longer than its lease")

@@ -1,61 +1,539 @@
-"""Acquire and release: the only code that starts or stops spending.
+"""The machines of a pool: the only code that starts or stops spending.
 
 States of a pool's machines, and who undoes what when the client is stopped between two lines:
 
-    nothing -> launch asked for -> launched -> prepared -> leased -> terminated -> known to be gone
-               `_give_back`, by tag, on the caller's ExitStack    `release`        the meter ends
+    nothing -> intended -> launch asked for -> launched -> prepared -> leased -> terminated -> known to be gone
+               `_give_back`, by tag, on the caller's ExitStack                `release`        the meter ends
 
-A launch that fails may have launched: so `_give_back` asks the provider by tag, never a list kept here.
+A launch that fails may have launched: so `giving_back` asks the provider by tag, never a list kept here. What is written down when: `book.py`.
 """
 
 from __future__ import annotations
 
+import logging
+import random
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from skyward_core import spot
-from skyward_core.certificates import PoolCertificate
-from skyward_core.errors import InstancesLeft, NoCapacity, NotYetSupported
+from skyward_core.errors import (
+    BadRequest,
+    CommandFailed,
+    ConnectionLost,
+    NoCapacity,
+    NodeLost,
+    NotYetSupported,
+    PoolClosed,
+    SkywardError,
+    Unreachable,
+)
 from skyward_core.events import InfraCreated, InfraCreating, InstanceLaunching, InstanceProvisioned, InstanceStopping, SkywardEvent
 from skyward_core.instances import Instance, Lease, Node
-from skyward_core.offers import Offer, rank
-from skyward_core.providers.base import POOL_TAG, Provider
-from skyward_core.provisioning.bootstrap import Preparation, await_scheduler, settings_of, startup_script
+from skyward_core.offers import Offer
+from skyward_core.offers import rank as ranked
+from skyward_core.providers.base import Provider
+from skyward_core.provisioning.book import Book, price_of
+from skyward_core.provisioning.bootstrap import LOOK_SECONDS, Preparation, Role, await_scheduler, node_script, raise_if_gone, settings_of, startup_script
+from skyward_core.provisioning.giving_back import give_back
 from skyward_core.provisioning.metering import Meter
+from skyward_core.provisioning.purse import Purse
+from skyward_core.reach import Reaches
 from skyward_core.spec import PoolSpec
-from skyward_core.worker.settings import memory_directory
+from skyward_core.worker.settings import NodeSettings
 
-GONE_DEADLINE_SECONDS = 120.0
-GONE_POLL_SECONDS = 0.2
+if TYPE_CHECKING:
+    from skyward_core.certificates import PoolCertificate
+
+HEIR_SECONDS = 60.0  # for a node that is left to become the head: its scheduler listens in two
+PORTS = range(20_000, 30_000)  # below Linux's ephemeral ports, ip(7)
+PORT_TRIES = 5
+GUARD_GRACE_SECONDS = 10.0
+ASK_SECONDS = 5.0
+
+_log = logging.getLogger("skyward")
 
 type Emit = Callable[[SkywardEvent], object]
 
 
-def acquire(spec: PoolSpec, provider: Provider, pool_id: str, certificate: PoolCertificate, *, emit: Emit, meter: Meter, undo: ExitStack) -> Lease:
-    """Rent and prepare what the spec asks for; return the lease with the address of its scheduler.
+class Machines:
+    """The machines of one opening of a pool: rents them, makes them nodes, puts others in the place of lost ones, gives them back.
 
-    The giving back is pushed on `undo` before anything is launched, and stays there: no interrupt can fall between this function's care and its caller's.
-    Raises NoCapacity, BootstrapFailed, ProvisioningTimeout and whatever the provider raises; InstancesLeft, from the undo, says which machines may be left.
+    `acquire` first, `release` last; between them `replace` (one thread for each rank) and `restart` may be called at the same time.
     """
-    refuse(spec, provider)
-    emit(InfraCreating())
-    offer = choose(spec, provider)
-    emit(InfraCreated(offer.region))
-    created_at = datetime.now(UTC)
-    deadline = time.monotonic() + spec.provision_timeout
-    undo.callback(_give_back, provider, pool_id, emit, meter)
-    instances = launch(spec, provider, offer, pool_id, emit=emit, meter=meter)
-    scheduler = prepare(spec, provider, instances, certificate, deadline, emit=emit)
-    nodes = tuple(Node(instance=instance, rank=instance.rank, workers=1, slots=spec.concurrency) for instance in instances)
-    return Lease(pool_id=pool_id, provider=provider.to_json(), nodes=nodes, scheduler=scheduler, created_at=created_at)
 
+    def __init__(
+        self,
+        spec: PoolSpec,
+        provider: Provider,
+        pool_id: str,
+        certificate: Future[PoolCertificate],
+        *,
+        emit: Emit,
+        meter: Meter,
+        book: Book,
+        purse: Purse,
+    ) -> None:
+        self._spec = spec
+        self._provider = provider
+        self._pool_id = pool_id
+        self._certificate = certificate
+        self._emit = emit
+        self._meter = meter
+        self._book = book
+        self._purse = purse
+        self.reaches = Reaches(spec.lease_seconds, emit, purse.paid_seconds)
+        self._nodes: dict[int, Preparation] = {}
+        self._offer: Offer | None = None
+        self._scheduler = ""
+        self._generation = 0
+        self._head_port = 0
+        self._ports: dict[int, tuple[int, ...]] = {}
+        self._led: set[tuple[str, int]] = set()
+        self._created_at = datetime.now(UTC)
+        self._ask_at = 0.0
+        self._lost_at: dict[str, float] = {}
+        self._endings: list[threading.Thread] = []
+        self._missed = set[str]()
+        self._silent: dict[str, float] = {}
+        self._lifetimes: dict[str, float | None] = {}
+        self._launched_at = 0.0
+        self._is_launch_unsure = False
+        """True once a launch was asked for and its answer lost: there may be machines that nobody here knows of."""
+        self.may_be_left = False
+        """Whether something was asked for that is not known to be gone: whatever has cut off the giving back, somebody must go on with it."""
+        self._telling = threading.Lock()
+        self._closing = threading.Event()
+        self._is_closing = False
 
-def release(lease: Lease, provider: Provider, *, emit: Emit, meter: Meter) -> None:
-    """Give the pool's machines back and make sure. May be called again. Raises InstancesLeft if some could not be confirmed gone."""
-    _give_back(provider, lease.pool_id, emit, meter)
+    # ── acquire and release ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def acquire(self, undo: ExitStack) -> Lease:
+        """Rent and prepare what the spec asks for; return the lease with the address of its scheduler.
+
+        The giving back is pushed on `undo` before anything is launched, and stays there: no interrupt can fall between this function's care and its caller's.
+        Raises NoCapacity, BootstrapFailed, ProvisioningTimeout and whatever the provider raises; InstancesLeft, from the undo, says which machines may be left.
+        """
+        refuse(self._spec, self._provider)
+        self._emit(InfraCreating())
+        self._offer = offer = choose(self._spec, self._provider)
+        self._emit(InfraCreated(offer.region))
+        self._created_at = datetime.now(UTC)
+        deadline = time.monotonic() + self._spec.provision_timeout
+        undo.callback(self._give_back)
+        undo.callback(self.reaches.close)
+        instances = self._launch(offer, self._spec.nodes, 0)
+        self._head_port = _free_port() if self._provider.is_here else random.choice(PORTS)  # noqa: S311 - a port, no secret
+        self._nodes = {instance.rank: Preparation(self.reaches.to(instance), instance.rank, self._emit) for instance in instances}
+        self._prepare(deadline)
+        return self.lease
+
+    def release(self) -> None:
+        """Give the pool's machines back and make sure. May be called again. Raises InstancesLeft if some could not be confirmed gone."""
+        self.stop()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        over = time.monotonic() - self._spec.lease_seconds - GUARD_GRACE_SECONDS
+        ended = frozenset(machine for machine, since in self._lost_at.items() if since < over)
+        for machine in ended & self._meter.rented():
+            _log.warning("%s has been silent for longer than its lease: its guard has ended it there, if it lives at all", machine)
+        self._end_all(ended)
+
+    def _end_all(self, presumed_gone: frozenset[str] = frozenset()) -> None:
+        lag = self._provider.listing_lag_seconds
+        give_back(
+            self._provider,
+            self._pool_id,
+            self._book,
+            are_all_known=not self._is_launch_unsure,
+            presumed_gone=presumed_gone,
+            unsure_until=self._launched_at + lag if lag else 0.0,
+        )
+        self.may_be_left = False
+        self._book.nothing_is_left()
+
+    def launch_no_more(self) -> None:
+        """From now on rent nothing. Waits for nothing: a signal handler may call it."""
+        self._is_closing = True
+
+    def end_now(self) -> None:
+        """Ask once for the end of all machines, and wait for nothing: for a pool without a reaper. Errors are left to `release`."""
+        try:
+            self._provider.terminate(sorted(self._meter.rented() | self.living()))
+        except Exception:
+            _log.exception("the machines could not be ended right away; closing the pool tries again")
+
+    def stop(self) -> None:
+        """Launch no more, and let whoever waits for a machine here wait no longer."""
+        self._closing.set()
+        self.reaches.close()
+        for ending in self._endings:
+            if ending is not threading.current_thread():
+                ending.join()
+
+    def extend_leases(self, seconds: float) -> None:
+        """Let all nodes live for so many seconds from now. Raises Unreachable if one cannot be told, BadRequest if they need this client."""
+        if self._ports:
+            raise BadRequest("the nodes do not see each other, and talk through this client: the pool cannot be left alone")
+        for node in list(self._nodes.values()):
+            node.reach.extend_lease(seconds)
+
+    @property
+    def lease(self) -> Lease:
+        """The written claim on the machines that there are now."""
+        nodes = tuple(Node(instance=node.instance, rank=rank, workers=1, slots=self._spec.concurrency) for rank, node in sorted(self._nodes.items()))
+        return Lease(pool_id=self._pool_id, provider=self._provider.to_json(), nodes=nodes, scheduler=self._scheduler, created_at=self._created_at)
+
+    @property
+    def scheduler(self) -> str:
+        """Where the scheduler is reached from here."""
+        return self._nodes[0].reach.address(self._scheduler)
+
+    def living(self) -> set[str]:
+        """Return the ids of the pool's machines that the provider lists. Raises what the provider raises."""
+        return {instance.id for instance in self._provider.instances(self._pool_id)}
+
+    def check(self) -> None:
+        """Raise BootstrapFailed for a node that has failed on its way to being one."""
+        nodes = list(self._nodes.values())
+        for node in nodes:
+            node.follow()
+        self._raise_if_gone(nodes)
+
+    def last_words(self, rank: int) -> str:
+        """Return what a node has said last, if anything can still be heard of it."""
+        node = self._nodes.get(rank)
+        if node is None:
+            return ""
+        try:
+            node.follow()
+        except SkywardError:
+            pass  # it has failed, and that is what is being told
+        return node.last_words
+
+    def has_ended(self, rank: int) -> bool:
+        """Tell whether a node has said that it has ended, or is not there at all."""
+        node = self._nodes.get(rank)
+        if node is None:
+            return True
+        try:
+            node.follow()
+        except SkywardError:
+            return True
+        return node.has_ended
+
+    def is_connected(self, rank: int) -> bool:
+        """Tell whether a node answers this client, as far as is known."""
+        node = self._nodes.get(rank)
+        if node is None or not node.reach.is_connected:
+            return False
+        return not self._provider.is_here or node.instance.id in self.living()
+
+    # ── what is lost ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def replace(self, rank: int, is_there: Callable[[], bool]) -> None:
+        """Put another machine in the place of a lost one, and wait until its workers have joined (`is_there`). Raises what `acquire` raises, PoolClosed."""
+        lost = self._nodes.pop(rank, None)
+        ending = self._end_aside(lost) if lost is not None else None
+        deadline = time.monotonic() + self._spec.provision_timeout
+        instance = self._launch_instead(rank, ending)
+        node = Preparation(self.reaches.to(instance), rank, self._emit)
+        try:
+            node.start(self._node_script(), self._spec.provision_timeout)
+            with self._telling:
+                if self._ports:
+                    self._ports[rank] = (random.choice(PORTS), random.choice(PORTS))  # noqa: S311 - ports, no secrets
+                self._nodes[rank] = node
+                self._lead_all()
+                self._raise_if_cut_off(node)
+                node.tell(self._settings(node, rank, self._scheduler))
+            looked = time.monotonic()
+            while not is_there():
+                node.follow()
+                self._raise_if_dropped(rank, node)
+                self._go_on_until(deadline, f"node {rank} did not join the pool in time")
+                if time.monotonic() - looked > LOOK_SECONDS:
+                    looked = time.monotonic()
+                    self._raise_if_lost(node)
+        except BaseException:
+            if self._nodes.get(rank) is node:
+                del self._nodes[rank]
+            self._end(node)
+            raise
+
+    def _launch_instead(self, rank: int, ending: threading.Thread | None) -> Instance:
+        """Rent a machine while the lost one is given back, which may take long; where it is the last of its kind, that must come first."""
+        assert self._offer is not None
+        try:
+            return self._launch(self._offer, 1, rank)[0]
+        except NoCapacity:
+            if ending is None:
+                raise
+            ending.join()
+            return self._launch(self._offer, 1, rank)[0]
+
+    def restart(self, is_left: Callable[[Instance], bool]) -> Lease:
+        """The head is lost: make a node that is left the head, or rent one; tell every node anew. Returns the new lease; ranks that miss in it are vacant."""
+        with self._telling:  # a machine that is being prepared meanwhile is told afterwards, of the new head
+            return self._restart(is_left)
+
+    def _restart(self, is_left: Callable[[Instance], bool]) -> Lease:
+        self._generation += 1
+        lost = self._nodes.pop(0, None)
+        if lost is not None:
+            self._end_aside(lost)
+        left = [rank for rank, node in sorted(self._nodes.items()) if rank and is_left(node.instance)]
+        deadline = time.monotonic() + self._spec.provision_timeout
+        if left:
+            head = self._nodes.pop(left[0])
+        else:
+            assert self._offer is not None
+            (instance,) = self._launch(self._offer, 1, 0)
+            head = Preparation(self.reaches.to(instance), 0, self._emit)
+        self._nodes[0] = head
+        if self._ports:
+            self._choose_ports()
+        if not left:
+            head.start(self._node_script(), self._spec.provision_timeout)
+        self._lead_all()
+        head.tell(self._settings(head, 0, None))
+        if left:  # it has all that it needs, and another may have to try if it does not come up
+            deadline = min(deadline, time.monotonic() + HEIR_SECONDS)
+
+        def look() -> None:
+            self._go_on_until(deadline, "the new head did not come up in time")
+            self._raise_if_lost(head)
+
+        self._scheduler = await_scheduler(head, [head], look, deadline)
+        for rank, node in list(self._nodes.items()):
+            if rank:
+                self._tell_or_drop(rank, node)
+        return self.lease
+
+    def _tell_or_drop(self, rank: int, node: Preparation) -> None:
+        is_told = not self._provider.is_here or self.is_connected(rank)
+        try:
+            if is_told:
+                node.tell(self._settings(node, rank, self._scheduler))
+        except (Unreachable, CommandFailed, OSError):
+            is_told = False
+        if not is_told:  # lost as well
+            del self._nodes[rank]
+            self._end(node)
+
+    def _end_aside(self, node: Preparation) -> threading.Thread:
+        """Give back a machine that is lost in a thread of its own: one that does not answer takes its time."""
+        ending = threading.Thread(target=self._end, args=(node,), name=f"skyward-end-{node.rank}", daemon=True)
+        ending.start()
+        self._endings = [*(thread for thread in self._endings if thread.is_alive()), ending]
+        return ending
+
+    def _end(self, node: Preparation) -> None:
+        """Give back a machine that is lost. What cannot be done now is done when the pool ends."""
+        self._lost_at[node.instance.id] = time.monotonic()
+        self.reaches.forget(node.instance)
+        self._emit(InstanceStopping(node.instance.id))
+        try:
+            self._provider.terminate([node.instance.id])
+            if self._provider.terminate_confirms:
+                self._book.gone([node.instance.id], f"{self._provider.name} confirmed its termination")
+            elif node.instance.id not in self.living():
+                self._book.gone([node.instance.id], f"{self._provider.name} lists it no more")
+        except Exception:  # noqa: S110 - the meter goes on; `give_back` asks again and does not let go
+            pass
+
+    def _raise_if_cut_off(self, node: Preparation) -> None:
+        if not self._ports and not self._sees_the_head(node):
+            raise node.failure(f"it does not get through to the head at {self._scheduler}, and the other nodes do")
+
+    def _raise_if_dropped(self, rank: int, node: Preparation) -> None:
+        if self._nodes.get(rank) is not node:
+            raise NodeLost(f"node {rank} could not be told of the new head")
+
+    def _raise_if_lost(self, node: Preparation) -> None:
+        """Raise BootstrapFailed if a machine that is waited for is gone; an outage of the provider says nothing.
+
+        Over SSH only one that is silent is asked for.
+        """
+        if node.reach.is_connected and not self._provider.is_here:
+            return
+        try:
+            is_gone = node.instance.id not in self.living()
+        except Exception:
+            return
+        if is_gone:
+            raise node.failure("its machine is gone")
+
+    def _go_on_until(self, deadline: float, what: str) -> None:
+        if self._closing.wait(0.05):
+            raise PoolClosed("the pool is closing")
+        if time.monotonic() > deadline:
+            raise SkywardError(what)
+
+    # ── from machines to nodes ───────────────────────────────────────────────────────────────────────────────────────
+
+    def _launch(self, offer: Offer, count: int, first_rank: int) -> list[Instance]:
+        """Rent machines; the meter counts from the moment they are asked for. Raises NoCapacity if fewer came than were asked for."""
+        if self._is_closing or self._closing.is_set():
+            raise PoolClosed("the pool is closing")
+        grant = self._purse.grant(count, price_of(offer, self._provider))
+        try:
+            lifetime = min((seconds for seconds in (self._spec.max_lifetime, grant.lifetime_seconds) if seconds is not None), default=None)
+            script = startup_script(self._spec, self._provider, lifetime)
+            self._emit(InstanceLaunching(count, offer.instance_type, self._provider.name))
+            launch = self._book.intend(offer, count, first_rank, grant)
+        except BaseException:
+            self._purse.returned(grant)
+            raise
+        self.may_be_left = True
+        try:
+            instances = self._provider.launch(offer, count, launch.tags, script)
+        except NoCapacity as error:
+            self._book.refused(launch, str(error))
+            self._purse.returned(grant)
+            raise
+        except BaseException:
+            self._is_launch_unsure = True  # never taken back: another launch that went well says nothing of this one
+            raise  # the money stays set aside: what was launched lives as long as it was granted
+        finally:
+            self._launched_at = time.monotonic()  # a machine may have been created as late as this
+            self._ask_at = self._launched_at + ASK_SECONDS
+        self._book.bind(launch, instances)
+        self._purse.launched([instance.id for instance in instances], grant)
+        self._lifetimes |= {instance.id: lifetime for instance in instances}
+        for instance in instances:
+            self._emit(_provisioned(instance))
+        if self._is_closing or self._closing.is_set():  # the pool's own giving back may be over already
+            self._end_all()
+            raise PoolClosed("the pool is closing")
+        if len(instances) < count:
+            raise NoCapacity(f"{self._provider.name} had {len(instances)} of {count} x {offer.instance_type} in {offer.region}; they have been given back")
+        return instances
+
+    def _prepare(self, deadline: float) -> None:
+        """Turn instances into nodes that look for their scheduler. All are prepared at once, the head's address is the only wait."""
+        nodes = list(self._nodes.values())
+        head, *others = nodes
+        threads = ThreadPoolExecutor(len(nodes), thread_name_prefix="skyward-prepare")
+        try:
+            started = {node.rank: threads.submit(self._start, node, deadline) for node in nodes}
+            self._scheduler = await_scheduler(head, nodes, lambda: self._check_all(nodes, list(started.values())), deadline)
+            for node in others:
+                while not started[node.rank].done():
+                    self._check_all(nodes, list(started.values()))
+                    for other in nodes:
+                        other.follow()
+                    time.sleep(0.01)
+                started[node.rank].result()
+            if not all(threads.map(self._sees_the_head, others)):
+                self._go_through_the_client(nodes, deadline)
+            list(threads.map(lambda node: self._tell(node, self._scheduler), others))
+            for node in nodes:
+                node.follow()
+        except BaseException:
+            self.reaches.close()  # whoever waits for a machine in one of the threads waits no longer
+            raise
+        finally:
+            threads.shutdown()
+
+    def _start(self, node: Preparation, deadline: float) -> None:
+        node.start(self._node_script(), max(1.0, deadline - time.monotonic()))
+        if node.rank == 0:
+            self._tell(node, None)
+
+    def _tell(self, node: Preparation, scheduler: str | None) -> None:
+        try:
+            node.tell(self._settings(node, node.rank, scheduler))
+        except (Unreachable, CommandFailed) as error:
+            raise node.failure(f"it does not answer any more: {error}") from error
+
+    def _check_all(self, nodes: Sequence[Preparation], started: Sequence[Future[None]]) -> None:
+        for future in started:
+            if future.done():
+                future.result()
+        self._raise_if_gone(nodes)
+
+    def _raise_if_gone(self, nodes: Sequence[Preparation]) -> None:
+        """Over SSH the provider is asked only about nodes that do not answer, and not all the time: asking may cost seconds."""
+        silent = list(nodes)
+        if not self._provider.is_here:
+            silent = [node for node in nodes if not node.reach.is_connected]
+            self._silent = {node.instance.id: self._silent.get(node.instance.id, time.monotonic()) for node in silent}
+            lease_over = {machine for machine, since in self._silent.items() if time.monotonic() - since > self._spec.lease_seconds}
+            raise_if_gone(silent, lease_over)  # its guard has ended it, if it lives at all
+            if not silent or time.monotonic() < self._ask_at:
+                return
+            self._ask_at = time.monotonic() + ASK_SECONDS
+        try:
+            living = self.living()
+        except Exception:
+            if self._provider.is_here:
+                raise
+            return  # an outage says nothing of the machines
+        missing = {node.instance.id for node in silent} - living
+        gone, self._missed = missing & self._missed if not self._provider.is_here else missing, missing  # a cloud may list a new machine some seconds late
+        raise_if_gone(silent, gone)
+
+    def _node_script(self) -> str:
+        return "" if self._provider.is_here else node_script(self._spec)
+
+    def _settings(self, node: Preparation, rank: int, scheduler: str | None) -> NodeSettings:
+        host = "127.0.0.1" if self._ports else node.instance.private_ip or "127.0.0.1"
+        head_host = "127.0.0.1" if self._ports else self._nodes[0].instance.private_ip or "127.0.0.1"
+        role = Role(rank, self._generation, host, head_host, self._head_port, scheduler, self._ports.get(rank, ()))
+        return settings_of(node.reach, role, self._spec, self._certificate.result(), self._lifetimes.get(node.instance.id))
+
+    # ── nodes that do not see each other ─────────────────────────────────────────────────────────────────────────────
+
+    def _sees_the_head(self, node: Preparation) -> bool:
+        parts = urlsplit(self._scheduler)
+        try:
+            return node.reach.can_reach(str(parts.hostname), parts.port or 0)
+        except (Unreachable, CommandFailed) as error:
+            raise node.failure(f"it does not answer any more: {error}") from error
+
+    def _go_through_the_client(self, nodes: Sequence[Preparation], deadline: float) -> None:
+        """Let every node listen on loopback, at ports of its own that lead to it from every other node."""
+        for left in reversed(range(PORT_TRIES)):
+            self._choose_ports()
+            try:
+                self._lead_all()
+                break
+            except ConnectionLost:
+                raise
+            except (SkywardError, OSError):  # one of the ports is taken somewhere
+                if not left:
+                    raise
+        self._generation += 1
+        head = nodes[0]
+        head.tell(self._settings(head, 0, None))
+        self._scheduler = await_scheduler(head, nodes, lambda: self._raise_if_gone(nodes), deadline)
+
+    def _choose_ports(self) -> None:
+        """Choose two ports for each rank: one for a scheduler, one for its worker."""
+        numbers = iter(random.sample(PORTS, 2 * self._spec.nodes))
+        self._ports = {rank: (next(numbers), next(numbers)) for rank in range(self._spec.nodes)}
+        self._led = set()
+
+    def _lead_all(self) -> None:
+        """Have the ports of each node lead to it from all the others, through this client; nothing to do where nodes see each other."""
+        wanted = [(self._nodes[rank], port) for rank, ports in self._ports.items() if rank in self._nodes for port in ports]
+        if self._ports:
+            wanted.append((self._nodes[0], self._head_port))
+        for target, port in wanted:
+            local = urlsplit(target.reach.address(f"tls://127.0.0.1:{port}")).port
+            assert local is not None
+            for node in self._nodes.values():
+                if node is not target and (node.instance.id, port) not in self._led:
+                    node.reach.lead(port, local)
+                    self._led.add((node.instance.id, port))
 
 
 def refuse(spec: PoolSpec, provider: Provider) -> None:
@@ -68,91 +546,12 @@ def refuse(spec: PoolSpec, provider: Provider) -> None:
 
 def choose(spec: PoolSpec, provider: Provider) -> Offer:
     """Return the best offer for the spec. Raises NoCapacity with the reasons, BadRequest if spot is demanded where it is not sold."""
-    offers = rank(provider.offers(spec.requirements), spec.requirements)
+    offers = ranked(provider.offers(spec.requirements), spec.requirements)
     is_spot_sold = any(offer.is_spot for offer in offers)
     on_demand_nodes, spot_nodes = spot.split(spec.spot, spec.nodes, is_spot_sold)
     if on_demand_nodes and spot_nodes:
         raise NotYetSupported(f"spot={spec.spot} means {on_demand_nodes} on demand and {spot_nodes} spot: pools are not mixed yet; ask for one kind")
     return next(offer for offer in offers if offer.is_spot == (spot_nodes > 0))
-
-
-def launch(spec: PoolSpec, provider: Provider, offer: Offer, pool_id: str, *, emit: Emit, meter: Meter) -> list[Instance]:
-    """Rent the machines; the meter counts from the moment they are asked for. Raises NoCapacity if fewer came than were asked for."""
-    emit(InstanceLaunching(spec.nodes, offer.instance_type, provider.name))
-    asked_at = meter.now()
-    instances = provider.launch(offer, spec.nodes, {POOL_TAG: pool_id, "skyward-rank": "0"}, startup_script(spec))
-    for instance in instances:
-        meter.start(instance, asked_at)
-        emit(_provisioned(instance))
-    if len(instances) < spec.nodes:
-        raise NoCapacity(f"{provider.name} had {len(instances)} of {spec.nodes} x {offer.instance_type} in {offer.region}; they have been given back")
-    return instances
-
-
-def prepare(spec: PoolSpec, provider: Provider, instances: list[Instance], certificate: PoolCertificate, deadline: float, *, emit: Emit) -> str:
-    """Turn instances into nodes that look for their scheduler; return its address. All are prepared at once, the head's address is the only wait."""
-    head, *others = preparations = [Preparation(instance, emit) for instance in instances]
-    pool_id, head_port = head.instance.pool_id, _free_port()
-
-    def tell(preparation: Preparation, scheduler: str | None) -> None:
-        directories = (memory_directory(preparation.instance.id), str(preparation.directory))
-        preparation.tell(settings_of(preparation.instance, spec, certificate, directories, head.instance, head_port, scheduler))
-
-    def gone() -> set[str]:
-        return {p.instance.id for p in preparations} - {instance.id for instance in provider.instances(pool_id)}
-
-    tell(head, None)
-    scheduler = await_scheduler(preparations, gone, deadline)
-    for preparation in others:
-        tell(preparation, scheduler)
-    for preparation in preparations:
-        preparation.follow()
-    return scheduler
-
-
-def _give_back(provider: Provider, pool_id: str, emit: Emit, meter: Meter) -> None:
-    """Terminate what the meter knows and what the provider lists, until the provider lists nothing. An outage is waited out, never taken for absence."""
-    deadline = time.monotonic() + GONE_DEADLINE_SECONDS
-    left, told, trouble = meter.rented(), set[str](), list[Exception]()
-    while True:
-        listed = _listed(provider, pool_id, trouble)
-        left = left if listed is None else left | listed
-        for instance_id in sorted(left - told):
-            emit(InstanceStopping(instance_id))
-        told |= left
-        _terminate(provider, left, trouble)
-        still = _listed(provider, pool_id, trouble)
-        if still is not None:
-            left = still
-            if not left:
-                break
-        if time.monotonic() > deadline:
-            ids = ", ".join(sorted(left)) or "its machines"
-            error = InstancesLeft(
-                f"{provider.name} was asked to terminate {ids}; after {GONE_DEADLINE_SECONDS:.0f} s they are not confirmed gone. Look at its console",
-                sorted(left),
-            )
-            error.__cause__ = trouble[-1] if trouble else None
-            raise error
-        time.sleep(GONE_POLL_SECONDS)
-    meter.end_all()
-
-
-def _listed(provider: Provider, pool_id: str, trouble: list[Exception]) -> set[str] | None:
-    """The ids of the pool's machines; None if the provider could not say, which is noted."""
-    try:
-        return {instance.id for instance in provider.instances(pool_id)}
-    except Exception as error:  # a clean-up must go on to the next try
-        trouble.append(error)
-        return None
-
-
-def _terminate(provider: Provider, ids: set[str], trouble: list[Exception]) -> None:
-    try:
-        if ids:
-            provider.terminate(sorted(ids))
-    except Exception as error:  # likewise
-        trouble.append(error)
 
 
 def _provisioned(instance: Instance) -> InstanceProvisioned:

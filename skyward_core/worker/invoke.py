@@ -96,7 +96,8 @@ def _run(packet: Packet, functions: dict[str, sources.Loaded], line: Line) -> tu
     except SystemExit as error:
         # sys.exit in a call must end neither this runner's other calls nor, once it is re-raised there, the client's program.
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-        return Outcome(call.call_id, Ending.CRASH, text=f"the call ended its process with sys.exit({error.code!r})", exit_code=code), None
+        text = f"the call ended its process with sys.exit({error.code!r})"
+        return Outcome(call.call_id, Ending.CRASH, text=text, exit_code=code, seconds=time.perf_counter() - started), None
     except BaseException as error:
         return _failed(call.call_id, error, time.perf_counter() - started), None
 
@@ -155,7 +156,7 @@ def _fit(outcome: Outcome, line: Line, spent: Spent) -> Outcome:
         return outcome._replace(parcel=parcel if is_aside else parcel.put_aside(line.value_directories), text=text)
     except OSError as error:
         note = f"the {outcome.ending} of {outcome.parcel.nbytes} bytes found no room in {', '.join(line.value_directories)}: {error}"
-        return Outcome(outcome.call_id, Ending.ERROR, _parcel(NotPicklable(note), "error"), text=note)
+        return Outcome(outcome.call_id, Ending.ERROR, _parcel(NotPicklable(note), "error"), text=note, seconds=outcome.seconds)
 
 
 def _end_output(line: Line) -> None:

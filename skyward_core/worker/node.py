@@ -12,24 +12,36 @@ import os
 import pickle
 import queue
 import socket
-from collections.abc import Generator
+import time
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import dask.config  # noqa: TID253 - this file and cluster.py own Dask
 import uvloop
+from dask.task_spec import Task  # noqa: TID253
 from distributed import Scheduler, Security, Worker, get_worker  # noqa: TID253
+from distributed.core import Status, error_message  # noqa: TID253
 from distributed.diagnostics.plugin import SchedulerPlugin, WorkerPlugin  # noqa: TID253
+from distributed.scheduler import DEFAULT_EXTENSIONS, heartbeat_interval  # noqa: TID253
+from distributed.spans import SpanMetadata  # noqa: TID253
 from distributed.versions import get_versions  # noqa: TID253
 
+from skyward_core.worker.calls import CANCEL, RAN, Calls, Ran
 from skyward_core.worker.metrics import Sampler
 from skyward_core.worker.settings import NodeSettings, write_atomically
 from skyward_core.worker.slot import Foundry, News, Slot
-from skyward_core.worker.wire import INLINE_BYTES, Batch, Ending, Outcome, Parcel, Report, Sealed
+from skyward_core.worker.streams import Told, send_at_once
+from skyward_core.worker.wire import Batch, Outcome, Report, Sealed
 
 POOL_TOPIC = "skyward-pool"
 PLUGIN = "skyward-slots"
+RUN_BATCH = "skyward-run-batch"
+"""The operation of a client's stream that makes a batch a task; see `PoolScheduler.take_batch`."""
+
+SILENT_SECONDS = 14.0  # a worker not heard of for so long is lost; a wire that heals after 12 s carries again at TCP's try after 12.6 s
+SILENCE_CHECK_SECONDS = 1.0
 
 DASK_CONFIG: dict[str, Any] = {
     "distributed.admin.low-level-log-length": 0,  # the logs would keep every message, payloads included
@@ -44,6 +56,11 @@ DASK_CONFIG: dict[str, Any] = {
     "distributed.worker.memory.terminate": False,
     "distributed.admin.tick.limit": "30s",  # on a busy two-core machine late ticks are no news
     "distributed.comm.retry.count": 0,
+    # A worker that is cut off must notice, end and try to join again, but only once the scheduler has given it up (SILENT_SECONDS): its name is taken
+    # until then. Below 11 s Dask refuses every connection.
+    "distributed.comm.timeouts.tcp": "17s",
+    "distributed.comm.timeouts.connect": "10s",  # else a try begun just before the wire heals waits up to 16 s for TCP's next own try
+    "distributed.scheduler.worker-ttl": f"{SILENT_SECONDS}s",
 }
 
 
@@ -67,10 +84,17 @@ def run_scheduler(directory: Path, settings: NodeSettings) -> NoReturn:
 
     async def main() -> None:
         scheduler = PoolScheduler(
-            host=settings.host, port=0, protocol="tls", security=security(settings), dashboard=False, dashboard_address="127.0.0.1:0", plugins=[Prompt()]
+            host=settings.host,
+            port=settings.scheduler_port,
+            protocol="tls",
+            security=security(settings),
+            dashboard=False,
+            dashboard_address="127.0.0.1:0",
+            plugins=[Prompt(), Calls(settings.lease_seconds)],
         )
         async with scheduler:
             write_atomically(directory / "head.json", str(scheduler.address))
+            print(f"::skyward head {settings.generation} {scheduler.address}", flush=True)  # for the client, which follows the node's log
             await scheduler.finished()
 
     with dask.config.set(DASK_CONFIG):
@@ -84,9 +108,10 @@ def run_worker(directory: Path, settings: NodeSettings, index: int, control: soc
 
     async def main() -> None:
         address = settings.scheduler or await _head_address(directory)
-        worker = Worker(
+        worker = PoolWorker(
             address,
             host=settings.host,
+            port=settings.worker_ports[index] if settings.worker_ports else 0,
             name=f"{settings.rank}-{index}",
             nthreads=settings.slots,
             memory_limit=0,
@@ -95,6 +120,7 @@ def run_worker(directory: Path, settings: NodeSettings, index: int, control: soc
             dashboard=False,
             dashboard_address="127.0.0.1:0",
             plugins=(slots,),
+            extensions={},  # Dask's only one is for spans: see NoSpans
         )
         async with worker:
             await worker.finished()
@@ -128,16 +154,106 @@ class WorkerLeft:
     address: str
 
 
-class PoolScheduler(Scheduler):
-    """Dask's scheduler, told that every client has the node's own packages.
+class Silence:
+    """Since when workers have not been heard of, counted in checks and not by a clock: what stops the scheduler too makes nobody silent."""
 
-    It would warn of each that differs, such as a client's pandas that the image has not; those that matter (Python, Dask, cloudpickle) are the same
-    by the way a node is prepared.
+    def __init__(self) -> None:
+        self._silent: dict[str, tuple[float, float]] = {}
+
+    def check(self, last_seen: Mapping[str, float], elapsed_seconds: float, limit_seconds: float) -> list[str]:
+        """Return who has been silent for longer than the limit, given when each was last seen, and the time since the last check.
+
+        Of that time twice the interval counts at most: the scheduler may have been asleep (a laptop, a machine that is moved), and then the signs of life
+        of that time are still to be read.
+        """
+        counted = min(elapsed_seconds, 2 * SILENCE_CHECK_SECONDS)
+        before = self._silent
+        self._silent = {}
+        for worker, seen in last_seen.items():
+            was_seen, silent_seconds = before.get(worker, (seen, -counted))
+            self._silent[worker] = (seen, silent_seconds + counted if seen == was_seen else 0.0)
+        return [worker for worker, (_, silent_seconds) in self._silent.items() if silent_seconds > limit_seconds]
+
+
+class NoSpans:
+    """In the place of Dask's spans, one of which would begin, kept for good, with each call that comes when nothing runs."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        """Take the arguments of every extension of Dask's scheduler."""
+
+    def observe_tasks(self, tasks: Any, **_: Any) -> None:
+        """Begin no span for new tasks."""
+
+    def heartbeat(self, worker: Any, data: Any) -> None:
+        """Keep nothing of what a plain worker of Dask's has measured."""
+
+
+class PoolScheduler(Scheduler):
+    """Dask's scheduler, which takes batches without the way of a graph, is told that every client has the node's own packages, and gives up a worker soon.
+
+    It would warn of each package that differs, such as a client's pandas that the image has not; those that matter (Python, Dask, cloudpickle) are the
+    same by the way a node is prepared. And it would look for silent workers only once in `worker-ttl`, and let fifty of them be silent for 20 s.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs, extensions={**DEFAULT_EXTENSIONS, "spans": NoSpans})
+        self.stream_handlers[RUN_BATCH] = self.take_batch
+        self._silence = Silence()
+        self._checked_at = time.monotonic()
+        if check := self.periodic_callbacks.get("worker-ttl"):
+            check.callback_time = SILENCE_CHECK_SECONDS * 1000
+
+    def take_batch(self, client: str, key: str, batch: bytes, annotations: dict[str, Any]) -> None:
+        """Make a pickled batch a task of this key, wanted by the client, as `Client.submit` would. An error is told to the client as that of the task.
+
+        A graph of one task costs more than all the rest of a tiny call: it is built, pickled, unpickled and looked through, in a thread of its own.
+        """
+        try:
+            self._create_taskstate_from_graph(
+                start=time.time(),
+                dsk={key: Task(key, run_batch, Sealed(batch))},
+                keys={key},
+                ordered={key: 0},
+                client=client,
+                annotations_by_type={},
+                global_annotations=annotations,
+                stimulus_id=f"{RUN_BATCH}-{key}",
+                submitting_task=None,
+                span_metadata=SpanMetadata(collections=[]),
+            )
+        except Exception as error:  # raised, it would end the client's stream, and with it all its other calls
+            if key in self.tasks:
+                self.client_desires_keys([key], client)  # a task half made goes when the client releases it
+            told = error_message(error)
+            self.report({"op": "task-erred", "key": key, "exception": told["exception"], "traceback": told["traceback"]}, client=client)
+
+    async def check_worker_ttl(self) -> None:
+        """Remove the workers that have been silent for SILENT_SECONDS, or for three heartbeats where a large pool has them send fewer."""
+        now = time.monotonic()
+        elapsed_seconds, self._checked_at = now - self._checked_at, now
+        last_seen = {address: worker.last_seen for address, worker in self.workers.items()}
+        limit_seconds = max(SILENT_SECONDS, 3 * heartbeat_interval(len(last_seen)))
+        for address in self._silence.check(last_seen, elapsed_seconds, limit_seconds):
+            await self.remove_worker(address, stimulus_id=f"skyward-silent-{now}")
 
     async def add_client(self, comm: Any, client: str, versions: dict[str, Any]) -> None:
         """Take a client in, whatever it has installed."""
         await super().add_client(comm, client, {**versions, "packages": get_versions()["packages"]})
+
+
+class PoolWorker(Worker):
+    """Dask's worker, whose process ends with it: the supervisor starts another, which joins the pool anew.
+
+    Dask's own waits up to 30 s for the running calls, of which nobody waits for an outcome any more: this one ends them.
+    """
+
+    async def close(self, *args: Any, **kwargs: Any) -> str | None:
+        """Leave the pool: asked to, cut off from the scheduler, or given up by it."""
+        if self.status not in {Status.running, Status.paused, Status.closing_gracefully}:
+            return await super().close(*args, **kwargs)
+        print(f"skyward: worker {self.name} ends: {kwargs.get('reason', 'asked to')}", flush=True)
+        cast(Slots, self.plugins[PLUGIN]).teardown(self)
+        os._exit(0)
 
 
 class Prompt(SchedulerPlugin):
@@ -149,7 +265,7 @@ class Prompt(SchedulerPlugin):
         self._names: dict[str, str] = {}
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        _send_at_once(scheduler.stream_comms[worker])
+        send_at_once(scheduler.stream_comms[worker])
         self._names[worker] = str(scheduler.workers[worker].name)
         scheduler.log_event(POOL_TOPIC, pickle.dumps(WorkerJoined(self._names[worker], worker)))
 
@@ -159,7 +275,7 @@ class Prompt(SchedulerPlugin):
     def add_client(self, scheduler: Scheduler, client: str) -> None:
         def at_once() -> None:
             if client in scheduler.client_comms:
-                _send_at_once(scheduler.client_comms[client])
+                send_at_once(scheduler.client_comms[client])
 
         asyncio.get_running_loop().call_soon(at_once)  # Dask makes the stream right after it has told its plug-ins
 
@@ -184,7 +300,9 @@ class Slots(WorkerPlugin):
             slot = Slot(foundry, self.settings.value_directories, self.settings.memory_limit_bytes)
             self._all.append(slot)
             self._idle.put(slot)
-        _send_at_once(worker.batched_stream)
+        send_at_once(worker.batched_stream)
+        worker.stream_handlers[CANCEL] = self.cancel
+        worker.metrics[RAN] = self.ran
         interval = self.settings.metrics_interval_seconds
         if self.index == 0 and interval is not None:
             settings = self.settings
@@ -198,11 +316,16 @@ class Slots(WorkerPlugin):
         for slot in self._all:
             slot.close()
 
-    def cancel(self, call_ids: set[str]) -> None:
-        """Stop these calls, wherever they are on this worker."""
+    def cancel(self, calls: Iterable[str]) -> None:
+        """Stop the calls of these ids, wherever they are on this worker."""
+        calls = list(calls)
         for slot in self._all:
-            for call_id in call_ids:
+            for call_id in calls:
                 slot.cancel(call_id)
+
+    def ran(self, _: Worker) -> Ran:
+        """Tell for how long calls have kept the slots busy, those that run now included; the scheduler hears it with each heartbeat."""
+        return self.settings.instance_id, f"{self.index}-{os.getpid()}", sum(slot.ran_seconds for slot in self._all)
 
     @contextlib.contextmanager
     def borrowed(self) -> Generator[Slot]:
@@ -214,45 +337,18 @@ class Slots(WorkerPlugin):
             self._idle.put(slot)
 
 
-def _send_at_once(stream: Any) -> None:
-    """Take the waiting out of one of Dask's batched streams."""
-    stream.interval = 0.0
-
-
-def run_batch(sealed: Sealed | Batch) -> dict[str, Outcome]:
+def run_batch(sealed: Sealed) -> Mapping[str, Outcome]:
     """The Dask task: run a batch in a slot of this worker, reporting as it goes. Returns the outcomes too, for a client that missed a report."""
-    batch = cast(Batch, pickle.loads(sealed.data)) if isinstance(sealed, Sealed) else sealed
+    batch = cast(Batch, pickle.loads(sealed.data))
     worker = get_worker()
     slots = cast(Slots, worker.plugins[PLUGIN])
     outcomes: dict[str, Outcome] = {}
 
     def tell(news: list[News]) -> None:
-        news = [slots_fit(item, slots.settings) for item in news]
         outcomes.update((item.call_id, item) for item in news if isinstance(item, Outcome))
-        report = Report(slots.settings.rank, slots.settings.instance_id, tuple(map(_summary, news)))
+        report = Report(slots.settings.rank, slots.settings.instance_id, tuple(news))
         worker.log_event(batch.topic, pickle.dumps(report, protocol=5))
 
     with slots.borrowed() as slot:
         slot.run(batch, tell)
-    return outcomes
-
-
-def slots_fit(item: News, settings: NodeSettings) -> News:
-    """Load a large outcome into this process when the client cannot see the node's memory: Dask carries it from here."""
-    if not isinstance(item, Outcome) or item.parcel.path is None or settings.client_shares_memory:
-        return item
-    data, buffers = item.parcel.contents()
-    item.parcel.release()
-    return Outcome(item.call_id, item.ending, Parcel(bytes(data), buffers), item.text, item.exit_code, item.output, item.seconds)
-
-
-def _summary(item: News) -> News:
-    """What goes through the scheduler: everything but large values, which the client fetches from this worker."""
-    if isinstance(item, Outcome) and item.parcel.nbytes > INLINE_BYTES:
-        return Outcome(item.call_id, Ending.HERE, seconds=item.seconds)
-    return item
-
-
-async def cancel_calls(call_ids: set[str], dask_worker: Worker) -> None:
-    """Run by the client on every worker: stop these calls. A coroutine, because only those can be sent without waiting for an answer."""
-    cast(Slots, dask_worker.plugins[PLUGIN]).cancel(call_ids)
+    return Told(outcomes, slots.settings.rank, slots.settings.instance_id)

@@ -1,4 +1,4 @@
-"""What a node is told when it starts: one JSON file, written by the client, read once."""
+"""What a node is told: one JSON file, written by the client, read when the node starts and again when the client has written another."""
 
 from __future__ import annotations
 
@@ -29,8 +29,13 @@ class NodeSettings:
 
     `workers` holds one mapping of environment variables for each worker of the node (a MIG partition is a worker), `slots` is how many calls
     each of them runs at once. `scheduler` is the address of the pool's scheduler; None on the head, which starts it. `value_directories` are
-    folders for large values, the first in this machine's memory; the node makes and removes it. `client_shares_memory` says that the client sees them too.
+    folders for large values, the first in this machine's memory; the node makes and removes it. The client takes them from there.
     `tls_certificate` and `tls_key` are PEM texts. `memory_limit_bytes` bounds the process of a call.
+
+    `timeout_seconds` is how long the node lives without a running call, `max_lifetime_seconds` how long at most (None: no end), `lease_seconds` how long
+    after its start without a sign of life from a client, unless one lengthens it (`watchdog.write_lease`). `is_guarded` says that a guard runs beside
+    the supervisor, which ends the node then by writing the file `ended`. `scheduler_port` and `worker_ports`, one for each worker, are where to listen;
+    0 and empty: wherever there is room. A client that writes settings with another `generation` has the node begin anew with them.
     """
 
     pool_id: str
@@ -47,10 +52,16 @@ class NodeSettings:
     scheduler: str | None = None
     workers: tuple[dict[str, str], ...] = ({},)
     accelerators: tuple[str, ...] = ()
-    client_shares_memory: bool = False
     memory_limit_bytes: int | None = None
     metrics_interval_seconds: float | None = 2.0
     owner: Owner | None = None
+    timeout_seconds: float = 3600.0
+    max_lifetime_seconds: float | None = None
+    lease_seconds: float = 120.0
+    is_guarded: bool = False
+    scheduler_port: int = 0
+    worker_ports: tuple[int, ...] = ()
+    generation: int = 0
 
     def to_json(self) -> str:
         """Return the text that `from_json` reads."""
@@ -58,10 +69,10 @@ class NodeSettings:
 
     @classmethod
     def from_json(cls, text: str) -> NodeSettings:
-        """Rebuild settings written by `to_json`."""
-        fields: dict[str, Any] = json.loads(text)
+        """Rebuild settings written by `to_json`. Raises ValueError, KeyError or TypeError for any other text."""
+        fields: dict[str, Any] = dict(json.loads(text))
         owner = fields.pop("owner")
-        for name in ("workers", "accelerators", "value_directories"):
+        for name in ("workers", "accelerators", "value_directories", "worker_ports"):
             fields[name] = tuple(fields[name])
         return cls(**fields, owner=Owner(**owner) if owner else None)
 

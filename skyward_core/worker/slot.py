@@ -146,6 +146,8 @@ class Slot:
         self.ended = 0  # calls this runner has ended: the mark that stands behind each one's output
         self.killed_for: Ending | None = None
         self.kill_at: float | None = None
+        self.busy_since: float | None = None
+        self.ended_seconds = 0.0
         self.start()
 
     def start(self) -> None:
@@ -168,13 +170,23 @@ class Slot:
         self.known, self.ended, self.killed_for, self.kill_at = set(), 0, None, None
 
     def cancel(self, call_id: str) -> None:
-        """Stop a call of the batch that runs now, or do not begin it. May be called from any thread; unknown ids are ignored."""
+        """Stop a call of the batch that runs now, or do not begin it; with a topic in place of its id, all calls that report there.
+
+        May be called from any thread; unknown ids are ignored.
+        """
         with self.lock:
             if len(self.cancelled) > CANCELLED_LIMIT:
                 self.cancelled.clear()
             self.cancelled.add(call_id)  # kept: the batch with this call may still be on its way here
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b"c")
+
+    @property
+    def ran_seconds(self) -> float:
+        """For how long calls have kept this slot busy so far, the one that runs now included. From any thread."""
+        ended_seconds = self.ended_seconds  # first: a call that ends meanwhile is then not counted rather than counted twice
+        busy_since = self.busy_since
+        return ended_seconds + (0.0 if busy_since is None else time.monotonic() - busy_since)
 
     def run(self, batch: Batch, tell: Callable[[list[News]], None]) -> None:
         """Run the calls of a batch in their order and tell what happens, in its order; return when each call has an outcome.
@@ -219,19 +231,27 @@ class _BatchRun:
 
     def run(self) -> None:
         try:
+            self.slot.busy_since = self._progress_at
             self._pump_idle_output()
             while True:
                 self._obey_cancellations()
                 self._flush()
-                if not self._waiting and not self._sent:
+                if not self._waiting and not self._sent and not self._is_runner_doomed:
                     return
-                self._send()
+                if not self._is_runner_doomed:
+                    self._send()
                 self._listen()
                 self._check_memory()
                 self._check_patience()
         finally:
+            self.slot.busy_since = None
             for parcel in self._aside:
                 parcel.release()
+
+    @property
+    def _is_runner_doomed(self) -> bool:
+        """Whether the runner was sent a signal that ends it. Its call may have ended before that, but it must get no other one: that would die with it."""
+        return self.slot.killed_for is not None
 
     # ── to the runner ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -287,7 +307,7 @@ class _BatchRun:
         slot = self.slot
         assert slot.outcomes is not None
         sources: list[int] = [slot.outcomes.fileno(), slot.wake_read, *(stream.descriptor for stream in slot.streams)]
-        ready, _, _ = select.select(sources, [slot.send] if self._waiting else [], [], self._wait_seconds())
+        ready, _, _ = select.select(sources, [slot.send] if self._waiting and not self._is_runner_doomed else [], [], self._wait_seconds())
         if slot.wake_read in ready:
             os.read(slot.wake_read, READ_BYTES)
         self._read_output()
@@ -316,7 +336,8 @@ class _BatchRun:
                 return
             outcome: Outcome = pickle.loads(message)
             self._await_marks()
-            self._progress_at = time.monotonic()
+            self._progress_at = slot.busy_since = time.monotonic()
+            slot.ended_seconds += outcome.seconds
             call = self._sent.popleft()
             assert call.call_id == outcome.call_id
             last_lines = self._last_lines()
@@ -356,6 +377,7 @@ class _BatchRun:
     def _bury_runner(self) -> None:
         """The runner is gone: what it had begun is lost, what it had not goes to the next one."""
         slot = self.slot
+        ran_seconds = time.monotonic() - self._progress_at
         for stream in slot.streams:
             while stream.read():
                 self._cut(stream)
@@ -364,19 +386,23 @@ class _BatchRun:
         output, ending, pid = self._last_lines(), slot.killed_for, slot.pid
         code = slot.foundry.exit_code(pid)
         for call in self._sent:  # at most one: a runner takes the next call only when it has told the outcome of the last
-            self._news.append(Outcome(call.call_id, ending or Ending.CRASH, exit_code=code, output=output))
+            self._news.append(Outcome(call.call_id, ending or Ending.CRASH, exit_code=code, output=output, seconds=ran_seconds))
+            slot.busy_since = None
+            slot.ended_seconds += ran_seconds
         self._sent.clear()
         self._waiting.extendleft(reversed(unstarted))
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)  # what the call has started and left behind
         slot.drop_lines()
         slot.start()
-        self._progress_at = time.monotonic()
+        self._progress_at = slot.busy_since = time.monotonic()
 
     def _obey_cancellations(self) -> None:
         slot = self.slot
         with slot.lock:
-            wanted = {call.call_id for call in self._batch.calls} & slot.cancelled if slot.cancelled else set[str]()
+            wanted = {call.call_id for call in self._batch.calls} if slot.cancelled else set[str]()
+            if self._batch.topic not in slot.cancelled:
+                wanted &= slot.cancelled
         if wanted & {call.call_id for call in self._sent}:
             back = self._take_back()
             if self._sent and self._sent[0].call_id in wanted and slot.kill_at is None:

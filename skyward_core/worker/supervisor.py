@@ -2,16 +2,19 @@
 
 It imports Dask once and forks everything else from there: the scheduler (on the head), the workers, and the runners in which calls run. So a node
 starts with one import instead of one for each process, and a crashed runner is replaced within milliseconds. It stays single-threaded (forking is
-only safe so), never runs a user's code, reaps the dead, and is the node's watchdog: when its owner is gone, it takes the whole node down.
+only safe so), never runs a user's code, reaps the dead, and is the node's watchdog: when its owner is gone, or one of its clocks has run out, it takes
+the whole node down.
 
-Files of DIRECTORY: `settings.json` is written by the client, `head.json` by the head when its scheduler listens. The supervisor may be started before
-`settings.json` is there.
+Files of DIRECTORY: `settings.json` is written by the client, and written again to have the node begin anew as another; `lease` is written by whoever
+may lengthen it; `supervisor` holds this process's pid; `head.json` is written by the head when its scheduler listens; `ended` says to the guard, where
+there is one, why the node ends. The supervisor may be started before `settings.json` is there.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
+import math
 import os
 import pickle
 import select
@@ -21,64 +24,153 @@ import socket
 import sys
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from skyward_core.worker import node  # the one costly import: everything forked from here has it already
 from skyward_core.worker.info import InstanceInfo, to_env
 from skyward_core.worker.invoke import JOB_PLACE, Line, run_calls
-from skyward_core.worker.settings import NodeSettings, Owner
+from skyward_core.worker.settings import NodeSettings, Owner, write_atomically
 from skyward_core.worker.slot import Exit
-from skyward_core.worker.watchdog import die_with_parent, kill_instance
+from skyward_core.worker.watchdog import (
+    DETACHED,
+    Birth,
+    Busy,
+    Watch,
+    adopt_orphans,
+    descendants,
+    die_with_parent,
+    kill_descendants,
+    kill_instance,
+    reap_all,
+    uptime,
+)
 
-WATCH_SECONDS = 0.5
+WATCH_SECONDS = 0.2
 SETTINGS_DEADLINE_SECONDS = 120.0
-RESPAWN_LIMIT = 5  # a worker process that dies this often in a row takes the node down
+KILL_SECONDS = 10.0  # then the node goes on without those that are stuck in the kernel
+CRASH_LOOP_DEATHS = 5  # a worker process of the head that dies so often ...
+CRASH_LOOP_SECONDS = 60.0  # ... within this time takes the node down
+FIRST_PAUSE_SECONDS = 0.2
+LONGEST_PAUSE_SECONDS = 5.0
+HELD_SIGNALS = (signal.SIGCHLD, signal.SIGTERM)
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """A process for calls: the worker that it belongs to, and the mark that says whether it has one."""
+
+    index: int
+    busy: Busy
+
+
+class CallQueue(socket.socket):
+    """A runner's end of the queue of its calls. While it waits there for the next one it is not busy, and else it is."""
+
+    def __init__(self, fileno: int, busy: Busy) -> None:
+        super().__init__(fileno=fileno)
+        self._busy = busy
+
+    def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
+        """Wait for the next call; b"" when the worker has closed the line."""
+        self._busy.end()
+        packet = super().recv(bufsize, flags)
+        self._busy.begin()
+        return packet
+
+
+@dataclass(frozen=True, slots=True)
+class Deaths:
+    """When a worker process died, of late: the last CRASH_LOOP_SECONDS, on time.monotonic's clock."""
+
+    times: tuple[float, ...] = ()
+
+    def and_at(self, now: float) -> Deaths:
+        """Return these and one more."""
+        return Deaths((*(time for time in self.times if now - time < CRASH_LOOP_SECONDS), now))
+
+    @property
+    def is_loop(self) -> bool:
+        """Tell whether it is no use to try again."""
+        return len(self.times) >= CRASH_LOOP_DEATHS
+
+    @property
+    def pause_seconds(self) -> float:
+        """How long to wait before the next one is started."""
+        return min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** (len(self.times) - 1))
 
 
 class Supervisor:
-    """Forks, reaps, watches. `children` maps the pid of each worker process to its index."""
+    """Forks, reaps, watches.
 
-    def __init__(self, directory: Path, settings: NodeSettings) -> None:
+    `_workers` maps the pid of each worker process to its index, `_runners` that of each runner to what belongs to it, `_due` the index of a worker
+    process that has died to the time (time.monotonic) at which the next one is started.
+    """
+
+    def __init__(self, directory: Path, settings: NodeSettings, watch: Watch) -> None:
         self._directory = directory
         self._settings = settings
+        self._watch = watch
         self._controls: dict[int, socket.socket] = {}
-        self._worker_pids: dict[int, int] = {}
-        self._runner_control: dict[int, int] = {}
+        self._workers: dict[int, int] = {}
+        self._runners: dict[int, Runner] = {}
         self._scheduler_pid = 0
-        self._deaths = 0
+        self._due: dict[int, float] = {}
+        self._deaths: defaultdict[int, Deaths] = defaultdict(Deaths)
+        self._settings_seen: tuple[int, int, int] | None = None
+        self._spared = frozenset(descendants())  # what the startup script has left running is not ours to kill
 
     def run(self) -> NoReturn:
         """Start the node's processes and watch until the end; never returns."""
+        adopt_orphans()
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, lambda *_: self._end("asked to"))
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        if self._settings.rank == 0:
-            self._scheduler_pid = self._fork(lambda: node.run_scheduler(self._directory, self._settings))
-        for index in range(len(self._settings.workers)):
-            self._start_worker(index)
+        self._start()
         watched_at = time.monotonic()
         while True:
             sockets = {control.fileno(): index for index, control in self._controls.items()}
-            ready, _, _ = select.select([wake_read, *sockets], [], [], WATCH_SECONDS)
+            ready, _, _ = select.select([wake_read, *sockets], [], [], self._wait_seconds())
             for descriptor in ready:
                 if descriptor == wake_read:
                     os.read(wake_read, 4096)
                 else:
                     self._serve(sockets[descriptor])
             self._reap()
-            if time.monotonic() - watched_at > WATCH_SECONDS:
+            self._start_due()
+            if time.monotonic() - watched_at >= WATCH_SECONDS:
                 watched_at = time.monotonic()
-                self._watch()
+                self._look_at_settings()
+                self._look_at_clocks()
+
+    # ── starting ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _start(self) -> None:
+        if self._settings.rank == 0:
+            self._scheduler_pid = self._fork(lambda: node.run_scheduler(self._directory, self._settings))
+        for index in range(len(self._settings.workers)):
+            self._start_worker(index)
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        for index in [index for index, due in self._due.items() if due <= now]:
+            del self._due[index]
+            self._start_worker(index)
+
+    def _wait_seconds(self) -> float:
+        soonest = min(self._due.values(), default=math.inf) - time.monotonic()
+        return max(0.0, min(WATCH_SECONDS, soonest))
 
     def _start_worker(self, index: int) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._controls[index] = ours
         pid = self._fork(lambda: node.run_worker(self._directory, self._settings, index, theirs))
         theirs.close()
-        self._worker_pids[pid] = index
+        self._workers[pid] = index
 
     def _serve(self, index: int) -> None:
         """Fork a runner for a worker, with the descriptors that came with the request."""
@@ -94,15 +186,16 @@ class Supervisor:
             return
         descriptors = array.array("i")
         descriptors.frombytes(ancillary[0][2])
-        pid = self._fork(lambda: self._become_runner(index, mark, list(descriptors)))
+        busy = Busy()
+        pid = self._fork(lambda: self._become_runner(index, mark, list(descriptors), busy))
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pid)
         for descriptor in descriptors:
             os.close(descriptor)
-        self._runner_control[pid] = index
+        self._runners[pid] = Runner(index, busy)
         self._say(index, pid)
 
-    def _become_runner(self, index: int, mark: bytes, descriptors: list[int]) -> NoReturn:
+    def _become_runner(self, index: int, mark: bytes, descriptors: list[int], busy: Busy) -> NoReturn:
         os.setpgid(0, 0)
         calls, outcomes, stdout, stderr = descriptors
         settings = self._settings
@@ -119,7 +212,7 @@ class Supervisor:
         )
         run_calls(
             Line(
-                socket.socket(fileno=calls),
+                CallQueue(calls, busy),
                 socket.socket(fileno=outcomes),
                 stdout,
                 stderr,
@@ -131,16 +224,22 @@ class Supervisor:
         )
 
     def _fork(self, main: Callable[[], NoReturn]) -> int:
-        """Fork a child that keeps none of the supervisor's lines open and dies with it."""
+        """Fork a child that keeps none of the supervisor's lines open and dies with it.
+
+        Signals are held back meanwhile: one that is meant for the child must not find the supervisor's way of taking it there, which ends the node.
+        """
         supervisor = os.getpid()
+        signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
         pid = os.fork()
         if pid:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
             return pid
         try:
             die_with_parent(supervisor)
             signal.set_wakeup_fd(-1)
-            for sig in (signal.SIGCHLD, signal.SIGTERM):
+            for sig in HELD_SIGNALS:
                 signal.signal(sig, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
             for control in self._controls.values():
                 control.close()
             main()
@@ -148,6 +247,8 @@ class Supervisor:
             traceback.print_exc()
         finally:
             os._exit(70)
+
+    # ── the dead ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _reap(self) -> None:
         while True:
@@ -158,40 +259,108 @@ class Supervisor:
             if pid == 0:
                 return
             code = os.waitstatus_to_exitcode(status)
-            if pid in self._runner_control:
-                self._say(self._runner_control.pop(pid), Exit(pid, code))
-            elif pid in self._worker_pids:
-                self._deaths += 1
-                index = self._worker_pids.pop(pid)
-                if index in self._controls:
-                    self._controls.pop(index).close()
-                if self._deaths > RESPAWN_LIMIT:
-                    self._end(f"worker {index} died {self._deaths} times, last with {code}")
-                self._start_worker(index)
+            if pid in self._runners:
+                runner = self._runners.pop(pid)
+                if runner.busy.look():
+                    self._watch.note_call()
+                self._say(runner.index, Exit(pid, code))
+            elif pid in self._workers:
+                self._bury_worker(self._workers.pop(pid), code)
             elif pid == self._scheduler_pid:
                 self._end(f"the scheduler died with {code}")
+
+    def _bury_worker(self, index: int, code: int) -> None:
+        """A worker process is gone, and with it whoever waits for its calls. The next one is started after a pause.
+
+        On the head, dying again and again is the worker's own fault. Elsewhere it may only mean that there is no scheduler, while a new head is found.
+        """
+        if index in self._controls:
+            self._controls.pop(index).close()
+        for pid, runner in self._runners.items():
+            if runner.index == index:
+                with contextlib.suppress(PermissionError, ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+        now = time.monotonic()
+        deaths = self._deaths[index] = self._deaths[index].and_at(now)
+        self._log(f"worker {index} died with {code}")
+        if self._settings.rank == 0 and deaths.is_loop:
+            self._end(f"worker {index} died {len(deaths.times)} times within {CRASH_LOOP_SECONDS:g} s, last with {code}")
+        self._due[index] = now + deaths.pause_seconds
 
     def _say(self, index: int, message: object) -> None:
         with contextlib.suppress(OSError, KeyError):
             self._controls[index].send(pickle.dumps(message))
 
-    def _watch(self) -> None:
-        if self._settings.owner is not None and not self._settings.owner.is_alive():
-            self._end("its client is gone")
+    # ── watching ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _look_at_clocks(self) -> None:
+        if reason := self._watch.verdict(self._settings, [runner.busy for runner in self._runners.values()]):
+            self._end(reason)
+
+    def _look_at_settings(self) -> None:
+        """Begin anew if the client has written settings of another generation. What cannot be read is told and passed over."""
+        path = self._directory / "settings.json"
+        try:
+            stat = path.stat()
+            seen = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+            if seen == self._settings_seen:
+                return
+            self._settings_seen = seen
+            settings = NodeSettings.from_json(path.read_text())
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if not isinstance(error, FileNotFoundError):
+                self._log(f"the new settings cannot be read: {error!r}")
+            return
+        if settings.generation != self._settings.generation:
+            self._begin_anew(settings)
+
+    def _begin_anew(self, settings: NodeSettings) -> None:
+        """Kill all that has been forked, forget it, and start with other settings: another rank, another head. Dask stays imported."""
+        began = time.monotonic()
+        for control in self._controls.values():
+            control.close()
+        if stuck := kill_descendants(self._spared, KILL_SECONDS):
+            self._log(f"processes that outlive SIGKILL: {', '.join(str(birth.pid) for birth in sorted(stuck))}")
+        for state in (self._controls, self._workers, self._runners, self._due, self._deaths):
+            state.clear()
+        self._scheduler_pid = 0
+        (self._directory / "head.json").unlink(missing_ok=True)
+        self._settings = settings
+        self._watch.note_call()  # the client is there, and what it has lost will run again
+        self._log(f"begins anew as generation {settings.generation}, all gone after {time.monotonic() - began:.3f} s")
+        self._start()
+
+    def _log(self, text: str) -> None:
+        print(f"skyward: node {self._settings.rank}: {text}", flush=True)
 
     def _end(self, reason: str) -> NoReturn:
         print(f"skyward: node {self._settings.rank} ends: {reason}", flush=True)
-        end_node(self._settings)
+        if self._settings.is_guarded:
+            end_guarded_node(self._directory, self._settings, reason, self._spared)
+        owner = self._settings.owner
+        is_owned = owner is not None and owner.is_alive() and not (self._directory / DETACHED).exists()
+        end_node(self._settings, None if is_owned else self._directory)
 
 
-def end_node(settings: NodeSettings) -> NoReturn:
-    """Kill every process of the node and remove what it keeps in memory; the caller last."""
+def end_node(settings: NodeSettings, directory: Path | None = None) -> NoReturn:
+    """Kill every process of the node and remove what it keeps in memory, and its directory if that is given; the caller last."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while kill_instance(settings.instance_id):
         time.sleep(0.01)  # until the kernel has taken them down; a process that forks meanwhile is found in the next round
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+        reap_all()
+    shutil.rmtree(settings.value_directories[0], ignore_errors=True)
+    if directory is not None:  # nobody is left to read it
+        shutil.rmtree(directory, ignore_errors=True)
+    os._exit(0)
+
+
+def end_guarded_node(directory: Path, settings: NodeSettings, reason: str, spared: frozenset[Birth]) -> NoReturn:
+    """Tell the guard why the node ends, unless somebody has done so already, and kill what the caller has forked, then itself. The guard does the rest."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if not (directory / "ended").exists():
+        with contextlib.suppress(OSError):  # a full disk: the guard sees that this process is gone
+            write_atomically(directory / "ended", f"{reason}\n")
+    kill_descendants(spared, KILL_SECONDS)
     shutil.rmtree(settings.value_directories[0], ignore_errors=True)
     os._exit(0)
 
@@ -210,6 +379,7 @@ def await_settings(directory: Path, owner: Owner | None) -> NodeSettings:
 def main() -> NoReturn:
     """Become the supervisor of the node whose files are in the directory given as the only argument."""
     directory = Path(sys.argv[1])
+    write_atomically(directory / "supervisor", f"{os.getpid()}\n")
     owner_text = os.environ.get("SKYWARD_OWNER")
     owner = Owner(int(owner_text.partition(":")[0]), owner_text.partition(":")[2]) if owner_text else None
     settings = await_settings(directory, owner)
@@ -217,7 +387,7 @@ def main() -> NoReturn:
     if watcher := os.environ.get("SKYWARD_BOOT_WATCHER"):
         with contextlib.suppress(ProcessLookupError, ValueError):
             os.kill(int(watcher), signal.SIGKILL)
-    Supervisor(directory, settings).run()
+    Supervisor(directory, settings, Watch(directory, uptime)).run()
 
 
 if __name__ == "__main__":

@@ -2,20 +2,43 @@
 
 A local instance is the set of processes that carry its tag in the environment they were started with. The tag is there from the
 creating call on, is inherited, and cannot be lost with a file.
+
+Four clocks end a node: `timeout` since the last running call, `max_lifetime` since its start, the lease, which a client lengthens as long as it
+lives, and the time until which it is paid for, which the pool's opener tells. All of them are read off /proc/uptime: the time of day may be wrong and may jump.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
+import math
+import mmap
 import os
+import re
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+from skyward_core.worker.settings import NodeSettings, write_atomically
 
 INSTANCE_TAG = "SKYWARD_INSTANCE_ID"
-PR_SET_PDEATHSIG = 1
 POOL_TAG = "SKYWARD_POOL_ID"
+LEASE = "lease"
+BUSY = "busy"
+PAID = "paid"
+DETACHED = "detached"
+"""Its opener has let go of the node: a living opener does not stand for the lease any more."""
+LEASE_SHAPE = re.compile(rb"[0-9]+(\.[0-9]+)?\s*")  # what the guard, a shell script, can read too
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+# ── what belongs to the node ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def tagged_processes() -> Iterator[tuple[int, dict[str, str]]]:
@@ -44,6 +67,213 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:
         os._exit(0)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent dies (prctl(2), PR_SET_CHILD_SUBREAPER): what a call leaves behind stays in sight."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+class Birth(NamedTuple):
+    """A process: its pid and start time (clock ticks since boot), which together never repeat."""
+
+    pid: int
+    started: int
+
+
+def descendants(spared: AbstractSet[Birth] = frozenset()) -> set[Birth]:
+    """Return the living processes that come from this one; nothing of those that are spared."""
+    children: dict[int, list[Birth]] = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            state, parent, *rest = Path(f"/proc/{entry}/stat").read_text(errors="replace").rpartition(") ")[2].split()
+            if state not in "ZX":
+                children.setdefault(int(parent), []).append(Birth(int(entry), int(rest[17])))
+    found: set[Birth] = set()
+    parents = [os.getpid()]
+    while parents:
+        new = set(children.get(parents.pop(), ())) - spared - found
+        found |= new
+        parents += [birth.pid for birth in new]
+    return found
+
+
+def kill_descendants(spared: AbstractSet[Birth], deadline_seconds: float) -> set[Birth]:
+    """Kill, and reap, all that comes from this process but what is spared; return what still lives at the deadline (stuck in the kernel).
+
+    Sees what was orphaned on the way only if this process adopts orphans.
+    """
+    deadline = time.monotonic() + deadline_seconds
+    while alive := descendants(spared):
+        if time.monotonic() > deadline:
+            return alive
+        for birth in alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(birth.pid, signal.SIGKILL)
+        reap_all()
+        time.sleep(0.002)  # until the kernel has taken them down; a process that forked meanwhile is found in the next round
+    reap_all()
+    return set()
+
+
+def reap_all() -> None:
+    """Take note of all children that have ended, whoever they were."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+# ── when it must stop ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def uptime() -> float:
+    """Return the seconds since this machine was started, as the guard sees them.
+
+    Read from the file and not from CLOCK_BOOTTIME: in containers with lxcfs the two differ, and a shell script has only the file.
+    """
+    return float(Path("/proc/uptime").read_text().split()[0])
+
+
+def read_lease(directory: Path) -> float | None:
+    """Return the uptime in seconds at which the lease of a node runs out; None if there is no lease, or none that can be read."""
+    return _read_uptime(directory / LEASE)
+
+
+def write_lease(directory: Path, until: float) -> None:
+    """Let a node's lease run until this uptime of its machine, in seconds, unless it runs longer already. Several clients may do so at once.
+
+    Raises ValueError for what is not a point in time, OSError if the node's directory is gone.
+    """
+    _refuse_what_is_no_time(until)
+    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        present = read_lease(directory)
+        if present is None or present < until:
+            write_atomically(directory / LEASE, f"{until:.3f}\n")
+    finally:
+        os.close(descriptor)
+
+
+def read_paid(directory: Path) -> float | None:
+    """Return the uptime in seconds until which the node is paid for; None if nobody has said."""
+    return _read_uptime(directory / PAID)
+
+
+def write_paid(directory: Path, until: float) -> None:
+    """Say until which uptime, in seconds, the node is paid for; it may be less than before.
+
+    Raises ValueError for what is not a point in time, OSError if the node's directory is gone.
+    """
+    _refuse_what_is_no_time(until)
+    write_atomically(directory / PAID, f"{until:.3f}\n")
+
+
+def read_busy(directory: Path) -> float:
+    """Return the uptime in seconds until which a client has said that the pool has calls to run; 0 if none has."""
+    return _read_uptime(directory / BUSY) or 0.0
+
+
+def write_busy(directory: Path) -> None:
+    """Say that the pool has calls to run, maybe on other nodes. Raises OSError if the node's directory is gone."""
+    write_atomically(directory / BUSY, f"{uptime():.3f}\n")
+
+
+def _refuse_what_is_no_time(until: float) -> None:
+    """Who could not read it would go on as before: a machine that nobody ends."""
+    if not math.isfinite(until) or until < 0:
+        raise ValueError(f"an uptime in seconds is a point in time, not {until}")
+
+
+def _read_uptime(path: Path) -> float | None:
+    """The one number in a file; None if there is none that can be read."""
+    try:
+        text = path.read_bytes()
+    except OSError:
+        return None
+    until = float(text) if LEASE_SHAPE.fullmatch(text) else math.inf
+    return until if math.isfinite(until) else None
+
+
+class Busy:
+    """Whether a runner has a call: one number in memory that it shares with the supervisor, odd while a call runs. Made before the fork."""
+
+    def __init__(self) -> None:
+        self._count = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("Q")
+        self._seen = 0
+
+    def begin(self) -> None:
+        """A call begins; nothing if one runs already."""
+        self._count[0] |= 1
+
+    def end(self) -> None:
+        """The call has ended; nothing if none ran."""
+        self._count[0] += self._count[0] & 1
+
+    def look(self) -> bool:
+        """Tell whether a call runs, or one has run since the last look. Each look counts: there is one who looks."""
+        seen, self._seen = self._seen, self._count[0]
+        return self._seen % 2 == 1 or self._seen != seen
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """What a node may live through, in seconds. `max_lifetime_seconds` None: without end."""
+
+    timeout_seconds: float
+    max_lifetime_seconds: float | None = None
+
+    def verdict(self, now: float, started: float, busy_at: float, lease_until: float | None, paid_until: float | None = None) -> str | None:
+        """Return why the node must end now, or None. All are uptimes: `busy_at` when a call ran last, the last two None where there is no such limit."""
+        if self.max_lifetime_seconds is not None and now - started >= self.max_lifetime_seconds:
+            return f"alive for {self.max_lifetime_seconds:g} s (max_lifetime)"
+        if paid_until is not None and now >= paid_until:
+            return "the money is used up (max_cost, budget)"
+        if lease_until is not None and now >= lease_until:
+            return "no sign of life from a client, and the lease has run out (lease_seconds)"
+        if now - busy_at >= self.timeout_seconds:
+            return f"idle for {self.timeout_seconds:g} s (timeout)"
+        return None
+
+
+class Watch:
+    """The clocks of one node as they stand: when it started, when a call ran last, and the last lease that could be read."""
+
+    def __init__(self, directory: Path, clock: Callable[[], float]) -> None:
+        self._directory = directory
+        self._clock = clock
+        self._started = self._busy_at = clock()
+        self._lease_until: float | None = None
+        self._paid_until: float | None = None
+
+    def note_call(self) -> None:
+        """A call has run until now."""
+        self._busy_at = self._clock()
+
+    def verdict(self, settings: NodeSettings, marks: Iterable[Busy]) -> str | None:
+        """Look at the marks of all runners, the lease and the clocks; return why the node must end now, or None.
+
+        A client process of this machine stands for the lease as long as it lives; when it has gone, and left no lease, so must the node.
+        """
+        now = self._clock()
+        looks = [mark.look() for mark in marks]  # at every mark, not only up to the first that is busy
+        if any(looks):
+            self._busy_at = now
+        self._busy_at = max(self._busy_at, min(now, read_busy(self._directory)))
+        if (until := read_lease(self._directory)) is not None:
+            self._lease_until = until
+        if (until := read_paid(self._directory)) is not None:
+            self._paid_until = until
+        lease_until = self._lease_until
+        if settings.owner is None:
+            lease_until = self._started + settings.lease_seconds if lease_until is None else lease_until
+        elif settings.owner.is_alive() and not (self._directory / DETACHED).exists():
+            lease_until = None
+        elif lease_until is None:
+            return "its client is gone"
+        return Clocks(settings.timeout_seconds, settings.max_lifetime_seconds).verdict(now, self._started, self._busy_at, lease_until, self._paid_until)
 
 
 def _is_zombie(pid: str) -> bool:

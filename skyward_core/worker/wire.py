@@ -98,6 +98,21 @@ class Parcel(NamedTuple):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path)
 
+    def laid_out(self, path: str) -> tuple[Parcel, tuple[bytes | bytearray | memoryview, ...]]:
+        """Return the parcel as it is once `path` holds these pieces, one after another: for a file that somebody else writes, on another machine."""
+        parts: Sequence[bytes | bytearray | memoryview] = (self.data, *self.buffers)
+        spans = _spans(memoryview(part).nbytes for part in parts)
+        ends = [start + size for start, size in spans]
+        paddings = [start - end for end, (start, _) in zip(ends, spans[1:], strict=False)]
+        pieces = [piece for part, padding in zip(parts, (*paddings, 0), strict=True) for piece in (part, bytes(padding)) if len(piece)]
+        return Parcel(b"", (), path, spans), tuple(pieces)
+
+    def cut(self, content: memoryview) -> Parcel:
+        """Return the parcel with what its file holds, `content`, in its buffers instead."""
+        parts = [content[start : start + size] for start, size in self.spans]
+        data = self.data or bytes(parts.pop(0))
+        return Parcel(data, tuple(parts))
+
     def _written(self, path: Path, flags: int) -> Parcel:
         parts: Sequence[bytes | bytearray | memoryview] = (self.data, *self.buffers)
         spans = _spans(memoryview(part).nbytes for part in parts)
@@ -159,11 +174,13 @@ class Ending(StrEnum):
     OUT_OF_MEMORY = "out of memory"
     CANCELLED = "cancelled"
     RETURNED = "returned"  # not begun: the slot is busy with a long call, run it elsewhere
-    HERE = "here"  # ended, but large: the outcome is in the result of the batch's task
 
 
 class Outcome(NamedTuple):
-    """The end of one call: for RESULT the value, for ERROR the exception (either may be empty: see `text`), for a crash its exit code and last lines."""
+    """The end of one call: for RESULT the value, for ERROR the exception (either may be empty: see `text`), for a crash its exit code and last lines.
+
+    `seconds`: for how long it kept its slot busy, however it ended.
+    """
 
     call_id: str
     ending: Ending

@@ -154,9 +154,10 @@ def test_airflow_lists_the_provider(airflow: Airflow) -> None:
 
 EVERY_KEYWORD = (
     'provider=LOCAL, image=sky.Image(pip=["torch"], env={"A": "b"}), nodes=2, machine="m", accelerator=sky.Accelerator.NVIDIA.A100(count=2), cpu=4, '
-    'memory="32GB", volume=[sky.S3Volume(mount_path="/data", bucket="my-bucket")], spot=sky.Spot.Percent(0.8), timeout=600, max_lifetime=7200, max_cost=10, '
+    'memory="32GB", volume=[sky.S3Volume(mount_path="/data", bucket="my-bucket")], spot=sky.Spot.Percent(0.8), timeout=600, max_lifetime=7200, max_cost=10, budget="team-a", lease_seconds=60, '
     'env={"C": "d"}, concurrency=2, provision_timeout=300, display="quiet", collect_metrics=False'
 )
+CALL_RETRIES = "call_retries=1"
 
 
 @pytest.mark.slow
@@ -168,15 +169,16 @@ def test_every_keyword_survives_the_serialisation_of_the_dag(airflow: Airflow) -
             @dag(schedule=None)
             def d():
                 SkywardOperator(task_id="t", python_callable=len, op_args=["ab"], retries=2, execution_timeout=timedelta(hours=1), pool_slots=3,
-                                trigger_rule="all_done", {EVERY_KEYWORD})
-                task.skyward({EVERY_KEYWORD})(lambda x: x).override(task_id="u")(1)
+                                trigger_rule="all_done", {EVERY_KEYWORD}, {CALL_RETRIES})
+                task.skyward({EVERY_KEYWORD}, {CALL_RETRIES})(lambda x: x).override(task_id="u")(1)
             return DagSerialization.to_dict(d())
         data = serialized()
         back = DagSerialization.from_dict(data).task_dict
-        spec = sky.PoolSpec.of({EVERY_KEYWORD})
+        spec = sky.PoolSpec.of({EVERY_KEYWORD}, retries=1)
+        from airflow_provider_skyward.operators import POOL_FIELDS
         answer = dict(
             fields=sorted(spec.model_fields_set) == sorted(sky.PoolSpec.model_fields),
-            same=[sky.PoolSpec.of(**{{name: getattr(back[t], name) for name in sky.PoolSpec.model_fields}}) == spec for t in "tu"],
+            same=[sky.PoolSpec.of(**{{field: getattr(back[t], name) for name, field in POOL_FIELDS.items()}}) == spec for t in "tu"],
             base=[back["t"].retries, back["t"].execution_timeout.seconds, back["t"].pool_slots, back["t"].trigger_rule],
             stable=serialized() == data,
         )
@@ -186,12 +188,13 @@ def test_every_keyword_survives_the_serialisation_of_the_dag(airflow: Airflow) -
 
 @pytest.mark.slow
 def test_no_keyword_of_the_pool_is_a_name_of_airflows(airflow: Airflow) -> None:
-    """A field of PoolSpec that BaseOperator has too, as argument or attribute, would silently change what the task is."""
+    """A keyword of the pool that BaseOperator has too, as argument or attribute, would silently change what the task is."""
     code = """
         from airflow.sdk import BaseOperator
+        from airflow_provider_skyward.operators import POOL_KEYWORDS
         import inspect
         theirs = {*inspect.signature(BaseOperator.__init__).parameters, *dir(BaseOperator(task_id="t"))}
-        answer = sorted(theirs & set(sky.PoolSpec.model_fields))
+        answer = sorted(theirs & set(POOL_KEYWORDS))
     """
     assert airflow.evaluate(code) == []
 
@@ -329,8 +332,9 @@ def test_a_task_runs_on_a_pool_of_its_own_and_tells_what_it_cost(airflow: Airflo
     order = r"::group::Provisioning.*launching 2 x local.*node 1: server.*is ready after.*::endgroup::.*\[node \d\] on 2 nodes.*giving the machines back.*cost: 0\.\d+ USD"
     assert re.search(order, ran.log, re.DOTALL)
     bill = ran.bill("decorated")
+    assert bill["pool_id"].startswith("sky-")
     assert (bill["nodes"], bill["hourly_rate"], bill["provider"], bill["calls"]) == (2, 72.0, "local", 1)
-    assert bill["cost_usd"] == pytest.approx(2 * 36.0 / 3600 * bill["seconds"], rel=0.2)
+    assert bill["cost_usd"] == pytest.approx(2 * 36.0 / 3600 * bill["seconds"], rel=0.2, abs=2 * 36.0 / 3600)  # begun seconds are paid whole
     assert ran.bill("classic")["nodes"] == 1
 
 
@@ -457,6 +461,48 @@ def test_a_killed_task_ends_its_pool_before_airflow_sends_sigkill(airflow: Airfl
 
 
 @pytest.mark.slow
+def test_a_killed_task_whose_provider_does_not_answer_leaves_its_machines_to_the_reaper(airflow: Airflow) -> None:
+    """While the killed task hangs in giving its machines back, they go: the reaper has them. SIGKILL to the task's process group does not change that."""
+    process = airflow.start("hang")
+    assert process.stdout is not None
+    try:
+        assert any("] working" in line for line in process.stdout)
+        assert left_by(process.pid) != []
+        os.killpg(process.pid, signal.SIGTERM)
+        killed = time.monotonic()
+        assert any("handed over" in line for line in process.stdout)
+        assert time.monotonic() - killed < 1.0
+        assert any("the provider does not answer" in line for line in process.stdout)
+        while left_by(process.pid) and time.monotonic() - killed < 30:
+            time.sleep(0.05)
+        assert left_by(process.pid) == []
+        assert process.poll() is None, "the task should still hang"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.mark.slow
+def test_a_task_without_money_fails_without_another_try(airflow: Airflow) -> None:
+    """What the first minute would cost more than allowed is refused; the task is not tried again, says why, and nothing was rented."""
+    ran = airflow.run(
+        "poor",
+        """
+        @dag(schedule=None)
+        def poor():
+            @task.skyward(provider=LOCAL, max_cost=0.0001, retries=3)
+            def dear(): return 1
+            dear()
+        poor()
+        """,
+    )
+    assert ran.state == "failed"
+    assert re.search(r"AirflowFailException: .*not tried again. Allow more \(max_cost, budget\)", ran.log)
+    assert "BudgetExceeded" in ran.log
+    assert "launching" not in ran.log
+
+
+@pytest.mark.slow
 def test_the_how_to_is_a_dag_that_runs(airflow: Airflow) -> None:
     """The Python of docs/airflow.md is a DAG file that runs and prints what it says."""
     source = "".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "airflow.md").read_text(), re.DOTALL))
@@ -505,6 +551,27 @@ def _run_dag(file: str) -> dict[str, Any]:
     return {"state": run.state, "xcoms": [[row.task_id, row.map_index, row.key, XComModel.deserialize_value(row)] for row in rows]}
 
 
+def _hang() -> None:
+    """As `_kill`, with a provider that never answers once the task is killed, and word of when the machines were handed over."""
+    import threading
+
+    import skyward_core as sky
+
+    terminate_now = sky.ComputePool.terminate_now
+
+    def hand_over(pool: sky.ComputePool) -> None:
+        terminate_now(pool)
+        print("handed over", flush=True)
+
+    def hang(provider: sky.Local, ids: object) -> None:
+        print("the provider does not answer", flush=True)
+        threading.Event().wait()
+
+    sky.ComputePool.terminate_now = hand_over
+    sky.Local.terminate = hang
+    _kill()
+
+
 def _kill() -> None:
     """Run a task that works for ever, with SIGTERM wired as Airflow's task runner wires it (`_run_task_and_map_outcome`)."""
     from airflow.sdk.exceptions import AirflowException
@@ -530,4 +597,4 @@ def _work() -> None:
 
 
 if __name__ == "__main__":
-    {"host": _host, "kill": _kill}[sys.argv[1]]()
+    {"host": _host, "kill": _kill, "hang": _hang}[sys.argv[1]]()

@@ -81,8 +81,9 @@ class Host:
 
     def crash(self) -> None:
         """Kill all of its processes with the wire still in: peers hear at once that their connections are closed."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        if self.is_up:  # else its pid may be somebody else's by now
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
         self.process.wait(10)
 
     def partition(self) -> None:
@@ -105,6 +106,10 @@ class Host:
     def limit(self, rate: str | None) -> None:
         """Limit its network to a rate such as "80mbit" each way; None: no limit. Needs the kernel's tbf."""
         self.network.shape(self.index, self.pid, rate)
+
+    def impair(self, *, delay_milliseconds: int = 0, loss_percent: float = 0.0) -> None:
+        """Delay every packet by so much, each way, and lose some; in place of a limit. Raises RuntimeError where the kernel has no netem."""
+        self.network.impair(self.index, self.pid, delay_milliseconds, loss_percent)
 
     def fill_disk(self) -> None:
         """Leave no free byte on its disk (which is memory of this machine: give it a small one). Undone by `empty_disk`."""

@@ -25,6 +25,7 @@ for node in null zero full random urandom tty; do
   : >"$root/dev/$node"
   mount --bind "/dev/$node" "$root/dev/$node"
 done
+[ ! -e /dev/fuse ] || mknod -m 666 "$root/dev/fuse" c 10 229 # for everybody, as udev makes it
 mkdir -m 1777 "$root/dev/shm"
 mkdir "$root/dev/pts"
 mount -t tmpfs -o mode=1777,size="$size" shm "$root/dev/shm"

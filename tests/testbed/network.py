@@ -80,6 +80,12 @@ class Network:
         run("tc", "qdisc", "replace", "dev", self.port(index), "root", *bucket)
         run("nsenter", f"--net=/proc/{pid}/ns/net", "tc", "qdisc", "replace", "dev", "eth0", "root", *bucket)
 
+    def impair(self, index: int, pid: int, delay_milliseconds: int, loss_percent: float) -> None:
+        """Delay, and lose, what goes over the wire, each way on its own; 0 and 0 take it away. Raises RuntimeError where the kernel has no netem."""
+        worse = ["netem", "delay", f"{delay_milliseconds}ms", "loss", f"{loss_percent}%"] if delay_milliseconds or loss_percent else ["pfifo"]
+        run("tc", "qdisc", "replace", "dev", self.port(index), "root", *worse)
+        run("nsenter", f"--net=/proc/{pid}/ns/net", "tc", "qdisc", "replace", "dev", "eth0", "root", *worse)
+
     def links(self) -> list[str]:
         """Return the network interfaces of this network that exist on this machine."""
         names = [entry.name for entry in Path("/sys/class/net").iterdir()]

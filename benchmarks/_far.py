@@ -1,0 +1,180 @@
+"""The second section: pools on hosts of the test bed, reached over SSH, side by side with bare Dask behind an asyncssh tunnel.
+
+Every measurement is a fresh subprocess (`_cases.py`), which times itself from `with` on; the systems take turns on the same hosts. Then the SSH path alone.
+
+    python benchmarks/bench.py --only far
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Generator, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import ssh_path
+from _place import Place
+from _table import Measured, Row, table
+
+from skyward_core import Image
+from skyward_core.image.image import runtime_pins
+
+HERE = Path(__file__).resolve().parent
+ROUNDS = 3
+SSH_PATH_ROUNDS = 3
+MANY_HOSTS = 6
+LIMIT_SECONDS = 120.0
+BUDGET_SECONDS = 200.0  # a round that would likely end later than this is not begun, the first one excepted
+SYSTEMS = {"skyward": "skyward-far", "dask": "dask-far"}
+PACKAGES = (f"numpy=={version('numpy')}",)
+
+ROWS = (
+    Row("one host, environment cached: `with` to first result", "far", "first", "s", 1, "first", most=4),
+    Row("tiny call, one after another", "far", "median", "ms", 1e3, "median", most=6),
+    Row("the same, 99th percentile", "far", "p99", "ms", 1e3, "p99"),
+    Row("2,000 tiny calls, `pool.map`", "far", "map", "calls/s", 1, "map", more_is_better=True, least=2000),
+    Row("100 MiB array there and back", "far", "array", "s", 1, "array", most=0.7),
+    Row("the same, the first time", "far", "first_array", "s", 1, "first_array"),
+    Row("bare host: `with` to first result", "bare", "one", "s", 1, "one"),
+    Row(f"{MANY_HOSTS} bare hosts, until all have joined", "bare", "many", "s", 1, "many"),
+    Row(f"{MANY_HOSTS} bare hosts to one", "bare", "growth", "x", 1, "growth"),
+    Row(f"{MANY_HOSTS} bare hosts, were no core ever idle", "bare", "least", "s", 1, "least"),
+    Row("cached host: `with` to first result", "cached", "one", "s", 1, "one"),
+    Row(f"{MANY_HOSTS} cached hosts, until all have joined", "cached", "many", "s", 1, "many"),
+    Row(f"{MANY_HOSTS} cached hosts to one", "cached", "growth", "x", 1, "growth"),
+    Row(f"{MANY_HOSTS} cached hosts, were no core ever idle", "cached", "least", "s", 1, "least"),
+)
+
+
+def section(rounds: int = ROUNDS) -> tuple[list[str], list[str]]:
+    """Measure all of it; return the lines of the section, and what went wrong. Where hosts are refused, a line that says why."""
+    title = ["", "# On hosts of the test bed, over SSH", ""]
+    if reason := ssh_path.why_not():
+        return [*title, f"Not measured: {reason}"], []
+    comparison = Comparison()
+    try:
+        comparison.run(rounds)
+    finally:
+        comparison.close()
+    path = [] if comparison.troubles else ssh_path.table(ssh_path.measure(SSH_PATH_ROUNDS)).splitlines()
+    return [
+        *title,
+        "Hosts are network, mount and process namespaces of this machine with an `sshd` each, and share its cores with the client. Dask: its scheduler and one",
+        "worker of one thread a host, started through a plain asyncssh tunnel in the same environment, with default settings, without TLS. Each in a fresh",
+        "process; the seconds from `with` on hold the import of Dask on both sides. Bare hosts have neither Python of this version nor uv; packages and Python",
+        "come from an index on the same machine. Were no core ever idle: the processor time of everything on this machine meanwhile, by its cores.",
+        "",
+        *table(ROWS, comparison.measured, ["dask"]),
+        "",
+        *(f"- {note}" for note in (*comparison.notes, *(f"FAILED {trouble}" for trouble in comparison.troubles))),
+        "",
+        "## The SSH path alone",
+        "",
+        *path,
+    ], comparison.troubles
+
+
+class Comparison:
+    """What was measured so far, and what went wrong."""
+
+    def __init__(self) -> None:
+        self.measured: Measured = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+        self.troubles: list[str] = []
+        self.notes: list[str] = []
+        self._directory = Path(tempfile.mkdtemp(prefix="skb-", dir="/tmp"))
+
+    def close(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def run(self, rounds: int) -> None:
+        """Measure all cases with both systems, round after round; a busy machine gets fewer rounds."""
+        deadline = time.monotonic() + BUDGET_SECONDS
+        testbed = ssh_path.testbed()
+        mirror: Any = importlib.import_module("tests.testbed.mirror")
+        with testbed.Fleet() as fleet, mirror.Mirror(fleet.network.gateway, _requirements()) as index:
+            one = fleet.create()
+            index.configure(one)
+            key = str(fleet.key_path)
+            self._open("skyward", _place([one], key))  # fills the cache; nobody's first time counts
+            for number in range(1, rounds + 1):
+                began = time.monotonic()
+                for system in SYSTEMS:
+                    print(f"far, round {number} of {rounds}: {system}", file=sys.stderr, flush=True)
+                    self._note("far", system, self._measure("far", system, _place([one], key, is_cached=True)))
+                with _hosts(fleet, index, 2 * (1 + MANY_HOSTS)) as hosts:
+                    self._compare_openings(f"round {number} of {rounds}", hosts, key)
+                if number < rounds and 2 * time.monotonic() - began > deadline:
+                    self.notes.append(f"The machine was slow: {number} of {rounds} rounds.")
+                    break
+
+    def _compare_openings(self, which: str, hosts: Sequence[Any], key: str) -> None:
+        """Open on bare hosts, each system on its own, and on those that our system has left cached."""
+        ours, theirs = hosts[: len(hosts) // 2], hosts[len(hosts) // 2 :]
+        for case, system, own, is_cached in (
+            ("bare", "skyward", ours, False),
+            ("bare", "dask", theirs, False),
+            ("cached", "skyward", ours, True),
+            ("cached", "dask", ours, True),
+        ):
+            print(f"far, {which}: {case}, {system}", file=sys.stderr, flush=True)
+            first, *others = own
+            one = self._open(system, _place([first], key, is_cached=is_cached))
+            many = self._open(system, _place(others, key, is_cached=is_cached))
+            if one and many:
+                least = many["processor"] / len(os.sched_getaffinity(0))
+                self._note(case, system, {"one": one["first"], "many": many["first"], "growth": many["first"] / one["first"], "least": least})
+
+    def _open(self, system: str, place: Place) -> dict[str, float]:
+        return self._measure("opening", system, place)
+
+    def _note(self, case: str, system: str, found: dict[str, float]) -> None:
+        for metric, value in found.items():
+            self.measured[case][system][metric].append(value)
+
+    def _measure(self, case: str, system: str, place: Place) -> dict[str, float]:
+        argv = [sys.executable, str(HERE / "_cases.py"), "--case", case, "--system", SYSTEMS[system], "--place", json.dumps(asdict(place))]
+        env = os.environ | {"TMPDIR": str(self._directory)}
+        env |= {f"XDG_{what}_HOME": str(self._directory / what.lower()) for what in ("CACHE", "CONFIG", "DATA", "STATE")}
+        said = ""
+        try:
+            done = subprocess.run(
+                argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_SECONDS, cwd=self._directory, env=env, check=False
+            )
+            said = done.stderr
+            return json.loads(done.stdout.splitlines()[-1])["result"]
+        except (subprocess.SubprocessError, ValueError, LookupError) as error:
+            self.troubles.append(f"{case}, {system}: {error!r}: {' / '.join(said.splitlines()[-5:])}")
+            return {}
+
+
+@contextlib.contextmanager
+def _hosts(fleet: Any, index: Any, count: int) -> Generator[list[Any]]:
+    """New hosts, which end with the context: their disks are this machine's memory."""
+    hosts = [fleet.create() for _ in range(count)]
+    try:
+        for host in hosts:
+            index.configure(host)
+        yield hosts
+    finally:
+        for host in hosts:
+            host.crash()
+
+
+def _place(hosts: Sequence[Any], key: str, *, is_cached: bool = False) -> Place:
+    python = f"/root/.cache/skyward/envs/{Image(pip=PACKAGES).content_hash()}/bin/python"
+    return Place([host.ip for host in hosts], key, PACKAGES, _requirements(), python if is_cached else None)
+
+
+def _requirements() -> tuple[str, ...]:
+    return (*runtime_pins(), *PACKAGES)

@@ -1,0 +1,410 @@
+"""The `skyward` command: what is rented, what it costs, what nobody answers for any more, and what may be spent.
+
+Exit codes: 0 all is well, 1 something failed, 2 it was asked for in a way that is not understood, 3 a dry run has found something to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+from decimal import Decimal, InvalidOperation
+from typing import TYPE_CHECKING, Any
+
+from skyward_core.errors import ZERO_USD, BadRequest, SkywardError
+
+if TYPE_CHECKING:
+    from skyward_core.entries import Account, CostRow, PoolEntry, PoolRow, Reservation
+    from skyward_core.ledger import Ledger
+    from skyward_core.providers.base import Provider
+    from skyward_core.provisioning.judging import Finding
+    from skyward_core.provisioning.sweep import SweepReport
+
+FAILED, TO_DO = 1, 3
+SHOWN_POOLS = 100
+WIDE = 400
+"""Columns of what is not shown on a terminal: nothing is folded there, so that `grep` finds whole lines."""
+
+type Command = Callable[[Ledger, argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code. What this library raises is told in one line."""
+    asked = _parser().parse_args(argv)
+    try:
+        return _run(asked)
+    except SkywardError as error:
+        print(f"skyward: {' '.join(str(error).split())}", file=sys.stderr)
+        return FAILED
+    except BrokenPipeError:  # `skyward ps | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(asked: argparse.Namespace) -> int:
+    from skyward_core.ledger import Ledger, default_url
+
+    command: Command = asked.command
+    with Ledger(asked.ledger or default_url()) as ledger:
+        code = command(ledger, asked)
+        sys.stdout.flush()  # here, where a reader that has gone is noticed
+        return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="skyward", description="What is rented, what it costs, and what nobody answers for any more.")
+    parser.add_argument("--ledger", metavar="URL", help="the ledger (default: SKYWARD_LEDGER, else a file under the user's state directory)")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    ps = _add(commands, "ps", _ps, "show the pools, and what each has cost so far", has_json=True)
+    ps.add_argument("--all", action="store_true", help="those that have ended too")
+    ps.add_argument("--limit", type=_count, default=SHOWN_POOLS, metavar="N", help=f"the newest so many (default: {SHOWN_POOLS})")
+
+    cost = _add(commands, "cost", _cost, "add up what was spent, and what spot has saved", has_json=True)
+    cost.add_argument("--by", choices=["day", "pool", "owner", "bucket"], default="day", help="what to add up by (default: day)")
+    cost.add_argument("--since", type=_date, metavar="DATE", help="what was asked for on this UTC day (2026-11-21) or later")
+    cost.add_argument("--until", type=_date, metavar="DATE", help="what was asked for before this UTC day")
+    cost.add_argument("--limit", type=_count, default=SHOWN_POOLS, metavar="N", help=f"the costliest so many lines (default: {SHOWN_POOLS}); others in one")
+
+    sweep = _add(commands, "sweep", _sweep, "find what nobody answers for any more; with --yes, end it", has_json=True)
+    sweep.add_argument("--yes", action="store_true", help="do it; without this nothing is touched")
+    sweep.add_argument("--provider", action="append", metavar="NAME", help="whom to ask beside those of the ledger's pools (default: as the settings say)")
+    sweep.add_argument("--min-age", type=float, default=600.0, metavar="SECONDS", help="leave machines that the ledger does not know until they are older")
+    sweep.add_argument("--unknown", action="store_true", help="end old machines too of which nobody here can tell whose they are; they may be somebody else's")
+
+    stop = _add(commands, "stop", _stop, "end a pool, live or not")
+    stop.add_argument("pool_id")
+    stop.add_argument("--provider", metavar="NAME", help="who rents its machines, if the ledger does not know")
+
+    receipt = _add(commands, "receipt", _receipt, "show what a pool has rented and what became of it, as JSON")
+    receipt.add_argument("pool_id")
+
+    budgets = commands.add_parser("budget", help="accounts that pools are paid from").add_subparsers(required=True, metavar="COMMAND")
+    limit = _add(budgets, "set", _set_budget, "make an account, or change its limit")
+    limit.add_argument("name")
+    limit.add_argument("--limit", type=_usd_asked, required=True, metavar="USD")
+    limit.add_argument("--per", choices=["run", "day", "month"], required=True, help="for each pool, each UTC day, or each UTC month")
+    _add(budgets, "list", _list_budgets, "show the accounts, and what is left of each", has_json=True)
+    return parser
+
+
+def _add(commands: Any, name: str, command: Command, about: str, *, has_json: bool = False) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=about, description=about)
+    parser.set_defaults(command=command)
+    if has_json:
+        parser.add_argument("--json", action="store_true", help="as JSON")
+    return parser
+
+
+def _date(text: str) -> datetime:
+    try:
+        told = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no date such as 2026-11-21") from error
+    return told if told.tzinfo is not None else told.replace(tzinfo=UTC)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of lines")
+    return int(text)
+
+
+def _usd_asked(text: str) -> Decimal:
+    try:
+        usd = Decimal(text)
+    except InvalidOperation as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no sum in USD") from error
+    if not usd.is_finite() or usd < 0:
+        raise argparse.ArgumentTypeError(f"a limit is zero or more; given {text}")
+    return usd
+
+
+# ── ps ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _ps(ledger: Ledger, asked: argparse.Namespace) -> int:
+    now = datetime.now(UTC)
+    rows = ledger.pool_rows(include_ended=asked.all, limit=asked.limit)
+    rates: dict[str, Decimal] = {}
+    for intent in ledger.open_intents():
+        if intent.cloud_id is not None:
+            rates[intent.pool_id] = rates.get(intent.pool_id, ZERO_USD) + intent.price.per_hour
+    pools = [_pool(row, rates.get(row.entry.id, ZERO_USD), now) for row in rows]
+    if asked.json:
+        return _print_json(pools)
+    if not pools:
+        print("no pools" if asked.all else "no open pools; `skyward ps --all` shows those that have ended")
+        return 0
+    _print_table(
+        ["POOL", "STATE", "OWNER", "PROVIDER", ">OPEN", ">AGE", ">LEASE", ">USD/H", ">COST USD"],
+        [
+            [
+                pool["pool"],
+                pool["state"],
+                pool["owner"],
+                pool["provider"],
+                f"{pool['open_resources']}/{pool['resources']}",
+                _time(pool["age_seconds"]),
+                "" if pool["state"] == "ended" else _time(pool["lease_seconds"]),
+                f"{pool['usd_per_hour']:.2f}" if pool["usd_per_hour"] else "",
+                f"{pool['cost_usd']:.4f}",
+            ]
+            for pool in pools
+        ],
+    )
+    if len(pools) == asked.limit:
+        print(f"the newest {asked.limit}; --limit shows more")
+    return 0
+
+
+def _pool(row: PoolRow, rate: Decimal, now: datetime) -> dict[str, Any]:
+    entry = row.entry
+    return {
+        "pool": entry.id,
+        "state": _state(entry, now),
+        "owner": entry.owner.name,
+        "provider": str(entry.provider.get("name", "?")),
+        "account": entry.account,
+        "created_at": _iso(entry.created_at),
+        "lease_expires_at": _iso(entry.lease_expires_at),
+        "ended_at": None if entry.ended_at is None else _iso(entry.ended_at),
+        "open_resources": row.open_resources,
+        "resources": row.resources,
+        "age_seconds": round(((entry.ended_at or now) - entry.created_at).total_seconds(), 3),
+        "lease_seconds": round((entry.lease_expires_at - now).total_seconds(), 3),
+        "usd_per_hour": float(rate),
+        "cost_usd": float(row.cost_usd),
+        "saved_usd": float(row.on_demand_usd - row.cost_usd),
+    }
+
+
+def _state(entry: PoolEntry, now: datetime) -> str:
+    if entry.ended_at is not None:
+        return "ended"
+    if why := entry.why_dead(now, entry.owner.state()):
+        return f"dead: {why}"
+    return "live, by its lease" if entry.lives_by_lease else "live"
+
+
+# ── cost ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _cost(ledger: Ledger, asked: argparse.Namespace) -> int:
+    from skyward_core.entries import BILLING_ROUNDING, CostBy
+
+    rows = ledger.cost_rows(CostBy(asked.by), since=asked.since, until=asked.until)
+    counted = [row for row in rows if row.key == BILLING_ROUNDING] or rows  # a resource has seconds in several buckets: that row counts each of them once
+    total = {**_added_up("total", rows), "resources": sum(row.resources for row in counted)}
+    if asked.json:
+        return _print_json({"by": asked.by, "rows": [_bill(row) for row in rows], "total": total})
+    costliest = sorted(rows, key=lambda row: row.cost_usd, reverse=True)[: asked.limit]
+    shown = {row.key for row in costliest}
+    bills = [_bill(row) for row in rows if row.key in shown]
+    if others := [row for row in rows if row.key not in shown]:
+        bills.append(_added_up(f"({len(others)} others)", others))
+    _print_table(
+        [asked.by.upper(), ">RESOURCES", ">HOURS", ">USD", ">ON DEMAND", ">SAVED"],
+        [
+            [
+                str(bill["key"]),
+                "" if bill["key"] == BILLING_ROUNDING else str(bill["resources"]),
+                f"{bill['seconds'] / 3600:.2f}",
+                *(f"{bill[name]:.4f}" for name in ("cost_usd", "on_demand_usd", "saved_usd")),
+            ]
+            for bill in [*bills, total]
+        ],
+    )
+    return 0
+
+
+def _bill(row: CostRow) -> dict[str, Any]:
+    return _added_up(row.key, [row])
+
+
+def _added_up(key: str, rows: Iterable[CostRow]) -> dict[str, Any]:
+    its = list(rows)
+    return {
+        "key": key,
+        "resources": sum(row.resources for row in its),
+        "seconds": round(sum(row.seconds for row in its), 3),
+        "cost_usd": float(sum((row.cost_usd for row in its), ZERO_USD)),
+        "on_demand_usd": float(sum((row.on_demand_usd for row in its), ZERO_USD)),
+        "saved_usd": float(sum((row.saved_usd for row in its), ZERO_USD)),
+    }
+
+
+# ── sweep, stop, receipt ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _sweep(ledger: Ledger, asked: argparse.Namespace) -> int:
+    from skyward_core.provisioning.sweep import sweep
+
+    providers = _from_settings() if asked.provider is None else [_provider(name) for name in asked.provider]
+    report = sweep(ledger, providers, is_dry_run=not asked.yes, min_age_seconds=asked.min_age, include_unknown=asked.unknown)
+    if asked.json:
+        _print_json(
+            {
+                "is_dry_run": not asked.yes,
+                "findings": [_found(finding) for finding in report.findings],
+                "ended": [_found(finding) for finding in report.ended],
+                "failures": [{"provider": its.provider, "pool": its.pool_id, "error": str(its.error)} for its in report.failures],
+            }
+        )
+    else:
+        _tell(report, is_dry_run=not asked.yes)
+    if report.failures:
+        return FAILED
+    return TO_DO if report.to_do and not asked.yes else 0
+
+
+def _tell(report: SweepReport, *, is_dry_run: bool) -> None:
+    if report.findings:
+        _print_table(
+            ["ACTION", "POOL", "PROVIDER", "RESOURCES", "WHY"],
+            [[its.action.value, its.pool_id, its.provider, _some(its.resource_ids), its.reason] for its in report.findings],
+        )
+    for failure in report.failures:
+        print(f"skyward: {' '.join(str(failure).split())}", file=sys.stderr)
+    if not report.to_do:
+        print("nothing is to be done")
+    elif is_dry_run:
+        print("nothing was touched; `skyward sweep --yes` does it")
+    else:
+        print(f"{len(report.ended)} pools ended, {len(report.failures)} failures")
+
+
+def _found(finding: Finding) -> dict[str, Any]:
+    return {
+        "action": finding.action.value,
+        "pool": finding.pool_id,
+        "provider": finding.provider,
+        "resources": list(finding.resource_ids),
+        "reason": finding.reason,
+    }
+
+
+def _some(ids: Sequence[str], most: int = 4) -> str:
+    return ", ".join(ids) if len(ids) <= most else f"{', '.join(ids[:most])} and {len(ids) - most} more"
+
+
+def _from_settings() -> list[Provider]:
+    from skyward_core.config import Settings
+    from skyward_core.providers.base import load
+
+    return [load(Settings.read().fields.get("provider") or "local")]
+
+
+def _provider(text: str) -> Provider:
+    """A provider by its name, or as JSON with its fields."""
+    from skyward_core.providers.base import load
+
+    try:
+        told: object = json.loads(text) if text.lstrip().startswith("{") else text
+    except ValueError as error:
+        raise BadRequest(f"--provider {text}: {error}") from error
+    return load(told)  # pyright: ignore[reportArgumentType] - a name, or a JSON object
+
+
+def _stop(ledger: Ledger, asked: argparse.Namespace) -> int:
+    from skyward_core.provisioning.sweep import release
+
+    release(asked.pool_id, ledger=ledger, credentials=None if asked.provider is None else _provider(asked.provider), why="it was stopped with `skyward stop`")
+    print(f"{asked.pool_id} has ended; nothing of it is left")
+    return 0
+
+
+def _receipt(ledger: Ledger, asked: argparse.Namespace) -> int:
+    from skyward_core.receipt import receipt
+
+    return _print_json(receipt(ledger, asked.pool_id))
+
+
+# ── budgets ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _set_budget(ledger: Ledger, asked: argparse.Namespace) -> int:
+    from skyward_core.entries import Account, Period
+
+    ledger.set_account(Account(asked.name, asked.limit, Period(asked.per)))
+    print(f"{asked.name}: {asked.limit} USD per {asked.per}")
+    return 0
+
+
+def _list_budgets(ledger: Ledger, asked: argparse.Namespace) -> int:
+    reservations, now = ledger.open_reservations(), datetime.now(UTC)
+    budgets = [_budget(ledger, account, reservations, now) for account in ledger.accounts()]
+    if asked.json:
+        return _print_json(budgets)
+    if not budgets:
+        print("no accounts; `skyward budget set NAME --limit USD --per run|day|month` makes one")
+        return 0
+    names = ("limit_usd", "spent_usd", "reserved_usd", "left_usd")
+    _print_table(
+        ["ACCOUNT", "PER", ">LIMIT USD", ">SPENT", ">RESERVED", ">LEFT"],
+        [[budget["account"], budget["per"], *("" if budget[name] is None else f"{budget[name]:.4f}" for name in names)] for budget in budgets],
+    )
+    return 0
+
+
+def _budget(ledger: Ledger, account: Account, reservations: Sequence[Reservation], now: datetime) -> dict[str, Any]:
+    """An account in this period; one with a limit for each run has nothing spent or left but for a pool, and all that is reserved from it is told."""
+    scope = {"run": None, "day": f"{now:%Y-%m-%d}", "month": f"{now:%Y-%m}"}[account.period.value]
+    reserved = sum((its.reserved_usd for its in reservations if its.account == account.name and scope in (None, its.scope)), ZERO_USD)
+    left = None if scope is None else ledger.left_usd(account.name, "")
+    return {
+        "account": account.name,
+        "per": account.period.value,
+        "limit_usd": float(account.limit_usd),
+        "spent_usd": None if left is None else float(account.limit_usd - left - reserved),
+        "reserved_usd": float(reserved),
+        "left_usd": None if left is None else float(left),
+    }
+
+
+# ── printing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _print_json(data: object) -> int:
+    print(json.dumps(data, indent=2))
+    return 0
+
+
+def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print columns, those to the right whose head begins with `>`; on a terminal what is too long is folded."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(markup=False, highlight=False, emoji=False, color_system=None)
+    if not console.is_terminal:
+        console.width = WIDE
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for head in heads:
+        table.add_column(head.removeprefix(">"), justify="right" if head.startswith(">") else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    with console.capture() as told:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in told.get().splitlines()))
+
+
+def _time(seconds: float) -> str:
+    """Seconds in words: "47 s", "12 min", "3.4 h", "2.1 d"; with a sign where they are over."""
+    size = abs(seconds)
+    for unit, length, most, digits in (("s", 1, 120, 0), ("min", 60, 7200, 0), ("h", 3600, 172_800, 1)):
+        if size < most:
+            return f"{seconds / length:.{digits}f} {unit}"
+    return f"{seconds / 86_400:.1f} d"
+
+
+def _iso(at: datetime) -> str:
+    return at.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+r"""Shell text that mounts volumes on a node, and text that takes them off it.
+
+As in `shell`, the program is constant and values enter it only as quoted words. Who asks the service for what is kept out of the words:
+credentials stay in the environment, where `ps` does not show them and the line of a failed command does not either.
+"""
+
+import shlex
+from collections.abc import Sequence
+
+from skyward_core.image.volume import Volume
+
+
+def mount_volumes(volumes: Sequence[Volume]) -> str:
+    """Return lines of bash that mount every volume, in this order; nothing for none. They may run twice: then they mount nothing.
+
+    They follow `Image.bootstrap()`'s text, or `shell.prelude()`, in the same shell, and need `$SKYWARD_INSTANCE_DIRECTORY`. Phases: "volumes",
+    and "apt" where s3fs must be installed first; `mount-s3` (mountpoint-s3) is taken where the image brings it. A volume that cannot be
+    mounted fails the phase, with what the mounting program said above the line that tells so.
+
+    Each mount point is a line of `$SKYWARD_INSTANCE_DIRECTORY/mounts` before anything is mounted there; `unmount_volumes` reads it. What somebody
+    else has mounted at the path is left as it is, and fails the phase.
+
+    Credentials, the first that there are: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_SESSION_TOKEN) of the environment, the machine's
+    own files (`~/.aws/credentials`, s3fs's passwd files), the role of an EC2 instance, none (public buckets). Where the volume names no endpoint or
+    region, AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL and AWS_REGION, AWS_DEFAULT_REGION of the environment do.
+    """
+    if not volumes:
+        return ""
+    return "\n".join([_UNMOUNT, _CREDENTIALS, _PLACE, _MOUNT, "skyward_find_mounter", "skyward_phase volumes", *map(_mount, volumes)])
+
+
+def unmount_volumes() -> str:
+    """Return lines of POSIX sh that unmount what `$SKYWARD_INSTANCE_DIRECTORY/mounts` lists, the last first, and remove the file.
+
+    They stand alone and may run twice. What is in use is detached: it goes when its last user closes it. Their last command fails, after a line for
+    each, if something stays mounted; the file stays then too.
+    """
+    return _UNMOUNT + _UNMOUNT_ALL + "skyward_unmount_all"
+
+
+def _mount(volume: Volume) -> str:
+    mode = "ro" if volume.read_only else "rw"
+    return "skyward_volume " + shlex.join([volume.mount_path, mode, volume.bucket, volume.prefix, volume.endpoint_url or "", volume.region or ""])
+
+
+# `mountpoint` would not do: it asks the file system, and a dead one does not answer.
+_UNMOUNT = r"""skyward_is_mounted() {
+  findmnt --noheadings --mountpoint "$1" >/dev/null 2>&1
+}
+skyward_unmount() { # as root, or as the user who mounted it
+  for skyward_undo in 'umount' 'fusermount3 -u' 'fusermount -u' 'umount --lazy' 'fusermount3 -u -z' 'fusermount -u -z'; do
+    skyward_is_mounted "$1" || return 0
+    $skyward_undo -- "$1" >/dev/null 2>&1 || :
+  done
+  ! skyward_is_mounted "$1"
+}
+"""
+
+_UNMOUNT_ALL = r"""skyward_unmount_all() {
+  [ -f "$SKYWARD_INSTANCE_DIRECTORY/mounts" ] || return 0
+  tac -- "$SKYWARD_INSTANCE_DIRECTORY/mounts" | (
+    skyward_left=0
+    while IFS= read -r skyward_path; do
+      skyward_unmount "$skyward_path" || { skyward_left=1; printf 'still mounted: %s\n' "$skyward_path"; }
+    done
+    exit "$skyward_left"
+  ) && rm -f -- "$SKYWARD_INSTANCE_DIRECTORY/mounts"
+}
+"""
+
+# s3fs asks for an instance's role for minutes where nobody answers (seen: more than 20 s without a route), and 1.90 asks for its name without the
+# token that IMDSv2 wants: so we find the name. Other clouds have a service at that address too, but no roles.
+_CREDENTIALS = r"""skyward_metadata() { # method, path, header: the body, if the status is 200
+  timeout 2 bash -c 'exec 3<>/dev/tcp/169.254.169.254/80
+    printf "%s %s HTTP/1.1\r\nHost: 169.254.169.254\r\n%s\r\nContent-Length: 0\r\nConnection: close\r\n\r\n" "$1" "$2" "$3" >&3
+    read -r _ status _ <&3
+    [ "$status" = 200 ] && sed -e "1,/^\r*\$/d" <&3' skyward-metadata "$@" 2>/dev/null
+}
+skyward_find_role() {
+  local token
+  [ "${AWS_EC2_METADATA_DISABLED:-}" != true ] || return 1
+  token=$(skyward_metadata PUT /latest/api/token 'X-aws-ec2-metadata-token-ttl-seconds: 60') || return 1
+  skyward_role=$(skyward_metadata GET /latest/meta-data/iam/security-credentials/ "X-aws-ec2-metadata-token: $token") || return 1
+  [ -n "$skyward_role" ]
+}
+skyward_find_credentials() {
+  if [ -n "${AWS_ACCESS_KEY_ID:-}" ]; then
+    skyward_credentials=environment
+  elif [ -s "$HOME/.aws/credentials" ] || { [ "$skyward_mounter" = s3fs ] && { [ -s "$HOME/.passwd-s3fs" ] || [ -s /etc/passwd-s3fs ]; }; }; then
+    skyward_credentials=files
+  elif skyward_find_role; then
+    skyward_credentials=role
+  else
+    skyward_credentials=none
+  fi
+}
+"""
+
+# The name of an s3fs mount says whose it is and what is behind it: skyward- and a hash of everything that makes two mounts the same. mountpoint-s3
+# gives its mounts one name; there the list of this instance decides. Somebody else's mount never gets onto the list.
+_PLACE = r"""skyward_mounted_by() {
+  findmnt --noheadings --output SOURCE --mountpoint "$1" 2>/dev/null | tail -n 1
+}
+skyward_is_listed() {
+  grep --quiet --line-regexp --fixed-strings -e "$1" "$SKYWARD_INSTANCE_DIRECTORY/mounts" 2>/dev/null
+}
+skyward_is_ours() { # mount path, what is mounted there
+  case $2 in
+    skyward-*) ;;
+    mountpoint-s3) skyward_is_listed "$1" ;;
+    *) return 1 ;;
+  esac
+}
+skyward_list() {
+  skyward_is_listed "$1" || printf '%s\n' "$1" >>"$SKYWARD_INSTANCE_DIRECTORY/mounts"
+}
+skyward_clear() { # mount path, what is mounted there
+  if skyward_is_ours "$1" "$2"; then skyward_unmount "$1"; fi
+  if skyward_is_mounted "$1"; then
+    printf '%s is taken: %s is mounted there; choose another mount_path, or unmount it\n' "$1" "$2"
+    return 1
+  fi
+  if ! mkdir -p -- "$1" 2>/dev/null; then
+    skyward_sudo mkdir -p -- "$1"
+    skyward_sudo chown -- "$(id -u):$(id -g)" "$1"
+  fi
+  if [ -n "$(ls -A -- "$1")" ]; then
+    printf '%s is not empty, and a volume would hide what is there: choose another mount_path\n' "$1"
+    return 1
+  fi
+  skyward_list "$1"
+}
+"""
+
+# s3fs leaves its parent before it has asked the service, and where that refuses it ends without a word (and with status 0, in the foreground too).
+# Until it has decided, its file system does not answer; once it has decided to end, it answers one question more at most: so two answers are
+# proof. Listing the files would say no more, and costs a request for each of them.
+_MOUNT = r"""skyward_answers() {
+  for _ in first second; do
+    # f_type of every FUSE file system, statfs(2)
+    [ "$(timeout --signal=KILL 45 stat --file-system --format=%t -- "$1" 2>/dev/null)" = 65735546 ] || return 1
+  done
+}
+skyward_s3fs() { # bucket:/prefix, mount path, options of s3fs
+  local code=0
+  s3fs "$@"
+  if skyward_answers "$2"; then return 0; fi
+  skyward_unmount "$2"
+  timeout --kill-after=5 20 s3fs "$@" -f -o dbglevel=err,retries=1 2>&1 | tail -n 20 || code=$?
+  skyward_unmount "$2"
+  [ "$skyward_credentials" != none ] ||
+    printf '%s\n' 'asked without credentials, for there are none: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in Image(env=...)'
+  return "$((code ? code : 1))"
+}
+skyward_mount_s3() { # options of mount-s3, bucket, mount path
+  mount-s3 "$@"
+  skyward_answers "${!#}"
+}
+skyward_find_mounter() {
+  skyward_mounter=mount-s3
+  if ! command -v mount-s3 >/dev/null; then
+    skyward_mounter=s3fs
+    command -v s3fs >/dev/null || skyward_apt s3fs
+  fi
+  skyward_find_credentials
+}
+skyward_volume() { # mount path, ro or rw, bucket, prefix, endpoint, region
+  local endpoint=${5:-${AWS_ENDPOINT_URL_S3:-${AWS_ENDPOINT_URL:-}}} region=${6:-${AWS_REGION:-${AWS_DEFAULT_REGION:-}}} name found
+  endpoint=${endpoint%/}
+  name=mountpoint-s3
+  [ "$skyward_mounter" = mount-s3 ] ||
+    name=skyward-$(printf '%s\n' "$@" "$endpoint" "$region" "$skyward_credentials" "${AWS_ACCESS_KEY_ID:-}" | sha256sum | cut -c 1-16)
+  found=$(skyward_mounted_by "$1") || found=
+  if [ "$found" = "$name" ] && skyward_is_ours "$1" "$found" && skyward_answers "$1"; then
+    skyward_list "$1"
+  else
+    skyward_run skyward_clear "$1" "$found"
+    if [ "$skyward_mounter" = s3fs ]; then
+      skyward_by_s3fs "$1" "$2" "$3" "$4" "$name"
+    else
+      skyward_by_mount_s3 "$1" "$2" "$3" "$4"
+    fi
+  fi
+}
+skyward_by_s3fs() { # objects have no owner and mode of their own: they are the node's user's
+  local options
+  options="fsname=$5,uid=$(id -u),gid=$(id -g),umask=0022,mp_umask=0022,connect_timeout=10,sigv4"
+  case $2 in
+    ro) options+=,ro ;;
+    *) options+=,stat_cache_expire=5 ;; # what another node has written over is seen after so many seconds
+  esac
+  if [ -n "$endpoint" ]; then
+    options+=",url=$endpoint,use_path_request_style"
+  else
+    [ -z "$region" ] || options+=",url=https://s3.$region.amazonaws.com"
+    case $3 in *.*) options+=,use_path_request_style ;; esac # no certificate covers a name with more dots
+  fi
+  [ -z "$region" ] || options+=",endpoint=$region"
+  case $skyward_credentials in
+    environment) options+=${AWS_SESSION_TOKEN:+,use_session_token} ;;
+    role) options+=",iam_role=$skyward_role" ;;
+    none) options+=,public_bucket=1 ;;
+  esac
+  skyward_run skyward_s3fs "$3${4:+:/${4%/}}" "$1" -o "$options"
+}
+skyward_by_mount_s3() {
+  local options=()
+  case $2 in
+    ro) options+=(--read-only) ;;
+    *) options+=(--allow-delete --allow-overwrite) ;;
+  esac
+  [ -z "$4" ] || options+=(--prefix "$4")
+  [ -z "$endpoint" ] || options+=(--endpoint-url "$endpoint" --force-path-style)
+  [ -z "$region" ] || options+=(--region "$region")
+  [ "$skyward_credentials" != none ] || options+=(--no-sign-request)
+  skyward_run skyward_mount_s3 "${options[@]}" "$3" "$1"
+}
+"""

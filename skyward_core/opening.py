@@ -1,0 +1,442 @@
+"""One opening of a pool: what is rented, written down, running and told between `open` and `close`, and everything that must be undone.
+
+States: new -> started -> running -> stopped -> released; `start` undoes everything if it fails, `stop` and `release` may be called again. Between any two of
+its lines the process may be killed: the reaper, which is started before anything is asked for, then does what `release` would have done.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from skyward_core import console
+from skyward_core.entries import Bucket
+from skyward_core.errors import BudgetExceeded, LeaseLost, NotPicklable, PoolClosed, SkywardError
+from skyward_core.events import (
+    BootstrapCompleted,
+    BootstrapProgress,
+    BudgetWarning,
+    Callback,
+    CostFinal,
+    Error,
+    InstanceLost,
+    PoolReady,
+    PoolStopping,
+    SkywardEvent,
+    compose,
+    registered_callback,
+)
+from skyward_core.instances import Lease
+from skyward_core.providers.base import Provider
+from skyward_core.provisioning import lifecycle
+from skyward_core.provisioning.book import Book
+from skyward_core.provisioning.metering import Meter
+from skyward_core.provisioning.purse import Fill, Purse
+from skyward_core.reaper import Charge, Reaper
+from skyward_core.recovery import Recovery
+from skyward_core.spec import PoolSpec
+from skyward_core.worker.watchdog import DETACHED
+
+if TYPE_CHECKING:
+    from skyward_core.certificates import PoolCertificate
+    from skyward_core.cluster import Cluster
+    from skyward_core.ledger import Ledger
+
+CLOCK_SECONDS = 1.0
+COST_SECONDS = 5.0
+JOIN_SECONDS = 10.0
+"""How long `stop` waits for another thread that is stopping the pool; not for ever, for that may wait for a callback in which this one is."""
+LEDGER_BUSY_SECONDS = 10.0
+"""How long a pool waits for a ledger that another process has locked, at each step; a write takes milliseconds."""
+_log = logging.getLogger("skyward")
+
+
+class Opening:
+    """One opening of a pool. Knows nothing of the pool object, so that a forgotten pool can be collected."""
+
+    def __init__(self, spec: PoolSpec, provider: Provider, on_event: Callback | None) -> None:
+        self.pool_id = f"sky-{uuid.uuid4().hex[:12]}"
+        self.spec = spec
+        self.provider = provider
+        self.meter = Meter(increment_seconds=provider.billing_increment_seconds, minimum_seconds=provider.billing_minimum_seconds)
+        self.machines: lifecycle.Machines | None = None
+        self.recovery: Recovery | None = None
+        self.cluster: Cluster | None = None
+        self.final: CostFinal | None = None
+        self.is_running = False
+        self.has_detached = False
+        """Whether a call was started detached: from then on nodes of this machine live by their lease and not with this process."""
+        self.is_released = False
+        self.why_ended: SkywardError | None = None
+        """Why the pool has ended itself, if it has: what its calls raise from then on."""
+        self.receipt: Mapping[str, Any] | None = None
+        self._ledger: Ledger | None = None
+        self._book: Book | None = None
+        self._purse: Purse | None = None
+        self._reaper: Reaper | None = None
+        self._charge: Charge | None = None
+        self._fill = Fill.FULL
+        self._display = console.display(spec.display)
+        sinks = [callback for callback in (registered_callback(), on_event) if callback is not None]
+        self._callback = compose(*sinks, self._display)
+        self._telling = threading.RLock()
+        self._stopping = threading.Lock()
+        self._stopper = 0
+        self._is_over = threading.Event()
+        self._is_over.set()
+        """Cleared while somebody stops the pool."""
+        self._ended = threading.Event()
+
+    @property
+    def lease(self) -> Lease | None:
+        """The claim on the machines that there are now; None before there are any."""
+        return self.machines.lease if self.machines is not None and self.recovery is not None else None
+
+    def emit(self, event: SkywardEvent) -> None:
+        """Tell one event, never two at once, and none after the bill."""
+        self._count(event)
+        with self._telling:
+            if self.final is None or event is self.final:
+                self._callback(event)
+
+    def start(self) -> None:
+        """Open; on any error everything is undone and the bill is told before it is raised."""
+        started = time.monotonic()
+        deadline = started + self.spec.provision_timeout
+        certificate: Future[PoolCertificate] = Future()
+        dask = threading.Thread(target=_make_ready, args=(self.pool_id, certificate), name="skyward-import", daemon=True)
+        try:
+            with ExitStack() as undo:
+                undo.callback(self._settle_bill)
+                undo.push(self._tell_error)
+                dask.start()  # half a second that passes while the nodes come up
+                book, purse = self._open_book(undo)
+                self.machines = machines = lifecycle.Machines(
+                    self.spec, self.provider, self.pool_id, certificate, emit=self.emit, meter=self.meter, book=book, purse=purse
+                )
+                over = self._keep_while_opening(undo, machines)
+                lease = machines.acquire(undo)
+                dask.join()
+                cluster_module = importlib.import_module("skyward_core.cluster")
+                self.cluster = cluster = cluster_module.Cluster(lease, certificate.result(), machines.reaches, self.emit, self.spec.retries, self.meter)
+                undo.callback(cluster.close, PoolClosed("the pool could not be opened"))
+                cluster.start(machines.scheduler, deadline, machines.check)
+                self.recovery = recovery = Recovery(machines, cluster, self.spec.nodes, self.spec.lease_seconds, self.emit)
+                cluster.watch(recovery)
+                over()
+                self.is_running = True  # before the undo is let go: an asynchronous exception may come between any two lines, and then `stop` is the undo
+                undo.pop_all()
+        except BaseException as error:
+            self._display.close()
+            if self.why_ended is not None:
+                raise self.why_ended from error
+            raise
+        atexit.register(self._at_exit)
+        recovery.start()
+        book.note()  # from here on a node that nobody notes was idle, not launching
+        self.emit(PoolReady(self.pool_id, len(lease.nodes), cluster.slots, time.monotonic() - started))
+        threading.Thread(target=self._watch_clock, args=(started,), name="skyward-clock", daemon=True).start()
+
+    def _open_book(self, undo: ExitStack) -> tuple[Book, Purse]:
+        """Write the pool into the ledger, and give it a reaper: from here on a kill leaves nothing that nobody knows of."""
+        ledger_module = importlib.import_module("skyward_core.ledger")
+        url = ledger_module.default_url()
+        self._ledger = ledger = ledger_module.Ledger(url, busy_timeout_seconds=LEDGER_BUSY_SECONDS)
+        undo.callback(ledger.close)
+        self._book = book = Book(ledger, self.pool_id, self.spec, self.provider, self.meter, self.emit)
+        self._purse = purse = Purse(
+            self.pool_id, self.meter, max_cost=self.spec.max_cost, account=self.spec.budget, accounts=ledger, lease_seconds=self.spec.lease_seconds
+        )
+        undo.callback(self._let_reaper_go_or_work)  # after the book is closed: killed in between, the reaper finds that the pool has ended
+        try:
+            self._charge = Charge.of(self.provider, self.pool_id, url)
+            self._reaper = Reaper.start(self._charge)
+        except NotPicklable as error:
+            _log.warning("the pool has no reaper, for its provider cannot travel to another process (%s): after a kill, `skyward sweep` ends it", error)
+        book.open()  # after the reaper is there: from the first word on somebody ends what is written down here
+        undo.callback(self._close_book_unless_left)
+        return book, purse
+
+    def _keep_while_opening(self, undo: ExitStack, machines: lifecycle.Machines) -> Callable[[], None]:
+        """Renew the lease and what is reserved while the machines come up, which may take half an hour; return how to end that."""
+        ended = threading.Event()
+        keeper = threading.Thread(target=self._keep_until, args=(ended, machines), name="skyward-opening", daemon=True)
+
+        def end() -> None:
+            ended.set()
+            keeper.join()
+
+        keeper.start()
+        undo.callback(end)
+        return end
+
+    def _keep_until(self, ended: threading.Event, machines: lifecycle.Machines) -> None:
+        assert self._book is not None
+        assert self._purse is not None
+        while not ended.wait(min(self.spec.lease_seconds / 6, COST_SECONDS)):
+            try:
+                self._book.renew()
+                fill, reason = self._purse.turn()
+            except LeaseLost as error:
+                self.why_ended = error
+            else:
+                if fill < Fill.USED_UP:
+                    continue
+                self.why_ended = BudgetExceeded(f"{reason}, and it was not open yet: its machines are given back", self.spec.budget or "")
+            machines.stop()  # whoever waits for a machine waits no longer, and the undo gives all of them back
+            return
+
+    def _let_reaper_go_or_work(self) -> None:
+        """After a start that has left machines the reaper goes on as if this process were gone: there is no pool that could be closed again.
+
+        It may be InstancesLeft that has left them, or a second interrupt that has cut off the giving back.
+        """
+        if self._are_machines_left and self._reaper is not None:
+            self._reaper.hang_up()
+        else:
+            self._let_reaper_go()
+
+    @property
+    def _are_machines_left(self) -> bool:
+        return self.machines is not None and self.machines.may_be_left
+
+    def _let_reaper_go(self) -> None:
+        if self._reaper is not None:
+            self._reaper.leave()
+
+    def _close_book_unless_left(self) -> None:
+        if not self._are_machines_left:
+            self._close_book()
+
+    def _close_book(self) -> None:
+        """Write down the end of the pool, and take its receipt. Raises LedgerError if the ledger has refused something; the machines are gone."""
+        assert self._book is not None
+        assert self._ledger is not None
+        try:
+            self._book.close()
+        finally:
+            receipt = importlib.import_module("skyward_core.receipt")
+            with contextlib.suppress(SkywardError):  # what the ledger has refused is raised already
+                self.receipt = receipt.receipt(self._ledger, self.pool_id)
+
+    def stop(self, reason: str, error: SkywardError | None = None) -> None:
+        """Close everything, in the order cluster, machines, bill; each is tried whatever happened to the one before.
+
+        Calls that have not ended raise `error`, or PoolClosed with the reason. If another thread is at it (the clock, when the money has run out), it is
+        waited for, so that bill and receipt are there.
+        """
+        with self._stopping:
+            is_ours = self.is_running
+            if is_ours:
+                self._is_over.clear()
+                self._stopper = threading.get_ident()
+                self.is_running = False
+                self.why_ended = error
+        if not is_ours:
+            if self._stopper != threading.get_ident():
+                self._is_over.wait(JOIN_SECONDS)
+            return
+        self._ended.set()
+        assert self.cluster is not None
+        assert self.machines is not None
+        assert self.recovery is not None
+        try:
+            self.emit(PoolStopping())
+            self.recovery.stop()
+            self.cluster.close(error or PoolClosed(reason))
+            self.machines.stop()
+            self.recovery.join()
+        finally:
+            try:
+                self.release()
+            finally:
+                self._settle_bill()
+                self._display.close()
+                self._is_over.set()
+
+    def terminate_now(self) -> None:
+        """Have somebody else end the machines. Waits for nothing."""
+        if self.machines is not None:
+            self.machines.launch_no_more()
+        if self._reaper is not None and self._reaper.is_alive:
+            self._reaper.terminate_now()
+        elif self.machines is not None:
+            threading.Thread(target=self.machines.end_now, name="skyward-terminate", daemon=True).start()
+
+    def detach(self, lease_seconds: float) -> Lease:
+        """Let the machines live on under their lease, and let go of them."""
+        assert self.cluster is not None
+        assert self.machines is not None
+        assert self.recovery is not None
+        assert self._book is not None
+        longest = max(lease_seconds, self.spec.lease_seconds)  # a lease is never shortened: somebody else may be attached
+        self._book.live_by_lease(longest)
+        if self._reaper is not None:
+            self._reaper.live_by_lease()
+        self.machines.extend_leases(lease_seconds)
+        for reach in self.machines.reaches.here():
+            reach.write(DETACHED, "")
+        with self._stopping:
+            self.is_running = False
+        self._ended.set()
+        self.is_released = True
+        atexit.unregister(self._at_exit)
+        lease = self.machines.lease.model_copy(update={"expires_at": datetime.now(UTC) + timedelta(seconds=longest)})
+        try:
+            self.recovery.stop()
+            self.cluster.leave("the pool was detached: attach to it")
+            self.machines.stop()
+            self.recovery.join()
+            self._book.note()
+        finally:
+            self._let_reaper_go()
+            self._close_ledger()
+            self._settle_bill()
+            self._display.close()
+        return lease
+
+    def live_by_lease(self) -> None:
+        """From now on nodes of this machine live by their lease, and no longer with this process."""
+        assert self._book is not None
+        self._book.live_by_lease(self.spec.lease_seconds)
+        if self._reaper is not None:
+            self._reaper.live_by_lease()
+        self.has_detached = True
+        self._keep_here()
+
+    def release(self) -> None:
+        """Give the machines back unless that was done. Called again, by `close` or at the interpreter's end, if a second interrupt has cut it off."""
+        if self.recovery is not None and self.machines is not None and not self.is_running and not self.is_released:
+            self.machines.release()
+            self.is_released = True
+            atexit.unregister(self._at_exit)
+            try:
+                self._close_book()
+            finally:
+                self._let_reaper_go()  # after the book: killed in between, the reaper finds that the pool has ended
+                self._close_ledger()
+
+    def _close_ledger(self) -> None:
+        if self._ledger is not None:
+            self._ledger.close()
+
+    def _count(self, event: SkywardEvent) -> None:
+        """Let the meter know what a machine's seconds go to from now on."""
+        match event:
+            case BootstrapProgress(instance_id):
+                self.meter.enter(instance_id, Bucket.BOOTSTRAPPING)
+            case BootstrapCompleted(instance_id):
+                self.meter.slots(instance_id, self.spec.concurrency)
+                self.meter.enter(instance_id, Bucket.IDLE)
+            case InstanceLost(instance_id):
+                self.meter.enter(instance_id, Bucket.LOST)
+            case _:
+                pass
+
+    def _tell_error(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, SkywardError):
+            self.emit(Error(str(error)))
+
+    def _settle_bill(self) -> None:
+        final = self.meter.final()
+        if final is not None:
+            self.final = final
+            self.emit(final)
+
+    def _watch_clock(self, began: float) -> None:
+        """Tell the cost now and then, renew the lease, look at the money, and end a pool that is too old, or was idle for too long."""
+        told = asked = renewed = time.monotonic()
+        is_busy = False
+        beat = min(self.spec.lease_seconds / 6, COST_SECONDS)
+        while not self._ended.wait(min(CLOCK_SECONDS, beat)):
+            cluster = self.cluster
+            assert cluster is not None
+            assert self.machines is not None
+            assert self._book is not None
+            now = time.monotonic()
+            if now - told >= COST_SECONDS:
+                told = now
+                self.emit(self.meter.update())
+                self._book.note()
+                self._keep_here()
+                self._mind_reaper()
+            if now - asked >= COST_SECONDS or cluster.is_idle == is_busy:
+                asked, is_busy = now, cluster.has_work()
+                self.machines.reaches.is_busy = is_busy
+            try:
+                if now - renewed >= beat:
+                    renewed = now
+                    self._book.renew()
+                self._mind_money(cluster)
+            except LeaseLost as error:
+                _log.error("%s", error)
+                self.stop(str(error), error)
+                return
+            if self.spec.max_lifetime is not None and now - began > self.spec.max_lifetime:
+                _log.warning("the pool has lived for %.0f s (max_lifetime) and ends itself", self.spec.max_lifetime)
+                self.stop(f"the pool has lived for {self.spec.max_lifetime:.0f} s (ComputePool(max_lifetime=...)) and has ended itself")
+            elif is_busy:
+                cluster.busy_at = now
+            elif now - cluster.busy_at > self.spec.timeout:
+                _log.warning("the pool was idle for %.0f s (timeout) and ends itself", self.spec.timeout)
+                self.stop(f"the pool was idle for {self.spec.timeout:.0f} s (ComputePool(timeout=...)) and has ended itself")
+
+    def _mind_money(self, cluster: Cluster) -> None:
+        """Warn, take no more calls, or end the pool, as the money goes."""
+        assert self._purse is not None
+        fill, reason = self._purse.turn()
+        before, self._fill = self._fill, fill
+        if fill >= Fill.WARNED > before:
+            self.emit(BudgetWarning(float(self.meter.total()), self.spec.max_cost, self.spec.budget, reason))
+        if fill >= Fill.USED_UP:
+            error = BudgetExceeded(f"{reason}: the pool has closed", self.spec.budget or "")
+            _log.warning("%s", error)
+            self.stop(str(error), error)
+        elif fill >= Fill.DRAINED:
+            cluster.drain(BudgetExceeded(f"{reason}: calls that run may end, others are not begun any more", self.spec.budget or ""))
+        elif before >= Fill.DRAINED:
+            cluster.drain(None)
+
+    def _mind_reaper(self) -> None:
+        """Start another reaper if somebody has ended it."""
+        if self._reaper is not None and self._charge is not None and not self._reaper.is_alive and self.is_running:
+            _log.warning("the pool's reaper is gone: another one is started")
+            self._reaper.leave()
+            self._reaper = Reaper.start(self._charge)
+            if self.has_detached:
+                self._reaper.live_by_lease()
+
+    def _keep_here(self) -> None:
+        """Signs of life for nodes of this machine: that the pool is busy, and, once a call was started detached, a lease that outlives this process."""
+        assert self.machines is not None
+        for reach in self.machines.reaches.here():
+            with contextlib.suppress(OSError):  # it is lost, which is noticed elsewhere
+                if self.has_detached:
+                    reach.extend_lease(self.spec.lease_seconds)
+                else:
+                    reach.say_busy()
+
+    def _at_exit(self) -> None:
+        self.stop("the interpreter ends")
+        self.release()
+
+
+def _make_ready(pool_id: str, certificate: Future[PoolCertificate]) -> None:
+    """Make the pool's certificate and import Dask: most of a second, which passes while the machines come up."""
+    try:
+        certificate.set_result(importlib.import_module("skyward_core.certificates").make_certificate(pool_id))
+    except BaseException as error:
+        certificate.set_exception(error)
+        return
+    importlib.import_module("skyward_core.cluster")

@@ -1,0 +1,577 @@
+"""Machines that you own, reached over SSH, as a provider.
+
+An instance is the set of processes on a host that carry its tag in the environment they were started with; the first of them is the guard
+(`provisioning.guard`), which the provider starts and which ends all the others. A host carries one instance at a time: the guard holds a lock of the whole
+machine, on descriptor 9, and the kernel frees it when the guard is dead, however it died. The provider keeps nothing in memory: which host an id
+may be on is told by the first digits of its number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import secrets
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+from pydantic import ConfigDict, Field, field_validator, model_validator
+
+from skyward_core.accelerators import parse
+from skyward_core.errors import BadRequest, CommandFailed, HostKeyChanged, InstancesLeft, NoCapacity, SkywardError, Unreachable
+from skyward_core.instances import Endpoint, Instance, InstanceState
+from skyward_core.offers import Offer, Requirements, matches
+from skyward_core.providers.base import POOL_TAG, RANK_TAG, Provider, Tags
+from skyward_core.providers.ending import ENDING
+from skyward_core.providers.tagging import TAGS_VARIABLE, from_word, of_machine, to_word
+from skyward_core.ssh import Connection, Loop
+from skyward_core.worker.watchdog import INSTANCE_TAG
+from skyward_core.worker.watchdog import POOL_TAG as POOL_VARIABLE
+
+GB = 1e9
+CONNECT_SECONDS = 10.0
+STRAGGLER_SECONDS = 3.0
+"""How much longer than the first host the others may take to answer, where some of them are enough."""
+COMMAND_SECONDS = 60.0
+MOST_THREADS = 64
+MARK = "::skyward "
+MARK_DIGITS = 5
+ID_SHAPE = re.compile(r"host-[0-9a-f]{12}")
+ADDRESS_SHAPE = re.compile(
+    r"(?:(?P<user>[^\s:@]+(?:@[^\s:@]+)?)@)?(?:\[(?P<ipv6>[0-9A-Fa-f:.]+(?:%[^\s\]]+)?)\]|(?P<host>[^\s:@\[\]/]+))(?::(?P<port>[0-9]{1,5}))?"
+)
+PROCESS_SHAPE = re.compile(r"/proc/([0-9]+)/environ:(\w+)=(.*)")
+
+log = logging.getLogger(__name__)
+
+# ── what the hosts are asked, in sh ──────────────────────────────────────────────────────────────────────────────────
+
+PLACES = r"""skyward_places() { # sets skyward_home, where all of ours is on this host, and skyward_ip, its address as this connection sees it
+  skyward_home=${SKYWARD_HOME:-${HOME:-~}/.cache/skyward}
+  case $skyward_home in /*) ;; *) skyward_home=$PWD/$skyward_home ;; esac
+  skyward_home=${skyward_home%/}
+  # shellcheck disable=SC2086 # client's address and port, ours
+  set -- ${SSH_CONNECTION:-}
+  skyward_ip=${3:-}
+}
+skyward_lock() { # seconds: takes the machine's lock on descriptor 9
+  [ -e /tmp/skyward-host.lock ] || (umask 0 && : >>/tmp/skyward-host.lock)
+  exec 9</tmp/skyward-host.lock
+  flock -w "$1" 9
+}
+skyward_holders() { # tells the pools that have processes here: our own by their tags, other users' by the command lines of their guards
+  {
+    grep -hsaz '^skyward-pool=' /proc/[0-9]*/cmdline
+    env -i PATH="$PATH" LC_ALL=C grep -hsaz '^SKYWARD_POOL_ID=' /proc/[0-9]*/environ
+  } | tr '\0' '\n' | sed 's/^[^=]*=/::skyward held /' | sort -u
+}
+skyward_list() { # tells the tags of all processes of nodes. What looks is found too, or else the look was none
+  skyward_tags=$(env -i PATH="$PATH" LC_ALL=C SKYWARD_LOOK=1 grep -sHazE \
+    '^SKYWARD_(LOOK|INSTANCE_ID|POOL_ID|RANK|INSTANCE_DIRECTORY|INSTANCE_TYPE|PRICE_PER_HOUR|PRIVATE_IP|TAGS)=' /proc/[0-9]*/environ 9<&- | tr '\0' '\n')
+  case $skyward_tags in
+    *:SKYWARD_LOOK=1*) printf '%s\n' "$skyward_tags" ;;
+    *) echo "grep does not find the tags of processes here" && exit 1 ;;
+  esac
+}
+skyward_sweep() { # removes what is cached, unless a node of ours is here
+  if skyward_lock 1 && [ -z "$(skyward_holders)" ]; then
+    for skyward_cache in envs uv uv.partial uv.lock apt.lock ship uv-cache python; do skyward_remove "$skyward_home/$skyward_cache"; done
+    rmdir "$skyward_home/instances" "$skyward_home" 2>/dev/null
+    echo "::skyward swept $skyward_home"
+  fi
+}
+"""
+"""Opened for reading alone, the lock's file needs no rights: Debian's kernels refuse to create over, or write to, somebody else's file in /tmp."""
+
+LOOK = (
+    PLACES
+    + r"""skyward_places
+unset OMP_NUM_THREADS OMP_THREAD_LIMIT # nproc believes them
+echo "::skyward vcpus $(nproc)"
+sed -n 's/^MemTotal: *\([0-9]*\) kB$/::skyward memory_kib \1/p' /proc/meminfo
+if [ "$1" = gpus ] && skyward_gpus=$(timeout 30 nvidia-smi --query-gpu=name,memory.total --format=csv,noheader,nounits 2>/dev/null); then
+  printf '%s\n' "$skyward_gpus" | sed 's/^/::skyward gpu /'
+fi
+skyward_holders
+"""
+)
+"""What the host is, and which pools hold it; with GPUs if $1 says so: their driver may take seconds."""
+
+START = (
+    ENDING
+    + PLACES
+    + r"""umask 077
+skyward_places
+if ! skyward_lock 0.3 || [ -n "$(skyward_holders)" ]; then
+  skyward_holders
+  echo "::skyward taken"
+  exit 0
+fi
+directory=$skyward_home/instances/$1
+trap 'skyward_remove "$directory"' EXIT
+trap 'exit 1' HUP INT TERM
+mkdir -p -- "$directory" || exit 1
+cat >"$directory/startup.sh" || exit 1
+[ "$(wc -c <"$directory/startup.sh")" -eq "$6" ] || { echo "only a part of the script arrived" >&2; exit 1; }
+SKYWARD_HOME=$skyward_home SKYWARD_INSTANCE_ID=$1 SKYWARD_POOL_ID=$2 SKYWARD_RANK=$3 SKYWARD_PRICE_PER_HOUR=$4 SKYWARD_INSTANCE_TYPE=$5 \
+  SKYWARD_PRIVATE_IP=$skyward_ip SKYWARD_INSTANCE_DIRECTORY=$directory SKYWARD_TAGS=$7 \
+  setsid sh "$directory/startup.sh" "skyward-pool=$2" </dev/null >>"$directory/log" 2>&1 &
+trap - EXIT
+echo "::skyward ip $skyward_ip"
+echo "::skyward directory $directory"
+"""
+)
+"""Takes the lock and starts the script on stdin under it, cut loose from this connection; or tells who holds the host."""
+
+LIST = (
+    PLACES
+    + r"""skyward_places
+echo "::skyward ip $skyward_ip"
+skyward_list
+"""
+)
+
+END = (
+    ENDING
+    + PLACES
+    + r"""end() { # id
+  skyward_find "$1"
+  directory=$skyward_home/instances/$1
+  for pid in $skyward_pids; do
+    told=$(tr '\0' '\n' <"/proc/$pid/environ" 2>/dev/null | sed -n 's/^SKYWARD_INSTANCE_DIRECTORY=//p')
+    case $told in /*/"$1") directory=$told && break ;; esac
+  done
+  [ -n "$skyward_pids" ] || [ -e "$directory" ] || return 0
+  echo "::skyward found $1"
+  guard=
+  { read -r guard <"$directory/guard"; } 2>/dev/null
+  case " $skyward_pids " in
+    *" ${guard:-none} "*)
+      kill -TERM "$guard" 2>/dev/null
+      patience=100
+      while [ "$patience" -gt 0 ] && kill -0 "$guard" 2>/dev/null; do
+        patience=$((patience - 1))
+        sleep 0.02
+      done
+      ;;
+  esac
+  skyward_kill "$1"
+  skyward_clean "$1" "$directory"
+}
+skyward_places
+keep=$1
+shift
+for id; do end "$id" & done
+wait
+skyward_list
+[ "$keep" = keep ] || skyward_sweep || :
+"""
+)
+"""Asks the guards of these instances to end them; after 2 s, or where there is no guard, does it from outside. Then tells who is left."""
+
+SWEEP = ENDING + PLACES + "skyward_places\nskyward_sweep\n"
+
+
+class Hosts(Provider):
+    """Run nodes on machines of your own: any Linux with sshd, sh, coreutils, grep and util-linux; one node a host.
+
+    >>> Hosts("10.0.0.5", "ubuntu@gpu-box:2222", "root@[fd00::5]:22").addresses
+    ('10.0.0.5', 'ubuntu@gpu-box:2222', 'root@[fd00::5]:22')
+
+    What an address leaves open is taken from `user`, `port` and `key` (the path of a private key without passphrase), and after them from the agent and
+    ~/.ssh/config, in place of which `config` may name another. Host keys are those of `known_hosts` (a path; ~/.ssh/known_hosts by default), else pinned
+    at first contact.
+
+    All that is ever on a host is below one directory, ~/.cache/skyward or its SKYWARD_HOME, and an empty lock, /tmp/skyward-host.lock. Environments stay
+    cached there for the next pool, until `sweep_environments`; with `keep_environments=False` they go with the node that was the host's last.
+    `price_per_hour` is USD for one host.
+    """
+
+    model_config = ConfigDict(hide_input_in_errors=True)  # a password that was written into an address must not be told
+
+    name: ClassVar[str] = "hosts"
+    terminate_confirms: ClassVar[bool] = True
+    gone_deadline_seconds: ClassVar[float] = 20.0
+
+    addresses: tuple[str, ...] = Field(min_length=1)
+    """Each `[user@]host[:port]`, with IPv6 addresses in brackets; `host` may be an alias of the SSH configuration. Used in this order."""
+    user: str | None = Field(default=None, min_length=1)
+    port: int | None = Field(default=None, ge=1, le=65535)
+    key: str | None = Field(default=None, min_length=1)
+    known_hosts: str | None = Field(default=None, min_length=1)
+    config: str | None = Field(default=None, min_length=1)
+    price_per_hour: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    keep_environments: bool = True
+
+    def __init__(self, *addresses: str, **fields: Any) -> None:
+        if addresses and "addresses" in fields:
+            raise BadRequest("addresses are given twice")
+        super().__init__(**({"addresses": addresses} if addresses else {}), **fields)
+
+    @field_validator("key")
+    @classmethod
+    def _is_a_path(cls, key: str | None) -> str | None:
+        if key is not None and ("\n" in key or "PRIVATE KEY" in key):
+            raise ValueError("key must be the path of a private key, not the key itself")
+        return key
+
+    @model_validator(mode="after")
+    def _has_hosts_once(self) -> Self:
+        places = [(endpoint.host.lower(), endpoint.port) for endpoint in map(self._endpoint, self.addresses)]
+        twice = [str(Endpoint(host=host, port=port)) for (host, port), count in Counter(places).items() if count > 1]
+        if twice:
+            raise ValueError(f"{', '.join(twice)} is named more than once: a host carries one node")
+        return self
+
+    # ── the four verbs ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def offers(self, want: Requirements) -> list[Offer]:
+        """Return an offer for each kind of host: all of them if no accelerator is wanted, else those with equal accelerators together.
+
+        An offer tells the least of what its hosts have that suit `want`. Hosts that do not answer are left out with a warning.
+        Raises HostKeyChanged if any host shows a wrong key, and if none answers what the first of them ends with.
+        """
+        with self._lines(self.addresses) as lines:
+            seen, silent = self._look(lines, is_for_gpus=want.accelerator is not None)
+        if not seen:
+            _raise_first(silent)
+        groups: dict[object, list[_Host]] = {}
+        for host in seen.values():
+            groups.setdefault((host.accelerator, host.accelerators, host.accelerator_memory_gb), []).append(host)
+        return [self._offer([host for host in group if matches(self._offer([host]), want) is None] or group) for group in groups.values()]
+
+    def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
+        """Start `startup` on the first `count` hosts that have what the offer says and are free; ranks rise from tags["skyward-rank"] in the hosts' order.
+
+        Raises NoCapacity, with what is in the way on each host, if there is none.
+        """
+        first = int(tags[RANK_TAG])
+        instances: list[Instance] = []
+        with self._lines(self.addresses) as lines:
+            seen, silent = self._look(lines, is_for_gpus=offer.accelerator is not None)
+            if not seen:
+                _raise_first(silent)
+            in_the_way = {address: f"does not answer: {error}" for address, error in silent.items()}
+            in_the_way |= {address: reason for address, host in seen.items() if (reason := host.unfit_for(offer))}
+            free = [address for address in self.addresses if address not in in_the_way]
+            while free and len(instances) < count:
+                ranks = [rank for rank in range(first, first + count) if rank not in {instance.rank for instance in instances}]
+                chosen = dict(zip(free, ranks, strict=False))
+                free = free[len(chosen) :]
+                started, refused = self._start(lines, chosen, offer, tags, startup)
+                instances += started
+                in_the_way |= refused
+        if not instances:
+            raise NoCapacity("no host is free: " + "; ".join(f"{address} {in_the_way[address]}" for address in self.addresses))
+        return sorted(instances, key=lambda instance: instance.rank)
+
+    def instances(self, pool_id: str | None = None) -> list[Instance]:
+        """Return the pool's instances of which any process lives; without a pool, those of all pools of the users that we log in as, pool by pool.
+
+        Raises the error of the first host that does not answer: what it carries is not known.
+        """
+        with self._lines(self.addresses) as lines:
+            _raise_first(lines.connect())
+            answers, failures = lines.ask(LIST, dict.fromkeys(self.addresses, ()))
+            _raise_first(failures)
+            found = [instance for address, told in answers.items() for instance in self._found(told, lines.endpoint(address), pool_id)]
+        return sorted(found, key=lambda instance: (instance.pool_id, instance.rank))
+
+    def terminate(self, ids: Sequence[str]) -> None:
+        """End every process of these instances and remove what they leave; environments stay cached unless `keep_environments` is False.
+
+        Asks only hosts that may carry one of them. Raises InstancesLeft with those that outlive it, and those that may be on a host that does not answer.
+        """
+        wanted = {instance_id for instance_id in ids if ID_SHAPE.fullmatch(instance_id)}  # others were never ours, and ids become paths there
+        places = {address: sorted(wanted & self._possible(address, wanted)) for address in self.addresses}
+        asked = {address: its for address, its in places.items() if its}
+        if not asked:
+            return
+        with self._lines(list(asked)) as lines:
+            failures = dict(lines.connect())
+            keep = "keep" if self.keep_environments else "remove"
+            reached = {address: (keep, *its) for address, its in asked.items() if address not in failures}
+            answers, failed = lines.ask(END, reached)
+        failures |= failed
+        found = {instance_id for told in answers.values() for instance_id in told.all("found")}
+        left = {tags[INSTANCE_TAG] for told in answers.values() for tags in told.processes if tags[INSTANCE_TAG] in wanted}
+        left |= {instance_id for address in failures for instance_id in asked[address]} - (found - left)
+        if left:
+            why = "; ".join(str(error) for error in failures.values()) or "they outlive SIGKILL"
+            raise InstancesLeft(f"{', '.join(sorted(left))} may still run: {why}", sorted(left)) from next(iter(failures.values()), None)
+
+    # ── and a fifth ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def sweep_environments(self) -> list[str]:
+        """Remove the cached environments of all hosts; return the addresses of those that were left as they are, because a node runs there.
+
+        Raises the error of the first host that does not answer, after the others were swept.
+        """
+        with self._lines(self.addresses) as lines:
+            failures = dict(lines.connect())
+            answers, failed = lines.ask(SWEEP, {address: () for address in self.addresses if address not in failures})
+        _raise_first(failures | failed)
+        return [address for address in self.addresses if not answers[address].all("swept")]
+
+    # ── between addresses, hosts and instances ───────────────────────────────────────────────────────────────────────
+
+    def _endpoint(self, address: str) -> Endpoint:
+        parts = ADDRESS_SHAPE.fullmatch(address)
+        if parts is None or not 1 <= int(parts["port"] or 1) <= 65535:
+            raise ValueError('an address is "host", "user@host" or "user@host:2222", with an IPv6 address in brackets; passwords are not taken')
+        return Endpoint(
+            host=parts["ipv6"] or parts["host"],
+            port=int(parts["port"]) if parts["port"] else self.port,
+            user=parts["user"] or self.user,
+            key=self.key,
+            known_hosts=self.known_hosts,
+            config=self.config,
+        )
+
+    def _lines(self, addresses: Sequence[str]) -> _Lines:
+        return _Lines({address: self._endpoint(address) for address in addresses})
+
+    def _look(self, lines: _Lines, *, is_for_gpus: bool) -> tuple[dict[str, _Host], dict[str, SkywardError]]:
+        """Ask what the hosts are; return that, and the errors of those that do not answer. Raises HostKeyChanged, and BadRequest for our own files."""
+        silent = dict(lines.connect(STRAGGLER_SECONDS))
+        there = [address for address in self.addresses if address not in silent]
+        answers, failed = lines.ask(LOOK, dict.fromkeys(there, ("gpus" if is_for_gpus else "",)))
+        silent |= failed
+        for address, error in silent.items():
+            if isinstance(error, HostKeyChanged | BadRequest):
+                raise error
+            log.warning("%s is left out: %s", address, error)
+        return {address: _Host.told_by(told) for address, told in answers.items()}, silent
+
+    def _start(self, lines: _Lines, chosen: Mapping[str, int], offer: Offer, tags: Tags, startup: str) -> tuple[list[Instance], dict[str, str]]:
+        """Start nodes of these ranks; return those that started, and what was in the way on the other hosts."""
+        ids = {address: f"host-{self._mark(address)}{secrets.token_hex(6)[: 12 - MARK_DIGITS]}" for address in chosen}
+        fixed = (repr(offer.price_per_hour), offer.instance_type, str(len(startup.encode())))
+        its_tags = {address: of_machine(tags, rank) for address, rank in chosen.items()}
+        words = {address: (ids[address], its[POOL_TAG], its[RANK_TAG], *fixed, to_word(its)) for address, its in its_tags.items()}
+        answers, failures = lines.ask(START, words, stdin=startup)
+        for error in failures.values():
+            if not isinstance(error, CommandFailed):  # it may have started: the caller sweeps by tag
+                raise error
+        refused = {address: f"could not start a node: {error}" for address, error in failures.items()}
+        refused |= {address: _held_by(told.all("held")) for address, told in answers.items() if told.all("taken")}
+        started = [
+            _instance(lines.endpoint(address), told, ids[address], its_tags[address], offer.price_per_hour, offer.instance_type)
+            for address, told in answers.items()
+            if address not in refused
+        ]
+        return started, refused
+
+    def _offer(self, hosts: Sequence[_Host]) -> Offer:
+        first = hosts[0]
+        return Offer(
+            provider=self.name,
+            instance_type=f"{first.accelerators} x {first.accelerator}" if first.accelerators else self.name,
+            region=self.name,
+            price_per_hour=self.price_per_hour,
+            on_demand_price_per_hour=self.price_per_hour,
+            vcpus=min(host.vcpus for host in hosts),
+            memory_gb=min(host.memory_gb for host in hosts),
+            accelerator=first.accelerator,
+            accelerators=first.accelerators,
+            accelerator_memory_gb=first.accelerator_memory_gb,
+        )
+
+    def _mark(self, address: str) -> str:
+        endpoint = self._endpoint(address)
+        return hashlib.sha256(f"{endpoint.host.lower()} {endpoint.port}".encode()).hexdigest()[:MARK_DIGITS]
+
+    def _possible(self, address: str, ids: Iterable[str]) -> set[str]:
+        """Which of these may be on this host: those with its mark, and those with none that is known here (launched under another name of the host)."""
+        marks = {self._mark(other) for other in self.addresses}
+        mine = self._mark(address)
+        return {instance_id for instance_id in ids if (mark := instance_id[5 : 5 + MARK_DIGITS]) == mine or mark not in marks}
+
+    def _found(self, told: _Told, endpoint: Endpoint, pool_id: str | None) -> list[Instance]:
+        """The instances of a pool, or of all pools, on one host. What its guard alone could tell, and is dead, is filled in."""
+        merged: dict[str, dict[str, str]] = {}
+        for variables in told.processes:
+            is_of_pool = POOL_VARIABLE in variables and pool_id in (None, variables[POOL_VARIABLE])
+            if is_of_pool and ID_SHAPE.fullmatch(variables[INSTANCE_TAG]):  # others are of another provider, which must end them
+                merged.setdefault(variables[INSTANCE_TAG], {}).update(variables)
+        return [
+            _instance(
+                endpoint,
+                _Told({"ip": (its.get("SKYWARD_PRIVATE_IP", told.one("ip")),), "directory": (its.get("SKYWARD_INSTANCE_DIRECTORY", ""),)}),
+                instance_id,
+                from_word(its.get(TAGS_VARIABLE, ""), its[POOL_VARIABLE], int(its.get("SKYWARD_RANK", "0"))),
+                float(its.get("SKYWARD_PRICE_PER_HOUR", self.price_per_hour)),
+                its.get("SKYWARD_INSTANCE_TYPE", self.name),
+            )
+            for instance_id, its in merged.items()
+        ]
+
+
+def _instance(endpoint: Endpoint, told: _Told, instance_id: str, tags: dict[str, str], price_per_hour: float, instance_type: str) -> Instance:
+    return Instance(
+        id=instance_id,
+        provider=Hosts.name,
+        pool_id=tags[POOL_TAG],
+        rank=int(tags[RANK_TAG]),
+        state=InstanceState.RUNNING,
+        region=Hosts.name,
+        instance_type=instance_type,
+        price_per_hour=price_per_hour,
+        on_demand_price_per_hour=price_per_hour,
+        ip=endpoint.host,
+        private_ip=told.one("ip") or None,
+        tags=tags,
+        directory=told.one("directory") or None,
+        endpoint=endpoint,
+    )
+
+
+def _held_by(pools: Sequence[str]) -> str:
+    return f"is held by pool {', '.join(pools)}" if pools else "is held by somebody else's pool"
+
+
+def _raise_first(failures: Mapping[str, SkywardError]) -> None:
+    """Raise what the first of these hosts failed with, a wrong host key before all else; nothing if there is none."""
+    for error in sorted(failures.values(), key=lambda error: not isinstance(error, HostKeyChanged)):
+        raise error
+
+
+@dataclass(frozen=True, slots=True)
+class _Host:
+    """What a host has, and the pools that hold it."""
+
+    vcpus: float
+    memory_gb: float
+    accelerator: str | None
+    accelerators: int
+    accelerator_memory_gb: float | None
+    held: Sequence[str]
+
+    @classmethod
+    def told_by(cls, told: _Told) -> Self:
+        gpus = [line.rpartition(",") for line in told.all("gpu")]
+        names = [name.strip() for name, _, _ in gpus]
+        mib = gpus[0][2].strip() if gpus else ""
+        return cls(
+            vcpus=float(told.one("vcpus")),
+            memory_gb=int(told.one("memory_kib")) * 1024 / GB,
+            accelerator=_catalogue_name(names[0]) if gpus else None,
+            accelerators=names.count(names[0]) if gpus else 0,
+            accelerator_memory_gb=int(mib) * 1024**2 / GB if mib.isdigit() else None,  # "[N/A]" where processor and GPU share it
+            held=told.all("held"),
+        )
+
+    def unfit_for(self, offer: Offer) -> str:
+        """Return why no node of this offer can start here, or ""."""
+        if offer.accelerator is not None and (self.accelerator, self.accelerators) != (offer.accelerator, offer.accelerators):
+            return f"has {self.accelerators} x {self.accelerator}" if self.accelerator else "has no GPU"
+        if offer.accelerator is not None and self.accelerator_memory_gb != offer.accelerator_memory_gb:
+            return f"has GPUs with {self.accelerator_memory_gb or 0:.0f} GB"
+        if self.vcpus < offer.vcpus or self.memory_gb < offer.memory_gb:
+            return f"has {self.vcpus:g} CPUs and {self.memory_gb:.1f} GB"
+        return _held_by(self.held) if self.held else ""
+
+
+def _catalogue_name(driver_name: str) -> str:
+    """The catalogue's name for what the driver calls, say, "NVIDIA H100 80GB HBM3"; the driver's own where the catalogue has none."""
+    try:
+        return parse(driver_name).name
+    except BadRequest:
+        return driver_name
+
+
+# ── asking many hosts at once ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What a host has said: values by name, and the tags of each process that carries one."""
+
+    values: Mapping[str, Sequence[str]]
+    processes: Sequence[Mapping[str, str]] = ()
+
+    @classmethod
+    def read(cls, output: str) -> Self:
+        """Read what the host has printed; a login shell may have said more."""
+        values: dict[str, list[str]] = {}
+        processes: dict[str, dict[str, str]] = {}
+        for line in output.splitlines():
+            if line.startswith(MARK):
+                name, _, value = line.removeprefix(MARK).partition(" ")
+                values.setdefault(name, []).append(value)
+            elif found := PROCESS_SHAPE.fullmatch(line):
+                processes.setdefault(found[1], {})[found[2]] = found[3]
+        return cls(values, [tags for tags in processes.values() if INSTANCE_TAG in tags])
+
+    def all(self, name: str) -> Sequence[str]:
+        return self.values.get(name, ())
+
+    def one(self, name: str) -> str:
+        """Return the value; raises CommandFailed if the host has not told it."""
+        if name not in self.values:
+            raise CommandFailed(f"the host did not tell its {name}")
+        return self.values[name][0]
+
+
+class _Lines:
+    """SSH connections to several hosts, used side by side; closed at the end of its context, whatever still waits on them."""
+
+    def __init__(self, endpoints: Mapping[str, Endpoint]) -> None:
+        self._endpoints = endpoints
+        self._threads = ThreadPoolExecutor(min(MOST_THREADS, max(1, len(endpoints))), thread_name_prefix="skyward-hosts")
+        self._loop = Loop()
+        self._connections = {address: Connection(endpoint, loop=self._loop) for address, endpoint in endpoints.items()}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for connection in self._connections.values():
+            connection.close()  # which also ends what waits for it in the threads
+        self._threads.shutdown()
+        self._loop.close()
+
+    def connect(self, straggler_seconds: float | None = None) -> dict[str, SkywardError]:
+        """Connect to all; return the errors of those that do not answer, with a limit: some time after the first that does."""
+        futures = {address: self._threads.submit(self._connections[address].connect, CONNECT_SECONDS) for address in self._endpoints}
+        if straggler_seconds is not None:
+            pending = set(futures.values())
+            while pending and not any(future.done() and future.exception() is None for future in futures.values()):
+                pending = wait(pending, return_when=FIRST_COMPLETED).not_done
+            wait(pending, straggler_seconds)
+            late = Unreachable(f"no SSH connection within {straggler_seconds:g} s of the other hosts'")
+            failures: dict[str, SkywardError] = {address: late for address, future in futures.items() if not future.done()}
+            futures = {address: future for address, future in futures.items() if address not in failures}
+            return failures | _settled(futures)[1]
+        return _settled(futures)[1]
+
+    def ask(self, script: str, words: Mapping[str, Sequence[str]], *, stdin: str | None = None) -> tuple[dict[str, _Told], dict[str, SkywardError]]:
+        """Run a script with these words on each of these hosts; return what was told, and the errors: CommandFailed for an exit code other than 0."""
+        return _settled({address: self._threads.submit(self._ask, address, script, its, stdin) for address, its in words.items()})
+
+    def endpoint(self, address: str) -> Endpoint:
+        """Return how a connected host is reached, with the key that it has shown."""
+        return self._endpoints[address].model_copy(update={"host_key": self._connections[address].host_key})
+
+    def _ask(self, address: str, script: str, words: Sequence[str], stdin: str | None) -> _Told:
+        done = self._connections[address].run(shlex.join(["sh", "-c", script, "skyward", *words]), stdin=stdin, timeout_seconds=COMMAND_SECONDS)
+        if done.exit_code:
+            raise CommandFailed(f"{address} could not do what it was asked", done.exit_code, done.output)
+        return _Told.read(done.output)
+
+
+def _settled[T](futures: Mapping[str, Future[T]]) -> tuple[dict[str, T], dict[str, SkywardError]]:
+    """Wait for all; return results and errors of ours. Raises others."""
+    results: dict[str, T] = {}
+    failures: dict[str, SkywardError] = {}
+    for address, future in futures.items():
+        try:
+            results[address] = future.result()
+        except SkywardError as error:
+            failures[address] = error
+    return results, failures

@@ -1,0 +1,312 @@
+"""What one opening of a pool writes into the ledger: what it asks for, what came of it, what each second went to, and the evidence of its end.
+
+Before a creating call an error of the ledger is raised: nothing is asked for that is not written down. After it, and above all while machines are given
+back, errors are kept, and raised by `close` when the machines are gone: a full disk must not keep a machine running.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Generator, Iterable, Sequence
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from typing import TYPE_CHECKING
+
+from skyward_core.entries import Bucket, Intent, Price, ResourceKind, Wish
+from skyward_core.errors import LeaseLost, LedgerConflict, LedgerError
+from skyward_core.events import InstanceStopping, SkywardEvent
+from skyward_core.instances import Instance
+from skyward_core.offers import Offer
+from skyward_core.owner import Owner
+from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, TYPE_TAG, Provider
+from skyward_core.provisioning.metering import Meter
+from skyward_core.provisioning.purse import Grant
+from skyward_core.spec import PoolSpec
+
+if TYPE_CHECKING:
+    from skyward_core.ledger import Ledger
+
+NOTES, RENEWALS = "what the seconds went to", "the pool's lease"
+
+
+def price_of(offer: Offer | Instance, provider: Provider) -> Price:
+    """Return what a machine costs, as the provider counts."""
+    on_demand = offer.on_demand_price_per_hour
+    return Price(
+        Decimal(repr(offer.price_per_hour)),
+        None if on_demand is None else Decimal(repr(on_demand)),
+        offer.is_spot,
+        provider.billing_increment_seconds,
+        provider.billing_minimum_seconds,
+    )
+
+
+class Launch:
+    """One creating call that is written down: the tags that it must carry, and the numbers of its intents by rank."""
+
+    def __init__(self, tags: dict[str, str], intents: Sequence[Intent], first_rank: int, asked_at: float, price: Price) -> None:
+        self.tags = tags
+        self.price = price
+        self.asked_at = asked_at
+        """On the meter's clock."""
+        self.by_rank = {first_rank + index: intent.id for index, intent in enumerate(intents)}
+
+    def answered_by(self, instance: Instance) -> int | None:
+        """Return the number of the intent that a machine is the answer to; by its rank alone if the provider does not tell of which call it came."""
+        is_of_it = instance.tags.get(LAUNCH_TAG, self.tags[LAUNCH_TAG]) == self.tags[LAUNCH_TAG]
+        return self.by_rank.get(instance.rank) if is_of_it else None
+
+
+class Book:
+    """The pool's page of the ledger, and the witness of its giving back (`giving_back.Witness`). Safe to use from several threads.
+
+    `open` first, `close` last.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        pool_id: str,
+        spec: PoolSpec,
+        provider: Provider,
+        meter: Meter,
+        emit: Callable[[SkywardEvent], object],
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._ledger = ledger
+        self._pool_id = pool_id
+        self._spec = spec
+        self._provider = provider
+        self._meter = meter
+        self._emit = emit
+        self._now = now
+        self._owner = Owner.here()
+        self._lock = threading.Lock()
+        self._numbers: dict[str, int] = {}
+        self._unbound: dict[int, Launch] = {}
+        """The calls that have asked for what has no id yet, by the number of the intent."""
+        self._launches = 0
+        self._trouble: dict[str, LedgerError] = {}
+
+    # ── before anything is asked for ─────────────────────────────────────────────────────────────────────────────────
+
+    def open(self) -> None:
+        """Write down the pool. Raises LedgerError; then nothing must be asked for."""
+        self._ledger.open_pool(
+            self._pool_id,
+            owner=self._owner,
+            provider=self._provider.to_json(),
+            spec_json=self._spec.model_dump_json(exclude_unset=True),
+            lease_expires_at=self._now() + timedelta(seconds=self._spec.lease_seconds),
+            account=self._spec.budget,
+        )
+
+    def intend(self, offer: Offer, count: int, first_rank: int, grant: Grant) -> Launch:
+        """Write down machines that are about to be asked for in one call. Raises LedgerError, and LeaseLost if the pool was judged dead."""
+        with self._lock:
+            self._launches += 1
+            token = f"{self._pool_id}-{self._launches}"
+        now = self._now()
+        limit = None if grant.hard_end is None else now + timedelta(seconds=grant.hard_end - self._meter.now())
+        if self._spec.max_lifetime is not None:
+            end = now + timedelta(seconds=self._spec.max_lifetime + self._spec.provision_timeout)
+            limit = end if limit is None else min(limit, end)
+        tags = {
+            POOL_TAG: self._pool_id,
+            RANK_TAG: str(first_rank),
+            LAUNCH_TAG: token,
+            OWNER_TAG: self._owner.name,
+            PROCESS_TAG: self._owner.process,
+            CREATED_TAG: str(int(now.timestamp())),
+            TYPE_TAG: offer.instance_type,
+        }
+        if limit is not None:
+            tags[EXPIRES_TAG] = str(int(limit.timestamp()) + 1)
+        price = price_of(offer, self._provider)
+        wishes = [
+            Wish(
+                kind=ResourceKind.INSTANCE,
+                provider=self._provider.name,
+                region=offer.region,
+                name=f"{self._pool_id}-{rank}",
+                token=f"{token}-{rank}",
+                tags=tags | {RANK_TAG: str(rank)},
+                expires_at=limit or now + timedelta(seconds=self._spec.lease_seconds),
+                price=price,
+            )
+            for rank in range(first_rank, first_rank + count)
+        ]
+        launch = Launch(tags, self._ledger.intend_all(self._pool_id, wishes), first_rank, self._meter.now(), price)
+        with self._lock:
+            self._unbound |= dict.fromkeys(launch.by_rank.values(), launch)
+        return launch
+
+    # ── what came of it ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def bind(self, launch: Launch, instances: Sequence[Instance]) -> None:
+        """Write down the ids of what was launched; what fewer came than were asked for, never was, and what came unasked is there all the same."""
+        ids = {number: instance.id for instance in instances if (number := launch.by_rank.get(instance.rank)) is not None}
+        with self._lock:
+            self._numbers |= {instance_id: number for number, instance_id in ids.items()}
+            for number in ids:
+                self._unbound.pop(number, None)
+        for instance in instances:
+            self._meter.start(instance, launch.asked_at, launch.price)
+        with self._kept("the ids of what was launched"):
+            self._ledger.bind_all(ids)
+        self._never_were(launch.by_rank.values() - ids.keys(), "fewer came than were asked for")
+        self.found(instances)
+
+    def refused(self, launch: Launch, why: str) -> None:
+        """The provider had none of it, and says so: nothing was created."""
+        self._never_were(launch.by_rank.values(), f"{self._provider.name} had none: {why}")
+
+    def _never_were(self, numbers: Iterable[int], evidence: str) -> None:
+        gone = sorted(numbers)
+        with self._lock:
+            for number in gone:
+                self._unbound.pop(number, None)
+        if gone:
+            with self._kept("what never was"):
+                self._ledger.close_all(gone, evidence)
+
+    def found(self, instances: Iterable[Instance]) -> None:
+        """Write down machines of the pool that only a listing tells of: the answer to their launch was lost."""
+        with self._lock:
+            new = [instance for instance in instances if instance.id not in self._numbers]
+        answers = [(instance, self._answered_by(instance)) for instance in new]
+        for instance, launch in answers:
+            asked_at = self._meter.now() if launch is None else launch.asked_at
+            self._meter.start(instance, asked_at, price_of(instance, self._provider) if launch is None else launch.price)
+        with self._kept("what was found"):  # its first error ends this: each may have taken half a minute, and the machines are still to be ended
+            for instance, launch in answers:
+                self._adopt(instance, launch)
+
+    def _answered_by(self, instance: Instance) -> Launch | None:
+        """The launch that a machine is the answer to, as long as nothing else was."""
+        with self._lock:
+            return next((launch for number, launch in self._unbound.items() if launch.answered_by(instance) == number), None)
+
+    def _adopt(self, instance: Instance, launch: Launch | None) -> None:
+        number = None if launch is None else self._taken(launch, instance)
+        if number is not None:
+            with contextlib.suppress(LedgerConflict):  # a sweep has seen another one first
+                self._ledger.bind(number, instance.id)
+                return
+        adopted = self._ledger.adopt(self._pool_id, self._wish_for(instance), instance.id)
+        with self._lock:
+            self._numbers[instance.id] = adopted.id
+
+    def _taken(self, launch: Launch, instance: Instance) -> int | None:
+        """Take the number that a machine is the answer to; None if another one has it."""
+        number = launch.answered_by(instance)
+        with self._lock:
+            if number is None or self._unbound.pop(number, None) is None:
+                return None
+            self._numbers[instance.id] = number
+            return number
+
+    def _wish_for(self, instance: Instance) -> Wish:
+        return Wish(
+            kind=ResourceKind.INSTANCE,
+            provider=self._provider.name,
+            region=instance.region,
+            name=f"{self._pool_id}-{instance.rank}",
+            token=f"{self._pool_id}-found-{instance.id}",
+            tags=dict(instance.tags),
+            expires_at=self._now(),
+            price=price_of(instance, self._provider),
+        )
+
+    # ── the witness ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def rented(self) -> set[str]:
+        """Return the ids of the machines that are not known to be gone."""
+        return self._meter.rented()
+
+    def ending(self, instance_ids: Iterable[str]) -> None:
+        """Termination of these will be asked for now."""
+        for instance_id in instance_ids:
+            self._meter.enter(instance_id, Bucket.TERMINATING)
+            self._emit(InstanceStopping(instance_id))
+
+    def asked(self, instance_ids: Iterable[str]) -> None:
+        """Termination of these was asked for."""
+        with self._kept("what was to end"):
+            self._ledger.ask_end_all(self._numbers_of(instance_ids))
+
+    def gone(self, instance_ids: Iterable[str], evidence: str) -> None:
+        """These are gone, and this is how it is known."""
+        ids = list(instance_ids)
+        for instance_id in ids:
+            self._meter.end(instance_id)
+        self.note()
+        with self._kept("what is gone"):
+            self._ledger.close_all(self._numbers_of(ids), evidence)
+
+    def _numbers_of(self, instance_ids: Iterable[str]) -> list[int]:
+        with self._lock:
+            return [self._numbers[instance_id] for instance_id in instance_ids if instance_id in self._numbers]
+
+    # ── while it is open ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def note(self) -> None:
+        """Write down what the seconds went to so far."""
+        buckets = self._meter.buckets()
+        with self._lock:
+            seconds = {self._numbers[instance_id]: its for instance_id, its in buckets.items() if instance_id in self._numbers}
+        if seconds:
+            with self._kept(NOTES):
+                self._ledger.note_all(seconds)
+
+    def renew(self) -> None:
+        """Lengthen the pool's lease. Raises LeaseLost if it was judged dead; an outage of the ledger is kept, for the machines do well without it."""
+        with self._kept(RENEWALS):
+            self._ledger.renew(self._pool_id, self._now() + timedelta(seconds=self._spec.lease_seconds))
+
+    def live_by_lease(self, seconds: float) -> None:
+        """Let the pool outlive this process, for so many seconds from now. Raises LedgerError, and LeaseLost if it was judged dead."""
+        self._ledger.live_by_lease(self._pool_id, self._now() + timedelta(seconds=seconds))
+
+    # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def nothing_is_left(self) -> None:
+        """The provider lists nothing of the pool any more: what was asked for and never got an id is not there."""
+        with self._lock:
+            unbound = sorted(self._unbound)
+        self._never_were(unbound, f"{self._provider.name} lists nothing of the pool")
+
+    def close(self) -> None:
+        """Write down the end of the pool. Raises what the ledger has refused since it was opened, if it matters still: the machines are gone all the same.
+
+        Called again after an error of the ledger it tries again.
+        """
+        with self._kept("the end"):
+            self._settle()  # before the end: killed in between the pool is one that a sweep still looks after
+            self._ledger.end_pool(self._pool_id)
+            self._settle()  # nothing can be reserved for it any more, but something may have been meanwhile
+        trouble, self._trouble = self._trouble, {}
+        if trouble:
+            *others, last = trouble.values()
+            for other in others:
+                last.add_note(str(other))
+            raise last
+
+    def _settle(self) -> None:
+        if self._spec.budget is not None:
+            self._ledger.settle_pool(self._pool_id, self._meter.total())
+
+    @contextlib.contextmanager
+    def _kept(self, what: str) -> Generator[None]:
+        """Keep an error of the ledger for `close`; LeaseLost is told at once. What is written anew all the time is mended when it is written again."""
+        try:
+            yield
+        except LeaseLost:
+            raise
+        except LedgerError as error:
+            error.add_note(f"not written down: {what}; the machines themselves are dealt with all the same, and `skyward sweep` mends what the ledger missed")
+            self._trouble[what] = error
+        else:
+            if what in (NOTES, RENEWALS):
+                self._trouble.pop(what, None)

@@ -1,0 +1,137 @@
+"""The guard of a node on a machine of its own: the shell script that holds before there is a Python on the machine, and after that Python has died.
+
+Run as the provider's `startup`, with SKYWARD_INSTANCE_ID and SKYWARD_INSTANCE_DIRECTORY in its environment, it keeps these files in that directory:
+
+    lease       read     the machine's uptime in seconds at which the lease runs out, one line; the guard writes the first one
+    paid        read     the machine's uptime in seconds until which it is paid for, one line; without it there is no such limit
+    guard       written  its pid, once it watches
+    supervisor  read     the pid of the node's supervisor: when that process is gone, so is the node
+    ended       read     why somebody says that the node has ended, one line
+    mounts      read     what the node has mounted, one mount point a line
+    log         written  why the node ends, at the end of what others say there
+
+The end of a node: the reason in its log, SIGKILL to all that carries its tag, mounts undone, its folders in memory and on disk removed (the latter is kept if
+SKYWARD_KEEP_DIRECTORY is set), and the command with which the machine ends itself. Docs: decisions/0006.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+
+from skyward_core.providers.ending import ENDING
+
+PAUSE_SECONDS = 1.0
+"""Between two looks."""
+
+
+def guard_script(lease_seconds: float, max_lifetime_seconds: float | None, end_command: str = "") -> str:
+    """Return the POSIX sh text of a guard.
+
+    Args:
+        lease_seconds: how long the node lives without a sign of life, counted from now; whoever extends the lease writes the file `lease`.
+        max_lifetime_seconds: how long it lives at most, the smaller of what was asked for and what the money allows; None: no end.
+        end_command: shell text that is run when the node has ended; empty where the machine lives on without us.
+    """
+    values = {
+        "skyward_lease_seconds": str(math.ceil(lease_seconds)),
+        "skyward_max_lifetime": "" if max_lifetime_seconds is None else str(math.ceil(max_lifetime_seconds)),
+        "skyward_pause": f"{PAUSE_SECONDS:g}",
+        "skyward_end_command": end_command,
+    }
+    return "\n".join(["#!/bin/sh", *(f"{name}={shlex.quote(value)}" for name, value in values.items()), ENDING + GUARD])
+
+
+GUARD = r"""skyward_write() { # file, text: whole or not at all
+  echo "$2" >"$skyward_directory/.$1.partial" && mv -f -- "$skyward_directory/.$1.partial" "$skyward_directory/$1"
+}
+skyward_clock() { # sets skyward_now, in seconds; the time of day may jump
+  { read -r skyward_uptime _ <"${SKYWARD_UPTIME_FILE:-/proc/uptime}" && skyward_now=${skyward_uptime%%.*}; } 2>/dev/null
+}
+skyward_read() { # file: sets skyward_text to the uptime in it; fails for what cannot be read, a line without its end included
+  { read -r skyward_text _ <"$skyward_directory/$1"; } 2>/dev/null || return 1
+  skyward_text=${skyward_text%%.*}
+  case $skyward_text in '' | *[!0-9]*) return 1 ;; esac
+  [ "${#skyward_text}" -le 15 ]
+}
+skyward_birth() { # pid: sets skyward_born to when it was started; fails if it is gone or a zombie
+  { read -r skyward_stat <"/proc/$1/stat"; } 2>/dev/null || return 1
+  # shellcheck disable=SC2086 # its fields
+  set -- ${skyward_stat##*) }
+  case ${1:-Z} in Z | X) return 1 ;; esac
+  skyward_born=${20:-}
+}
+skyward_lost_supervisor() { # succeeds if there was a supervisor and it is gone, whoever has its pid now
+  { read -r skyward_pid _ <"$skyward_directory/supervisor"; } 2>/dev/null || return 1
+  case $skyward_pid in '' | *[!0-9]*) return 1 ;; esac
+  skyward_birth "$skyward_pid" || return 0
+  [ "$skyward_pid $skyward_born" != "$skyward_supervisor" ] || return 1
+  env -i PATH="$PATH" LC_ALL=C grep -qsaxzF -e "SKYWARD_INSTANCE_ID=$SKYWARD_INSTANCE_ID" "/proc/$skyward_pid/environ" 9<&- || return 0
+  skyward_supervisor="$skyward_pid $skyward_born"
+  return 1
+}
+skyward_ended() { # sets skyward_reason if somebody says that the node has ended
+  [ -e "$skyward_directory/ended" ] || return 1
+  skyward_reason=
+  { read -r skyward_reason <"$skyward_directory/ended"; } 2>/dev/null
+  [ -n "$skyward_reason" ] || skyward_reason="it says so"
+}
+skyward_verdict() { # succeeds, with skyward_reason, if the node must end now
+  skyward_clock
+  ! skyward_read lease || skyward_lease=$skyward_text # else the last good value stands
+  ! skyward_read paid || skyward_paid=$skyward_text
+  if skyward_ended; then
+    return 0
+  elif [ "$skyward_now" -ge "$skyward_lease" ]; then
+    skyward_reason="no sign of life from a client, and the lease has run out (lease_seconds)"
+  elif [ -n "$skyward_paid" ] && [ "$skyward_now" -ge "$skyward_paid" ]; then
+    skyward_reason="the money is used up (max_cost, budget)"
+  elif [ -n "$skyward_max_lifetime" ] && [ "$skyward_now" -ge $((skyward_started + skyward_max_lifetime)) ]; then
+    skyward_reason="alive for $skyward_max_lifetime s (max_lifetime)"
+  elif skyward_lost_supervisor; then
+    skyward_ended || skyward_reason="its supervisor is gone"
+  else
+    return 1
+  fi
+}
+skyward_end() { # reason
+  trap : TERM
+  skyward_say "node ends: $1"
+  [ -z "$skyward_sleep" ] || kill "$skyward_sleep" 2>/dev/null
+  skyward_kill "$SKYWARD_INSTANCE_ID" || skyward_say "SIGKILL does not end the processes$skyward_pids"
+  skyward_clean "$SKYWARD_INSTANCE_ID" "$skyward_directory"
+  if [ -n "$skyward_end_command" ]; then
+    env -i PATH="$PATH" sleep 0.5 9<&- # until who follows the log has read why
+    sh -c "$skyward_end_command"
+  fi
+  exit 0
+}
+skyward_say() {
+  { printf 'skyward: %s\n' "$1" >>"$skyward_directory/log"; } 2>/dev/null
+}
+
+set -u
+umask 077
+: "${SKYWARD_INSTANCE_ID:?}" "${SKYWARD_INSTANCE_DIRECTORY:?}"
+skyward_directory=$SKYWARD_INSTANCE_DIRECTORY
+skyward_sleep='' skyward_supervisor='' skyward_now='' skyward_paid=''
+cd / || exit 1
+trap '' HUP INT
+trap 'skyward_end "asked to"' TERM
+skyward_clock
+: "${skyward_now:?the machine does not tell its uptime}"
+skyward_started=$skyward_now
+skyward_lease=$((skyward_now + skyward_lease_seconds))
+if ! { mkdir -p -- "$skyward_directory" && skyward_write lease "$skyward_lease" && skyward_write guard "$$"; }; then
+  echo "skyward: the guard cannot write to $skyward_directory" >&2
+  skyward_end "its guard cannot write"
+fi
+while ! skyward_verdict; do
+  env -i PATH="$PATH" sleep "$skyward_pause" 9<&- &
+  skyward_sleep=$!
+  wait "$skyward_sleep"
+  skyward_sleep=''
+done
+skyward_end "$skyward_reason"
+"""
+"""The program, after ENDING and the four values. One `sleep` a look is all that it starts; `wait`, unlike a command, is cut short by a signal."""

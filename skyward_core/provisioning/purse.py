@@ -1,0 +1,274 @@
+"""What a pool may still spend: `max_cost`, and the account that `budget` names.
+
+`max_cost`: each machine commits its cost up to its hard end when it is launched, and gives back what it did not use when it is known to be gone; commitments
+never exceed the limit. So the nodes' own clocks hold it when nobody here is left to do so.
+
+`budget`: before an interval begins its cost is reserved in the ledger; nodes are told until when they are paid for, and end themselves then. The reservation
+before it is settled with what was spent.
+
+    full ──80 %──▶ warned ──the margin is left──▶ drained ──nothing is left──▶ used up
+                             no new calls            the pool closes
+
+States only go to the right, but for `drained` when there is money again: in the account, or because a machine is gone that would have cost more.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from decimal import Decimal
+from enum import IntEnum
+from typing import Protocol
+
+from skyward_core.entries import MICRO_USD, SECONDS_PER_HOUR, Price, Reservation, micro_usd
+from skyward_core.errors import ZERO_USD, BudgetExceeded, LedgerError
+
+FIRST_MINUTE_SECONDS = 60.0
+WARNING_SHARE = Decimal("0.8")
+MARGIN_SHARE, LONGEST_MARGIN_SECONDS = 0.05, 30.0
+"""Of the time that the money lasts: how long before its end no call is taken any more; half of it is for giving the machines back."""
+RENEW_LEASES = 1.5
+"""An account is asked for more when what is reserved lasts for less than so many leases."""
+BOOT_SHARE, LONGEST_BOOT_SECONDS = 0.1, 120.0
+"""Of a machine's hard end: what may pass between the request, from which it is billed, and the start of its guard, whose clock ends it."""
+
+
+LONGEST_SECONDS = 10 * 365 * 86_400
+"""What lasts longer lasts so long: dates have an end."""
+
+
+class Fill(IntEnum):
+    """How much is left."""
+
+    FULL = 0
+    WARNED = 1
+    DRAINED = 2
+    USED_UP = 3
+
+
+class Meter(Protocol):
+    """What the purse needs of `metering.Meter`."""
+
+    def now(self) -> float: ...
+    def total(self) -> Decimal: ...
+    def committed(self, hard_ends: dict[str, float]) -> Decimal: ...
+    def projected(self, at: float) -> Decimal: ...
+    def rate(self) -> Decimal: ...
+    def rented(self) -> set[str]: ...
+
+
+class Accounts(Protocol):
+    """What the purse needs of `ledger.Ledger`."""
+
+    def reserve(self, account: str, pool_id: str, usd: Decimal) -> Reservation: ...
+    def roll(self, account: str, pool_id: str, spent_usd: Decimal, next_usd: Decimal) -> Reservation: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grant:
+    """What machines may be launched with: how long each may live by its own clock, None for no limit, and when, on the meter's clock, it must be gone."""
+
+    lifetime_seconds: float | None = None
+    hard_end: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Machines that money is set aside for and that the meter does not count yet, since `at` on its clock."""
+
+    machines: int
+    price: Price
+    at: float
+
+    def cost(self, until: float) -> Decimal:
+        return self.machines * self.price.cost(max(0.0, until - self.at))
+
+
+class Purse:
+    """The money of one opening of a pool. Safe to use from several threads; times are on the meter's clock.
+
+    `grant` before each launch, and `launched` or `returned` after it; of a launch whose answer was lost neither is said, for its machines may live as long as
+    they were granted. `turn` now and then. What is reserved at the end the book settles (`Book.close`).
+    """
+
+    def __init__(
+        self,
+        pool_id: str,
+        meter: Meter,
+        *,
+        max_cost: float | None = None,
+        account: str | None = None,
+        accounts: Accounts | None = None,
+        lease_seconds: float = 120.0,
+    ) -> None:
+        self._pool_id = pool_id
+        self._meter = meter
+        self._limit = None if max_cost is None or math.isinf(max_cost) else Decimal(repr(max_cost))
+        self._account = account
+        self._accounts = accounts
+        self._lease_seconds = lease_seconds
+        self._asking = threading.Lock()
+        """Held while the ledger is asked, which may take half a minute: one grant or turn after the other."""
+        self._lock = threading.Lock()
+        """Guards what follows, and is held by nobody who waits: `paid_seconds` keeps nodes alive."""
+        self._hard_ends: dict[str, float] = {}
+        self._own_ends: dict[str, float] = {}
+        """When a machine ends itself at the earliest, if nobody tells it anything else."""
+        self._pending: dict[Grant, _Asked] = {}
+        self._settled = ZERO_USD
+        self._paid_until: float | None = None
+        self._refusal: BudgetExceeded | None = None
+        self._try_at = 0.0
+
+    @property
+    def account(self) -> str | None:
+        """The account that pays, if one does."""
+        return self._account
+
+    @property
+    def limit_usd(self) -> Decimal | None:
+        """What the pool may cost at most (`max_cost`)."""
+        return self._limit
+
+    # ── launching ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def grant(self, machines: int, price: Price) -> Grant:
+        """Set money aside for machines that are about to be asked for, one grant for each call.
+
+        Raises BudgetExceeded if it would not last for their first minute, and what the ledger raises.
+        """
+        with self._asking:
+            now = self._meter.now()
+            hard_end = self._longest(machines, price, now)
+            asked = _Asked(machines, price, now)
+            if self._account is not None:
+                self._reserve_for(asked, now)
+            grant = Grant() if hard_end is None else Grant(hard_end - now - min(BOOT_SHARE * (hard_end - now), LONGEST_BOOT_SECONDS), hard_end)
+            with self._lock:
+                self._pending[grant] = asked
+            return grant
+
+    def launched(self, instance_ids: Iterable[str], grant: Grant) -> None:
+        """These came of it, and the meter counts them: what they do not need of the grant is free again."""
+        with self._lock:
+            asked = self._pending.pop(grant, None)
+            if asked is not None and grant.hard_end is not None and grant.lifetime_seconds is not None:
+                for instance_id in instance_ids:
+                    self._hard_ends[instance_id] = grant.hard_end
+                    self._own_ends[instance_id] = asked.at + grant.lifetime_seconds
+
+    def returned(self, grant: Grant) -> None:
+        """Nothing came of it, for certain: it was never asked for, or the provider has refused."""
+        with self._lock:
+            self._pending.pop(grant, None)
+
+    def _longest(self, machines: int, price: Price, now: float) -> float | None:
+        """Return until when new machines may live, on the meter's clock, with all that is not committed to others; None: without end."""
+        if self._limit is None or not price.per_hour:
+            return None
+        with self._lock:
+            pending = sum((asked.cost(grant.hard_end) for grant, asked in self._pending.items() if grant.hard_end is not None), ZERO_USD)
+            left = self._limit - self._meter.committed(self._hard_ends) - pending
+        if machines * price.cost(FIRST_MINUTE_SECONDS) > left:
+            raise BudgetExceeded(
+                f"{machines} x {price.per_hour} USD per hour cost {machines * price.cost(FIRST_MINUTE_SECONDS):f} USD in their first minute"
+                f"{f', of which they are billed {price.minimum_seconds} s at least' if price.minimum_seconds > FIRST_MINUTE_SECONDS else ''};"
+                f" of max_cost={self._limit:f} {left:f} USD are left. Raise max_cost, or ask for fewer or cheaper machines",
+                left_usd=left,
+            )
+        seconds = int(left / MICRO_USD) // machines * SECONDS_PER_HOUR // micro_usd(price.per_hour)  # in whole numbers, as the bill is rounded up
+        whole = min(seconds, LONGEST_SECONDS) // price.increment_seconds * price.increment_seconds
+        return now + max(whole, int(FIRST_MINUTE_SECONDS))
+
+    # ── accounts ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _reserve_for(self, asked: _Asked, now: float) -> None:
+        """Reserve for new machines up to where the others are paid for."""
+        assert self._account is not None
+        assert self._accounts is not None
+        if self._paid_until is not None and self._is_low(now):
+            self._renew(now)
+        until = self._first_end(now) if self._paid_until is None else self._paid_until
+        if usd := asked.cost(until):
+            self._accounts.reserve(self._account, self._pool_id, usd)
+        with self._lock:
+            self._paid_until = until
+
+    def _is_low(self, now: float) -> bool:
+        assert self._paid_until is not None
+        return self._paid_until - now < RENEW_LEASES * self._lease_seconds
+
+    def _first_end(self, asked_at: float) -> float:
+        """Until when a new machine lives at most if nobody keeps its lease, and as long again as a lease."""
+        return asked_at + LONGEST_BOOT_SECONDS + 2 * self._lease_seconds
+
+    def _renew(self, now: float) -> None:
+        """Settle what is reserved with what was spent, and reserve for two leases from now; both or neither."""
+        assert self._account is not None
+        assert self._accounts is not None
+        assert self._paid_until is not None
+        until = max(self._paid_until, now + 2 * self._lease_seconds)
+        with self._lock:  # before the bill: what is launched meanwhile is counted twice rather than not at all
+            pending = sum((asked.cost(min(until, self._first_end(asked.at))) for asked in self._pending.values()), ZERO_USD)
+        spent = self._meter.total()
+        self._accounts.roll(self._account, self._pool_id, spent - self._settled, self._meter.projected(until) - spent + pending)
+        with self._lock:
+            self._paid_until, self._settled = until, spent
+
+    # ── while it is open ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def paid_seconds(self) -> float | None:
+        """Return for how many seconds from now the machines are paid; None: without end. A node must not live longer, whoever keeps its lease."""
+        with self._lock:
+            ends = [self._hard_ends[instance_id] for instance_id in self._meter.rented() if instance_id in self._hard_ends]
+            if self._paid_until is not None:
+                ends.append(self._paid_until)
+            return max(0.0, min(ends) - self._meter.now()) if ends else None
+
+    def turn(self) -> tuple[Fill, str]:
+        """Look at the clock: reserve what is next, and return how much is left and, from `WARNED` on, the reason in words."""
+        with self._asking:
+            now = self._meter.now()
+            by_limit, by_account = self._look_at_limit(now), self._look_at_account(now)
+            return max(by_limit, by_account, key=lambda seen: seen[0])
+
+    def _look_at_limit(self, now: float) -> tuple[Fill, str]:
+        if self._limit is None:
+            return Fill.FULL, ""
+        spent, rate = self._meter.total(), self._meter.rate()
+        words = f"the pool has cost {spent:.4f} USD of max_cost={self._limit:f}"
+        if rate:
+            margin = min(MARGIN_SHARE * float(self._limit / rate * SECONDS_PER_HOUR), LONGEST_MARGIN_SECONDS)
+            for fill, seconds in ((Fill.USED_UP, margin / 2), (Fill.DRAINED, margin)):
+                if self._first_own_end() <= now + seconds or self._meter.projected(now + seconds) > self._limit:
+                    return fill, f"{words}, and the rest is for its machines' last seconds"
+        return (Fill.WARNED, words) if spent >= WARNING_SHARE * self._limit else (Fill.FULL, "")
+
+    def _first_own_end(self) -> float:
+        """When the first machine may end itself, on the meter's clock: the pool should have closed by then, and say why."""
+        rented = self._meter.rented()
+        with self._lock:
+            return min((self._own_ends[instance_id] for instance_id in rented if instance_id in self._own_ends), default=math.inf)
+
+    def _look_at_account(self, now: float) -> tuple[Fill, str]:
+        if self._account is None or self._paid_until is None:
+            return Fill.FULL, ""
+        if self._is_low(now) and now >= self._try_at:
+            try:
+                self._renew(now)
+                self._refusal = None
+            except BudgetExceeded as error:
+                self._refusal = error
+                self._try_at = now + 1.0
+            except LedgerError:
+                self._try_at = now + 1.0  # what is reserved is still ours; it is tried again until that has run out
+        margin = min(self._lease_seconds / 4, LONGEST_MARGIN_SECONDS)
+        left = self._paid_until - now
+        reason = str(self._refusal) if self._refusal is not None else f"nothing more could be reserved from account {self._account!r}"
+        if left <= margin / 2:
+            return Fill.USED_UP, reason
+        if left <= margin:
+            return Fill.DRAINED, reason
+        return (Fill.WARNED, reason) if self._refusal is not None else (Fill.FULL, "")

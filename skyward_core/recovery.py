@@ -1,0 +1,409 @@
+"""What an open pool does when a node, its head or the wire goes away.
+
+States of a node, by rank; `turn` moves it on, and looks at who is there rather than at who is said to have come or gone:
+
+    joined ──gone──▶ away ──there again──▶ joined
+                      └──REJOIN_SECONDS, or it has ended──▶ vacant ──replaced──▶ joined
+                                                             └──not to be had──▶ vacant (tried again later)
+
+The head: connected ──cut──▶ silent ──it answers──▶ connected
+                              └──the provider says gone, it has ended, or it is silent for too long──▶ lost ──restart──▶ connected
+                                                                                                        └──not to be had──▶ lost (tried again later)
+
+All of it changes in one thread. What may take minutes (a machine that comes up) runs in a thread of its own and leaves its outcome for the next turn.
+
+Nothing here owns a machine: what is rented or given back is `Machines`' business, and when this thread is stopped between two lines the pool's release finds
+every machine by its tag.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from skyward_core.errors import NodeLost, PoolClosed, SkywardError
+from skyward_core.events import ClusterRestarting, Error, InstanceLost, PoolReady, SkywardEvent
+from skyward_core.instances import Instance, Lease, Node
+
+TICK_SECONDS = 0.25
+JOIN_SECONDS = 60.0
+REJOIN_SECONDS = 2.0  # a worker process that has crashed is back in one
+HEAD_PATIENCE_SECONDS = 45.0  # a wire that was cut for 30 s, and the tries to connect again
+ASK_SECONDS = 2.0
+RESUME_SECONDS = 2.0
+RESTART_SECONDS = 30.0
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 60.0
+NOBODY_LEFT_SECONDS = 300.0
+ASKING = "skyward-ask"
+_log = logging.getLogger("skyward")
+
+
+class Machines(Protocol):
+    """What recovery needs of `provisioning.lifecycle.Machines`."""
+
+    @property
+    def lease(self) -> Lease: ...
+    @property
+    def scheduler(self) -> str: ...
+    def living(self) -> set[str]: ...
+    def has_ended(self, rank: int) -> bool: ...
+    def is_connected(self, rank: int) -> bool: ...
+    def last_words(self, rank: int) -> str: ...
+    def replace(self, rank: int, is_there: Callable[[], bool]) -> None: ...
+    def restart(self, is_left: Callable[[Instance], bool]) -> Lease: ...
+
+
+class Cluster(Protocol):
+    """What recovery needs of `cluster.Cluster`."""
+
+    @property
+    def slots(self) -> int: ...
+    def has(self, rank: int) -> bool: ...
+    def has_any(self) -> bool: ...
+    def resume(self, address: str, timeout_seconds: float) -> None: ...
+    def restart(self, lease: Lease, address: str, timeout_seconds: float) -> None: ...
+    def know(self, lease: Lease) -> None: ...
+    def give_up(self, error: SkywardError, rank: int | None = None) -> None: ...
+
+
+class Aside(Protocol):
+    """Runs what may take long in a thread of that name, and does not wait for it."""
+
+    def __call__(self, name: str, work: Callable[[], None], /) -> None: ...
+
+
+@dataclass(slots=True)
+class _Retry:
+    """Something that is tried until it succeeds: when next, how long to wait after that, and since when it is wanted."""
+
+    since: float
+    try_at: float
+    pause: float = FIRST_PAUSE_SECONDS
+    is_trying: bool = False
+
+    def put_off(self, now: float) -> None:
+        """It has failed: try again later, and each time later than before."""
+        self.try_at = now + self.pause
+        self.pause = min(self.pause * 2, LONGEST_PAUSE_SECONDS)
+
+
+@dataclass(slots=True)
+class _Silence:
+    """The head is out of reach, and what its provider was asked meanwhile."""
+
+    since: float
+    head_id: str | None
+    ask_at: float
+    is_asking: bool = False
+    is_gone: bool = False
+
+
+@dataclass(slots=True)
+class _Lost:
+    """The head is lost, and why; `trouble` says why the cluster is not up again."""
+
+    retry: _Retry
+    trouble: Exception | None = None
+
+
+@dataclass(slots=True)
+class _Threads:
+    """The default `Aside`."""
+
+    threads: list[threading.Thread] = field(default_factory=list[threading.Thread])
+
+    def __call__(self, name: str, work: Callable[[], None], /) -> None:
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        self.threads = [other for other in self.threads if other.is_alive()] + [thread]
+        thread.start()
+
+
+class Recovery:
+    """Watches the members of an open pool's cluster; `start`, `stop` and `join` belong to the pool. `clock` counts seconds.
+
+    Without `start`, `turn` may be called by whoever has time for it: a test.
+    """
+
+    def __init__(
+        self,
+        machines: Machines,
+        cluster: Cluster,
+        nodes: int,
+        lease_seconds: float,
+        emit: Callable[[SkywardEvent], object],
+        clock: Callable[[], float] = time.monotonic,
+        aside: Aside | None = None,
+    ) -> None:
+        self._machines = machines
+        self._cluster = cluster
+        self._ranks = range(nodes)
+        self._patience = min(HEAD_PATIENCE_SECONDS, lease_seconds / 2)
+        self._emit = emit
+        self._clock = clock
+        self._threads = _Threads()
+        self._aside = aside or self._threads
+        self._wake = threading.Event()
+        self._was_cut = threading.Event()
+        self._outcomes: queue.SimpleQueue[tuple[int, _Retry, Exception | None]] = queue.SimpleQueue()
+        self._lost_by: dict[int, float] = {}
+        self._vacant: dict[int, _Retry] = {}
+        self._head: _Silence | _Lost | None = None
+        self._told_lost: set[str] = set()
+        self._has_given_up = False
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="skyward-recovery", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Do nothing more; whoever waits for a machine must be woken by its owner (`Machines.stop`) before `join`."""
+        self._closing.set()
+        self._wake.set()
+
+    def join(self) -> None:
+        """Wait until nothing is under way any more, but for a question to the provider: that ends when it is answered, and changes nothing.
+
+        A provider that hangs in a launch is not waited for longer than JOIN_SECONDS: the machines that there are must be given back, and what comes
+        after that `Machines` gives back itself.
+        """
+        deadline = time.monotonic() + JOIN_SECONDS
+        for thread in (self._thread, *self._threads.threads):
+            if thread.is_alive() and thread is not threading.current_thread() and thread.name != ASKING:
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    # ── what the cluster tells, in its inbox thread ──────────────────────────────────────────────────────────────────
+
+    def joined(self, rank: int) -> None:
+        """All workers of a node are there."""
+        self._wake.set()
+
+    def left(self, rank: int) -> None:
+        """A worker of a node is gone."""
+        self._wake.set()
+
+    def cut(self) -> None:
+        """The scheduler is out of reach."""
+        self._was_cut.set()
+        self._wake.set()
+
+    # ── in the thread of recovery ────────────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        told = ""
+        while not self._closing.is_set():
+            self._wake.wait(TICK_SECONDS)
+            self._wake.clear()
+            try:
+                self.turn()
+            except PoolClosed:
+                return
+            except Exception as error:  # the next turn tries again; what it says again need not be told four times a second
+                _log.debug("a lost node could not be dealt with", exc_info=True)
+                if told != repr(error):
+                    told = repr(error)
+                    self._emit(Error(f"a lost node could not be dealt with: {error!r}"))
+
+    def turn(self) -> None:
+        """Look once at the head, at who is there and at the clock, and do what is to be done by now."""
+        while not self._outcomes.empty():
+            self._take_in(*self._outcomes.get())
+        if self._closing.is_set() or self._has_given_up:
+            return
+        if self._was_cut.is_set():
+            self._was_cut.clear()
+            if self._head is None:
+                self._head = _Silence(self._clock(), self._id_of(0), self._clock())
+        if isinstance(self._head, _Silence):
+            self._listen(self._head)
+        if isinstance(self._head, _Lost):
+            self._restart(self._head)
+        if self._head is None:
+            self._look_around()
+            self._fill()
+
+    # ── nodes ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _look_around(self) -> None:
+        """Compare who should be there with who is."""
+        now = self._clock()
+        for rank in self._ranks:
+            if rank in self._vacant:
+                continue
+            if self._cluster.has(rank):
+                self._lost_by.pop(rank, None)
+                continue
+            lost_by = self._lost_by.setdefault(rank, now + REJOIN_SECONDS)
+            if rank and (now > lost_by or self._machines.has_ended(rank)):  # the head is lost when its scheduler is
+                del self._lost_by[rank]
+                self._tell_lost(rank, "its worker has left the pool")
+                self._vacant[rank] = _Retry(now, now)
+
+    def _fill(self) -> None:
+        """Begin to replace those that are lost."""
+        now = self._clock()
+        for rank, vacancy in list(self._vacant.items()):
+            if vacancy.is_trying or now < vacancy.try_at:
+                continue
+            vacancy.is_trying = True
+            self._aside(f"skyward-replace-{rank}", lambda rank=rank, vacancy=vacancy: self._replace(rank, vacancy))
+
+    def _replace(self, rank: int, vacancy: _Retry) -> None:
+        """Try to fill a vacancy. In a thread of its own, for a machine may take minutes to come up."""
+        failure: Exception | None = None
+        try:
+            if not self._cluster.has(rank):  # else it has come back by itself
+                self._machines.replace(rank, lambda: self._is_there(rank))
+        except Exception as error:
+            failure = error
+        self._outcomes.put((rank, vacancy, failure))
+        self._wake.set()
+
+    def _is_there(self, rank: int) -> bool:
+        self._cluster.know(self._machines.lease)
+        return self._cluster.has(rank) or self._closing.is_set()
+
+    def _take_in(self, rank: int, vacancy: _Retry, failure: Exception | None) -> None:
+        """A try to fill a vacancy has ended."""
+        vacancy.is_trying = False
+        if failure is None:
+            del self._vacant[rank]
+            return
+        if self._closing.is_set() or self._has_given_up or isinstance(failure, PoolClosed):
+            return
+        self._emit(Error(f"no node in the place of node {rank} yet: {failure}"))
+        self._cluster.give_up(_lost(f"node {rank} is lost and not replaced: {failure}", failure), rank)
+        now = self._clock()
+        if self._head is None and not self._cluster.has_any() and now - vacancy.since > NOBODY_LEFT_SECONDS:
+            self._give_up(f"all nodes of the pool are lost, and others are not to be had: {failure}", failure)
+        vacancy.put_off(now)
+
+    def _give_up(self, message: str, cause: Exception) -> None:
+        """Nobody is left: all calls raise, and no machine is rented any more for which there would be nothing to do."""
+        self._has_given_up = True
+        self._cluster.give_up(_lost(message, cause))
+
+    # ── the head ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _listen(self, silence: _Silence) -> None:
+        """The scheduler is out of reach: wait for it while it may live."""
+        reason = self._why_lost(silence)
+        if reason:
+            self._tell_lost(0, reason)
+            self._emit(ClusterRestarting(reason))
+            now = self._clock()
+            self._head = _Lost(_Retry(now, now))
+        elif self._resumed():
+            self._head = None
+            self._lost_by.clear()  # who is not there has as long as ever to come back
+
+    def _why_lost(self, silence: _Silence) -> str:
+        self._ask(silence)
+        silent_seconds = self._clock() - silence.since
+        if self._machines.has_ended(0):
+            return "it has ended"
+        if silence.is_gone:
+            return "its provider lists it no more"
+        return f"it has been silent for {silent_seconds:.0f} s" if silent_seconds > self._patience else ""
+
+    def _ask(self, silence: _Silence) -> None:
+        """Ask the provider now and then whether the head exists. Aside, for an answer may take as long as the machine is silent; an outage says nothing."""
+        now = self._clock()
+        if silence.is_asking or now < silence.ask_at or silence.head_id is None:
+            return
+
+        def ask() -> None:
+            try:
+                silence.is_gone = silence.head_id not in self._machines.living()
+            except Exception as error:
+                _log.debug("the provider does not say whether the head exists: %s", error)
+            silence.is_asking = False
+
+        silence.is_asking, silence.ask_at = True, now + ASK_SECONDS
+        self._aside(ASKING, ask)
+
+    def _resumed(self) -> bool:
+        if not self._machines.is_connected(0):
+            return False
+        try:
+            self._cluster.resume(self._machines.scheduler, RESUME_SECONDS)
+        except (SkywardError, OSError):
+            return False
+        return True
+
+    def _restart(self, lost: _Lost) -> None:
+        """Try to bring the cluster up with another head."""
+        if self._clock() < lost.retry.try_at:
+            return
+        if lost.trouble is not None:  # the head that was to be: `Machines.restart` gives it back
+            self._tell_lost(0, f"the cluster did not come up on it: {lost.trouble}")
+        before = [node for node in self._machines.lease.nodes if node.rank not in self._vacant]
+        try:
+            lease = self._machines.restart(self._is_left)
+            self._cluster.restart(lease, self._machines.scheduler, RESTART_SECONDS)
+        except PoolClosed:
+            raise
+        except Exception as error:
+            self._on_no_restart(lost, error)
+        else:
+            self._head = None
+            self._renumber(lease)
+            self._emit(PoolReady(lease.pool_id, len(lease.nodes), self._cluster.slots, self._clock() - lost.retry.since))
+        self._tell_dropped(before)
+
+    def _on_no_restart(self, lost: _Lost, error: Exception) -> None:
+        if self._closing.is_set():
+            return
+        self._emit(Error(f"the cluster could not come up anew yet: {error}"))
+        now = self._clock()
+        if now - lost.retry.since > NOBODY_LEFT_SECONDS:
+            self._give_up(f"the head of the pool is lost, and the cluster could not come up anew: {error}", error)
+        lost.trouble = error
+        lost.retry.put_off(now)
+
+    def _renumber(self, lease: Lease) -> None:
+        """Take note of who is left, and under which rank: what is vacant is to be replaced, the others have some time to come over to the new head."""
+        now, there = self._clock(), {node.rank for node in lease.nodes}
+        self._lost_by = {rank: now + RESTART_SECONDS for rank in self._ranks if rank in there}
+        for rank in self._ranks:
+            if rank not in there:
+                self._vacant.setdefault(rank, _Retry(now, now))
+
+    def _is_left(self, instance: Instance) -> bool:
+        """Tell whether a node may become the head: nothing is known against it."""
+        rank = next((node.rank for node in self._machines.lease.nodes if node.instance.id == instance.id), -1)
+        return rank not in self._vacant and self._machines.is_connected(rank) and not self._machines.has_ended(rank)
+
+    # ── what is told ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _tell_lost(self, rank: int, reason: str) -> None:
+        """Tell that the node of a rank is lost, with its own last words; once for each instance."""
+        node = next((node for node in self._machines.lease.nodes if node.rank == rank), None)
+        if node is None or node.instance.id in self._told_lost:
+            return
+        self._told_lost.add(node.instance.id)
+        words = self._machines.last_words(rank)
+        self._emit(InstanceLost(node.instance.id, rank, f"{reason} ({words})" if words else reason))
+
+    def _tell_dropped(self, before: list[Node]) -> None:
+        """Tell of nodes that were lost while the cluster came up anew."""
+        left = {node.instance.id for node in self._machines.lease.nodes}
+        for node in before:
+            if node.instance.id not in left | self._told_lost:
+                self._told_lost.add(node.instance.id)
+                self._emit(InstanceLost(node.instance.id, node.rank, "it could not be told of the new head"))
+
+    def _id_of(self, rank: int) -> str | None:
+        return next((node.instance.id for node in self._machines.lease.nodes if node.rank == rank), None)
+
+
+def _lost(message: str, cause: BaseException) -> NodeLost:
+    error = NodeLost(message)
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,341 @@
+"""The way to a node over SSH: one connection a node, kept for the life of the pool, and the node's lease with it.
+
+States of a `RemoteReach`, and who moves it on:
+
+    new ──start / join──▶ connected ──keepalive──▶ silent ──keeper thread──▶ connected
+     └───────────────────────┴──────── close ────────┴──────────────────────▶ closed
+
+Two threads belong to it once it is connected: the keeper extends the lease and connects again after a loss, the follower reads the node's log. Both end
+with `close`, which does not touch the node: that ends when its lease does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import platform
+import shlex
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
+
+import uv
+
+from skyward_core.errors import CommandFailed, ConnectionLost, SkywardError
+from skyward_core.events import ContactLost, ContactRegained, SkywardEvent
+from skyward_core.instances import Instance
+from skyward_core.shipping import shipped_archive
+from skyward_core.ssh import Connection, Loop
+from skyward_core.worker.wire import Parcel
+
+AUTH_GRACE_SECONDS = 60.0  # cloud-init may install our key after sshd has begun to answer
+RECONNECT_SECONDS = 5.0
+AGAIN_SECONDS = 1.0
+COMMAND_SECONDS = 20.0
+LONGEST_BEAT_SECONDS = 10.0
+REACH_SECONDS = 3
+LINES_KEPT = 10_000
+SENDING_UV = "::skyward phase uv"
+"""Told as the node's log tells its phases: whoever reads them knows then in which one the sending has failed."""
+PATIENCE_SECONDS = 10.0
+LOOK_AGAIN_SECONDS = 0.05  # where inotify does not work, as on overlay file systems, `tail` looks again and again: every second if not told otherwise
+
+LEASE = """\
+cd "$1" || exit 3
+read -r now rest </proc/uptime
+until=$((${now%.*} + $2))
+old=0
+[ -s lease ] && read -r old <lease
+[ "${old%.*}" -ge "$until" ] || { echo "$until" >"lease.$$" && mv -f "lease.$$" lease; }
+[ -z "$3" ] || { echo "$now" >"busy.$$" && mv -f "busy.$$" busy; }
+[ -z "$4" ] || { echo "$((${now%.*} + $4))" >"paid.$$" && mv -f "paid.$$" paid; }
+"""
+"""Extends a lease to $2 seconds from now, on the node's own clock; never shortens it. With $3, says that the pool has calls to run; with $4, for how
+many seconds from now the node is paid for, which may be less than before."""
+
+LOOK = """\
+i=0
+while [ ! -s "$1/guard" ]; do
+  [ "$i" -lt "$2" ] || { echo "the guard of $1 has not started" >&2; exit 3; }
+  i=$((i + 1)); sleep 0.1
+done
+home="${1%/instances/*}"
+mkdir -p "$home/ship"
+echo "guard $(cat "$1/guard")"
+echo "system $(uname -s) $(uname -m)"
+if [ -d "$home/ship/$3" ]; then echo shipped; fi
+if [ -x "$home/uv/bin/uv" ] || command -v uv >/dev/null; then echo uv; fi
+if [ -d /dev/shm ] && [ -w /dev/shm ]; then echo memory; fi
+"""
+"""Waits until the node's guard is up ($2 tenths of a second), then tells what is there."""
+
+START = """\
+cd "$1" || exit 3
+umask 077
+cat >bootstrap.sh
+[ "$(wc -c <bootstrap.sh)" -eq "$5" ] || { echo "only a part of the script arrived" >&2; exit 1; }
+home="${1%/instances/*}"
+if [ -f "$6.tar.gz" ]; then
+  mkdir -p "$6" && tar -xzf "$6.tar.gz" -C "$6" && rm "$6.tar.gz" || exit 1
+  mv -T "$6" "$home/ship/$7" 2>/dev/null || [ -d "$home/ship/$7" ] || exit 1
+  rm -rf "$6"
+fi
+[ -z "$8" ] || mkdir -p -m 700 "$8" || exit 1
+export SKYWARD_INSTANCE_DIRECTORY="$1" SKYWARD_INSTANCE_ID="$2" SKYWARD_POOL_ID="$3" SKYWARD_RANK="$4" SKYWARD_HOME="$home"
+tags=$(tr '\\0' '\\n' <"/proc/$(cat "$1/guard")/environ" 2>/dev/null | sed -n 's/^SKYWARD_TAGS=//p')
+[ -z "$tags" ] || export SKYWARD_TAGS="$tags"
+export UV_CACHE_DIR="${UV_CACHE_DIR:-$home/uv-cache}" UV_PYTHON_INSTALL_DIR="${UV_PYTHON_INSTALL_DIR:-$home/python}"
+if "$home/uv/bin/uv" --version >/dev/null 2>&1; then export SKYWARD_UV="$home/uv/bin/uv"; fi
+export SKYWARD_RESERVE="$1/reserve"
+head -c 65536 /dev/zero >reserve || exit 1
+mkdir started 2>/dev/null || exit 0
+setsid sh -c 'bash ./bootstrap.sh; code=$?; rm -f reserve; [ -z "$(tail -c 1 log)" ] || echo; echo "::skyward exited $code"' </dev/null >>log 2>&1 &
+"""
+"""Takes the bootstrap script from stdin and starts it, cut loose from this connection, once however often it is asked. It carries the instance's tag: the
+guard can end it. What it says of a full disk finds room in the log because the reserve is given up first."""
+
+
+FOLLOW = """\
+exec tail --pid="$2" -n "+$3" -s "$4" -F "$1/log" 2>/dev/null
+"""
+"""Tells the node's log from line $3 on, for as long as its guard lives; what `tail` has to say itself would be taken for lines of the log."""
+
+
+class Wires:
+    """What the SSH connections of a pool share: the thread that they run on."""
+
+    def __init__(
+        self, lease_seconds: float, emit: Callable[[SkywardEvent], object], is_busy: Callable[[], bool], paid_seconds: Callable[[], float | None]
+    ) -> None:
+        self._loop = Loop()
+        self._lease_seconds = lease_seconds
+        self._emit = emit
+        self._is_busy = is_busy
+        self._paid_seconds = paid_seconds
+
+    def reach(self, instance: Instance) -> RemoteReach:
+        """Return the way to an instance; nothing is dialled yet."""
+        return RemoteReach(instance, self._loop, self._lease_seconds, self._emit, self._is_busy, self._paid_seconds)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._loop.close()
+
+
+class RemoteReach:
+    """The way to a node over SSH; see the head of this file for its states, and `reach.Reach` for what the methods promise."""
+
+    is_here = False
+
+    def __init__(
+        self,
+        instance: Instance,
+        loop: Loop,
+        lease_seconds: float,
+        emit: Callable[[SkywardEvent], object],
+        is_busy: Callable[[], bool] = lambda: False,
+        paid_seconds: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        assert instance.endpoint is not None
+        assert instance.directory is not None
+        self.instance = instance
+        self._directory = instance.directory
+        self._lease_seconds = lease_seconds
+        self._emit = emit
+        self._is_busy = is_busy
+        self._paid_seconds = paid_seconds
+        self._wake = threading.Event()
+        self._closed = threading.Event()
+        self._connection = Connection(instance.endpoint, loop=loop, on_lost=lambda _: self._wake.set())
+        self._has_memory = False
+        self._guard = "1"
+        self._lines: deque[str] = deque(maxlen=LINES_KEPT)
+        self._lines_read = 0
+        self._forwards: dict[tuple[str, int], int] = {}
+        self._threads: list[threading.Thread] = []
+
+    # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def start(self, script: str, *, timeout_seconds: float, emit: Callable[[SkywardEvent], object]) -> None:
+        deadline = time.monotonic() + timeout_seconds
+        archive = shipped_archive()
+        found = self.join(timeout_seconds=timeout_seconds, archive=archive.name)
+        self._again(lambda: self._send_what_is_missing(found), deadline)
+        part = f"{self._directory}/ship"
+        words = [self._directory, self.instance.id, self.instance.pool_id, str(self.instance.rank), str(len(script.encode())), part, archive.name]
+        memory = self.value_directories[0] if self._has_memory else ""
+        self._again(lambda: self._command(START, [*words, memory], stdin=script, timeout_seconds=max(1.0, deadline - time.monotonic())), deadline)
+
+    def join(self, *, timeout_seconds: float, guard_seconds: float | None = None, archive: str = "") -> set[str]:
+        """Connect, wait for the node's guard, and begin to keep its lease and to follow its log. Returns what LOOK has found, a line each.
+
+        `guard_seconds` is how long to wait for the guard of a node that should have one; None: as long as for all of it.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        self._connection.connect(timeout_seconds, auth_grace_seconds=min(AUTH_GRACE_SECONDS, timeout_seconds))
+        self._begin(self._keep)
+        patience = deadline if guard_seconds is None else min(deadline, time.monotonic() + guard_seconds)
+        found = set(self._again(lambda: self._look(archive, patience), deadline).splitlines())
+        self._has_memory = "memory" in found
+        self._guard = next(line.split()[1] for line in found if line.startswith("guard "))
+        self._begin(self._follow)
+        return found
+
+    def close(self) -> None:
+        self._closed.set()
+        self._wake.set()
+        self._connection.close()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    @property
+    def is_connected(self) -> bool:
+        return self._connection.is_connected
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, name=f"skyward-{work.__name__.strip('_')}-{self.instance.rank}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _look(self, archive: str, deadline: float) -> str:
+        left = max(1.0, deadline - time.monotonic())
+        return self._command(LOOK, [self._directory, str(int(left * 10)), archive], timeout_seconds=left + COMMAND_SECONDS)
+
+    def _again[T](self, ask: Callable[[], T], deadline: float) -> T:
+        """Ask for something that may be asked for twice; once more if the connection was lost under it, as soon as the keeper has made a new one."""
+        while True:
+            try:
+                return ask()
+            except ConnectionLost:
+                while not self._connection.is_connected:
+                    if time.monotonic() > deadline or self._closed.wait(LOOK_AGAIN_SECONDS):
+                        raise
+                if time.monotonic() > deadline or self._closed.is_set():
+                    raise
+
+    def _patiently[T](self, ask: Callable[[], T]) -> T:
+        return self._again(ask, time.monotonic() + PATIENCE_SECONDS)
+
+    # ── files and lines ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def value_directories(self) -> tuple[str, ...]:
+        memory = (f"/dev/shm/skyward-node-{self.instance.id}",) if self._has_memory else ()  # noqa: S108 - made by us with mode 0700
+        return (*memory, self._directory)
+
+    def write(self, name: str, text: str) -> None:
+        self._patiently(lambda: self._connection.put(text.encode(), f"{self._directory}/{name}", mode=0o600, timeout_seconds=COMMAND_SECONDS))
+
+    def read(self, name: str) -> str:
+        """Return the text of a file of the node's directory. Raises CommandFailed if it is not there."""
+        return self._command('cat -- "$1/$2"', [self._directory, name])
+
+    def new_lines(self) -> list[str]:
+        lines = list[str]()
+        with contextlib.suppress(IndexError):
+            while True:
+                lines.append(self._lines.popleft())
+        return lines
+
+    # ── ports ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def address(self, address: str) -> str:
+        parts = urlsplit(address)
+        place = (str(parts.hostname), parts.port or 0)
+        if place not in self._forwards:
+            self._forwards[place] = self._patiently(lambda: self._connection.forward_local(*place))
+        return f"{parts.scheme}://127.0.0.1:{self._forwards[place]}"
+
+    def can_reach(self, host: str, port: int) -> bool:
+        command = shlex.join(["timeout", str(REACH_SECONDS), "bash", "-c", 'exec 3<>"/dev/tcp/$0/$1"', host, str(port)])
+        return self._patiently(lambda: self._connection.run(command, timeout_seconds=COMMAND_SECONDS)).exit_code == 0
+
+    def lead(self, port: int, to_local_port: int) -> None:
+        self._patiently(lambda: self._connection.forward_remote("127.0.0.1", to_local_port, remote_port=port))
+
+    # ── large values ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def put(self, parcel: Parcel) -> Parcel:
+        *others, last = self.value_directories
+        for directory in others:
+            with contextlib.suppress(CommandFailed):  # no room in memory
+                return self._put(parcel, directory)
+        return self._put(parcel, last)
+
+    def _put(self, parcel: Parcel, directory: str) -> Parcel:
+        there, pieces = parcel.laid_out(f"{directory}/{uuid.uuid4().hex}")
+        assert there.path is not None
+        self._connection.put(pieces, there.path, mode=0o600)
+        return there
+
+    def take(self, parcel: Parcel, *, keep: bool = False) -> Parcel:
+        if parcel.path is None:
+            return parcel
+        return parcel.cut(self._connection.fetch(parcel.path, remove=not keep))
+
+    def release(self, parcel: Parcel) -> None:
+        if parcel.path is not None:
+            with contextlib.suppress(SkywardError):  # it goes with the node
+                self._command('rm -f -- "$1"', [parcel.path])
+
+    # ── the lease ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def extend_lease(self, seconds: float) -> None:
+        paid = self._paid_seconds()
+        self._command(LEASE, [self._directory, str(math.ceil(seconds)), "busy" if self._is_busy() else "", "" if paid is None else str(math.floor(paid))])
+
+    def _keep(self) -> None:
+        """The keeper: signs of life, and the connection made anew when it is lost."""
+        beat = min(self._lease_seconds / 6, LONGEST_BEAT_SECONDS)
+        silent_since: float | None = None
+        while not self._closed.is_set():
+            try:
+                if not self._connection.is_connected:
+                    self._connection.reconnect(RECONNECT_SECONDS)
+                self.extend_lease(self._lease_seconds)
+                if silent_since is not None:
+                    self._emit(ContactRegained(self.instance.id, self.instance.rank, time.monotonic() - silent_since))
+                    silent_since = None
+                pause = beat
+            except SkywardError as error:
+                pause = AGAIN_SECONDS
+                if silent_since is None and not self._closed.is_set() and not self._connection.is_connected:
+                    silent_since = time.monotonic()
+                    self._emit(ContactLost(self.instance.id, self.instance.rank, str(error)))
+            self._wake.wait(pause)
+            if not self._closed.is_set():
+                self._wake.clear()
+
+    def _follow(self) -> None:
+        """The follower: the node's log, line by line, from where it stopped when the connection was lost."""
+        while not self._closed.is_set():
+            words = [self._directory, self._guard, str(self._lines_read + 1), str(LOOK_AGAIN_SECONDS)]
+            with contextlib.suppress(SkywardError):
+                self._connection.run(shlex.join(["sh", "-c", FOLLOW, "skyward", *words]), on_line=self._on_line)
+            self._closed.wait(AGAIN_SECONDS)
+
+    def _on_line(self, line: str) -> None:
+        self._lines_read += 1
+        self._lines.append(line)
+
+    # ── commands ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _send_what_is_missing(self, found: set[str]) -> None:
+        home = str(PurePosixPath(self._directory).parent.parent)
+        if "uv" not in found and f"system {platform.system()} {platform.machine()}" in found:
+            self._lines.append(SENDING_UV)
+            self._connection.put(Path(uv.find_uv_bin()), f"{home}/uv/bin/uv", mode=0o755)
+        if "shipped" not in found:
+            self._connection.put(shipped_archive().path, f"{self._directory}/ship.tar.gz")
+
+    def _command(self, text: str, words: list[str], *, stdin: str | None = None, timeout_seconds: float = COMMAND_SECONDS) -> str:
+        """Run a few lines of sh with these arguments, whatever the user's login shell is; return what they print. Raises CommandFailed."""
+        done = self._connection.run(shlex.join(["sh", "-c", text, "skyward", *words]), stdin=stdin, timeout_seconds=timeout_seconds)
+        if done.exit_code:
+            raise CommandFailed(f"{self._connection.endpoint} could not do what it was asked", done.exit_code, done.output)
+        return done.output

@@ -1,0 +1,74 @@
+"""Dask's batched streams, made for calls that somebody waits for.
+
+A message costs each side some 0.2 ms, mostly in the kernel, and Dask exchanges eight of them for a task, of which four are on the way of a call. The others
+are told when there is something else to tell.
+"""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Mapping
+from typing import Any
+
+from distributed.batched import BatchedSend  # noqa: TID253 - with calls.py, node.py and cluster.py owns Dask
+from distributed.protocol.pickle import dumps as dump_type  # noqa: TID253
+
+from skyward_core.worker.calls import ACKNOWLEDGE, LET_GO
+from skyward_core.worker.wire import Outcome
+
+CAN_WAIT_SECONDS = 0.05
+_CAN_WAIT = {"free-keys", "release-worker-data", "client-releases-keys", ACKNOWLEDGE, LET_GO}
+
+
+class Told(UserDict[str, Outcome]):
+    """The outcomes of a batch whose reports have told all there is: nobody is in a hurry for them. Not a dict: Dask looks through those for their size.
+
+    `node` and `instance_id` are of the node that ran it.
+    """
+
+    def __init__(self, outcomes: Mapping[str, Outcome], node: int, instance_id: str) -> None:
+        super().__init__(outcomes)
+        self.node = node
+        self.instance_id = instance_id
+
+
+_TOLD = dump_type(Told)
+
+
+class PromptStream(BatchedSend):
+    """Sends at once, but for what nobody waits for: that goes with the next message, or after CAN_WAIT_SECONDS. The order stays as it is."""
+
+    _is_due = False
+
+    @property
+    def next_deadline(self) -> None:
+        """Never: else Dask would set itself a timer after each message, even one of no time."""
+
+    @next_deadline.setter
+    def next_deadline(self, _: float | None) -> None:
+        pass
+
+    def send(self, *msgs: Any) -> None:
+        """Send messages, after those that wait. Raises CommClosedError."""
+        if self.closed() or not all(map(_can_wait, msgs)):
+            super().send(*msgs)
+            return
+        self.buffer.extend(msgs)
+        if not self._is_due:
+            self._is_due = True
+            self.loop.call_later(CAN_WAIT_SECONDS, self._wake)
+
+    def _wake(self) -> None:
+        self._is_due = False
+        self.waker.set()
+
+
+def send_at_once(stream: Any) -> None:
+    """Make one of Dask's streams a prompt one, which it remains."""
+    stream.__class__ = PromptStream
+    if stream.comm is not None:
+        stream.comm.allow_offload = False  # else each message is measured, at the cost of sending it, only to find that it is small
+
+
+def _can_wait(message: dict[str, Any]) -> bool:
+    return message["op"] in _CAN_WAIT or (message["op"] == "key-in-memory" and message.get("type") == _TOLD)

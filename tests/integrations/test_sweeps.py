@@ -1,0 +1,123 @@
+"""The sweeps of dags/ and flows/, each run as its orchestrator runs it: a machine whose owner is dead goes, a dry run ends nothing, and a failure is red."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import skyward_core as sky
+from tests.conftest import wait_until
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+FAILURE = "not everything could be seen or ended; the next sweep tries again"
+DAY_SECONDS = 86_400
+
+ORCHESTRATORS = {
+    "airflow": [str(BIN / "airflow"), "dags", "test", "skyward_sweep"],
+    "prefect": [sys.executable, "flows/sweep.py"],
+    "dagster": [sys.executable, "-m", "dagster", "job", "execute", "-f", "flows/dagster_definitions.py", "-j", "skyward_sweep"],
+}
+DRY = {
+    "airflow": [*ORCHESTRATORS["airflow"], "-c", '{"dry_run": true}'],
+    "prefect": [sys.executable, "-c", "import sys; sys.path.insert(0, 'flows'); import sweep; sweep.skyward_sweep(is_dry_run=True)"],
+    "dagster": [
+        sys.executable,
+        "-c",
+        "import sys; sys.path.insert(0, 'flows'); from dagster_definitions import skyward_sweep\nskyward_sweep.execute_in_process(run_config={'ops': {'end_what_is_left_running': {'config': {'is_dry_run': True}}}})",
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Homes of all three and a ledger, apart from everybody else's."""
+    home = tmp_path_factory.mktemp("sweeps")
+    (home / "dagster").mkdir()
+    environ = os.environ | {
+        "PREFECT_HOME": str(home / "prefect"),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "AIRFLOW_HOME": str(home / "airflow"),
+        "AIRFLOW__CORE__DAGS_FOLDER": str(ROOT / "dags"),
+        "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
+        "AIRFLOW__USAGE_DATA_COLLECTION__ENABLED": "False",
+        "DAGSTER_HOME": str(home / "dagster"),
+        "SKYWARD_LEDGER": f"sqlite:///{home / 'ledger.db'}",
+    }
+    environ.pop("PREFECT_API_URL", None)
+    run([str(BIN / "airflow"), "db", "migrate"], environ)
+    return environ
+
+
+@pytest.fixture
+def forgotten() -> Iterator[sky.Instance]:
+    """A machine that no ledger knows, asked for a day ago by a process that is dead, and to be gone for an hour."""
+    owner = subprocess.run([sys.executable, "-c", OWNER], capture_output=True, text=True, check=True).stdout.split()
+    now = int(time.time())
+    tags = {
+        "skyward-pool": f"sky-test-{uuid.uuid4().hex[:8]}",
+        "skyward-rank": "0",
+        "skyward-owner": owner[0],
+        "skyward-process": owner[1],
+        "skyward-created": str(now - DAY_SECONDS),
+        "skyward-expires": str(now - 3600),
+    }
+    provider = sky.Local()
+    (machine,) = provider.launch(provider.offers(sky.Requirements())[0], 1, tags, "exec sleep 600")
+    wait_until(lambda: provider.instances(machine.pool_id) == [machine], "the machine to be listed")
+    yield machine
+    provider.terminate([machine.id])
+
+
+OWNER = "from skyward_core.owner import Owner; owner = Owner.here(); print(owner.name, owner.process)"
+
+
+def run(command: list[str], environ: dict[str, str]) -> tuple[int, str]:
+    done = subprocess.run(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=170)
+    return done.returncode, done.stdout
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("orchestrator", ORCHESTRATORS)
+def test_a_forgotten_machine_goes(orchestrator: str, environ: dict[str, str], forgotten: sky.Instance) -> None:
+    """A dry run names the machine, says why it may go, and leaves it; the sweep ends it and is green."""
+    code, said = run(DRY[orchestrator], environ)
+    assert code == 0, said
+    assert forgotten.id in said
+    assert sky.Local().instances(forgotten.pool_id) == [forgotten]
+    code, said = run(ORCHESTRATORS[orchestrator], environ)
+    assert code == 0, said
+    assert forgotten.id in said
+    assert sky.Local().instances(forgotten.pool_id) == []
+
+
+BLIND = """
+import skyward_core as sky
+
+def blind(provider, pool_id=None):
+    raise ConnectionError("503 from the listing")
+
+sky.Local.instances = blind
+"""
+"""What a sweep of a provider meets that does not answer; imported by every Python process that has it on its path."""
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("orchestrator", ORCHESTRATORS)
+def test_a_sweep_that_could_not_see_everything_is_red(orchestrator: str, environ: dict[str, str], forgotten: sky.Instance, tmp_path: Path) -> None:
+    """When a provider does not answer, the run fails with its words, and nothing of it was ended."""
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(BLIND))
+    code, said = run(ORCHESTRATORS[orchestrator], environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"})
+    assert FAILURE in said
+    assert "503 from the listing" in said
+    assert code != 0 or orchestrator == "airflow", said  # `airflow dags test` tells the state in words alone
+    assert "state=failed" in said or "DagRunState.FAILED" in said or orchestrator != "airflow", said
+    assert sky.Local().instances(forgotten.pool_id) == [forgotten]

@@ -1,0 +1,149 @@
+"""Where a process may be killed: before, inside and after each transaction that writes to the ledger, and before, during and after each request to the provider."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import struct
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Any
+
+import httpx
+
+from tests.kill import wire
+from tests.kill.service import verb_of
+
+_SHAPE = struct.Struct("QQ")
+
+
+class Phase(StrEnum):
+    """How far a pool has come."""
+
+    BEFORE = "before intent"
+    INTENDED = "intent .. ask"
+    ASKED = "ask .. bound"
+    BOUND = "bound .. ready"
+    RUNNING = "running"
+    REPLACING = "replacing"
+    ENDING = "ending"
+    AFTER = "after"
+
+
+PHASES = list(Phase)
+
+
+class Boundaries:
+    """Counts the boundaries that a process comes to, and kills it at the one that it is armed for. What it has counted outlives it, for its parent to read."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, _SHAPE.size)  # shared with every fork
+        self._lock = threading.Lock()
+        self._kill_at = 0
+        self.passed: list[tuple[str, str]] = []
+        """Phase and label of each, in the process that came to it."""
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._memory.close()
+
+    def arm(self, kill_at: int) -> None:
+        """Begin to count from nothing; die at this boundary, the first one is 1. 0: never."""
+        self._kill_at = kill_at
+        self.passed = []
+        self._memory[:] = _SHAPE.pack(0, 0)
+
+    @property
+    def count(self) -> int:
+        """How many boundaries were come to."""
+        return int(_SHAPE.unpack(self._memory[:])[0])
+
+    @property
+    def phase(self) -> Phase:
+        """How far the pool has come."""
+        return PHASES[_SHAPE.unpack(self._memory[:])[1]]
+
+    def enter(self, phase: Phase) -> None:
+        """The pool has come so far."""
+        with self._lock:
+            self._memory[:] = _SHAPE.pack(self.count, PHASES.index(phase))
+
+    def reach(self, label: str) -> None:
+        """Here is one."""
+        with self._lock:
+            phase = _next(self.phase, label)
+            self._memory[:] = _SHAPE.pack(self.count + 1, PHASES.index(phase))
+            self.passed.append((phase.value, label))
+            if self.count == self._kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def install(self) -> None:
+        """Stand at all boundaries of this process, for the rest of its life."""
+        from skyward_core.ledger import Ledger
+
+        write, transport = Ledger._write, wire.transport  # pyright: ignore[reportPrivateUsage]
+
+        @contextmanager
+        def writing(ledger: Ledger) -> Generator[Any]:
+            verb = _verb_above()
+            self.reach(f"ledger {verb} before")
+            with write(ledger) as connection:
+                yield connection
+                self.reach(f"ledger {verb} inside")
+            self.reach(f"ledger {verb} after")
+
+        Ledger._write = writing  # type: ignore[method-assign]
+        wire.transport = lambda: _Wire(transport(), self)
+
+
+class _Wire(httpx.BaseTransport):
+    """Carries requests, with boundaries."""
+
+    def __init__(self, wire: httpx.BaseTransport, boundaries: Boundaries) -> None:
+        self._wire = wire
+        self._boundaries = boundaries
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        verb = verb_of(request.method, request.url.path)
+        self._boundaries.reach(f"http {verb} before")
+
+        def on_trace(event: str, _: object) -> None:
+            if event == "http11.send_request_body.complete":
+                self._boundaries.reach(f"http {verb} sent")
+
+        request.extensions = {**request.extensions, "trace": on_trace}
+        answer = self._wire.handle_request(request)
+        answer.read()
+        self._boundaries.reach(f"http {verb} after")
+        return answer
+
+    def close(self) -> None:
+        self._wire.close()
+
+
+def _verb_above() -> str:
+    """The verb of the ledger that has asked for a transaction: above this, the generator, `next` and `with`."""
+    return sys._getframe(3).f_code.co_name  # pyright: ignore[reportPrivateUsage]
+
+
+def _next(phase: Phase, label: str) -> Phase:
+    """How far the pool has come when it is at this boundary. A replacement is one phase, with all that it asks for and ends."""
+    if phase is Phase.REPLACING:
+        return phase
+    match label:
+        case "ledger intend_all after" if phase is Phase.BEFORE:
+            return Phase.INTENDED
+        case "http create sent" if phase is Phase.INTENDED:
+            return Phase.ASKED
+        case "ledger bind_all after" if phase is Phase.ASKED:
+            return Phase.BOUND
+        case "ledger ask_end_all before" | "http terminate before":
+            return Phase.ENDING
+        case "ledger end_pool after":
+            return Phase.AFTER
+        case _:
+            return phase

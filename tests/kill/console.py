@@ -1,0 +1,115 @@
+"""The operator's side of the rental service, for tests: starts it in a process of its own, breaks it, and sees all that it sees."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tests.kill.clock import SharedClock
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the console shows: every machine that ever was, and every request. `customers`: how many were still connected, killed or hung."""
+
+    machines: tuple[dict[str, Any], ...]
+    requests: tuple[dict[str, Any], ...]
+    customers: int = 0
+
+    def billed(self, pool_id: str | None = None) -> set[str]:
+        """Ids of the machines that are paid for now."""
+        return {machine["id"] for machine in self.machines if machine["is_billed"] and pool_id in (None, machine["tags"].get("skyward-pool"))}
+
+    def of(self, pool_id: str) -> list[dict[str, Any]]:
+        """All machines that a pool ever had."""
+        return [machine for machine in self.machines if machine["tags"].get("skyward-pool") == pool_id]
+
+    def touched(self) -> set[str]:
+        """Ids whose end was ever asked for, by whomever."""
+        return {machine_id for request in self.requests if request["verb"] in ("terminate", "shutdown") for machine_id in request["ids"]}
+
+    def count(self, verb: str) -> int:
+        """How often something was asked for."""
+        return sum(request["verb"] == verb for request in self.requests)
+
+
+class RunningService:
+    """A rental service in a process of its own, its machines' files in a folder. A context manager; one connection for its operator."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.clock = SharedClock(folder / "clock")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.kill.service", str(folder)], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        self.port = int(self._process.stdout.readline())
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._saved_offset = 0.0
+        self._connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the service."""
+        self._connection.close()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait(10)
+        self.clock.close()
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
+    def look(self) -> Seen:
+        """Return what the console shows, once what killed customers have sent has been dealt with."""
+        seen = self._ask("GET", "/admin/console")
+        return Seen(tuple(seen["machines"]), tuple(seen["requests"]), seen["customers"])
+
+    def break_down(self, **faults: Any) -> None:
+        """Have these faults (`service.Faults`), and no others, from now on."""
+        self._ask("POST", "/admin/faults", faults)
+
+    def reset(self, machines: list[dict[str, Any]] | None = None) -> None:
+        """Begin anew: no faults, no requests, these machines; the clock shows the real time again."""
+        self.clock.reset()
+        self._ask("POST", "/admin/reset", {"machines": machines or []})
+
+    def save(self) -> None:
+        """Keep everything as it is, clock included, for `restore`."""
+        self._saved_offset = self.clock.offset_seconds
+        self._ask("POST", "/admin/save", {})
+
+    def restore(self) -> None:
+        """Have everything as it was at `save`, as often as need be."""
+        self.clock.reset(self._saved_offset)
+        self._ask("POST", "/admin/restore", {})
+
+    def shut_down(self, machine_id: str) -> None:
+        """What a machine does that ends itself."""
+        self._ask("POST", f"/machines/{machine_id}/shutdown")
+
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        self._connection.request(method, path, None if body is None else json.dumps(body))
+        answer = self._connection.getresponse()
+        text = answer.read()
+        assert answer.status < 300, (method, path, answer.status, text)
+        return json.loads(text)

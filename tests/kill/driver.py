@@ -1,0 +1,366 @@
+"""What is killed: a process that opens a pool on the rental service, loses and replaces nodes, and ends it, all in milliseconds.
+
+Everything that spends is the real thing: ComputePool, its opening, its book, purse and machines, the ledger, the provider's requests. Stand-ins are the nodes
+(their "software" is `BootingReach`), the Dask cluster among them, and, unless the reaper is what is tested, the reaper.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import signal
+import sys
+import types
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from tests.kill.boundaries import Boundaries, Phase
+from tests.kill.clock import SharedClock
+from tests.kill.provider import HttpRental, HttpRentalHere, PromptRental
+
+LEASE_SECONDS, DETACHED_SECONDS = 120.0, 300.0
+BEAT_SECONDS = 30.0
+ACCOUNT = "team"
+
+
+class Ends(StrEnum):
+    """How a pool is left."""
+
+    CLOSED = "closed"
+    RAISED = "raised"
+    DETACHED = "detached"
+    TERMINATED = "terminate_now"
+    KILLED = "killed"
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What a driver does until it is killed. `faults` are there from the beginning, `late_faults` from when the pool is open. `lost` are ranks to replace."""
+
+    number: int = 0
+    nodes: int = 2
+    kind: str = HttpRental.name
+    is_spot: bool = False
+    faults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    late_faults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    beats: int = 0
+    lost: tuple[int, ...] = ()
+    is_loss_silent: bool = False
+    """The lost machines are still there, and paid for."""
+    is_head_lost: bool = False
+    ends: Ends = Ends.CLOSED
+    max_cost: float | None = None
+    budget: str | None = None
+
+    def __str__(self) -> str:
+        told = {"nodes": self.nodes, "kind": self.kind, "ends": str(self.ends)}
+        told |= {
+            name: value
+            for name in ("is_spot", "faults", "late_faults", "beats", "lost", "is_head_lost", "max_cost", "budget")
+            if (value := getattr(self, name))
+        }
+        return f"scenario {self.number}: {', '.join(f'{name}={value}' for name, value in told.items())}"
+
+    def provider(self, url: str) -> HttpRental:
+        """Return the provider to rent from."""
+        hangs = any(name.startswith("hangs") for name in (*self.faults, *self.late_faults))
+        return KINDS[self.kind](url=url, timeout_seconds=0.2 if hangs else 10.0)
+
+
+KINDS: Mapping[str, type[HttpRental]] = {kind.name: kind for kind in (HttpRental, HttpRentalHere, PromptRental)}
+
+EARLY: tuple[dict[str, Any], ...] = (
+    *({} for _ in range(10)),
+    {"lose_create_answers": 1},
+    {"create_lag_seconds": 60.0},
+    {"create_lag_seconds": 5.0},
+    {"lose_create_answers": 1, "create_lag_seconds": 45.0},
+    {"short_by": 1},
+    {"verb": "create", "errors": 1},
+    {"verb": "create", "throttles": 1},
+    {"verb": "create", "hangs_after": 1},
+    {"verb": "offers", "errors": 1},
+)
+LATE: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {"ignore_terminations": 1},
+    {"ignore_terminations": 3},
+    {"stop_instead": 2},
+    {"verb": "terminate", "errors": 2},
+    {"verb": "list", "errors": 2},
+    {"error_seconds": 20.0},
+    {"error_seconds": 300.0},
+    {"throttles": 3},
+    {"hide_listings": 1},
+    {"verb": "terminate", "hangs": 1},
+    {"verb": "terminate", "hangs_after": 1},
+    {"lose_create_answers": 1},
+    {"create_lag_seconds": 30.0},
+    {"short_by": 1},
+)
+
+
+def scenarios(seed: int) -> Iterator[Scenario]:
+    """Yield scenarios without end, the same for the same seed."""
+    chance = random.Random(seed)
+    number = 0
+    while True:
+        number += 1
+        nodes = chance.randint(1, 4)
+        faults, late_faults = chance.choice(EARLY), chance.choice(LATE)
+        needs_lag = bool(faults.get("create_lag_seconds") or late_faults.get("create_lag_seconds") or late_faults.get("hide_listings"))
+        kinds = [HttpRental.name, HttpRentalHere.name] if needs_lag else list(KINDS)
+        yield Scenario(
+            number=number,
+            nodes=nodes,
+            kind=chance.choice(kinds),
+            is_spot=chance.random() < 0.5,
+            faults=faults,
+            late_faults=late_faults,
+            beats=chance.randint(0, 2),
+            lost=tuple(chance.sample(range(1, nodes), k=min(nodes - 1, chance.choice((0, 0, 1, 2))))),
+            is_loss_silent=chance.random() < 0.5,
+            is_head_lost=chance.random() < 0.2,
+            ends=chance.choice((Ends.CLOSED, Ends.CLOSED, Ends.RAISED, Ends.DETACHED, Ends.TERMINATED)),
+            max_cost=chance.choice((None, None, 5.0)),
+            budget=chance.choice((None, ACCOUNT)),
+        )
+
+
+REAPED = (
+    Scenario(number=1, nodes=2, kind=PromptRental.name, lost=(1,), is_loss_silent=True, budget=ACCOUNT),
+    Scenario(number=2, nodes=3, kind=PromptRental.name, faults={"lose_create_answers": 1}, is_spot=True, ends=Ends.RAISED),
+    Scenario(number=3, nodes=4, kind=PromptRental.name, late_faults={"ignore_terminations": 3}, max_cost=5.0),
+    Scenario(number=4, nodes=1, kind=PromptRental.name, late_faults={"verb": "terminate", "errors": 1}, ends=Ends.TERMINATED),
+    Scenario(number=5, nodes=2, kind=PromptRental.name, late_faults={"stop_instead": 2}, is_head_lost=True),
+    Scenario(number=6, nodes=2, kind=PromptRental.name, ends=Ends.DETACHED),
+)
+"""For a real reaper, which has no time but the real one: nothing that waits for minutes."""
+
+
+def faulty() -> Iterator[Scenario]:
+    """Yield one scenario for each fault alone, from the beginning or from when the pool is open, and for those that only do harm together."""
+    early, late = [[dict(its) for its in {tuple(sorted(faults.items())) for faults in menu if faults}] for menu in (EARLY, LATE)]
+    for faults in sorted(early, key=str):
+        yield Scenario(faults=faults, beats=1)
+    for late_faults in YOUNG:
+        yield Scenario(faults={"create_lag_seconds": 45.0}, late_faults=late_faults)
+    for faults in sorted([*late, *TOGETHER], key=str):
+        yield Scenario(late_faults=faults, beats=1, lost=(1,), is_loss_silent=True)
+
+
+YOUNG: tuple[dict[str, Any], ...] = ({"verb": "terminate", "errors": 1}, {"ignore_terminations": 4}, {"stop_instead": 2})
+"""Terminations that fail while no listing shows the machines yet: what a listing lacks then says nothing."""
+TOGETHER: tuple[dict[str, Any], ...] = (
+    {"hide_listings": 3, "ignore_terminations": 9},
+    {"hide_listings": 2, "verb": "terminate", "errors": 2},
+    {"hide_listings": 1, "stop_instead": 3},
+)
+"""A termination that does nothing, or fails, and a listing that shows nothing: whoever sees this once must take the machines for gone. A later sweep sees them."""
+
+
+def drive(scenario: Scenario, url: str, boundaries: Boundaries, clock: SharedClock) -> None:
+    """Run a scenario to its end. What the faults may lead to, errors of ours and of the wire, is part of it; anything else is raised."""
+    from skyward_core.errors import SkywardError
+    from skyward_core.pool import ComputePool
+    from skyward_core.spec import PoolSpec
+
+    operator = Operator(url)
+    operator.break_down(**scenario.faults)
+    spec = PoolSpec.of(
+        nodes=scenario.nodes,
+        spot="always" if scenario.is_spot else "never",
+        lease_seconds=LEASE_SECONDS,
+        provision_timeout=600,
+        display="quiet",
+        max_cost=scenario.max_cost,
+        budget=scenario.budget,
+    )
+    with suppress(SkywardError, httpx.HTTPError, _Raised):
+        pool = ComputePool.from_spec(spec, credentials=scenario.provider(url))
+        pool.open()
+        boundaries.enter(Phase.RUNNING)
+        try:
+            _work(scenario, pool, boundaries, clock, operator)
+        finally:
+            if scenario.ends is Ends.KILLED:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if pool.is_active:
+                boundaries.enter(Phase.ENDING)
+            pool.close()
+    boundaries.enter(Phase.AFTER)
+    boundaries.reach("the end")
+
+
+class _Raised(Exception):
+    """The body of the `with` block has failed."""
+
+
+def _work(scenario: Scenario, pool: Any, boundaries: Boundaries, clock: SharedClock, operator: Operator) -> None:
+    """What happens while a pool is open, and how it is left."""
+    from skyward_core.events import InstanceLost
+
+    opened = pool._open
+    for _ in range(scenario.beats):
+        clock.advance(BEAT_SECONDS)
+        _beat(scenario, opened)
+    operator.break_down(**scenario.late_faults)
+    for rank in scenario.lost:
+        boundaries.enter(Phase.REPLACING)
+        machine = next(node.instance for node in pool.lease.nodes if node.rank == rank)
+        if not scenario.is_loss_silent:
+            operator.shut_down(machine.id)
+        opened.emit(InstanceLost(machine.id, rank, "it is silent"))
+        opened.machines.replace(rank, lambda: True)
+        boundaries.enter(Phase.RUNNING)
+    if scenario.is_head_lost:
+        boundaries.enter(Phase.REPLACING)
+        opened.machines.restart(lambda _: True)
+        boundaries.enter(Phase.RUNNING)
+    _beat(scenario, opened)
+    match scenario.ends:
+        case Ends.RAISED:
+            raise _Raised
+        case Ends.DETACHED:
+            boundaries.enter(Phase.ENDING)
+            pool.detach(DETACHED_SECONDS)
+        case Ends.TERMINATED:
+            boundaries.enter(Phase.ENDING)
+            pool.terminate_now()
+        case Ends.CLOSED | Ends.KILLED:
+            pass
+
+
+def _beat(scenario: Scenario, opened: Any) -> None:
+    """What a pool's clock does every few seconds."""
+    opened._book.renew()
+    opened._book.note()
+    opened._mind_money(opened.cluster)
+    for reach in opened.machines.reaches.here():
+        if scenario.kind == HttpRentalHere.name:
+            reach.say_busy()
+        else:
+            reach.extend_lease(LEASE_SECONDS)
+
+
+class Operator:
+    """The service's operator, for a forked process: a connection for each wish, so that it shares none with its parent."""
+
+    def __init__(self, url: str) -> None:
+        self._place = urlsplit(url).netloc
+
+    def break_down(self, **faults: Any) -> None:
+        """Have these faults, and no others, from now on."""
+        self._ask("/admin/faults", faults)
+
+    def shut_down(self, machine_id: str) -> None:
+        """A machine goes away by itself."""
+        self._ask(f"/machines/{machine_id}/shutdown", {})
+
+    def _ask(self, path: str, body: Mapping[str, Any]) -> None:
+        connection = http.client.HTTPConnection(self._place, timeout=30)
+        connection.request("POST", path, json.dumps(body))
+        answer = connection.getresponse()
+        answer.read()
+        connection.close()
+        assert answer.status < 300
+
+
+# ── stand-ins ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def prepare_process() -> None:
+    """Put the stand-ins in the place of what costs seconds; once in each process, before anything is opened."""
+    cluster = types.ModuleType("skyward_core.cluster")
+    cluster.Cluster = _Cluster  # type: ignore[attr-defined]
+    sys.modules["skyward_core.cluster"] = cluster
+
+    from skyward_core import certificates, reach, shipping
+
+    certificate = certificates.make_certificate("sky-kill")
+    certificates.make_certificate = lambda _: certificate
+    shipping.shipped_archive()
+    shipping.shipped_package()
+
+    class BootingReach(reach.LocalReach):
+        """A node that comes up at once: it says so in its log as soon as it is told what it is."""
+
+        def write(self, name: str, text: str) -> None:
+            super().write(name, text)
+            if name == "settings.json":
+                settings = json.loads(text)
+                said = "::skyward phase server\n"
+                if settings["scheduler"] is None:
+                    said += f"::skyward head {settings['generation']} tls://127.0.0.1:8786\n"
+                with open(f"{self.instance.directory}/log", "a") as log:
+                    log.write(said)
+
+    reach.LocalReach = BootingReach  # type: ignore[misc]
+
+
+@contextmanager
+def no_reaper() -> Generator[None]:
+    """Open pools without a reaper."""
+    from skyward_core import opening
+
+    reaper = opening.Reaper
+    opening.Reaper = _NoReaper  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        opening.Reaper = reaper  # type: ignore[misc]
+
+
+class _NoReaper:
+    """A reaper that was killed together with its driver."""
+
+    is_alive = False
+
+    @classmethod
+    def start(cls, charge: object) -> _NoReaper:
+        return cls()
+
+    def __getattr__(self, verb: str) -> Callable[..., None]:
+        """Whatever it is told, it does not hear."""
+        return lambda *_, **__: None
+
+
+class _Cluster:
+    """A cluster whose nodes have all joined and have nothing to do."""
+
+    slots = 1
+    is_idle = True
+    busy_at = 0.0
+
+    def __init__(self, lease: Any, certificate: object, reaches: object, emit: Callable[[Any], object], *_: object) -> None:
+        from skyward_core.events import BootstrapCompleted
+
+        for node in lease.nodes:
+            emit(BootstrapCompleted(node.instance.id))
+
+    def start(self, *_: object) -> None: ...
+    def watch(self, *_: object) -> None: ...
+    def close(self, *_: object) -> None: ...
+    def leave(self, *_: object) -> None: ...
+    def drain(self, *_: object) -> None: ...
+    def give_up(self, *_: object) -> None: ...
+    def know(self, *_: object) -> None: ...
+    def resume(self, *_: object) -> None: ...
+    def restart(self, *_: object) -> None: ...
+    def has_work(self) -> bool:
+        return False
+
+    def has(self, rank: int) -> bool:
+        return True
+
+    def has_any(self) -> bool:
+        return True

@@ -1,0 +1,46 @@
+"""What the programs of `test_endings.py` begin with: a pool on machines that are billed, a call that does not end, and signals as a shell leaves them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import skyward_core as sky
+from tests.kill.billed import Billed
+
+HOME = Path(os.environ["ENDINGS_HOME"])
+
+
+def pool(**wishes: Any) -> sky.ComputePool:
+    """Return a pool of one node, not open yet."""
+    price = wishes.pop("price_per_hour", 1.0)
+    provider = Billed(folder=str(HOME / "billed"), price_per_hour=price)
+    return sky.ComputePool(provider=provider, display="quiet", collect_metrics=False, **wishes)
+
+
+@sky.compute
+def long_call(home: str) -> None:
+    """Say that it runs, and do not end."""
+    Path(home, "running").touch()
+    time.sleep(600)
+
+
+@sky.compute
+def quick_call() -> str:
+    """Return at once."""
+    return "done"
+
+
+def say(word: str) -> None:
+    """Tell the test."""
+    sys.stdout.write(f"{word}\n")
+    sys.stdout.flush()
+
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may ignore some, and that is inherited
+for usual in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(usual, signal.SIG_DFL)

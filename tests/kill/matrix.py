@@ -1,0 +1,130 @@
+"""All points of a run, worked off by several processes at once, and the table of what was found alive."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from tests.kill.boundaries import PHASES
+from tests.kill.console import REPOSITORY
+
+WORKERS = 2
+COLUMNS = (
+    ("nobody", "close", "nobody; close"),
+    ("driver", "sweep", "driver; sweep"),
+    ("driver", "two sweeps at once", "driver; two sweeps"),
+    ("driver and sweep", "sweep", "driver, sweep; sweep"),
+    ("driver and reaper", "sweep", "driver, reaper; sweep"),
+    ("driver", "reaper", "driver; reaper"),
+    ("driver", "node", "driver; node"),
+)
+"""Who is killed, by whom the rope is held, and how both are told."""
+
+
+def work_off(seed: int, points: int, reaped: int, told: Callable[[dict[str, Any]], object] = lambda point: None) -> list[dict[str, Any]]:
+    """Run so many points, and `reaped` more that are left to a reaper; return them as plain data, in the order of their ends. Errors as of `run`."""
+    shares = [points // WORKERS + (number < points % WORKERS) for number in range(WORKERS)]
+    arguments: list[list[object]] = [["sweep", seed, number, WORKERS, share] for number, share in enumerate(shares)]
+    if reaped:
+        arguments.append(["reaper", reaped])
+    return run(arguments, told)
+
+
+def run(arguments: Sequence[Sequence[object]], told: Callable[[dict[str, Any]], object] = lambda point: None) -> list[dict[str, Any]]:
+    """Run workers with these arguments at once; return their points. Raises RuntimeError if one fails.
+
+    Each has a service, a ledger and folders of its own, in memory.
+    """
+    found: list[dict[str, Any]] = []
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="skyward-kill-", dir=memory if memory.is_dir() else None) as folder:
+        workers = [_Worker(Path(folder) / str(number), list(map(str, its)), found, told) for number, its in enumerate(arguments)]
+        try:
+            for worker in workers:
+                worker.join()
+        finally:
+            for worker in workers:
+                worker.end()
+    if failed := [worker.trouble for worker in workers if worker.trouble]:
+        raise RuntimeError("\n".join(failed))
+    return found
+
+
+class _Worker:
+    """A process, and the thread that reads what it says."""
+
+    def __init__(self, folder: Path, arguments: Sequence[str], found: list[dict[str, Any]], told: Callable[[dict[str, Any]], object]) -> None:
+        folder.mkdir()
+        self.trouble = ""
+        self._found = found
+        self._told = told
+        self._errors = folder / "errors"
+        with self._errors.open("wb") as errors:
+            command = [sys.executable, "-m", "tests.kill.worker", str(folder), *arguments]
+            self._process = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True)
+        self._reader = threading.Thread(target=self._read, name=f"kill-{folder.name}")
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            point = json.loads(line)
+            self._found.append(point)
+            self._told(point)
+
+    def join(self) -> None:
+        """Wait until it has done its work."""
+        self._reader.join()
+        if self._process.wait():
+            self.trouble = f"a worker ended with {self._process.returncode}:\n{self._errors.read_text()}"
+
+    def end(self) -> None:
+        """End it if it still runs."""
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+def is_kill(point: dict[str, Any]) -> bool:
+    """Whether somebody was killed."""
+    return point["killed"] != "nobody"
+
+
+def wrong(points: Sequence[dict[str, Any]]) -> list[str]:
+    """What is wrong, a line for each point."""
+    return [
+        f"{point['scenario']}; killed: {point['killed']} at {point['boundary']}/{point['then']} ({point['phase']}); rope: {point['rope']}: {'; '.join(point['problems'])}"
+        for point in points
+        if point["problems"] or point["alive"]
+    ]
+
+
+def table(points: Sequence[dict[str, Any]]) -> Table:
+    """Phase by who is killed and which rope recovers: points, machines that the kill has left, machines alive after the rope."""
+    shown = Table(title="points / machines that the kill has left running / alive after the rope", title_justify="left")
+    shown.add_column("killed in the phase")
+    for _, _, name in COLUMNS:
+        shown.add_column(name, justify="right")
+    for phase in PHASES:
+        shown.add_row(phase.value, *(_cell(points, killed, rope, phase.value) for killed, rope, _ in COLUMNS))
+    shown.add_section()
+    shown.add_row("all", *(_cell(points, killed, rope, None) for killed, rope, _ in COLUMNS))
+    return shown
+
+
+def _cell(points: Sequence[dict[str, Any]], killed: str, rope: str, phase: str | None) -> str:
+    its = [point for point in points if (point["killed"], point["rope"]) == (killed, rope) and phase in (None, point["phase"])]
+    if not its:
+        return ""
+    alive = sum(point["alive"] for point in its)
+    return f"{len(its)} / {sum(point['alive_before'] for point in its)} / {f'[bold red]{alive}[/]' if alive else 0}"

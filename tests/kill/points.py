@@ -1,0 +1,522 @@
+"""One point: a driver is killed at a boundary, one rope recovers, and what is found alive is compared with what may live."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from decimal import Decimal
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from tests.kill import driver, guards
+from tests.kill.boundaries import Boundaries, Phase
+from tests.kill.console import RunningService, Seen
+from tests.kill.driver import LEASE_SECONDS, Ends, Scenario
+from tests.kill.provider import HttpRental, HttpRentalHere
+
+CHILD_SECONDS = 90
+NEVER = 10**6
+MOST_IN_TURN = 9
+ROUNDS = 10
+"""Sweeps, a minute apart, after which all must be as it should be: longer than any fault lasts."""
+ROUND_SECONDS = 61.0
+TOLERANCE_SECONDS = 1.0
+"""Between the service's clock and the ledger's, which are read at different moments on a busy machine."""
+LONG = timedelta(days=1)
+
+
+class Killed(StrEnum):
+    """Who is killed."""
+
+    NOBODY = "nobody"
+    DRIVER = "driver"
+    SWEEP = "driver and sweep"
+    REAPER = "driver and reaper"
+
+
+class Rope(StrEnum):
+    """What ends the spending after that."""
+
+    CLOSE = "close"
+    SWEEP = "sweep"
+    SWEEPS = "two sweeps at once"
+    REAPER = "reaper"
+    NODE = "node"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What became of one point. `alive_before` machines of the pool were paid for after the kill, `alive` that should not be after the rope."""
+
+    scenario: str
+    boundary: int
+    then: int
+    killed: Killed
+    rope: Rope
+    phase: Phase
+    alive_before: int
+    alive: int
+    problems: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """Pools and machines of others, which nobody must touch: the service's records of them, and the ledger that tells of those that it tells of."""
+
+    machines: Sequence[dict[str, Any]]
+    ledger: Path
+    pools: frozenset[str]
+    ids: frozenset[str] = field(default_factory=frozenset[str])
+
+
+@dataclass(slots=True)
+class Round:
+    """A worker's tools: the service, a folder, and what is killed in forks of this process, which must have one thread."""
+
+    service: RunningService
+    folder: Path
+    boundaries: Boundaries = field(default_factory=Boundaries)
+    others: dict[str, Others] = field(default_factory=dict[str, Others])
+
+    def warm_up(self) -> None:
+        """Do everything once in this process, so that forks of it find it loaded."""
+        for scenario in (Scenario(lost=(1,), is_head_lost=True, beats=1, max_cost=5.0, budget=driver.ACCOUNT), Scenario(ends=Ends.DETACHED)):
+            self.boundaries.arm(0)
+            provider = self._begin(scenario)
+            self._drive(scenario)
+            assert not (problems := self._recover(scenario, provider, Rope.SWEEP) + self._judge(provider)[1]), problems
+        while threading.active_count() > 1:
+            time.sleep(0.001)
+        gc.collect()
+        gc.freeze()  # a collection in a fork would copy all that it looks at
+
+    # ── the points of a scenario ─────────────────────────────────────────────────────────────────────────────────────
+
+    def points(self, scenario: Scenario) -> Iterator[Point]:
+        """Yield the points of a scenario: boundaries of the driver, and some of them with other ropes too, or with whoever recovers killed in turn."""
+        yield self.unharmed(scenario)
+        for boundary in self._boundaries():
+            if (point := self.swept(scenario, boundary)) is None:
+                break  # this time there were fewer: threads
+            yield point
+            match (boundary + scenario.number) % 12:
+                case 0:
+                    yield from self._killed_in_turn(scenario, boundary, Killed.SWEEP)
+                case 3:
+                    yield from _some(self.swept(scenario, boundary, Rope.SWEEPS))
+                case 6:
+                    yield from self._killed_in_turn(scenario, boundary, Killed.REAPER)
+                case 1 | 4 | 9 if scenario.kind != HttpRentalHere.name:
+                    yield from _some(self.left_to_nodes(scenario, boundary))
+                case _:
+                    pass
+
+    def _boundaries(self) -> list[int]:
+        """The boundaries of the run before; of those that are alike, for a provider is asked again and again, the first, the last and one between."""
+        alike: dict[tuple[str, str], list[int]] = {}
+        for boundary, passed in enumerate(json.loads((self.folder / "passed").read_text()), 1):
+            alike.setdefault(tuple(passed), []).append(boundary)
+        return sorted({boundary for its in alike.values() for boundary in (its[0], its[len(its) // 2], its[-1])})
+
+    def _killed_in_turn(self, scenario: Scenario, boundary: int, killed: Killed) -> Iterator[Point]:
+        """Kill the driver, then whoever recovers: at its first boundaries, at its last ones, and at some between them, each time from the same scene."""
+        provider = self._begin(scenario)
+        if (died := self._fork(lambda: self._drive(scenario), boundary)) != signal.SIGKILL:
+            yield from _some(self._no_point(scenario, boundary, killed, Rope.SWEEP, died))
+            return
+        phase = self.boundaries.phase
+        before = self._alive_of_victims(provider)
+        work = self._sweep if killed is Killed.SWEEP else self._end_pool
+        self._save()
+        self._fork(lambda: work(scenario, provider), 0)
+        count, third = self.boundaries.count, MOST_IN_TURN // 3
+        for then in sorted({*range(1, min(count, third) + 1), *range(max(1, count - third + 1), count + 1), *range(1, count + 1, count // third + 1)}):
+            self._restore()
+            if (died := self._fork(lambda: work(scenario, provider), then)) != signal.SIGKILL:
+                yield from _some(self._no_point(scenario, boundary, killed, Rope.SWEEP, died))
+                continue
+            problems = self._recover(scenario, provider, Rope.SWEEP)
+            alive, more = self._judge(provider)
+            yield Point(str(scenario), boundary, then, killed, Rope.SWEEP, phase, before, alive, tuple(problems + more))
+
+    def _save(self) -> None:
+        """Keep the scene as the killed driver has left it, its ledger's unfinished business included."""
+        self.service.save()
+        for path in self._ledger_files():
+            shutil.copy(path, f"{path}.saved")
+
+    def _restore(self) -> None:
+        self.service.restore()
+        for path in self.folder.glob(f"{self._path.name}*"):
+            if path.suffix != ".saved":
+                path.unlink()
+        for path in self.folder.glob(f"{self._path.name}*.saved"):
+            shutil.copy(path, path.with_suffix(""))
+
+    def _ledger_files(self) -> list[Path]:
+        return [path for suffix in ("", "-wal") if (path := Path(f"{self._path}{suffix}")).exists()]
+
+    def unharmed(self, scenario: Scenario) -> Point:
+        """Nobody is killed: closing alone must leave nothing, or say what it leaves; then a sweep finds it."""
+        provider = self._begin(scenario)
+        died = self._fork(lambda: self._drive(scenario), 0)
+        problems = [] if died == 0 else [self._crash(died)]
+        seen = self.service.look()
+        before = len(seen.billed() - self.others[self._key(provider)].ids)
+        phase = self.boundaries.phase
+        problems += self._recover(scenario, provider, Rope.SWEEP)
+        alive, more = self._judge(provider)
+        return Point(str(scenario), 0, 0, Killed.NOBODY, Rope.CLOSE, phase, before, alive, tuple(problems + more))
+
+    def swept(self, scenario: Scenario, boundary: int, rope: Rope = Rope.SWEEP) -> Point | None:
+        """Kill the driver; then sweep. None if the boundary was not come to."""
+        provider = self._begin(scenario)
+        if (died := self._fork(lambda: self._drive(scenario), boundary)) != signal.SIGKILL:
+            return self._no_point(scenario, boundary, Killed.DRIVER, rope, died)
+        phase = self.boundaries.phase
+        before = self._alive_of_victims(provider)
+        problems = self._recover(scenario, provider, rope)
+        alive, more = self._judge(provider)
+        return Point(str(scenario), boundary, 0, Killed.DRIVER, rope, phase, before, alive, tuple(problems + more))
+
+    def left_to_nodes(self, scenario: Scenario, boundary: int) -> Point | None:
+        """Kill the driver; nobody recovers but the guards on the machines, on a clock that is turned."""
+        provider = self._begin(scenario)
+        if (died := self._fork(lambda: self._drive(scenario), boundary)) != signal.SIGKILL:
+            return self._no_point(scenario, boundary, Killed.DRIVER, Rope.NODE, died)
+        phase = self.boundaries.phase
+        others = self.others[self._key(provider)]
+        machines = [machine for machine in self.service.look().machines if machine["is_billed"] and machine["id"] not in others.ids]
+        problems = guards.left_alone(self.service, machines, LEASE_SECONDS)
+        alive = len(self.service.look().billed() - others.ids)
+        problems += self._recover(scenario, provider, Rope.SWEEP)
+        _, more = self._judge(provider)
+        return Point(str(scenario), boundary, 0, Killed.DRIVER, Rope.NODE, phase, len(machines), alive, tuple(problems + more))
+
+    def faulty(self, scenario: Scenario) -> Iterator[Point]:
+        """Yield two points of a scenario: nobody is killed, and the pool closes; the driver is killed just before that, and a sweep recovers."""
+        yield self.unharmed(scenario)
+        yield from _some(self.swept(replace(scenario, ends=Ends.KILLED), NEVER))
+
+    def reaped_points(self, scenario: Scenario, wanted: int) -> Iterator[Point]:
+        """Yield so many points of a scenario, evenly over its boundaries, at which the reaper recovers."""
+        yield self.unharmed(scenario)
+        count = self.boundaries.count
+        for number in range(wanted):
+            yield from _some(self.reaped(scenario, 1 + number * (count - 1) // max(1, wanted - 1)))
+
+    def reaped(self, scenario: Scenario, boundary: int) -> Point | None:
+        """Kill the driver; its reaper, a real one, recovers. Real time: the reaper has no other."""
+        provider = self._begin(scenario)
+        if (died := self._fork(lambda: self._drive(scenario, has_reaper=True), boundary)) != signal.SIGKILL:
+            self._await_orphans()
+            return self._no_point(scenario, boundary, Killed.DRIVER, Rope.REAPER, died)
+        phase = self.boundaries.phase
+        before = self._alive_of_victims(provider)
+        problems = self._await_orphans()
+        if live := self._live(provider):
+            left = self._alive_of_victims(provider)
+            problems += [] if left == len(live) else [f"the reaper has touched a detached pool: {left} of {len(live)} are left"]
+            self._sweep(scenario, provider)
+            return Point(str(scenario), boundary, 0, Killed.DRIVER, Rope.REAPER, phase, before, 0, tuple(problems))
+        alive, more = self._judge(provider)
+        return Point(str(scenario), boundary, 0, Killed.DRIVER, Rope.REAPER, phase, before, alive, tuple(problems + more))
+
+    def _no_point(self, scenario: Scenario, boundary: int, killed: Killed, rope: Rope, died: int) -> Point | None:
+        """There was no such boundary; if the process failed by itself, that is a problem."""
+        if died == 0:
+            return None
+        return Point(str(scenario), boundary, 0, killed, rope, self.boundaries.phase, 0, 0, (self._crash(died),))
+
+    def _crash(self, died: int) -> str:
+        path = self.folder / "crash"
+        return f"the process ended with {died}: {path.read_text() if path.exists() else ''}"
+
+    # ── what runs in forks ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _fork(self, work: Callable[[], object], kill_at: int) -> int:
+        """Run something in a fork that dies at a boundary; return 0, the signal that ended it, or minus its exit status."""
+        assert threading.active_count() == 1, threading.enumerate()
+        (self.folder / "crash").unlink(missing_ok=True)
+        self.boundaries.arm(kill_at)
+        pid = os.fork()
+        if pid == 0:
+            self._in_fork(work)
+        _, status = os.waitpid(pid, 0)
+        return os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status)
+
+    def _in_fork(self, work: Callable[[], object]) -> None:
+        status = 1
+        try:
+            signal.alarm(CHILD_SECONDS)
+            self.boundaries.install()
+            work()
+            (self.folder / "passed").write_text(json.dumps(self.boundaries.passed))
+            status = 0
+        except BaseException:
+            (self.folder / "crash").write_text(traceback.format_exc())
+        finally:
+            os._exit(status)
+
+    def _drive(self, scenario: Scenario, *, has_reaper: bool = False) -> None:
+        if has_reaper:
+            driver.drive(scenario, self.service.url, self.boundaries, self.service.clock)
+        else:
+            with driver.no_reaper():
+                driver.drive(scenario, self.service.url, self.boundaries, self.service.clock)
+
+    def _sweep(self, scenario: Scenario, provider: HttpRental, where: str = "") -> list[Any]:
+        from skyward_core.provisioning.sweep import sweep
+
+        with self._ledger(where) as ledger:
+            return list(sweep(ledger, [provider], is_dry_run=False, clock=self.service.clock.utc).failures)
+
+    def _end_pool(self, scenario: Scenario, provider: HttpRental) -> None:
+        """What the reaper does once its driver is gone."""
+        from skyward_core.errors import SkywardError
+        from skyward_core.provisioning.sweep import end_pool
+
+        with self._ledger() as ledger:
+            for entry in ledger.pools():
+                if entry.id not in self.others[self._key(provider)].pools and not entry.lives_by_lease:
+                    try:
+                        end_pool(ledger, provider, entry.id, why="its driver is gone", clock=self.service.clock.utc)
+                    except SkywardError:
+                        return  # it would try again; the sweep does
+
+    # ── the scene ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _begin(self, scenario: Scenario) -> HttpRental:
+        """Set the scene: a ledger and a service with the pools of others; return the provider."""
+        provider = scenario.provider(self.service.url)
+        if self._key(provider) not in self.others:
+            self.service.reset()
+            self.others[self._key(provider)] = self._make_others(provider, self.folder / f"others-{len(self.others)}.db")
+        others = self.others[self._key(provider)]
+        self.service.reset(list(others.machines))
+        for path in self.folder.glob(f"{self._path.name}*"):
+            path.unlink()
+        shutil.copy(others.ledger, self._path)
+        return provider
+
+    def _make_others(self, provider: HttpRental, path: Path) -> Others:
+        """Rent machines for a pool of this living process, for one of another host whose lease is long, and for one that the ledger does not know."""
+        from skyward_core.entries import Account, Period, Price, ResourceKind, Wish
+        from skyward_core.ledger import Ledger
+        from skyward_core.owner import Owner
+
+        here = Owner.here()
+        elsewhere = Owner("somebody", "elsewhere", "another-boot", "1", 4242, "17")
+        clock = self.service.clock.utc
+        with Ledger(f"sqlite:///{path}", clock=clock) as ledger:
+            ledger.set_account(Account(driver.ACCOUNT, Decimal(1000), Period.RUN))
+            for pool_id, owner, is_written in (("sky-mine", here, True), ("sky-theirs", elsewhere, True), ("sky-strange", elsewhere, False)):
+                tags = {
+                    "skyward-pool": pool_id,
+                    "skyward-rank": "0",
+                    "skyward-launch": f"{pool_id}-1",
+                    "skyward-owner": owner.name,
+                    "skyward-process": owner.process,
+                    "skyward-created": str(int(clock().timestamp()) - 7200),
+                }
+                machines = provider.launch(provider.offers(_anything())[0], 2, tags, "")
+                if is_written:
+                    ledger.open_pool(pool_id, owner=owner, provider=provider.to_json(), spec_json="{}", lease_expires_at=clock() + LONG)
+                    wishes = [
+                        Wish(
+                            ResourceKind.INSTANCE, provider.name, "here-1", f"{pool_id}-{rank}", f"{pool_id}-1-{rank}", tags | {"skyward-rank": str(rank)},
+                            clock() + LONG, Price(Decimal("3.6")),
+                        )
+                        for rank in range(2)
+                    ]  # fmt: skip
+                    intents = ledger.intend_all(pool_id, wishes)
+                    ledger.bind_all({intent.id: machine.id for intent, machine in zip(intents, machines, strict=True)})
+        seen = self.service.look()
+        return Others(seen.machines, path, frozenset({"sky-mine", "sky-theirs", "sky-strange"}), frozenset(seen.billed()))
+
+    def _key(self, provider: HttpRental) -> str:
+        return repr(provider.to_json())
+
+    @property
+    def _path(self) -> Path:
+        return self.folder / "ledger.db"
+
+    def _ledger(self, where: str = "") -> Any:
+        """The ledger; `where` spells its path in another way, for an engine of its own."""
+        from skyward_core.ledger import Ledger
+
+        return Ledger(f"sqlite:///{self.folder}/{where}{self._path.name}", clock=self.service.clock.utc)
+
+    def _alive_of_victims(self, provider: HttpRental) -> int:
+        return len(self.service.look().billed() - self.others[self._key(provider)].ids)
+
+    # ── recovery ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _recover(self, scenario: Scenario, provider: HttpRental, rope: Rope) -> list[str]:
+        """Sweep until there is nothing to do, a minute apart; a detached pool must be left alone until its lease is over. Returns what was wrong."""
+        problems: list[str] = []
+        live = self._live(provider)
+        if live:
+            problems += self._sweeps(scenario, provider, rope)
+            if (left := self.service.look().billed() - self.others[self._key(provider)].ids) != live:
+                problems.append(f"machines of a live, detached pool were touched: {sorted(live ^ left)}")
+            self.service.clock.advance(driver.DETACHED_SECONDS + 1)
+        for _ in range(ROUNDS):
+            problems += self._sweeps(scenario, provider, rope)
+            if self._is_clean(provider):
+                break
+            self.service.clock.advance(ROUND_SECONDS)
+        else:
+            problems.append(f"after {ROUNDS} sweeps there is still something to do")
+        return problems + self._sweeps_idly(provider)
+
+    def _live(self, provider: HttpRental) -> set[str]:
+        """Machines of a pool that lives on by its lease."""
+        with self._ledger() as ledger:
+            entries = [entry for entry in ledger.pools() if entry.id not in self.others[self._key(provider)].pools and entry.lives_by_lease]
+            if not entries:
+                return set()
+            assert entries[0].lease_expires_at > self.service.clock.utc()
+            return self.service.look().billed(entries[0].id)
+
+    def _sweeps(self, scenario: Scenario, provider: HttpRental, rope: Rope) -> list[str]:
+        """One sweep, or two at once. Failures of a service that is out of order are as they should be."""
+        crashes: list[str] = []
+
+        def once(where: str = "") -> None:
+            try:
+                self._sweep(scenario, provider, where)
+            except BaseException:
+                crashes.append(traceback.format_exc())
+
+        other = threading.Thread(target=once, args=("./",))
+        if rope is Rope.SWEEPS:
+            other.start()
+        once()
+        if rope is Rope.SWEEPS:
+            other.join()
+        return crashes
+
+    def _is_clean(self, provider: HttpRental) -> bool:
+        """Whether the ledger has nothing open of the victim. What is alive is looked at afterwards."""
+        others = self.others[self._key(provider)].pools
+        with self._ledger() as ledger:
+            return all(intent.pool_id in others for intent in ledger.open_intents()) and all(entry.id in others for entry in ledger.pools())
+
+    def _sweeps_idly(self, provider: HttpRental) -> list[str]:
+        """Another sweep finds nothing to do, and asks for no end of anything."""
+        from skyward_core.provisioning.sweep import sweep
+
+        self.service.break_down()
+        asked = self.service.look().count("terminate")
+        with self._ledger() as ledger:
+            report = sweep(ledger, [provider], is_dry_run=False, clock=self.service.clock.utc)
+        busy = [finding for finding in report.findings if finding.action not in ("leave",)]
+        problems = [f"another sweep still finds {finding}" for finding in busy] + [f"another sweep fails: {failure}" for failure in report.failures]
+        if self.service.look().count("terminate") != asked:
+            problems.append("another sweep has terminated something")
+        return problems
+
+    def _await_orphans(self) -> list[str]:
+        """Wait for the reaper, which is this process's child now (`worker` adopts orphans)."""
+        deadline = time.monotonic() + CHILD_SECONDS
+        while orphans := _children() - {self.service.pid}:
+            if time.monotonic() > deadline:
+                return ["the reaper is still there"]
+            for pid in orphans:
+                os.waitpid(pid, os.WNOHANG)
+            time.sleep(0.01)
+        return []
+
+    # ── what is found ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _judge(self, provider: HttpRental) -> tuple[int, list[str]]:
+        """Compare what lives with what may live, and the ledger with what the service knows; return how many machines were left, and what is wrong."""
+        others = self.others[self._key(provider)]
+        seen = self.service.look()
+        problems: list[str] = []
+        alive = seen.billed()
+        if left := alive - others.ids:
+            problems.append(f"left running: {sorted(left)}")
+        if lost := others.ids - alive:
+            problems.append(f"machines of live pools were ended: {sorted(lost)}")
+        if touched := others.ids & seen.touched():
+            problems.append(f"the end of machines of live pools was asked for: {sorted(touched)}")
+        with self._ledger() as ledger:
+            problems += _audit(ledger, seen, others.pools)
+        return len(left), problems
+
+
+def _audit(ledger: Any, seen: Seen, others: frozenset[str]) -> Iterator[str]:
+    """What is wrong with the ledger, compared with what the service has rented and for how long."""
+    from skyward_core.entries import CostBy
+
+    for intent in ledger.open_intents():
+        if intent.pool_id not in others:
+            yield f"open intent {intent}"
+    for entry in ledger.pools(include_ended=True):
+        if entry.id in others:
+            if entry.condemned_at is not None or entry.ended_at is not None:
+                yield f"the live pool {entry.id} was condemned or ended"
+            continue
+        if entry.ended_at is None:
+            yield f"pool {entry.id} has not ended"
+        if ledger.open_reservations(pool_id=entry.id):
+            yield f"pool {entry.id} has open reservations"
+        intents = [intent for intent in ledger.intents(pool_id=entry.id) if intent.cloud_id is not None]
+        by_id = {intent.cloud_id: intent for intent in reversed(intents)}
+        for machine in seen.of(entry.id):
+            yield from _audit_machine(machine, by_id.get(machine["id"]))
+        cost = sum((intent.price.cost(sum(intent.seconds.values())) for intent in intents), Decimal(0))
+        rows = sum((row.cost_usd for row in ledger.cost_rows(CostBy.BUCKET, pool_id=entry.id)), Decimal(0))
+        if cost != rows:
+            yield f"the machines cost {cost} USD, the bill is over {rows}"
+
+
+def _audit_machine(machine: dict[str, Any], intent: Any) -> Iterator[str]:
+    """What is wrong with what the ledger says of one machine."""
+    if intent is None:
+        if machine["ended_by"] != "shutdown":  # it has ended itself before anybody saw it: nobody can know of it, nor what it cost
+            yield f"the ledger does not know {machine['id']}"
+        return
+    if intent.gone_at is None or machine["ended_at"] is None:
+        return  # told already
+    if intent.intended_at.timestamp() > machine["created_at"] + TOLERANCE_SECONDS:
+        yield f"{machine['id']} was there before its intent"
+    if intent.gone_at.timestamp() < machine["ended_at"] - TOLERANCE_SECONDS:
+        yield f"{machine['id']} lived on after it was said to be gone ({intent.evidence})"
+    life = (intent.gone_at - intent.intended_at).total_seconds()
+    told = sum(intent.seconds.values())
+    if abs(life - told) > TOLERANCE_SECONDS:
+        yield f"{machine['id']} lived for {life:.3f} s, its buckets have {told:.3f}: {dict(intent.seconds)}"
+
+
+def _children() -> set[int]:
+    """This process's children, those adopted included."""
+    me = os.getpid()
+    return set(map(int, Path(f"/proc/{me}/task/{me}/children").read_text().split()))
+
+
+def _anything() -> Any:
+    from skyward_core.offers import Requirements
+
+    return Requirements()
+
+
+def _some(point: Point | None) -> Iterator[Point]:
+    if point is not None:
+        yield point

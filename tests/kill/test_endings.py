@@ -1,0 +1,572 @@
+"""Every way for a program to end, on purpose or not, ends without a living machine, and something true is said about it.
+
+Each test runs a program of its own that opens a real pool. Its nodes are processes of this machine, and its bill is a folder of files that outlives them
+(`billed.py`): a machine lives as long as either is there. Whoever cleans up, the program itself or its reaper, the ledger then has nothing open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from skyward_core.errors import LedgerError
+from skyward_core.ledger import Ledger
+from tests.conftest import processes_by_tag
+from tests.kill import billed
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_SECONDS = 30.0
+"""For machines to end, and for a program that ends of itself."""
+OPEN_SECONDS = 60.0
+"""For a program to come to its point, on a machine with much else to do."""
+INTERRUPTED = -signal.SIGINT
+
+CALLS = """
+with pool() as p:
+    long_call(str(HOME)) >> p
+"""
+WAITS = """
+p = pool().open()
+quick_call() >> p
+say("ready")
+input()
+"""
+
+pytestmark = pytest.mark.slow
+
+
+class Program:
+    """A script in a process and a session of its own, with a ledger, a reaper's log and a landlord of its own."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.bill = home / "billed"
+        self.bill.mkdir()
+        self._process: subprocess.Popen[str] | None = None
+        self._said: dict[str, list[str]] = {"stdout": [], "stderr": []}
+        self._readers: list[threading.Thread] = []
+
+    def start(self, text: str) -> Program:
+        """Run the script; `ending_scripts.py` says what it finds there."""
+        script = self.home / "program.py"
+        script.write_text(f"from tests.kill.ending_scripts import *\n{text}")
+        environ = os.environ | {
+            "ENDINGS_HOME": str(self.home),
+            "PYTHONPATH": str(ROOT),
+            "SKYWARD_LEDGER": self.ledger_url,
+            "XDG_STATE_HOME": str(self.home / "state"),
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, str(script)],
+            cwd=self.home,
+            env=environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        for stream, name in ((self._process.stdout, "stdout"), (self._process.stderr, "stderr")):
+            reader = threading.Thread(target=_read, args=(stream, self._said[name]), daemon=True)
+            reader.start()
+            self._readers.append(reader)
+        return self
+
+    @property
+    def ledger_url(self) -> str:
+        return f"sqlite:///{self.ledger_file}"
+
+    @property
+    def ledger_file(self) -> Path:
+        return self.home / "ledger.db"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def stdout(self) -> str:
+        return "".join(self._said["stdout"])
+
+    @property
+    def stderr(self) -> str:
+        return "".join(self._said["stderr"])
+
+    @property
+    def reaper_log(self) -> str:
+        """What the reaper has told; "" if it had nothing to do."""
+        log = self.home / "state" / "skyward" / "reaper.log"
+        return log.read_text() if log.exists() else ""
+
+    def has_said(self, word: str) -> bool:
+        return word in self.stdout
+
+    def is_running_a_call(self) -> bool:
+        return (self.home / "running").exists()
+
+    def has_met(self, fault: str) -> bool:
+        return (self.bill / f"{fault}.met").exists()
+
+    def lay(self, *faults: str) -> Program:
+        """Put faults in the provider's way."""
+        for fault in faults:
+            (self.bill / fault).touch()
+        return self
+
+    def go_on(self) -> None:
+        """Answer its `input()`."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
+    def status(self, seconds: float = DEADLINE_SECONDS) -> int:
+        """Wait until the program has ended; return its exit status."""
+        assert self._process is not None
+        process = self._process
+        self.wait_for(lambda: process.poll() is not None, "the program to end", seconds)
+        for reader in self._readers:
+            reader.join()
+        return process.returncode
+
+    def wait_for(self, condition: Callable[[], object], what: str, seconds: float = DEADLINE_SECONDS) -> None:
+        """Wait until the condition holds; fail, with all that was said, when it does not in time, or the program ends before it comes to its point."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            is_over = self._process is not None and self._process.poll() is not None and what.startswith("the program to come")
+            if is_over or time.monotonic() > deadline:
+                pytest.fail(f"waited {seconds} s for {what}\n{self.stdout}\n{self.stderr}\n{self.reaper_log}\nliving: {self.living()}")
+            time.sleep(0.01)
+
+    def come_to(self, condition: Callable[[], object]) -> Program:
+        """Wait until the program is where the test wants it."""
+        self.wait_for(condition, "the program to come to its point", OPEN_SECONDS)
+        return self
+
+    def living(self) -> list[str]:
+        """What is on the bill, and what lives: nodes, reapers, the program itself."""
+        mine = str(self.home / "state")
+        return sorted(file.name for file in self.bill.glob("local-*")) + [f"process {pid}" for pid, home in processes_by_tag("XDG_STATE_HOME") if home == mine]
+
+    def nodes(self) -> list[int]:
+        """The processes of its nodes."""
+        mine = str(self.home / "state")
+        return sorted({pid for pid, home in processes_by_tag("XDG_STATE_HOME") if home == mine} & {pid for pid, _ in processes_by_tag("SKYWARD_INSTANCE_ID")})
+
+    def leaves_nothing(self) -> None:
+        """Wait until no machine, process or reaper is left; the ledger then has nothing open."""
+        self.wait_for(lambda: not self.living(), "everything to be gone")
+        with Ledger(self.ledger_url) as ledger:
+            assert [entry.ended_at for entry in ledger.pools(include_ended=True) if entry.ended_at is None] == []
+            assert ledger.open_intents() == []
+
+    def machines(self) -> list[str]:
+        """Return the ids of all machines that the ledger has ever heard of."""
+        with Ledger(self.ledger_url) as ledger:
+            return [intent.cloud_id for entry in ledger.pools(include_ended=True) for intent in ledger.intents(pool_id=entry.id) if intent.cloud_id is not None]
+
+    def is_clean(self) -> bool:
+        """Whether the machines have left no folder either, after they were terminated."""
+        places = [Path(tempfile.gettempdir(), f"skyward-{os.getuid()}", instance_id) for instance_id in self.machines()]
+        return not any(place.exists() for place in places)
+
+    def close(self) -> None:
+        """End what a failed test has left."""
+        if self._process is not None:
+            for file in self.bill.iterdir():
+                file.unlink()  # a reaper that lives finds nothing to do
+            mine = str(self.home / "state")
+            for pid, home in processes_by_tag("XDG_STATE_HOME"):
+                if home == mine:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            self._process.kill()
+            self._process.wait()
+            for reader in self._readers:
+                reader.join()
+            for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+                assert stream is not None
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+
+
+def _read(stream: IO[str], into: list[str]) -> None:
+    into.extend(iter(stream.readline, ""))
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator[Program]:
+    """A program that was not started yet."""
+    made = Program(tmp_path)
+    with contextlib.closing(made):
+        yield made
+
+
+def reaped(program: Program) -> None:
+    """The program is gone and was no help; its reaper has done it and says so, in the order in which it happened."""
+    program.leaves_nothing()
+    log = program.reaper_log
+    assert "its process is gone: ending its machines" in log
+    assert log.splitlines()[-1].endswith("its machines are gone")
+    assert program.is_clean()
+
+
+def tidied(program: Program) -> None:
+    """The program is gone and has done it itself, before it ended: the reaper had nothing to do."""
+    assert not list(program.bill.glob("local-*"))
+    program.leaves_nothing()
+    assert program.reaper_log == ""
+    assert program.is_clean()
+
+
+# ── whoever is killed is cleaned up after ────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_nobody_handles(program: Program, sig: signal.Signals) -> None:
+    """The program is gone in the middle of a call, without a word; its reaper ends what it had, and writes it down."""
+    program.start(CALLS).come_to(program.is_running_a_call)
+    assert len(list(program.bill.glob("local-*"))) == 1
+    os.kill(program.pid, sig)
+    assert program.status() == -sig
+    reaped(program)
+
+
+def test_an_exit_that_runs_no_clean_up(program: Program) -> None:
+    """`os._exit` with an open pool is a kill like any other."""
+    program.start("p = pool().open()\nquick_call() >> p\nos._exit(3)")
+    assert program.status(OPEN_SECONDS) == 3
+    reaped(program)
+
+
+def test_an_orchestrator_that_does_not_wait_for_the_clean_up(program: Program) -> None:
+    """Told to stop, the program hands over to its reaper in a signal handler; then its whole group is killed, as Airflow does after some seconds."""
+    program.start("""
+p = pool().open()
+signal.signal(signal.SIGTERM, lambda *_: (p.terminate_now(), say("handed over")))
+future = p.submit(long_call(str(HOME)))
+while True:
+    time.sleep(0.1)
+""").come_to(program.is_running_a_call)
+    os.killpg(program.pid, signal.SIGTERM)
+    program.come_to(lambda: program.has_said("handed over"))
+    os.killpg(program.pid, signal.SIGKILL)
+    assert program.status() == -signal.SIGKILL
+    program.leaves_nothing()
+    assert "ending its machines" in program.reaper_log
+
+
+# ── whoever can cleans up before it ends ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "words"),
+    [
+        pytest.param(CALLS, INTERRUPTED, "KeyboardInterrupt", id="Ctrl-C"),
+        pytest.param(f"signal.signal(signal.SIGINT, lambda *_: sys.exit(143)){CALLS}", 143, "", id="a handler that exits"),
+    ],
+)
+def test_an_interrupt(program: Program, text: str, status: int, words: str) -> None:
+    """The call is given up, and the machines are gone before the program is."""
+    program.start(text).come_to(program.is_running_a_call)
+    os.kill(program.pid, signal.SIGINT)
+    assert program.status() == status
+    tidied(program)
+    assert words in program.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "words"),
+    [
+        pytest.param("with pool() as p:\n    quick_call() >> p\n    1 / 0", 1, "ZeroDivisionError", id="an exception in the body"),
+        pytest.param("p = pool().open()\nquick_call() >> p", 0, "", id="never closed"),
+        pytest.param(
+            "def fails(event): raise ValueError(f'no {type(event).__name__} for me')\nwith pool(on_event=fails) as p: print(quick_call() >> p)",
+            0,
+            "ValueError: no ",
+            id="an exception in a callback",
+        ),
+        pytest.param(
+            "def exits(event):\n    if isinstance(event, sky.InstanceStopping): sys.exit('out of here')\nwith pool(on_event=exits) as p: print(quick_call() >> p)",
+            1,
+            "out of here",
+            id="a callback that exits while machines are given back",
+        ),
+        pytest.param(
+            "class Broken(sky.ComputePool):\n    def __exit__(self, *args): raise OSError('the log is full')\n"
+            "with Broken(provider=Billed(folder=str(HOME / 'billed')), display='quiet') as p: print(quick_call() >> p)",
+            1,
+            "OSError: the log is full",
+            id="an exception in __exit__",
+        ),
+    ],
+)
+def test_an_end_of_its_own(program: Program, text: str, status: int, words: str) -> None:
+    """However Python leaves the program, the machines are gone before its process is, and its own error is what is said."""
+    assert program.start(text).status(OPEN_SECONDS) == status, program.stderr
+    tidied(program)
+    assert words in program.stderr
+
+
+# ── a provider that does not answer ──────────────────────────────────────────────────────────────────────────────────
+
+OPENS = "pool().open()"
+
+
+@pytest.mark.parametrize("fault", [billed.LAUNCH_HANGS, billed.ANSWER_HANGS])
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGINT])
+def test_the_middle_of_a_launch(program: Program, fault: str, sig: signal.Signals) -> None:
+    """A launch that never answers, whether it has rented something or not: what it has rented ends, though nobody was ever told its id."""
+    program.lay(fault).start(OPENS).come_to(lambda: program.has_met(fault))
+    assert len(list(program.bill.glob("local-*"))) == (fault == billed.ANSWER_HANGS)
+    os.kill(program.pid, sig)
+    assert program.status() == -sig
+    if sig == signal.SIGINT:
+        tidied(program)
+        assert "KeyboardInterrupt" in program.stderr
+    else:
+        reaped(program)
+    assert len(program.machines()) == (fault == billed.ANSWER_HANGS)
+
+
+def test_an_interrupt_while_the_machines_come_up(program: Program) -> None:
+    """Ctrl-C during the bootstrap undoes the opening."""
+    program.start("pool(on_event=lambda event: say(type(event).__name__)).open()").come_to(lambda: program.has_said("BootstrapProgress"))
+    os.kill(program.pid, signal.SIGINT)
+    assert program.status() == INTERRUPTED
+    tidied(program)
+    assert "KeyboardInterrupt" in program.stderr
+    assert program.stdout.splitlines()[-1] == "CostFinal"
+
+
+def test_an_impatient_user_while_the_pool_opens(program: Program) -> None:
+    """Ctrl-C undoes the opening, a second one cuts the undoing off: what is left then is the reaper's."""
+    program.lay(billed.ANSWER_HANGS, billed.TERMINATE_HANGS).start(OPENS).come_to(lambda: program.has_met(billed.ANSWER_HANGS))
+    os.kill(program.pid, signal.SIGINT)
+    program.wait_for(lambda: program.has_met(billed.TERMINATE_HANGS), "a termination to hang")
+    os.kill(program.pid, signal.SIGINT)
+    assert program.status() == INTERRUPTED
+    reaped(program)
+    assert "KeyboardInterrupt" in program.stderr
+
+
+@pytest.mark.parametrize("hanging", [1, 2])
+def test_an_impatient_user_and_a_termination_that_hangs(program: Program, hanging: int) -> None:
+    """Each Ctrl-C cuts one try off: the next is made when the interpreter ends, and the one after that by the reaper."""
+    faults = [f"{billed.TERMINATE_HANGS}-{number}" for number in range(hanging)]
+    program.lay(*faults).start(CALLS).come_to(program.is_running_a_call)
+    os.kill(program.pid, signal.SIGINT)
+    for fault in faults:
+        program.wait_for(lambda fault=fault: program.has_met(fault), "a termination to hang")
+        os.kill(program.pid, signal.SIGINT)
+    program.status()
+    if hanging == 1:
+        tidied(program)
+    else:
+        reaped(program)
+    assert "KeyboardInterrupt" in program.stderr
+
+
+@pytest.mark.parametrize("point", ["a call runs", "the pool opens"])
+def test_a_burst_of_interrupts(program: Program, point: str) -> None:
+    """Ctrl-C again and again, wherever the program is by then: in the call, in the opening, in the closing, at its end."""
+    program.start(CALLS).come_to(program.is_running_a_call if point == "a call runs" else lambda: list(program.bill.glob("local-*.json")))
+    for _ in range(40):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(program.pid, signal.SIGINT)
+        time.sleep(0.02)  # no wait for anything: so far apart are the keystrokes
+    program.status()
+    program.leaves_nothing()
+    assert program.is_clean()
+    assert "KeyboardInterrupt" in program.stderr
+
+
+def test_a_provider_that_is_down_when_the_pool_closes(program: Program) -> None:
+    """`__exit__` says which machines are left and what asks again; the reaper does ask again, after the program has ended, until the provider is back."""
+    program.start("""
+with pool() as p:
+    quick_call() >> p
+    (HOME / "billed" / "is-down").touch()
+""").come_to((program.bill / billed.IS_DOWN).exists)
+    assert program.status() == 1
+    (machine,) = program.machines()
+    assert f"InstancesLeft: billed was asked to terminate {machine}" in program.stderr
+    assert "ConnectionError: 503 from the landlord" in program.stderr
+    assert "`skyward sweep` asks again" in program.stderr
+    program.wait_for(lambda: "InstancesLeft" in program.reaper_log, "the reaper to fail")
+    assert list(program.bill.glob("local-*"))
+    (program.bill / billed.IS_DOWN).unlink()
+    reaped(program)
+
+
+# ── a ledger that cannot be used ─────────────────────────────────────────────────────────────────────────────────────
+
+FULL = "could not be read or written by the operating system. Look at the disk: is it full"
+DAMAGED = "is damaged, or no ledger. Move it away"
+LOCKED = "is locked by another process that does not finish"
+NO_ROOM = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))\n"
+WAITS_FOR = """
+from skyward_core import opening
+opening.LEDGER_BUSY_SECONDS = {seconds}
+"""
+
+
+def damage(program: Program) -> None:
+    """Write junk over the ledger, as a failing disk does."""
+    for file in program.home.glob("ledger.db*"):
+        if not file.name.endswith("-shm"):
+            with file.open("r+b") as data:
+                data.write(b"no database " * (file.stat().st_size // 12))
+
+
+@contextlib.contextmanager
+def locked(program: Program) -> Generator[None]:
+    """Hold the ledger's lock, as a backup that was stopped does."""
+    with contextlib.closing(sqlite3.connect(program.ledger_file, isolation_level=None)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        yield
+
+
+@pytest.mark.parametrize(("trouble", "words"), [("full", FULL), ("damaged", DAMAGED), ("locked", LOCKED)])
+def test_a_ledger_that_cannot_be_used_when_the_pool_opens(program: Program, trouble: str, words: str) -> None:
+    """Nothing is rented that cannot be written down first; the error says what to try."""
+    with contextlib.ExitStack() as until_then:
+        if trouble == "damaged":
+            program.ledger_file.write_bytes(b"no database " * 1000)
+        elif trouble == "locked":
+            Ledger(program.ledger_url).close()
+            until_then.enter_context(locked(program))
+        program.start(f"{NO_ROOM if trouble == 'full' else WAITS_FOR.format(seconds=0.5)}{OPENS}")
+        assert program.status(OPEN_SECONDS) == 1
+    program.wait_for(lambda: not program.living(), "everything to be gone")
+    (error,) = [line for line in program.stderr.splitlines() if line.startswith("skyward_core.errors.LedgerError")]
+    assert words in error
+    assert program.reaper_log == ""
+
+
+def test_a_disk_that_is_full_while_the_pool_is_open(program: Program) -> None:
+    """The machines are given back all the same; that this could not be written down is told afterwards."""
+    program.start(f"{WAITS}p.close()").come_to(lambda: program.has_said("ready"))
+    resource.prlimit(program.pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+    program.go_on()
+    assert program.status() == 1
+    program.wait_for(lambda: not program.living(), "everything to be gone")
+    assert FULL in program.stderr
+    assert "not written down: " in program.stderr
+    assert program.reaper_log == ""
+
+
+def test_a_ledger_that_is_damaged_while_the_pool_is_open(program: Program) -> None:
+    """The machines are given back all the same. SQLite trusts what it has in memory and notices nothing; whoever opens the ledger next is told."""
+    program.start(f"{WAITS}p.close()").come_to(lambda: program.has_said("ready"))
+    damage(program)
+    program.go_on()
+    program.status()
+    program.wait_for(lambda: not program.living(), "everything to be gone")
+    with pytest.raises(LedgerError, match=DAMAGED):
+        Ledger(program.ledger_url)
+
+
+def test_a_lock_that_does_not_go(program: Program) -> None:
+    """A pool closes without its ledger after a while, and says what has held it."""
+    program.start(f"{WAITS_FOR.format(seconds=0.5)}{WAITS}p.close()").come_to(lambda: program.has_said("ready"))
+    with locked(program):
+        program.go_on()
+        assert program.status() == 1
+        assert not list(program.bill.glob("local-*"))
+    program.wait_for(lambda: not program.living(), "everything to be gone")
+    assert LOCKED in program.stderr
+
+
+def test_a_lock_does_not_keep_the_machines(program: Program) -> None:
+    """The machines are ended first, however long the ledger would be waited for; when the lock goes it is all written down."""
+    program.start(f"{WAITS_FOR.format(seconds=600)}{WAITS}p.close()").come_to(lambda: program.has_said("ready"))
+    with locked(program):
+        program.go_on()
+        program.wait_for(lambda: not list(program.bill.glob("local-*")) and not program.nodes(), "the machines to end")
+    assert program.status() == 0
+    tidied(program)
+
+
+def test_a_kill_and_a_damaged_ledger(program: Program) -> None:
+    """The reaper ends the machines without it, and says that it had to; once the junk was moved away it goes."""
+    program.start(CALLS).come_to(program.is_running_a_call)
+    damage(program)
+    os.kill(program.pid, signal.SIGKILL)
+    program.wait_for(lambda: not list(program.bill.glob("local-*")) and not program.nodes(), "the machines to end")
+    program.wait_for(lambda: "its machines are gone; the ledger cannot be used" in program.reaper_log, "the reaper to say so")
+    assert DAMAGED in program.reaper_log
+    for file in program.home.glob("ledger.db*"):
+        file.unlink()
+    program.status()
+    program.leaves_nothing()
+
+
+# ── money ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+SPENDS = """
+import json, threading
+from skyward_core.provisioning import purse
+purse.FIRST_MINUTE_SECONDS = 1.0  # so that what is to be spent is spent in seconds
+
+events = []
+with pool(price_per_hour=3600.0, max_cost={max_cost}, on_event=events.append) as p:
+    for call in (long_call(str(HOME)), quick_call()):
+        try:
+            call >> p
+        except sky.BudgetExceeded as error:
+            say(f"refused: {{error}}")
+say(json.dumps({{
+    "cost": p.cost_final.total_cost,
+    "receipt": p.receipt,
+    "warned": [event.spent_usd for event in events if isinstance(event, sky.BudgetWarning)],
+    "last": type(events[-1]).__name__,
+}}))
+"""
+
+
+def test_the_money_runs_out(program: Program) -> None:
+    """A pool warns, ends its calls with BudgetExceeded and closes before it has cost more than it may; bill and receipt say the same."""
+    assert program.start(SPENDS.format(max_cost=20)).status(OPEN_SECONDS) == 0, program.stderr
+    *refusals, story = program.stdout.splitlines()
+    told = json.loads(story)
+    assert len(refusals) == 2
+    assert all("of max_cost=20" in line for line in refusals)
+    assert 16 <= told["cost"] <= 20
+    assert len(told["warned"]) == 1
+    assert told["last"] == "CostFinal"
+    assert told["receipt"] is not None
+    tidied(program)
+
+
+def test_the_money_of_a_program_that_stands_still_runs_out(program: Program) -> None:
+    """A stopped client renews nothing and ends nothing: its machine ends itself on its own clock. When the client goes on it finds that out and closes."""
+    program.start(SPENDS.format(max_cost=20)).come_to(program.is_running_a_call)
+    began = min((file.stat().st_mtime for file in program.bill.glob("local-*")), default=time.time())
+    os.kill(program.pid, signal.SIGSTOP)
+    program.wait_for(lambda: not program.nodes(), "the machine to end itself")
+    assert time.time() - began < 20 + 3  # so long may it take to look around on a busy machine
+    assert list(program.bill.glob("local-*")), "nobody was there to terminate it"
+    os.kill(program.pid, signal.SIGCONT)
+    assert program.status() == 0, program.stderr
+    program.leaves_nothing()
+    *refusals, story = program.stdout.splitlines()
+    assert len(refusals) == 2
+    assert json.loads(story)["receipt"] is not None

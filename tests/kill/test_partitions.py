@@ -1,0 +1,114 @@
+"""A healthy pool that loses its client for 30 seconds at a time, again and again, for hours: nobody ends it, replaces any of it, or takes it for dead."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from skyward_core.ledger import Ledger
+from skyward_core.owner import Owner, OwnerState
+from skyward_core.worker.settings import NodeSettings
+from skyward_core.worker.watchdog import Watch, write_lease
+from tests.test_recovery import World
+
+HOURS = 6
+CUT_SECONDS = 30.0
+RECONNECT_SECONDS = 6.0
+"""How long after the wire has healed a node may still be silent: one try to connect that began too early, and the next one."""
+LEASE_SECONDS, BEAT_SECONDS = 120.0, 10.0
+ELSEWHERE = replace(Owner.here(), host="elsewhere")
+
+
+def cuts(seed: int) -> Iterator[tuple[float, float]]:
+    """Yield when the wire goes and comes, in seconds: up to two minutes of calm, then half a minute of silence."""
+    chance, now = random.Random(seed), 0.0
+    while now < HOURS * 3600:
+        now += chance.uniform(1.0, 120.0)
+        yield now, now + CUT_SECONDS
+        now += CUT_SECONDS
+
+
+def beats(seed: int) -> Iterator[float]:
+    """Yield the moments at which a client gets through, as its keeper does: every few seconds, and soon after the wire has healed."""
+    now = 0.0
+    for cut, healed in cuts(seed):
+        while now < cut:
+            yield now
+            now += BEAT_SECONDS
+        now = healed + RECONNECT_SECONDS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_the_client_waits_for_its_head(seed: int) -> None:
+    """Six hours with the head out of the client's reach every other minute: the cluster is not started anew, nothing is replaced, and nobody is told lost."""
+    world = World(lease_seconds=LEASE_SECONDS)
+    for cut, healed in cuts(seed):
+        world.go_on(cut - world.now, step=1.0)
+        world.cut(0)
+        world.go_on(healed + RECONNECT_SECONDS - world.now, step=1.0)
+        world.mend(0)
+    world.go_on(60.0, step=1.0)
+    assert world.now > HOURS * 3600
+    assert (world.machines.restarts, world.machines.replaced, world.lost()) == (0, [], [])
+    assert world.all_are_there()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_the_node_waits_for_its_client(seed: int, tmp_path: Path) -> None:
+    """Six hours of a node whose client gets through only between the cuts: its watchdog looks once a second, and never has a reason to end it."""
+    clock = [0.0]
+    watch = Watch(tmp_path, lambda: clock[0])
+    settings = node_settings()
+    for beat in beats(seed):
+        while clock[0] < beat:
+            clock[0] += 1.0
+            assert watch.verdict(settings, ()) is None, f"after {clock[0]:.0f} s"
+        write_lease(tmp_path, beat + LEASE_SECONDS)
+    assert clock[0] > (HOURS - 0.2) * 3600
+    clock[0] += LEASE_SECONDS + 1  # and when the client is gone for good, it does end
+    assert "lease" in str(watch.verdict(settings, ()))
+
+
+@pytest.mark.slow
+def test_no_sweep_takes_it_for_dead(tmp_path: Path) -> None:
+    """Six hours of a pool whose owner cannot reach the ledger during the cuts, looked at from elsewhere every 20 seconds: it is always live."""
+    now = [datetime(2026, 11, 21, tzinfo=UTC)]
+    began = now[0]
+    with Ledger(f"sqlite:///{tmp_path / 'ledger.db'}", clock=lambda: now[0]) as ledger:
+        ledger.open_pool("sky-1", owner=ELSEWHERE, provider={"name": "local"}, spec_json="{}", lease_expires_at=began + timedelta(seconds=LEASE_SECONDS))
+        for beat in beats(0):
+            while now[0] < began + timedelta(seconds=beat):
+                now[0] += timedelta(seconds=20)
+                assert why_dead(ledger, now[0]) == ""
+            ledger.renew("sky-1", began + timedelta(seconds=beat + LEASE_SECONDS))
+        now[0] += timedelta(seconds=LEASE_SECONDS + 40)
+        assert "lease ran out" in why_dead(ledger, now[0])
+
+
+def why_dead(ledger: Ledger, now: datetime) -> str:
+    entry = ledger.pool("sky-1")
+    assert entry is not None
+    return entry.why_dead(now, OwnerState.UNKNOWN)
+
+
+def node_settings() -> NodeSettings:
+    return NodeSettings(
+        pool_id="sky-1",
+        instance_id="i-1",
+        rank=0,
+        total_nodes=1,
+        slots=1,
+        host="127.0.0.1",
+        head_host="127.0.0.1",
+        head_port=1,
+        tls_certificate="",
+        tls_key="",
+        value_directories=(),
+        timeout_seconds=1e9,
+        lease_seconds=LEASE_SECONDS,
+    )

@@ -1,0 +1,108 @@
+"""A process that works off points: `python -m tests.kill.worker FOLDER sweep SEED SHARE OF POINTS`, `... FOLDER faults`,
+or `... FOLDER reaper POINTS`; a line of JSON for each.
+
+Its clock is turned before the code under test is loaded, so that waiting for a minute takes no time; but for the reaper, which has a process of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+from tests.kill.console import RunningService
+
+
+def main(folder: Path, rope: str, *numbers: int) -> None:
+    """Work off points with this rope."""
+    os.environ |= {f"XDG_{kind}_HOME": str(folder / kind.lower()) for kind in ("CACHE", "CONFIG", "STATE")}
+    os.environ["SKYWARD_LEDGER"] = f"sqlite:///{folder / 'ledger.db'}"
+    with RunningService(folder / "service") as service:
+        put_back = service.clock.take_over() if rope != "reaper" else lambda: None
+        try:
+            _prepare(service)
+            for point in {"sweep": _swept, "faults": _faulty, "reaper": _reaped}[rope](service, folder, *numbers):
+                print(json.dumps(point.to_json()), flush=True)
+        finally:
+            put_back()
+
+
+def _swept(service: RunningService, folder: Path, seed: int, share: int, of: int, wanted: int) -> Iterator[Any]:
+    """This worker's share of the scenarios of a seed, until it has so many points."""
+    from tests.kill import points
+    from tests.kill.driver import scenarios
+
+    work = points.Round(service, folder)
+    work.warm_up()
+    done = 0
+    for scenario in scenarios(seed):
+        if scenario.number % of != share:
+            continue
+        for point in work.points(scenario):
+            yield point
+            done += point.killed is not points.Killed.NOBODY
+            if done >= wanted:
+                return
+
+
+def _faulty(service: RunningService, folder: Path) -> Iterator[Any]:
+    from tests.kill import points
+    from tests.kill.driver import faulty
+
+    work = points.Round(service, folder)
+    work.warm_up()
+    for scenario in faulty():
+        yield from work.faulty(scenario)
+
+
+def _reaped(service: RunningService, folder: Path, wanted: int) -> Iterator[Any]:
+    from tests.kill import points
+    from tests.kill.driver import REAPED
+
+    work = points.Round(service, folder)
+    for number, scenario in enumerate(REAPED):
+        yield from work.reaped_points(scenario, wanted // len(REAPED) + (number < wanted % len(REAPED)))
+
+
+def _prepare(service: RunningService) -> None:
+    """Load everything once, for all forks."""
+    logging.getLogger("skyward").addHandler(logging.NullHandler())
+    logging.getLogger("skyward").propagate = False
+    from skyward_core import ledger
+    from skyward_core.providers import base
+    from skyward_core.worker.watchdog import adopt_orphans
+    from tests.kill import driver
+
+    adopt_orphans()
+    base.entry_points = lambda group: [EntryPoint(name, f"tests.kill.provider:{kind.__name__}", group) for name, kind in driver.KINDS.items()]  # type: ignore[assignment,misc]
+    for name in ("pool", "opening", "ledger", "receipt", "provisioning.sweep", "provisioning.lifecycle", "reach", "spec"):
+        importlib.import_module(f"skyward_core.{name}")
+    driver.prepare_process()
+    _turn_dates(service)
+    ledger.opened = functools.cache(ledger.opened)  # an engine knows how it has compiled what it was asked, and a fork inherits that; connections are closed
+
+
+def _turn_dates(service: RunningService) -> None:
+    """Have `datetime.now` tell the turned clock, wherever our modules have it by that name."""
+
+    class Turned(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime.fromtimestamp(service.clock.time(), tz)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("skyward_core") and getattr(module, "datetime", None) is datetime and "entries" not in name and "spec" not in name:
+            module.datetime = Turned  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    folder, rope, *numbers = sys.argv[1:]
+    main(Path(folder), rope, *map(int, numbers))

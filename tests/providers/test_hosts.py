@@ -1,0 +1,591 @@
+"""Hosts' four verbs: as a value everywhere, and on the test bed's machines, with real guards and their deaths."""
+
+import json
+import logging
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+import skyward_core as sky
+from skyward_core.accelerators import parse
+from skyward_core.errors import CommandFailed
+from skyward_core.offers import rank
+from skyward_core.providers import base, hosts
+from skyward_core.provisioning.guard import guard_script
+from skyward_core.ssh import Connection
+from tests.conftest import wait_until
+from tests.testbed import Fleet, Host, leftovers, why_not
+
+REPOSITORY = Path(__file__).parents[2]
+SHELLCHECK = Path(sys.executable).with_name("shellcheck")
+ANY = sky.Requirements()
+POOL = "sky-test-hosts"
+
+# ── as a value ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_it_is_plain_data_both_ways() -> None:
+    """What was set travels as JSON and comes back equal; copies and its text hold no more than that."""
+    provider = sky.Hosts("10.0.0.5", "ubuntu@gpu-box:2222", key="~/.ssh/id", price_per_hour=1.5)
+    fields = provider.to_json()
+    assert fields == {"name": "hosts", "addresses": ["10.0.0.5", "ubuntu@gpu-box:2222"], "key": "~/.ssh/id", "price_per_hour": 1.5}
+    assert base.load(json.loads(json.dumps(fields))) == provider
+    assert sky.Hosts(addresses=["10.0.0.5"]) == sky.Hosts("10.0.0.5") != sky.Hosts("10.0.0.6")
+    assert provider.model_copy() == provider
+    with pytest.raises(ValidationError):
+        provider.key = "other"
+
+
+@pytest.mark.parametrize(
+    ("address", "fields", "endpoint"),
+    [
+        ("10.0.0.5", {}, {"host": "10.0.0.5"}),
+        (
+            "gpu-box",
+            {"user": "me", "port": 2200, "key": "k", "known_hosts": "h", "config": "c"},
+            {"host": "gpu-box", "user": "me", "port": 2200, "key": "k", "known_hosts": "h", "config": "c"},
+        ),
+        ("you@gpu-box:22", {"user": "me", "port": 2200}, {"host": "gpu-box", "user": "you", "port": 22}),
+        ("me@corp.example@gpu-box", {}, {"host": "gpu-box", "user": "me@corp.example"}),
+        ("[fd00::5]", {}, {"host": "fd00::5"}),
+        ("root@[fe80::1%eth0]:2222", {}, {"host": "fe80::1%eth0", "user": "root", "port": 2222}),
+    ],
+)
+def test_an_address_says_where_and_as_whom(address: str, fields: dict, endpoint: dict) -> None:
+    """User and port of an address go before those of the provider; both before ~/.ssh/config."""
+    assert sky.Hosts(address, **fields)._endpoint(address) == sky.Endpoint(**endpoint)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "fields"),
+    [
+        ((), {}),
+        (("a", "b", "a"), {}),
+        (("gpu-box", "you@GPU-box"), {}),
+        (("gpu-box", "gpu-box:2222"), {"port": 2222}),
+        (("gpu-box:0",), {}),
+        (("gpu-box:65536",), {}),
+        (("gpu-box:ssh",), {}),
+        (("gpu-box:",), {}),
+        (("fd00::5",), {}),
+        (("",), {}),
+        (("@gpu-box",), {}),
+        (("gpu box",), {}),
+        (("ssh://gpu-box",), {}),
+        (("gpu-box",), {"port": 0}),
+        (("gpu-box",), {"price_per_hour": -1}),
+        (("gpu-box",), {"key": ""}),
+        (("gpu-box",), {"adresses": ["b"]}),
+        (("gpu-box",), {"addresses": ["b"]}),
+        ((), {"addresses": "gpu-box"}),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(addresses: tuple[str, ...], fields: dict) -> None:
+    """No host, one host twice, and what is no address, port or price raise ValueError at once."""
+    with pytest.raises(ValueError):
+        sky.Hosts(*addresses, **fields)
+
+
+def test_two_ports_of_one_address_are_two_hosts() -> None:
+    """Machines behind one address are told apart by their ports."""
+    assert len(sky.Hosts("gate:2201", "gate:2202").addresses) == 2
+
+
+@pytest.mark.parametrize("make", [lambda: sky.Hosts("root:hunter2@gpu-box"), lambda: sky.Hosts("gpu-box", key="-----BEGIN OPENSSH PRIVATE KEY-----\nhunter2")])
+def test_a_secret_in_the_wrong_place_is_not_told(make: Callable[[], object]) -> None:
+    """A password in an address and a key in place of its path are refused, and the error does not repeat them."""
+    with pytest.raises(ValueError) as caught:
+        make()
+    assert "hunter2" not in str(caught.value)
+    assert "hunter2" not in repr(caught.value)
+
+
+@pytest.mark.parametrize("name", ["LOOK", "START", "LIST", "END", "SWEEP"])
+def test_the_scripts_are_plain_sh(name: str) -> None:
+    """Neither shellcheck nor dash finds anything in what hosts are asked; functions that a script does not use are no fault of it."""
+    script = getattr(hosts, name)
+    lines = subprocess.run([SHELLCHECK, "--shell=sh", "--exclude=SC2329,SC2317,SC2034", "-"], input=script, capture_output=True, text=True, check=False).stdout
+    assert lines == ""
+    assert subprocess.run(["dash", "-n"], input=script, capture_output=True, text=True, check=False).stderr == ""
+
+
+def test_an_id_says_which_host_it_may_be_on() -> None:
+    """An id with a host's mark is asked for there alone; one of another time's host, everywhere."""
+    provider = sky.Hosts("a", "b")
+    (of_a, of_b, of_nobody) = (f"host-{mark}1234567" for mark in (provider._mark("a"), provider._mark("b"), sky.Hosts("c")._mark("c")))
+    assert provider._possible("a", [of_a, of_b, of_nobody]) == {of_a, of_nobody}
+    assert provider._possible("b", [of_a, of_b, of_nobody]) == {of_b, of_nobody}
+    assert sky.Hosts("a", user="you")._mark("a") == provider._mark("a")
+
+
+def test_ids_of_others_are_nobodys_business() -> None:
+    """Ids that were never ours, the beginning of one, and paths reach no host: not even a connection is tried."""
+    sky.Hosts("host.invalid").terminate(["local-000000000000", "host-00000000000", "host-", "", ".", "host-/../../../../x", "i-0123456789abcdef0"])
+
+
+def test_what_the_drivers_of_gpus_say() -> None:
+    """Names become the catalogue's, MiB become GB; a second kind does not count; memory may be unknown, the name too."""
+
+    def host(*gpus: str) -> hosts._Host:
+        return hosts._Host.told_by(hosts._Told({"vcpus": ["4"], "memory_kib": ["1000000"], "gpu": list(gpus)}))
+
+    four = host(*["NVIDIA A100-SXM4-80GB, 81920"] * 4)
+    assert (four.accelerator, four.accelerators, four.accelerator_memory_gb) == ("A100", 4, 81920 * 1024**2 / 1e9)
+    assert four.memory_gb == 1.024
+    mixed = host("Tesla T4, 15360", "NVIDIA A100-SXM4-80GB, 81920")
+    assert (mixed.accelerator, mixed.accelerators) == ("T4", 1)
+    shared = host("NVIDIA GB10, [N/A]")
+    assert (shared.accelerators, shared.accelerator_memory_gb) == (1, None)
+    assert host("Quadro Nobody Knows, 1000").accelerator == "Quadro Nobody Knows"
+    assert (host().accelerator, host().accelerators) == (None, 0)
+
+
+# ── on the test bed ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    if reason := why_not():
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+    with Fleet() as fleet:
+        yield fleet
+    assert leftovers(fleet.number) == []
+
+
+@pytest.fixture
+def machines(fleet: Fleet) -> Iterator[Callable[[int], list[Host]]]:
+    """Make bare hosts of a test's own."""
+    made: list[Host] = []
+
+    def make(count: int) -> list[Host]:
+        made.extend(fleet.create(disk="48M") for _ in range(count))
+        return made[-count:]
+
+    yield make
+    for host in made:
+        host.crash()
+
+
+def provider_of(machines: list[Host], **fields: object) -> sky.Hosts:
+    known = {"known_hosts": "/dev/null", "config": "/dev/null"}
+    return sky.Hosts(*(host.ip for host in machines), **{"user": "root", "key": str(machines[0].key_path), **known, **fields})
+
+
+def launch(
+    provider: sky.Hosts, count: int = 1, pool_id: str = POOL, first: int = 0, lease_seconds: float = 300, script: str | None = None
+) -> list[sky.Instance]:
+    (offer,) = provider.offers(ANY)
+    return provider.launch(offer, count, {"skyward-pool": pool_id, "skyward-rank": str(first)}, script or guard_script(lease_seconds, None))
+
+
+def said(host: Host, command: str) -> str:
+    done = host.run(command)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def guard_of(host: Host, instance: sky.Instance) -> str:
+    """The pid, as the host counts, of a guard once it is up."""
+    wait_until(lambda: (host.root / f"{instance.directory}/guard".lstrip("/")).exists(), "the guard to be up")
+    return said(host, f"cat {instance.directory}/guard")
+
+
+def start_in(host: Host, instance: sky.Instance, command: str) -> None:
+    """Start another process of the node, as its bootstrap does."""
+    tags = f"SKYWARD_INSTANCE_ID={instance.id} SKYWARD_POOL_ID={instance.pool_id} SKYWARD_RANK={instance.rank} SKYWARD_INSTANCE_DIRECTORY={instance.directory}"
+    mark = host.root / f"{instance.directory}/begun".lstrip("/")
+    told = 'touch "$SKYWARD_INSTANCE_DIRECTORY/begun"; ' + command
+    said(host, f"{tags} setsid sh -c {shlex.quote(told)} </dev/null >/dev/null 2>&1 &")
+    wait_until(mark.exists, "the process to run")
+
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def left_on(host: Host) -> list[str]:
+    """What is on a host that was not there when it came up."""
+    found = said(host, "find /root /tmp /dev/shm -mindepth 1; ps -eo args= | grep -v -e sshd -e 'ps -eo' -e grep -e find || true").splitlines()
+    hidden = {str(REPOSITORY), *map(str, REPOSITORY.parents)}  # the bed hides the repository, with an empty folder in its place
+    return [line for line in found if not line.startswith("/root/.ssh") and line not in hidden]
+
+
+CACHE_ONLY = ["/root/.cache", "/root/.cache/skyward", "/root/.cache/skyward/instances", "/tmp/skyward-host.lock"]
+
+
+@pytest.mark.slow
+def test_a_host_offers_what_it_has(machines) -> None:
+    """Processors and memory are the host's own, whatever the caller's environment says; without GPUs there is no offer of them."""
+    (host,) = machines(1)
+    (host.root / "root/.bashrc").write_text("echo welcome; export OMP_NUM_THREADS=1\n")
+    (offer,) = provider_of([host], price_per_hour=0.5).offers(ANY)
+    assert offer.vcpus == len(os.sched_getaffinity(0))
+    assert offer.memory_gb == pytest.approx(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, rel=0.01)
+    assert (offer.provider, offer.instance_type, offer.region, offer.price_per_hour, offer.is_spot) == ("hosts", "hosts", "hosts", 0.5, False)
+    (offer,) = provider_of([host]).offers(sky.Requirements(accelerator=parse("T4")))
+    assert (offer.accelerator, offer.accelerators) == (None, 0)
+
+
+@pytest.mark.slow
+def test_hosts_with_equal_gpus_are_one_offer(machines) -> None:
+    """GPUs are asked of the driver; hosts are grouped by them, and a node that wants them starts on such a host alone."""
+    plain, one, two = machines(3)
+    for host in (one, two):
+        smi = host.root / "usr/local/bin/nvidia-smi"
+        smi.write_text("#!/bin/sh\n[ \"$1\" = --query-gpu=name,memory.total ] && yes 'NVIDIA A100-SXM4-40GB, 40960' | head -n 2\n")
+        smi.chmod(0o755)
+    (plain.root / "usr/local/bin/nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'; exit 9\n")
+    (plain.root / "usr/local/bin/nvidia-smi").chmod(0o755)
+    provider = provider_of([plain, one, two])
+    want = sky.Requirements(accelerator=parse("2xA100-40GB"))
+    without, offer = provider.offers(want)
+    assert (without.instance_type, without.accelerators) == ("hosts", 0)
+    assert (offer.instance_type, offer.accelerator, offer.accelerators) == ("2 x A100", "A100", 2)
+    assert rank([without, offer], want) == [offer]
+    instances = provider.launch(offer, 3, {"skyward-pool": POOL, "skyward-rank": "0"}, guard_script(300, None))
+    assert [instance.ip for instance in instances] == [one.ip, two.ip]
+    assert {instance.instance_type for instance in instances} == {"2 x A100"} == {instance.instance_type for instance in provider.instances(POOL)}
+    with pytest.raises(sky.NoCapacity, match=rf"{plain.ip} has no GPU; {one.ip} is held by pool {POOL}"):
+        provider.launch(offer, 1, {"skyward-pool": "other", "skyward-rank": "0"}, guard_script(300, None))
+    assert len(provider.offers(ANY)) == 1
+
+
+@pytest.mark.slow
+def test_instances_are_found_by_tag_from_another_process(machines) -> None:
+    """What one process has launched another one finds, whole and in the order of ranks, and can terminate."""
+    pair = machines(2)
+    provider = provider_of(pair, price_per_hour=2.5)
+    launched = launch(provider, 2, first=3)
+    assert [(i.rank, i.ip, i.private_ip, i.price_per_hour) for i in launched] == [(3, pair[0].ip, pair[0].ip, 2.5), (4, pair[1].ip, pair[1].ip, 2.5)]
+    for host, instance in zip(pair, launched, strict=True):
+        assert instance.directory == f"/root/.cache/skyward/instances/{instance.id}"
+        assert f"{host.ip} {instance.endpoint.host_key}" == host.known_hosts_line
+        assert guard_of(host, instance)
+    code = f"""
+        from skyward_core.providers import base
+        provider = base.load({provider.to_json()!r})
+        found = provider.instances({POOL!r})
+        print("[" + ",".join(instance.model_dump_json() for instance in found) + "]")
+        assert provider.instances({POOL[:-1]!r}) == []
+        provider.terminate([instance.id for instance in found])
+        assert provider.instances({POOL!r}) == []
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    assert [sky.Instance.model_validate(fields) for fields in json.loads(done.stdout)] == launched
+    assert provider.instances(POOL) == []
+
+
+TAGS = {
+    "skyward-launch": "token-1",
+    "skyward-owner": "Jo Doe@box",
+    "skyward-process": "boot.4026531836.7.123",
+    "skyward-created": "1790000000",
+    "skyward-expires": "1790003600",
+    "odd": "a b\"c'd$(touch pwned)\n\\é=;\t*",
+}
+"""What a pool says about itself, and a value with all that shells and line-wise readers trip over."""
+
+
+@pytest.mark.slow
+def test_all_pools_are_listed_with_their_tags(machines) -> None:
+    """Tags come back whole, each machine's with its own rank, of all pools at once from a process that knows the provider alone; so the machines can be ended."""
+    trio = machines(3)
+    provider = provider_of(trio)
+    (offer,) = provider.offers(ANY)
+    of_one = provider.launch(offer, 2, {"skyward-pool": "sky-one", "skyward-rank": "3", **TAGS}, guard_script(300, None))
+    of_other = provider.launch(offer, 1, {"skyward-pool": "sky-on", "skyward-rank": "0"}, guard_script(300, None))
+    assert [instance.tags for instance in of_one] == [{"skyward-pool": "sky-one", "skyward-rank": rank, **TAGS} for rank in ("3", "4")]
+    for host, instance in zip(trio, [*of_one, *of_other], strict=True):
+        guard_of(host, instance)
+    said(trio[0], "SKYWARD_INSTANCE_ID=local-0123456789ab SKYWARD_POOL_ID=sky-one setsid sleep 300 </dev/null >/dev/null 2>&1 &")
+    code = f"""
+        from skyward_core.providers import base
+        provider = base.load({provider.to_json()!r})
+        found = provider.instances()
+        print("[" + ",".join(instance.model_dump_json() for instance in found) + "]")
+        provider.terminate([instance.id for instance in found])
+        assert provider.instances() == []
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    assert [sky.Instance.model_validate(fields) for fields in json.loads(done.stdout)] == [*of_other, *of_one]
+
+
+@pytest.mark.slow
+def test_a_node_whose_guard_is_dead_is_listed_with_what_its_processes_carry(machines) -> None:
+    """Without its guard, a node that carries no word of tags, or one that is none, is listed with its pool and its rank."""
+    (host,) = machines(1)
+    provider = provider_of([host])
+    (instance,) = launch(provider, first=4)
+    guard = guard_of(host, instance)
+    start_in(host, instance, "SKYWARD_TAGS='{' exec sleep 300")
+    said(host, f"kill -9 {guard}")
+    wait_until(lambda: [found.tags for found in provider.instances()] == [{"skyward-pool": POOL, "skyward-rank": "4"}], "the guard to be dead")
+    provider.terminate([instance.id])
+
+
+@pytest.mark.slow
+def test_terminate_leaves_the_host_as_it_was(machines) -> None:
+    """Processes deaf to signals, folders in memory and the directory are gone when terminate returns; what is cached stays. Doing it again is silent."""
+    (host,) = machines(1)
+    provider = provider_of([host])
+    (instance,) = launch(provider)
+    guard_of(host, instance)
+    said(
+        host,
+        f"mkdir -p /dev/shm/skyward-node-{instance.id} ~/.cache/skyward/envs/e && dd if=/dev/zero of=/dev/shm/skyward-node-{instance.id}/v bs=1M count=1 2>/dev/null",
+    )
+    start_in(host, instance, "trap '' TERM; sleep 300; sleep 300")
+    begun = time.monotonic()
+    provider.terminate([instance.id, "host-000000000000"])
+    assert time.monotonic() - begun < 1.9, "the guard did not do it"
+    assert sorted(left_on(host)) == sorted([*CACHE_ONLY, "/root/.cache/skyward/envs", "/root/.cache/skyward/envs/e"])
+    provider.terminate([instance.id, "host-000000000000"])
+    provider.terminate([])
+
+
+@pytest.mark.slow
+def test_terminate_does_without_a_guard(machines) -> None:
+    """Where the guard was killed, or stands still, the node is ended from outside; another pool's node on another host is not touched."""
+    dead, still, _ = trio = machines(3)
+    provider = provider_of(trio)
+    launched = launch(provider, 2)
+    (neighbour,) = launch(provider, 1, "sky-other")
+    for host, instance, signal in zip((dead, still), launched, ("KILL", "STOP"), strict=True):
+        guard = guard_of(host, instance)
+        start_in(host, instance, "sleep 1234")
+        said(host, f"mkdir /dev/shm/skyward-node-{instance.id}; kill -{signal} {guard}")
+    assert [instance.rank for instance in provider.instances(POOL)] == [0, 1]
+    provider.terminate([instance.id for instance in launched])
+    assert provider.instances(POOL) == []
+    assert [sorted(left_on(host)) for host in (dead, still)] == [CACHE_ONLY, CACHE_ONLY]
+    assert provider.instances("sky-other") == [neighbour]
+
+
+@pytest.mark.slow
+def test_a_host_carries_one_node(machines) -> None:
+    """Hosts that another pool holds are skipped; when all are held, NoCapacity says which by whom. When a guard was killed its host is free again."""
+    first, second = pair = machines(2)
+    provider = provider_of(pair)
+    (mine,) = launch(provider, 1)
+    (other,) = launch(provider, 2, "sky-other")
+    assert (mine.ip, other.ip, other.rank) == (first.ip, second.ip, 0)
+    with pytest.raises(sky.NoCapacity, match=rf"{first.ip} is held by pool {POOL}; {second.ip} is held by pool sky-other"):
+        launch(provider, 1, "sky-third")
+    said(second, f"kill -9 {guard_of(second, other)}")
+    (third,) = launch(provider, 1, "sky-third")
+    assert third.ip == second.ip
+
+
+@pytest.mark.slow
+def test_a_node_without_its_guard_still_holds_its_host(machines) -> None:
+    """While processes of a node live, nobody starts another beside them."""
+    (host,) = machines(1)
+    provider = provider_of([host])
+    (instance,) = launch(provider)
+    guard = guard_of(host, instance)
+    start_in(host, instance, "sleep 1234")
+    said(host, f"kill -9 {guard}")
+    with pytest.raises(sky.NoCapacity, match=f"held by pool {POOL}"):
+        launch(provider, 1, "sky-other")
+    (found,) = provider.instances(POOL)
+    assert found == instance
+
+
+@pytest.mark.slow
+def test_another_users_pool_holds_the_host(machines) -> None:
+    """The lock is the whole machine's: a pool of another user is seen, and told from the command line of its guard; held by a stranger, it holds too."""
+    (host,) = machines(1)
+    said(host, "mkdir -p -m 700 /tmp/nobody && chown nobody /tmp/nobody && touch /tmp/skyward-host.lock")
+    script = "exec 9</tmp/skyward-host.lock; flock -n 9; exec sh -c 'sleep 300; :' skyward-pool=sky-nobody"
+    said(host, f"setsid setpriv --reuid=nobody --clear-groups env -i PATH=/bin:/usr/bin sh -c {shlex.quote(script)} </dev/null >/dev/null 2>&1 &")
+    provider = provider_of([host])
+    wait_until(lambda: host.run("pgrep -f skyward-pool=sky-nobod[y]").returncode == 0, "the stranger")
+    with pytest.raises(sky.NoCapacity, match="held by pool sky-nobody"):
+        launch(provider)
+    said(host, "pkill -9 -u nobody; while pgrep -u nobody; do sleep 0.01; done")
+    said(host, "setsid flock /tmp/skyward-host.lock sleep 300 </dev/null >/dev/null 2>&1 &")
+    wait_until(lambda: host.run("flock -n /tmp/skyward-host.lock true").returncode == 1, "the lock to be taken")
+    with pytest.raises(sky.NoCapacity, match="held by somebody else"):
+        launch(provider)
+
+
+@pytest.mark.slow
+def test_pools_that_come_at_once_share_no_host(machines) -> None:
+    """Two that launch at the same moment, without looking first, get one host between them."""
+    (host,) = machines(1)
+    provider = provider_of([host])
+    script = guard_script(300, None)
+    with ThreadPoolExecutor(2) as threads, provider._lines([host.ip]) as one, provider._lines([host.ip]) as two:
+        assert one.connect() == two.connect() == {}
+        pending = [
+            threads.submit(lines.ask, hosts.START, {host.ip: (f"host-00000000000{n}", f"sky-{n}", "0", "0.0", "hosts", str(len(script)))}, stdin=script)
+            for n, lines in enumerate((one, two))
+        ]
+        told = [answers[host.ip] for answers, failures in (future.result() for future in pending) if not failures]
+    assert sorted(bool(answer.all("taken")) for answer in told) == [False, True]
+    assert sum(len(provider.instances(f"sky-{n}")) for n in range(2)) == 1
+
+
+@pytest.mark.slow
+def test_a_lease_that_runs_out_ends_the_node(machines) -> None:
+    """A client that never comes back: the guard ends all of the node by itself, and the host is free and as it was."""
+    (host,) = machines(1)
+    provider = provider_of([host])
+    (instance,) = launch(provider, lease_seconds=2)
+    start_in(host, instance, "sleep 1234")
+    wait_until(lambda: provider.instances(POOL) == [], "the lease to run out", 10)
+    assert sorted(left_on(host)) == CACHE_ONLY
+
+
+@pytest.mark.slow
+def test_another_host_key_is_refused(machines) -> None:
+    """With the host's key known, another one is HostKeyChanged from every verb that asks that host; the pinned one of an instance is refused likewise."""
+    good, bad = pair = machines(2)
+    known = bad.directory / "both"
+    known.write_text(f"{good.known_hosts_line}\n{bad.known_hosts_line}\n")
+    provider = provider_of(pair, known_hosts=str(known))
+    (offer,) = provider.offers(ANY)
+    _, instance = launch(provider, 2)
+    bad.change_host_key()
+    with pytest.raises(sky.HostKeyChanged):
+        provider.offers(ANY)
+    with pytest.raises(sky.HostKeyChanged):
+        provider.launch(offer, 1, {"skyward-pool": "sky-other", "skyward-rank": "0"}, "")
+    with pytest.raises(sky.HostKeyChanged):
+        provider.instances(POOL)
+    with pytest.raises(sky.InstancesLeft) as caught:
+        provider.terminate([instance.id])
+    assert caught.value.ids == (instance.id,)
+    assert isinstance(caught.value.__cause__, sky.HostKeyChanged)
+    with pytest.raises(sky.HostKeyChanged), Connection(instance.endpoint.model_copy(update={"known_hosts": "/dev/null"})) as connection:
+        connection.connect(5)
+
+
+@pytest.mark.slow
+def test_a_host_that_does_not_answer(machines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """It is left out of offers and launches with a warning, is an error when asked for instances, and its instances are left when they are terminated."""
+    monkeypatch.setattr(hosts, "CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(hosts, "STRAGGLER_SECONDS", 0.3)
+    lost, good = pair = machines(2)
+    provider = provider_of(pair)
+    on_lost, on_good = launch(provider, 2)
+    lost.partition()
+    provider.terminate([on_good.id])  # not on the lost host, which is not asked
+    with caplog.at_level(logging.WARNING):
+        (instance,) = launch(provider, 2, "sky-other")
+    assert instance.ip == good.ip
+    assert f"{lost.ip} is left out" in caplog.text
+    with pytest.raises(sky.Unreachable, match=re.escape(lost.ip)):
+        provider.instances("sky-other")
+    with pytest.raises(sky.InstancesLeft) as caught:
+        provider.terminate([on_lost.id, instance.id])
+    assert caught.value.ids == (on_lost.id,)
+    good.partition()
+    with pytest.raises(sky.Unreachable):
+        provider.offers(ANY)
+    lost.heal()
+    assert provider_of([lost]).instances(POOL) == [on_lost]
+
+
+@pytest.mark.slow
+def test_an_id_from_another_name_of_the_host(machines) -> None:
+    """A host that is called otherwise now still gives back what was launched on it; without an answer nobody says that it is gone."""
+    (host,) = machines(1)
+    (instance,) = launch(provider_of([host]))
+    same = sky.Hosts(f"root@{host.ip}:22", key=str(host.key_path), known_hosts="/dev/null", config="/dev/null")
+    assert [found.id for found in same.instances(POOL)] == [instance.id]
+    same.terminate([instance.id])
+    assert same.instances(POOL) == []
+
+
+@pytest.mark.slow
+def test_a_wrong_key_of_ours(machines, tmp_path: Path) -> None:
+    """A host that refuses our key is CredentialsError, a key file that is none BadRequest."""
+    (host,) = machines(1)
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "key")], check=True)
+    with pytest.raises(sky.CredentialsError):
+        provider_of([host], key=str(tmp_path / "key")).offers(ANY)
+    with pytest.raises(sky.BadRequest):
+        provider_of([host], key=str(tmp_path / "none")).offers(ANY)
+
+
+@pytest.mark.slow
+def test_a_full_disk_starts_nothing(machines) -> None:
+    """A host without room is told so in NoCapacity, keeps nothing, and its lock is free; a pool goes on to the next one."""
+    full, good = pair = machines(2)
+    said(full, "mkdir -p ~/.cache/skyward/instances")
+    full.fill_disk()
+    with pytest.raises(sky.NoCapacity, match="could not start a node"):
+        launch(provider_of([full]))
+    (instance,) = launch(provider_of(pair))
+    assert (instance.ip, instance.rank) == (good.ip, 0)
+    full.empty_disk()
+    assert sorted(left_on(full)) == CACHE_ONLY
+    launch(provider_of([full]))
+
+
+@pytest.mark.slow
+def test_a_look_that_sees_nothing_is_an_error(machines) -> None:
+    """On a host whose grep cannot do what is asked of it, no answer is taken for absence."""
+    (host,) = machines(1)
+    provider = provider_of([host])
+    (instance,) = launch(provider)
+    guard_of(host, instance)
+    grep = host.root / "usr/local/bin/grep"
+    grep.write_text("#!/bin/sh\nexit 2\n")
+    grep.chmod(0o755)
+    with pytest.raises(CommandFailed):
+        provider.instances(POOL)
+    with pytest.raises(sky.InstancesLeft):
+        provider.terminate([instance.id])
+
+
+@pytest.mark.slow
+def test_a_home_of_the_hosts_own(machines) -> None:
+    """The host's SKYWARD_HOME is where its files are."""
+    (host,) = machines(1)
+    (host.root / "root/.bashrc").write_text("export SKYWARD_HOME='/root/my files/'\n")
+    provider = provider_of([host])
+    (instance,) = launch(provider)
+    assert instance.directory == f"/root/my files/instances/{instance.id}"
+    assert provider.instances(POOL) == [instance]
+    provider.terminate([instance.id])
+    assert sorted(left_on(host)) == ["/root/.bashrc", "/root/my files", "/root/my files/instances", "/tmp/skyward-host.lock"]
+
+
+@pytest.mark.slow
+def test_environments_are_swept_where_nobody_uses_them(machines) -> None:
+    """Cached environments go when asked for, and not from under a node; what else lies in the directory stays."""
+    busy, idle = pair = machines(2)
+    for host in pair:
+        said(host, "mkdir -p ~/.cache/skyward/envs/e/bin ~/.cache/skyward/ship ~/.cache/skyward/mine")
+    provider = provider_of(pair)
+    (instance,) = launch(provider)
+    assert provider.sweep_environments() == [busy.ip]
+    assert said(busy, "ls ~/.cache/skyward").split() == ["envs", "instances", "mine", "ship"]
+    assert said(idle, "ls ~/.cache/skyward").split() == ["mine"]
+    provider.terminate([instance.id])
+    assert provider.sweep_environments() == []
+    assert said(busy, "ls ~/.cache/skyward").split() == ["mine"]
+
+
+@pytest.mark.slow
+def test_environments_may_go_with_the_node(machines) -> None:
+    """With keep_environments=False nothing but the empty lock remains."""
+    (host,) = machines(1)
+    provider = provider_of([host], keep_environments=False)
+    (instance,) = launch(provider)
+    said(host, "mkdir -p ~/.cache/skyward/envs/e/bin ~/.cache/skyward/uv/bin")
+    provider.terminate([instance.id])
+    assert sorted(left_on(host)) == ["/root/.cache", "/tmp/skyward-host.lock"]

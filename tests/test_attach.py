@@ -1,0 +1,452 @@
+"""Other processes in a pool: attaching to it, leaving it, and calls that go on without whoever started them. On this machine, and over SSH.
+
+Run as a program it is another process: one that opens a pool and starts a call detached, or one that attaches.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from skyward_core import remote
+from skyward_core.instances import Lease
+from tests.conftest import Told, processes_by_tag, wait_until
+from tests.testbed import Fleet
+from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
+from tests.testbed.mirror import Mirror
+from tests.testbed.rental import Cloud
+
+LEASE_SECONDS = 5
+REPOSITORY = Path(__file__).parents[1]
+MEGABYTES = 100 << 20
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
+
+
+@sky.compute
+def doubled(number: int) -> int:
+    print("twice", number)
+    return 2 * number
+
+
+@sky.compute
+def rank() -> int:
+    return sky.instance_info().node
+
+
+@sky.compute
+def told_until(path: str) -> str:
+    """Say a line, wait for a file to appear, say another one."""
+    print("begun", flush=True)
+    Path(f"{path}-begun").touch()
+    while not Path(path).exists():
+        time.sleep(0.01)
+    print("done")
+    return "end"
+
+
+@sky.compute
+def steps(count: int) -> str:
+    for number in range(count):
+        print("step", number, flush=True)
+        time.sleep(0.1)
+    return "walked"
+
+
+@sky.compute
+def failing() -> None:
+    print("about to fail")
+    raise LookupError("nothing here")
+
+
+@sky.compute
+def ones(nbytes: int) -> Any:
+    import numpy as np
+
+    return np.ones(nbytes // 8)
+
+
+@sky.compute
+def touched(path: str) -> None:
+    Path(path).touch()
+
+
+@sky.compute
+def crashing() -> None:
+    os._exit(3)
+
+
+# ── pools that somebody else has opened ──────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def opened_pool() -> Iterator[sky.ComputePool]:
+    """Two local nodes, opened by whoever is not the one that attaches."""
+    with sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", lease_seconds=30) as pool:
+        yield pool
+
+
+@pytest.fixture
+def attached_pool(opened_pool: sky.ComputePool) -> Iterator[sky.ComputePool]:
+    """The same pool, attached to."""
+    with sky.ComputePool.attach(opened_pool.lease) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("form", [lambda lease: lease, lambda lease: lease.model_dump_json(), lambda lease: lease.model_dump(mode="json")])
+def test_an_attached_pool_computes(opened_pool: sky.ComputePool, form: Callable[[Lease], Any]) -> None:
+    """From the lease, its JSON or a dict: run, map, broadcast and submit work, their logs are told here, and leaving it leaves the opener's pool open."""
+    told, elsewhere = Told(), Told()
+    with sky.ComputePool.attach(form(opened_pool.lease), on_event=told) as pool, sky.ComputePool.attach(opened_pool.lease, on_event=elsewhere):
+        assert (pool.is_active, pool.instance_count, pool.lease) == (True, 2, opened_pool.lease)
+        assert doubled(4) >> pool == 8
+        assert rank() @ pool == (0, 1)
+        assert pool.map(doubled, range(50)) == [2 * number for number in range(50)]
+        call = pool.submit(doubled(1))
+        assert call.result() == 2
+        assert told.lines(call.call_id) == ["twice 1"]
+        assert elsewhere.of(sky.LogLine) == []
+    assert not pool.is_active
+    with pytest.raises(sky.PoolClosed):
+        doubled(1) >> pool
+    pool.close()
+    assert doubled(5) >> opened_pool == 10
+
+
+def test_several_clients_do_not_mix(opened_pool: sky.ComputePool) -> None:
+    """Three clients with maps at the same time each get their own results, and their own calls' lines only."""
+    tolds = [Told() for _ in range(3)]
+    with contextlib.ExitStack() as stack:
+        pools = [stack.enter_context(sky.ComputePool.attach(opened_pool.lease, on_event=told)) for told in tolds]
+        futures = [pool.submit_all([doubled(1000 * index + number) for number in range(100)]) for index, pool in enumerate(pools)]
+        for index, its in enumerate(futures):
+            assert [future.result(30) for future in its] == [2 * (1000 * index + number) for number in range(100)]
+    for index, told in enumerate(tolds):
+        assert {event.line for event in told.of(sky.LogLine)} == {f"twice {1000 * index + number}" for number in range(100)}
+
+
+def test_a_client_that_leaves_takes_its_calls_along(opened_pool: sky.ComputePool, tmp_path: Path) -> None:
+    """What an attached client has submitted gets PoolClosed when it leaves, running or not; the slots are free for the others then."""
+    pool = sky.ComputePool.attach(opened_pool.lease)
+    futures = pool.submit_all([told_until(str(tmp_path / str(number))) for number in range(2)] + [touched(str(tmp_path / "never"))])
+    wait_until(lambda: (tmp_path / "0-begun").exists() and (tmp_path / "1-begun").exists(), "both to run")
+    pool.close()
+    for future in futures:
+        with pytest.raises(sky.PoolClosed):
+            future.result(0)
+    assert opened_pool.submit(doubled(3)).result(10) == 6
+    assert not (tmp_path / "never").exists()
+
+
+def test_the_calls_of_a_killed_client_give_their_slots_back(tmp_path: Path) -> None:
+    """kill -9 of an attached client: when it has been away for as long as a lease, what it had running is stopped, and the slot is free."""
+    with sky.ComputePool(provider=sky.Local(), display="quiet", lease_seconds=LEASE_SECONDS) as pool:
+        with other_process("attach-and-wait", str(tmp_path / "never")) as client:
+            assert client.stdin is not None
+            assert client.stdout is not None
+            client.stdin.write(pool.lease.model_dump_json() + "\n")
+            client.stdin.flush()
+            assert client.stdout.readline() == "attached\n"
+            wait_until(lambda: (tmp_path / "never-begun").exists(), "its call to run")
+            client.send_signal(signal.SIGKILL)
+            client.wait(10)
+            assert pool.submit(doubled(4)).result(LEASE_SECONDS + 10) == 8
+
+
+# ── detached calls ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_detached_call_tells_its_state_and_its_log(opened_pool: sky.ComputePool, attached_pool: sky.ComputePool, tmp_path: Path) -> None:
+    """Whoever knows the id sees it run, reads its lines so far and from an offset on, and gets its result, more than once; until it is forgotten."""
+    go = tmp_path / "go"
+    started = opened_pool.start_detached(told_until(str(go)))
+    found = attached_pool.detached_call(started.call_id)
+    wait_until(lambda: found.log() == ["begun"], "the first line")
+    assert (found.state, started.state) == ("running", "running")
+    with pytest.raises(TimeoutError, match=r"is running after 0\.05 s"):
+        found.result(0.05)
+    go.touch()
+    for call in (found, started, attached_pool.detached_call(started.call_id)):
+        assert [call.result(10), call.result(10)] == ["end", "end"]
+        assert (call.state, call.log(), call.log(1), call.log(2)) == ("ended", ["begun", "done"], ["done"], [])
+    assert started.call_id in [call.call_id for call in attached_pool.detached_calls()]
+    assert started.call_id in repr(found)
+    found.forget()
+    for forgotten in (found.result, started.log, lambda: started.state, lambda: opened_pool.detached_call(started.call_id)):
+        with pytest.raises(sky.BadRequest, match="knows of no call"):
+            forgotten()
+    assert attached_pool.detached_calls() == []
+
+
+def test_a_detached_call_that_fails(opened_pool: sky.ComputePool, attached_pool: sky.ComputePool) -> None:
+    """Its own exception is raised wherever its result is asked for, with its traceback; a process that died is told as one."""
+    call = opened_pool.start_detached(failing())
+    for known in (call, attached_pool.detached_call(call.call_id)):
+        with pytest.raises(LookupError, match="nothing here") as caught:
+            known.result(10)
+        assert "in failing" in str(caught.value.__cause__)
+        assert (known.state, known.log()[0]) == ("ended", "about to fail")
+    call.forget()
+    dead = attached_pool.start_detached(crashing())
+    with pytest.raises(sky.CallCrashed, match="exit code 3"):
+        dead.result(10)
+    dead.forget()
+
+
+def test_a_large_result_is_there_for_all_until_it_is_forgotten(opened_pool: sky.ComputePool, attached_pool: sky.ComputePool) -> None:
+    """A hundred megabytes stay in the node's memory, are read twice by two clients, and go with the call."""
+    call = opened_pool.start_detached(ones(MEGABYTES))
+    for known in (call, attached_pool.detached_call(call.call_id)):
+        for _ in range(2):
+            array = known.result(30)
+            assert (array.nbytes, array.sum()) == (MEGABYTES, MEGABYTES / 8)
+            array += 1  # the reader's own, and nobody else's
+    assert held_bytes(opened_pool) >= MEGABYTES
+    call.forget()
+    wait_until(lambda: held_bytes(opened_pool) < MEGABYTES, "the memory to be free")
+
+
+def test_a_detached_call_that_waits_is_cancelled(opened_pool: sky.ComputePool, attached_pool: sky.ComputePool, tmp_path: Path) -> None:
+    """It never begins; one that runs is stopped; the others go on, and one that has ended stays as it is."""
+    running = [opened_pool.start_detached(told_until(str(tmp_path / f"go{number}"))) for number in range(2)]
+    wait_until(lambda: all(call.log() for call in running), "both to run")
+    waiting = [opened_pool.start_detached(touched(str(tmp_path / f"never{number}"))) for number in range(3)]
+    assert [call.state for call in waiting] == ["waiting"] * 3
+    for call in waiting:
+        attached_pool.detached_call(call.call_id).cancel()
+    attached_pool.detached_call(running[0].call_id).cancel()
+    for call in (running[0], *waiting):
+        with pytest.raises(sky.CallCrashed):
+            call.result(10)
+    assert running[0].state == "ended"
+    assert running[1].state == "running"
+    assert {call.state for call in waiting} <= {"cancelled", "ended"}  # ended: it was at a worker already, which did not begin it
+    (tmp_path / "go1").touch()
+    assert running[1].result(10) == "end"
+    running[1].cancel()
+    assert (running[1].state, running[1].result(10)) == ("ended", "end")
+    assert list(tmp_path.glob("never*")) == []
+    assert doubled(1) @ opened_pool == (2, 2)
+    for call in (*running, *waiting):
+        call.forget()
+
+
+def test_what_is_unknown_is_refused(attached_pool: sky.ComputePool) -> None:
+    """An id of another pool, and something that is no pending call."""
+    with pytest.raises(sky.BadRequest, match="knows of no call"):
+        attached_pool.detached_call("0" * 32)
+    with pytest.raises(TypeError, match="pending"):
+        attached_pool.start_detached(doubled)  # pyright: ignore
+    with pytest.raises(sky.PoolClosed, match="left by closing it"):
+        attached_pool.detach()
+
+
+# ── leases ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_call_outlives_its_killed_submitter(tmp_path: Path) -> None:
+    """kill -9 of the opener: the call goes on, its result is there for the next one who asks; while somebody is attached the nodes live, then they end."""
+    with other_process("open", str(tmp_path / "go")) as opener:
+        assert opener.stdout is not None
+        lease, call_id = opener.stdout.readline(), opener.stdout.readline().strip()
+        opener.send_signal(signal.SIGKILL)
+        opener.wait(10)
+    ids = {node.instance.id for node in Lease.model_validate_json(lease).nodes}
+    with sky.ComputePool.attach(lease, lease_seconds=LEASE_SECONDS) as pool:
+        attached_at = time.monotonic()
+        call = pool.detached_call(call_id)
+        assert call.state == "running"
+        wait_until(lambda: time.monotonic() > attached_at + LEASE_SECONDS + 2, "the opener's lease to run out", LEASE_SECONDS + 5)
+        assert living(ids) == ids
+        assert call.state == "running"
+        (tmp_path / "go").touch()
+        assert call.result(10) == "end"
+        assert call.log() == ["begun", "done"]
+        assert doubled(4) >> pool == 8
+    left_at = time.monotonic()
+    assert living(ids) == ids
+    wait_until(lambda: not living(ids), "the nodes to end themselves", LEASE_SECONDS + 10)
+    assert time.monotonic() - left_at > LEASE_SECONDS / 2
+    with pytest.raises(sky.NodeLost, match="is not there any more"):
+        sky.ComputePool.attach(lease, timeout_seconds=5)
+
+
+def test_a_pool_is_detached_and_found_again() -> None:
+    """The opener goes away in peace: its pool lives for the lease that it leaves, another process uses it, and without anybody it ends."""
+    pool = sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", lease_seconds=LEASE_SECONDS).open()
+    waiting = pool.submit(steps(600))
+    kept = pool.start_detached(steps(10))
+    lease = pool.detach()
+    ids = {node.instance.id for node in lease.nodes}
+    assert not pool.is_active
+    assert lease.expires_at is not None
+    assert 0 < (lease.expires_at - datetime.now(UTC)).total_seconds() <= LEASE_SECONDS
+    with pytest.raises(sky.PoolClosed):
+        waiting.result(0)
+    with pytest.raises(sky.PoolClosed):
+        pool.detach()
+    assert living(ids) == ids
+    with other_process("attach", kept.call_id) as attached:
+        output, _ = attached.communicate(lease.model_dump_json(), timeout=30)
+    assert json.loads(output) == {"ranks": [0, 1], "doubled": [0, 2, 4], "result": "walked", "log": [f"step {number}" for number in range(8, 10)]}
+    wait_until(lambda: not living(ids), "the nodes to end themselves", LEASE_SECONDS + 10)
+
+
+def test_the_lease_that_is_left_may_be_longer() -> None:
+    """`detach(lease_seconds=...)` lets the nodes live for longer than the spec says."""
+    pool = sky.ComputePool(provider=sky.Local(), display="quiet", lease_seconds=LEASE_SECONDS).open()
+    lease = pool.detach(lease_seconds=LEASE_SECONDS + 4)
+    detached_at = time.monotonic()
+    assert lease.expires_at is not None
+    assert LEASE_SECONDS < (lease.expires_at - datetime.now(UTC)).total_seconds() <= LEASE_SECONDS + 4
+    ids = {node.instance.id for node in lease.nodes}
+    wait_until(lambda: not living(ids), "the node to end itself", LEASE_SECONDS + 14)
+    assert time.monotonic() - detached_at > LEASE_SECONDS + 2
+
+
+def test_a_closed_pool_cannot_be_attached_to() -> None:
+    """The lease of a pool that was closed is an error that says so, at once."""
+    with sky.ComputePool(provider=sky.Local(), display="quiet") as pool:
+        lease = pool.lease
+    started = time.monotonic()
+    with pytest.raises(sky.NodeLost, match="is not there any more"):
+        sky.ComputePool.attach(lease)
+    assert time.monotonic() - started < 5
+
+
+# ── over SSH ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def rented_pool(fleet: Fleet, mirror: Mirror) -> Iterator[sky.ComputePool]:  # noqa: F811
+    """Two machines of a cloud."""
+    cloud = Cloud(fleet, prepare=mirror.configure)
+    image = sky.Image(pip=["numpy"])
+    with sky.ComputePool(provider=cloud.provider(), nodes=2, image=image, display="quiet", provision_timeout=90) as pool:
+        yield pool
+    cloud.close()
+
+
+def test_over_ssh_the_key_may_be_given(rented_pool: sky.ComputePool, fleet: Fleet) -> None:  # noqa: F811
+    """`key=` may be the key itself; no file of it is left when the pool is left, and the lease does not hold it."""
+    before = set(Path(tempfile.gettempdir()).glob("skyward-key-*"))
+    with sky.ComputePool.attach(rented_pool.lease.with_key("/nonexistent"), key=fleet.key_path.read_text()) as pool:
+        assert rank() @ pool == (0, 1)
+        (folder,) = set(Path(tempfile.gettempdir()).glob("skyward-key-*")) - before
+        assert (folder / "key").stat().st_mode & 0o077 == 0
+        assert "PRIVATE" not in pool.lease.model_dump_json()
+    assert set(Path(tempfile.gettempdir()).glob("skyward-key-*")) == before
+
+
+def test_over_ssh_the_key_may_lie_elsewhere(rented_pool: sky.ComputePool, fleet: Fleet, tmp_path: Path) -> None:  # noqa: F811
+    """With `key=` an attached client uses its own copy; results of a hundred megabytes and logs are there, twice, and cancelling works."""
+    key = tmp_path / "copy"
+    key.write_bytes(fleet.key_path.read_bytes())
+    key.chmod(0o600)
+    call = rented_pool.start_detached(ones(MEGABYTES))
+    with sky.ComputePool.attach(rented_pool.lease.with_key(str(tmp_path / "nowhere")), key=key) as pool:
+        assert {node.instance.endpoint.key for node in pool.lease.nodes if node.instance.endpoint} == {str(key)}
+        assert rank() @ pool == (0, 1)
+        assert pool.map(doubled, range(50)) == [2 * number for number in range(50)]
+        assert (ones(MEGABYTES) >> pool).sum() == MEGABYTES / 8
+        found = pool.detached_call(call.call_id)
+        assert [found.result(30).sum(), found.result(30).sum(), call.result(30).sum()] == [MEGABYTES / 8] * 3
+        walking = pool.start_detached(steps(600))
+        wait_until(lambda: len(walking.log()) > 1, "a few steps")
+        walking.cancel()
+        with pytest.raises(sky.CallCrashed):
+            walking.result(10)
+        found.forget()
+    assert doubled(2) >> rented_pool == 4
+
+
+def test_over_ssh_a_wrong_key_is_refused(rented_pool: sky.ComputePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that the nodes do not know gets nothing, and the error says what to look at; so does a host key that is not the one in the lease."""
+    monkeypatch.setattr(remote, "AUTH_GRACE_SECONDS", 0.5)
+    key = tmp_path / "stranger"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
+    with pytest.raises(sky.CredentialsError, match="refuses our keys"):
+        sky.ComputePool.attach(rented_pool.lease, key=key)
+    endpoint = rented_pool.lease.nodes[1].instance.endpoint
+    assert endpoint is not None and endpoint.host_key is not None
+    other = " ".join(key.with_suffix(".pub").read_text().split()[:2])
+    with pytest.raises(sky.HostKeyChanged):
+        sky.ComputePool.attach(rented_pool.lease.model_dump_json().replace(endpoint.host_key, other))
+    assert doubled(2) >> rented_pool == 4
+
+
+def test_over_ssh_a_stale_lease_is_told(rented_pool: sky.ComputePool) -> None:
+    """Machines that are there, without the node that the lease speaks of: NodeLost says that the lease has run out."""
+    lease = rented_pool.lease.model_dump_json()
+    for node in rented_pool.lease.nodes:
+        lease = lease.replace(node.instance.id, "rental-000000000000")
+    with pytest.raises(sky.NodeLost, match="is not there any more"):
+        sky.ComputePool.attach(lease)
+    assert doubled(2) >> rented_pool == 4
+
+
+# ── other processes ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def living(ids: set[str]) -> set[str]:
+    """Those instances of which any process lives."""
+    return ids & {instance_id for _, instance_id in processes_by_tag("SKYWARD_INSTANCE_ID")}
+
+
+def held_bytes(pool: sky.ComputePool) -> int:
+    """What the nodes of a local pool hold in this machine's memory."""
+    ids = {node.instance.id for node in pool.lease.nodes}
+    folders = [folder for folder in Path("/dev/shm").iterdir() if any(folder.name.endswith(instance_id) for instance_id in ids)]
+    return sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
+
+
+@contextlib.contextmanager
+def other_process(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    """Run this file as a program; it does not outlive the block."""
+    argv = [sys.executable, "-m", "tests.test_attach", *arguments]
+    process = subprocess.Popen(argv, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def open_and_wait(path: str) -> None:
+    """Open a pool, start a call detached, tell both, and wait to be killed."""
+    pool = sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", lease_seconds=LEASE_SECONDS).open()
+    call = pool.start_detached(told_until(path))
+    wait_until(lambda: call.log(), "the call to run")
+    print(f"{pool.lease.model_dump_json()}\n{call.call_id}", flush=True)
+    time.sleep(60)
+
+
+def attach_and_wait(path: str) -> None:
+    """Attach to the pool whose lease is on the first line of stdin, have a call run that does not end, say so, and wait to be killed."""
+    with sky.ComputePool.attach(sys.stdin.readline()) as pool:
+        pool.submit(told_until(path))
+        print("attached", flush=True)
+        time.sleep(60)
+
+
+def attach(call_id: str) -> None:
+    """Use the pool whose lease is on stdin, and tell what it said."""
+    with sky.ComputePool.attach(sys.stdin.read(), lease_seconds=LEASE_SECONDS) as pool:
+        call = pool.detached_call(call_id)
+        found = {"ranks": rank() @ pool, "doubled": pool.map(doubled, range(3)), "result": call.result(30), "log": call.log(8)}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    {"open": open_and_wait, "attach": attach, "attach-and-wait": attach_and_wait}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,549 @@
+"""The pool's page of the ledger: committed before anything is asked for, true whatever came of it, and never in the way of giving machines back."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from pydantic import PrivateAttr
+
+import skyward_core as sky
+from skyward_core import Instance, Offer
+from skyward_core.entries import Account, Bucket, CostBy, Intent, Period
+from skyward_core.errors import LeaseLost, LedgerConflict, LedgerError
+from skyward_core.ledger import Ledger
+from skyward_core.owner import Owner
+from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG
+from skyward_core.provisioning.book import Book, Launch
+from skyward_core.provisioning.giving_back import give_back
+from skyward_core.provisioning.metering import Meter
+from skyward_core.provisioning.purse import Grant
+from skyward_core.spec import PoolSpec
+from tests.conftest import Told
+from tests.fakes import FakeProvider, LossyProvider
+
+POOL = "sky-1"
+START = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
+PRICE = Decimal(36)  # a cent a second
+
+
+class Clock:
+    """Seconds for a meter, and the same as a time of day for a ledger."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def date(self) -> datetime:
+        return START + timedelta(seconds=self.seconds - 1000.0)
+
+    def pause(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+class Outage:
+    """A ledger of which verbs can be made to fail, as on a full disk; `calls` are those that were tried."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.failing: set[str] = set()
+        self.error: Callable[[], Exception] = lambda: LedgerError("the disk is full")
+        self.calls: list[str] = []
+
+    def __getattr__(self, verb: str) -> Any:
+        if verb in self.failing or "all verbs" in self.failing:
+
+            def fail(*_: object, **__: object) -> None:
+                self.calls.append(verb)
+                raise self.error()
+
+            return fail
+        return getattr(self.ledger, verb)
+
+
+@dataclass
+class Scene:
+    """A book, what it writes into, whose machines it writes down, and a clock that the test turns."""
+
+    clock: Clock
+    url: str
+    ledger: Ledger
+    outage: Outage
+    provider: FakeProvider
+    meter: Meter
+    book: Book
+    told: Told
+
+    @property
+    def offer(self) -> Offer:
+        return self.provider.offers(sky.Requirements())[0]
+
+    def intents(self) -> list[Intent]:
+        return self.ledger.intents(pool_id=POOL)
+
+    def launch(self, count: int = 2, first_rank: int = 0, grant: Grant | None = None) -> tuple[Launch, list[Instance]]:
+        """Write down and ask for machines; not what came of it."""
+        launch = self.book.intend(self.offer, count, first_rank, grant or Grant())
+        return launch, self.provider.launch(self.offer, count, launch.tags, "")
+
+    def rent(self, count: int = 2, first_rank: int = 0) -> list[Instance]:
+        launch, instances = self.launch(count, first_rank)
+        self.book.bind(launch, instances)
+        return instances
+
+    def give_back(self) -> None:
+        give_back(self.provider, POOL, self.book, clock=self.clock, pause=self.clock.pause)
+        self.book.nothing_is_left()
+
+    def pass_time(self, seconds: float) -> None:
+        self.clock.seconds += seconds
+
+
+type Make = Callable[..., Scene]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Open a book at a provider of some kind."""
+    ledgers: list[Ledger] = []
+
+    def make(kind: type[FakeProvider] = FakeProvider, price: float = float(PRICE), is_opened: bool = True, **spec: Any) -> Scene:
+        clock, told, url = Clock(), Told(), f"sqlite:///{tmp_path}/ledger.db"
+        ledger = Ledger(url, clock=clock.date, busy_timeout_seconds=0.05)
+        ledgers.append(ledger)
+        if "budget" in spec:
+            ledger.set_account(Account(spec["budget"], Decimal(100), Period.MONTH))
+        outage, meter, provider = Outage(ledger), Meter(clock), kind(folder=str(tmp_path / "machines"), price_per_hour=price)
+        book = Book(cast("Ledger", outage), POOL, PoolSpec.of(**spec), provider, meter, told, now=clock.date)
+        if is_opened:
+            book.open()
+        return Scene(clock, url, ledger, outage, provider, meter, book, told)
+
+    yield make
+    for ledger in ledgers:
+        ledger.close()
+
+
+# ── before anything is asked for ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_pool_is_written_down_with_all_that_it_takes_to_end_it(make: Make) -> None:
+    """Its owner, its provider, its spec, its account and its first lease."""
+    it = make(budget="team", lease_seconds=90)
+    entry = it.ledger.pool(POOL)
+    assert entry is not None
+    assert (entry.owner, entry.provider, entry.account) == (Owner.here(), it.provider.to_json(), "team")
+    assert entry.lease_expires_at == START + timedelta(seconds=90)
+    assert PoolSpec.model_validate_json(entry.spec_json).lease_seconds == 90
+    assert (entry.ended_at, entry.lives_by_lease) == (None, False)
+
+
+class LookingProvider(FakeProvider):
+    """Looks into the ledger through a connection of its own whenever it is asked to launch."""
+
+    _seen: list[tuple[object, ...]] = PrivateAttr(default_factory=list)
+    _file: list[str] = PrivateAttr(default_factory=list)
+
+    def launch(self, offer: Offer, count: int, tags: Mapping[str, str], startup: str) -> list[Instance]:
+        with closing(sqlite3.connect(self._file[0])) as connection:
+            self._seen += connection.execute("select token, cloud_id, gone_microseconds from skyward_resources order by id").fetchall()
+        return super().launch(offer, count, tags, startup)
+
+
+def test_what_is_asked_for_is_committed_before_it_is_asked_for(make: Make, tmp_path: Path) -> None:
+    """Another process sees the intents, unbound and open, by the time that the creating call begins."""
+    it = make(LookingProvider)
+    provider = cast("LookingProvider", it.provider)
+    provider._file.append(f"{tmp_path}/ledger.db")
+    it.rent(3)
+    assert provider._seen == [(f"{POOL}-1-{rank}", None, None) for rank in range(3)]
+
+
+def test_an_intent_has_all_that_it_takes_to_find_the_thing(make: Make) -> None:
+    """Name, region, price, and the very tags that the creating call carries, each with its own rank."""
+    it = make()
+    it.pass_time(0.5)
+    launch, instances = it.launch(2, first_rank=3)
+    owner = Owner.here()
+    tags = {POOL_TAG: POOL, LAUNCH_TAG: f"{POOL}-1", OWNER_TAG: owner.name, PROCESS_TAG: owner.process, CREATED_TAG: str(int(START.timestamp()))}
+    for rank, intent, instance in zip((3, 4), it.intents(), instances, strict=True):
+        assert tags.items() | {(RANK_TAG, str(rank))} <= intent.tags.items()
+        assert intent.tags == instance.tags
+        assert (intent.name, intent.region, intent.token, intent.price.per_hour) == (f"{POOL}-{rank}", "nowhere-1", f"{POOL}-1-{rank}", PRICE)
+    assert EXPIRES_TAG not in launch.tags
+    assert sorted(launch.by_rank) == [3, 4]
+
+
+def test_each_call_has_a_token_of_its_own(make: Make) -> None:
+    """Two launches for the same rank are two things."""
+    it = make()
+    first, second = it.launch(1)[0], it.launch(1)[0]
+    assert first.tags[LAUNCH_TAG] != second.tags[LAUNCH_TAG]
+    assert len(it.intents()) == 2
+
+
+@pytest.mark.parametrize(
+    ("hard_end_seconds", "spec", "expected"),
+    [(600.0, {}, 600), (None, {"max_lifetime": 50, "provision_timeout": 30}, 80), (600.0, {"max_lifetime": 50, "provision_timeout": 30}, 80)],
+)
+def test_a_machine_with_an_end_says_so_in_its_tags(make: Make, hard_end_seconds: float | None, spec: dict[str, Any], expected: int) -> None:
+    """The earlier of what the money and `max_lifetime` allow, as a whole second that is not too early."""
+    it = make(**spec)
+    launch, _ = it.launch(1, grant=Grant(500.0, None if hard_end_seconds is None else it.clock() + hard_end_seconds))
+    (intent,) = it.intents()
+    assert intent.expires_at == START + timedelta(seconds=expected)
+    assert 0 <= int(launch.tags[EXPIRES_TAG]) - (START.timestamp() + expected) <= 1
+
+
+@pytest.mark.parametrize("error", [LedgerError, LeaseLost])
+def test_without_the_ledger_nothing_is_asked_for(make: Make, error: type[Exception]) -> None:
+    """What the ledger raises before a creating call is raised at once, by `open` and by `intend`, and left out of the end."""
+    it = make(is_opened=False)
+    it.outage.error = lambda: error("no")
+    it.outage.failing = {"open_pool", "intend_all"}
+    with pytest.raises(error):
+        it.book.open()
+    it.outage.failing = {"intend_all"}
+    it.book.open()
+    with pytest.raises(error):
+        it.book.intend(it.offer, 1, 0, Grant())
+    assert it.provider.machines.launched == []
+    it.book.close()
+
+
+def test_nothing_is_asked_for_on_behalf_of_a_pool_that_was_judged_dead(make: Make) -> None:
+    """A sweep has condemned it: LeaseLost, and no intent."""
+    it = make()
+    assert it.ledger.condemn(POOL, seen=START + timedelta(seconds=120))
+    with pytest.raises(LeaseLost):
+        it.book.intend(it.offer, 1, 0, Grant())
+    assert it.intents() == []
+
+
+# ── what came of it ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_from_launch_to_end_each_machine_is_one_entry(make: Make) -> None:
+    """Bound to its id, its end asked for, closed with the evidence; its seconds add up to its life, and their price to the bill."""
+    it = make()
+    launch, instances = it.launch(2)
+    it.pass_time(10)
+    it.book.bind(launch, instances)
+    assert [intent.cloud_id for intent in it.intents()] == ["fake-0", "fake-1"]
+    it.meter.enter("fake-0", Bucket.BOOTSTRAPPING)
+    it.meter.enter("fake-1", Bucket.BOOTSTRAPPING)
+    it.pass_time(20)
+    it.meter.enter("fake-0", Bucket.IDLE)
+    it.pass_time(70)
+    it.book.note()
+    assert sum(it.intents()[0].seconds.values()) == 100
+    it.give_back()
+    it.book.close()
+    first, second = it.intents()
+    assert (first.evidence, second.evidence) == ("fake lists it no more",) * 2
+    assert first.end_asked_at == first.gone_at == START + timedelta(seconds=100)
+    assert {bucket: seconds for bucket, seconds in first.seconds.items() if seconds} == {Bucket.LAUNCHING: 10, Bucket.BOOTSTRAPPING: 20, Bucket.IDLE: 70}
+    assert {bucket: seconds for bucket, seconds in second.seconds.items() if seconds} == {Bucket.LAUNCHING: 10, Bucket.BOOTSTRAPPING: 90}
+    (row,) = it.ledger.cost_rows(CostBy.POOL, pool_id=POOL)
+    assert (row.seconds, row.cost_usd, it.meter.total()) == (200, Decimal(2), Decimal(2))
+    assert it.ledger.open_intents(pool_id=POOL) == []
+    entry = it.ledger.pool(POOL)
+    assert entry is not None
+    assert entry.ended_at == START + timedelta(seconds=100)
+    assert [event.instance_id for event in it.told.of(sky.InstanceStopping)] == ["fake-0", "fake-1"]
+
+
+def test_time_that_termination_takes_is_terminating(make: Make) -> None:
+    """From when its end was asked for until it is known to be gone."""
+    it = make()
+    it.rent(1)
+    it.pass_time(30)
+    it.book.ending(["fake-0"])
+    it.pass_time(12)
+    it.book.gone(["fake-0"], "seen to be gone")
+    it.pass_time(1000)
+    it.book.note()
+    (intent,) = it.intents()
+    assert (intent.seconds[Bucket.TERMINATING], sum(intent.seconds.values())) == (12, 42)
+
+
+def test_what_the_provider_had_none_of_is_closed_and_costs_nothing(make: Make) -> None:
+    """With its words as the evidence."""
+    it = make()
+    launch = it.book.intend(it.offer, 2, 0, Grant())
+    it.pass_time(10)
+    it.book.refused(launch, "sold out")
+    assert [intent.evidence for intent in it.intents()] == ["fake had none: sold out"] * 2
+    assert it.ledger.cost_rows(CostBy.POOL)[0].cost_usd == 0
+    assert it.book.rented() == set()
+
+
+def test_of_fewer_machines_than_asked_for_the_others_never_were(make: Make) -> None:
+    """By their ranks, whichever came."""
+    it = make()
+    launch = it.book.intend(it.offer, 3, 0, Grant())
+    came = it.provider.launch(it.offer, 3, launch.tags, "")[1:2]
+    it.book.bind(launch, came)
+    assert [(intent.cloud_id, intent.evidence) for intent in it.intents()] == [
+        (None, "fewer came than were asked for"),
+        ("fake-1", None),
+        (None, "fewer came than were asked for"),
+    ]
+
+
+def test_what_came_unasked_is_written_down_too(make: Make) -> None:
+    """One machine more than was asked for, and two that claim the same rank: each has an entry of its own and is billed."""
+    it = make()
+    launch = it.book.intend(it.offer, 2, 0, Grant())
+    came = it.provider.launch(it.offer, 3, launch.tags, "")
+    came[1] = came[1].model_copy(update={"rank": 0})
+    it.book.bind(launch, came)
+    assert sorted(intent.cloud_id or "" for intent in it.ledger.open_intents(pool_id=POOL)) == ["fake-0", "fake-1", "fake-2"]
+    assert it.book.rented() == {"fake-0", "fake-1", "fake-2"}
+    it.give_back()
+    assert it.ledger.open_intents(pool_id=POOL) == []
+
+
+# ── what only a listing tells of ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_machine_whose_launch_was_never_answered_is_the_answer_to_its_intent(make: Make) -> None:
+    """Found when the pool is given back: bound by token and rank, billed from when it was asked for, at the price that was asked for."""
+    it = make(LossyProvider)
+    launch = it.book.intend(it.offer, 2, 0, Grant())
+    with pytest.raises(ConnectionError):
+        it.provider.launch(it.offer, 2, launch.tags, "")
+    it.provider.machines.running["fake-1"] = it.provider.machines.running["fake-1"].model_copy(update={"price_per_hour": 0.0})  # a listing may lack it
+    it.pass_time(50)
+    it.give_back()
+    it.book.close()
+    assert [(intent.token, intent.cloud_id, intent.evidence) for intent in it.intents()] == [
+        (f"{POOL}-1-{rank}", f"fake-{rank}", "fake lists it no more") for rank in (0, 1)
+    ]
+    assert [sum(intent.seconds.values()) for intent in it.intents()] == [50, 50]
+    assert it.meter.total() == it.ledger.cost_rows(CostBy.POOL)[0].cost_usd == 1
+
+
+def test_the_token_tells_which_launch_a_machine_is_of(make: Make) -> None:
+    """Two calls for the same rank, both lost: each machine is bound to its own, in whatever order they are listed."""
+    it = make()
+    _, (first,) = it.launch(1)
+    _, (second,) = it.launch(1)
+    it.book.found([second, first])
+    assert [(intent.token, intent.cloud_id) for intent in it.intents()] == [(f"{POOL}-1-0", first.id), (f"{POOL}-2-0", second.id)]
+
+
+def test_where_the_provider_does_not_tell_the_token_the_rank_must_do(make: Make) -> None:
+    """The oldest call that has had no answer for that rank."""
+    it = make()
+    _, instances = it.launch(2)
+    it.book.found([instance.model_copy(update={"tags": {}}) for instance in instances])
+    assert [intent.cloud_id for intent in it.intents()] == ["fake-0", "fake-1"]
+
+
+def test_a_machine_of_which_no_intent_tells_gets_one(make: Make) -> None:
+    """It is there, and must be ended: written down with its tags, once, however often it is listed. Also when a sweep has condemned the pool."""
+    it = make()
+    it.rent(1)
+    strange = it.provider.launch(it.offer, 1, {POOL_TAG: POOL, RANK_TAG: "7", "colour": "red"}, "")
+    it.book.found([*strange, *strange])
+    it.ledger.condemn(POOL, seen=START + timedelta(seconds=120))
+    another = it.provider.launch(it.offer, 1, {POOL_TAG: POOL, RANK_TAG: "8"}, "")
+    it.book.found([*strange, *another])
+    assert [intent.cloud_id for intent in it.intents()] == ["fake-0", "fake-1", "fake-2"]
+    assert it.intents()[1].tags["colour"] == "red"
+    it.pass_time(10)
+    it.give_back()
+    assert it.ledger.open_intents(pool_id=POOL) == []
+    assert it.meter.total() == it.ledger.cost_rows(CostBy.POOL)[0].cost_usd == Decimal("0.3")
+
+
+def test_an_intent_that_a_sweep_has_bound_to_another_machine_is_left_alone(make: Make) -> None:
+    """One call has created two machines: this one gets an entry of its own, so that closing one does not close the other."""
+    it = make()
+    launch, (instance,) = it.launch(1)
+    it.ledger.bind(launch.by_rank[0], "seen-by-a-sweep")
+    it.book.found([instance])
+    it.book.gone([instance.id], "gone")
+    assert [(intent.cloud_id, intent.evidence) for intent in it.intents()] == [("seen-by-a-sweep", None), (instance.id, "gone")]
+
+
+def test_what_was_asked_for_and_never_listed_is_closed_when_nothing_is_left(make: Make) -> None:
+    """The launch has failed for good; the provider's listing is the evidence."""
+    it = make()
+    it.book.intend(it.offer, 2, 0, Grant())
+    it.give_back()
+    assert [intent.evidence for intent in it.intents()] == ["fake lists nothing of the pool"] * 2
+
+
+# ── a ledger that fails ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("verb", ["bind_all", "ask_end_all", "note_all", "close_all", "end_pool", "all verbs"])
+def test_an_outage_keeps_no_machine_running_and_is_told_at_the_end(make: Make, verb: str) -> None:
+    """Once machines are asked for errors of the ledger wait: all is given back, and then `close` raises, saying what mends it; closing again is quiet."""
+    it = make()
+    launch, instances = it.launch(2)
+    it.outage.failing = {verb}
+    it.book.bind(launch, instances)
+    it.pass_time(10)
+    it.book.note()
+    it.give_back()
+    assert it.provider.machines.running == {}
+    assert it.book.rented() == set()
+    with pytest.raises(LedgerError, match="the disk is full") as caught:
+        it.book.close()
+    assert any("skyward sweep" in note for note in caught.value.__notes__)
+    it.outage.failing = set()
+    it.book.close()
+    entry = it.ledger.pool(POOL)
+    assert entry is not None
+    assert entry.ended_at is not None
+
+
+def test_machines_found_during_an_outage_are_given_back(make: Make) -> None:
+    """What cannot be written down is metered and ended all the same, and the ledger is tried once for each listing, not for each machine."""
+    it = make()
+    it.launch(5)
+    it.outage.failing = {"all verbs"}
+    it.give_back()
+    assert it.provider.machines.running == {}
+    assert it.outage.calls.count("bind") + it.outage.calls.count("adopt") <= 2
+    with pytest.raises(LedgerError):
+        it.book.close()
+
+
+def test_a_locked_database_is_such_an_outage(make: Make, tmp_path: Path) -> None:
+    """Another process holds the real file's lock: machines go, the error comes at the end, and what it missed stays open for a sweep."""
+    it = make()
+    it.rent(2)
+    with closing(sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)) as other:
+        other.execute("begin immediate")
+        it.give_back()
+        with pytest.raises(LedgerError):
+            it.book.close()
+        other.execute("rollback")
+    assert it.provider.machines.running == {}
+    assert len(it.ledger.open_intents(pool_id=POOL)) == 2
+
+
+def test_an_outage_that_is_over_and_mended_is_not_told(make: Make) -> None:
+    """Seconds and leases are written anew all the time: one that failed once is no error at the end."""
+    it = make()
+    it.rent(1)
+    it.outage.failing = {"note_all", "renew"}
+    it.pass_time(10)
+    it.book.note()
+    it.book.renew()
+    it.outage.failing = set()
+    it.pass_time(10)
+    it.book.note()
+    it.book.renew()
+    it.give_back()
+    it.book.close()
+    assert sum(it.intents()[0].seconds.values()) == 20
+
+
+def test_several_troubles_are_told_as_one(make: Make) -> None:
+    """The last is raised, with the others as its notes."""
+    it = make()
+    it.rent(1)
+    for verb, words in (("ask_end_all", "the disk is full"), ("close_all", "the file is gone")):
+        it.outage.failing, it.outage.error = {verb}, lambda words=words: LedgerError(words)
+        (it.book.asked if verb == "ask_end_all" else lambda ids: it.book.gone(ids, "seen"))(["fake-0"])
+    it.outage.failing = set()
+    with pytest.raises(LedgerError, match="the file is gone") as caught:
+        it.book.close()
+    assert "the disk is full" in caught.value.__notes__
+
+
+# ── the lease ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_lease_is_renewed_from_now(make: Make) -> None:
+    """By `lease_seconds`; and for as long as is asked for when the pool is to outlive this process."""
+    it = make(lease_seconds=60)
+    it.pass_time(30)
+    it.book.renew()
+    entry = it.ledger.pool(POOL)
+    assert entry is not None
+    assert entry.lease_expires_at == START + timedelta(seconds=90)
+    it.book.live_by_lease(600)
+    entry = it.ledger.pool(POOL)
+    assert entry is not None
+    assert (entry.lease_expires_at, entry.lives_by_lease) == (START + timedelta(seconds=630), True)
+
+
+def test_a_lease_that_is_lost_is_told_at_once(make: Make) -> None:
+    """The pool was condemned: its owner must close, and giving back goes on as ever."""
+    it = make()
+    it.rent(1)
+    assert it.ledger.condemn(POOL, seen=START + timedelta(seconds=120))
+    with pytest.raises(LeaseLost):
+        it.book.renew()
+    with pytest.raises(LeaseLost):
+        it.book.live_by_lease(600)
+    it.give_back()
+    it.book.close()
+    assert it.ledger.open_intents(pool_id=POOL) == []
+
+
+def test_an_outage_of_the_ledger_costs_no_lease(make: Make) -> None:
+    """`renew` keeps the error, `live_by_lease` raises it: there the pool's life depends on it. A ledger that has never heard of the pool is told at the end."""
+    it = make()
+    it.outage.failing = {"renew", "live_by_lease"}
+    it.book.renew()
+    with pytest.raises(LedgerError):
+        it.book.live_by_lease(600)
+    it.outage.error = lambda: LedgerConflict("no such pool")
+    it.book.renew()
+    with pytest.raises(LedgerConflict):
+        it.book.close()
+
+
+# ── the account ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_at_the_end_the_account_has_paid_what_was_spent(make: Make) -> None:
+    """All that was reserved is settled with the bill; the rest is free again."""
+    it = make(budget="team")
+    it.ledger.reserve("team", POOL, Decimal(50))
+    it.rent(2)
+    it.pass_time(100)
+    it.give_back()
+    it.book.close()
+    assert it.ledger.open_reservations() == []
+    assert it.ledger.left_usd("team", POOL) == 98
+
+
+def test_the_account_is_settled_before_the_pool_has_ended(make: Make) -> None:
+    """Killed in between, the pool is one that a sweep still looks after; what was reserved meanwhile is settled too."""
+    it = make(budget="team")
+    it.ledger.reserve("team", POOL, Decimal(50))
+    it.outage.failing, it.outage.error = {"end_pool"}, lambda: cast("Exception", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        it.book.close()
+    entry = it.ledger.pool(POOL)
+    assert entry is not None
+    assert (entry.ended_at, it.ledger.open_reservations()) == (None, [])
+    it.ledger.reserve("team", POOL, Decimal(5))
+    it.outage.failing = set()
+    end_pool = it.ledger.end_pool
+
+    def reserve_and_end(pool_id: str) -> None:
+        it.ledger.reserve("team", POOL, Decimal(7))
+        end_pool(pool_id)
+
+    it.outage.end_pool = reserve_and_end
+    it.book.close()
+    assert it.ledger.open_reservations() == []
+    assert it.ledger.left_usd("team", POOL) == 100

@@ -1,0 +1,671 @@
+"""The scheduler's memory: what clients miss, calls that nobody waits for, workers that do not answer."""
+
+import asyncio
+import contextlib
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import dask
+import distributed
+import pytest
+from distributed.broker import Broker
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from skyward_core import sources
+from skyward_core.certificates import PoolCertificate, make_certificate
+from skyward_core.worker.calls import KEEP, NAME, RETRIES, Calls, Following, Resumed, Topic, cancel, detached_key, let_go
+from skyward_core.worker.node import DASK_CONFIG, SILENCE_CHECK_SECONDS, PoolScheduler, Prompt, Silence, run_batch
+from skyward_core.worker.settings import NodeSettings, memory_directory, this_process
+from skyward_core.worker.watchdog import kill_instance
+from skyward_core.worker.wire import Batch, Call, Ending, Outcome, Output, Parcel, Sealed
+from tests.conftest import wait_until
+from tests.testbed import Fleet, Host, why_not
+
+TOPIC = "skyward-0123"
+FOR_EVER = 3600.0
+
+
+# ── numbers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(st.lists(st.one_of(st.binary(max_size=30), st.integers(0, 40))), st.integers(1, 60))
+def test_a_topic_keeps_the_newest_within_its_bounds(steps: list[bytes | int], limit_bytes: int) -> None:
+    """What a topic gives back are the newest messages, rightly numbered; it holds no more than its limit, but always the last one."""
+    topic, said, acknowledged = Topic(limit_bytes), list[bytes](), 0
+    for step in steps:
+        if isinstance(step, bytes):
+            said.append(step)
+            topic.add(step)
+        else:
+            acknowledged = max(acknowledged, min(step, len(said)))
+            topic.acknowledge(min(step, len(said)))
+        number, messages = topic.after(0)
+        assert messages == said[number:]
+        assert topic.number == len(said)
+        assert number >= acknowledged
+        assert topic.nbytes == sum(map(len, messages))
+        assert topic.nbytes <= limit_bytes or len(messages) == 1
+        assert messages or acknowledged == len(said)
+        fits = acknowledged == number or sum(map(len, said[number - 1 :])) > limit_bytes
+        assert fits, "a message was dropped that had room"
+
+
+@dataclass
+class Wire:
+    """The stream from the scheduler to one client: messages on their way, and whether it still stands."""
+
+    client_id: str
+    handler: Callable[[Any], None]
+    sent: list[Any] = field(default_factory=list)
+
+
+class FakeScheduler:
+    """Dask's own broker, and streams that tests deliver from, or cut."""
+
+    def __init__(self, calls: Calls) -> None:
+        self.plugins = {calls.name: calls}
+        self.tasks: dict[str, Any] = {}
+        self.stream_handlers: dict[str, Any] = {}
+        self.handlers: dict[str, Any] = {}
+        self.wires: dict[str, Wire] = {}
+        self.broker = Broker(0, self)  # type: ignore[arg-type]
+        self.log_event, self.subscribe_topic, self.unsubscribe_topic = self.broker.publish, self.broker.subscribe, self.broker.unsubscribe
+
+    def send_all(self, client_msgs: dict[str, list[Any]], worker_msgs: Any) -> None:
+        for client, messages in client_msgs.items():
+            if wire := self.wires.get(client):
+                wire.sent += [message["event"] for message in messages]
+
+    def take(self, client: str, message: dict[str, Any]) -> None:
+        """Handle a message of a client's stream as Dask does."""
+        message = {"client": client, **message}
+        self.stream_handlers[message.pop("op")](**message)
+
+
+STEPS = st.lists(st.sampled_from(["say", "say", "deliver", "cut", "reconnect", "resume", "acknowledge", "deliver late"]), max_size=80)
+
+
+@hypothesis_settings(max_examples=400, deadline=None)
+@given(STEPS, st.sampled_from([10**6, 12]))
+def test_a_client_gets_each_message_once_however_it_reconnects(steps: list[str], limit_bytes: int) -> None:
+    """Whatever the order of messages, broken wires, new clients and repeated questions: each message comes once, in order, or is known to be missed."""
+    asyncio.run(_reconnecting(steps, limit_bytes))
+
+
+async def _reconnecting(steps: list[str], limit_bytes: int) -> None:
+    calls = Calls(FOR_EVER, limit_bytes)
+    scheduler: Any = FakeScheduler(calls)
+    await calls.start(scheduler)
+    said, heard, missed = list[bytes](), list[bytes](), list[int]()
+
+    def resumed(answer: Resumed) -> None:
+        missed.extend(range(len(heard) + len(missed), answer.number))
+        assert answer.missed == 0 or limit_bytes < 10**6
+
+    following = Following(TOPIC, heard.append, resumed)
+    old: Wire | None = None
+    wire: Wire | None = None
+
+    def connect() -> Wire:
+        client_id = f"client-{uuid.uuid4().hex}"
+        wire = scheduler.wires[client_id] = Wire(client_id, following.handler(client_id))
+        if len(said) % 2:
+            scheduler.subscribe_topic(TOPIC, client_id)  # as client.subscribe_topic does: live messages may come before the answer
+        return wire
+
+    def ask(wire: Wire) -> None:
+        scheduler.take(wire.client_id, following.resume(wire.client_id))
+
+    wire = connect()
+    ask(wire)
+    for step in [*steps, "reconnect", "deliver", "say", "deliver"]:
+        if step == "say":
+            said.append(f"{len(said):04}".encode())
+            scheduler.log_event(TOPIC, said[-1])
+        elif step == "cut" and wire is not None:
+            calls.remove_client(scheduler, wire.client_id)
+            old = scheduler.wires.pop(wire.client_id)
+            wire = None
+        elif step == "reconnect":
+            old, wire = wire or old, connect()
+            ask(wire)
+        elif step == "resume" and wire is not None:
+            ask(wire)
+        elif step == "acknowledge" and wire is not None:
+            scheduler.take(wire.client_id, following.acknowledge())
+        elif step == "deliver late" and old is not None and old.sent:
+            old.handler(old.sent.pop(0))
+        elif step == "deliver" and wire is not None:
+            while wire.sent:
+                wire.handler(wire.sent.pop(0))
+    await calls.close()
+    assert sorted([*heard, *(said[number] for number in missed)]) == said
+    assert heard == sorted(heard)
+    if limit_bytes == 10**6:
+        assert heard == said
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 500), st.booleans()), max_size=60))
+def test_only_checks_make_a_worker_silent(steps: list[tuple[float, bool]]) -> None:
+    """A worker is given up after so many checks without news of it; a scheduler that slept for hours gives nobody up for that."""
+    silence, seen, unheard = Silence(), 0.0, 0.0
+    silence.check({"w": seen}, 1.0, 12.0)
+    for elapsed_seconds, is_heard in steps:
+        seen += is_heard
+        unheard = 0.0 if is_heard else unheard + min(elapsed_seconds, 2 * SILENCE_CHECK_SECONDS)
+        assert silence.check({"w": seen}, elapsed_seconds, 12.0) == (["w"] if unheard > 12.0 else [])
+
+
+# ── a real scheduler ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Head:
+    """A scheduler of this process with a worker, and its clients."""
+
+    scheduler: Any
+    calls: Calls
+    stack: contextlib.AsyncExitStack
+
+    async def client(self) -> Any:
+        client = await self.stack.enter_async_context(distributed.Client(self.scheduler.address, asynchronous=True, set_as_default=False, timeout=10))
+        client.scheduler_comm.interval = 0.0
+        return client
+
+    async def worker(self) -> Any:
+        worker = distributed.Worker(self.scheduler.address, nthreads=1, host="127.0.0.1", dashboard=False, dashboard_address="127.0.0.1:0", memory_limit=0)
+        return await self.stack.enter_async_context(worker)
+
+    async def until(self, condition: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < deadline, f"waited for {what}"
+            await asyncio.sleep(0.005)
+
+    async def lose(self, client: Any) -> None:
+        """Break a client's connection, as a network does, and keep it from making another."""
+        client.status = "closing"
+        client.scheduler_comm.comm.abort()
+        await self.until(lambda: client.id not in self.scheduler.clients, "the scheduler to see that the client is gone")
+
+
+@contextlib.asynccontextmanager
+async def _head(calls: Calls) -> AsyncGenerator[Head]:
+    with dask.config.set(DASK_CONFIG):
+        scheduler = PoolScheduler(host="127.0.0.1", port=0, dashboard=False, dashboard_address="127.0.0.1:0", plugins=[Prompt(), calls])
+        async with scheduler, contextlib.AsyncExitStack() as stack:
+            yield Head(scheduler, calls, stack)
+
+
+def with_head(test: Callable[[Head], Any], abandoned_seconds: float = FOR_EVER, limit_bytes: int = 1 << 20) -> None:
+    """Run a test in an event loop of its own with a head."""
+
+    async def main() -> None:
+        async with asyncio.timeout(60), _head(Calls(abandoned_seconds, limit_bytes)) as head:
+            await test(head)
+
+    asyncio.run(main())
+
+
+def wait_for_file(path: str) -> str:
+    """A task that waits."""
+    while not Path(path).exists():
+        time.sleep(0.01)
+    return path
+
+
+def runs_noted(folder: Path) -> int:
+    """How many notes there are, other than that to go on."""
+    return len([note for note in folder.iterdir() if note.name != "go"])
+
+
+def note_and_wait(folder: str) -> int:
+    """A task that leaves a note of each of its runs."""
+    Path(folder, uuid.uuid4().hex).touch()
+    wait_for_file(f"{folder}/go")
+    return 1
+
+
+def follow(client: Any, following: Following) -> None:
+    client.subscribe_topic(following.topic, following.handler(client.id))
+    client._send_to_scheduler(following.resume(client.id))
+
+
+def test_messages_outlive_a_connection() -> None:
+    """What is said while a client has no connection reaches the one it makes next; what it acknowledges takes no memory any more."""
+
+    async def test(head: Head) -> None:
+        heard, answers = list[bytes](), list[Resumed]()
+        following = Following(TOPIC, heard.append, answers.append)
+        first = await head.client()
+        follow(first, following)
+        await head.until(lambda: answers, "an answer")
+        assert not answers[0].is_known
+        large = os.urandom(300_000)
+        for message in (b"1", large):
+            head.scheduler.log_event(TOPIC, message)
+        await head.until(lambda: len(heard) == 2, "live messages")
+        first._send_to_scheduler(following.acknowledge())
+        await head.until(lambda: not head.calls._topics[TOPIC].nbytes, "memory to be given back")
+        await head.lose(first)
+        for message in (b"3", b"4"):
+            head.scheduler.log_event(TOPIC, message)
+        second = await head.client()
+        follow(second, following)
+        await head.until(lambda: len(heard) == 4, "what was missed")
+        head.scheduler.log_event(TOPIC, b"5")
+        await head.until(lambda: len(heard) == 5, "live messages")
+        assert heard == [b"1", large, b"3", b"4", b"5"]
+        assert answers[1] == Resumed(number=2, missed=0, is_known=True, tasks={})
+
+    with_head(test)
+
+
+@pytest.mark.parametrize("state", ["processing", "memory"])
+def test_tasks_outlive_a_connection_until_their_client_releases_them(tmp_path: Path, state: str) -> None:
+    """A task goes on without its client, whose next connection is told how it stands, gets its result, and lets go of it by releasing its future."""
+
+    async def test(head: Head) -> None:
+        await head.worker()
+        following = Following(TOPIC, print)
+        first = await head.client()
+        follow(first, following)
+        go = str(tmp_path / "go")
+        kept = first.submit(wait_for_file, go, key="skyward-1", pure=False)
+        plain = first.submit(wait_for_file, go, key="theirs", pure=False)
+        await head.until(lambda: {"skyward-1", "theirs"} <= head.scheduler.tasks.keys(), "the tasks")
+        await head.lose(first)
+        await head.until(lambda: "theirs" not in head.scheduler.tasks, "Dask to forget what is not ours")
+        futures = list[Any]()
+        second = await head.client()
+
+        def resumed(answer: Resumed) -> None:
+            assert answer.tasks == {"skyward-1": state}
+            futures.append(distributed.Future("skyward-1", second))
+
+        if state == "memory":
+            (tmp_path / "go").touch()
+            await head.until(lambda: head.scheduler.tasks["skyward-1"].state == state, "the task to end")
+        following._resumed = resumed
+        follow(second, following)
+        await head.until(lambda: futures, "an answer")
+        (tmp_path / "go").touch()
+        assert await futures[0] == go
+        futures.pop().release()
+        await head.until(lambda: "skyward-1" not in head.scheduler.tasks, "the task to be let go")
+        assert not head.calls._keys
+        del kept, plain
+
+    with_head(test)
+
+
+def test_a_release_by_dask_after_a_reconnect_lets_nothing_go(tmp_path: Path) -> None:
+    """Dask's client reconnects by itself and then releases its old futures: tasks of which it knows nothing any more. They stay."""
+
+    async def test(head: Head) -> None:
+        await head.worker()
+        client = await head.client()
+        future = client.submit(wait_for_file, str(tmp_path / "go"), key="skyward-1", pure=False)
+        await head.until(lambda: "skyward-1" in head.scheduler.tasks, "the task")
+        connections = head.scheduler._client_connections_added_total
+        client.scheduler_comm.comm.abort()
+        await head.until(lambda: head.scheduler._client_connections_added_total > connections and client.status == "running", "Dask to reconnect")
+        future.release()
+        said = list[Any]()
+        client.subscribe_topic("after", said.append)
+        await head.until(lambda: client.id in head.scheduler._broker._topics["after"].subscribers, "the release to have come")
+        assert "skyward-1" in head.scheduler.tasks
+        client._send_to_scheduler(let_go(["skyward-1"]))
+        await head.until(lambda: "skyward-1" not in head.scheduler.tasks, "the task to be let go")
+        (tmp_path / "go").touch()
+
+    with_head(test)
+
+
+def test_what_a_client_releases_is_forgotten_at_once() -> None:
+    """A connected client that releases its tasks leaves nothing behind in the scheduler: neither tasks, nor wishes, nor records."""
+
+    async def test(head: Head) -> None:
+        await head.worker()
+        client = await head.client()
+        futures = [client.submit(len, "abc", key=f"skyward-{number}", pure=False) for number in range(5)]
+        assert await client.gather(futures) == [3] * 5
+        for future in futures:
+            future.release()
+        await head.until(lambda: not head.scheduler.tasks, "the tasks to be forgotten")
+        assert not head.calls._keys
+        assert not head.scheduler.clients[KEEP].wants_what
+
+    with_head(test)
+
+
+def test_what_was_kept_for_a_client_gone_for_good_is_dropped(tmp_path: Path) -> None:
+    """A client that stays away, or says that it leaves, is remembered no longer; its detached calls are."""
+
+    async def test(head: Head) -> None:
+        await head.worker()
+        for leaves in (False, True):
+            client = await head.client()
+            following = Following(TOPIC, print)
+            follow(client, following)
+            futures = [client.submit(wait_for_file, str(tmp_path / "go"), key=key, pure=False) for key in ("skyward-1", detached_key("d"))]
+            await head.until(lambda: len(head.scheduler.tasks) == 2, "the tasks")
+            if leaves:
+                client._send_to_scheduler(following.leave())
+            else:
+                await head.lose(client)
+            await head.until(lambda: TOPIC not in head.calls._topics and set(head.scheduler.tasks) == {detached_key("d")}, "what was kept to be dropped")
+            assert not head.calls._keys
+            assert not head.calls._owners
+            del futures
+        (tmp_path / "go").touch()
+
+    with_head(test, abandoned_seconds=0.05)
+
+
+def test_a_client_that_comes_back_in_time_is_not_given_up(tmp_path: Path) -> None:
+    """Resuming stops the clock of whoever was gone, and no clock outlives the scheduler."""
+
+    async def test(head: Head) -> None:
+        first = await head.client()
+        following = Following(TOPIC, print)
+        follow(first, following)
+        await head.until(lambda: following._is_live, "an answer")
+        await head.lose(first)
+        assert list(head.calls._absent) == [first.id]
+        follow(await head.client(), following)
+        await head.until(lambda: following._is_live, "an answer")
+        assert not head.calls._absent
+
+    with_head(test)
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_a_call_runs_as_often_as_it_may(tmp_path: Path, retries: int) -> None:
+    """A detached call whose worker is lost runs again only if it was given retries; then it is lost, and everybody can read why."""
+
+    async def test(head: Head) -> None:
+        client = await head.client()
+        with dask.annotate(**({RETRIES: retries} if retries else {})):
+            client.submit(note_and_wait, str(tmp_path), key=detached_key("d"), pure=False)
+        for run in range(retries + 1):
+            async with distributed.Worker(
+                head.scheduler.address, nthreads=1, host="127.0.0.1", dashboard=False, dashboard_address=":0", memory_limit=0
+            ) as worker:
+                await head.until(lambda run=run: runs_noted(tmp_path) == run + 1, "the call to run")
+                await head.scheduler.remove_worker(worker.address, stimulus_id="lost")
+                (tmp_path / "go").touch()  # lets its thread end
+                await worker.close()
+            (tmp_path / "go").unlink()
+        await head.worker()
+        known = await client.scheduler.skyward_call(call_id="d")
+        assert (known["state"], known["runs"], known["has_result"]) == ("lost", retries + 1, False)
+        assert known["reason"]
+        assert runs_noted(tmp_path) == retries + 1
+
+    with_head(test)
+
+
+def test_a_call_that_has_ended_does_not_run_again_when_its_result_is_lost(tmp_path: Path) -> None:
+    """Dask would compute a lost result once more; a call may not run twice. It has ended, and its result is gone."""
+
+    async def test(head: Head) -> None:
+        client = await head.client()
+        (tmp_path / "go").touch()
+        async with distributed.Worker(head.scheduler.address, nthreads=1, host="127.0.0.1", dashboard=False, dashboard_address=":0", memory_limit=0):
+            regular = client.submit(note_and_wait, str(tmp_path), key="skyward-1", pure=False)
+            detached = client.submit(note_and_wait, str(tmp_path), key=detached_key("d"), pure=False)
+            assert await client.gather([regular, detached]) == [1, 1]
+        await head.worker()
+        await head.until(lambda: not head.scheduler.tasks, "Dask to forget what is lost")
+        known = await client.scheduler.skyward_call(call_id="d")
+        assert (known["state"], known["has_result"]) == ("ended", False)
+        assert runs_noted(tmp_path) == 2
+
+    with_head(test)
+
+
+def test_a_detached_call_that_waits_is_taken_back() -> None:
+    """Cancelled while there is no worker, a call is told to be cancelled to whoever follows it, and never runs."""
+
+    async def test(head: Head) -> None:
+        client, other = await head.client(), await head.client()
+        with dask.annotate(**{NAME: "train"}):
+            client.submit(wait_for_file, "/", key=detached_key("d"), pure=False)
+        heard = list[bytes]()
+        follow(other, Following(detached_key("d"), heard.append))
+        await head.until(lambda: head.calls.skyward_calls(), "the call")
+        (known,) = await other.scheduler.skyward_calls()
+        assert (known["call_id"], known["name"], known["state"]) == ("d", "train", "waiting")
+        other._send_to_scheduler(cancel(["d", "no such call"]))
+        await head.until(lambda: heard, "the news")
+        assert [outcome.ending for outcome in pickle.loads(heard[0]).news] == [Ending.CANCELLED]
+        known = await other.scheduler.skyward_call(call_id="d")
+        assert (known["state"], len(known["messages"])) == ("cancelled", 1)
+        assert not head.scheduler.tasks
+        assert await other.scheduler.skyward_forget(call_id="d")
+        assert not await other.scheduler.skyward_forget(call_id="d")
+        assert await other.scheduler.skyward_call(call_id="d") is None
+        assert not head.calls._topics
+
+    with_head(test)
+
+
+# ── real nodes ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Nodes:
+    """Supervisors of this machine, the first of them the head; no pool and no provider is needed for them."""
+
+    certificate: PoolCertificate
+    scheduler: str
+    processes: list[subprocess.Popen[bytes]]
+
+    def connect(self) -> distributed.Client:
+        pem, key = self.certificate.certificate, self.certificate.key
+        security = distributed.Security(require_encryption=True, tls_ca_file=pem, tls_client_cert=pem, tls_client_key=key)
+        return distributed.Client(self.scheduler, security=security, set_as_default=False, timeout=20)
+
+
+@contextlib.contextmanager
+def _nodes(count: int, folder: Path, hosts: Sequence[Host] = ()) -> Iterator[Nodes]:
+    """Start nodes here, or with the networks of these hosts."""
+    certificate = make_certificate("calls")
+    settings = NodeSettings(
+        pool_id="calls",
+        instance_id="",
+        rank=0,
+        total_nodes=count,
+        slots=1,
+        host="127.0.0.1",
+        head_host="127.0.0.1",
+        head_port=0,
+        tls_certificate=certificate.certificate,
+        tls_key=certificate.key,
+        value_directories=(),
+        metrics_interval_seconds=None,
+        owner=this_process(),
+    )
+    nodes = Nodes(certificate, "", [])
+    ids = [f"calls-{uuid.uuid4().hex[:8]}" for _ in range(count)]
+    try:
+        for rank, instance_id in enumerate(ids):
+            directory = folder / instance_id
+            directory.mkdir()
+            mine = replace(
+                settings,
+                rank=rank,
+                instance_id=instance_id,
+                host=hosts[rank].ip if hosts else "127.0.0.1",
+                scheduler=nodes.scheduler or None,
+                value_directories=(memory_directory(instance_id),),
+            )
+            (directory / "settings.json").write_text(mine.to_json())
+            environ = {**os.environ, "SKYWARD_INSTANCE_ID": instance_id, "SKYWARD_INSTANCE_DIRECTORY": str(directory)}
+            with (directory / "log").open("wb") as log:
+                network = ["nsenter", f"--target={hosts[rank].pid}", "--net"] if hosts else []
+                command = [*network, sys.executable, "-m", "skyward_core.worker.supervisor", str(directory)]
+                nodes.processes.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True))
+            if rank == 0:
+                wait_until((directory / "head.json").exists, "the head")
+                nodes.scheduler = (directory / "head.json").read_text()
+        yield nodes
+    finally:
+        for instance_id, process in zip(ids, nodes.processes, strict=False):
+            process.terminate()
+            process.wait(30)
+            assert not kill_instance(instance_id)
+            shutil.rmtree(folder / instance_id)
+
+
+@pytest.fixture
+def one_node(tmp_path: Path) -> Iterator[Nodes]:
+    with _nodes(1, tmp_path) as nodes:
+        yield nodes
+
+
+def sealed(topic: str, call_id: str, fn: Callable[..., Any], *args: Any) -> Sealed:
+    """A batch of one call, as a client sends it."""
+    function, arguments = sources.pack(fn, label="fn"), sources.pack((args, {}), label="args")
+    call = Call(call_id, call_id, Parcel(arguments.data, arguments.buffers), call_id)
+    return Sealed(pickle.dumps(Batch(topic, (call,), {call_id: Parcel(function.data, function.buffers)}), protocol=5))
+
+
+def submit(client: distributed.Client, call_id: str, fn: Callable[..., Any], *args: Any) -> distributed.Future[Any]:
+    key = detached_key(call_id)
+    with dask.annotate(**{NAME: fn.__name__}):
+        return client.submit(run_batch, sealed(key, call_id, fn, *args), key=key, pure=False)
+
+
+def news(messages: Any) -> list[Outcome | Output]:
+    return [item for message in messages for item in pickle.loads(message).news]
+
+
+def say_and_wait(folder: str) -> str:
+    print("begun")
+    Path(folder, f"run-{os.getpid()}").touch()
+    while not Path(folder, "go").exists():
+        time.sleep(0.01)
+    print("gone on")
+    return "done"
+
+
+def state_of(client: distributed.Client, call_id: str) -> dict[str, Any]:
+    return client.sync(client.scheduler.skyward_call, call_id=call_id)  # type: ignore[no-any-return]
+
+
+SUBMITTER = """
+import os, pickle, sys, time
+from tests.test_calls import Nodes, say_and_wait, submit
+with open(sys.argv[1], "rb") as file:
+    client = pickle.load(file).connect()
+future = submit(client, "d", say_and_wait, sys.argv[2])
+print("sent", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_detached_call_outlives_the_process_that_sent_it(one_node: Nodes, tmp_path: Path) -> None:
+    """Its sender killed, a call goes on; another client finds it, follows its log, reads its outcome, and has it forgotten."""
+    note = tmp_path / "nodes"
+    note.write_bytes(pickle.dumps(replace(one_node, processes=[])))
+    sender = subprocess.Popen([sys.executable, "-c", SUBMITTER, str(note), str(tmp_path)], stdout=subprocess.PIPE)
+    try:
+        assert sender.stdout is not None
+        assert sender.stdout.readline() == b"sent\n"
+        wait_until(lambda: list(tmp_path.glob("run-*")), "the call to run")
+    finally:
+        sender.kill()
+        sender.communicate()
+    with one_node.connect() as client:
+        wait_until(lambda: state_of(client, "d")["state"] == "running", "the call to be known to run")
+        (known,) = client.sync(client.scheduler.skyward_calls)
+        assert (known["name"], known["worker"], known["runs"]) == ("say_and_wait", "0-0", 1)
+        wait_until(lambda: state_of(client, "d")["messages"], "its first line")
+        begun = state_of(client, "d")
+        assert [item.lines for item in news(begun["messages"])] == [("begun",)]
+        (tmp_path / "go").touch()
+        wait_until(lambda: state_of(client, "d")["state"] == "ended", "the call to end")
+        later = client.sync(client.scheduler.skyward_call, call_id="d", after=begun["messages_in_all"])
+        assert later["number"] == begun["messages_in_all"]
+        line, outcome = news(later["messages"])
+        assert line.lines == ("gone on",)
+        assert pickle.loads(outcome.parcel.data) == "done"
+        assert client.sync(client.scheduler.skyward_forget, call_id="d") is True
+        assert not client.sync(client.scheduler.skyward_calls)
+        assert state_of(client, "d") is None
+        assert len(list(tmp_path.glob("run-*"))) == 1
+
+
+def test_a_running_call_is_stopped_through_the_stream(one_node: Nodes, tmp_path: Path) -> None:
+    """A running call is stopped, and one that waits behind it in the worker never begins, with no connection but the client's own to the scheduler."""
+    with one_node.connect() as client:
+        futures = [submit(client, "d1", say_and_wait, str(tmp_path))]
+        wait_until(lambda: list(tmp_path.glob("run-*")), "the call to run")
+        futures.append(submit(client, "d2", say_and_wait, str(tmp_path)))
+        wait_until(lambda: state_of(client, "d2"), "the second call to be known")
+        client._send_to_scheduler(cancel(["d1", "d2"]))
+        for call_id in ("d1", "d2"):
+            wait_until(lambda call_id=call_id: state_of(client, call_id)["state"] == "ended", "the call to end")
+            outcomes = [item for item in news(state_of(client, call_id)["messages"]) if isinstance(item, Outcome)]
+            assert [outcome.ending for outcome in outcomes] == [Ending.CANCELLED]
+        assert len(list(tmp_path.glob("run-*"))) == 1
+        for future in futures:
+            future.release()
+
+
+@pytest.mark.slow
+def test_a_frozen_worker_is_given_up_and_joins_again_when_it_thaws(tmp_path: Path) -> None:
+    """A worker of which all threads stand still is out of the pool within 15 s; once it can, it ends, and another joins in its place."""
+    with _nodes(2, tmp_path) as nodes, nodes.connect() as client:
+        client.wait_for_workers(2)
+        pids = {worker["name"]: (address, worker_pid) for address, worker_pid in client.run(os.getpid).items() for worker in [_worker(client, address)]}
+        address, pid = pids["1-0"]
+        submit(client, "d", say_and_wait, str(tmp_path))
+        os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        try:
+            wait_until(lambda: address not in client.scheduler_info(n_workers=-1)["workers"], "the frozen worker to be given up", 20)
+            assert time.monotonic() - began > 5
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: any(worker["name"] == "1-0" for worker in client.scheduler_info(n_workers=-1)["workers"].values()), "a worker in its place", 10)
+        (tmp_path / "go").touch()
+
+
+@pytest.mark.slow
+def test_a_worker_that_was_cut_off_joins_again(tmp_path: Path) -> None:
+    """A node whose packets vanish is given up within 20 s, sees for itself that it is cut off, and is back within 10 s of being healed."""
+    if reason := why_not():
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+    with Fleet() as fleet:
+        hosts = [fleet.create(), fleet.create()]
+        with _nodes(2, tmp_path, hosts) as nodes, nodes.connect() as client:
+            (log,) = [path for path in tmp_path.glob("*/log") if not (path.parent / "head.json").exists()]
+
+            def is_there() -> bool:
+                return any(worker["name"] == "1-0" for worker in client.scheduler_info(n_workers=-1)["workers"].values())
+
+            wait_until(is_there, "the worker")
+            hosts[1].partition()
+            wait_until(lambda: not is_there(), "the worker to be given up", 20)
+            wait_until(lambda: "worker 1-0 ends" in log.read_text(), "the worker to end itself", 30)
+            hosts[1].heal()
+            wait_until(is_there, "a worker in its place", 10)
+
+
+def _worker(client: distributed.Client, address: str) -> dict[str, Any]:
+    return client.scheduler_info(n_workers=-1)["workers"][address]

@@ -1,0 +1,335 @@
+"""The `skyward` command, as it is typed: what it prints, what it does, and how it ends."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyward_core import cli
+from skyward_core.entries import Account, Bucket, Period, Price, ResourceKind, Wish
+from skyward_core.ledger import Ledger
+from skyward_core.owner import Owner
+from skyward_core.providers import base
+from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG
+from skyward_core.provisioning import sweep as sweeping
+from tests.test_sweep import FolderProvider
+
+ROOT = Path(__file__).parent.parent
+HERE = replace(Owner.here(), user="ada", host="laptop")
+DEAD = replace(Owner.here(), started="1")
+
+type Skyward = Callable[..., str]
+
+
+class Clock:
+    """The ledger's clock; it stands."""
+
+    def __init__(self, now: datetime) -> None:
+        self.now = now
+
+    def __call__(self) -> datetime:
+        return self.now
+
+
+@pytest.fixture
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the URL of a ledger that commands take by themselves; no command finds the machines of other tests, which are processes of this host."""
+    found = f"sqlite:///{tmp_path / 'ledger.db'}"
+    monkeypatch.setenv("SKYWARD_LEDGER", found)
+    load = base.load
+
+    def loading(wish: Any) -> Any:
+        fields = dict(wish) if isinstance(wish, Mapping) else {"name": wish}
+        assert fields["name"] != "local", "a test must not sweep this host"
+        return FolderProvider(folder=fields["folder"]) if fields["name"] == "folder" else load(wish)
+
+    monkeypatch.setattr(base, "load", loading)
+    monkeypatch.setattr(sweeping, "load", loading)
+    monkeypatch.setenv("SKYWARD_PROVIDER", json.dumps({"name": "folder", "folder": str(tmp_path)}))
+    return found
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock(datetime.now(UTC))
+
+
+@pytest.fixture
+def ledger(url: str, clock: Clock) -> Iterator[Ledger]:
+    with Ledger(url, clock=clock) as opened:
+        yield opened
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> FolderProvider:
+    return FolderProvider(folder=str(tmp_path))
+
+
+@pytest.fixture
+def skyward(capsys: pytest.CaptureFixture[str], url: str) -> Skyward:
+    """Run a command line; return what it printed, or on stderr if it was to fail."""
+
+    def run(line: str, code: int = 0) -> str:
+        assert cli.main(shlex.split(line)) == code
+        told = capsys.readouterr()
+        if code == cli.FAILED:
+            assert "Traceback" not in told.err
+            return told.err
+        assert told.err == ""
+        return told.out
+
+    return run
+
+
+def open_pool(
+    ledger: Ledger, clock: Clock, provider: FolderProvider, pool_id: str, *, owner: Owner, age_seconds: float = 3600, machines: int = 1, **more: Any
+) -> None:
+    """Open a pool that has machines at 2 USD an hour each (8 USD on demand), which have run calls for as long as it is old."""
+    began = clock.now - timedelta(seconds=age_seconds)
+    now, clock.now = clock.now, began
+    try:
+        ledger.open_pool(pool_id, owner=owner, provider=provider.to_json(), spec_json="{}", lease_expires_at=now + timedelta(seconds=100), **more)
+        tags = {POOL_TAG: pool_id, LAUNCH_TAG: f"{pool_id}-1", RANK_TAG: "0"}
+        price = Price(Decimal(2), Decimal(8), is_spot=True)
+        wishes = [
+            Wish(ResourceKind.INSTANCE, "folder", "here", f"{pool_id}-{rank}", f"{pool_id}-1-{rank}", tags | {RANK_TAG: str(rank)}, now, price)
+            for rank in range(machines)
+        ]
+        intents = ledger.intend_all(pool_id, wishes)
+        instances = provider.launch(None, machines, tags, "")
+        ledger.bind_all({its.id: instance.id for its, instance in zip(intents, instances, strict=True)})
+        ledger.note_all({its.id: {Bucket.RUNNING_CALLS: age_seconds} for its in intents})
+    finally:
+        clock.now = now
+
+
+def lines(told: str) -> list[list[str]]:
+    """What a table says, by lines and columns."""
+    return [re.split(r" {2,}", line.strip()) for line in told.splitlines()]
+
+
+# ── ps ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_ps_shows_what_is_open(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
+    """Oldest first, with state, owner, age, and money; what has ended only with --all."""
+    open_pool(ledger, clock, folder, "sky-live", owner=HERE, age_seconds=7200, machines=2)
+    open_pool(ledger, clock, folder, "sky-dead", owner=DEAD, age_seconds=60)
+    open_pool(ledger, clock, folder, "sky-over", owner=HERE, age_seconds=5000)
+    ledger.end_pool("sky-over")
+    told = lines(skyward("ps"))
+    assert told[0] == ["POOL", "STATE", "OWNER", "PROVIDER", "OPEN", "AGE", "LEASE", "USD/H", "COST USD"]
+    assert [row[0] for row in told[1:]] == ["sky-live", "sky-dead"]
+    assert [told[1][place] for place in (1, 2, 3, 4, 5, 7, 8)] == ["live", "ada@laptop", "folder", "2/2", "2.0 h", "4.00", "8.0000"]
+    assert told[2][1] == "dead: its owner is dead"
+    assert [row[0] for row in lines(skyward("ps --all"))[1:]] == ["sky-live", "sky-over", "sky-dead"]
+    assert "the newest 2" in skyward("ps --all --limit 2")
+
+
+def test_ps_tells_programs_the_same(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
+    """As JSON, with units in the names and times in ISO 8601."""
+    open_pool(ledger, clock, folder, "sky-live", owner=HERE, age_seconds=7200, machines=2)
+    (pool,) = json.loads(skyward("ps --json"))
+    assert (pool["pool"], pool["state"], pool["open_resources"], pool["cost_usd"], pool["saved_usd"], pool["usd_per_hour"]) == (
+        "sky-live",
+        "live",
+        2,
+        8.0,
+        24.0,
+        4.0,
+    )
+    assert datetime.fromisoformat(pool["created_at"]) == (clock.now - timedelta(hours=2)).replace(microsecond=0)
+    assert pool["ended_at"] is None
+
+
+def test_an_empty_ledger_says_so(skyward: Skyward) -> None:
+    """Each listing says that there is nothing, and what would make something."""
+    assert "no open pools" in skyward("ps")
+    assert "skyward budget set" in skyward("budget list")
+    assert lines(skyward("cost"))[-1][0] == "total"
+    assert skyward("sweep") == "nothing is to be done\n"
+    assert json.loads(skyward("ps --json")) == []
+
+
+# ── cost ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("by", ["day", "pool", "owner", "bucket"])
+def test_the_bill_adds_up_by_whatever(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider, by: str) -> None:
+    """The total is the same by each key, with what spot has saved."""
+    open_pool(ledger, clock, folder, "sky-a", owner=HERE, age_seconds=1800, machines=3)
+    open_pool(ledger, clock, folder, "sky-b", owner=DEAD, age_seconds=360_000)
+    told = lines(skyward(f"cost --by {by}"))
+    assert told[0] == [by.upper(), "RESOURCES", "HOURS", "USD", "ON DEMAND", "SAVED"]
+    assert told[-1] == ["total", "4", "101.50", "203.0000", "812.0000", "609.0000"]
+    bill = json.loads(skyward(f"cost --by {by} --json"))
+    assert bill["total"] == {"key": "total", "resources": 4, "seconds": 365_400.0, "cost_usd": 203.0, "on_demand_usd": 812.0, "saved_usd": 609.0}
+    assert sum(row["cost_usd"] for row in bill["rows"]) == pytest.approx(203.0)
+
+
+def test_the_bill_of_some_days(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
+    """From a day on, and until before another."""
+    clock.now = datetime(2026, 11, 21, 12, tzinfo=UTC)
+    open_pool(ledger, clock, folder, "sky-a", owner=HERE, age_seconds=3600)
+    open_pool(ledger, clock, folder, "sky-b", owner=HERE, age_seconds=86_400 + 3600)
+    assert [row[0] for row in lines(skyward("cost"))] == ["DAY", "2026-11-20", "2026-11-21", "total"]
+    assert [row[0] for row in lines(skyward("cost --by pool --since 2026-11-21"))] == ["POOL", "sky-a", "total"]
+    assert [row[0] for row in lines(skyward("cost --by pool --until 2026-11-21"))] == ["POOL", "sky-b", "total"]
+
+
+def test_what_costs_little_is_added_up(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
+    """Of many lines the costliest are shown, and the rest in one; the total is that of all."""
+    for number in range(4):
+        open_pool(ledger, clock, folder, f"sky-{number}", owner=HERE, age_seconds=3600 * (number + 1))
+    assert [(row[0], row[3]) for row in lines(skyward("cost --by pool --limit 2"))[1:]] == [
+        ("sky-2", "6.0000"),
+        ("sky-3", "8.0000"),
+        ("(2 others)", "6.0000"),
+        ("total", "20.0000"),
+    ]
+
+
+# ── sweep and stop ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_sweep_is_dry_unless_it_is_told_otherwise(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
+    """It says what it would do and why, and exits with 3; with --yes it does it; then there is nothing to do."""
+    open_pool(ledger, clock, folder, "sky-dead", owner=DEAD, machines=2)
+    open_pool(ledger, clock, folder, "sky-live", owner=HERE)
+    told = skyward("sweep", code=3)
+    assert ["end", "sky-dead"] in [row[:2] for row in lines(told)]
+    assert "its owner is dead" in told
+    assert "skyward sweep --yes" in told
+    assert len(folder.instances()) == 3
+    would = json.loads(skyward("sweep --json", code=3))
+    assert (would["is_dry_run"], [finding["action"] for finding in would["findings"]], would["ended"]) == (True, ["end", "leave"], [])
+    assert "1 pools ended, 0 failures" in skyward("sweep --yes")
+    assert [instance.pool_id for instance in folder.instances()] == ["sky-live"]
+    assert "nothing is to be done" in skyward("sweep")
+
+
+def test_a_sweep_that_fails_in_part_says_so(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
+    """Exit code 1, one line for each failure; the rest was done."""
+    open_pool(ledger, clock, folder, "sky-dead", owner=DEAD)
+    ledger.open_pool("sky-odd", owner=DEAD, provider={"name": "nonesuch"}, spec_json="{}", lease_expires_at=clock.now)
+    assert skyward("sweep --yes", code=1).startswith("skyward: nonesuch: no provider is called 'nonesuch'")
+    assert folder.instances() == []
+
+
+def test_whom_a_sweep_asks_can_be_said(skyward: Skyward, ledger: Ledger, folder: FolderProvider, tmp_path: Path) -> None:
+    """By name, or as JSON with its fields; machines that no ledger knows are left until they are old, and somebody else's unless asked for."""
+    (tmp_path / "other").mkdir()
+    other = FolderProvider(folder=str(tmp_path / "other"))
+    other.launch(None, 1, {POOL_TAG: "sky-stranger", RANK_TAG: "0"}, "")
+    assert skyward("sweep") == "nothing is to be done\n"
+    where = shlex.quote(json.dumps({"name": "folder", "folder": other.folder}))
+    assert "somebody else's" not in skyward(f"sweep --provider {where}")
+    assert ["end", "sky-stranger"] in [row[:2] for row in lines(skyward(f"sweep --provider {where} --unknown --min-age 0", code=3))]
+    assert "nonesuch" in skyward("sweep --provider nonesuch", code=1)
+    assert "--provider {" in skyward("sweep --provider '{'", code=1)
+
+
+def test_a_pool_is_stopped_by_its_id(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
+    """Live or not; one that nobody knows is an error that says where to look."""
+    open_pool(ledger, clock, folder, "sky-live", owner=HERE, machines=2)
+    assert skyward("stop sky-live") == "sky-live has ended; nothing of it is left\n"
+    assert folder.instances() == []
+    assert ledger.open_intents() == []
+    assert "skyward ps --all" in skyward("stop sky-nowhere", code=1)
+
+
+def test_a_receipt_is_json(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
+    """What became of each thing; of a pool that nobody knows there is none."""
+    open_pool(ledger, clock, folder, "sky-1", owner=HERE, machines=2)
+    skyward("stop sky-1")
+    told = json.loads(skyward("receipt sky-1"))
+    assert told["pool_id"] == "sky-1"
+    assert len(told["resources"]) == 2
+    assert told["left"] == []
+    assert "sky-nowhere" in skyward("receipt sky-nowhere", code=1)
+
+
+# ── budgets ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_budget_is_set_and_told(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
+    """With what is spent, reserved and left in this period; what each run may cost has no sum."""
+    assert skyward("budget set team --limit 100 --per day") == "team: 100 USD per day\n"
+    skyward("budget set runs --limit 5.50 --per run")
+    assert ledger.accounts() == [Account("runs", Decimal("5.50"), Period.RUN), Account("team", Decimal(100), Period.DAY)]
+    open_pool(ledger, clock, folder, "sky-1", owner=HERE, account="team")
+    ledger.settle(ledger.reserve("team", "sky-1", Decimal(10)), Decimal(4))
+    ledger.reserve("team", "sky-1", Decimal(7))
+    told = lines(skyward("budget list"))
+    assert told[0] == ["ACCOUNT", "PER", "LIMIT USD", "SPENT", "RESERVED", "LEFT"]
+    assert told[2] == ["team", "day", "100.0000", "4.0000", "7.0000", "89.0000"]
+    runs, team = json.loads(skyward("budget list --json"))
+    assert (runs["spent_usd"], runs["left_usd"], team["left_usd"]) == (None, None, 89.0)
+    skyward("budget set team --limit 20 --per day")
+    assert json.loads(skyward("budget list --json"))[1]["left_usd"] == 9.0
+
+
+# ── how it ends ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "nonesuch",
+        "cost --by colour",
+        "cost --since yesterday",
+        "ps --limit 0",
+        "budget set a --limit -1 --per day",
+        "budget set a --limit nan --per day",
+        "budget set a --limit 1 --per hour",
+        "stop",
+    ],
+)
+def test_what_is_not_understood_is_no_traceback(line: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, with what may be said instead."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(shlex.split(line))
+    assert caught.value.code == 2
+    assert "usage: skyward" in capsys.readouterr().err
+
+
+def test_a_ledger_that_cannot_be_used_is_one_line(skyward: Skyward, tmp_path: Path) -> None:
+    """It says what is wrong with it and what to try."""
+    (tmp_path / "text").write_text("no ledger at all, and longer than the header of one\n" * 20)
+    told = skyward(f"--ledger sqlite:///{tmp_path}/text ps", code=1)
+    assert told.startswith("skyward: ")
+    assert told.count("\n") == 1
+    assert "damaged" in told
+
+
+def test_a_reader_that_goes_is_no_traceback(url: str, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
+    """`skyward ps | head -1`, as a program of its own."""
+    open_pool(ledger, clock, folder, "sky-1", owner=HERE)
+    command = f"set -o pipefail; {shlex.quote(sys.executable)} -m skyward_core.cli ps --json | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, check=False, timeout=60)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_the_command_itself_is_light() -> None:
+    """To say how it is used it loads neither the database, nor the tables on the terminal, nor any provider."""
+    heavy = "{'sqlalchemy', 'rich', 'pydantic', 'distributed', 'asyncssh'}"
+    code = f"import sys; from skyward_core import cli; cli._parser(); print({heavy} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True).stdout == "set()\n"
+
+
+def test_the_page_shows_commands_that_are_understood() -> None:
+    """Each command line of docs/commands.md is one that the parser takes."""
+    shown = re.findall(r"^(?:\$ )?skyward (.+)$", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE)
+    assert len(shown) > 8
+    for line in shown:
+        cli._parser().parse_args(shlex.split(line, comments=True))

@@ -1,0 +1,439 @@
+"""The guard of a node, run for real on this machine: when it ends the node, and that it takes all of it along."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from skyward_core.provisioning import guard
+from skyward_core.provisioning.guard import guard_script
+from skyward_core.worker.watchdog import read_lease, write_paid
+from tests.conftest import processes_by_tag, wait_until
+
+SHELLCHECK = Path(sys.executable).with_name("shellcheck")
+LEASE_SECONDS = 120
+
+
+@dataclass
+class Node:
+    """A node whose machine's uptime is what a test says."""
+
+    folder: Path
+    id: str
+    process: "subprocess.Popen[str]"
+    clock: Path
+    environ: dict[str, str]
+    others: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
+
+    @property
+    def directory(self) -> Path:
+        return self.folder / "instance"
+
+    def write(self, name: str, text: str) -> None:
+        partial = self.folder / "partial"
+        partial.write_text(text)
+        partial.replace(self.directory / name)
+
+    def set_uptime(self, seconds: float) -> None:
+        partial = self.folder / "clock.partial"
+        partial.write_text(f"{seconds:.2f} 5.00\n")
+        partial.replace(self.clock)
+
+    def start(self, *argv: str, **environ: str) -> "subprocess.Popen[bytes]":
+        """Start another process of the node."""
+        process = subprocess.Popen(argv, env=self.environ | environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+        self.others.append(process)
+        wait_until(lambda: (process.pid, self.id) in processes_by_tag("SKYWARD_INSTANCE_ID"), "the process to be there")
+        return process
+
+    def looked(self) -> None:
+        """Return after the guard has looked once more, at what is there now, and gone on."""
+        last = self.sleep()
+        wait_until(lambda: self.sleep() not in (None, last), "the guard to look")
+        last = self.sleep()
+        wait_until(lambda: self.sleep() not in (None, last), "the guard to look again")
+
+    def sleep(self) -> str | None:
+        try:
+            return Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().strip() or None
+        except OSError:
+            pytest.fail(f"the guard has ended: {self.process.stderr.read() if self.process.stderr else ''}")
+
+    def ended(self) -> str:
+        """Wait for the guard to end; return what it has put on its standard output."""
+        out, _ = self.process.communicate(timeout=20)
+        assert self.process.returncode == 0
+        return out
+
+
+@pytest.fixture
+def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Node]]:
+    """Start a guard on a machine that has been up for 1000 s."""
+    monkeypatch.setattr(guard, "PAUSE_SECONDS", 0.02)
+    made: list[Node] = []
+
+    def make(max_lifetime: float | None = None, end_command: str = "", locked: Path | None = None, **environ: str) -> Node:
+        instance_id = f"host-{uuid.uuid4().hex[:12]}"
+        clock = tmp_path / "clock"
+        clock.write_text("1000.99 5.00\n")
+        fields = {
+            "PATH": os.environ["PATH"],
+            "SKYWARD_INSTANCE_ID": instance_id,
+            "SKYWARD_INSTANCE_DIRECTORY": str(tmp_path / "instance"),
+            "SKYWARD_POOL_ID": "sky-x",
+        }
+        script = tmp_path / "guard.sh"
+        script.write_text(guard_script(LEASE_SECONDS, max_lifetime, end_command))
+        full = fields | {"SKYWARD_UPTIME_FILE": str(clock)} | environ
+        argv = ["dash", "-c", 'exec 9<"$2"; flock -n 9; exec dash "$1"', "lock", str(script), str(locked)] if locked else ["dash", str(script)]
+        process = subprocess.Popen(argv, env=full, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        node = Node(tmp_path, instance_id, process, clock, fields)
+        made.append(node)
+        wait_until(lambda: process.poll() is not None or (node.directory / "guard").exists(), "the guard to be up")
+        return node
+
+    yield make
+    for node in made:
+        node.process.kill()
+        node.process.communicate()
+        for pid, tag in processes_by_tag("SKYWARD_INSTANCE_ID"):
+            if tag == node.id:
+                os.kill(pid, signal.SIGKILL)
+        for process in node.others:
+            process.wait()
+        if node.directory.is_dir():
+            shutil.rmtree(node.directory)
+        node.directory.unlink(missing_ok=True)
+
+
+def last_words(node: Node) -> str:
+    """What the node's log says at its end; asked of a node that keeps its directory."""
+    return (node.directory / "log").read_text()
+
+
+# ── while it watches ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_guard_that_is_up_says_so(guarded):
+    """Its private directory holds the first lease, which the Python side reads, and its pid."""
+    node = guarded()
+    assert int((node.directory / "guard").read_text()) == node.process.pid
+    assert read_lease(node.directory) == 1000 + LEASE_SECONDS
+    assert node.directory.stat().st_mode & 0o777 == 0o700
+    assert sorted(path.name for path in node.directory.iterdir()) == ["guard", "lease"]
+
+
+def test_the_machines_own_uptime_counts(guarded):
+    """Without a clock of its own the lease counts from the uptime of this machine."""
+    before = float(Path("/proc/uptime").read_text().split()[0])
+    node = guarded(SKYWARD_UPTIME_FILE="")
+    assert before - 1 <= (read_lease(node.directory) or 0) - LEASE_SECONDS <= before + 30
+
+
+def test_the_script_is_plain_sh():
+    """Neither shellcheck nor dash finds anything in the script, whatever it is told to do at the end."""
+    script = guard_script(0.5, 3600, "echo 'it'\"'\"'s over'; shutdown -P now")
+    assert subprocess.run([SHELLCHECK, "--shell=sh", "-"], input=script, capture_output=True, text=True, check=False).stdout == ""
+    assert subprocess.run(["dash", "-n"], input=script, capture_output=True, text=True, check=False).stderr == ""
+
+
+def test_a_guard_that_cannot_write_ends_the_machine(guarded, tmp_path):
+    """Where no directory can be made nobody waits: the reason is on its standard error, and the end command is run."""
+    (tmp_path / "instance").write_text("in the way")
+    node = guarded(end_command="echo shut down", SKYWARD_KEEP_DIRECTORY="1")
+    out, told = node.process.communicate(timeout=20)
+    assert out == "shut down\n"
+    assert "cannot write" in told
+
+
+# ── when it ends the node ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_lease_that_runs_out(guarded):
+    """One second before its end the node lives, at its end it does not, and says why."""
+    node = guarded(SKYWARD_KEEP_DIRECTORY="1")
+    node.set_uptime(1000 + LEASE_SECONDS - 0.01)
+    node.looked()
+    node.set_uptime(1000 + LEASE_SECONDS)
+    node.ended()
+    assert last_words(node) == "skyward: node ends: no sign of life from a client, and the lease has run out (lease_seconds)\n"
+
+
+def test_a_lease_that_is_extended(guarded):
+    """What the Python side writes as a lease is understood; a shorter one counts too."""
+    node = guarded()
+    node.write("lease", "5000.250\n")
+    node.looked()
+    node.set_uptime(4999)
+    node.looked()
+    node.write("lease", "4000\n")
+    node.ended()
+
+
+@pytest.mark.parametrize("text", ["", "1", "12.5", "soon\n", "-5\n", "1e3\n", "9" * 40 + "\n", "\0\0\n", None])
+def test_a_lease_that_cannot_be_read(guarded, text):
+    """A file that is being written, garbage, or none at all changes nothing: the last good lease counts, and does run out."""
+    node = guarded()
+    node.write("lease", "3000\n")
+    node.looked()
+    if text is None:
+        (node.directory / "lease").unlink()
+    else:
+        node.write("lease", text)
+    node.set_uptime(2999)
+    node.looked()
+    node.set_uptime(3000)
+    node.ended()
+
+
+def test_a_clock_that_cannot_be_read(guarded):
+    """Without an uptime the node lives on until there is one."""
+    node = guarded()
+    node.clock.unlink()
+    node.looked()
+    node.set_uptime(1000 + LEASE_SECONDS)
+    node.ended()
+
+
+def test_the_longest_life(guarded):
+    """`max_lifetime` ends the node however long its lease."""
+    node = guarded(max_lifetime=300, SKYWARD_KEEP_DIRECTORY="1")
+    node.write("lease", "90000\n")
+    node.looked()
+    node.set_uptime(1299.9)
+    node.looked()
+    node.set_uptime(1300)
+    node.ended()
+    assert last_words(node) == "skyward: node ends: alive for 300 s (max_lifetime)\n"
+
+
+def test_the_end_of_what_is_paid(guarded):
+    """The node lives until the time that the Python side has written, and no longer, however long its lease; the reason names the money."""
+    node = guarded(SKYWARD_KEEP_DIRECTORY="1")
+    node.write("lease", "90000\n")
+    write_paid(node.directory, 1300.25)
+    node.looked()
+    node.set_uptime(1299.9)
+    node.looked()
+    node.set_uptime(1300.3)
+    node.ended()
+    assert last_words(node) == "skyward: node ends: the money is used up (max_cost, budget)\n"
+
+
+def test_what_is_paid_is_raised_and_lowered(guarded):
+    """What was said last counts, more or less than before."""
+    node = guarded()
+    node.write("lease", "90000\n")
+    write_paid(node.directory, 1300)
+    node.looked()
+    write_paid(node.directory, 5000)
+    node.set_uptime(4999)
+    node.looked()
+    write_paid(node.directory, 4000)
+    node.ended()
+
+
+@pytest.mark.parametrize("text", ["", "12.5", "soon\n", "inf\n", "9" * 40 + "\n", None])
+def test_what_is_paid_and_cannot_be_read(guarded, text):
+    """Garbage, or a file that is gone, leaves the last good time, and that does run out."""
+    node = guarded()
+    node.write("lease", "90000\n")
+    node.write("paid", "3000\n")
+    node.looked()
+    if text is None:
+        (node.directory / "paid").unlink()
+    else:
+        node.write("paid", text)
+    node.set_uptime(2999)
+    node.looked()
+    node.set_uptime(3000)
+    node.ended()
+
+
+def test_garbage_about_money_is_no_limit(guarded):
+    """As long as nobody has said anything that can be read, the lease alone counts."""
+    node = guarded(SKYWARD_KEEP_DIRECTORY="1")
+    node.write("paid", "0x10\n")
+    node.set_uptime(1000 + LEASE_SECONDS - 1)
+    node.looked()
+    node.set_uptime(1000 + LEASE_SECONDS)
+    node.ended()
+    assert "lease_seconds" in last_words(node)
+
+
+def test_a_node_that_says_that_it_has_ended(guarded):
+    """The content of `ended` is the reason, word for word, and comes after what others have said."""
+    node = guarded(SKYWARD_KEEP_DIRECTORY="1")
+    node.write("log", "hello\n")
+    node.write("ended", "idle for 3600 s (timeout): $HOME `x` 'y' \\n\n")
+    node.ended()
+    assert last_words(node) == "hello\nskyward: node ends: idle for 3600 s (timeout): $HOME `x` 'y' \\n\n"
+
+
+def test_a_supervisor_that_is_gone(guarded):
+    """The node lives as long as its supervisor, and is over when that was killed, even before anybody has taken note of its death."""
+    node = guarded(SKYWARD_KEEP_DIRECTORY="1")
+    node.write("supervisor", "")
+    node.looked()
+    supervisor = node.start("sleep", "300")
+    node.write("supervisor", f"{supervisor.pid}\n")
+    node.looked()
+    supervisor.kill()
+    node.ended()
+    assert last_words(node) == "skyward: node ends: its supervisor is gone\n"
+    supervisor.wait()
+
+
+def test_a_supervisor_that_is_somebody_else(guarded):
+    """A process with the supervisor's pid that is not of this instance is none."""
+    node = guarded(SKYWARD_KEEP_DIRECTORY="1")
+    node.write("supervisor", f"{os.getpid()}\n")
+    node.ended()
+    assert "its supervisor is gone" in last_words(node)
+
+
+def test_a_supervisor_that_ends_the_node(guarded):
+    """Who has said why before it went is believed, and not taken for one that died."""
+    node = guarded(SKYWARD_KEEP_DIRECTORY="1")
+    supervisor = node.start("sh", "-c", 'cd "$SKYWARD_INSTANCE_DIRECTORY"; until [ -e go ]; do sleep 0.01; done; echo idle >new; mv new ended')
+    node.write("supervisor", f"{supervisor.pid}\n")
+    node.looked()
+    node.write("go", "")
+    node.ended()
+    supervisor.wait()
+    assert last_words(node) == "skyward: node ends: idle\n"
+
+
+def test_asked_to_end(guarded):
+    """SIGTERM ends the node at once, not at the next look."""
+    node = guarded(SKYWARD_KEEP_DIRECTORY="1")
+    node.process.terminate()
+    node.ended()
+    assert last_words(node) == "skyward: node ends: asked to\n"
+
+
+# ── what it takes along ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_all_of_the_node_goes_and_nothing_else(guarded, tmp_path):
+    """Every process with the tag dies, those in sessions of their own, deaf to signals and forking included; another instance lives, and so does one
+    whose id begins alike. Folders in memory and on disk are gone, the other's are not."""
+    node = guarded()
+    deaf = node.start(sys.executable, "-c", "import signal, time\nfor n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\ntime.sleep(300)")
+    forking = node.start("bash", "-c", "for i in {1..200}; do (sleep 300 & sleep 0.02); done")
+    alike = node.start("sleep", "300", SKYWARD_INSTANCE_ID=node.id, SKYWARD_POOL_ID="x")
+    strangers = []
+    for tag in (f"{node.id}0", node.id[:-1]):
+        strangers.append(
+            subprocess.Popen(
+                ["sleep", "300"],
+                env={"PATH": os.environ["PATH"], "SKYWARD_INSTANCE_ID": tag, "SKYWARD_INSTANCE_DIRECTORY": "/nowhere", "WAS": f"SKYWARD_INSTANCE_ID={node.id}"},
+            )
+        )
+    memory, other = Path(f"/dev/shm/skyward-node-{node.id}"), Path(f"/dev/shm/skyward-node-{node.id}0")
+    try:
+        memory.mkdir()
+        (memory / "value").write_bytes(b"x" * 100_000)
+        other.mkdir()
+        node.process.terminate()
+        node.ended()
+        for process in (deaf, forking, alike):
+            assert process.wait(10) == -signal.SIGKILL
+        assert node.id not in {tag for _, tag in processes_by_tag("SKYWARD_INSTANCE_ID")}
+        assert [process.poll() for process in strangers] == [None, None]
+        assert not node.directory.exists()
+        assert not memory.exists()
+        assert other.exists()
+    finally:
+        other.rmdir()
+        for process in strangers:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_mounts_are_undone(guarded, tmp_path):
+    """What the node has mounted is unmounted, with what is mounted within it; what was there below stays; a mount point that is none disturbs nobody."""
+    outer = tmp_path / "a folder"
+    inner = outer / "inner"
+    outer.mkdir()
+    (outer / "below").write_text("stays")
+    node = guarded()
+    subprocess.run(["mount", "-t", "tmpfs", "skyward-test", str(outer)], check=True)
+    inner.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "skyward-test", str(inner)], check=True)
+    node.write("mounts", f"{outer}\n/no/such/mount\n{inner}")
+    try:
+        node.process.terminate()
+        node.ended()
+        mounted = Path("/proc/self/mounts").read_text()
+    finally:
+        subprocess.run(["umount", "-l", str(inner), str(outer)], check=False, capture_output=True)
+    assert str(outer).replace(" ", "\\040") not in mounted
+    assert [path.name for path in outer.iterdir()] == ["below"]
+
+
+def test_the_last_mount_is_undone_first(guarded, tmp_path):
+    """What was mounted within another mount goes before it."""
+    fake = tmp_path / "bin/fusermount"
+    fake.parent.mkdir()
+    fake.write_text(f'#!/bin/sh\necho "$2" >>{tmp_path}/undone\n')
+    fake.chmod(0o755)
+    node = guarded(PATH=f"{fake.parent}:{os.environ['PATH']}")
+    node.write("mounts", "/outer\n/outer/in ner\n/last\n")
+    node.process.terminate()
+    node.ended()
+    assert (tmp_path / "undone").read_text() == "/last\n/outer/in ner\n/outer\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_mount_that_nobody_has_noted_is_not_emptied(guarded, tmp_path):
+    """Removing the node's directory stops at the border of its file system: a bucket mounted below it keeps what it holds."""
+    node = guarded()
+    bucket, seen = node.directory / "bucket", tmp_path / "seen"
+    bucket.mkdir()
+    seen.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "skyward-test", str(bucket)], check=True)
+    try:
+        (bucket / "precious").write_text("x")
+        node.process.terminate()
+        node.ended()
+        assert (bucket / "precious").exists()
+    finally:
+        subprocess.run(["umount", str(bucket)], check=True)
+
+
+def test_the_end_command_is_the_last(guarded, tmp_path):
+    """What ends the machine is run after all else, quotes and all, whatever the reason."""
+    node = guarded(end_command=f"test -e '{tmp_path}/instance' || echo \"it's over\"")
+    node.write("ended", "enough")
+    assert node.ended() == "it's over\n"
+
+
+def test_a_killed_guard_lets_go_of_everything(guarded, monkeypatch, tmp_path):
+    """When the guard was killed, its pause has neither the tag, so that nobody takes it for the node, nor the provider's lock on descriptor 9."""
+    monkeypatch.setattr(guard, "PAUSE_SECONDS", 2)
+    lock = tmp_path / "lock"
+    lock.touch()
+    node = guarded(locked=lock)
+    wait_until(node.sleep, "the guard to pause")
+    assert flock(lock) == 1
+    pause = int(node.sleep() or 0)
+    wait_until(lambda: Path(f"/proc/{pause}/comm").read_text() == "sleep\n", "the pause to begin")
+    node.process.kill()
+    node.process.wait()
+    assert Path(f"/proc/{pause}/comm").read_text() == "sleep\n"
+    assert flock(lock) == 0
+    assert node.id not in {tag for _, tag in processes_by_tag("SKYWARD_INSTANCE_ID")}
+    os.kill(pause, signal.SIGKILL)
+
+
+def flock(lock: Path) -> int:
+    return subprocess.run(["flock", "-n", str(lock), "true"], check=False).returncode

@@ -1,0 +1,1215 @@
+"""The ledger: what is written is committed, what is killed stays readable, what is limited is never overdrawn."""
+
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from sqlalchemy import Connection, create_engine, inspect
+
+from skyward_core.entries import BILLING_ROUNDING, Account, Bucket, CostBy, Intent, Period, PoolEntry, Price, ResourceKind, Wish
+from skyward_core.errors import BadRequest, BudgetExceeded, LeaseLost, LedgerConflict, LedgerError
+from skyward_core.ledger import Ledger, default_url
+from skyward_core.ledger_tables import MIGRATIONS, POOLS, RESOURCES, migrate, milliseconds_of, schema_version
+from skyward_core.owner import Owner
+from tests.conftest import wait_until
+
+NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
+LATER = NOON + timedelta(hours=1)
+OWNER = Owner("ada", "laptop", "c0ffee-boot", "4026531836", 4711, "1234")
+PROVIDER = {"provider": "verda", "regions": ["FIN-01"]}
+USD = Decimal
+
+
+class Clock:
+    """A time of day that moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.time = NOON
+
+    def __call__(self) -> datetime:
+        return self.time
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """Noon, until told otherwise."""
+    return Clock()
+
+
+@pytest.fixture
+def sqlite_url(tmp_path: Path) -> str:
+    """A ledger file that is not there yet, in a directory that is not there yet."""
+    return f"sqlite:///{tmp_path}/state/ledger.db"
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+def url(request: pytest.FixtureRequest) -> str:
+    """A ledger that is not there yet, in either kind of database."""
+    return request.getfixturevalue("sqlite_url" if request.param == "sqlite" else "postgresql_url")
+
+
+@pytest.fixture
+def ledger(url: str, clock: Clock) -> Iterator[Ledger]:
+    """An open ledger with one pool, `p`."""
+    with Ledger(url, clock=clock, busy_timeout_seconds=10) as opened:
+        open_pool(opened, "p")
+        yield opened
+
+
+@pytest.fixture
+def file_ledger(sqlite_url: str, clock: Clock) -> Iterator[Ledger]:
+    """Likewise, in a file: for what only files do."""
+    with Ledger(sqlite_url, clock=clock, busy_timeout_seconds=10) as opened:
+        open_pool(opened, "p")
+        yield opened
+
+
+def open_pool(ledger: Ledger, pool_id: str, owner: Owner = OWNER) -> PoolEntry:
+    return ledger.open_pool(pool_id, owner=owner, provider=PROVIDER, spec_json="{}", lease_expires_at=LATER)
+
+
+def wish(token: str = "t1", pool_id: str = "p", price: Price = Price()) -> Wish:
+    return Wish(
+        kind=ResourceKind.INSTANCE,
+        provider="verda",
+        region="FIN-01",
+        name=f"skyward-{token}",
+        token=token,
+        tags={"skyward-pool": pool_id, "skyward-rank": "0"},
+        expires_at=LATER,
+        price=price,
+    )
+
+
+def intend(ledger: Ledger, token: str = "t1", pool_id: str = "p", price: Price = Price()) -> Intent:
+    return ledger.intend(pool_id, wish(token, pool_id, price))
+
+
+# ── a PostgreSQL server of our own ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="session")
+def postgresql_server() -> Iterator[str]:
+    """The URL of a server that lives as long as the test session (or less, if that is killed), reached over a Unix socket."""
+    programs = next((path.parent for path in sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), reverse=True)), None)
+    if programs is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("no PostgreSQL server is installed (Debian: postgresql)")
+    folder = tempfile.mkdtemp(prefix="ledger-")
+    ours = ["setpriv"]
+    if os.getuid() == 0:  # the server refuses to run as root
+        shutil.chown(folder, "nobody", "nogroup")
+        ours = ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"]
+    quiet = {"cwd": folder, "stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    server: subprocess.Popen[bytes] | None = None
+    try:
+        subprocess.run([*ours, programs / "initdb", "-D", f"{folder}/data", "-U", "ada", "-A", "trust", "-N"], check=True, timeout=100, **quiet)
+        says = ["-D", f"{folder}/data", "-k", folder, "-c", "listen_addresses=", "-c", "fsync=off"]
+        server = subprocess.Popen([*ours, "--pdeathsig=INT", programs / "postgres", *says], **quiet)
+        wait_until(lambda: subprocess.run([programs / "pg_isready", "-h", folder], check=False, **quiet).returncode == 0, "the server to be ready", 60)
+        yield f"postgresql+psycopg://ada@/postgres?host={folder}"
+    finally:
+        if server is not None:
+            server.send_signal(signal.SIGINT)  # "fast shutdown": connections are closed
+            server.wait(30)
+        shutil.rmtree(folder)
+
+
+_DATABASES = count(1)
+
+
+@pytest.fixture
+def postgresql_url(postgresql_server: str) -> Iterator[str]:
+    """A database of its own."""
+    name = f"ledger_{next(_DATABASES)}"
+    run_on(postgresql_server, f"CREATE DATABASE {name}")
+    yield postgresql_server.replace("/postgres?", f"/{name}?")
+    run_on(postgresql_server, f"DROP DATABASE {name} WITH (FORCE)")
+
+
+def run_on(url: str, statement: str) -> None:
+    engine = create_engine(url, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        connection.exec_driver_sql(statement)
+    engine.dispose()
+
+
+# ── intents ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_intent_is_committed_before_it_returns(ledger: Ledger, url: str) -> None:
+    """Another process sees it at once, with all that is needed to find the thing."""
+    intent = intend(ledger, price=Price(USD("1.5"), USD("3"), is_spot=True))
+    with Ledger(url) as other:
+        assert other.open_intents() == [intent]
+    assert intent.tags == {"skyward-pool": "p", "skyward-rank": "0"}
+    assert (intent.intended_at, intent.expires_at, intent.cloud_id) == (NOON, LATER, None)
+    assert intent.price == Price(USD("1.5"), USD(3), is_spot=True)
+
+
+def test_an_intent_goes_from_asked_to_gone(ledger: Ledger, clock: Clock) -> None:
+    """Each step has its time; the first time of each stands; an intent that is closed is not open."""
+    intent = intend(ledger)
+    for minutes, step in enumerate((lambda: ledger.bind(intent, "i-1"), lambda: ledger.ask_end(intent), lambda: ledger.close_intent(intent, "404")), 1):
+        clock.time = NOON + timedelta(minutes=minutes)
+        step()
+    clock.time = LATER
+    again = ledger.close_intent(intent, "another story")
+    assert ledger.bind(intent, "i-1") == ledger.ask_end(intent) == again
+    assert [again.bound_at, again.end_asked_at, again.gone_at] == [NOON + timedelta(minutes=minutes) for minutes in (1, 2, 3)]
+    assert (again.cloud_id, again.evidence) == ("i-1", "404")
+    assert ledger.open_intents() == []
+    assert ledger.intents(pool_id="p") == [again]
+
+
+def test_a_token_that_is_known_returns_its_entry(ledger: Ledger) -> None:
+    """A call that is tried again is no second intent; the same token for another thing is refused."""
+    intent = ledger.bind(intend(ledger), "i-1")
+    assert intend(ledger) == intent
+    open_pool(ledger, "q")
+    with pytest.raises(LedgerConflict, match="stands for instance 'skyward-t1' of pool 'p'"):
+        intend(ledger, pool_id="q")
+    assert ledger.intents() == [intent]
+
+
+def test_two_things_from_one_request_are_told(ledger: Ledger) -> None:
+    """Another cloud id for a bound intent is refused, and the entry left as it was."""
+    bound = ledger.bind(intend(ledger), "i-1")
+    with pytest.raises(LedgerConflict, match="terminate i-2"):
+        ledger.bind(bound, "i-2")
+    assert ledger.open_intents() == [bound]
+
+
+def test_an_answer_that_comes_late_opens_the_intent_again(ledger: Ledger) -> None:
+    """It was closed because a listing did not show it; now it has an id, so that there is something to end."""
+    intent = intend(ledger)
+    ledger.close_intent(intent, "not listed")
+    bound = ledger.bind(intent, "i-1")
+    assert (bound.cloud_id, bound.gone_at, bound.evidence) == ("i-1", None, None)
+    assert ledger.open_intents() == [bound]
+
+
+def test_open_intents_can_be_narrowed(ledger: Ledger) -> None:
+    """By pool, by provider, by their own hard end; a renewed lease says nothing about that."""
+    open_pool(ledger, "q")
+    ours, theirs = intend(ledger, "a"), ledger.intend("q", replace(wish("b", "q"), expires_at=LATER + timedelta(hours=1)))
+    assert ledger.open_intents(pool_id="q") == [theirs]
+    assert ledger.open_intents(provider="aws") == []
+    assert ledger.open_intents(provider="verda") == [ours, theirs]
+    ledger.renew("p", LATER + timedelta(hours=9))
+    assert ledger.open_intents(expired_at=LATER) == [ours]
+
+
+def test_what_makes_no_sense_is_refused(ledger: Ledger) -> None:
+    """Pools nobody opened or opened twice, naive times, no evidence, seconds that run backwards, entries of another ledger."""
+    with pytest.raises(LedgerConflict, match='no pool "nobody\'s"'):
+        intend(ledger, pool_id="nobody's")
+    with pytest.raises(LedgerConflict, match="already has a pool 'p'"):
+        open_pool(ledger, "p")
+    with pytest.raises(LedgerConflict, match="no pool 'x'"):
+        ledger.renew("x", LATER)
+    with pytest.raises(BadRequest, match="no time zone"):
+        ledger.renew("p", datetime(2026, 1, 1))
+    with pytest.raises(BadRequest, match="evidence"):
+        ledger.close_intent(intend(ledger), " ")
+    with pytest.raises(BadRequest, match="only add up"):
+        ledger.note_all({intend(ledger).id: {Bucket.IDLE: -1}})
+    with pytest.raises(LedgerConflict, match="no entry 99"):
+        ledger.bind(99, "i-1")
+    assert len(ledger.intents()) == 1
+
+
+def test_a_pool_ends_once_and_its_open_intents_stay(ledger: Ledger, clock: Clock) -> None:
+    """An ended pool is listed only when asked for; what it left stays to be swept."""
+    left = intend(ledger)
+    ledger.end_pool("p")
+    clock.time = LATER
+    ledger.end_pool("p")
+    assert ledger.pools() == []
+    (pool,) = ledger.pools(include_ended=True)
+    assert (pool.owner, pool.provider, pool.ended_at, pool.spec_json) == (OWNER, PROVIDER, NOON, "{}")
+    assert ledger.open_intents() == [left]
+
+
+# ── leases ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_lease_is_renewed_and_never_shortened(ledger: Ledger) -> None:
+    """Whoever lengthens it last, with whatever it thinks; a pool that lives by its lease goes on doing so."""
+    ledger.renew("p", LATER + timedelta(minutes=5))
+    ledger.renew("p", LATER)
+    pool = ledger.pool("p")
+    assert pool is not None
+    assert (pool.lease_expires_at, pool.lives_by_lease) == (LATER + timedelta(minutes=5), False)
+    ledger.live_by_lease("p", LATER)
+    ledger.renew("p", LATER + timedelta(minutes=6))
+    assert ledger.pool("p") == replace(pool, lease_expires_at=LATER + timedelta(minutes=6), lives_by_lease=True)
+    assert ledger.pool("nobody's") is None
+
+
+def spending_verbs(ledger: Ledger) -> list[Callable[[], object]]:
+    return [
+        lambda: ledger.renew("p", LATER),
+        lambda: ledger.live_by_lease("p", LATER),
+        lambda: ledger.intend("p", wish("new")),
+        lambda: ledger.intend("p", wish("old")),
+        lambda: ledger.reserve("team", "p", USD(1)),
+        lambda: ledger.roll("team", "p", USD(1), USD(1)),
+    ]
+
+
+@pytest.mark.parametrize("is_condemned", [True, False])
+def test_nothing_is_asked_for_on_behalf_of_the_dead(ledger: Ledger, is_condemned: bool) -> None:
+    """A pool that was condemned, or has ended, loses its lease in every verb that would spend; what is true of it is still written down."""
+    ledger.set_account(Account("team", USD(10), Period.RUN))
+    intent = intend(ledger, "old")
+    if is_condemned:
+        assert ledger.condemn("p", seen=LATER)
+    else:
+        ledger.end_pool("p")
+    for spend in spending_verbs(ledger):
+        with pytest.raises(LeaseLost, match="was judged dead at 2026-11-21 12:00:00" if is_condemned else "has ended, at 2026-11-21 12:00:00"):
+            spend()
+    assert ledger.left_usd("team", "p") == 10
+    assert ledger.bind(intent, "i-1").cloud_id == "i-1"
+    ledger.note_all({intent.id: {Bucket.IDLE: 1}})
+    assert ledger.close_intent(ledger.ask_end(intent), "404").gone_at == NOON
+    found = ledger.adopt("p", wish("found"), "i-2")
+    assert ledger.adopt("p", wish("found"), "i-2") == found
+    assert ledger.open_intents() == [found]
+    assert (found.cloud_id, found.bound_at, found.token) == ("i-2", NOON, "found")
+
+
+def test_a_pool_is_condemned_unless_its_lease_was_renewed(ledger: Ledger, clock: Clock) -> None:
+    """Who saw an old lease must look again; who condemns second is told that it is done; the first time stands; what has ended is dead anyway."""
+    ledger.renew("p", LATER + timedelta(minutes=1))
+    assert not ledger.condemn("p", seen=LATER)
+    assert ledger.pool("p").condemned_at is None  # type: ignore[union-attr]
+    assert ledger.condemn("p", seen=LATER + timedelta(minutes=1))
+    clock.time = LATER
+    assert ledger.condemn("p", seen=LATER)
+    assert ledger.pool("p").condemned_at == NOON  # type: ignore[union-attr]
+    open_pool(ledger, "q")
+    ledger.end_pool("q")
+    assert ledger.condemn("q", seen=NOON)
+    assert ledger.pool("q").condemned_at is None  # type: ignore[union-attr]
+    with pytest.raises(LedgerConflict, match="no pool 'x'"):
+        ledger.condemn("x", seen=NOON)
+
+
+def test_many_pools_are_condemned_and_ended_at_once(ledger: Ledger) -> None:
+    """Those whose leases were renewed are left out; with one that is unknown nothing is done."""
+    for pool_id in "abc":
+        open_pool(ledger, pool_id)
+    ledger.renew("b", LATER + timedelta(minutes=1))
+    ledger.end_pool("c")
+    assert ledger.condemn_all(dict.fromkeys("abc", LATER)) == {"a", "c"}
+    assert {pool.id for pool in ledger.pools() if pool.condemned_at} == {"a"}
+    for verb in (lambda: ledger.end_pools(["a", "x", "p"]), lambda: ledger.condemn_all({"p": LATER, "x": LATER})):
+        with pytest.raises(LedgerConflict, match="no pool 'x'"):
+            verb()
+    assert [pool.id for pool in ledger.pools() if not pool.condemned_at] == ["b", "p"]
+    ledger.end_pools(iter(["a", "p"]))
+    assert [pool.id for pool in ledger.pools()] == ["b"]
+
+
+@pytest.mark.parametrize("verb", ["renew", "intend"])
+def test_a_lease_is_either_renewed_or_condemned(ledger: Ledger, url: str, verb: str) -> None:
+    """Twenty times at once with its owner: if the sweep was told that the pool is dead, the owner is told too, from then on."""
+    with Ledger(url) as other:
+        for number in range(20):
+            pool_id, start, outcome = f"r{number}", threading.Barrier(2), {}
+            open_pool(ledger, pool_id)
+
+            def own(pool_id: str = pool_id, start: threading.Barrier = start, outcome: dict[str, object] = outcome) -> None:
+                start.wait()
+                try:
+                    if verb == "renew":
+                        other.renew(pool_id, LATER + timedelta(hours=1))
+                    else:
+                        other.intend(pool_id, wish(pool_id, pool_id))
+                    outcome["is_renewed"] = True
+                except LeaseLost:
+                    outcome["is_renewed"] = False
+
+            thread = threading.Thread(target=own)
+            thread.start()
+            start.wait()
+            is_condemned = ledger.condemn(pool_id, seen=LATER)
+            seen = len(ledger.open_intents(pool_id=pool_id))
+            thread.join()
+            if verb == "renew":
+                assert is_condemned is not outcome["is_renewed"]
+            else:
+                assert seen == outcome["is_renewed"]  # an intent that is let through is there when the sweep looks, after it has condemned
+
+
+# ── many at once ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_many_are_written_down_at_once_in_their_order(ledger: Ledger) -> None:
+    """More than one statement takes; those whose tokens are known keep their entries; all of it, or nothing."""
+    known = ledger.bind(intend(ledger, "t7"), "i-7")
+    intents = ledger.intend_all("p", [wish(f"t{number}") for number in range(1100)])
+    assert [intent.token for intent in intents] == [f"t{number}" for number in range(1100)]
+    assert intents[7] == known
+    assert ledger.intend_all("p", [wish("t7"), wish("t3"), wish("new"), wish("new")]) == [known, intents[3], *[ledger.intents()[-1]] * 2]
+    numbers = [intent.id for intent in reversed(intents)]
+    bound = ledger.bind_all({number: f"i-{number}" if number != known.id else "i-7" for number in numbers})
+    assert [intent.id for intent in bound] == numbers
+    before = ledger.intents()
+    with pytest.raises(LedgerConflict, match="Token 't1' stands for"):
+        ledger.intend_all("p", [wish("another"), replace(wish("t1"), region="ICE-01")])
+    with pytest.raises(LedgerConflict, match="no entry 99999"):
+        ledger.close_all([numbers[0], 99999], "404")
+    with pytest.raises(LedgerConflict, match="Token 'twice' stands for"):
+        ledger.intend_all("p", [wish("twice"), replace(wish("twice"), region="ICE-01")])
+    assert ledger.intents() == before
+    assert {intent.end_asked_at for intent in ledger.ask_end_all(numbers)} == {NOON}
+    assert {intent.evidence for intent in ledger.close_all(iter(numbers), "404")} == {"404"}
+    assert [intent.token for intent in ledger.open_intents()] == ["new"]
+    assert ledger.intend_all("p", []) == ledger.bind_all({}) == ledger.ask_end_all([]) == ledger.close_all([], "404") == []
+
+
+def test_a_second_id_does_not_keep_the_others_from_being_bound(ledger: Ledger) -> None:
+    """Each that contradicts is named, and stays as it was; what can be written down, is."""
+    first, second, third = ledger.intend_all("p", [wish("a"), wish("b"), wish("c")])
+    ledger.bind_all({first.id: "i-1", second.id: "i-2"})
+    with pytest.raises(LedgerConflict, match=r"terminate i-8.*terminate i-9"):
+        ledger.bind_all({first.id: "i-8", third.id: "i-3", second.id: "i-9"})
+    assert [intent.cloud_id for intent in ledger.intents()] == ["i-1", "i-2", "i-3"]
+
+
+# ── seconds ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def seconds_of(ledger: Ledger) -> list[dict[Bucket, float]]:
+    return [{bucket: seconds for bucket, seconds in intent.seconds.items() if seconds} for intent in ledger.intents()]
+
+
+def test_noted_totals_replace_each_other_and_never_shrink(ledger: Ledger) -> None:
+    """To the millisecond; what is not named stays."""
+    one, other = ledger.intend_all("p", [wish("a"), wish("b")])
+    ledger.note_all({one.id: {Bucket.LAUNCHING: 12.3456, Bucket.IDLE: 5}, other.id: {Bucket.IDLE: 1}})
+    ledger.note_all({one.id: {Bucket.IDLE: 7.25}, other.id: {Bucket.IDLE: 0.5}})
+    ledger.note_all({})
+    assert seconds_of(ledger) == [{Bucket.LAUNCHING: 12.346, Bucket.IDLE: 7.25}, {Bucket.IDLE: 1}]
+
+
+def test_a_second_may_turn_out_to_have_gone_elsewhere(ledger: Ledger) -> None:
+    """The buckets of a resource are replaced together: their sum is the life of the resource, whatever was thought of it before."""
+    intent = intend(ledger)
+    ledger.note_all({intent.id: {Bucket.LAUNCHING: 1, Bucket.IDLE: 5}})
+    ledger.note_all({intent.id: {Bucket.LAUNCHING: 1, Bucket.IDLE: 1, Bucket.RUNNING_CALLS: 6}})
+    assert seconds_of(ledger) == [{Bucket.LAUNCHING: 1, Bucket.IDLE: 1, Bucket.RUNNING_CALLS: 6}]
+    ledger.note_all({intent.id: {Bucket.LAUNCHING: 1, Bucket.IDLE: 4, Bucket.RUNNING_CALLS: 2.9}})  # an older note that comes late
+    assert seconds_of(ledger) == [{Bucket.LAUNCHING: 1, Bucket.IDLE: 1, Bucket.RUNNING_CALLS: 6}]
+
+
+def test_what_nobody_noted_is_filled_in_at_the_close(ledger: Ledger, clock: Clock) -> None:
+    """Of what was bound, from its intent on; nothing of what never was; a second close changes nothing."""
+    noted, unnoted, unbound, unfilled = ledger.intend_all("p", [wish(token) for token in "abcd"])
+    ledger.bind_all({noted.id: "i-1", unnoted.id: "i-2", unfilled.id: "i-4"})
+    ledger.note_all({noted.id: {Bucket.LAUNCHING: 60, Bucket.IDLE: 30}, unfilled.id: {Bucket.LAUNCHING: 60}})
+    clock.time = NOON + timedelta(seconds=600.5)
+    ledger.close_all([noted.id, unnoted.id, unbound.id], "not listed", fill=Bucket.IDLE)
+    ledger.close_intent(unfilled, "404")
+    clock.time = LATER
+    ledger.close_all([noted.id, unnoted.id, unbound.id, unfilled.id], "again", fill=Bucket.LOST)
+    assert seconds_of(ledger) == [{Bucket.LAUNCHING: 60, Bucket.IDLE: 540.5}, {Bucket.IDLE: 600.5}, {}, {Bucket.LAUNCHING: 60}]
+
+
+def test_what_is_noted_late_takes_the_place_of_what_was_filled_in(ledger: Ledger, clock: Clock) -> None:
+    """An owner that was taken for dead knows better what the seconds went to, but the machine had no more of them."""
+    intent = ledger.bind(intend(ledger), "i-1")
+    ledger.note_all({intent.id: {Bucket.LAUNCHING: 60, Bucket.IDLE: 10}})
+    clock.time = NOON + timedelta(seconds=600)
+    ledger.close_intent(intent, "not listed", fill=Bucket.IDLE)
+    ledger.note_all({intent.id: {Bucket.LAUNCHING: 60, Bucket.RUNNING_CALLS: 400, Bucket.IDLE: 20}})
+    assert seconds_of(ledger) == [{Bucket.LAUNCHING: 60, Bucket.RUNNING_CALLS: 400, Bucket.IDLE: 140}]
+    ledger.note_all({intent.id: {Bucket.LAUNCHING: 60, Bucket.RUNNING_CALLS: 400, Bucket.IDLE: 20}})
+    assert seconds_of(ledger) == [{Bucket.LAUNCHING: 60, Bucket.RUNNING_CALLS: 400, Bucket.IDLE: 140}]
+    for _ in range(2):
+        ledger.note_all({intent.id: {Bucket.RUNNING_CALLS: 500, Bucket.IDLE: 9000, Bucket.TERMINATING: 9000}})
+        assert seconds_of(ledger) == [{Bucket.LAUNCHING: 60, Bucket.RUNNING_CALLS: 500, Bucket.IDLE: 40}]
+
+
+class IntentHistories(RuleBasedStateMachine):
+    """Any order of verbs, with the ledger closed and opened in between, against a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.url = f"sqlite:///{self.folder.name}/ledger.db"
+        self.ledger = Ledger(self.url, clock=lambda: NOON)
+        open_pool(self.ledger, "p")
+        self.model: dict[str, Intent] = {}
+
+    def teardown(self) -> None:
+        self.ledger.close()
+        self.folder.cleanup()
+
+    @rule(number=st.integers(0, 5))
+    def intend(self, number: int) -> None:
+        intent = intend(self.ledger, f"t{number}")
+        assert self.model.setdefault(intent.token, intent) == intent
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), cloud_id=st.sampled_from(["i-1", "i-2"]))
+    def bind(self, data: st.DataObject, cloud_id: str) -> None:
+        was = self.pick(data)
+        if was.cloud_id not in (None, cloud_id):
+            with pytest.raises(LedgerConflict):
+                self.ledger.bind(was, cloud_id)
+        else:
+            expected = was if was.cloud_id else replace(was, cloud_id=cloud_id, bound_at=NOON, gone_at=None, evidence=None)
+            self.model[was.token] = expected
+            assert self.ledger.bind(was, cloud_id) == expected
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def ask_end(self, data: st.DataObject) -> None:
+        was = self.pick(data)
+        self.model[was.token] = was if was.gone_at else replace(was, end_asked_at=NOON)
+        self.ledger.ask_end(was)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), evidence=st.text(min_size=1).filter(str.strip).filter(lambda text: "\0" not in text and text.isprintable()))
+    def close_intent(self, data: st.DataObject, evidence: str) -> None:
+        was = self.pick(data)
+        self.model[was.token] = was if was.gone_at else replace(was, gone_at=NOON, evidence=evidence)
+        self.ledger.close_intent(was.id, evidence)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), bucket=st.sampled_from(Bucket), milliseconds=st.integers(0, 10**7))
+    def note(self, data: st.DataObject, bucket: Bucket, milliseconds: int) -> None:
+        was = self.pick(data)
+        self.model[was.token] = replace(was, seconds={**was.seconds, bucket: max(was.seconds[bucket], milliseconds / 1000)})
+        self.ledger.note_all({was.id: {bucket: milliseconds / 1000}})
+
+    @rule()
+    def reopen(self) -> None:
+        self.ledger.close()
+        self.ledger = Ledger(self.url, clock=lambda: NOON)
+
+    @invariant()
+    def agrees(self) -> None:
+        by_id = sorted(self.model.values(), key=lambda intent: intent.id)
+        assert self.ledger.intents() == by_id
+        assert self.ledger.open_intents() == [intent for intent in by_id if intent.gone_at is None]
+
+    def pick(self, data: st.DataObject) -> Intent:
+        return self.model[data.draw(st.sampled_from(sorted(self.model)))]
+
+
+TestIntentHistories = IntentHistories.TestCase
+TestIntentHistories.settings = settings(max_examples=12, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+# ── cost ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("seconds", "price", "expected_usd"),
+    [
+        (3600, Price(USD("2.5")), "2.5"),  # an hour costs the price of an hour
+        (10, Price(USD("3.6")), "0.01"),
+        (10.001, Price(USD("3.6")), "0.011"),  # a begun second
+        (61, Price(USD(6), increment_seconds=60), "0.2"),  # a begun minute: two of them
+        (61, Price(USD(6), minimum_seconds=3600), "6"),  # a minimum hour
+        (3601, Price(USD(6), increment_seconds=3600), "12"),
+        (0, Price(USD(6), minimum_seconds=60), "0.1"),  # bound, and gone at once
+        (3600, Price(USD("1.2345671")), "1.234568"),  # a price has six places, rounded up
+        (1, Price(USD("0.000001")), "0.000001"),  # never rounded down to nothing
+    ],
+)
+def test_a_resource_is_billed_as_its_provider_counts(ledger: Ledger, seconds: float, price: Price, expected_usd: str) -> None:
+    """Begun increments, at least the minimum, rounded up to a micro-dollar."""
+    intent = ledger.bind(intend(ledger, price=price), "i-1")
+    ledger.note_all({intent.id: {Bucket.RUNNING_CALLS: seconds}})
+    (row,) = ledger.cost_rows()
+    assert (row.key, row.resources, row.cost_usd) == ("p", 1, USD(expected_usd))
+    assert price.cost(seconds) == USD(expected_usd)
+
+
+def test_what_was_never_created_costs_nothing(ledger: Ledger) -> None:
+    """An unbound intent has no minimum to pay."""
+    intend(ledger, price=Price(USD(6), minimum_seconds=3600))
+    (row,) = ledger.cost_rows()
+    assert row.cost_usd == 0
+
+
+def test_however_it_is_added_up_the_sum_is_the_same(ledger: Ledger, clock: Clock) -> None:
+    """By resource, pool, owner, day and bucket: equal to the micro-dollar, and on demand too, with odd prices, times and billing rules."""
+    open_pool(ledger, "q", replace(OWNER, user="bob"))
+    counted: dict[int, tuple[Decimal, Decimal]] = {}
+    for number in range(60):
+        clock.time = NOON + timedelta(hours=7 * number)
+        price = Price(
+            USD("1.234567") + number,
+            USD("3.987653") + number,
+            is_spot=True,
+            increment_seconds=(1, 60, 3600)[number % 3],
+            minimum_seconds=(0, 60, 600)[number % 3],
+        )
+        intent = ledger.bind(intend(ledger, f"t{number}", "pq"[number % 2], price), f"i-{number}")
+        seconds = {bucket: round((number * 13.377 * (place + 1)) % 1000, 3) for place, bucket in enumerate(Bucket)}
+        ledger.note_all({intent.id: seconds})
+        counted[number] = (price.cost(sum(seconds.values())), price.on_demand_cost(sum(seconds.values())))
+    rows = {by: ledger.cost_rows(by) for by in CostBy}
+    for one, other in pairwise(rows.values()):
+        for of in ("cost_usd", "on_demand_usd", "saved_usd"):
+            assert sum(getattr(row, of) for row in one) == sum(getattr(row, of) for row in other)
+        assert sum(row.seconds for row in one) == pytest.approx(sum(row.seconds for row in other), abs=1e-6)
+    assert [(row.cost_usd, row.on_demand_usd) for row in rows[CostBy.RESOURCE]] == list(counted.values())  # SQL and Python count alike
+    assert [row.key for row in rows[CostBy.OWNER]] == ["ada@laptop", "bob@laptop"]
+    assert [row.key for row in rows[CostBy.BUCKET]] == [*map(str, Bucket), BILLING_ROUNDING]
+    assert [row.key for row in rows[CostBy.DAY]][:2] == ["2026-11-21", "2026-11-22"]
+    assert all(row.cost_usd >= 0 for row in rows[CostBy.BUCKET])
+    assert sum(row.cost_usd for row in rows[CostBy.RESOURCE]) > 60
+
+
+def test_a_bill_can_be_narrowed(ledger: Ledger, clock: Clock) -> None:
+    """To one pool, and to what was intended from one time until before another."""
+    open_pool(ledger, "q")
+    intend(ledger, "a")
+    clock.time = LATER
+    intend(ledger, "b", pool_id="q")
+    assert [row.key for row in ledger.cost_rows(pool_id="q")] == ["q"]
+    assert [row.key for row in ledger.cost_rows(since=LATER)] == ["q"]
+    assert [row.key for row in ledger.cost_rows(until=LATER)] == ["p"]
+    assert sum(row.resources for row in ledger.cost_rows(CostBy.BUCKET, since=LATER + timedelta(1))) == 0
+
+
+def test_a_list_of_pools_tells_what_each_has_cost(ledger: Ledger, clock: Clock) -> None:
+    """What is open and what it has come to, oldest pool first; ended pools only when asked for, and only the newest so many."""
+    for minutes, pool_id in enumerate("qrs", 1):
+        clock.time = NOON + timedelta(minutes=minutes)
+        open_pool(ledger, pool_id)
+    spot = Price(USD(1), USD(4), is_spot=True)
+    one, other, unbound = ledger.intend_all("q", [wish("a", "q", spot), wish("b", "q"), wish("c", "q", spot)])
+    ledger.bind_all({one.id: "i-1", other.id: "i-2"})
+    ledger.note_all({one.id: {Bucket.LAUNCHING: 1800, Bucket.IDLE: 1800.5}})
+    ledger.close_all([unbound.id], "fewer came")
+    ledger.end_pool("r")
+    rows = ledger.pool_rows()
+    assert [row.entry for row in rows] == ledger.pools()
+    assert [row.entry.id for row in rows] == ["p", "q", "s"]
+    q = rows[1]
+    assert (q.open_resources, q.resources, q.seconds, q.cost_usd, q.on_demand_usd) == (2, 3, 3600.5, USD("1.000278"), USD("4.001112"))
+    assert (rows[0].resources, rows[0].cost_usd) == (0, 0)
+    assert [row.entry.id for row in ledger.pool_rows(include_ended=True)] == ["p", "q", "r", "s"]
+    assert ledger.pool_rows(include_ended=True)[1] == q
+    assert ledger.pool_rows(limit=2) == rows[1:]
+    assert [row.entry.id for row in ledger.pool_rows(include_ended=True, limit=2)] == ["r", "s"]
+
+
+# ── money ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_limit_counts_what_is_reserved_and_what_is_spent(ledger: Ledger) -> None:
+    """What was not spent is free again; beyond the limit nothing is written."""
+    ledger.set_account(Account("team", USD(10), Period.MONTH))
+    first, second = ledger.reserve("team", "p", USD(6)), ledger.reserve("team", "p", USD(4))
+    with pytest.raises(BudgetExceeded, match=r"0\.000000 USD left") as refused:
+        ledger.reserve("team", "p", USD("0.000001"))
+    assert (refused.value.account, refused.value.left_usd) == ("team", 0)
+    assert ledger.open_reservations() == [first, second]
+    settled = ledger.settle(first, USD("1.25"))
+    assert (settled.spent_usd, settled.settled_at) == (USD("1.25"), NOON)
+    assert ledger.settle(first, USD("1.25")) == settled
+    with pytest.raises(LedgerConflict, match=r"was settled with 1\.25"):
+        ledger.settle(first, USD(2))
+    ledger.release(second)
+    assert ledger.left_usd("team", "p") == USD("8.75")
+    assert ledger.open_reservations(pool_id="p") == []
+
+
+def test_spending_more_than_reserved_is_written_down(ledger: Ledger) -> None:
+    """The truth is kept, and what is left is negative: nothing more can be reserved."""
+    ledger.set_account(Account("team", USD(10), Period.RUN))
+    ledger.settle(ledger.reserve("team", "p", USD(9)), USD(11))
+    assert ledger.left_usd("team", "p") == -1
+    with pytest.raises(BudgetExceeded):
+        ledger.reserve("team", "p", USD("0.01"))
+
+
+def test_the_end_of_a_pool_settles_all_that_it_reserved(ledger: Ledger, clock: Clock) -> None:
+    """Its settled sums together are what it has spent: each reservation pays up to what it is, oldest first, so that no day pays for another."""
+    open_pool(ledger, "q")
+    ledger.set_account(Account("team", USD(10), Period.DAY))
+    ledger.settle(ledger.reserve("team", "p", USD(2)), USD(1))
+    ledger.reserve("team", "p", USD(3))
+    other = ledger.reserve("team", "q", USD(5))
+    clock.time = NOON + timedelta(days=1)
+    ledger.reserve("team", "p", USD(4))
+    for _ in range(2):
+        ledger.settle_pool("p", USD("4.5"))
+        assert ledger.open_reservations() == [other]
+        assert ledger.left_usd("team", "p") == USD("9.5")
+        clock.time = NOON
+        assert ledger.left_usd("team", "p") == USD("1")
+        clock.time = NOON + timedelta(days=1)
+    ledger.settle_pool("nobody's", USD(1))
+
+
+@pytest.mark.parametrize(("spent", "left"), [("0.5", "9"), ("11", "-1")])
+def test_a_pool_that_spent_less_than_settled_or_more_than_reserved(ledger: Ledger, spent: str, left: str) -> None:
+    """What was settled stands, and the rest is nothing; what is beyond all reservations is written down."""
+    ledger.set_account(Account("team", USD(10), Period.RUN))
+    ledger.settle(ledger.reserve("team", "p", USD(2)), USD(1))
+    for _ in range(3):
+        ledger.reserve("team", "p", USD(1))
+    ledger.settle_pool("p", USD(spent))
+    assert ledger.left_usd("team", "p") == USD(left)
+    with pytest.raises(BadRequest, match="nothing or more"):
+        ledger.settle_pool("p", USD(-1))
+
+
+def test_reservations_roll_on_whole_or_not_at_all(ledger: Ledger, clock: Clock) -> None:
+    """What was reserved is settled with what was spent since, and what comes next is reserved; if that is too much, nothing has changed."""
+    ledger.set_account(Account("team", USD(10), Period.DAY))
+    ledger.set_account(Account("other", USD(10), Period.DAY))
+    elsewhere = ledger.reserve("other", "p", USD(10))
+    open_before = [elsewhere, ledger.reserve("team", "p", USD(3)), ledger.reserve("team", "p", USD(3))]
+    with pytest.raises(BudgetExceeded, match=r"5\.000000 USD left.*5\.000001 asked for"):
+        ledger.roll("team", "p", USD(5), USD("5.000001"))
+    assert ledger.open_reservations() == open_before
+    assert ledger.left_usd("team", "p") == 4
+    following = ledger.roll("team", "p", USD(5), USD(5))
+    assert ledger.open_reservations() == [elsewhere, following]
+    assert (following.reserved_usd, ledger.left_usd("team", "p")) == (5, 0)
+    clock.time = NOON + timedelta(days=1)
+    empty = ledger.roll("team", "p", USD(4), USD(0))
+    assert (empty.reserved_usd, empty.scope, ledger.left_usd("team", "p")) == (0, "2026-11-22", 10)
+    ledger.settle(empty, USD(0))
+    ledger.roll("team", "p", USD(2), USD(1))
+    assert ledger.left_usd("team", "p") == 7
+    for spent, following in ((-1, 1), (1, -1)):
+        with pytest.raises(BadRequest, match="nothing or more"):
+            ledger.roll("team", "p", USD(spent), USD(following))
+    assert ledger.left_usd("team", "p") == 7
+
+
+@pytest.mark.parametrize(("period", "same_day", "next_day", "next_month", "other_pool"), [("run", 0, 0, 0, 1), ("day", 0, 1, 1, 0), ("month", 0, 0, 1, 0)])
+def test_a_limit_holds_for_its_period(ledger: Ledger, clock: Clock, period: str, same_day: int, next_day: int, next_month: int, other_pool: int) -> None:
+    """For each pool, each UTC day or each UTC month."""
+    open_pool(ledger, "q")
+    ledger.set_account(Account("team", USD(1), Period(period)))
+    ledger.reserve("team", "p", USD(1))
+    assert ledger.left_usd("team", "q") == other_pool
+    for moment, left in ((NOON.replace(hour=23), same_day), (NOON + timedelta(days=1), next_day), (NOON + timedelta(days=30), next_month)):
+        clock.time = moment
+        assert ledger.left_usd("team", "p") == left
+
+
+def test_an_account_can_be_changed_and_must_exist(ledger: Ledger) -> None:
+    """A new limit counts at once; an unknown account is refused with those that there are."""
+    ledger.set_account(Account("team", USD(1), Period.DAY))
+    ledger.set_account(Account("team", USD("2.5"), Period.DAY))
+    assert ledger.accounts() == [Account("team", USD("2.5"), Period.DAY)]
+    ledger.reserve("team", "p", USD("2.5"))
+    with pytest.raises(BadRequest, match="no account 'taem'; it has: team"):
+        ledger.reserve("taem", "p", USD(1))
+    with pytest.raises(BadRequest, match="positive"):
+        ledger.reserve("team", "p", USD(0))
+
+
+EIGHT_RESERVE = """
+import os, sys
+from decimal import Decimal
+from skyward_core.errors import BudgetExceeded
+from skyward_core.ledger import Ledger
+
+def take_all(url, seed):
+    reserved = 0
+    with Ledger(url, busy_timeout_seconds=60) as ledger:
+        while True:
+            try:
+                made = ledger.reserve("team", "p", Decimal("0.37"))
+            except BudgetExceeded:
+                return reserved
+            if reserved % 5 == seed % 5:
+                ledger.settle(made, Decimal("0.11"))
+            reserved += 1
+
+children = []
+for seed in range(8):
+    if not (pid := os.fork()):
+        os._exit(min(take_all(sys.argv[1], seed), 255))
+    children.append(pid)
+print(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children))
+"""
+
+
+def run_script(script: str, *args: str, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True, timeout=100, check=False, **options)  # type: ignore[call-overload]
+
+
+def test_eight_processes_at_once_overdraw_nothing(ledger: Ledger, url: str) -> None:
+    """They reserve, and settle some, until the account refuses: what is committed is below the limit, by less than one reservation."""
+    ledger.set_account(Account("team", USD(30), Period.MONTH))
+    done = run_script(EIGHT_RESERVE, url)
+    assert done.returncode == 0, done.stderr
+    reserved = ledger.open_reservations()
+    left = ledger.left_usd("team", "p")
+    assert USD(0) <= left < USD("0.37")
+    counts = [int(count) for count in done.stdout.split()]
+    assert sum(counts) > len(reserved) >= 1  # some were settled
+    assert sum(made.reserved_usd for made in reserved) + (sum(counts) - len(reserved)) * USD("0.11") == 30 - left
+
+
+EIGHT_OPEN = """
+import os, sys
+from skyward_core.ledger import Ledger
+
+children = []
+for _ in range(8):
+    if not (pid := os.fork()):
+        try:
+            Ledger(sys.argv[1]).close()
+        except BaseException as error:
+            print(repr(error), flush=True)
+            os._exit(1)
+        os._exit(0)
+    children.append(pid)
+sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children))
+"""
+
+
+def test_eight_processes_may_make_the_ledger_at_once(url: str) -> None:
+    """Each finds it made, by itself or by another."""
+    done = run_script(EIGHT_OPEN, url)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ── what dies, and what is in the way ────────────────────────────────────────────────────────────────────────────────
+
+KILLED_AT = """
+import os, signal, sys
+from datetime import UTC, datetime
+from decimal import Decimal
+from sqlalchemy import Engine, event
+from skyward_core.entries import Account, Bucket, Period, ResourceKind, Wish
+from skyward_core.ledger import Ledger
+from skyward_core.owner import Owner
+
+NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
+folder, left = sys.argv[1], 0
+
+def step(*_, **__):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+for name in ("before_cursor_execute", "after_cursor_execute", "commit"):
+    event.listen(Engine, name, step)
+
+def history(url, said):
+    def say(what):
+        os.write(said, f"{what}\\n".encode())
+    with Ledger(url, clock=lambda: NOON) as ledger:
+        ledger.open_pool("p", owner=Owner("a", "b", "c", "d", 1, "2"), provider={}, spec_json="{}", lease_expires_at=NOON)
+        ledger.set_account(Account("team", Decimal(10), Period.RUN))
+        for token in ("t1", "t2"):
+            made = ledger.reserve("team", "p", Decimal(3))
+            say(f"reserved {made.id}")
+            intent = ledger.intend("p", Wish(ResourceKind.INSTANCE, "x", "y", token, token, {}, NOON))
+            say(f"intended {token}")
+            ledger.bind(intent, "i-" + token)
+            say(f"bound {token}")
+            ledger.note_all({intent.id: {Bucket.IDLE: 1}})
+            ledger.ask_end(intent)
+            ledger.close_intent(intent, "404")
+            say(f"closed {token}")
+            ledger.settle(made, Decimal(1))
+            say(f"settled {made.id}")
+
+point = 0
+while True:
+    point += 1
+    reading, said = os.pipe()
+    if not (pid := os.fork()):
+        left = point
+        history(f"sqlite:///{folder}/{point}.db", said)
+        os._exit(0)
+    os.close(said)
+    with open(reading) as told:
+        print(point, *told.read().splitlines(), sep=";")
+    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0:
+        break
+"""
+
+
+@pytest.mark.slow
+def test_a_writer_killed_at_any_statement_leaves_a_readable_ledger(tmp_path: Path) -> None:
+    """SIGKILL before and after every statement and before every commit, from an empty file on: what had returned is there, and no more than one verb beyond it."""
+    done = run_script(KILLED_AT, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) > 80
+    for line in lines:
+        point, *said = line.split(";")
+        path = tmp_path / f"{point}.db"
+        with Ledger(f"sqlite:///{path}") as ledger:
+            check_what_was_left(ledger, said)
+        with sqlite3.connect(path) as raw:
+            assert raw.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        raw.close()
+
+
+def check_what_was_left(ledger: Ledger, said: list[str]) -> None:
+    done = [line.split() for line in said]
+    told = {word: {what for first, what in done if first == word} for word in ("intended", "bound", "closed", "reserved", "settled")}
+    intents = {intent.token: intent for intent in ledger.intents()}
+    found = {
+        "intended": set(intents),
+        "bound": {token for token, intent in intents.items() if intent.cloud_id},
+        "closed": {token for token, intent in intents.items() if intent.gone_at},
+    }
+    for word, tokens in found.items():
+        assert told[word] <= tokens
+    assert sum(len(tokens) - len(told[word]) for word, tokens in found.items()) <= 1
+    assert len(ledger.open_reservations()) in {len(told["reserved"]) - len(told["settled"]) + more for more in (-1, 0, 1)}
+    if ledger.accounts():
+        settled = -ledger.left_usd("team", "p") + 10 - 3 * len(ledger.open_reservations())
+        assert settled in {len(told["settled"]), len(told["settled"]) + 1}  # the balance agrees with the reservations
+
+
+def test_a_reader_blocks_no_writer(file_ledger: Ledger, tmp_path: Path) -> None:
+    """While another holds a read transaction open, a pool writes; the reader goes on seeing what it saw."""
+    raw = sqlite3.connect(tmp_path / "state/ledger.db", isolation_level=None)
+    raw.execute("BEGIN")
+    assert raw.execute("SELECT count(*) FROM skyward_resources").fetchone() == (0,)
+    with Ledger(str(file_ledger.url), busy_timeout_seconds=0) as impatient:
+        intend(impatient)
+    assert raw.execute("SELECT count(*) FROM skyward_resources").fetchone() == (0,)
+    raw.close()
+    assert len(file_ledger.intents()) == 1
+
+
+def test_a_ledger_that_stays_locked_is_told(file_ledger: Ledger, tmp_path: Path) -> None:
+    """A writer that never ends is named as the cause; readers do not mind it, and all is well when it has gone."""
+    raw = sqlite3.connect(tmp_path / "state/ledger.db", isolation_level=None)
+    raw.execute("BEGIN IMMEDIATE")
+    with Ledger(str(file_ledger.url), busy_timeout_seconds=0.05) as impatient:
+        with pytest.raises(LedgerError, match=r"ledger\.db is locked by another process"):
+            intend(impatient)
+        assert impatient.intents() == []
+        raw.close()
+        intend(impatient)
+
+
+def test_threads_share_a_ledger(ledger: Ledger) -> None:
+    """Verbs from many threads lose nothing."""
+    intent = intend(ledger)
+    threads = [
+        threading.Thread(target=lambda bucket=bucket: [ledger.note_all({intent.id: {bucket: seconds}}) for seconds in range(1, 11)]) for bucket in Bucket
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ledger.intents()[0].seconds == dict.fromkeys(Bucket, 10)
+
+
+@pytest.mark.parametrize("garbage", [b"not a database at all" * 100, b"SQLite format 3\0" + b"\x5a" * 5000])
+def test_a_garbage_file_is_told_and_left_alone(tmp_path: Path, garbage: bytes) -> None:
+    """The message says what to do; the file is as it was, for whoever wants to look into it."""
+    path = tmp_path / "ledger.db"
+    path.write_bytes(garbage)
+    with pytest.raises(LedgerError, match=r"is damaged, or no ledger\. Move it away"):
+        Ledger(f"sqlite:///{path}")
+    assert path.read_bytes() == garbage
+
+
+def test_a_ledger_that_is_damaged_later_is_told(file_ledger: Ledger, tmp_path: Path) -> None:
+    """Pages that were overwritten behind our back."""
+    for number in range(200):
+        intend(file_ledger, f"t{number}")
+    file_ledger.close()
+    path = tmp_path / "state/ledger.db"
+    path.write_bytes(path.read_bytes()[:8192] + b"\xa5" * (path.stat().st_size - 8192))
+    with pytest.raises(LedgerError, match="damaged"), Ledger(f"sqlite:///{path}") as damaged:
+        damaged.intents()
+
+
+TRY_TO_OPEN = """
+import os, sys
+from skyward_core.errors import LedgerError
+from skyward_core.ledger import Ledger
+Ledger(sys.argv[2]).close()  # everything is imported
+if os.getuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)  # root may write anywhere
+try:
+    with Ledger(sys.argv[1]) as ledger:
+        ledger.end_pool("p")
+except LedgerError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+def test_a_read_only_directory_is_told(tmp_path: Path, is_made: bool) -> None:
+    """For somebody who may not write there: whether the ledger has been made or not."""
+    folder = tmp_path / "read-only"
+    folder.mkdir()
+    if is_made:
+        Ledger(f"sqlite:///{folder}/ledger.db").close()
+    folder.chmod(0o555)
+    for parent in (tmp_path, *tmp_path.parents[:2]):
+        parent.chmod(0o755)  # so that the other user comes as far as the directory itself
+    done = run_script(TRY_TO_OPEN, f"sqlite:///{folder}/ledger.db", f"sqlite:///{tmp_path}/other.db")
+    folder.chmod(0o755)
+    assert done.returncode == 0, done.stderr
+    assert "name another ledger (SKYWARD_LEDGER)" in done.stdout
+
+
+def test_a_place_where_no_directory_can_be_made_is_told(tmp_path: Path) -> None:
+    """A file stands where the directory should be."""
+    (tmp_path / "state").write_text("")
+    with pytest.raises(LedgerError, match="Look at the path"):
+        Ledger(f"sqlite:///{tmp_path}/state/ledger.db")
+
+
+FILL = """
+import resource, signal, sys
+from datetime import UTC, datetime
+from skyward_core.entries import ResourceKind, Wish
+from skyward_core.errors import LedgerError
+from skyward_core.ledger import Ledger
+NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
+with Ledger(sys.argv[1]) as ledger:
+    for number in range(100_000):
+        try:
+            ledger.intend("p", Wish(ResourceKind.VOLUME, "x", "y", "n", str(number), {}, NOON))
+        except LedgerError as error:
+            print(number, error)
+            break
+"""
+
+
+def test_a_full_disk_is_told_and_loses_nothing(file_ledger: Ledger, sqlite_url: str) -> None:
+    """The file may not grow any more: what had returned before is there."""
+    done = run_script(FILL, sqlite_url, str(200_000))
+    assert done.returncode == 0, done.stderr
+    written, _, message = done.stdout.partition(" ")
+    assert "disk" in message
+    assert len(file_ledger.intents()) == int(written) > 0
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("ledger.db", "is no URL"),
+        ("mysql://host/x", "SQLite or PostgreSQL, not in mysql"),
+        ("sqlite://", "lost with its process"),
+        ("postgresql+nothing://ada:secret@host/x", "driver for .*is not installed"),
+        ("postgresql+psycopg://ada:secret@127.0.0.1:9/x", "is not installed|cannot be reached"),
+    ],
+)
+def test_a_url_that_leads_nowhere_is_told(url: str, message: str) -> None:
+    """Each with what is wrong, and without its password."""
+    with pytest.raises(LedgerError, match=message) as told:
+        Ledger(url)
+    assert "secret" not in str(told.value)
+
+
+def test_the_ledger_lies_under_the_state_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Unless SKYWARD_LEDGER says otherwise; a directory that is made is the user's alone."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert default_url({}) == f"sqlite:///{tmp_path}/skyward/ledger.db"
+    assert default_url({"SKYWARD_LEDGER": "sqlite:////x.db"}) == "sqlite:////x.db"
+    Ledger(default_url({})).close()
+    assert (tmp_path / "skyward").stat().st_mode & 0o777 == 0o700
+
+
+# ── versions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def schema(path: Path) -> list[tuple[str, ...]]:
+    raw = sqlite3.connect(path)
+    try:
+        return raw.execute("SELECT type, name, sql FROM sqlite_schema ORDER BY name").fetchall()
+    finally:
+        raw.close()
+
+
+def test_a_ledger_of_version_0_is_migrated(tmp_path: Path) -> None:
+    """A database without our tables, and one that only says `version 0`, come out like a new one; foreign tables stay."""
+    Ledger(f"sqlite:///{tmp_path}/new.db").close()
+    old = tmp_path / "old.db"
+    raw = sqlite3.connect(old)
+    raw.executescript("CREATE TABLE theirs (x); INSERT INTO theirs VALUES (7);")
+    raw.close()
+    Ledger(f"sqlite:///{old}").close()
+    assert [entry for entry in schema(old) if entry[1] != "theirs"] == schema(tmp_path / "new.db")
+    raw = sqlite3.connect(old)
+    assert raw.execute("SELECT * FROM theirs").fetchall() == [(7,)]
+    assert raw.execute("SELECT value FROM skyward_meta").fetchall() == [(str(len(MIGRATIONS)),)]
+    raw.close()
+
+
+def add_a_column(connection: Connection) -> None:
+    connection.exec_driver_sql("ALTER TABLE skyward_pools ADD COLUMN note TEXT")
+
+
+def fail(connection: Connection) -> None:
+    connection.exec_driver_sql("CREATE TABLE half (x INTEGER)")
+    raise RuntimeError("the power went")
+
+
+def test_a_migration_happens_whole_or_not_at_all(file_ledger: Ledger, tmp_path: Path) -> None:
+    """A later step is taken once; one that fails leaves tables and version as they were. The entries are there throughout."""
+    intent = intend(file_ledger)
+    path = tmp_path / "state/ledger.db"
+    before = schema(path)
+    with pytest.raises(RuntimeError, match="power"), file_ledger._write() as connection:
+        migrate(connection, (*MIGRATIONS, add_a_column, fail))
+    assert schema(path) == before
+    for _ in range(2):
+        with file_ledger._write() as connection:
+            migrate(connection, (*MIGRATIONS, add_a_column))
+            assert schema_version(connection) == len(MIGRATIONS) + 1
+    assert schema(path) != before
+    assert file_ledger.intents() == [intent]
+
+
+def test_a_newer_ledger_is_refused_and_left_alone(file_ledger: Ledger, tmp_path: Path) -> None:
+    """By a release that does not know its version."""
+    with file_ledger._write() as connection:
+        migrate(connection, (*MIGRATIONS, add_a_column))
+    before = schema(tmp_path / "state/ledger.db")
+    with pytest.raises(LedgerError, match=r"has version 2; this release of skyward-core knows 1\. Use the newer release"):
+        Ledger(str(file_ledger.url))
+    assert schema(tmp_path / "state/ledger.db") == before
+
+
+# ── what only PostgreSQL does ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.slow
+def test_postgresql_migrates_whole_or_not_at_all(postgresql_url: str) -> None:
+    """A step that fails leaves nothing; a newer schema is refused."""
+    with Ledger(postgresql_url) as ledger:
+        with pytest.raises(RuntimeError, match="power"), ledger._write() as connection:
+            migrate(connection, (*MIGRATIONS, fail))
+        with ledger._write() as connection:
+            assert not inspect(connection).has_table("half")
+            migrate(connection, (*MIGRATIONS, add_a_column))
+    with pytest.raises(LedgerError, match="has version 2"):
+        Ledger(postgresql_url)
+
+
+@pytest.mark.slow
+def test_a_row_that_stays_locked_is_told(postgresql_url: str, clock: Clock) -> None:
+    """Another's transaction that does not end is the cause of an error, not of a wait without end; readers do not mind it."""
+    with Ledger(postgresql_url, clock=clock, busy_timeout_seconds=0.05) as impatient:
+        open_pool(impatient, "p")
+        holder = create_engine(postgresql_url)
+        with holder.connect() as connection:
+            connection.exec_driver_sql("SELECT * FROM skyward_pools FOR UPDATE")
+            with pytest.raises(LedgerError, match=r"refuses \(SQLSTATE 55P03\)"):
+                impatient.renew("p", LATER + timedelta(hours=1))
+            assert len(impatient.pools()) == 1
+        holder.dispose()
+        impatient.renew("p", LATER + timedelta(hours=1))
+
+
+@pytest.mark.slow
+def test_a_connection_that_the_server_has_closed_is_made_anew(postgresql_server: str, postgresql_url: str, clock: Clock) -> None:
+    """A server that was restarted between two verbs costs nothing."""
+    with Ledger(postgresql_url, clock=clock) as ledger:
+        open_pool(ledger, "p")
+        run_on(postgresql_server, "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE starts_with(datname, 'ledger')")
+        assert [pool.id for pool in ledger.pools()] == ["p"]
+
+
+# ── a hundred thousand rows ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def large(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ledger]:
+    """A ledger of 5,000 pools, 200 of them open, with 100,000 resources, 4,000 of them open."""
+    server = request.getfixturevalue("postgresql_server") if request.param == "postgresql" else ""
+    if server:
+        run_on(server, "CREATE DATABASE large")
+    url = server.replace("/postgres?", "/large?") or f"sqlite:///{tmp_path_factory.mktemp('large')}/ledger.db"
+    with Ledger(url, clock=Clock()) as ledger:
+        open_pool(ledger, "0")
+        intent = ledger.bind(intend(ledger, pool_id="0", price=Price(USD("2.345678"), USD("7.5"), increment_seconds=60)), "i-1")
+        ledger.note_all({intent.id: dict.fromkeys(Bucket, 0.1)})
+        with ledger._write() as connection:
+            pool = connection.exec_driver_sql("SELECT * FROM skyward_pools").mappings().one()
+            connection.execute(POOLS.insert(), [another_pool(pool, number) for number in range(1, 5000)])
+            resource = connection.exec_driver_sql("SELECT * FROM skyward_resources").mappings().one()
+            connection.execute(RESOURCES.insert(), [another_resource(resource, number) for number in range(2, 100_001)])
+        yield ledger
+    if server:
+        run_on(server, "DROP DATABASE large WITH (FORCE)")
+
+
+def another_pool(pool: Mapping[str, Any], number: int) -> dict[str, Any]:
+    is_ended = number >= 200
+    return {
+        **pool,
+        "id": str(number),
+        "owner_user": f"user{number % 40}",
+        "created_microseconds": pool["created_microseconds"] + number,
+        "ended_microseconds": 1 if is_ended else None,
+    }
+
+
+def another_resource(resource: Mapping[str, Any], number: int) -> dict[str, Any]:
+    return {
+        **resource,
+        "id": number,
+        "pool_id": str(number % 5000),
+        "token": str(number),
+        "intended_microseconds": resource["intended_microseconds"] + number * 20_000_000,
+        "gone_microseconds": None if number % 5000 < 200 else 1,
+        **{milliseconds_of(bucket): 1000 * (number % 1000) + 100 for bucket in Bucket},
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", CostBy)
+def test_a_bill_of_a_hundred_thousand_resources_is_right(large: Ledger, by: CostBy) -> None:
+    """Whatever it is added up by: `skyward cost`."""
+    rows = large.cost_rows(by)
+    assert sum(row.seconds for row in rows) == pytest.approx(6 * (100 * sum(range(1000)) + 100_000 * 0.1 - 1))  # the first has a second less in each
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("include_ended", "limit", "pools", "resources"), [(False, None, 200, 4000), (True, None, 5000, 100_000), (True, 50, 50, 1000)])
+def test_a_list_of_five_thousand_pools_is_right(large: Ledger, include_ended: bool, limit: int | None, pools: int, resources: int) -> None:
+    """Those that are open, all of them, or the newest: `skyward ps`."""
+    rows = large.pool_rows(include_ended=include_ended, limit=limit)
+    assert (len(rows), sum(row.resources for row in rows)) == (pools, resources)
+    assert sum(row.open_resources for row in rows) == (0 if limit else 4000)
+
+
+@pytest.mark.slow
+def test_four_thousand_open_intents_are_found(large: Ledger) -> None:
+    """Among a hundred thousand: what a sweep begins with."""
+    intents = large.open_intents()
+    assert len(intents) == 4000

@@ -1,0 +1,663 @@
+"""The purse: no history of launches and losses can cost more than `max_cost`, no interval begins that the account has not set aside, and both are told in time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyward_core import Instance, InstanceState
+from skyward_core.entries import Account, Period, Price, Reservation
+from skyward_core.errors import BudgetExceeded, LeaseLost, LedgerError
+from skyward_core.ledger import Ledger
+from skyward_core.owner import Owner
+from skyward_core.provisioning.metering import Meter
+from skyward_core.provisioning.purse import Fill, Grant, Purse
+
+START = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
+HOUR = 3600.0
+LEASE_SECONDS = 120.0
+TEAM = "team"
+
+
+class Clock:
+    """Seconds for a meter, and the same as a time of day for a ledger."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def date(self) -> datetime:
+        return START + timedelta(seconds=self.seconds - 1000.0)
+
+
+def machine(name: str, rank: int = 0) -> Instance:
+    return Instance(id=name, provider="fake", pool_id="sky-1", rank=rank, state=InstanceState.RUNNING, region="r", instance_type="t")
+
+
+def usd(price: str, increment: int = 1, minimum: int = 0) -> Price:
+    return Price(Decimal(price), increment_seconds=increment, minimum_seconds=minimum)
+
+
+@dataclass
+class Pool:
+    """What a pool does with its purse, on a clock that the test turns."""
+
+    clock: Clock
+    meter: Meter
+    purse: Purse
+    names: list[str] = field(default_factory=list)
+    grants: dict[str, Grant] = field(default_factory=dict)
+
+    def launch(self, machines: int, price: Price) -> Grant:
+        """Ask for machines and get them at once."""
+        grant = self.purse.grant(machines, price)
+        self.came(machines, price, grant)
+        return grant
+
+    def came(self, machines: int, price: Price, grant: Grant) -> None:
+        ids = [f"m-{len(self.names) + index}" for index in range(machines)]
+        for name in ids:
+            self.meter.start(machine(name), self.clock(), price)
+        self.purse.launched(ids, grant)
+        self.names += ids
+        self.grants |= dict.fromkeys(ids, grant)
+
+    def go_until(self, fill: Fill, longest: float = 2 * HOUR, step: float = 1.0) -> list[Fill]:
+        """Let seconds pass, looking each time, until it is as empty as that; return what was seen on the way, each once."""
+        seen: list[Fill] = []
+        for _ in range(int(longest / step)):
+            now, reason = self.purse.turn()
+            assert (reason != "") == (now > Fill.FULL)
+            if not seen or seen[-1] != now:
+                seen.append(now)
+            if now >= fill:
+                return seen
+            self.clock.seconds += step
+        pytest.fail(f"{fill} did not come in {longest} s; seen {seen}")
+
+
+def pool(max_cost: float | None, **settings: object) -> Pool:
+    clock = Clock()
+    meter = Meter(clock)
+    return Pool(clock, meter, Purse("sky-1", meter, max_cost=max_cost, **settings))  # type: ignore[arg-type]
+
+
+# ── max_cost: what may be launched ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_without_a_limit_everything_is_granted_for_ever() -> None:
+    """Neither a hard end nor a paid time, and it stays full."""
+    it = pool(None)
+    grant = it.launch(100, usd("1000"))
+    assert (grant.lifetime_seconds, grant.hard_end) == (None, None)
+    it.clock.seconds += 1e6
+    assert it.purse.turn() == (Fill.FULL, "")
+    assert it.purse.paid_seconds() is None
+
+
+def test_what_costs_nothing_has_no_end() -> None:
+    """Machines that are free, as those of this one, live as long as they like, whatever the limit."""
+    it = pool(0.01)
+    assert it.launch(3, usd("0")).hard_end is None
+    it.clock.seconds += 1e6
+    assert it.purse.turn() == (Fill.FULL, "")
+    assert it.purse.paid_seconds() is None
+
+
+@pytest.mark.parametrize(
+    ("max_cost", "machines", "price", "left"),
+    [
+        (0.9999, 1, usd("60"), "0.9999"),  # a minute at 60 USD an hour is 1 USD
+        (1.99, 2, usd("60"), "1.99"),
+        (1.0, 1, usd("3.6", minimum=3600), "1.0"),  # an hour is paid for at least
+        (1.0, 1, usd("3.6", increment=3600), "1.0"),  # a begun hour is paid for whole
+    ],
+)
+def test_a_launch_whose_first_minute_is_not_covered_is_refused(max_cost: float, machines: int, price: Price, left: str) -> None:
+    """Before anything is asked for, with the arithmetic and what to do; what is left is told."""
+    it = pool(max_cost)
+    with pytest.raises(BudgetExceeded, match=r"in their first minute.*max_cost=.*Raise max_cost") as caught:
+        it.purse.grant(machines, price)
+    assert (caught.value.account, caught.value.left_usd) == ("", Decimal(left))
+
+
+def test_the_first_minute_that_is_just_covered_is_granted() -> None:
+    """One minute for exactly its price: a hard end in 60 s, of which a tenth is for the boot."""
+    it = pool(1.0)
+    grant = it.purse.grant(1, usd("60"))
+    assert grant.hard_end == it.clock() + 60
+    assert grant.lifetime_seconds == pytest.approx(54.0)
+    assert pool(2.0).purse.grant(2, usd("60")).hard_end == it.clock() + 60
+
+
+def test_a_hard_end_is_where_the_money_ends() -> None:
+    """10 USD pay two machines of 0.5 USD an hour for ten hours; by their own clock they end 120 s earlier, which they may need to boot."""
+    it = pool(10.0)
+    grant = it.launch(2, usd("0.5"))
+    assert grant.hard_end == it.clock() + 10 * HOUR
+    assert grant.lifetime_seconds == 10 * HOUR - 120
+    assert it.purse.paid_seconds() == 10 * HOUR
+
+
+def test_begun_hours_are_whole_ones() -> None:
+    """Where hours are counted a machine ends with the last hour that is covered."""
+    it = pool(2.9)
+    assert it.purse.grant(1, usd("1", increment=3600)).hard_end == it.clock() + 2 * HOUR
+
+
+def test_money_that_is_committed_cannot_be_granted_again() -> None:
+    """All is committed to the first machines until they are known to be gone; what they did not use is free then."""
+    it = pool(14.4)
+    it.launch(2, usd("7.2"))  # for an hour
+    it.clock.seconds += 600
+    with pytest.raises(BudgetExceeded) as caught:
+        it.purse.grant(1, usd("7.2"))
+    assert caught.value.left_usd == 0
+    it.meter.end("m-0")  # after 1.20 USD of 7.20
+    assert it.purse.grant(1, usd("7.2")).hard_end == it.clock() + 3000
+
+
+def test_two_launches_at_once_do_not_share_the_same_money() -> None:
+    """A grant is set aside before its machines are there: a second one, asked for while the first call is on its way, finds nothing left."""
+    it = pool(10.0)
+    first = it.purse.grant(1, usd("10"))
+    with pytest.raises(BudgetExceeded):
+        it.purse.grant(1, usd("10"))
+    it.came(1, usd("10"), first)
+    with pytest.raises(BudgetExceeded):
+        it.purse.grant(1, usd("10"))
+
+
+def test_many_threads_share_what_there_is() -> None:
+    """Of eight that ask at the same moment one gets it."""
+    it = pool(1.0)
+    got: list[Grant] = []
+    ready = threading.Barrier(8)
+
+    def ask() -> None:
+        ready.wait()
+        try:
+            got.append(it.purse.grant(1, usd("1")))
+        except BudgetExceeded:
+            pass
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(got) == 1
+
+
+def test_what_a_provider_has_refused_is_free_again() -> None:
+    """`returned` gives all of it back, once; of fewer machines than were asked for the rest is free too."""
+    it = pool(10.0)
+    grant = it.purse.grant(2, usd("5"))
+    it.purse.returned(grant)
+    it.purse.returned(grant)
+    again = it.purse.grant(2, usd("5"))
+    assert again.hard_end == it.clock() + HOUR
+    it.came(1, usd("5"), again)
+    assert it.purse.grant(1, usd("5")).hard_end == it.clock() + HOUR
+
+
+def test_a_launch_whose_answer_was_lost_stays_committed() -> None:
+    """Its machines may live until the end that they were told, so their money is nobody else's."""
+    it = pool(10.0)
+    it.purse.grant(1, usd("10"))
+    it.clock.seconds += 1800
+    with pytest.raises(BudgetExceeded):
+        it.purse.grant(1, usd("1"))
+
+
+@pytest.mark.parametrize(("max_cost", "price"), [(1e6, "0.000001"), (float("inf"), "1")])
+def test_money_for_longer_than_there_are_dates(max_cost: float, price: str) -> None:
+    """Nothing overflows: what is written down of the grant are dates."""
+    grant = pool(max_cost).purse.grant(1, usd(price))
+    assert grant.hard_end is None or START + timedelta(seconds=grant.hard_end) < datetime(2037, 1, 1, tzinfo=UTC)
+
+
+# ── max_cost: over any history ───────────────────────────────────────────────────────────────────────────────────────
+
+prices = st.builds(
+    lambda micro, increment, minimum: Price(Decimal(micro) / 1_000_000, increment_seconds=increment, minimum_seconds=minimum),
+    st.integers(1, 400_000_000) | st.integers(1, 2_000_000),
+    st.sampled_from([1, 1, 7, 60, 3600]),
+    st.sampled_from([0, 0, 60, 3600]),
+)
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("launch"), st.integers(1, 7)),
+        st.tuples(st.just("slow launch"), st.integers(1, 7)),
+        st.tuples(st.just("answer"), st.integers(0, 7)),
+        st.tuples(st.just("refusal"), st.just(0)),
+        st.tuples(st.just("lost answer"), st.integers(1, 3)),
+        st.tuples(st.just("pass"), st.sampled_from([0, 1, 59, 600, 4000]) | st.integers(0, 20_000)),
+        st.tuples(st.just("gone"), st.integers(0, 20)),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(limit=st.integers(1, 50_000_000) | st.integers(1, 3_000_000), price=prices, other=prices, steps=steps)
+def test_if_all_machines_ran_until_their_hard_end_the_bill_would_be_within_max_cost(
+    limit: int, price: Price, other: Price, steps: list[tuple[str, int]]
+) -> None:
+    """After each step of any history, those machines included whose launch was never answered; counted here, machine by machine, by the ledger's arithmetic."""
+    it = pool(limit / 1_000_000)
+    asked: list[tuple[Grant, int, float, Price]] = []
+    lives: dict[str, list[float]] = {}
+    cost_of: dict[str, Price] = {}
+    lost: list[tuple[int, float, float, Price]] = []
+    for step, (what, number) in enumerate(steps):
+        its = price if step % 3 else other
+        try:
+            if what == "launch":
+                began, known = it.clock(), len(it.names)
+                grant = it.launch(number, its)
+                lives |= {name: [began, grant.hard_end or 0.0] for name in it.names[known:]}
+                cost_of |= dict.fromkeys(it.names[known:], its)
+            elif what == "slow launch":
+                asked.append((it.purse.grant(number, its), number, it.clock(), its))
+            elif what == "lost answer":
+                grant = it.purse.grant(number, its)
+                lost.append((number, it.clock(), grant.hard_end or 0.0, its))
+        except BudgetExceeded:
+            pass
+        if what == "answer" and asked:
+            grant, wanted, began, its = asked.pop(0)
+            known = len(it.names)
+            ids = [f"m-{known + index}" for index in range(min(number, wanted))]
+            for name in ids:
+                it.meter.start(machine(name), began, its)
+            it.purse.launched(ids, grant)
+            it.names += ids
+            lives |= {name: [began, max(it.clock(), grant.hard_end or 0.0)] for name in ids}
+            cost_of |= dict.fromkeys(ids, its)
+        elif what == "refusal" and asked:
+            it.purse.returned(asked.pop()[0])
+        elif what == "gone" and it.names:
+            name = it.names[number % len(it.names)]
+            if name in it.meter.rented():
+                it.meter.end(name)
+                lives[name][1] = it.clock()
+        elif what == "pass":  # no machine outlives its hard end: its own clock sees to that
+            ends = [lives[name][1] for name in it.meter.rented()] + [grant.hard_end or 0.0 for grant, *_ in asked]
+            it.clock.seconds = min([it.clock.seconds + number, *(end for end in ends if end >= it.clock.seconds)])
+            for name in it.meter.rented():
+                if lives[name][1] <= it.clock.seconds:
+                    it.meter.end(name)
+        bill = sum((cost_of[name].cost(end - began) for name, (began, end) in lives.items()), Decimal(0))
+        bill += sum((count * its.cost(end - began) for count, began, end, its in lost), Decimal(0))
+        bill += sum((count * its.cost((grant.hard_end or 0.0) - began) for grant, count, began, its in asked), Decimal(0))
+        assert bill <= Decimal(limit) / 1_000_000
+        paid = it.purse.paid_seconds()
+        assert paid is None or all(it.clock() + paid <= lives[name][1] for name in it.meter.rented())
+
+
+# ── max_cost: as time passes ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("max_cost", "machines", "per_hour"), [(0.1, 1, "1"), (1.0, 1, "1"), (2.0, 3, "1.7"), (50.0, 4, "8"), (0.5, 5, "0.9")])
+@pytest.mark.parametrize("boot_seconds", [0.0, 20.0])
+def test_it_warns_drains_and_is_used_up_in_time(max_cost: float, machines: int, per_hour: str, boot_seconds: float) -> None:
+    """In that order, once each, for pools that last from six minutes to two hours: no machine has ended itself before, and giving back fits into the limit."""
+    it = pool(max_cost)
+    price = usd(per_hour)
+    began = it.clock()
+    grant = it.launch(machines, price)
+    assert grant.lifetime_seconds is not None
+    seen: dict[Fill, tuple[float, Decimal]] = {}
+    while Fill.USED_UP not in seen:
+        fill, reason = it.purse.turn()
+        if fill not in seen:
+            assert not seen or fill > max(seen), "it goes one way only"
+            seen[fill] = (it.clock(), it.meter.total())
+            assert reason == "" if fill is Fill.FULL else "max_cost" in reason
+        assert it.clock() - began < grant.lifetime_seconds + boot_seconds, "a node has ended itself before it was told why"
+        it.clock.seconds += 1.0
+    assert list(seen) == [Fill.FULL, Fill.WARNED, Fill.DRAINED, Fill.USED_UP]
+    limit = Decimal(repr(max_cost))
+    assert Decimal("0.8") * limit <= seen[Fill.WARNED][1] < Decimal("0.81") * limit
+    it.clock.seconds = seen[Fill.USED_UP][0] + 1.0 + 5.0  # the look came a second late, and giving back takes five
+    assert it.meter.total() <= limit
+    assert it.meter.total() > Decimal("0.85") * limit  # and not much too early
+
+
+def test_an_hour_that_is_paid_is_used() -> None:
+    """Where hours are counted the whole limit may be billed from the start: the pool goes on until that hour is nearly over."""
+    it = pool(1.0)
+    it.launch(1, usd("1", increment=3600))
+    it.clock.seconds += 1.0
+    assert it.meter.total() == 1
+    assert it.go_until(Fill.USED_UP) == [Fill.WARNED, Fill.DRAINED, Fill.USED_UP]
+    assert 3300 < it.clock() - 1000.0 < 3600
+
+
+def test_the_first_machine_that_ends_counts() -> None:
+    """Before a machine's hard end comes the pool has closed, though the others could be paid for longer: nodes are never ended without a word."""
+    it = pool(3.0)
+    it.launch(1, usd("1", increment=3600))  # all three hours
+    it.clock.seconds += 1.0
+    it.meter.end("m-0")
+    grant = it.purse.grant(1, usd("0.8", increment=3600))
+    it.came(1, usd("0.8", increment=3600), grant)
+    assert grant.hard_end == it.clock() + 2 * HOUR
+    assert it.go_until(Fill.USED_UP, 3 * HOUR)[-1] is Fill.USED_UP
+    assert it.clock() < grant.hard_end
+
+
+def test_what_is_gone_in_time_makes_room_again() -> None:
+    """A machine that would have used up the money is gone: what was drained is not so any more."""
+    it = pool(3.0)
+    it.launch(1, usd("1.5", increment=3600))
+    assert it.go_until(Fill.DRAINED, 3 * HOUR)[-1] is Fill.DRAINED
+    it.meter.end("m-0")
+    assert it.purse.turn()[0] is Fill.WARNED
+
+
+def test_machines_that_only_a_listing_tells_of_count_too() -> None:
+    """Without a grant there is no hard end to go by: the bill itself uses the money up."""
+    it = pool(1.0)
+    it.meter.start(machine("found"), it.clock(), usd("1"))
+    assert it.go_until(Fill.USED_UP) == [Fill.FULL, Fill.WARNED, Fill.DRAINED, Fill.USED_UP]
+    assert it.meter.total() < 1
+
+
+# ── accounts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def ledger(tmp_path: Path, clock: Clock) -> Iterator[Ledger]:
+    with Ledger(f"sqlite:///{tmp_path}/ledger.db", clock=clock.date, busy_timeout_seconds=0.05) as ledger:
+        yield ledger
+
+
+def opened(ledger: Ledger, clock: Clock, limit: str, pool_id: str = "sky-1", *, max_cost: float | None = None, period: Period = Period.MONTH) -> Pool:
+    """A pool whose machines an account pays."""
+    if TEAM not in [account.name for account in ledger.accounts()]:
+        ledger.set_account(Account(TEAM, Decimal(limit), period))
+    ledger.open_pool(pool_id, owner=Owner.here(), provider={"name": "fake"}, spec_json="{}", lease_expires_at=START, account=TEAM)
+    meter = Meter(clock)
+    purse = Purse(pool_id, meter, max_cost=max_cost, account=TEAM, accounts=ledger, lease_seconds=LEASE_SECONDS)
+    return Pool(clock, meter, purse)
+
+
+def reserved(ledger: Ledger, pool_id: str = "sky-1") -> Decimal:
+    return sum((reservation.reserved_usd for reservation in ledger.open_reservations(pool_id=pool_id)), Decimal(0))
+
+
+def committed(ledger: Ledger, limit: str, pool_id: str = "sky-1") -> Decimal:
+    """What of the account is spent or reserved."""
+    return Decimal(limit) - ledger.left_usd(TEAM, pool_id)
+
+
+def test_the_account_is_asked_before_the_launch(ledger: Ledger, clock: Clock) -> None:
+    """For the boot and two leases of all machines; a pool of an account without that much launches nothing, and reserves nothing."""
+    it = opened(ledger, clock, "10")
+    it.purse.grant(2, usd("36"))  # a cent a second
+    assert reserved(ledger) == 2 * (120 + 2 * 120) * Decimal("0.01")
+    other = opened(ledger, clock, "10", "sky-2")
+    with pytest.raises(BudgetExceeded) as caught:
+        other.purse.grant(1, usd("36"))
+    assert (caught.value.account, caught.value.left_usd) == (TEAM, Decimal("2.8"))
+    assert reserved(ledger, "sky-2") == 0
+    assert other.purse.paid_seconds() is None
+
+
+def test_what_is_reserved_is_rolled_on_while_time_passes(ledger: Ledger, clock: Clock) -> None:
+    """Over twenty minutes the account holds what was spent and what is next, never more than two leases of it, and nodes are told no more than that."""
+    it = opened(ledger, clock, "1000")
+    it.launch(2, usd("36"))
+    for _ in range(1200):
+        assert it.purse.turn() == (Fill.FULL, "")
+        paid = it.purse.paid_seconds()
+        assert paid is not None
+        assert paid >= LEASE_SECONDS
+        held = committed(ledger, "1000")
+        assert it.meter.projected(clock() + paid) <= held <= it.meter.total() + 2 * (120 + 2 * 120) * Decimal("0.01")
+        clock.seconds += 1.0
+
+
+def test_a_machine_more_is_reserved_for_up_to_where_the_others_are_paid_for(ledger: Ledger, clock: Clock) -> None:
+    """And counts in what is rolled on."""
+    it = opened(ledger, clock, "1000")
+    it.launch(1, usd("36"))
+    clock.seconds += 100
+    it.launch(1, usd("72"))
+    assert reserved(ledger) == 360 * Decimal("0.01") + 260 * Decimal("0.02")
+    clock.seconds += 100
+    it.purse.turn()
+    paid = it.purse.paid_seconds()
+    assert paid == 2 * LEASE_SECONDS
+    assert committed(ledger, "1000") == it.meter.total() + Decimal("0.03") * 240
+
+
+def test_a_launch_that_is_on_its_way_stays_reserved_for_when_the_account_is_asked_again(ledger: Ledger, clock: Clock) -> None:
+    """The call takes a minute in which the reservations are rolled on: its machine is paid for when it comes."""
+    it = opened(ledger, clock, "1000")
+    it.launch(1, usd("36"))
+    clock.seconds += 150
+    asked_at, grant = clock(), it.purse.grant(1, usd("72"))
+    clock.seconds += 60
+    it.purse.turn()
+    it.meter.start(machine("slow"), asked_at, usd("72"))
+    it.purse.launched(["slow"], grant)
+    paid = it.purse.paid_seconds()
+    assert paid is not None
+    assert it.meter.projected(clock() + paid) <= committed(ledger, "1000")
+
+
+def test_what_was_never_answered_is_not_reserved_for_ever(ledger: Ledger, clock: Clock) -> None:
+    """Nobody keeps the lease of a machine that nobody knows: its money is set aside for as long as it can live, and no longer."""
+    it = opened(ledger, clock, "1000")
+    it.purse.grant(1, usd("36"))
+    for _ in range(3600):
+        it.purse.turn()
+        clock.seconds += 1.0
+    assert reserved(ledger) == 360 * Decimal("0.01")
+
+
+def test_a_launch_into_time_that_is_nearly_over_renews_first(ledger: Ledger, clock: Clock) -> None:
+    """A machine that would end a moment after it came is not asked for: more is reserved for all, or the launch is refused."""
+    it = opened(ledger, clock, "1000")
+    it.launch(1, usd("36"))
+    clock.seconds += 355
+    it.launch(1, usd("36"))
+    assert it.purse.paid_seconds() == 2 * LEASE_SECONDS
+    poor = opened(ledger, clock, "1000", "sky-2")
+    poor.launch(1, usd("36"))
+    ledger.set_account(Account(TEAM, Decimal("1"), Period.MONTH))
+    clock.seconds += 365  # its time is over
+    with pytest.raises(BudgetExceeded):
+        poor.purse.grant(1, usd("36"))
+
+
+def test_an_account_that_runs_dry_warns_drains_and_ends_before_paid_time_does(ledger: Ledger, clock: Clock) -> None:
+    """In that order, with the account's own words; at the end half of the margin is left for giving back, and nothing was overdrawn."""
+    it = opened(ledger, clock, "20")
+    it.launch(1, usd("36"))
+    assert it.go_until(Fill.USED_UP) == [Fill.FULL, Fill.WARNED, Fill.DRAINED, Fill.USED_UP]
+    fill, reason = it.purse.turn()
+    assert (fill, TEAM in reason, "left of 20" in reason) == (Fill.USED_UP, True, True)
+    paid = it.purse.paid_seconds()
+    assert paid is not None
+    assert 13.0 <= paid <= 15.0
+    clock.seconds += paid
+    assert it.meter.total() <= committed(ledger, "20") <= 20
+
+
+def test_money_that_comes_back_takes_the_warning_back(ledger: Ledger, clock: Clock) -> None:
+    """Also from drained: the limit was raised, so that the next interval can be reserved."""
+    it = opened(ledger, clock, "20")
+    it.launch(1, usd("36"))
+    it.go_until(Fill.DRAINED)
+    ledger.set_account(Account(TEAM, Decimal("50"), Period.MONTH))
+    clock.seconds += 1.0
+    assert it.purse.turn() == (Fill.FULL, "")
+    assert it.purse.paid_seconds() == 2 * LEASE_SECONDS
+
+
+class Failing:
+    """Accounts that cannot be asked while `is_out`."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.is_out = False
+        self.asked = 0
+        self.meanwhile = lambda: None
+
+    def reserve(self, account: str, pool_id: str, usd: Decimal) -> Reservation:
+        return self.ledger.reserve(account, pool_id, usd)
+
+    def roll(self, account: str, pool_id: str, spent_usd: Decimal, next_usd: Decimal) -> Reservation:
+        self.asked += 1
+        self.meanwhile()
+        if self.is_out:
+            raise LedgerError("the disk is full")
+        return self.ledger.roll(account, pool_id, spent_usd, next_usd)
+
+
+def with_outage(ledger: Ledger, clock: Clock) -> tuple[Pool, Failing]:
+    it, accounts = opened(ledger, clock, "1000"), Failing(ledger)
+    it.purse = Purse("sky-1", it.meter, account=TEAM, accounts=accounts, lease_seconds=LEASE_SECONDS)
+    it.launch(1, usd("36"))
+    return it, accounts
+
+
+def test_an_outage_of_the_ledger_does_not_end_a_pool_whose_time_is_paid(ledger: Ledger, clock: Clock) -> None:
+    """What is reserved is ours: until a margin before its end all is well, and asked again each second; when the outage is over it goes on as before."""
+    it, accounts = with_outage(ledger, clock)
+    accounts.is_out = True
+    for _ in range(360 - 31):
+        assert it.purse.turn() == (Fill.FULL, "")
+        clock.seconds += 1.0
+    assert 140 <= accounts.asked <= 160
+    accounts.is_out = False
+    assert it.purse.turn() == (Fill.FULL, "")
+    assert it.purse.paid_seconds() == 2 * LEASE_SECONDS
+
+
+def test_an_outage_that_outlasts_what_is_paid_ends_the_pool_in_time(ledger: Ledger, clock: Clock) -> None:
+    """The reason says that nothing more could be reserved."""
+    it, accounts = with_outage(ledger, clock)
+    accounts.is_out = True
+    assert it.go_until(Fill.USED_UP) == [Fill.FULL, Fill.DRAINED, Fill.USED_UP]
+    assert clock() < 1000 + 360 - 10
+    assert f"nothing more could be reserved from account '{TEAM}'" in it.purse.turn()[1]
+
+
+def test_nodes_are_told_their_paid_time_while_the_ledger_does_not_answer(ledger: Ledger, clock: Clock) -> None:
+    """A database that is locked for half a minute must not keep anybody from a lease."""
+    it, accounts = with_outage(ledger, clock)
+    told: list[float | None] = []
+    thread = threading.Thread(target=lambda: told.append(it.purse.paid_seconds()))
+
+    def look_meanwhile() -> None:
+        thread.start()
+        thread.join(10.0)
+
+    accounts.meanwhile = look_meanwhile
+    clock.seconds += 200
+    it.purse.turn()
+    assert told == [160.0]
+
+
+def test_a_pool_that_was_judged_dead_reserves_nothing_more(ledger: Ledger, clock: Clock) -> None:
+    """LeaseLost comes through, from `turn` and from `grant`."""
+    it = opened(ledger, clock, "1000")
+    it.launch(1, usd("36"))
+    assert ledger.condemn("sky-1", seen=START)
+    clock.seconds += 200
+    with pytest.raises(LeaseLost):
+        it.purse.turn()
+    with pytest.raises(LeaseLost):
+        it.purse.grant(1, usd("36"))
+
+
+def test_a_limit_and_an_account_both_hold(ledger: Ledger, clock: Clock) -> None:
+    """The emptier one counts, and paid time is the shorter of the two."""
+    it = opened(ledger, clock, "1000", max_cost=5.0)
+    it.launch(1, usd("36"))  # 500 s
+    assert it.purse.paid_seconds() == 360
+    assert it.go_until(Fill.USED_UP)[-1] is Fill.USED_UP
+    assert "max_cost" in it.purse.turn()[1]
+    assert it.meter.total() < 5
+
+
+pool_steps = st.lists(
+    st.tuples(
+        st.sampled_from(["launch", "launch", "slow launch", "answer", "refusal", "gone", "pass", "pass", "pass"]),
+        st.integers(0, 1),
+        st.integers(1, 3),
+        st.sampled_from([1.0, 30.0, 90.0]),
+    ),
+    max_size=30,
+)
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@given(limit=st.integers(1, 60), price=st.sampled_from([usd("36"), usd("7.2"), usd("12", increment=60), usd("3.6", minimum=600)]), steps=pool_steps)
+def test_two_pools_on_one_account_never_overdraw_it(
+    tmp_path_factory: pytest.TempPathFactory, limit: int, price: Price, steps: Sequence[tuple[str, int, int, float]]
+) -> None:
+    """Over any history: what is spent and reserved stays within the limit, and each pool's machines could run as long as they were told, and not overspend.
+
+    Machines end when what they are paid for is over, as nodes do; and settling at the end leaves exactly what was spent.
+    """
+    clock = Clock()
+    with Ledger(f"sqlite:///{tmp_path_factory.mktemp('ledger')}/l.db", clock=clock.date) as ledger:
+        pools = [opened(ledger, clock, str(limit), f"sky-{index}") for index in (0, 1)]
+        asked: tuple[list[tuple[Grant, int, float]], ...] = ([], [])
+        for what, index, number, seconds in steps:
+            it = pools[index]
+            try:
+                if what == "launch":
+                    it.launch(number, price)
+                elif what == "slow launch":
+                    asked[index].append((it.purse.grant(number, price), number, clock()))
+            except BudgetExceeded:
+                pass
+            if what == "answer" and asked[index]:
+                grant, count, began = asked[index].pop()
+                ids = [f"m-{len(it.names) + one}" for one in range(count)]
+                for name in ids:
+                    it.meter.start(machine(name), began, price)
+                it.purse.launched(ids, grant)
+                it.names += ids
+            elif what == "refusal" and asked[index]:
+                it.purse.returned(asked[index].pop()[0])
+            elif what == "gone" and it.names:
+                it.meter.end(it.names[number % len(it.names)])
+            elif what == "pass":
+                for _ in range(int(seconds)):
+                    clock.seconds += 1.0
+                    for one in pools:
+                        one.purse.turn()
+                        if not one.purse.paid_seconds():
+                            one.meter.end_all()
+            assert ledger.left_usd(TEAM, "sky-0") >= 0
+            spent = sum((one.meter.total() for one in pools), Decimal(0))
+            could = sum((one.meter.projected(clock() + (one.purse.paid_seconds() or 0.0)) for one in pools), Decimal(0))
+            assert spent <= could <= committed(ledger, str(limit), "sky-0")
+        for it, pool_id in zip(pools, ("sky-0", "sky-1"), strict=True):
+            it.meter.end_all()
+            ledger.settle_pool(pool_id, it.meter.total())
+        assert committed(ledger, str(limit), "sky-0") == sum((one.meter.total() for one in pools), Decimal(0))

@@ -1,0 +1,464 @@
+"""The story of real machines, on three hosts that you own and a spare one, and on machines that a cloud takes away again.
+
+Each chapter opens a pool of its own on the same hosts, which are bare in the first one only. Run with `-s` it prints at its end what was measured.
+Run as a program it is a client: one that opens a pool and waits to be killed, or one that attaches to a pool of somebody else.
+"""
+
+import json
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import skyward_core as sky
+from skyward_core.events import BootstrapCompleted, BootstrapProgress, CallProgress, CallRetrying, ContactLost, ContactRegained, InstanceLost
+from skyward_core.providers import hosts as providers_of_hosts
+from tests.conftest import Told, processes_by_tag, wait_until
+from tests.testbed import Fleet, Host
+from tests.testbed.command import run
+from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
+from tests.testbed.mirror import Mirror
+from tests.testbed.rental import Cloud
+
+CALLS = 200
+FEWER_CALLS = 90
+RAN = "root/ran"
+LEASE_SECONDS = 8
+NOTICE_SECONDS = 20
+NOTICE_OF_DEATH_SECONDS = 3
+GUARD_SECONDS = 10
+NOBODY = "02:77:ff:00:00:00"
+REPOSITORY = Path(__file__).parents[1]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+@sky.compute
+def where() -> tuple[str, int]:
+    """Name of the host, and rank of the node."""
+    return platform.node(), sky.instance_info().node
+
+
+@sky.compute
+def square(number: int) -> int:
+    """Take a moment, leave a trace on the host, and say so."""
+    with open(f"/{RAN}", "a") as ran:
+        ran.write(f"{number}\n")
+    print("square of", number)
+    time.sleep(0.1)
+    return number * number
+
+
+@sky.compute
+def solved(matrix: Any, vector: Any) -> Any:
+    """Numpy's own work, on the node's own numpy."""
+    import numpy as np
+
+    return np.linalg.solve(matrix, vector)
+
+
+@sky.compute
+def forever() -> None:
+    """A call that must be ended with its node."""
+    time.sleep(3600)
+
+
+# ── the world ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Timings:
+    """What was measured, in seconds."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, float]] = []
+
+    @contextmanager
+    def of(self, what: str) -> Iterator[None]:
+        """Measure a block."""
+        started = time.monotonic()
+        yield
+        self.rows.append((what, time.monotonic() - started))
+
+    def __str__(self) -> str:
+        return "\n".join(f"{what:<70}{seconds:>8.1f} s" for what, seconds in self.rows)
+
+
+@pytest.fixture(scope="module")
+def timings() -> Iterator[Timings]:
+    """What the chapters measure."""
+    timings = Timings()
+    yield timings
+    print(f"\n\n{timings}")
+
+
+@pytest.fixture(scope="module")
+def hosts(fleet: Fleet, mirror: Mirror) -> Iterator[list[Host]]:  # noqa: F811
+    """Four machines of one's own: three to work on, one to spare. Bare, but for where to install from."""
+    hosts = [fleet.create() for _ in range(4)]
+    for host in hosts:
+        mirror.configure(host)
+    yield hosts
+    for host in hosts:
+        host.crash()
+
+
+@pytest.fixture
+def owned(hosts: list[Host], tmp_path: Path) -> Iterator[sky.Hosts]:
+    """The provider of them, which knows their host keys. Whatever a test has done, no process of a node is left on them."""
+    yield owned_by(hosts, tmp_path / "known_hosts")
+    assert [name for host in hosts for name in names_of(tagged(host))] == []
+
+
+@pytest.fixture
+def cloud(fleet: Fleet, mirror: Mirror) -> Iterator[Cloud]:  # noqa: F811
+    """A cloud whose bare machines install from the mirror."""
+    cloud = Cloud(fleet, prepare=mirror.configure)
+    yield cloud
+    cloud.close()
+
+
+def owned_by(hosts: Sequence[Host], known_hosts: Path) -> sky.Hosts:
+    known_hosts.write_text("".join(f"{host.known_hosts_line}\n" for host in hosts))
+    return sky.Hosts(*(host.ip for host in hosts), user="root", key=str(hosts[0].key_path), known_hosts=str(known_hosts), config="/dev/null")
+
+
+def pool_on(provider: sky.Provider, told: Callable[[Any], Any], **wishes: Any) -> sky.ComputePool:
+    image = sky.Image(pip=["numpy"])
+    return sky.ComputePool(**{"provider": provider, "nodes": 3, "image": image, "on_event": told, "display": "quiet", "provision_timeout": 90, **wishes})
+
+
+def tagged(host: Host) -> list[int]:
+    """The living processes of nodes on a host, seen from outside: it need not be reachable."""
+    there = set(host._processes())
+    return [pid for pid, _ in processes_by_tag("SKYWARD_INSTANCE_ID") if pid in there]
+
+
+def names_of(pids: Iterable[int]) -> list[str]:
+    names = []
+    for pid in pids:
+        try:
+            names.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return names
+
+
+def executions(hosts: Iterable[Host]) -> Counter[int]:
+    """How often each call has begun, on all of these hosts together; forgotten by them then."""
+    found = Counter[int]()
+    for host in hosts:
+        path = host.root / RAN
+        if path.exists():
+            found.update(int(line) for line in path.read_text().split())
+            path.unlink()
+    return found
+
+
+@contextmanager
+def from_everybody(hosts: Sequence[Host]) -> Iterator[None]:
+    """Cut hosts off from the client and from each other."""
+    for host in hosts:
+        host.partition()
+    yield
+    for host in hosts:
+        host.heal()
+
+
+@contextmanager
+def from_the_client(hosts: Sequence[Host]) -> Iterator[None]:
+    """Cut the client off, while the hosts see each other: each way, packets go to a hardware address that nobody has."""
+
+    def address(host: Host, client: str, there: str) -> None:
+        network = host.network
+        run("ip", "neigh", "replace", host.ip, "lladdr", there, "dev", network.bridge, "nud", "permanent")
+        run("nsenter", f"--net=/proc/{host.pid}/ns/net", "ip", "neigh", "replace", network.gateway, "lladdr", client, "dev", "eth0", "nud", "permanent")
+
+    for host in hosts:
+        address(host, NOBODY, NOBODY)
+    yield
+    for host in hosts:
+        address(host, host.network._mac(1), host.network._mac(host.index))
+
+
+def index_of(events: Sequence[Any], condition: Callable[[Any], bool]) -> int:
+    return next(index for index, event in enumerate(events) if condition(event))
+
+
+class Clocked(Told):
+    """What a pool tells, and when."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[float] = []
+
+    def __call__(self, event: Any) -> None:
+        self.times.append(time.monotonic())
+        super().__call__(event)
+
+    def when(self, condition: Callable[[Any], bool]) -> float:
+        """Wait for an event; return when it was told, on the clock of time.monotonic."""
+        wait_until(lambda: any(condition(event) for event in list(self.events)), "the pool to tell it", seconds=90)
+        return self.times[index_of(self.events, condition)]
+
+
+# ── the story ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_three_bare_hosts_become_a_pool(hosts, owned, timings):
+    """From hosts with nothing but sshd to broadcast, map, numpy and logs; a second opening installs nothing; in the end nothing runs on them."""
+    np = pytest.importorskip("numpy")
+    assert [(host.root / "root/.cache/skyward").exists() for host in hosts] == [False] * 4
+    told = Told()
+    pool = pool_on(owned, told)
+    with timings.of("open three bare hosts, numpy installed"):
+        pool.open()
+    with pool:
+        names = [host.name for host in hosts[:3]]
+        assert where() @ pool == tuple((name, rank) for rank, name in enumerate(names))
+        assert pool.map(square, range(60)) == [number * number for number in range(60)]
+        ran = [executions([host]) for host in hosts]
+        assert sum(ran, Counter()) == Counter(range(60))
+        assert [bool(of_one) for of_one in ran] == [True, True, True, False]
+
+        matrix, vector = np.random.default_rng(0).random((300, 300)), np.arange(300.0)
+        found = pool.map(solved, [matrix, matrix.T], [vector, vector])
+        assert all(np.allclose(one @ answer, vector) for one, answer in zip((matrix, matrix.T), found, strict=True))
+
+        call = pool.submit(square(7))
+        assert call.result() == 49
+        assert told.lines(call.call_id) == ["square of 7"]  # told before the result is there
+        lines = Counter(event.line for event in told.of(sky.LogLine))
+        assert lines == Counter([f"square of {number}" for number in (*range(60), 7)])
+        assert {event.node for event in told.of(sky.LogLine)} == {0, 1, 2}
+    steps = [event.step for event in told.of(BootstrapProgress)]
+    assert Counter(steps)["deps"] == 3
+    executions(hosts)
+
+    told.events.clear()
+    with timings.of("open three hosts, environment cached"):
+        pool.open()
+    with pool:
+        assert where() @ pool == tuple((name, rank) for rank, name in enumerate(names))
+        with timings.of("map of 200 calls of 0.1 s on three hosts"):
+            assert pool.map(square, range(CALLS)) == [number * number for number in range(CALLS)]
+    assert executions(hosts) == Counter(range(CALLS))
+    assert "deps" not in [event.step for event in told.of(BootstrapProgress)]
+
+
+def test_a_host_is_preempted_under_a_running_map(cloud, timings):
+    """Of 200 calls some are on a host that is taken away: each result is right and counted once, what it had runs again, another host takes its place."""
+    told = Clocked()
+    with pool_on(cloud.provider(), told, image=sky.Image()) as pool, ThreadPoolExecutor(1) as threads:
+        lost = pool.lease.nodes[2].instance
+        others = [cloud.host(node.instance.id) for node in pool.lease.nodes[:2]]
+        results = threads.submit(pool.map, square, range(CALLS))
+        wait_until(lambda: (cloud.host(lost.id).root / RAN).exists(), "the host to be at work")
+        cloud.preempt(lost.id)
+        preempted_at = time.monotonic()
+        lost_at = told.when(lambda event: isinstance(event, InstanceLost))
+        assert results.result(90) == [number * number for number in range(CALLS)]
+        joined_at = told.when(lambda event: isinstance(event, BootstrapCompleted) and told.times[told.events.index(event)] > preempted_at)
+        assert lost_at - preempted_at < NOTICE_SECONDS
+        timings.rows.append(("a host preempted, until that is told", lost_at - preempted_at))
+        timings.rows.append(("until another one, bare, has taken its place", joined_at - lost_at))
+
+        assert [(event.node, event.instance_id) for event in told.of(InstanceLost)] == [(2, lost.id)]
+        wait_until(lambda: told.of(CallProgress)[-1] == CallProgress(CALLS, CALLS, 0), "all calls to be counted")
+        numbers = {event.call_id: int(event.line.split()[-1]) for event in told.of(sky.LogLine)}
+        again = {numbers[event.call_id] for event in told.of(CallRetrying)}
+        new = cloud.host(pool.lease.nodes[2].instance.id)
+        ran = executions([*others, new])
+        elsewhere = {numbers[event.call_id] for event in told.of(sky.LogLine) if event.instance_id == lost.id} - again
+        assert ran == Counter(set(range(CALLS)) - elsewhere)  # each of them once; and those that ended on the lost host nowhere else
+        assert again
+
+        assert where() @ pool == tuple((cloud.host(node.instance.id).name, node.rank) for node in pool.lease.nodes)
+    assert cloud.machines == {}
+
+
+def test_a_call_that_must_not_run_twice_does_not(cloud, timings):
+    """With retries=0 the calls of a host whose processes die raise NodeLost, and soon; all others return, and none has begun a second time."""
+    told = Clocked()
+    with pool_on(cloud.provider(), told, nodes=2, retries=0, image=sky.Image()) as pool:
+        instance = pool.lease.nodes[1].instance
+        kept, lost = (cloud.host(node.instance.id) for node in pool.lease.nodes)
+        futures = pool.submit_all([square(number) for number in range(FEWER_CALLS)])
+        wait_until(lambda: (lost.root / RAN).exists(), "the host to be at work")
+        lost.crash()
+        crashed_at = time.monotonic()
+        wait_until(lambda: any(future.done() and future.exception() is not None for future in futures), "a call to be told lost")
+        noticed_at = time.monotonic()
+        assert noticed_at - crashed_at < NOTICE_OF_DEATH_SECONDS
+        timings.rows.append(("all processes of a host killed, until its calls raise NodeLost", noticed_at - crashed_at))
+        timings.rows.append(("until the host is told lost", told.when(lambda event: isinstance(event, InstanceLost)) - crashed_at))
+        errors = {number: future.exception(60) for number, future in enumerate(futures)}
+        raised = {number for number, error in errors.items() if error is not None}
+        assert raised
+        assert {type(errors[number]) for number in raised} == {sky.NodeLost}
+        assert all(future.result() == number * number for number, future in enumerate(futures) if number not in raised)
+        ended_there = {int(event.line.split()[-1]) for event in told.of(sky.LogLine) if event.instance_id == instance.id} - raised
+        new = [machine.host for machine in cloud.machines.values() if machine.host not in (kept, lost)]
+        assert executions([kept, *new]) == Counter(set(range(FEWER_CALLS)) - raised - ended_there)
+        assert told.of(CallRetrying) == []
+
+
+def test_partitions_that_heal_cost_nothing(hosts, owned, timings):
+    """Under running maps every host is cut off from everybody, then the client alone from all: no node is lost, no result missing, no call runs twice."""
+    told = Told()
+    three = hosts[:3]
+    with pool_on(owned, told, retries=0) as pool, ThreadPoolExecutor(1) as threads:
+        for what, cut, seconds in (("all hosts cut off from everybody", from_everybody, 8), ("the client cut off from all hosts", from_the_client, 20)):
+            results = threads.submit(pool.map, square, range(FEWER_CALLS))
+            wait_until(lambda: all((host.root / RAN).exists() for host in three), "all hosts to be at work")
+            with cut(three):
+                cut_at = time.monotonic()
+                wait_until(lambda: time.monotonic() > cut_at + seconds, "the partition to have lasted", seconds + 5)
+                assert not results.done()
+            with timings.of(f"{what} for {seconds} s: from its end until the map has ended"):
+                assert results.result(60) == [number * number for number in range(FEWER_CALLS)]
+            assert executions(hosts) == Counter(range(FEWER_CALLS))
+        assert told.of(InstanceLost) == []
+        assert {event.node for event in told.of(ContactLost)} == {0, 1, 2}
+        wait_until(lambda: len(told.of(ContactRegained)) == len(told.of(ContactLost)), "all hosts to be in contact")
+        assert where() @ pool == tuple((host.name, rank) for rank, host in enumerate(three))
+
+
+def test_a_partition_that_does_not_heal_costs_a_host(hosts, owned, timings, monkeypatch):
+    """A host stays cut off: it ends its node when the lease has run out, the spare host takes its place, and what could not be asked is told in the end."""
+    told = Clocked()
+    pool = pool_on(owned, told, lease_seconds=LEASE_SECONDS).open()
+    cut = hosts[2]
+    instance = pool.lease.nodes[2].instance
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            results = threads.submit(pool.map, square, range(CALLS))
+            wait_until(lambda: (cut.root / RAN).exists(), "the host to be at work")
+            cut.partition()
+            cut_at = time.monotonic()
+            wait_until(lambda: not tagged(cut), "the guard to end the node", LEASE_SECONDS + GUARD_SECONDS)
+            timings.rows.append((f"a host cut off, until its guard has ended its node (lease {LEASE_SECONDS} s)", time.monotonic() - cut_at))
+            lost_at = told.when(lambda event: isinstance(event, InstanceLost))
+            assert lost_at - cut_at < NOTICE_SECONDS
+            assert results.result(90) == [number * number for number in range(CALLS)]
+        joined_at = told.when(lambda event: isinstance(event, BootstrapCompleted) and told.times[told.events.index(event)] > cut_at)
+        timings.rows.append(("a host cut off, until that is told", lost_at - cut_at))
+        timings.rows.append(("until the spare host has taken its place", joined_at - lost_at))
+        assert where() @ pool == ((hosts[0].name, 0), (hosts[1].name, 1), (hosts[3].name, 2))
+        monkeypatch.setattr(providers_of_hosts, "CONNECT_SECONDS", 3.0)
+        monkeypatch.setattr(sky.Hosts, "gone_deadline_seconds", 1.0)
+        with pytest.raises(sky.InstancesLeft) as caught:
+            pool.close()
+        assert caught.value.ids == (instance.id,)
+        assert [names_of(tagged(host)) for host in hosts] == [[]] * 4
+    finally:
+        cut.heal()
+        pool.close()  # it can be asked now, and has nothing left
+    executions(hosts)
+
+
+def test_the_client_is_killed_and_its_reaper_ends_the_nodes(hosts, timings, tmp_path):
+    """After kill -9 of the client its reaper ends the nodes at once: with a lease of ten minutes nothing else could have."""
+    with client("open", "600", *(host.ip for host in hosts), str(hosts[0].key_path), str(tmp_path / "known_hosts")) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        assert all(tagged(host) for host in hosts[:3])
+        process.send_signal(signal.SIGKILL)
+        killed_at = time.monotonic()
+        wait_until(lambda: not any(tagged(host) for host in hosts), "the reaper to end the nodes", 60)
+        timings.rows.append(("client killed, until its reaper has ended the nodes", time.monotonic() - killed_at))
+
+
+def test_the_client_and_its_reaper_are_killed_and_the_hosts_end_by_themselves(hosts, owned, timings, tmp_path):
+    """With nobody left on the client's side no process of a node outlives its lease by more than ten seconds; then the hosts serve another pool."""
+    with client("open", str(LEASE_SECONDS), *(host.ip for host in hosts), str(hosts[0].key_path), str(tmp_path / "known_hosts")) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        assert all(tagged(host) for host in hosts[:3])
+        (reaper,) = [child for child in psutil.Process(process.pid).children() if any("reaping.py" in word for word in child.cmdline())]
+        reaper.kill()
+        process.send_signal(signal.SIGKILL)
+        killed_at = time.monotonic()
+        wait_until(lambda: not any(tagged(host) for host in hosts), "the hosts to end their nodes", LEASE_SECONDS + GUARD_SECONDS)
+        timings.rows.append((f"client killed, until nothing runs on the hosts (lease {LEASE_SECONDS} s)", time.monotonic() - killed_at))
+    with pool_on(owned, Told()) as pool:
+        assert pool.map(square, range(10)) == [number * number for number in range(10)]
+    assert executions(hosts) == Counter(range(10))
+
+
+def test_a_second_process_attaches(hosts, owned, timings, tmp_path):
+    """Another process, with the lease and a copy of the key, uses the pool, and reads the result of a call that was started detached; the pool goes on."""
+    key = tmp_path / "copied-key"
+    key.write_bytes(hosts[0].key_path.read_bytes())
+    key.chmod(0o600)
+    with pool_on(owned, Told()) as pool:
+        detached = pool.start_detached(square(12))
+        lease = tmp_path / "lease.json"
+        lease.write_text(pool.lease.with_key("/nonexistent").model_dump_json())
+        with client("attach", str(lease), str(key), detached.call_id) as process:
+            output, _ = process.communicate(timeout=60)
+        found = json.loads(output)
+        assert found["squares"] == [number * number for number in range(20)]
+        assert [tuple(item) for item in found["hosts"]] == [(host.name, rank) for rank, host in enumerate(hosts[:3])]
+        assert (found["result"], found["log"]) == (144, ["square of 12"])
+        timings.rows.append(("attach from a second process", found["seconds"]))
+        assert detached.result() == 144
+        assert square(13) >> pool == 169
+    executions(hosts)
+
+
+def test_a_host_with_a_wrong_key_is_refused(hosts, owned):
+    """A stranger answers at the address of one of the hosts: the pool does not open, and nothing was started on the others."""
+    hosts[1].change_host_key()
+    told = Told()
+    with pytest.raises(sky.HostKeyChanged, match=hosts[1].ip), pool_on(owned, told):
+        pass
+    assert told.of(sky.InstanceProvisioned) == []
+    assert [names_of(tagged(host)) for host in hosts] == [[]] * 4
+
+
+# ── other processes ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def client(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    """Run this file as a program; it does not outlive the block."""
+    process = subprocess.Popen([sys.executable, "-m", "tests.test_real_hosts", *arguments], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def open_and_wait(*arguments: str) -> None:
+    """Open a pool on hosts, give every node something to do, say so, and wait to be killed."""
+    lease_seconds, *addresses, key, known_hosts = arguments
+    provider = sky.Hosts(*addresses, user="root", key=key, known_hosts=known_hosts, config="/dev/null")
+    with pool_on(provider, lambda event: None, lease_seconds=float(lease_seconds)) as pool:
+        pool.submit_all([forever() for _ in range(3)])
+        print("ready", flush=True)
+        time.sleep(60)
+
+
+def attach(lease: str, key: str, call_id: str) -> None:
+    """Use a pool of another process, and tell what it said."""
+    started = time.monotonic()
+    with sky.ComputePool.attach(Path(lease).read_text(), key=key) as pool:
+        seconds = time.monotonic() - started
+        call = pool.detached_call(call_id)
+        found = {"seconds": seconds, "squares": pool.map(square, range(20)), "hosts": where() @ pool, "result": call.result(30), "log": call.log()}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    {"open": open_and_wait, "attach": attach}[sys.argv[1]](*sys.argv[2:])

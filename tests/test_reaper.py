@@ -1,0 +1,633 @@
+"""When the driver is gone, however it went, its reaper ends the pool; and it does so in no other case.
+
+Drivers and reapers are real processes here. Machines are files, and a `Pool` is a driver's side of one (`reaping_provider.py`).
+"""
+
+import contextlib
+import fcntl
+import os
+import pickle
+import signal
+import sqlite3
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from platformdirs import user_state_path
+from pydantic import PrivateAttr
+
+from skyward_core import reaper as reaper_module
+from skyward_core.errors import NotPicklable
+from skyward_core.ledger import Ledger
+from skyward_core.owner import Owner
+from skyward_core.pickling import dumps
+from skyward_core.reaper import Charge, Reaper
+from tests.conftest import wait_until
+from tests.reaping_provider import SECRET, FolderProvider, LockingProvider, Pool, in_an_hour
+
+pytestmark = pytest.mark.slow  # a process or two each
+
+ROOT = Path(__file__).parents[1]
+
+type Start = Callable[[Charge], Reaper]
+
+DRIVER = """
+import os, signal, sys
+from skyward_core.reaper import Charge, Reaper
+from tests.reaping_provider import Pool
+
+pool = Pool.at(sys.argv[1])
+pool.open()
+pool.launch()
+reaper = Reaper.start(pool.charge())
+{more}
+print(reaper.pid, flush=True)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Pool:
+    pool = Pool(tmp_path)
+    pool.open()
+    pool.launch()
+    return pool
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start reapers that are let go when the test has ended."""
+    with contextlib.ExitStack() as undo:
+
+        def started(charge: Charge) -> Reaper:
+            reaper = Reaper.start(charge)
+            undo.callback(reaper.leave)
+            return reaper
+
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def no_reaper_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Give each test a log of its own, and look that no reaper outlives it."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    yield
+    log = str(tmp_path / "state")
+    with contextlib.suppress(AssertionError):
+        _wait_for_no(log)
+        return
+    left = _reapers(log)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    pytest.fail(f"reapers {left} outlive the test")
+
+
+def _wait_for_no(state: str) -> None:
+    deadline = time.monotonic() + 10
+    while _reapers(state):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _reapers(state: str) -> list[int]:
+    """The reapers whose environment names this folder."""
+    found = []
+    for entry in os.listdir("/proc"):
+        with contextlib.suppress(OSError, ValueError):
+            if b"reaping" in Path(f"/proc/{entry}/cmdline").read_bytes() and state.encode() in Path(f"/proc/{entry}/environ").read_bytes():
+                found.append(int(entry))
+    return found
+
+
+@contextlib.contextmanager
+def driving(folder: Path, more: str = "") -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Run a driver of a pool in this folder, leader of a session; yields it and the pid of its reaper."""
+    command = [sys.executable, "-c", DRIVER.format(more=more), str(folder)]
+    driver = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert driver.stdout is not None
+    try:
+        yield driver, int(driver.stdout.readline())
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(driver.pid, signal.SIGKILL)
+        driver.wait()
+        driver.stdout.close()
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] in "ZX"
+    except OSError:
+        return True
+
+
+def log_text() -> str:
+    path = user_state_path("skyward") / "reaper.log"
+    return path.read_text() if path.exists() else ""
+
+
+# ── the driver dies ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kill", [os.kill, os.killpg], ids=["the process", "its whole group"])
+def test_the_machines_of_a_killed_driver_end(tmp_path: Path, kill: Callable[[int, int], None]) -> None:
+    """`kill -9` leaves no machine, no open entry and no reaper, and the log tells of it."""
+    with driving(tmp_path) as (driver, reaper):
+        pool = Pool(tmp_path)
+        assert len(pool.living()) == 2
+        kill(driver.pid, signal.SIGKILL)
+        wait_until(pool.is_ended, "the machines to end")
+        wait_until(lambda: is_gone(reaper), "the reaper to go")
+    assert [line.split(" ", 2)[1:] for line in log_text().splitlines() if "machines" in line] == [
+        [pool.pool_id, "its process is gone: ending its machines"],
+        [pool.pool_id, "its machines are gone"],
+    ]
+
+
+def test_a_fork_that_holds_the_pipe_does_not_keep_the_machines(tmp_path: Path) -> None:
+    """The reaper sees that its parent is another one, though the pipe has not ended."""
+    with driving(tmp_path, more="if os.fork() == 0: signal.pause()") as (driver, _):
+        pool = Pool(tmp_path)
+        killed_at = time.time()
+        os.kill(driver.pid, signal.SIGKILL)
+        wait_until(pool.is_ended, "the machines to end")
+        assert pool.first_end() - killed_at < 10  # 1 s until it looks, and the imports, on a busy machine
+
+
+@pytest.mark.parametrize("way", ["os._exit(3)", "os.execv('/bin/true', ['true'])"])
+def test_it_does_not_matter_how_the_driver_ends(tmp_path: Path, way: str) -> None:
+    """Whatever runs no clean-up leaves the machines to the reaper, also within milliseconds of its start."""
+    with driving(tmp_path, more=f"print(reaper.pid, flush=True)\n{way}"):
+        wait_until(Pool(tmp_path).is_ended, "the machines to end")
+
+
+def test_a_driver_that_ends_by_itself_warns_of_nothing(tmp_path: Path) -> None:
+    """An interpreter that ends without letting its reaper go says nothing of it, even where warnings are errors."""
+    text = DRIVER.format(more="").replace("signal.pause()", "del reaper")
+    run = subprocess.run([sys.executable, "-X", "dev", "-W", "error", "-c", text, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stderr == ""
+    wait_until(Pool(tmp_path).is_ended, "the machines to end")
+
+
+def test_a_pool_that_has_ended_is_left_alone(tmp_path: Path) -> None:
+    """A driver that was killed between the end of the pool and letting its reaper go: nothing is asked of the provider."""
+    with driving(tmp_path) as (driver, reaper):
+        pool = Pool(tmp_path)
+        with Ledger(pool.url) as ledger:
+            ledger.end_pool(pool.pool_id)
+        driver.kill()
+        wait_until(lambda: is_gone(reaper), "the reaper to go")
+    assert len(pool.living()) == 2
+    assert "its process is gone, and the pool has ended: nothing to do" in log_text()
+
+
+def test_a_pool_that_lives_by_its_lease_is_left_alone(tmp_path: Path) -> None:
+    """A detached pool, or one with detached calls, outlives its driver."""
+    with driving(tmp_path) as (driver, reaper):
+        pool = Pool(tmp_path)
+        with Ledger(pool.url) as ledger:
+            ledger.live_by_lease(pool.pool_id, in_an_hour())
+        driver.kill()
+        wait_until(lambda: is_gone(reaper), "the reaper to go")
+    assert len(pool.living()) == 2
+    assert pool.entry().ended_at is None
+
+
+def test_what_lives_by_its_lease_is_left_alone_without_a_ledger_too(tmp_path: Path) -> None:
+    """The driver has said so itself: that the ledger cannot be read then does not end detached calls."""
+    with driving(tmp_path, more="reaper.live_by_lease()") as (driver, reaper):
+        (tmp_path / "ledger.db").write_bytes(b"no database " * 100)
+        driver.kill()
+        wait_until(lambda: is_gone(reaper), "the reaper to go")
+    assert len(Pool(tmp_path).living()) == 2
+
+
+def test_a_charge_that_was_cut_off_ends_nothing(pool: Pool) -> None:
+    """A driver that was killed while it wrote has not asked for anything yet: the reaper goes, quietly."""
+    body = pickle.dumps(tuple(getattr(pool.charge(), name) for name in Charge.__slots__))
+    for part in (b"", len(body).to_bytes(8, "big")[:5], len(body).to_bytes(8, "big") + body[:-1]):
+        command = [sys.executable, "-I", "-S", str(reaper_module.SCRIPT), pool.pool_id, str(os.getpid())]
+        assert subprocess.run(command, input=part, capture_output=True, check=True).stderr == b""
+    assert len(pool.living()) == 2
+
+
+# ── the driver asks ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_machines_end_while_the_driver_lives(pool: Pool, start: Start) -> None:
+    """`terminate_now` returns at once; the reaper stays until it is told to leave, and does the same again when asked again."""
+    reaper = start(pool.charge())
+    took = []
+    for time_asked in (1, 2):
+        began = time.perf_counter()
+        reaper.terminate_now()
+        took.append(time.perf_counter() - began)
+        wait_until(lambda asked=time_asked: log_text().count("its machines are gone") == asked, "the machines to end")
+        assert pool.is_ended()
+        assert reaper.is_alive
+        pool.launch(1)
+    assert min(took) < 0.05
+    assert log_text().count("ending its machines") == 2
+    assert len(pool.living()) == 1
+
+
+def test_a_machine_that_comes_late_ends_with_the_driver(tmp_path: Path) -> None:
+    """The answer to a launch that came after the pool was ended on demand: the reaper looks once more when the driver goes."""
+    with driving(tmp_path, more="reaper.terminate_now()") as (driver, reaper):
+        pool = Pool(tmp_path)
+        wait_until(lambda: "its machines are gone" in log_text(), "the machines to end")
+        pool.launch(1)
+        driver.kill()
+        wait_until(lambda: is_gone(reaper), "the reaper to go")
+    assert pool.living() == []
+
+
+def test_a_signal_handler_may_ask(tmp_path: Path) -> None:
+    """Airflow's and Prefect's kill hooks are signal handlers; the process may be killed as soon as they return."""
+    more = "signal.signal(signal.SIGTERM, lambda *_: (reaper.terminate_now(), os.kill(os.getpid(), signal.SIGKILL)))"
+    with driving(tmp_path, more=more) as (driver, _):
+        driver.terminate()
+        wait_until(Pool(tmp_path).is_ended, "the machines to end")
+
+
+def test_asking_never_blocks_and_never_raises(pool: Pool, start: Start) -> None:
+    """A reaper that was stopped, whose pipe is full, that was killed, that has left: each call returns, and touches no other file."""
+    reaper = start(pool.charge(provider=b""))
+    os.kill(reaper.pid, signal.SIGSTOP)
+    began = time.perf_counter()
+    for _ in range(10_000):  # more than a pipe holds
+        reaper.terminate_now()
+    assert time.perf_counter() - began < 5
+    os.kill(reaper.pid, signal.SIGKILL)
+    wait_until(lambda: not reaper.is_alive, "the reaper to be gone")
+    reaper.terminate_now()
+    reaper.leave()
+    with open(pool.folder / "stranger", "w+b", buffering=0) as stranger:
+        reaper.terminate_now()
+        reaper.leave()
+        assert stranger.read() == b""
+
+
+# ── leaving ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_reaper_that_is_let_go_touches_nothing(pool: Pool, start: Start) -> None:
+    """It is gone and reaped when `leave` returns; again is fine; there is not even a line in the log."""
+    reaper = start(pool.charge())
+    assert reaper.is_alive
+    reaper.leave()
+    reaper.leave()
+    assert not Path(f"/proc/{reaper.pid}").exists()
+    assert not reaper.is_alive
+    assert (len(pool.living()), pool.entry().ended_at, log_text()) == (2, None, "")
+
+
+def test_a_reaper_is_let_go_in_the_middle_of_its_work(pool: Pool, start: Start) -> None:
+    """The driver has ended the pool itself meanwhile: the reaper, at a provider that is down, stops trying."""
+    (pool.folder / "is-down").touch()
+    reaper = start(pool.charge())
+    reaper.terminate_now()
+    wait_until(lambda: "ending its machines" in log_text(), "the reaper to begin")
+    reaper.leave()
+    assert is_gone(reaper.pid)
+    (pool.folder / "is-down").unlink()
+    assert len(pool.living()) == 2
+
+
+def test_a_reaper_that_was_stopped_is_let_go_all_the_same(pool: Pool, start: Start) -> None:
+    """A process under SIGSTOP cannot hear: it is killed after the time allowed."""
+    reaper = start(pool.charge())
+    os.kill(reaper.pid, signal.SIGSTOP)
+    reaper.leave(timeout_seconds=0.05)
+    assert not Path(f"/proc/{reaper.pid}").exists()
+    assert len(pool.living()) == 2
+
+
+def test_a_reaper_that_is_left_on_its_own_ends_the_pool(pool: Pool, start: Start) -> None:
+    """The driver lives on, and can do no more for the pool: `leave` does not call it back then, and nobody waits for it."""
+    reaper = start(pool.charge())
+    reaper.hang_up()
+    reaper.leave(timeout_seconds=0)
+    assert not reaper.is_alive
+    wait_until(pool.is_ended, "the machines to end")
+    wait_until(lambda: is_gone(reaper.pid), "the reaper to go")
+    start(pool.charge()).leave()
+    assert not Path(f"/proc/{reaper.pid}").exists(), "it is buried"
+
+
+def test_a_fork_of_the_driver_has_no_reaper(tmp_path: Path) -> None:
+    """What a forked child does with its copy reaches nobody: neither its `leave` nor its `terminate_now` comes through the pipe."""
+    with driving(tmp_path, FORKS) as (driver, reaper):  # a process of its own, for a fork of this one, with its many threads, may hang
+        assert not is_gone(reaper)
+        assert driver.poll() is None
+        assert (len(Pool.at(tmp_path).living()), log_text()) == (2, "")
+
+
+FORKS = """
+from tests.test_reaper import _unheard
+
+while _unheard(reaper):  # it does not listen yet
+    pass
+os.kill(reaper.pid, signal.SIGSTOP)  # what comes now is not heard
+child = os.fork()
+if child == 0:
+    reaper.terminate_now()
+    reaper.live_by_lease()
+    reaper.leave()
+    os._exit(3 if reaper.is_alive else 0)
+assert os.waitpid(child, 0)[1] == 0, "in a fork it is alive"
+assert _unheard(reaper) == 0, "the fork has said something"
+os.kill(reaper.pid, signal.SIGCONT)
+"""
+
+
+def _unheard(reaper: Reaper) -> int:
+    """How many bytes lie in the pipe."""
+    return int.from_bytes(fcntl.ioctl(reaper._pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+def test_only_sigkill_ends_a_reaper_that_waits(tmp_path: Path) -> None:
+    """Signals that end other processes do not end it, sent to it or to its group; it is of another session than its driver."""
+    with driving(tmp_path) as (driver, reaper):
+        wait_until(lambda: _caught(reaper) >> (signal.SIGUSR2 - 1) & 1, "the reaper to have begun")
+        assert os.getsid(reaper) == reaper != os.getsid(driver.pid)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE, signal.SIGTSTP):
+            os.kill(reaper, number)
+            os.killpg(reaper, number)
+        driver.kill()
+        wait_until(Pool(tmp_path).is_ended, "the machines to end")
+
+
+def _caught(pid: int) -> int:
+    """The signals that a process has a handler for, as a mask."""
+    return int(next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt")).split()[1], 16)
+
+
+# ── what goes wrong ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _corrupt(pool: Pool) -> None:
+    (pool.folder / "ledger.db").write_bytes(b"no database " * 1000)
+    for name in ("ledger.db-wal", "ledger.db-shm"):
+        (pool.folder / name).unlink(missing_ok=True)
+
+
+def _away(pool: Pool) -> None:
+    (pool.folder / "ledger.db").unlink()
+    (pool.folder / "ledger.db").mkdir()
+
+
+@pytest.mark.parametrize("spoil", [_corrupt, _away])
+def test_machines_end_without_a_ledger(pool: Pool, spoil: Callable[[Pool], None], start: Start) -> None:
+    """A ledger that cannot be used keeps no machine alive, and the log names what is wrong with it."""
+    spoil(pool)
+    reaper = start(pool.charge())
+    reaper.terminate_now()
+    wait_until(lambda: not pool.living(), "the machines to end")
+    wait_until(lambda: "its machines are gone; the ledger cannot be used" in log_text(), "the log to tell it")
+    reaper.leave()
+
+
+@pytest.mark.slow
+def test_machines_end_while_the_ledger_is_locked(pool: Pool, start: Start) -> None:
+    """Somebody holds the ledger's lock: the machines end in spite of it, and the books are closed when it is let go."""
+    locker = sqlite3.connect(pool.folder / "ledger.db", isolation_level=None)
+    locker.execute("BEGIN EXCLUSIVE")
+    try:
+        start(pool.charge()).terminate_now()
+        wait_until(lambda: not pool.living(), "the machines to end", seconds=60)
+        locker.execute("ROLLBACK")
+        wait_until(lambda: pool.entry().ended_at is not None, "the books to be closed", seconds=60)
+    finally:
+        locker.close()
+
+
+def test_a_ledger_and_a_provider_are_found_relative_to_the_drivers_directory(pool: Pool, monkeypatch: pytest.MonkeyPatch, start: Start) -> None:
+    """Both may name files by relative paths; the reaper itself sits in no directory of its driver's while it waits."""
+    monkeypatch.chdir(pool.folder)
+    reaper = start(Charge.of(FolderProvider(folder="."), pool.pool_id, "sqlite:///ledger.db"))
+    assert os.readlink(f"/proc/{reaper.pid}/cwd") == "/"
+    reaper.terminate_now()
+    wait_until(pool.is_ended, "the machines to end")
+
+
+STAND_IN = """
+import sys, time
+sys.path.insert(0, {root!r})
+from skyward_core import reaping
+
+calls = []
+
+def end_pool(ledger, provider, pool_id, *, why):
+    calls.append(why)
+    number = len(calls)
+    with open({folder!r} + "/calls", "a") as file:
+        file.write(f"{{pool_id}} {{type(provider).__name__}} {{ledger is not None}} {{why}}\\n")
+    {body}
+    provider.terminate([instance.id for instance in provider.instances(pool_id)])
+    if ledger is not None and {closes}:
+        ledger.end_pool(pool_id)
+
+now = [0.0]
+
+def pause(seconds):
+    now[0] += seconds
+    with open({folder!r} + "/pauses", "a") as file:
+        file.write(f"{{seconds}}\\n")
+
+import os
+os._exit(reaping.main(lambda charge: reaping.Ending(charge, end_pool, try_seconds={try_seconds}, clock=lambda: now[0], pause=pause)))
+"""
+
+
+@dataclass
+class StandIn:
+    """A reaper whose giving back is `body`; what came of it."""
+
+    pool: Pool
+
+    def run(self, body: str, monkeypatch: pytest.MonkeyPatch, *, closes: bool = True, try_seconds: float = 60, charge: Charge | None = None) -> int:
+        """Start it, and be gone for it (the pipe ends without a word); returns its exit status."""
+        script = self.pool.folder / "reaping_stand_in.py"
+        script.write_text(STAND_IN.format(root=str(ROOT), folder=str(self.pool.folder), body=body, closes=closes, try_seconds=try_seconds))
+        monkeypatch.setattr(reaper_module, "SCRIPT", script)
+        reaper = Reaper.start(charge or self.pool.charge())
+        monkeypatch.setattr(reaper, "_say", lambda line: None)
+        process = reaper._process
+        assert process is not None
+        reaper.leave(timeout_seconds=30)
+        assert process.returncode is not None
+        return process.returncode
+
+    def lines(self, name: str) -> list[str]:
+        file = self.pool.folder / name
+        return file.read_text().splitlines() if file.exists() else []
+
+
+def test_what_fails_is_tried_again(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three failures, whatever they are, then success: pauses grow, each failure is a line of the log, the entry is closed."""
+    stand_in = StandIn(pool)
+    assert stand_in.run("if number <= 3: raise [ConnectionError, KeyError, RuntimeError][number - 1]('no. %d\\nmore' % number)", monkeypatch) == 0
+    assert stand_in.lines("calls") == [f"{pool.pool_id} FolderProvider True its process is gone"] * 4
+    assert stand_in.lines("pauses") == ["1.0", "2.0", "4.0"]
+    told = [line.split(" ", 2)[2] for line in log_text().splitlines()]
+    assert "ConnectionError: no. 1" in told
+    assert "more" not in told
+    assert pool.is_ended()
+
+
+def test_a_provider_call_that_hangs_is_abandoned(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may hang for ever: the next try is begun without it, and it does not keep the process."""
+    assert StandIn(pool).run("if number == 1: time.sleep(3600)", monkeypatch, try_seconds=1) == 0
+    assert pool.is_ended()
+    assert "TimeoutError: no answer within 1 s" in log_text()
+
+
+def test_after_half_an_hour_it_gives_up(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With status 1, a line that says what to do, and the entry open for a sweep. Pauses never exceed half a minute."""
+    stand_in = StandIn(pool)
+    assert stand_in.run("raise ConnectionError('503')", monkeypatch) == 1
+    pauses = [float(line) for line in stand_in.lines("pauses")]
+    assert max(pauses) == 30
+    assert 1800 < sum(pauses) < 1900
+    assert "`skyward sweep` asks again" in log_text().splitlines()[-1]
+    assert pool.entry().ended_at is None
+
+
+def test_books_that_stay_open_are_not_tried_for_long(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machines are gone, the ledger has still something open: two minutes, then a sweep's work."""
+    stand_in = StandIn(pool)
+    assert stand_in.run("pass", monkeypatch, closes=False) == 1
+    assert 120 < sum(float(line) for line in stand_in.lines("pauses")) < 160
+    assert pool.living() == []
+
+
+def test_what_the_ledger_refuses_is_not_what_a_provider_refuses(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`end_pool` raises LedgerError once the machines are gone: the same short patience."""
+    stand_in = StandIn(pool)
+    assert stand_in.run("from skyward_core.errors import LedgerError; raise LedgerError('the disk is full')", monkeypatch) == 1
+    assert sum(float(line) for line in stand_in.lines("pauses")) < 160
+    assert "this could not be written down: the disk is full" in log_text()
+
+
+def test_a_provider_that_cannot_be_rebuilt_is_taken_from_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code is gone, or is of another version: what the ledger says of it is enough where the environment has the credentials."""
+    pool = Pool(tmp_path)
+    with Ledger(pool.url) as ledger:
+        ledger.open_pool(pool.pool_id, owner=Owner.here(), provider={"name": "local"}, spec_json="{}", lease_expires_at=in_an_hour())
+    stand_in = StandIn(pool)
+    assert stand_in.run("pass", monkeypatch, charge=pool.charge(provider=b"nonsense")) == 0
+    assert stand_in.lines("calls") == [f"{pool.pool_id} Local True its process is gone"]
+
+
+# ── starting ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_no_secret_is_to_be_seen(pool: Pool, start: Start) -> None:
+    """Neither the provider's secret nor the ledger's password is in the command line, the environment, the log or the charge's repr."""
+    charge = Charge.of(pool.provider, pool.pool_id, f"postgresql+psycopg://ada:{SECRET}@127.0.0.1:1/books")
+    assert SECRET.encode() in charge.provider
+    assert SECRET not in repr(charge)
+    reaper = start(charge)
+    reaper.terminate_now()
+    wait_until(lambda: not pool.living(), "the machines to end")
+    seen = Path(f"/proc/{reaper.pid}/cmdline").read_text() + Path(f"/proc/{reaper.pid}/environ").read_text()
+    wait_until(lambda: "the ledger cannot be used" in log_text(), "the log to tell it")
+    reaper.leave()
+    assert SECRET not in seen + log_text()
+
+
+def test_a_reaper_is_no_process_of_a_node(pool: Pool, monkeypatch: pytest.MonkeyPatch, start: Start) -> None:
+    """A driver that runs on a node itself: its reaper does not carry the marks by which that node's processes are found and ended."""
+    monkeypatch.setenv("SKYWARD_INSTANCE_ID", "local-0123456789ab")
+    monkeypatch.setenv("SKYWARD_POOL_ID", "outer")
+    monkeypatch.setenv("A_CREDENTIAL", "of the environment")
+    reaper = start(pool.charge())
+    place = Path(f"/proc/{reaper.pid}/environ")
+    wait_until(place.read_text, "the process to have begun")
+    environ = place.read_text().split("\0")
+    reaper.leave()
+    assert "A_CREDENTIAL=of the environment" in environ
+    assert [item for item in environ if item.startswith(("SKYWARD_INSTANCE", "SKYWARD_POOL"))] == []
+
+
+class Live(FolderProvider):
+    """Holds what no other process can have."""
+
+    _lock: Any = PrivateAttr(default_factory=threading.Lock)
+
+
+def test_a_provider_that_cannot_travel_is_refused(tmp_path: Path) -> None:
+    """The pool decides what to do without a reaper."""
+    with pytest.raises(NotPicklable):
+        Charge.of(Live(folder=str(tmp_path)), "p", "sqlite://")
+
+
+def test_a_provider_that_cannot_travel_by_value_travels_by_name(pool: Pool, start: Start) -> None:
+    """Its module holds a lock; the reaper, on the same machine and with the same path, imports it."""
+    with pytest.raises(NotPicklable):
+        dumps(LockingProvider(folder=str(pool.folder)))
+    start(Charge.of(LockingProvider(folder=str(pool.folder)), pool.pool_id, pool.url)).terminate_now()
+    wait_until(pool.is_ended, "the machines to end")
+
+
+@pytest.mark.parametrize("how", ["no such program", "no process"])
+def test_a_reaper_that_cannot_be_started_is_not_alive(
+    pool: Pool, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, start: Start
+) -> None:
+    """The pool goes on without it, and may try again: nothing is raised, and every method may be called."""
+    monkeypatch.setattr(sys, "executable", "/nonexistent" if how == "no such program" else "")
+    reaper = start(pool.charge())
+    assert (reaper.is_alive, reaper.pid) == (False, 0)
+    reaper.terminate_now()
+    reaper.leave()
+    assert "could not be started" in caplog.text
+
+
+def test_a_reaper_that_dies_at_once_is_not_alive(pool: Pool, monkeypatch: pytest.MonkeyPatch, start: Start) -> None:
+    """Its charge, larger than a pipe holds, is read by nobody: `start` returns."""
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    reaper = start(pool.charge(provider=b"x" * 1_000_000))
+    assert not reaper.is_alive
+    reaper.leave()
+
+
+def test_a_charge_larger_than_a_pipe_arrives(pool: Pool, start: Start) -> None:
+    """A provider whose code travels by value may be large."""
+    reaper = start(pool.charge(path=(*sys.path, *(f"/nowhere/{number}" for number in range(20_000)))))
+    reaper.terminate_now()
+    wait_until(pool.is_ended, "the machines to end")
+
+
+def test_the_log_begins_anew_when_it_is_large(pool: Pool, start: Start) -> None:
+    """One old log is kept beside it; both are private."""
+    directory = user_state_path("skyward")
+    directory.mkdir(parents=True)
+    (directory / "reaper.log").write_text("old\n" * 300_000)
+    start(pool.charge()).leave()
+    assert log_text() == ""
+    assert (directory / "reaper.log.old").stat().st_size == 1_200_000
+    assert (directory / "reaper.log").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_reaper_needs_no_log(pool: Pool, start: Start) -> None:
+    """Where the log cannot be opened it goes without."""
+    user_state_path("skyward").parent.mkdir(parents=True)
+    user_state_path("skyward").write_text("a file, where a directory should be")
+    reaper = start(pool.charge())
+    reaper.terminate_now()
+    wait_until(pool.is_ended, "the machines to end")
+
+
+def test_a_waiting_reaper_has_imported_nothing_of_ours() -> None:
+    """It is a bare interpreter until it must act: small, and up in no time."""
+    text = f"import sys; exec(open({str(reaper_module.SCRIPT)!r}).read(), {{'__name__': 'waiting'}}); print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-I", "-S", "-c", text], capture_output=True, text=True, check=True)
+    assert {"skyward_core", "pickle", "typing", "dataclasses", "logging", "re", "site"}.isdisjoint(run.stdout.split())

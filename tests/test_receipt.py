@@ -1,0 +1,170 @@
+"""The receipt: what the ledger knows of a pool, as data that adds up."""
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyward_core import Instance, InstanceState
+from skyward_core.entries import Bucket, CostBy, Price, ResourceKind, Wish
+from skyward_core.errors import LedgerConflict
+from skyward_core.ledger import Ledger
+from skyward_core.owner import Owner
+from skyward_core.providers.base import TYPE_TAG
+from skyward_core.provisioning.metering import Meter
+from skyward_core.receipt import receipt
+
+NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
+SPOT = Price(Decimal("1.5"), Decimal(4), is_spot=True, increment_seconds=60)
+
+
+class Clock:
+    """A time of day that moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.time = NOON
+
+    def __call__(self) -> datetime:
+        return self.time
+
+    def monotonic(self) -> float:
+        return self.time.timestamp()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """Noon, until told otherwise."""
+    return Clock()
+
+
+@pytest.fixture
+def ledger(clock: Clock, tmp_path: Path) -> Iterator[Ledger]:
+    """A ledger in which pool `p` is open."""
+    with Ledger(f"sqlite:///{tmp_path}/ledger.db", clock=clock) as opened:
+        for pool_id in ("p", "other"):
+            opened.open_pool(
+                pool_id,
+                owner=Owner("ada", "laptop", "boot", "1", 4711, "1234"),
+                provider={"name": "verda", "token": "a secret"},
+                spec_json="{}",
+                lease_expires_at=NOON + timedelta(hours=1),
+            )
+        yield opened
+
+
+def intend(ledger: Ledger, name: str, price: Price = SPOT, kind: ResourceKind = ResourceKind.INSTANCE, pool_id: str = "p") -> int:
+    tags = {TYPE_TAG: "1xH100"} if kind is ResourceKind.INSTANCE else {}
+    wish = Wish(kind, "verda", "FIN-01", name, f"token-{pool_id}-{name}", tags, NOON + timedelta(hours=9), price)
+    return ledger.intend(pool_id, wish).id
+
+
+def of_an_afternoon(ledger: Ledger, clock: Clock) -> dict[str, Any]:
+    """The receipt of a pool with a machine that came and went, one that may still run, a key pair, and one that never was."""
+    gone, left, key = intend(ledger, "p-0"), intend(ledger, "p-1", Price(Decimal("0.5"))), intend(ledger, "key", Price(), ResourceKind.KEY_PAIR)
+    never = intend(ledger, "p-2")
+    intend(ledger, "elsewhere", pool_id="other")
+    clock.time += timedelta(seconds=5)
+    ledger.bind_all({gone: "i-0", left: "i-1", key: "k-1"})
+    ledger.close_all([never], "there was none")
+    ledger.note_all({gone: {Bucket.LAUNCHING: 20.0, Bucket.RUNNING_CALLS: 3000.25, Bucket.IDLE: 9.75, Bucket.TERMINATING: 30.0}, left: {Bucket.IDLE: 100.0}})
+    clock.time = NOON + timedelta(minutes=50)
+    ledger.ask_end_all([gone, left])
+    clock.time = NOON + timedelta(minutes=51)
+    ledger.close_all([gone, key], "verda lists it no more")
+    ledger.end_pool("p")
+    return receipt(ledger, "p")
+
+
+def test_a_receipt_tells_what_became_of_each_thing(ledger: Ledger, clock: Clock) -> None:
+    """Each resource has its times, its evidence, its seconds and its price; what nobody has seen to be gone is said to be left."""
+    told = of_an_afternoon(ledger, clock)
+    assert (told["pool_id"], told["owner"], told["provider"], told["account"]) == ("p", "ada@laptop", "verda", None)
+    assert (told["created_at"], told["ended_at"]) == ("2026-11-21T12:00:00+00:00", "2026-11-21T12:51:00+00:00")
+    assert [resource["name"] for resource in told["resources"]] == ["p-0", "p-1", "key", "p-2"]
+    assert told["resources"][0] == {
+        "kind": "instance",
+        "provider": "verda",
+        "region": "FIN-01",
+        "name": "p-0",
+        "cloud_id": "i-0",
+        "instance_type": "1xH100",
+        "is_spot": True,
+        "price_per_hour_usd": 1.5,
+        "intended_at": "2026-11-21T12:00:00+00:00",
+        "bound_at": "2026-11-21T12:00:05+00:00",
+        "end_asked_at": "2026-11-21T12:50:00+00:00",
+        "gone_at": "2026-11-21T12:51:00+00:00",
+        "evidence": "verda lists it no more",
+        "seconds": {"launching": 20.0, "bootstrapping": 0.0, "running calls": 3000.25, "idle": 9.75, "lost to preemption": 0.0, "terminating": 30.0},
+        "cost_usd": 1.275,  # 51 minutes at 1.50 USD per hour
+        "on_demand_usd": 3.4,
+    }
+    assert told["left"] == [{"kind": "instance", "provider": "verda", "region": "FIN-01", "name": "p-1", "cloud_id": "i-1"}]
+    assert [resource["cost_usd"] for resource in told["resources"][1:]] == [0.013889, 0.0, 0.0]
+
+
+def test_a_receipt_adds_up(ledger: Ledger, clock: Clock) -> None:
+    """The resources' costs, the buckets' and the ledger's row of the pool are one sum, and so are the savings."""
+    told = of_an_afternoon(ledger, clock)
+    (row,) = ledger.cost_rows(CostBy.POOL, pool_id="p")
+    assert told["total_cost_usd"] == float(row.cost_usd) == 1.288889
+    assert told["on_demand_usd"] == float(row.on_demand_usd) == 3.413889
+    assert told["saved_usd"] == float(row.saved_usd) == 2.125
+    for lines in (told["resources"], list(told["buckets"].values())):
+        assert round(sum(line["cost_usd"] for line in lines), 6) == told["total_cost_usd"]
+        assert round(sum(line["on_demand_usd"] for line in lines), 6) == told["on_demand_usd"]
+    assert list(told["buckets"]) == [*map(str, Bucket), "billing rounding"]
+    for bucket in Bucket:
+        assert told["buckets"][bucket]["seconds"] == sum(resource["seconds"][bucket] for resource in told["resources"])
+
+
+def test_a_receipt_is_json(ledger: Ledger, clock: Clock) -> None:
+    """It comes back from JSON as it went in, and holds no more of the provider than its name: the rest may be secret."""
+    told = of_an_afternoon(ledger, clock)
+    written = json.dumps(told, allow_nan=False)
+    assert json.loads(written) == told
+    assert "secret" not in written
+
+
+def test_a_receipt_may_be_had_while_the_pool_lives(ledger: Ledger) -> None:
+    """A pool that has rented nothing yet has one, without an end."""
+    told = receipt(ledger, "p")
+    assert (told["ended_at"], told["resources"], told["left"], told["total_cost_usd"], told["saved_usd"]) == (None, [], [], 0.0, 0.0)
+
+
+def test_no_receipt_for_a_pool_that_is_not_known(ledger: Ledger) -> None:
+    """It is refused in words that name the ledger and the pool."""
+    with pytest.raises(LedgerConflict, match="no pool 'q'"):
+        receipt(ledger, "q")
+
+
+def test_the_meters_bill_is_the_ledgers(ledger: Ledger, clock: Clock) -> None:
+    """What the meter bills for an odd lot of machines is to the micro-dollar what the ledger makes of the seconds that the meter notes, bucket by bucket."""
+    meter = Meter(clock.monotonic)
+    prices = [
+        Price(Decimal("0.333333"), Decimal("1.1"), is_spot=True),
+        Price(Decimal("2.49"), increment_seconds=60),
+        Price(Decimal(7), increment_seconds=60, minimum_seconds=3600),
+    ]
+    numbers = {f"i-{rank}": intend(ledger, f"p-{rank}", price) for rank, price in enumerate(prices)}
+    ledger.bind_all({number: instance_id for instance_id, number in numbers.items()})
+    for rank, (instance_id, price) in enumerate(zip(numbers, prices, strict=True)):
+        instance = Instance(id=instance_id, provider="verda", pool_id="p", rank=rank, state=InstanceState.RUNNING, region="FIN-01", instance_type="t")
+        meter.start(instance, clock.monotonic(), price)
+    for rank, instance_id in enumerate(numbers):
+        for phase in (Bucket.BOOTSTRAPPING, Bucket.IDLE, Bucket.TERMINATING):
+            clock.time += timedelta(seconds=17.1234 * (rank + 1))
+            meter.enter(instance_id, phase)
+        meter.ran(instance_id, 9.87654)
+        meter.end(instance_id)
+    ledger.note_all({numbers[instance_id]: seconds for instance_id, seconds in meter.buckets().items()})
+    ledger.close_all(numbers.values(), "seen")
+    told, final = receipt(ledger, "p"), meter.final()
+    assert final is not None
+    assert told["total_cost_usd"] == final.total_cost == float(meter.total())
+    assert told["saved_usd"] == final.savings_vs_ondemand
+    assert {name: line["cost_usd"] for name, line in told["buckets"].items() if line["cost_usd"]} == final.buckets

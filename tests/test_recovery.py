@@ -1,0 +1,814 @@
+"""What an open pool does about nodes and heads that go away: a small world of machines, a clock that is turned by hand, one turn of recovery at a time."""
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+import skyward_core as sky
+from skyward_core.errors import NoCapacity, NodeLost, PoolClosed, SkywardError
+from skyward_core.instances import Instance, InstanceState, Lease, Node
+from skyward_core.recovery import FIRST_PAUSE_SECONDS, HEAD_PATIENCE_SECONDS, LONGEST_PAUSE_SECONDS, NOBODY_LEFT_SECONDS, REJOIN_SECONDS, Recovery
+from tests.conftest import Told, wait_until
+
+NODES = 3
+
+
+@dataclass
+class Machine:
+    """One machine: whether it lives, whether the wire to it holds, and what its log says at its end."""
+
+    id: str
+    lives: bool = True
+    is_wired: bool = True
+    last_words: str = ""
+
+    @property
+    def answers(self) -> bool:
+        return self.lives and self.is_wired
+
+
+class World:
+    """What really is, seen by recovery through the two faces that it asks: `FakeMachines` and `FakeCluster`."""
+
+    def __init__(self, nodes: int = NODES, lease_seconds: float = 600.0) -> None:
+        self.now = 0.0
+        self.size = nodes
+        self.names = (f"i-{number}" for number in itertools.count())
+        self.nodes: dict[int, Machine] = {rank: Machine(next(self.names)) for rank in range(nodes)}
+        self.former: set[str] = set()
+        self.has_capacity = True
+        self.is_asked_in_vain = False
+        self.aside: list[tuple[str, Callable[[], None]]] = []
+        self.told = Told()
+        self.machines = FakeMachines(self)
+        self.cluster = FakeCluster(self)
+        self.recovery = Recovery(self.machines, self.cluster, nodes, lease_seconds, self.told, lambda: self.now, self.put_aside)
+
+    def put_aside(self, name: str, work: Callable[[], None]) -> None:
+        self.aside.append((name, work))
+
+    # ── faults ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def kill(self, rank: int, last_words: str = "") -> Machine:
+        machine = self.nodes[rank]
+        machine.lives, machine.last_words = False, last_words
+        self._goes(rank)
+        return machine
+
+    def cut(self, rank: int) -> Machine:
+        machine = self.nodes[rank]
+        machine.is_wired = False
+        self._goes(rank)
+        return machine
+
+    def mend(self, rank: int) -> None:
+        machine = self.nodes[rank]
+        machine.is_wired = True
+        if machine.lives:
+            self.cluster.joins(rank)
+
+    def _goes(self, rank: int) -> None:
+        if rank == 0:
+            self.cluster.is_cut = True
+            self.recovery.cut()
+        else:
+            self.cluster.leaves(rank)
+
+    # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def turn(self, seconds: float = 0.0) -> None:
+        """Let time pass and recovery take one turn; nothing that was put aside goes on meanwhile."""
+        self.now += seconds
+        self.recovery.turn()
+
+    def work(self) -> int:
+        """Run what was put aside; return how much that was."""
+        works, self.aside = self.aside, []
+        for _, work in works:
+            work()
+        return len(works)
+
+    def go_on(self, seconds: float, step: float = 0.25) -> None:
+        """Let time pass in small steps, with what was put aside done in between."""
+        end = self.now + seconds
+        while self.now < end:
+            self.turn(step)
+            self.work()
+        self.turn()
+
+    def lost(self) -> list[tuple[str, int]]:
+        return [(event.instance_id, event.node) for event in self.told.of(sky.InstanceLost)]
+
+    def all_are_there(self) -> bool:
+        return all(self.cluster.has(rank) and self.nodes[rank].answers for rank in range(self.size))
+
+
+class FakeMachines:
+    """The face of `lifecycle.Machines`, with its rules: `replace` and `restart` give back whom they replace, and drop whom they cannot reach."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.replaced: list[tuple[float, int]] = []
+        self.restarts = 0
+        self.fails_to_restart = 0
+        self.on_restart: Callable[[], None] = lambda: None
+
+    @property
+    def lease(self) -> Lease:
+        nodes = tuple(Node(instance=instance(machine.id, rank), rank=rank) for rank, machine in sorted(self.world.nodes.items()))
+        return Lease(pool_id="pool", provider={}, nodes=nodes, created_at=datetime(2026, 1, 1, tzinfo=UTC))
+
+    @property
+    def scheduler(self) -> str:
+        return f"tls://{self.world.nodes[0].id}"
+
+    def living(self) -> set[str]:
+        if self.world.is_asked_in_vain:
+            raise ConnectionError("the provider's API is down")
+        return {machine.id for machine in self.world.nodes.values() if machine.lives}
+
+    def has_ended(self, rank: int) -> bool:
+        machine = self.world.nodes.get(rank)
+        return machine is None or bool(machine.last_words)
+
+    def is_connected(self, rank: int) -> bool:
+        machine = self.world.nodes.get(rank)
+        return machine is not None and machine.is_wired
+
+    def last_words(self, rank: int) -> str:
+        machine = self.world.nodes.get(rank)
+        return machine.last_words if machine is not None else ""
+
+    def replace(self, rank: int, is_there: Callable[[], bool]) -> None:
+        self.replaced.append((self.world.now, rank))
+        self.give_back(rank)
+        self.rent(rank)
+        if self.world.cluster.is_cut:
+            self.world.nodes.pop(rank)
+            raise SkywardError(f"node {rank} did not join the pool in time")
+        assert not is_there()
+        self.world.cluster.joins(rank)
+        assert is_there()
+
+    def restart(self, is_left: Callable[[Instance], bool]) -> Lease:
+        self.restarts += 1
+        self.give_back(0)
+        left = [node.rank for node in self.lease.nodes if is_left(node.instance)]
+        if left:
+            self.world.nodes[0] = self.world.nodes.pop(left[0])
+        else:
+            self.rent(0)
+        self.on_restart()
+        if self.fails_to_restart or not self.world.nodes[0].answers:
+            self.fails_to_restart = max(0, self.fails_to_restart - 1)
+            raise SkywardError("the new head did not come up in time")
+        for rank in [rank for rank, machine in self.world.nodes.items() if not machine.is_wired]:
+            self.give_back(rank)
+        return self.lease
+
+    def rent(self, rank: int) -> None:
+        if not self.world.has_capacity:
+            raise NoCapacity("sold out")
+        self.world.nodes[rank] = Machine(next(self.world.names))
+
+    def give_back(self, rank: int) -> None:
+        if (machine := self.world.nodes.pop(rank, None)) is not None:
+            machine.lives = False
+            self.world.former.add(machine.id)
+
+
+class FakeCluster:
+    """The face of `Cluster`: who is there, as far as the scheduler last said."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.there = set(world.nodes)
+        self.is_cut = False
+        self.resumed = 0
+        self.given_up: list[tuple[int | None, SkywardError]] = []
+        self.known: Lease | None = None
+
+    @property
+    def slots(self) -> int:
+        return len(self.there)
+
+    def has(self, rank: int) -> bool:
+        return rank in self.there
+
+    def has_any(self) -> bool:
+        return bool(self.there)
+
+    def joins(self, rank: int) -> None:
+        if rank == 0 or not self.is_cut:
+            self.there.add(rank)
+            self.world.recovery.joined(rank)
+
+    def leaves(self, rank: int) -> None:
+        if not self.is_cut:
+            self.there.discard(rank)
+            self.world.recovery.left(rank)
+
+    def resume(self, address: str, timeout_seconds: float) -> None:
+        self.resumed += 1
+        self._connect(address)
+
+    def restart(self, lease: Lease, address: str, timeout_seconds: float) -> None:
+        self.known = lease
+        self._connect(address)
+
+    def know(self, lease: Lease) -> None:
+        self.known = lease
+
+    def give_up(self, error: SkywardError, rank: int | None = None) -> None:
+        self.given_up.append((rank, error))
+
+    def _connect(self, address: str) -> None:
+        head = self.world.nodes[0]
+        assert address == f"tls://{head.id}"
+        if not head.answers:
+            raise NodeLost("the pool's scheduler does not answer")
+        self.is_cut = False
+        self.there = {rank for rank, machine in self.world.nodes.items() if machine.answers}
+
+
+def instance(instance_id: str, rank: int) -> Instance:
+    return Instance(id=instance_id, provider="fake", pool_id="pool", rank=rank, state=InstanceState.RUNNING, region="r", instance_type="t")
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+# ── a node ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_nothing_happens_while_all_are_there(world: World) -> None:
+    """As long as every node is there, nothing is told, asked or rented."""
+    world.go_on(60)
+    assert (world.told.events, world.machines.replaced, world.machines.restarts) == ([], [], 0)
+
+
+def test_a_worker_that_comes_back_soon_is_not_lost(world: World) -> None:
+    """A worker that has crashed is back within seconds: no node is lost by that, however often it happens."""
+    for _ in range(5):
+        world.cut(1)
+        world.go_on(REJOIN_SECONDS - 0.5)
+        world.mend(1)
+        world.go_on(1)
+    assert (world.told.events, world.machines.replaced) == ([], [])
+
+
+def test_a_node_that_stays_away_is_told_once_and_replaced(world: World) -> None:
+    """After REJOIN_SECONDS the node is lost, with nothing else told, and another machine is put in its place."""
+    lost = world.cut(1)
+    world.go_on(REJOIN_SECONDS - 0.25)
+    assert world.lost() == []
+    world.go_on(60)
+    assert world.lost() == [(lost.id, 1)]
+    assert [type(event) for event in world.told.events] == [sky.InstanceLost]
+    assert len(world.machines.replaced) == 1
+    assert world.all_are_there()
+    assert world.cluster.known == world.machines.lease
+
+
+def test_a_node_that_says_that_it_ends_is_not_waited_for(world: World) -> None:
+    """A node whose log says that it has ended is lost at once, and its last words are told."""
+    lost = world.kill(2, "the lease ran out")
+    world.turn()
+    assert [(event.instance_id, event.reason) for event in world.told.of(sky.InstanceLost)] == [(lost.id, "its worker has left the pool (the lease ran out)")]
+
+
+def test_where_there_is_no_machine_it_is_tried_again_later_and_later(world: World) -> None:
+    """NoCapacity is told as an error each time, the pauses grow up to a limit, and calls that only that node could run fail."""
+    world.has_capacity = False
+    lost = world.kill(1)
+    world.go_on(400)
+    times = [at for at, _ in world.machines.replaced]
+    pauses = [after - before for before, after in itertools.pairwise(times)]
+    assert pauses[:4] == pytest.approx([FIRST_PAUSE_SECONDS, 4, 8, 16], abs=0.5)
+    assert max(pauses) == pytest.approx(LONGEST_PAUSE_SECONDS, abs=0.5)
+    assert world.lost() == [(lost.id, 1)]
+    assert len(world.told.of(sky.Error)) == len(times)
+    assert {rank for rank, _ in world.cluster.given_up} == {1}
+    assert isinstance(world.cluster.given_up[0][1].__cause__, NoCapacity)
+    world.has_capacity = True
+    world.go_on(LONGEST_PAUSE_SECONDS + 1)
+    assert world.all_are_there()
+    assert world.lost() == [(lost.id, 1)]
+
+
+def test_two_nodes_are_replaced_at_once(world: World) -> None:
+    """Two losses do not wait for each other."""
+    world.kill(1)
+    world.kill(2)
+    world.turn()
+    world.turn(REJOIN_SECONDS + 0.1)
+    assert sorted(name for name, _ in world.aside) == ["skyward-replace-1", "skyward-replace-2"]
+    world.work()
+    world.turn()
+    assert world.all_are_there()
+
+
+def test_one_rank_is_never_replaced_twice_at_once(world: World) -> None:
+    """While a replacement is under way no second one begins, however long it takes and whoever comes and goes."""
+    world.kill(1)
+    world.turn()
+    world.turn(REJOIN_SECONDS + 0.1)
+    for _ in range(20):
+        world.cluster.joins(1)
+        world.turn(60)
+        world.cluster.leaves(1)
+        world.turn(60)
+    assert [name for name, _ in world.aside] == ["skyward-replace-1"]
+
+
+def test_a_node_that_comes_back_before_its_replacement_is_rented_stays(world: World) -> None:
+    """A node that is back by the time a machine would be rented keeps its place: nothing is rented, nothing given back."""
+    lost = world.cut(1)
+    world.turn()
+    world.turn(REJOIN_SECONDS + 0.1)
+    world.mend(1)
+    world.work()
+    world.go_on(10)
+    assert world.machines.replaced == []
+    assert world.nodes[1] is lost
+    assert world.all_are_there()
+
+
+def test_a_replacement_that_is_lost_is_replaced(world: World) -> None:
+    """The node in the place of a lost one may be lost too, each is told once."""
+    ids = []
+    for _ in range(3):
+        ids.append(world.kill(1).id)
+        world.go_on(10)
+        assert world.all_are_there()
+    assert world.lost() == [(instance_id, 1) for instance_id in ids]
+
+
+def test_a_replacement_that_leaves_at_once_is_noticed(world: World) -> None:
+    """A node that joins and is gone again before recovery takes its next turn is not taken for one that is there."""
+    world.kill(1)
+    world.turn()
+    world.turn(REJOIN_SECONDS + 0.1)
+    world.work()
+    second = world.kill(1)
+    world.go_on(REJOIN_SECONDS - 0.25)
+    assert (second.id, 1) not in world.lost()
+    world.go_on(10)
+    assert (second.id, 1) in world.lost()
+    assert world.all_are_there()
+
+
+def test_when_nobody_is_left_for_long_everything_fails(world: World) -> None:
+    """While any node works, or for some minutes, calls wait; when nobody is left and nobody comes they raise, and no machine is rented any more."""
+    world.has_capacity = False
+    world.kill(1)
+    world.kill(2)
+    world.cluster.there.discard(0)  # the head's scheduler lives, its worker does not come back
+    world.go_on(NOBODY_LEFT_SECONDS - 10)
+    assert None not in {rank for rank, _ in world.cluster.given_up}
+    world.go_on(2 * LONGEST_PAUSE_SECONDS)
+    (error,) = [error for rank, error in world.cluster.given_up if rank is None]
+    assert isinstance(error, NodeLost)
+    assert "others are not to be had" in str(error)
+    tries = len(world.machines.replaced)
+    world.has_capacity = True
+    world.go_on(600, step=10)
+    assert len(world.machines.replaced) == tries
+
+
+def test_a_head_without_its_worker_is_not_lost(world: World) -> None:
+    """The machine of a living scheduler is not given back because its worker is away: its supervisor will bring that back."""
+    world.cluster.leaves(0)
+    world.go_on(60)
+    assert (world.told.events, world.machines.replaced) == ([], [])
+    world.cluster.joins(0)
+    world.go_on(1)
+    assert world.all_are_there()
+
+
+def test_while_one_node_is_left_nothing_is_given_up(world: World) -> None:
+    """However long a node cannot be replaced: as long as another is there, only the calls for that node fail."""
+    world.has_capacity = False
+    world.kill(1)
+    world.go_on(4 * NOBODY_LEFT_SECONDS, step=5)
+    assert {rank for rank, _ in world.cluster.given_up} == {1}
+
+
+# ── the head ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("is_asked_in_vain", [False, True])
+def test_a_head_that_answers_again_is_not_lost(world: World, is_asked_in_vain: bool) -> None:
+    """A wire that is cut for less than the patience costs nothing: the cluster is resumed, and no loss is told, whatever the provider can say meanwhile."""
+    world.is_asked_in_vain = is_asked_in_vain
+    world.cut(0)
+    world.go_on(HEAD_PATIENCE_SECONDS - 1)
+    assert world.cluster.resumed == 0
+    world.mend(0)
+    world.go_on(1)
+    assert world.cluster.resumed == 1
+    assert (world.told.events, world.machines.replaced, world.machines.restarts) == ([], [], 0)
+    assert world.all_are_there()
+
+
+def test_a_cut_may_come_again(world: World) -> None:
+    """Each cut has the whole patience."""
+    for count in range(1, 4):
+        world.cut(0)
+        world.go_on(HEAD_PATIENCE_SECONDS - 1)
+        world.mend(0)
+        world.go_on(0.5)
+        assert world.cluster.resumed == count
+    assert world.told.events == []
+
+
+def test_nodes_seem_lost_to_nobody_while_the_head_is_silent(world: World) -> None:
+    """Who leaves while the head is silent is looked at once it answers again, and then has as long as ever to come back."""
+    world.cut(0)
+    world.turn()
+    world.nodes[1].lives = False
+    world.go_on(HEAD_PATIENCE_SECONDS - 1)
+    world.mend(0)
+    world.go_on(REJOIN_SECONDS - 1)
+    assert world.told.events == []
+    world.go_on(5)
+    assert [rank for _, rank in world.lost()] == [1]
+    assert world.all_are_there()
+
+
+def test_who_was_away_before_the_cut_has_as_long_as_ever_after_it(world: World) -> None:
+    """The time in which nobody could have come back, because the head was silent, does not count."""
+    world.cut(1)
+    world.go_on(REJOIN_SECONDS - 1)
+    world.cut(0)
+    world.go_on(10)
+    world.mend(0)
+    world.go_on(REJOIN_SECONDS - 1)
+    world.mend(1)
+    world.go_on(5)
+    assert world.told.events == []
+
+
+@pytest.mark.parametrize(
+    ("how", "seconds", "reason"),
+    [
+        ("the provider lists it no more", 1.0, "its provider lists it no more"),
+        ("it said so", 0.5, "it has ended (the machine was taken back)"),
+        ("silence", HEAD_PATIENCE_SECONDS + 1, "it has been silent for 45 s"),
+    ],
+)
+def test_a_lost_head_is_succeeded_by_a_node_that_is_left(world: World, how: str, seconds: float, reason: str) -> None:
+    """However the loss is known: it is told once, the cluster comes up anew on the next node, and the rank that falls vacant is filled."""
+    heir = world.nodes[1]
+    lost = world.cut(0) if how == "silence" else world.kill(0, "the machine was taken back" if how == "it said so" else "")
+    world.go_on(seconds)
+    assert world.nodes[0] is heir
+    assert [(event.instance_id, event.node, event.reason) for event in world.told.of(sky.InstanceLost)] == [(lost.id, 0, reason)]
+    world.go_on(10)
+    kinds = [type(event) for event in world.told.events]
+    assert kinds == [sky.InstanceLost, sky.ClusterRestarting, sky.PoolReady]
+    assert [rank for _, rank in world.machines.replaced] == [1]
+    assert world.all_are_there()
+    assert world.told.of(sky.PoolReady)[0].nodes == NODES - 1
+
+
+def test_an_outage_of_the_provider_is_not_absence(world: World) -> None:
+    """A provider that cannot be asked says nothing: the head has its whole patience."""
+    world.is_asked_in_vain = True
+    world.kill(0)
+    world.go_on(HEAD_PATIENCE_SECONDS - 1)
+    assert world.lost() == []
+    world.go_on(2)
+    assert [rank for _, rank in world.lost()] == [0]
+
+
+def test_the_provider_is_asked_again_after_an_outage(world: World) -> None:
+    """What could not be said before is heard as soon as it can be, not only at the end of the patience."""
+    world.is_asked_in_vain = True
+    world.kill(0)
+    world.go_on(10)
+    world.is_asked_in_vain = False
+    world.go_on(3)
+    assert [event.reason for event in world.told.of(sky.InstanceLost)] == ["its provider lists it no more"]
+
+
+def test_the_provider_is_asked_one_question_at_a_time(world: World) -> None:
+    """While an answer is awaited no second question is put."""
+    world.cut(0)
+    for _ in range(40):
+        world.turn(0.5)
+    assert [name for name, _ in world.aside] == ["skyward-ask"]
+
+
+def test_a_short_lease_shortens_the_patience() -> None:
+    """A head is waited for half its lease at most: it may end itself after that."""
+    world = World(lease_seconds=20)
+    world.cut(0)
+    world.go_on(11)
+    assert [rank for _, rank in world.lost()] == [0]
+
+
+def test_a_restart_that_fails_is_tried_again(world: World) -> None:
+    """A node that does not manage to become the head is lost too; the next one is tried, and the pool tells its trouble and its readiness."""
+    world.machines.fails_to_restart = 2
+    world.kill(0)
+    world.go_on(30)
+    assert [rank for _, rank in world.lost()] == [0, 0, 0]
+    assert len({instance_id for instance_id, _ in world.lost()}) == 3
+    assert [event.reason for event in world.told.of(sky.InstanceLost)][1:] == ["the cluster did not come up on it: the new head did not come up in time"] * 2
+    assert len(world.told.of(sky.Error)) == 2
+    assert len(world.told.of(sky.ClusterRestarting)) == len(world.told.of(sky.PoolReady)) == 1
+    assert world.all_are_there()
+
+
+def test_a_second_head_lost_on_its_way_up_is_told(world: World) -> None:
+    """The heir dies while it becomes the head: told once, and the third node takes over."""
+
+    def die() -> None:
+        world.machines.on_restart = lambda: None
+        world.nodes[0].lives = False
+
+    world.machines.on_restart = die
+    first, second = world.nodes[0].id, world.nodes[1].id
+    world.kill(0)
+    world.go_on(30)
+    assert [instance_id for instance_id, _ in world.lost()] == [first, second]
+    assert world.all_are_there()
+
+
+def test_a_node_that_cannot_be_told_of_the_new_head_is_told_lost(world: World) -> None:
+    """A node that is out of reach while the cluster comes up anew is dropped there; that is a loss, told once, and it is replaced."""
+    world.cut(0)
+    world.turn()
+    dropped = world.cut(2)
+    world.go_on(HEAD_PATIENCE_SECONDS + 10)
+    assert [instance_id for instance_id, _ in world.lost()].count(dropped.id) == 1
+    assert world.all_are_there()
+
+
+def test_a_node_that_does_not_come_over_to_the_new_head_is_lost(world: World) -> None:
+    """After a restart every node has RESTART_SECONDS to join, then it counts as lost."""
+    absent = world.nodes[2]
+    world.kill(0)
+    absent.lives = False
+    world.go_on(20)
+    assert [rank for _, rank in world.lost()] == [0]
+    world.go_on(30)
+    assert absent.id in {instance_id for instance_id, _ in world.lost()}
+    assert world.all_are_there()
+
+
+def test_a_single_node_that_is_lost_is_rented_anew() -> None:
+    """A pool of one node has nobody who could become the head: another machine is rented, once there is one."""
+    world = World(nodes=1)
+    world.has_capacity = False
+    world.kill(0)
+    world.go_on(20)
+    assert world.cluster.given_up == []
+    world.has_capacity = True
+    world.go_on(20)
+    assert world.all_are_there()
+    assert len(world.lost()) == 1
+
+
+def test_a_head_that_never_comes_up_again_is_given_up() -> None:
+    """After NOBODY_LEFT_SECONDS without a head all calls raise, and nothing is rented any more."""
+    world = World(nodes=1)
+    world.has_capacity = False
+    world.kill(0)
+    world.go_on(NOBODY_LEFT_SECONDS - 10)
+    assert world.cluster.given_up == []
+    world.go_on(10 + LONGEST_PAUSE_SECONDS)
+    ((rank, error),) = world.cluster.given_up
+    assert (rank, type(error), type(error.__cause__)) == (None, NodeLost, NoCapacity)
+    restarts = world.machines.restarts
+    world.has_capacity = True
+    world.go_on(600, step=10)
+    assert world.machines.restarts == restarts
+
+
+def test_a_replacement_under_way_does_not_become_the_head(world: World) -> None:
+    """A rank that is just being replaced is nobody yet: the head's heir is another one."""
+    world.kill(1)
+    world.turn()
+    world.turn(REJOIN_SECONDS + 0.1)
+    assert [name for name, _ in world.aside] == ["skyward-replace-1"]
+    heir = world.nodes[2]
+    world.kill(0, "gone")
+    world.turn(0.1)
+    assert world.nodes[0] is heir
+    assert [name for name, _ in world.aside if "replace-1" in name] == ["skyward-replace-1"]
+    world.go_on(10)
+    assert world.all_are_there()
+
+
+def test_a_replacement_that_falls_with_the_head_is_no_loss(world: World) -> None:
+    """A machine that was on its way to being a node when the head was lost, and cannot be told of the new one, was never a member: nobody is told of it."""
+    first = world.kill(1)
+    world.turn()
+    world.turn(REJOIN_SECONDS + 0.1)
+    world.nodes[1] = Machine("on-its-way", is_wired=False)
+    head = world.kill(0, "gone")
+    world.turn(0.1)
+    assert "on-its-way" in world.former
+    assert world.lost() == [(first.id, 1), (head.id, 0)]
+
+
+# ── threads ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Blocking(FakeMachines):
+    """Machines that take for ever to come up, until `stop`."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.is_waiting = threading.Event()
+        self.stopped = threading.Event()
+
+    def replace(self, rank: int, is_there: Callable[[], bool]) -> None:
+        self._wait()
+
+    def restart(self, is_left: Callable[[Instance], bool]) -> Lease:
+        self._wait()
+        raise AssertionError
+
+    def _wait(self) -> None:
+        self.is_waiting.set()
+        assert self.stopped.wait(30)
+        raise PoolClosed("the pool is closing")
+
+
+@pytest.fixture
+def others() -> set[threading.Thread]:
+    """Threads that were there before: a pool that tests share has a recovery of its own."""
+    return set(threading.enumerate())
+
+
+def threads_of_recovery(others: set[threading.Thread]) -> list[str]:
+    mine = set(threading.enumerate()) - others
+    return [thread.name for thread in mine if thread.name.startswith(("skyward-recovery", "skyward-replace"))]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_closing_in_the_middle_of_it_ends_all_threads(rank: int, others: set[threading.Thread]) -> None:
+    """Closed while a machine is waited for, recovery ends as soon as that is woken, and tells nothing of it."""
+    world = World()
+    machines = Blocking(world)
+    recovery = world.recovery = Recovery(machines, world.cluster, NODES, 600.0, world.told)
+    recovery.start()
+    world.kill(rank, "gone")
+    assert machines.is_waiting.wait(30)
+    recovery.stop()
+    machines.stopped.set()
+    recovery.join()
+    assert threads_of_recovery(others) == []
+    assert world.told.of(sky.Error) == []
+    assert world.cluster.given_up == []
+
+
+def test_closing_at_rest_is_immediate(others: set[threading.Thread]) -> None:
+    """A recovery with nothing to do ends when it is stopped."""
+    world = World()
+    world.recovery = Recovery(world.machines, world.cluster, NODES, 600.0, world.told)
+    world.recovery.start()
+    world.recovery.stop()
+    world.recovery.join()
+    assert threads_of_recovery(others) == []
+
+
+def test_news_wake_the_thread() -> None:
+    """What the cluster tells is looked at in recovery's own thread, without anybody's help."""
+    world = World()
+    world.recovery = Recovery(world.machines, world.cluster, NODES, 600.0, world.told)
+    world.recovery.start()
+    try:
+        world.kill(1, "gone")
+        wait_until(world.all_are_there, "the replacement")
+    finally:
+        world.recovery.stop()
+        world.recovery.join()
+
+
+def test_trouble_in_a_turn_does_not_end_the_watch() -> None:
+    """A turn that fails is told once and tried again, not four times a second told."""
+    world = World()
+    turns = itertools.count()
+    real = world.machines.has_ended
+
+    def fail(rank: int) -> bool:
+        if next(turns) < 3:
+            raise OSError("the log cannot be read")
+        return real(rank)
+
+    world.machines.has_ended = fail  # type: ignore[method-assign]
+    world.recovery = Recovery(world.machines, world.cluster, NODES, 600.0, world.told)
+    world.recovery.start()
+    try:
+        world.kill(1, "gone")
+        wait_until(world.all_are_there, "the replacement")
+    finally:
+        world.recovery.stop()
+        world.recovery.join()
+    assert len(world.told.of(sky.Error)) == 1
+
+
+# ── any order of events ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Seen:
+    """Every instance that was ever a member, as the test has seen it."""
+
+    members: set[str] = field(default_factory=set[str])
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Faults, mends and time in any order; in the end all is mended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+        self.seen = Seen()
+        self._note()
+
+    def _note(self) -> None:
+        world = self.world
+        self.seen.members |= {machine.id for rank, machine in world.nodes.items() if world.cluster.has(rank)}
+
+    @precondition(lambda self: self.world.nodes)
+    @rule(data=st.data(), words=st.sampled_from(["", "gone"]))
+    def kill(self, data: st.DataObject, words: str) -> None:
+        self.world.kill(data.draw(st.sampled_from(sorted(self.world.nodes))), words)
+
+    @precondition(lambda self: self.world.nodes)
+    @rule(data=st.data())
+    def cut(self, data: st.DataObject) -> None:
+        self.world.cut(data.draw(st.sampled_from(sorted(self.world.nodes))))
+
+    @precondition(lambda self: self.world.nodes)
+    @rule(data=st.data())
+    def mend(self, data: st.DataObject) -> None:
+        self.world.mend(data.draw(st.sampled_from(sorted(self.world.nodes))))
+
+    @rule(has_capacity=st.booleans())
+    def capacity(self, has_capacity: bool) -> None:
+        self.world.has_capacity = has_capacity
+
+    @rule(is_asked_in_vain=st.booleans())
+    def outage(self, is_asked_in_vain: bool) -> None:
+        self.world.is_asked_in_vain = is_asked_in_vain
+
+    @rule(times=st.integers(1, 2))
+    def trouble(self, times: int) -> None:
+        self.world.machines.fails_to_restart = times
+
+    @rule(seconds=st.sampled_from([0.0, 0.25, 2.0, 3.5, 20.0]))
+    def turn(self, seconds: float) -> None:
+        self.world.turn(seconds)
+        self._note()
+
+    @precondition(lambda self: self.world.aside)
+    @rule(data=st.data())
+    def work(self, data: st.DataObject) -> None:
+        _, work = self.world.aside.pop(data.draw(st.integers(0, len(self.world.aside) - 1)))
+        work()
+        self._note()
+
+    @invariant()
+    def nothing_is_told_twice_and_no_member_that_never_left(self) -> None:
+        lost = [instance_id for instance_id, _ in self.world.lost()]
+        assert len(lost) == len(set(lost))
+        ranks = [name for name, _ in self.world.aside]
+        assert len(ranks) - ranks.count("skyward-ask") == len(set(ranks) - {"skyward-ask"}), "one replacement a rank at a time"
+
+    def teardown(self) -> None:
+        world = self.world
+        world.has_capacity, world.is_asked_in_vain, world.machines.fails_to_restart = True, False, 0
+        for rank in sorted(world.nodes):
+            world.mend(rank)
+        world.go_on(400, step=1.0)
+        self._note()
+        if given_up := [rank for rank, _ in world.cluster.given_up if rank is None]:
+            assert len(given_up) == 1
+            return
+        assert world.all_are_there()
+        assert len(world.told.of(sky.ClusterRestarting)) == len(world.told.of(sky.PoolReady))
+        lost = {instance_id for instance_id, _ in world.lost()}
+        assert self.seen.members & world.former <= lost, "a member that was given back must have been told lost"
+
+
+AnyOrder.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)
+TestAnyOrder: Any = AnyOrder.TestCase
+TestAnyOrder.__doc__ = "Whatever happens in whatever order: once all is mended every rank is there again, and each lost instance was told exactly once."

@@ -1,0 +1,333 @@
+"""The way to a node over SSH, on real hosts with a guard and nothing else: files, lines, ports, values and leases, and what a lost connection does to them."""
+
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from skyward_core import remote
+from skyward_core.errors import CommandFailed, ConnectionLost, Unreachable
+from skyward_core.events import ContactLost, ContactRegained
+from skyward_core.image import shell
+from skyward_core.instances import Instance
+from skyward_core.provisioning.guard import guard_script
+from skyward_core.remote import RemoteReach, Wires
+from skyward_core.shipping import shipped_archive
+from skyward_core.worker.watchdog import uptime
+from skyward_core.worker.wire import Parcel
+from tests.conftest import Told, wait_until
+from tests.testbed import Fleet, Host
+from tests.testbed.fixtures import fleet  # noqa: F401 - a fixture
+from tests.testbed.rental import Cloud
+
+LEASE_SECONDS = 60
+MIB = 1 << 20
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass
+class Way:
+    """A reach, the host it leads to, and what it has told."""
+
+    reach: RemoteReach
+    instance: Instance
+    host: Host
+    told: Told = field(default_factory=Told)
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def directory(self) -> Path:
+        """The node's directory, as this machine sees it."""
+        return self.host.root / str(self.instance.directory).lstrip("/")
+
+    def has_told(self, line: str) -> bool:
+        self.lines += self.reach.new_lines()
+        return line in self.lines
+
+    def hang_up(self, then: str = ":") -> None:
+        """Run a command and end all SSH connections to the host, which goes on."""
+        self.host.run(f"{then}; pkill -KILL -f '^sshd: root'")
+
+
+@pytest.fixture
+def cloud(fleet: Fleet) -> Iterator[Cloud]:  # noqa: F811
+    cloud = Cloud(fleet, disk="256M")
+    yield cloud
+    cloud.close()
+
+
+@pytest.fixture
+def lead(cloud: Cloud) -> Iterator[Callable[..., Way]]:
+    """Make a way to a new host, whose guard watches."""
+    told = Told()
+    made: list[Wires] = []
+    reaches: list[RemoteReach] = []
+
+    def lead(lease_seconds: int = LEASE_SECONDS, paid_seconds: Callable[[], float | None] = lambda: None) -> Way:
+        provider = cloud.provider()
+        offer = provider.offers(sky.Requirements())[0]
+        (instance,) = provider.launch(offer, 1, {"skyward-pool": "sky-ways", "skyward-rank": "0"}, guard_script(lease_seconds, None, "poweroff"))
+        made.append(Wires(lease_seconds, told, lambda: False, paid_seconds))
+        reaches.append(made[-1].reach(instance))
+        return Way(reaches[-1], instance, cloud.host(instance.id), told)
+
+    yield lead
+    for reach in reaches:
+        reach.close()
+    for wires in made:
+        wires.close()
+
+
+@pytest.fixture
+def way(lead: Callable[..., Way]) -> Way:
+    """A way to a host that is there already."""
+    way = lead()
+    way.reach.join(timeout_seconds=20)
+    return way
+
+
+# ── its life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_script_is_started_once_and_told_to_its_end(lead, monkeypatch):
+    """The script runs with the instance's tag, on what was sent, uv and our package; once, though the answer to its start was lost. Its exit code is told."""
+    way = lead()
+    ask, starts = way.reach._command, []
+
+    def lose_the_first_answer(text: str, words: list[str], **settings: Any) -> str:
+        answer = ask(text, words, **settings)
+        if text == remote.START:
+            starts.append(words)
+            if len(starts) == 1:
+                raise ConnectionLost("after it was done")
+        return answer
+
+    monkeypatch.setattr(way.reach, "_command", lose_the_first_answer)
+    script = (
+        'echo "ran on $SKYWARD_INSTANCE_ID, $SKYWARD_RANK of $SKYWARD_POOL_ID"\n'
+        '"$SKYWARD_UV" --version | sed "s/ .*//"\n'
+        f'ls "$SKYWARD_HOME/ship/{shipped_archive().name}/skyward_core/remote.py"\n'
+        "exit 7\n"
+    )
+    way.reach.start(script, timeout_seconds=20, emit=way.told)
+    wait_until(lambda: way.has_told("::skyward exited 7"), "the end of the script")
+    assert len(starts) == 2
+    home = str(way.instance.directory).partition("/instances/")[0]
+    ours = ["::skyward phase uv", f"ran on {way.instance.id}, 0 of sky-ways", "uv", f"{home}/ship/{shipped_archive().name}/skyward_core/remote.py"]
+    assert way.lines == [*ours, "::skyward exited 7"]
+    assert not (way.directory / "ship.tar.gz").exists()
+
+
+def test_what_a_script_says_of_a_full_disk_finds_room(lead):
+    """Not one byte is free when a script fails, not even for the log: what failed, why, and that it has ended is told all the same."""
+    way = lead()
+    fill = 'cat /dev/zero >"$HOME/filler" || true\nwhile printf "x\\n"; do :; done 2>/dev/null\n'
+    way.reach.start(shell.script(shell.prelude(), "skyward_phase deps", fill, "skyward_run cp /etc/passwd /root"), timeout_seconds=20, emit=way.told)
+    wait_until(lambda: way.has_told("::skyward exited 1"), "the end of the script")
+    last = [line for line in way.lines if line != "x"][-3:]
+    assert last[0] == "The disk that holds /root/.cache/skyward is full, or nearly so."
+    assert last[1:] == ["::skyward failed phase=deps exit=1 command=cp /etc/passwd /root", "::skyward exited 1"]
+
+
+def test_a_host_whose_guard_has_not_started_is_waited_for(lead, cloud, monkeypatch):
+    """No guard by the deadline is told as what it is."""
+    monkeypatch.setattr("tests.testbed.rental.BOOT", "mkdir -p {directory}; cat >/dev/null; : {variables}")
+    way = lead()
+    with pytest.raises(CommandFailed, match=r"the guard of .* has not started"):
+        way.reach.join(timeout_seconds=1)
+
+
+def test_closing_ends_whoever_waits_and_leaves_the_node_alone(lead):
+    """A close during `start` ends it with Unreachable at once; the node lives on."""
+    way = lead()
+    wait_until((way.directory / "guard").exists, "the guard")
+    (way.directory / "guard").unlink()
+    caught: list[BaseException] = []
+
+    def start() -> None:
+        try:
+            way.reach.start("true", timeout_seconds=60, emit=way.told)
+        except Unreachable as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    wait_until(lambda: way.reach.is_connected, "the connection")
+    way.reach.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert len(caught) == 1
+    assert way.host.is_up
+    with pytest.raises(Unreachable):
+        way.reach.write("late", "")
+
+
+def test_the_node_lives_as_long_as_its_lease_is_extended_and_ends_itself_then(lead):
+    """Longer than its lease while there is a way to it, and the lease after that; a lease is never made shorter."""
+    way = lead(lease_seconds=2)
+    way.reach.join(timeout_seconds=20)
+    first = int((way.directory / "lease").read_text())
+    way.reach.extend_lease(1)
+    assert int((way.directory / "lease").read_text()) >= first
+    wait_until(lambda: int((way.directory / "lease").read_text()) >= first + 3, "signs of life for longer than a lease")
+    way.reach.close()
+    wait_until(lambda: not way.host.is_up, "the host to turn itself off", seconds=15)
+
+
+def test_the_node_learns_with_each_sign_of_life_until_when_it_is_paid_for(lead):
+    """On its own clock, rounded down; it may be less than before. Without a word on money there is no such file; when paid time is over the node ends."""
+    paid: list[float | None] = [None]
+    way = lead(lease_seconds=30, paid_seconds=lambda: paid[0])
+    way.reach.join(timeout_seconds=20)
+    way.reach.extend_lease(30)
+    assert not (way.directory / "paid").exists()
+    for seconds in (500.9, 100.9):
+        paid[0] = seconds
+        before = uptime()
+        way.reach.extend_lease(30)
+        until = int((way.directory / "paid").read_text())
+        assert before - 1 + seconds - 1 <= until <= uptime() + seconds
+    assert sorted(path.name for path in way.directory.iterdir() if path.name.startswith(("lease", "paid"))) == ["lease", "paid"]
+    paid[0] = 0.5
+    way.reach.extend_lease(30)
+    wait_until(lambda: not way.host.is_up, "the host to turn itself off", seconds=15)
+
+
+# ── files and lines ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_files_are_private_and_read_back(way):
+    """What is written is there for its owner alone, any text of it; what is not there is CommandFailed."""
+    way.reach.write("settings.json", "it's\n$HOME \N{SNOWMAN}")
+    assert way.reach.read("settings.json") == "it's\n$HOME \N{SNOWMAN}"
+    assert (way.directory / "settings.json").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(CommandFailed):
+        way.reach.read("nothing")
+
+
+def test_each_line_of_the_log_is_told_once_however_often_the_connection_is_lost(way):
+    """Lines written while there is no connection are told after it; none is told twice, and nothing that `tail` itself has to say."""
+    with (way.directory / "log").open("a") as log:
+        for number in range(60):
+            log.write(f"line {number}\n")
+            log.flush()
+            if number % 20 == 10:
+                wait_until(lambda number=number: way.has_told(f"line {number}"), f"line {number}")
+                way.hang_up()
+    wait_until(lambda: way.has_told("line 59"), "the last line")
+    assert way.lines == [f"line {number}" for number in range(60)]
+    (way.directory / "log").rename(way.directory / "old")
+    (way.directory / "log").write_text("line 60\n")
+    wait_until(lambda: way.has_told("line 60"), "the line of another file")
+    assert [line for line in way.lines if not line.startswith("line ")] == []
+
+
+def test_a_line_is_told_soon(way):
+    """A tenth of a second or so after it is written, also on file systems that do not tell of changes."""
+    with (way.directory / "log").open("a") as log:
+        waits = []
+        for number in range(5):
+            log.write(f"line {number}\n")
+            log.flush()
+            written_at = time.monotonic()
+            wait_until(lambda number=number: way.has_told(f"line {number}"), f"line {number}")
+            waits.append(time.monotonic() - written_at)
+    assert sorted(waits)[2] < 0.5
+
+
+# ── a lost connection ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_is_asked_while_the_connection_is_lost_is_done_after_it(way):
+    """Writing, forwards and looking whether a node is reached wait for the keeper to have made a new connection."""
+    way.hang_up()
+    way.reach.write("settings.json", "there")
+    assert (way.directory / "settings.json").read_text() == "there"
+    way.hang_up()
+    assert way.reach.can_reach("127.0.0.1", 22)
+
+
+def test_a_node_that_does_not_let_us_in_is_told_as_silent_until_it_does(way, monkeypatch):
+    """ContactLost once, ContactRegained once, with the seconds between them; meanwhile a write waits as long as it may and raises ConnectionLost."""
+    monkeypatch.setattr(remote, "PATIENCE_SECONDS", 0.2)
+    keys = way.host.root / "root/.ssh/authorized_keys"
+    ours = keys.read_text()
+    way.hang_up(": >/root/.ssh/authorized_keys")
+    wait_until(lambda: way.told.of(ContactLost), "ContactLost")
+    with pytest.raises(ConnectionLost):
+        way.reach.write("settings.json", "")
+    keys.write_text(ours)
+    wait_until(lambda: way.told.of(ContactRegained), "ContactRegained")
+    (lost,), (regained,) = way.told.of(ContactLost), way.told.of(ContactRegained)
+    assert (lost.instance_id, lost.node, regained.instance_id) == (way.instance.id, 0, way.instance.id)
+    assert "refuses our keys" in lost.reason
+    assert 0 < regained.seconds < 20
+    way.reach.write("settings.json", "again")
+
+
+# ── ports ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_ports_lead_both_ways_and_tell_whether_they_are_reached(way, lead):
+    """An address on the node is reached through a port here, kept for the next who asks; a port there leads to one here; a closed one is not reached."""
+    here, port = way.reach.address("tls://127.0.0.1:22").rsplit(":", 1)
+    assert here == "tls://127.0.0.1"
+    assert way.reach.address("tls://127.0.0.1:22") == f"{here}:{port}"
+    with socket.create_connection(("127.0.0.1", int(port)), timeout=10) as wire:
+        assert wire.recv(4) == b"SSH-"
+    other = lead()
+    assert way.reach.can_reach(other.host.ip, 22)
+    assert not way.reach.can_reach(other.host.ip, 23)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        way.reach.lead(20_001, server.getsockname()[1])
+        assert way.reach.can_reach("127.0.0.1", 20_001)
+        with pytest.raises(Unreachable, match="refuses"):
+            way.reach.lead(22, server.getsockname()[1])
+
+
+# ── large values ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _parcel(size: int) -> Parcel:
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(bytearray(b"ab" * (size // 2)), protocol=5, buffer_callback=buffers.append)
+    return Parcel(data, tuple(buffer.raw() for buffer in buffers))
+
+
+def test_values_go_to_the_nodes_memory_and_come_back(lead):
+    """A value put on the node lies in its memory, for its owner alone, and taken it is what it was, and gone there; released, it is gone too."""
+    way = lead()
+    way.reach.start("true", timeout_seconds=20, emit=way.told)
+    memory = way.host.root / way.reach.value_directories[0].lstrip("/")
+    there = way.reach.put(_parcel(MIB))
+    assert [path.name for path in memory.iterdir()] == [Path(str(there.path)).name]
+    assert next(memory.iterdir()).stat().st_mode & 0o777 == 0o600
+    data, buffers = way.reach.take(there).contents()
+    assert pickle.loads(data, buffers=buffers) == b"ab" * (MIB // 2)
+    assert list(memory.iterdir()) == []
+    way.reach.release(way.reach.put(_parcel(MIB)))
+    assert list(memory.iterdir()) == []
+
+
+def test_a_value_goes_to_disk_where_memory_is_full_and_is_refused_where_both_are(lead):
+    """Without room in the node's memory its disk takes the value; without any, CommandFailed tells it, and nothing of the value is left."""
+    way = lead()
+    way.reach.start("true", timeout_seconds=20, emit=way.told)
+    there = way.reach.put(_parcel(MIB))
+    (way.host.root / "dev/shm/filler").write_bytes(b"")
+    way.host.run("head -c 300M /dev/zero >/dev/shm/filler")
+    on_disk = way.reach.put(_parcel(4 * MIB))
+    assert (str(there.path).startswith("/dev/shm/"), str(on_disk.path).startswith(str(way.instance.directory))) == (True, True)
+    way.host.fill_disk()
+    before = sorted(way.directory.iterdir())
+    with pytest.raises(CommandFailed, match="No space left"):
+        way.reach.put(_parcel(4 * MIB))
+    assert sorted(way.directory.iterdir()) == before

@@ -1,0 +1,538 @@
+"""The first process of a node, started as it is on a machine: when it ends, what it takes along, how it becomes another node.
+
+Most nodes here have a clock that stands in a file, and workers without Dask that run what the file `call` says: quick to start, and hours pass at once.
+"""
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from distributed import Client, Security
+
+from skyward_core.certificates import make_certificate
+from skyward_core.worker.settings import NodeSettings, Owner, memory_directory, this_process, write_atomically
+from skyward_core.worker.supervisor import Deaths
+from skyward_core.worker.watchdog import write_lease
+from tests.conftest import processes_by_tag, wait_until
+
+HOUR = 3600.0
+START = 1000.0
+"""What the clock in the file shows when a node is started."""
+
+DRIVER = """
+import os, pickle, signal, sys, time, types
+from pathlib import Path
+node = sys.modules["skyward_core.worker.node"] = types.ModuleType("node")
+from skyward_core.worker import supervisor
+from skyward_core.worker.slot import Foundry, Slot
+from skyward_core.worker.wire import Batch, Call, Parcel
+
+directory = Path(sys.argv[1])
+
+def uptime():
+    with open(directory / "looks", "ab") as looks:
+        looks.write(b".")
+    return float((directory / "uptime").read_text())
+
+def run_worker(directory, settings, index, control):
+    with open(directory / "workers", "a") as workers:
+        workers.write(f"{settings.generation} {settings.rank}\\n")
+    if (directory / "no-scheduler").exists():
+        os._exit(7)
+    foundry = Foundry(control)
+    slots = [Slot(foundry, settings.value_directories) for _ in range(settings.slots)]
+    (directory / f"ready-{settings.generation}").touch()
+    while True:
+        if (directory / "call").exists():
+            call = Call("1", "exec", Parcel(pickle.dumps((((directory / "call").read_text(),), {}))), "job")
+            slots[0].run(Batch("", (call,), {"exec": Parcel(pickle.dumps(exec))}), lambda news: None)
+            (directory / "call").unlink()
+        time.sleep(0.005)
+
+def run_scheduler(directory, settings):
+    while True:
+        signal.pause()
+
+supervisor.uptime, node.run_worker, node.run_scheduler = uptime, run_worker, run_scheduler
+supervisor.FIRST_PAUSE_SECONDS, supervisor.WATCH_SECONDS = 0.01, 0.02
+"""
+
+
+class Machine:
+    """A node of a test: its directory, its settings and its first process."""
+
+    def __init__(self, driver: str, certificate: Any, **fields: Any) -> None:
+        self.instance_id = f"local-{uuid.uuid4().hex[:12]}"
+        self.directory = Path(tempfile.mkdtemp(prefix="skyward-node-"))
+        defaults = {
+            "pool_id": "sky-test",
+            "instance_id": self.instance_id,
+            "rank": 1,
+            "total_nodes": 2,
+            "slots": 1,
+            "host": "127.0.0.1",
+            "head_host": "127.0.0.1",
+            "head_port": 29500,
+            "tls_certificate": certificate.certificate,
+            "tls_key": certificate.key,
+            "value_directories": (memory_directory(self.instance_id), str(self.directory)),
+            "scheduler": "tls://127.0.0.1:9",
+            "metrics_interval_seconds": None,
+            "is_guarded": True,
+            "lease_seconds": 1e6,
+        }
+        self.settings = NodeSettings(**defaults | fields)
+        self.set_clock(START)
+        self.tell()
+        environ = {name: os.environ[name] for name in ("PATH", "HOME")} | {
+            "SKYWARD_INSTANCE_ID": self.instance_id,
+            "SKYWARD_INSTANCE_DIRECTORY": str(self.directory),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        self._log = (self.directory / "log").open("wb")
+        program = ["-c", f"{driver}\nsupervisor.main()"] if driver else ["-m", "skyward_core.worker.supervisor"]
+        self.process = subprocess.Popen(
+            [sys.executable, *program, str(self.directory)], cwd=self.directory, env=environ, stdout=self._log, stderr=self._log, start_new_session=True
+        )
+
+    def tell(self, **changes: Any) -> None:
+        """Write the node's settings, changed so."""
+        self.settings = dataclasses.replace(self.settings, **changes)
+        write_atomically(self.directory / "settings.json", self.settings.to_json())
+
+    def set_clock(self, now: float) -> None:
+        write_atomically(self.directory / "uptime", f"{now}")
+
+    def await_looks(self, count: int = 4) -> None:
+        """Wait until the supervisor has looked at its clock so many times more."""
+        looks = self._looks()
+        wait_until(lambda: self._looks() >= looks + count or self.process.poll() is not None, "the supervisor to look at the clock")
+
+    def _looks(self) -> int:
+        return len(self.text("looks"))
+
+    def text(self, name: str) -> str:
+        path = self.directory / name
+        return path.read_text() if path.exists() else ""
+
+    def await_file(self, name: str, seconds: float = 30.0) -> str:
+        wait_until(lambda: self.text(name), f"{name}, log: {self.text('log')}", seconds)
+        return self.text(name)
+
+    def await_ready(self) -> None:
+        """Wait until the workers without Dask have their slots."""
+        path = self.directory / f"ready-{self.settings.generation}"
+        wait_until(path.exists, f"the node to be ready, log: {self.text('log')}")
+
+    def call(self, text: str) -> None:
+        """Have a call run this text."""
+        write_atomically(self.directory / "call", textwrap.dedent(text))
+
+    def await_end(self) -> str:
+        """Wait until the first process has ended and nothing is left of the others; return what it has told the guard."""
+        wait_until(lambda: self.process.poll() is not None, f"the node to end, log: {self.text('log')}")
+        wait_until(lambda: self.pids() == [], "all its processes to be gone")
+        return self.text("ended").strip()
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None and not (self.directory / "ended").exists()
+
+    def pids(self) -> list[int]:
+        return [pid for pid, tag in processes_by_tag("SKYWARD_INSTANCE_ID") if tag == self.instance_id]
+
+    def kill_children(self) -> None:
+        """Kill what there is now of the node but its first process. Runners may go by themselves meanwhile, with their worker."""
+        for pid in self.pids():
+            if pid != self.process.pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        while self.pids():
+            self.kill_children()
+        self._log.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+        shutil.rmtree(memory_directory(self.instance_id), ignore_errors=True)
+
+
+type Start = Callable[..., Machine]
+
+
+@pytest.fixture(scope="module")
+def certificate() -> Any:
+    return make_certificate("sky-test")
+
+
+@pytest.fixture
+def start(certificate: Any) -> Iterator[Start]:
+    """Start nodes with a clock in a file and workers without Dask (`driver`), or just as they are (`driver=""`)."""
+    machines: list[Machine] = []
+
+    def start_one(driver: str = DRIVER, **fields: Any) -> Machine:
+        machines.append(Machine(driver, certificate, **fields))
+        return machines[-1]
+
+    yield start_one
+    for machine in machines:
+        machine.close()
+
+
+# ── the clocks ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_idle_node_ends_and_tells_the_guard_why(start: Start) -> None:
+    """A guarded node writes `ended`, and nothing of it runs any more, nor lies in memory."""
+    machine = start(timeout_seconds=HOUR)
+    assert int(machine.await_file("supervisor")) == machine.process.pid
+    machine.await_ready()
+    machine.set_clock(START + HOUR - 1)
+    machine.await_looks()
+    assert machine.is_alive
+    machine.set_clock(START + HOUR)
+    assert machine.await_end() == "idle for 3600 s (timeout)"
+    assert "idle for 3600 s (timeout)" in machine.text("log")
+    assert not os.path.exists(memory_directory(machine.instance_id))
+
+
+def test_a_running_call_holds_the_node(start: Start) -> None:
+    """Hours pass while a call runs and the node lives; when it has ended they count."""
+    machine = start(timeout_seconds=HOUR)
+    machine.await_ready()
+    machine.call("""
+        import pathlib, time
+        pathlib.Path("begun").touch()
+        while not pathlib.Path("go").exists():
+            time.sleep(0.005)
+    """)
+    wait_until((machine.directory / "begun").exists, "the call to begin")
+    for hours in (2, 20):
+        machine.set_clock(START + hours * HOUR)
+        machine.await_looks()
+        assert machine.is_alive
+    (machine.directory / "go").touch()
+    wait_until(lambda: not (machine.directory / "call").exists(), "the call to end")
+    machine.await_looks()
+    assert machine.is_alive
+    machine.set_clock(START + 21 * HOUR)
+    assert machine.await_end() == "idle for 3600 s (timeout)"
+
+
+def test_a_call_that_crashes_at_once_was_a_call(start: Start) -> None:
+    """Also one that nobody has seen running counts, and a node that was told anew begins to count anew."""
+    machine = start(timeout_seconds=HOUR)
+    machine.await_ready()
+    machine.set_clock(START + HOUR - 1)
+    machine.await_looks()
+    machine.call("import os; os._exit(3)")
+    wait_until(lambda: not (machine.directory / "call").exists(), "the call to end")
+    machine.set_clock(START + 2 * HOUR - 2)
+    machine.await_looks()
+    assert machine.is_alive
+    machine.tell(generation=1)
+    machine.await_ready()
+    machine.set_clock(START + 3 * HOUR - 3)
+    machine.await_looks()
+    assert machine.is_alive
+    machine.set_clock(START + 3 * HOUR - 2)
+    assert machine.await_end() == "idle for 3600 s (timeout)"
+
+
+def test_a_call_whose_worker_has_died_holds_nothing(start: Start) -> None:
+    """With the worker goes its call, which nobody waits for any more: the node is idle, though its worker is there again."""
+    machine = start(timeout_seconds=HOUR)
+    machine.await_ready()
+    machine.call("import os, time; open('runner', 'w').write(str(os.getpid())); time.sleep(1000)")
+    runner = machine.await_file("runner")
+    (machine.directory / "call").unlink()
+    (worker,) = [pid for pid in machine.pids() if pid not in (machine.process.pid, int(runner))]
+    os.kill(worker, signal.SIGKILL)
+    wait_until(lambda: not os.path.exists(f"/proc/{runner}"), "the call to end")
+    wait_until(lambda: machine.text("workers").count("\n") == 2, "another worker")
+    machine.await_looks()
+    machine.set_clock(START + HOUR)
+    assert machine.await_end() == "idle for 3600 s (timeout)"
+
+
+def test_a_lease_that_has_run_out_ends_the_node(start: Start) -> None:
+    """The lease of its start, then the one in the file, the last that could be read."""
+    machine = start(lease_seconds=100.0)
+    machine.await_ready()
+    write_lease(machine.directory, START + 500)
+    machine.set_clock(START + 499)
+    machine.await_looks()
+    assert machine.is_alive
+    for garbage in ("", "soon", "nan", "\0" * 100):
+        (machine.directory / "lease").write_text(garbage)
+        machine.await_looks()
+        assert machine.is_alive
+    (machine.directory / "lease").unlink()
+    machine.set_clock(START + 500)
+    assert "lease_seconds" in machine.await_end()
+
+
+def test_max_lifetime_ends_the_node(start: Start) -> None:
+    """It counts from the start of the node, also when that was told anew meanwhile."""
+    machine = start(max_lifetime_seconds=500.0)
+    machine.await_ready()
+    machine.set_clock(START + 499)
+    machine.tell(generation=1)
+    machine.await_ready()
+    assert machine.is_alive
+    machine.set_clock(START + 500)
+    assert machine.await_end() == "alive for 500 s (max_lifetime)"
+
+
+def test_the_first_reason_is_kept(start: Start) -> None:
+    """What the guard, or whoever ends the node, has written stays."""
+    machine = start()
+    machine.await_ready()
+    write_atomically(machine.directory / "ended", "max_lifetime, says the guard")
+    machine.process.terminate()
+    assert machine.await_end() == "max_lifetime, says the guard"
+
+
+def test_a_detached_node_lives_by_its_lease(start: Start) -> None:
+    """Its owner is gone, the lease it left rules; nobody guards it: it kills all that carries its tag."""
+    client = subprocess.Popen(["sleep", "1000"])
+    owner = dataclasses.replace(this_process(), pid=client.pid, started=Path(f"/proc/{client.pid}/stat").read_text().rpartition(") ")[2].split()[19])
+    machine = start(owner=owner, is_guarded=False)
+    try:
+        machine.await_ready()
+        write_lease(machine.directory, START + 500)
+        machine.set_clock(START + 501)
+        machine.await_looks()
+        assert machine.is_alive
+        write_lease(machine.directory, START + 1000)
+    finally:
+        client.kill()
+        client.wait()
+    machine.await_looks()
+    assert machine.is_alive
+    machine.set_clock(START + 1000)
+    machine.await_end()
+    assert not machine.directory.exists()  # nobody is left to read in it
+    assert not os.path.exists(memory_directory(machine.instance_id))
+
+
+def test_a_node_whose_owner_is_gone_ends(start: Start) -> None:
+    """Without a lease it is the client's process that keeps it alive."""
+    machine = start(owner=Owner(os.getpid(), "1"), is_guarded=False)
+    machine.await_end()
+    assert not machine.directory.exists()  # nobody is left to read in it
+
+
+# ── told anew ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_told_anew_a_node_ends_all_that_ran_and_begins_again(start: Start) -> None:
+    """Worker, runners, and what calls have started, in whichever session, go; the supervisor stays."""
+    machine = start()
+    machine.await_ready()
+    machine.call("""
+        import os, signal, subprocess, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        started = [subprocess.Popen(["sleep", "1000"]), subprocess.Popen(["sleep", "1000"], start_new_session=True)]
+        subprocess.run("setsid sleep 1000 & ", shell=True)
+        open("call-pids", "w").write(" ".join(str(process.pid) for process in started) + f" {os.getpid()}")
+        time.sleep(1000)
+    """)
+    machine.await_file("call-pids")
+    wait_until(lambda: len(machine.pids()) == 6, "supervisor, worker, runner and three sleepers")
+    before = set(machine.pids())
+    (machine.directory / "call").unlink()
+    machine.tell(generation=1)
+    machine.await_ready()
+    wait_until(lambda: len(machine.pids()) == 3, "supervisor, worker, runner")
+    assert before & set(machine.pids()) == {machine.process.pid}
+    assert machine.is_alive
+
+
+def test_told_anew_while_runners_are_forked_the_last_word_counts(start: Start) -> None:
+    """However often, and at whatever moment, settings come: in the end the node is what the last ones say, and of the others nothing runs."""
+    machine = start(slots=12)
+    for generation in range(1, 16):
+        machine.tell(generation=generation, slots=12 - generation % 3)
+        if generation % 2:
+            wait_until(lambda generation=generation: f"{generation} 1" in machine.text("workers"), "a worker that asks for runners")
+    machine.await_ready()
+    wait_until(lambda: len(machine.pids()) == 2 + 12, f"supervisor, worker and 12 runners, not {len(machine.pids())}")
+    machine.await_looks()
+    assert len(machine.pids()) == 2 + 12
+    machine.call("open('done', 'w').write('yes')")
+    assert machine.await_file("done") == "yes"
+
+
+def test_told_anew_a_node_may_have_fewer_workers(start: Start) -> None:
+    """Nothing of those it had is remembered: not their lines, nor that one of them was to be started again."""
+    machine = start(DRIVER + "supervisor.FIRST_PAUSE_SECONDS = 0.5", workers=({}, {}))
+    machine.await_ready()
+    wait_until(lambda: len(machine.pids()) == 5, "supervisor, two workers and their runners")
+    (machine.directory / "no-scheduler").touch()
+    machine.kill_children()
+    wait_until(lambda: machine.text("log").count("died with -9") == 2, "the deaths to be noticed")
+    (machine.directory / "no-scheduler").unlink()
+    machine.tell(generation=1, workers=({},))
+    machine.await_ready()
+    machine.await_looks(40)  # the pause has ended meanwhile
+    assert len(machine.pids()) == 3
+    assert machine.is_alive
+
+
+def test_what_was_there_before_the_supervisor_stays(start: Start, tmp_path: Path) -> None:
+    """What the startup script has left running (the guard, say) is killed neither when the node begins anew nor, on a guarded node, when it ends."""
+    before = "import subprocess; guard = subprocess.Popen(['sleep', '1000']); open('guard', 'w').write(str(guard.pid))"
+    machine = start(before + DRIVER)
+    machine.await_ready()
+    guard = int(machine.await_file("guard"))
+    machine.tell(generation=1)
+    machine.await_ready()
+    machine.call("import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)")
+    wait_until(lambda: len(machine.pids()) == 5, "supervisor, worker, runner, and the two that sleep")
+    machine.process.terminate()
+    wait_until(lambda: machine.process.poll() is not None, "the node to end")
+    assert machine.pids() == [guard]
+    assert machine.text("ended") == "asked to\n"
+
+
+def test_settings_of_the_same_generation_change_nothing(start: Start) -> None:
+    """And what is no settings is told in the log and passed over."""
+    machine = start()
+    machine.await_ready()
+    pids = machine.pids()
+    machine.tell(timeout_seconds=1.0)
+    machine.await_looks()
+    write_atomically(machine.directory / "settings.json", '{"generation": 2}')
+    machine.await_looks()
+    machine.set_clock(START + 2)
+    machine.await_looks()
+    assert machine.pids() == pids
+    assert machine.text("log").count("the new settings cannot be read: KeyError") == 1
+    machine.tell(generation=3)
+    machine.await_ready()
+
+
+# ── crashes ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.slow
+def test_without_a_scheduler_workers_are_started_again_and_again(start: Start) -> None:
+    """A node that is not the head waits for a new one, with pauses, as long as its lease lives."""
+    machine = start(rank=1)
+    machine.await_ready()
+    (machine.directory / "no-scheduler").touch()
+    machine.kill_children()
+    wait_until(lambda: machine.text("workers").count("\n") > 8, "nine workers")
+    assert machine.is_alive
+    (machine.directory / "no-scheduler").unlink()
+    machine.tell(generation=1)
+    machine.await_ready()
+
+
+def test_a_crash_loop_on_the_head_ends_it(start: Start) -> None:
+    """There the scheduler is near: a worker that dies five times in a minute will not come up."""
+    machine = start(DRIVER + "(directory / 'no-scheduler').touch()", rank=0, scheduler=None)
+    assert machine.await_end() == "worker 0 died 5 times within 60 s, last with 7"
+    assert machine.text("workers").count("\n") == 5
+
+
+def test_without_its_scheduler_the_head_ends(start: Start) -> None:
+    """The reason is in the log, and told to the guard."""
+    machine = start(DRIVER.replace("signal.pause()", "time.sleep(0.1); os._exit(3)"), rank=0, scheduler=None)
+    assert machine.await_end() == "the scheduler died with 3"
+    assert "the scheduler died with 3" in machine.text("log")
+
+
+def test_a_signal_for_a_child_that_was_just_forked_ends_the_child_only(start: Start) -> None:
+    """It must not find the supervisor's way of taking SIGTERM there, which is to end the node."""
+    early = """
+        forked = []
+        def die_with_parent(parent, really=supervisor.die_with_parent):
+            really(parent)
+            if not (directory / "early").exists():
+                (directory / "early").touch()
+                os.kill(os.getpid(), signal.SIGTERM)
+                (directory / "handled").touch()
+        supervisor.die_with_parent = die_with_parent
+    """
+    machine = start(DRIVER + textwrap.dedent(early))
+    machine.await_ready()
+    assert machine.is_alive
+    assert "worker 0 died with -15" in machine.text("log")
+
+
+def test_pauses_between_deaths_grow_and_are_forgotten() -> None:
+    """From 0.2 s to 5 s while a worker dies often, small again when it has lived for a minute; five deaths within a minute are a loop."""
+    deaths = Deaths()
+    pauses = []
+    for second in range(8):
+        deaths = deaths.and_at(100.0 + second)
+        pauses.append(deaths.pause_seconds)
+        assert deaths.is_loop == (second >= 4)
+    assert pauses == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0])
+    deaths = deaths.and_at(200.0)
+    assert deaths.pause_seconds == pytest.approx(0.2)
+    assert not deaths.is_loop
+
+
+# ── with Dask ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def workers_at(address: str, certificate: Any, names: set[str]) -> None:
+    """Wait until these workers, and no others, are with the scheduler at an address."""
+    pem, key = certificate.certificate, certificate.key
+    security = Security(require_encryption=True, tls_ca_file=pem, tls_client_cert=pem, tls_client_key=key)
+    with Client(address, security=security, set_as_default=False, timeout=20) as client:
+        wait_until(lambda: {worker["name"] for worker in client.scheduler_info(n_workers=-1)["workers"].values()} == names, f"workers {names}")
+
+
+def listens(address: str) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", urlsplit(address).port or 0), timeout=5).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+@pytest.mark.slow
+def test_a_node_becomes_the_head_and_ceases_to_be_it(start: Start, certificate: Any) -> None:
+    """When the head is killed another node takes its place within seconds, and gives it back when it is told."""
+    head = start("", rank=0, scheduler=None)
+    first = head.await_file("head.json")
+    other = start("", rank=1, scheduler=first)
+    workers_at(first, certificate, {"0-0", "1-0"})
+    head.process.kill()
+    wait_until(lambda: not listens(first), "the old scheduler to be gone")
+    told_at = time.monotonic()
+    other.tell(rank=0, scheduler=None, total_nodes=1, generation=1)
+    second = other.await_file("head.json", 5.0)
+    workers_at(second, certificate, {"0-0"})
+    took = time.monotonic() - told_at
+    assert took < 5, f"{took} s"
+    other.tell(generation=2)
+    wait_until(lambda: other.text("head.json") not in ("", second), "a third scheduler")
+    third = other.text("head.json")
+    workers_at(third, certificate, {"0-0"})
+    assert not listens(second)
+    new = start("", rank=0, scheduler=None)
+    fourth = new.await_file("head.json")
+    other.tell(rank=1, scheduler=fourth, total_nodes=2, generation=3)
+    workers_at(fourth, certificate, {"0-0", "1-0"})
+    assert not listens(third)
+    assert other.text("head.json") == ""

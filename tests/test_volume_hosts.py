@@ -1,0 +1,494 @@
+"""Volumes on real hosts, against a real S3 protocol (moto's server): what is mounted, what is refused, what is told, and what is left."""
+
+import contextlib
+import http.server
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import boto3
+import pytest
+
+from skyward_core.image import shell
+from skyward_core.image.volume import S3Volume, Volume
+from skyward_core.image.volume_shell import mount_volumes, unmount_volumes
+from tests.conftest import wait_until
+from tests.testbed import Fleet, Host, why_not
+
+pytestmark = pytest.mark.slow
+
+SECRET = "wJalrXUtnFEMIsecretEXAMPLEKEY"
+KEYS = {"AWS_ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE", "AWS_SECRET_ACCESS_KEY": SECRET}
+OBJECTS = {"top.txt": "top", "datasets/a.txt": "a", "datasets/deep/b.txt": "b", "other/c.txt": "c"}
+
+
+@dataclass
+class Service:
+    """An S3 service that hosts reach; it asks nobody who they are, but gives private objects to signed requests only."""
+
+    url: str
+
+    @contextlib.contextmanager
+    def client(self):
+        names = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}
+        client = boto3.client("s3", endpoint_url=self.url, **names)
+        try:
+            yield client
+        finally:
+            client.close()
+
+    def fill(self, bucket: str, objects: dict[str, str], acl: str = "private") -> None:
+        with self.client() as client:
+            client.create_bucket(Bucket=bucket)
+            for key, text in objects.items():
+                client.put_object(Bucket=bucket, Key=key, Body=text.encode(), ACL=acl)
+
+    def objects(self, bucket: str) -> dict[str, str]:
+        """What is in the bucket, without the empty objects that stand for folders."""
+        with self.client() as client:
+            keys = [entry["Key"] for entry in client.list_objects_v2(Bucket=bucket).get("Contents", [])]
+            return {key: client.get_object(Bucket=bucket, Key=key)["Body"].read().decode() for key in keys if not key.endswith("/")}
+
+
+@dataclass
+class Node:
+    """A host, and the directory of an instance on it."""
+
+    host: Host
+    directory: str
+    service: Service
+    env: dict[str, str] = field(default_factory=dict)
+    prefix: str = ""
+    """What the script is run by."""
+
+    def mount(self, *volumes: Volume, env: dict[str, str] | None = None, endpoint: str | None = None) -> subprocess.CompletedProcess[str]:
+        variables = {
+            "SKYWARD_INSTANCE_DIRECTORY": self.directory,
+            "AWS_ENDPOINT_URL_S3": endpoint or self.service.url,
+            **self.env,
+            **(KEYS if env is None else env),
+        }
+        script = shell.script(shell.prelude(), shell.export(variables), mount_volumes(volumes), shell.done("volumes"))
+        return self.host.run(f"mkdir -p {self.directory}; {self.prefix} bash -s 2>&1", text=script, seconds=90.0)
+
+    def unmount(self) -> subprocess.CompletedProcess[str]:
+        return self.host.run(f"export SKYWARD_INSTANCE_DIRECTORY={self.directory}; {self.prefix} sh -s 2>&1", text=unmount_volumes())
+
+    def said(self, command: str) -> str:
+        done = self.host.run(command)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def mounts(self) -> list[str]:
+        """Where a FUSE file system is mounted, in the order in which it was."""
+        return self.said("findmnt --noheadings --raw --output TARGET,FSTYPE | awk '$2 ~ /^fuse/ {print $1}'").split()
+
+    def listed(self) -> list[str]:
+        return self.said(f"cat {self.directory}/mounts").split("\n")
+
+    def daemons(self) -> list[str]:
+        """Pids of the s3fs processes that live there."""
+        return self.host.run("pgrep -x s3fs").stdout.split()
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    """A fleet for the tests of this file."""
+    if reason := why_not():
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+    with Fleet() as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def hosts(fleet: Fleet) -> tuple[Host, Host]:
+    """Two hosts that have a FUSE device."""
+    return with_fuse(fleet.create()), with_fuse(fleet.create())
+
+
+def with_fuse(host: Host) -> Host:
+    """Give the host the device that udev would make."""
+    done = host.run("[ -e /dev/fuse ] || mknod -m 666 /dev/fuse c 10 229")
+    assert done.returncode == 0, done.stderr
+    return host
+
+
+@pytest.fixture(scope="module")
+def service(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """The service, with the bucket `weather`."""
+    log = tmp_path_factory.mktemp("moto") / "log"
+    with log.open("wb") as output:
+        argv = [sys.executable, "-m", "moto.server", "--host", fleet.network.gateway, "--port", "0"]
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    try:
+        wait_until(lambda: "Running on http" in log.read_text() or process.poll() is not None, "moto's server")
+        assert process.poll() is None, log.read_text()
+        service = Service(re.search(r"Running on (http://[0-9.:]+)", log.read_text())[1])
+        service.fill("weather", OBJECTS)
+        yield service
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+@pytest.fixture
+def nodes(hosts: tuple[Host, Host], service: Service, request: pytest.FixtureRequest) -> Iterator[tuple[Node, Node]]:
+    """One instance on each host; afterwards none of their volumes is left."""
+    name = re.sub(r"\W", "-", request.node.name)
+    nodes = tuple(Node(host, f"/root/{name}", service) for host in hosts)
+    yield nodes
+    for node in nodes:
+        node.unmount()
+        wait_until(lambda node=node: not node.daemons(), f"s3fs to end on {node.host.name}")
+        assert node.mounts() == []
+
+
+@pytest.fixture
+def node(nodes: tuple[Node, Node]) -> Node:
+    return nodes[0]
+
+
+@dataclass
+class Doorkeeper:
+    """An S3 service that lets nobody in, and remembers what they showed."""
+
+    url: str
+    seen: list[dict[str, str]]
+
+
+@pytest.fixture
+def doorkeeper(fleet: Fleet) -> Iterator[Doorkeeper]:
+    """A service that answers each request with 403."""
+    seen: list[dict[str, str]] = []
+
+    class Refusal(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append({name.lower(): value for name, value in self.headers.items()})
+            body = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+            self.send_response(403)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = http.server.HTTPServer((fleet.network.gateway, 0), Refusal)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    yield Doorkeeper(f"http://{fleet.network.gateway}:{server.server_port}", seen)
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def data(**fields: object) -> S3Volume:
+    return S3Volume(**{"mount_path": "/data", "bucket": "weather", **fields})
+
+
+def refusal(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line that tells what failed."""
+    assert done.returncode != 0, done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("::skyward failed")]
+    assert "::skyward done" not in done.stdout
+    return line
+
+
+# ── reading and writing ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_read_only_volume_is_read_only_on_every_host(nodes, service):
+    """Two hosts see the keys below the prefix, and no others; nothing can be written, changed or removed, and the bucket is as it was."""
+    for node in nodes:
+        done = node.mount(data(prefix="datasets"))
+        assert (done.returncode, done.stdout) == (0, "::skyward phase volumes\n::skyward done phase=volumes\n")
+        assert node.said("cd /data && find . -type f | sort") == "./a.txt\n./deep/b.txt"
+        assert node.said("cat /data/a.txt /data/deep/b.txt") == "ab"
+        for attempt in ("echo x > /data/new", "echo x > /data/a.txt", "rm /data/a.txt", "mkdir /data/folder", "touch /data/a.txt"):
+            refused = node.host.run(attempt)
+            assert refused.returncode != 0
+            assert "Read-only file system" in refused.stderr
+    assert service.objects("weather") == OBJECTS
+
+
+def test_what_is_written_on_one_host_is_an_object_and_seen_on_the_other(nodes, service):
+    """A file becomes an object below the prefix, also where no key was; the other host sees it, its new contents, and that it is gone."""
+    service.fill("results", {})
+    one, other = nodes
+    for node in nodes:
+        assert node.mount(S3Volume(mount_path="/out", bucket="results", prefix="run/1", read_only=False)).returncode == 0
+    one.said("mkdir /out/deep && echo -n first > /out/deep/weights && chmod +x /out/deep/weights")
+    assert service.objects("results") == {"run/1/deep/weights": "first"}
+    assert other.said("cat /out/deep/weights") == "first"
+    one.said("echo -n second, longer > /out/deep/weights")
+    wait_until(lambda: other.said("stat -c %s /out/deep/weights") == "14", "the size of what was written over")
+    assert other.said("cat /out/deep/weights") == "second, longer"
+    one.said("rm /out/deep/weights")
+    assert service.objects("results") == {}
+    wait_until(lambda: other.host.run("cat /out/deep/weights").returncode != 0, "what was removed")
+
+
+def test_volumes_stand_side_by_side(node, service):
+    """A read-only volume and a writable one, of two buckets, are each its own; both are on the list, in the order of the wish."""
+    service.fill("side", {})
+    done = node.mount(data(), S3Volume(mount_path="/srv/it's out", bucket="side", read_only=False))
+    assert done.returncode == 0, done.stdout
+    assert node.listed() == ["/data", "/srv/it's out"]
+    node.said('cat /data/top.txt > "/srv/it\'s out/copy"')
+    assert service.objects("side") == {"copy": "top"}
+    assert node.host.run("touch /data/x").returncode != 0
+
+
+def test_a_user_who_is_not_root_mounts_and_reads(node, service):
+    """Without root, and in a place of their own, a user mounts, reads what others have put there, and writes."""
+    service.fill("home", {"given": "theirs"})
+    node.prefix = "setpriv --reuid=1234 --regid=1234 --clear-groups env HOME=/home/she SKYWARD_INSTANCE_DIRECTORY=/home/she/instance"
+    node.directory = "/home/she/instance"
+    node.said("echo she:x:1234:1234::/home/she:/bin/sh >> /etc/passwd; mkdir -p /home/she/instance && chown -R 1234:1234 /home/she")
+    done = node.mount(S3Volume(mount_path="/home/she/bucket", bucket="home", read_only=False))
+    assert done.returncode == 0, done.stdout
+    as_her = "setpriv --reuid=1234 --regid=1234 --clear-groups"
+    assert node.said(f"{as_her} sh -c 'cat /home/she/bucket/given; echo -n hers > /home/she/bucket/mine; cat /home/she/bucket/mine'") == "theirshers"
+    assert node.said(f"{as_her} stat -c '%u %A' /home/she/bucket/given") == "1234 -rwxr-xr-x"
+    assert service.objects("home")["mine"] == "hers"
+    assert node.unmount().returncode == 0
+    assert node.mounts() == []
+
+
+# ── who asks ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_credentials_reach_the_service_and_nobody_else(node, doorkeeper):
+    """Requests are signed with the environment's key and carry its token; neither secret nor token is printed, also when the service refuses."""
+    token = "FwoGZXIvYXdzEtokenEXAMPLE"
+    done = node.mount(data(), env={**KEYS, "AWS_SESSION_TOKEN": token}, endpoint=doorkeeper.url)
+    assert re.fullmatch(r"::skyward failed phase=volumes exit=1 command=s3fs weather /data -o \S+", refusal(done))
+    assert "invalid credentials" in done.stdout
+    assert all(f"Credential={KEYS['AWS_ACCESS_KEY_ID']}/" in request["authorization"] for request in doorkeeper.seen)
+    assert {request["x-amz-security-token"] for request in doorkeeper.seen} == {token}
+    assert SECRET not in done.stdout
+    assert token not in done.stdout
+
+
+def test_secrets_do_not_show_in_ps(node):
+    """The command line of the process that serves a volume holds no key; nothing of them is in the instance's directory."""
+    assert node.mount(data(), env={**KEYS, "AWS_SESSION_TOKEN": "token-EXAMPLE"}).returncode == 0
+    commands = node.said("ps -e -ww -o args")
+    assert "s3fs weather /data" in commands
+    assert not any(word in commands for word in (SECRET, KEYS["AWS_ACCESS_KEY_ID"], "token-EXAMPLE"))
+    assert node.host.run(f"grep -r {SECRET} {node.directory}").returncode == 1
+
+
+def test_without_credentials_a_public_bucket_is_read(node, service):
+    """Where there are none, requests are not signed: what is public is read, and what is private is not."""
+    service.fill("open", {"all.txt": "for all"}, acl="public-read")
+    assert node.mount(data(bucket="open"), S3Volume(mount_path="/private", bucket="weather"), env={}).returncode == 0
+    assert node.said("cat /data/all.txt") == "for all"
+    assert "top" not in node.host.run("cat /private/top.txt").stdout  # s3fs 1.90 shows what it may not read as an empty file
+
+
+def test_without_credentials_a_refusal_says_that_there_are_none(node, doorkeeper):
+    """A service that wants to know who asks fails the phase, and the output says what was missing."""
+    done = node.mount(data(), env={}, endpoint=doorkeeper.url)
+    assert refusal(done).startswith("::skyward failed phase=volumes exit=1 command=s3fs weather /data")
+    assert "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in done.stdout
+    assert doorkeeper.seen
+    assert not any("authorization" in request for request in doorkeeper.seen)
+
+
+METADATA = """
+import http.server, json
+class Metadata(http.server.BaseHTTPRequestHandler):
+    def answer(self):
+        roles = "/latest/meta-data/iam/security-credentials/"
+        role = {"AccessKeyId": "ASIAROLE", "SecretAccessKey": "rolesecret", "Token": "roletoken", "Expiration": "2099-01-01T00:00:00Z"}
+        known = {"/latest/api/token": "tokentoken", roles: "training", roles + "training": json.dumps(role)}
+        is_known = self.path == "/latest/api/token" or self.headers.get("X-aws-ec2-metadata-token") == "tokentoken"
+        body = known.get(self.path, "").encode() if is_known else b""
+        self.send_response(200 if body else 401)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    do_GET = do_PUT = answer
+    def log_message(self, *args): pass
+http.server.HTTPServer(("169.254.169.254", 80), Metadata).serve_forever()
+"""
+
+
+def test_without_keys_the_role_of_the_instance_is_taken(node):
+    """Where the metadata service (IMDSv2) names a role, its credentials sign the requests: a private object can be read."""
+    node.said("ip addr add 169.254.169.254/32 dev lo")
+    node.host.run("cat > /root/metadata.py; setsid python3 /root/metadata.py >/dev/null 2>&1 & echo $! > /root/metadata.pid", text=METADATA)
+    try:
+        wait_until(lambda: node.host.run("ss -ltn | grep -q 169.254.169.254:80").returncode == 0, "the metadata service")
+        done = node.mount(data(), env={})
+        assert done.returncode == 0, done.stdout
+        assert node.said("cat /data/top.txt") == "top"
+        node.unmount()
+        assert node.mount(data(), env={"AWS_EC2_METADATA_DISABLED": "true"}).returncode == 0
+        assert "top" not in node.host.run("cat /data/top.txt").stdout
+    finally:
+        node.host.run("kill $(pgrep -f metadata.py); ip addr del 169.254.169.254/32 dev lo")
+
+
+# ── what is refused ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_bucket_that_does_not_exist_fails_the_phase_with_the_reason(node):
+    """The command, its exit code and what s3fs has to say are told; nothing stays mounted, and no process behind."""
+    done = node.mount(data(bucket="no-such-bucket", prefix="datasets"))
+    assert re.fullmatch(r"::skyward failed phase=volumes exit=1 command=s3fs no-such-bucket:/datasets /data -o \S+", refusal(done))
+    assert "bucket or key not found" in done.stdout
+    assert node.mounts() == []
+    wait_until(lambda: not node.daemons(), "s3fs to end")
+
+
+def test_a_service_that_nobody_runs_fails_the_phase(node, fleet):
+    """Where nobody listens the phase fails as well, in seconds."""
+    done = node.mount(data(), endpoint=f"http://{fleet.network.gateway}:9")
+    assert "command=s3fs weather /data" in refusal(done)
+    assert node.mounts() == []
+
+
+def test_what_somebody_else_has_mounted_is_left_alone(node):
+    """A path with a stranger's mount is refused, never listed, and not unmounted at the end either."""
+    node.said("mkdir -p /data && mount -t tmpfs hers /data && echo hers > /data/file")
+    try:
+        done = node.mount(data())
+        assert refusal(done) == "::skyward failed phase=volumes exit=1 command=clear /data hers"
+        assert "/data is taken: hers is mounted there" in done.stdout
+        assert node.host.run(f"cat {node.directory}/mounts").stdout == ""
+        assert node.unmount().returncode == 0
+        assert node.said("cat /data/file") == "hers"
+    finally:
+        node.said("umount /data")
+
+
+def test_a_folder_with_files_in_it_is_not_hidden(node):
+    """A mount path with something in it is refused."""
+    node.said("mkdir -p /full && touch /full/.file")
+    done = node.mount(data(mount_path="/full"))
+    assert "exit=1 command=clear /full" in refusal(done)
+    assert "/full is not empty" in done.stdout
+
+
+def test_s3fs_that_cannot_be_installed_fails_the_apt_phase(fleet, service):
+    """A host without s3fs and without a way to get it fails in the phase apt, with apt's own words."""
+    host = with_fuse(fleet.create())
+    assert host.run("dpkg --remove s3fs && rm -f /var/cache/apt/archives/*.deb").returncode == 0
+    done = Node(host, "/root/instance", service).mount(data())
+    assert re.match(r"::skyward failed phase=apt exit=100 command=sudo .*apt-get .*install .*s3fs", refusal(done)), done.stdout
+    assert "\nE: " in done.stdout
+    host.crash()
+
+
+# ── again, and the end ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_is_mounted_already_is_used_if_it_is_the_same(node):
+    """The same wish again, also by a later instance, starts nothing; another mode, prefix or key mounts anew."""
+    assert node.mount(data()).returncode == 0
+    (first,) = node.daemons()
+    node.directory += "-later"
+    assert node.mount(data()).returncode == 0
+    assert node.mount(data()).returncode == 0
+    assert node.daemons() == [first]
+    assert node.listed() == ["/data"]
+    before = first
+    for wish, env in (
+        (data(read_only=False), KEYS),
+        (data(read_only=False, prefix="other"), KEYS),
+        (data(read_only=False, prefix="other"), {**KEYS, "AWS_ACCESS_KEY_ID": "AKIAOTHER"}),
+    ):
+        assert node.mount(wish, env=env).returncode == 0
+        wait_until(lambda before=before: before not in node.daemons(), "the former s3fs to end")
+        (before,) = node.daemons()
+    assert node.said("ls /data") == "c.txt"
+    assert node.mounts() == ["/data"]
+    assert node.listed() == ["/data"]
+
+
+def test_a_mount_whose_process_was_killed_is_mounted_anew(node):
+    """A path where a dead file system stands is cleared, mounted and read."""
+    assert node.mount(data()).returncode == 0
+    node.said("pkill -KILL -x s3fs")
+    wait_until(lambda: node.host.run("ls /data").returncode != 0, "the file system to be dead")
+    assert node.mount(data()).returncode == 0
+    assert node.said("cat /data/top.txt") == "top"
+
+
+def test_unmounting_takes_everything_off_and_can_be_repeated(node):
+    """What the list names is unmounted, also what is in use or dead; s3fs ends, the list is gone, and a second time does nothing."""
+    assert node.mount(data(), S3Volume(mount_path="/busy", bucket="weather"), S3Volume(mount_path="/dead", bucket="weather")).returncode == 0
+    node.said("cd /busy && (exec setsid sleep 60 >/dev/null 2>&1 &)")
+    node.said("pkill -KILL -f 's3fs weather /dead'")
+    done = node.unmount()
+    assert (done.returncode, done.stdout) == (0, "")
+    assert node.mounts() == []
+    node.said("pkill -x sleep")
+    wait_until(lambda: not node.daemons(), "s3fs to end")
+    assert node.host.run(f"test -e {node.directory}/mounts").returncode == 1
+    assert node.unmount().returncode == 0
+
+
+def test_what_cannot_be_unmounted_is_told(node):
+    """If something stays mounted, the last command fails after a line for it, in the order last first, and the list stays for the next who tries."""
+    assert node.mount(data(), S3Volume(mount_path="/more", bucket="weather")).returncode == 0
+    node.said(
+        "mkdir -p /root/stuck && cd /root/stuck && printf '#!/bin/sh\\nexit 1\\n' > umount && chmod +x umount && cp umount fusermount3 && cp umount fusermount"
+    )
+    node.prefix = "env PATH=/root/stuck:$PATH"
+    done = node.unmount()
+    node.prefix = ""
+    assert (done.returncode, done.stdout) == (1, "still mounted: /more\nstill mounted: /data\n")
+    assert node.listed() == ["/data", "/more"]
+
+
+# ── mountpoint-s3 ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+# Takes mount-s3's arguments, as its documentation has them (awslabs/mountpoint-s3, doc/CONFIGURATION.md), and lets s3fs do the work.
+MOUNT_S3 = """#!/bin/bash
+echo "$*" >>/root/mount-s3.log
+options=fsname=mountpoint-s3,use_path_request_style prefix=
+while [[ $1 = --* ]]; do
+  case $1 in
+    --read-only) options+=,ro ;;
+    --prefix) prefix=:/${2%/}; shift ;;
+    --endpoint-url) options+=,url=$2; shift ;;
+    --region) shift ;;
+    --allow-delete | --allow-overwrite | --force-path-style) ;;
+    *) echo "unexpected argument $1" >&2; exit 2 ;;
+  esac
+  shift
+done
+exec s3fs "$1$prefix" "$2" -o "$options"
+"""
+
+
+def test_mountpoint_s3_is_used_where_the_image_brings_it(node, service):
+    """`mount-s3` is taken before s3fs, with its own words for the same wishes; again it is used, in another instance it is a stranger's."""
+    service.fill("mine", {"in/x": "x"})
+    node.host.run("cat > /usr/local/bin/mount-s3; chmod +x /usr/local/bin/mount-s3", text=MOUNT_S3)
+    try:
+        wish = (data(prefix="datasets", region="eu-central-1"), S3Volume(mount_path="/out", bucket="mine", read_only=False))
+        for _ in range(2):
+            done = node.mount(*wish)
+            assert done.returncode == 0, done.stdout
+        url = service.url
+        assert node.said("cat /root/mount-s3.log").split("\n") == [
+            f"--read-only --prefix datasets/ --endpoint-url {url} --force-path-style --region eu-central-1 weather /data",
+            f"--allow-delete --allow-overwrite --endpoint-url {url} --force-path-style mine /out",
+        ]
+        assert node.said("cat /data/a.txt /out/in/x") == "ax"
+        later = Node(node.host, f"{node.directory}-later", service)
+        assert "command=clear /data mountpoint-s3" in refusal(later.mount(*wish))
+        done = Node(node.host, node.directory, service).mount(S3Volume(mount_path="/none", bucket="no-such-bucket"))
+        assert "command=mount_s3 --read-only" in refusal(done)
+    finally:
+        node.host.run("rm /usr/local/bin/mount-s3 /root/mount-s3.log")

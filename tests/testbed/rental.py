@@ -1,0 +1,228 @@
+"""A cloud that rents out hosts of the test bed: real machines behind the four verbs of a provider.
+
+cloud = Cloud(fleet, prepare=mirror.configure)
+with ComputePool(provider=cloud.provider(), nodes=2) as pool:
+    cloud.preempt(pool_instance_id)
+"""
+
+import shlex
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import PrivateAttr
+
+from skyward_core import Instance, InstanceState, NoCapacity, Offer, Provider, Requirements
+from skyward_core.instances import Endpoint
+from skyward_core.providers.base import POOL_TAG, RANK_TAG, Tags
+from tests.testbed.fleet import Fleet
+from tests.testbed.host import Host
+
+HOME = "/root/.cache/skyward"
+BOOT = """\
+set -eu
+mkdir -p -m 700 {directory}
+cd {directory}
+cat >startup.sh
+chmod 700 startup.sh
+setsid env -i PATH="$PATH" HOME=/root {variables} ./startup.sh </dev/null >>log 2>&1 &
+"""
+"""What cloud-init does with user data: the script is cut loose from whoever brought it, and has the variables of a boot rather than of a login."""
+
+
+@dataclass
+class Machine:
+    """One rented host, as the cloud knows it. Ids are never given twice."""
+
+    instance: Instance
+    host: Host
+    listed_until: float = 0.0
+    """Until when it is listed though its host is down; on the clock of `time.monotonic`."""
+
+    @property
+    def is_listed(self) -> bool:
+        return self.host.is_up or time.monotonic() < self.listed_until
+
+
+class Cloud:
+    """Who owns the machines, and what is wrong with it: its attributes may be set at any time, from any thread.
+
+    Args:
+        fleet: where the hosts are made; they go with it at the latest.
+        prepare: what every new host is given before its startup script runs, such as `Mirror.configure`: its machine image.
+        host: options of `Fleet.create`, such as `disk="512M"`.
+    """
+
+    def __init__(self, fleet: Fleet, *, prepare: Callable[[Host], object] = lambda host: None, **host: Any) -> None:
+        self._fleet = fleet
+        self._prepare = prepare
+        self._options = host
+        self._lock = threading.Lock()
+        self._places = 0
+        """Machines that are being made."""
+        self.machines: dict[str, Machine] = {}
+        """Every machine that was ever rented and not given back, by instance id."""
+        self.capacity: int | None = None
+        """How many machines may be up at once; None: as many as the fleet has."""
+        self.delay_seconds = 0.0
+        """How much longer each verb takes."""
+        self.outage = False
+        """True while every verb fails with a ConnectionError."""
+        self.requests: list[str] = []
+        """The verbs that were called, in their order."""
+
+    def provider(self, **fields: Any) -> "Rental":
+        """Return the provider value that rents from this cloud."""
+        provider = Rental(**fields)
+        provider._cloud = self  # pyright: ignore[reportPrivateUsage]
+        return provider
+
+    def host(self, instance_id: str) -> Host:
+        """Return the host behind an instance, up or not, to do things to it. Raises KeyError once it was given back."""
+        return self.machines[instance_id].host
+
+    def preempt(self, instance_id: str, unnoticed_seconds: float = 0.0) -> None:
+        """Take a machine away: silence on its wire, then nothing. The cloud goes on listing it as running for so many seconds."""
+        machine = self.machines[instance_id]
+        machine.listed_until = time.monotonic() + unnoticed_seconds
+        machine.host.kill()
+
+    def answer(self, verb: str) -> None:
+        """Take a request: wait, and fail if there is an outage."""
+        self.requests.append(verb)
+        time.sleep(self.delay_seconds)
+        if self.outage:
+            raise ConnectionError(f"503 from the rental's {verb}")
+
+    def rent(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
+        """Make up to `count` hosts, as many as there is room for. Raises NoCapacity if that is none."""
+        if not (places := self._claim(count)):
+            raise NoCapacity(f"no {offer.instance_type} left in {offer.region}")
+        first_rank = int(tags[RANK_TAG])
+        with ThreadPoolExecutor(places, thread_name_prefix="rental") as threads:
+            return list(threads.map(lambda rank: self._rent_one(offer, rank, tags, startup), range(first_rank, first_rank + places)))
+
+    def listed(self, pool_id: str | None) -> list[Instance]:
+        """Return the machines tagged with this pool, or with any, that are up, or that the cloud has not noticed to be down."""
+        found = [machine.instance for machine in list(self.machines.values()) if pool_id in (None, machine.instance.pool_id) and machine.is_listed]
+        return sorted(found, key=lambda instance: (instance.pool_id, instance.rank))
+
+    def take_back(self, instance_id: str) -> None:
+        """End a machine and forget it; nothing to do for one that is unknown."""
+        if (machine := self.machines.get(instance_id)) is not None:
+            if machine.host.is_up:  # the pid of one that is down may be somebody else's by now
+                machine.host.crash()
+            self.machines.pop(instance_id, None)
+
+    def close(self) -> None:
+        """Take back every machine."""
+        for instance_id in list(self.machines):
+            self.take_back(instance_id)
+
+    def _claim(self, count: int) -> int:
+        """Set places aside, so that two launches do not share one; return how many."""
+        with self._lock:
+            taken = self._places + sum(machine.host.is_up for machine in list(self.machines.values()))
+            places = count if self.capacity is None else max(0, min(count, self.capacity - taken))
+            self._places += places
+            return places
+
+    def _rent_one(self, offer: Offer, rank: int, tags: Tags, startup: str) -> Instance:
+        try:
+            host = self._fleet.create(**self._options)
+            instance = _instance(offer, f"rental-{uuid.uuid4().hex[:12]}", rank, tags[POOL_TAG], host).model_copy(
+                update={"tags": {**tags, RANK_TAG: str(rank)}}
+            )
+            self.machines[instance.id] = Machine(instance, host)
+        finally:
+            with self._lock:
+                self._places -= 1
+        self._prepare(host)
+        _boot(host, instance, startup)
+        return instance
+
+
+class Rental(Provider):
+    """Rents hosts of a test bed for `price_per_hour` USD, a third of it on the spot market if `spot_is_sold`. Made by `Cloud.provider`."""
+
+    name: ClassVar[str] = "rental"
+    end_command: ClassVar[str] = "poweroff"
+
+    price_per_hour: float = 3.6
+    spot_is_sold: bool = False
+    _cloud: Cloud = PrivateAttr()
+
+    @property
+    def cloud(self) -> Cloud:
+        """Whose machines these are."""
+        return self._cloud
+
+    def offers(self, want: Requirements) -> list[Offer]:
+        """Return one offer, and one more of spot machines if they are sold."""
+        self._cloud.answer("offers")
+        on_demand = Offer(
+            provider=self.name,
+            instance_type="rental.1",
+            region="testbed",
+            price_per_hour=self.price_per_hour,
+            on_demand_price_per_hour=self.price_per_hour,
+            vcpus=2,
+            memory_gb=4,
+        )
+        spot = on_demand.model_copy(update={"is_spot": True, "price_per_hour": self.price_per_hour / 3})
+        return [on_demand, spot] if self.spot_is_sold else [on_demand]
+
+    def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
+        """Make hosts, all at once, that run the startup script as root, detached, its output in the instance directory's `log`."""
+        self._cloud.answer("launch")
+        return self._cloud.rent(offer, count, tags, startup)
+
+    def instances(self, pool_id: str | None = None) -> list[Instance]:
+        """Return the pool's hosts, or all, that are up: one that has powered itself off is gone."""
+        self._cloud.answer("instances")
+        return self._cloud.listed(pool_id)
+
+    def terminate(self, ids: Sequence[str]) -> None:
+        """Crash these hosts; what they held of this machine's memory is free when it returns."""
+        self._cloud.answer("terminate")
+        for instance_id in ids:
+            self._cloud.take_back(instance_id)
+
+
+def _instance(offer: Offer, instance_id: str, rank: int, pool_id: str, host: Host) -> Instance:
+    _, kind, key = host.known_hosts_line.split()
+    return Instance(
+        id=instance_id,
+        provider=Rental.name,
+        pool_id=pool_id,
+        rank=rank,
+        state=InstanceState.RUNNING,
+        region=offer.region,
+        instance_type=offer.instance_type,
+        is_spot=offer.is_spot,
+        price_per_hour=offer.price_per_hour,
+        on_demand_price_per_hour=offer.on_demand_price_per_hour,
+        ip=host.ip,
+        private_ip=host.ip,
+        directory=f"{HOME}/instances/{instance_id}",
+        endpoint=Endpoint(host=host.ip, port=host.port, user=host.user, key=str(host.key_path), host_key=f"{kind} {key}", config="/dev/null"),
+    )
+
+
+def _boot(host: Host, instance: Instance, startup: str) -> None:
+    """Run the startup script as the machine's own, cut loose from the connection that brings it. Raises RuntimeError with what the host said."""
+    assert instance.directory is not None
+    told = {
+        "SKYWARD_INSTANCE_ID": instance.id,
+        "SKYWARD_POOL_ID": instance.pool_id,
+        "SKYWARD_RANK": str(instance.rank),
+        "SKYWARD_INSTANCE_DIRECTORY": instance.directory,
+    }
+    variables = shlex.join(f"{name}={value}" for name, value in told.items())
+    done = host.run(BOOT.format(directory=shlex.quote(instance.directory), variables=variables), text=startup)
+    if done.returncode:
+        raise RuntimeError(f"{host.name} did not start its startup script: exit code {done.returncode}: {done.stderr.strip()}")
