@@ -76,8 +76,10 @@ if [ -d /dev/shm ] && [ -w /dev/shm ]; then echo memory; fi
 START = """\
 cd "$1" || exit 3
 umask 077
-cat >bootstrap.sh
-[ "$(wc -c <bootstrap.sh)" -eq "$5" ] || { echo "only a part of the script arrived" >&2; exit 1; }
+[ ! -d started ] || exec cat >/dev/null
+cat >"bootstrap.$$"
+[ "$(wc -c <"bootstrap.$$")" -eq "$5" ] || { rm -f "bootstrap.$$"; echo "only a part of the script arrived" >&2; exit 1; }
+mv -f "bootstrap.$$" bootstrap.sh
 home="${1%/instances/*}"
 if [ -f "$6.tar.gz" ]; then
   mkdir -p "$6" && tar -xzf "$6.tar.gz" -C "$6" && rm "$6.tar.gz" || exit 1
@@ -95,8 +97,9 @@ head -c 65536 /dev/zero >reserve || exit 1
 mkdir started 2>/dev/null || exit 0
 setsid sh -c 'bash ./bootstrap.sh; code=$?; rm -f reserve; [ -z "$(tail -c 1 log)" ] || echo; echo "::skyward exited $code"' </dev/null >>log 2>&1 &
 """
-"""Takes the bootstrap script from stdin and starts it, cut loose from this connection, once however often it is asked. It carries the instance's tag: the
-guard can end it. What it says of a full disk finds room in the log because the reserve is given up first."""
+"""Takes the bootstrap script from stdin and starts it, cut loose from this connection, once however often it is asked. Asked again, it leaves a script that
+runs as it is: bash reads the file while it runs, and one cut short under it would end with 0. It carries the instance's tag: the guard can end it. What it
+says of a full disk finds room in the log because the reserve is given up first."""
 
 
 FOLLOW = """\

@@ -126,6 +126,46 @@ def test_a_script_is_started_once_and_told_to_its_end(lead, monkeypatch):
     assert not (way.directory / "ship.tar.gz").exists()
 
 
+def test_a_script_that_runs_is_not_touched_when_its_start_is_asked_for_again(lead):
+    """Not even if only a part of the script arrives then, or none: bash reads a script while it runs it, and would take the cut for its end."""
+    way = lead()
+    wait = 'until [ -e "$SKYWARD_INSTANCE_DIRECTORY/go" ]; do sleep 0.05; done\n'
+    script = "echo runs\n" + wait + f"# {'x' * 100}\n" * 1000 + "exit 7\n"
+    ask = way.reach._command
+    asked: list[list[str]] = []
+
+    def remember(text: str, words: list[str], **settings: Any) -> str:
+        if text == remote.START:
+            asked.append(words)
+        return ask(text, words, **settings)
+
+    way.reach._command = remember
+    way.reach.start(script, timeout_seconds=20, emit=way.told)
+    wait_until(lambda: way.has_told("runs"), "the script to run")
+    for part in (script[:20], ""):
+        ask(remote.START, asked[0], stdin=part)
+    (way.directory / "go").touch()
+    wait_until(lambda: way.has_told("::skyward exited 7") or way.has_told("::skyward exited 0"), "the end of the script")
+    assert way.lines[-1] == "::skyward exited 7"
+
+
+def test_only_a_part_of_a_script_is_not_started(lead):
+    """It is refused, nothing of it stays, and the whole is started when it comes."""
+    way = lead()
+    ask = way.reach._command
+
+    def lose_half(text: str, words: list[str], *, stdin: str | None = None, **settings: Any) -> str:
+        return ask(text, words, stdin=stdin[: len(stdin) // 2] if stdin else None, **settings)
+
+    way.reach._command = lose_half
+    with pytest.raises(CommandFailed, match="could not do what it was asked"):
+        way.reach.start("exit 6\nexit 7\n", timeout_seconds=20, emit=way.told)
+    assert not list(way.directory.glob("bootstrap*"))
+    way.reach._command = ask
+    way.reach.start("exit 6\nexit 7\n", timeout_seconds=20, emit=way.told)
+    wait_until(lambda: way.has_told("::skyward exited 6"), "the end of the script")
+
+
 def test_what_a_script_says_of_a_full_disk_finds_room(lead):
     """Not one byte is free when a script fails, not even for the log: what failed, why, and that it has ended is told all the same."""
     way = lead()

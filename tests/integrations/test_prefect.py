@@ -434,16 +434,24 @@ def test_machines_that_may_be_left_are_told(events: list[Any], monkeypatch: pyte
     monkeypatch.setattr("skyward_core.provisioning.giving_back.DEADLINE_SECONDS", 0.5)
     ids = []
 
+    pools: list[sky.ComputePool] = []
+
     @flow(task_runner=runner(events, provider=Clinging()))
     def left() -> None:
+        from prefect.context import FlowRunContext
         from prefect.runtime import flow_run
 
         ids.append(UUID(flow_run.id))
         add.submit(1, 1).result()
+        context = FlowRunContext.get()
+        assert isinstance(context.task_runner, SkywardTaskRunner)
+        pools.append(context.task_runner.pool)
 
     with pytest.raises(sky.InstancesLeft, match="not confirmed gone"):
         left()
     assert wait_for(lambda: [r for r in logs(ids[0]) if r["level"] == 50 and "not confirmed gone" in r["message"]])
+    monkeypatch.setattr(Clinging, "instances", sky.Local.instances)
+    pools[0].close()
 
 
 # ── what the UI shows ────────────────────────────────────────────────────────────────────────────────────────────────
