@@ -4,7 +4,7 @@ UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 RUN := $(UV) run --locked --no-sync
 export UV_COMPILE_BYTECODE := 1
 
-.PHONY: help demo test quick check lint format kill bench clean
+.PHONY: help demo test quick check lint format kill live bench clean
 help: ## what there is
 	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' Makefile
 
@@ -31,6 +31,9 @@ format: .venv/ready ## mend format and whatever ruff can mend by itself
 
 kill: .venv/ready ## kill -9 at 5,000 generated points, and the matrix of what was found alive after each
 	$(RUN) python -m tests.kill --points 5000
+
+live: .venv/ready ## look at a real cloud with your account: make live PROVIDER=aws; with SPEND=0.50 rent one machine for at most so many USD
+	$(RUN) python -m tests.live $(PROVIDER) $(if $(SPEND),--spend $(SPEND)) $(if $(ACCELERATOR),--accelerator $(ACCELERATOR))
 
 bench: .uv-ready ## side by side with bare Dask and Ray; writes benchmarks/RESULTS.md
 	UV_PROJECT_ENVIRONMENT=.bench/venv $(UV) run --locked --no-default-groups --group bench python benchmarks/bench.py

@@ -47,8 +47,10 @@ if TYPE_CHECKING:
     from skyward_core.errors import NotYetSupported as NotYetSupported
     from skyward_core.errors import OfferGone as OfferGone
     from skyward_core.errors import PoolClosed as PoolClosed
+    from skyward_core.errors import ProviderFailed as ProviderFailed
     from skyward_core.errors import ProvisioningTimeout as ProvisioningTimeout
     from skyward_core.errors import QuotaExceeded as QuotaExceeded
+    from skyward_core.errors import RateLimited as RateLimited
     from skyward_core.errors import RemoteError as RemoteError
     from skyward_core.errors import SkywardError as SkywardError
     from skyward_core.errors import Unreachable as Unreachable
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from skyward_core.events import Callback as Callback
     from skyward_core.events import CallProgress as CallProgress
     from skyward_core.events import CallRetrying as CallRetrying
+    from skyward_core.events import CandidateRefused as CandidateRefused
     from skyward_core.events import ClusterRestarting as ClusterRestarting
     from skyward_core.events import ContactLost as ContactLost
     from skyward_core.events import ContactRegained as ContactRegained
@@ -81,6 +84,7 @@ if TYPE_CHECKING:
     from skyward_core.events import emit as emit
     from skyward_core.events import use_callback as use_callback
     from skyward_core.futures import CallFuture as CallFuture
+    from skyward_core.housekeeping import offers as offers
     from skyward_core.housekeeping import release as release
     from skyward_core.housekeeping import sweep as sweep
     from skyward_core.image.image import Image as Image
@@ -91,14 +95,20 @@ if TYPE_CHECKING:
     from skyward_core.instances import InstanceState as InstanceState
     from skyward_core.instances import Lease as Lease
     from skyward_core.instances import Node as Node
+    from skyward_core.market import Offer as Offer
+    from skyward_core.market import Requirements as Requirements
+    from skyward_core.market import select_instance as select_instance
     from skyward_core.narrator import Narrator as Narrator
-    from skyward_core.offers import Offer as Offer
-    from skyward_core.offers import Requirements as Requirements
     from skyward_core.pool import ComputePool as ComputePool
     from skyward_core.pool import MultiPool as MultiPool
+    from skyward_core.providers.aws import AWS as AWS
     from skyward_core.providers.base import Provider as Provider
+    from skyward_core.providers.digitalocean import DigitalOcean as DigitalOcean
     from skyward_core.providers.hosts import Hosts as Hosts
     from skyward_core.providers.local import Local as Local
+    from skyward_core.providers.runpod import RunPod as RunPod
+    from skyward_core.providers.vastai import VastAI as VastAI
+    from skyward_core.providers.verda import Verda as Verda
     from skyward_core.spec import PoolSpec as PoolSpec
     from skyward_core.spot import Spot as Spot
     from skyward_core.spot import SpotLike as SpotLike
@@ -115,21 +125,27 @@ _HOMES = {
     "compute": "ComputeFunction PendingBatch PendingCompute gather",
     "config": "Settings",
     "errors": "BadRequest BootstrapFailed BudgetExceeded CallCrashed CallOutOfMemory CredentialsError HostKeyChanged InstancesLeft LeaseLost LedgerConflict"
-    " LedgerError NoCapacity NodeLost NotPicklable NotYetSupported OfferGone PoolClosed ProvisioningTimeout QuotaExceeded RemoteError SkywardError Unreachable",
-    "events": "BootstrapCompleted BootstrapProgress BootstrapStarting BudgetWarning CallProgress CallRetrying Callback ClusterRestarting ContactLost"
-    " ContactRegained CostFinal CostUpdate Error InfraCreated InfraCreating InstanceLaunching InstanceLost InstanceProvisioned InstanceStopping LogLine Metrics"
-    " PoolReady PoolStopping ProviderName SkywardEvent compose emit use_callback",
+    " LedgerError NoCapacity NodeLost NotPicklable NotYetSupported OfferGone PoolClosed ProviderFailed ProvisioningTimeout QuotaExceeded RateLimited"
+    " RemoteError SkywardError Unreachable",
+    "events": "BootstrapCompleted BootstrapProgress BootstrapStarting BudgetWarning CallProgress CallRetrying Callback CandidateRefused ClusterRestarting"
+    " ContactLost ContactRegained CostFinal CostUpdate Error InfraCreated InfraCreating InstanceLaunching InstanceLost InstanceProvisioned"
+    " InstanceStopping LogLine Metrics PoolReady PoolStopping ProviderName SkywardEvent compose emit use_callback",
     "futures": "CallFuture",
-    "housekeeping": "release sweep",
+    "housekeeping": "offers release sweep",
     "image.image": "Image",
     "image.volume": "S3Volume Volume",
     "instances": "Endpoint Instance InstanceState Lease Node",
     "narrator": "Narrator",
-    "offers": "Offer Requirements",
+    "market": "Offer Requirements select_instance",
     "pool": "ComputePool MultiPool",
+    "providers.aws": "AWS",
     "providers.base": "Provider",
+    "providers.digitalocean": "DigitalOcean",
     "providers.hosts": "Hosts",
     "providers.local": "Local",
+    "providers.runpod": "RunPod",
+    "providers.vastai": "VastAI",
+    "providers.verda": "Verda",
     "spec": "PoolSpec",
     "spot": "Spot SpotLike",
     "worker.info": "InstanceInfo current_accelerator instance_info",

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from skyward_core.errors import ZERO_USD, BadRequest, SkywardError
 
 if TYPE_CHECKING:
-    from skyward_core.entries import Account, CostRow, PoolEntry, PoolRow, Reservation
+    from skyward_core.entries import Account, Attempt, CostRow, PoolEntry, PoolRow, Reservation
     from skyward_core.ledger import Ledger
     from skyward_core.providers.base import Provider
     from skyward_core.provisioning.judging import Finding
@@ -80,6 +81,19 @@ def _parser() -> argparse.ArgumentParser:
     stop = _add(commands, "stop", _stop, "end a pool, live or not")
     stop.add_argument("pool_id")
     stop.add_argument("--provider", metavar="NAME", help="who rents its machines, if the ledger does not know")
+
+    why = _add(commands, "why", _why, "show why a pool has its machines where it has them, or none: each try to rent them, and what refused it", has_json=True)
+    why.add_argument("pool_id")
+
+    offers = _add(commands, "offers", _offers, "show what is sold now, the cheapest first", has_json=True)
+    offers.add_argument("--provider", action="append", metavar="NAME", help="whom to ask (default: as the settings say)")
+    offers.add_argument("--accelerator", metavar="NAME", help='such as "A100" or "H100-SXM"')
+    offers.add_argument("--count", type=_count, default=1, metavar="N", help="so many accelerators in one machine, at least (default: 1)")
+    offers.add_argument("--cpu", type=_count, metavar="N", help="CPU cores, at least")
+    offers.add_argument("--memory", metavar="SIZE", help='memory, at least: "64GB"')
+    offers.add_argument("--max-price", type=float, metavar="USD", help="per hour and machine, at most")
+    offers.add_argument("--max-age", type=float, default=300.0, metavar="SECONDS", help="take answers that are not older than that (default: 300)")
+    offers.add_argument("--limit", type=_count, default=20, metavar="N", help="the cheapest so many (default: 20)")
 
     receipt = _add(commands, "receipt", _receipt, "show what a pool has rented and what became of it, as JSON")
     receipt.add_argument("pool_id")
@@ -295,9 +309,9 @@ def _some(ids: Sequence[str], most: int = 4) -> str:
 
 def _from_settings() -> list[Provider]:
     from skyward_core.config import Settings
-    from skyward_core.providers.base import load
+    from skyward_core.providers.base import load_all
 
-    return [load(Settings.read().fields.get("provider") or "local")]
+    return [*load_all(Settings.read().fields.get("provider") or "local")]
 
 
 def _provider(text: str) -> Provider:
@@ -323,6 +337,95 @@ def _receipt(ledger: Ledger, asked: argparse.Namespace) -> int:
     from skyward_core.receipt import receipt
 
     return _print_json(receipt(ledger, asked.pool_id))
+
+
+# ── offers, why ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _offers(_: Ledger, asked: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from skyward_core.accelerators import parse
+    from skyward_core.housekeeping import offers
+
+    chip = None if asked.accelerator is None else replace(parse(asked.accelerator), count=asked.count)
+    providers = _from_settings() if asked.provider is None else [_provider(name) for name in asked.provider]
+    found = offers(providers, accelerator=chip, cpu=asked.cpu, memory=asked.memory, max_price_per_hour=asked.max_price, max_age_seconds=asked.max_age)
+    shown = found.offers[: asked.limit]
+    if asked.json:
+        return _print_json(
+            {
+                "age_seconds": round(found.age_seconds(), 1),
+                "offers": [offer.model_dump(mode="json") for offer in shown],
+                "without": [asdict(one) for one in found.refusals],
+            }
+        )
+    if shown:
+        _print_table(
+            ["PROVIDER", "REGION", "TYPE", "MARKET", ">USD/H", ">CPUS", ">MEMORY GB", "ACCELERATORS"],
+            [
+                [
+                    offer.provider,
+                    offer.region,
+                    offer.instance_type,
+                    "spot" if offer.is_spot else "on demand",
+                    f"{offer.price_per_hour:.4f}",
+                    f"{offer.vcpus:g}",
+                    f"{offer.memory_gb:.0f}",
+                    f"{offer.accelerators} x {offer.accelerator} {offer.accelerator_memory_gb or 0:.0f}GB" if offer.accelerator else "",
+                ]
+                for offer in shown
+            ],
+        )
+        more = f"the cheapest {len(shown)} of {len(found)}" if len(found) > len(shown) else f"{len(found)} in all"
+        print(f"{more}; asked {_time(found.age_seconds())} ago")
+    for one in found.refusals:
+        print(f"skyward: {one}", file=sys.stderr)
+    return 0 if shown else FAILED
+
+
+def _why(ledger: Ledger, asked: argparse.Namespace) -> int:
+    entry = ledger.pool(asked.pool_id)
+    if entry is None:
+        raise BadRequest(f"the ledger has no pool {asked.pool_id!r}: look with `skyward ps --all`")
+    attempts = ledger.attempts(pool_id=entry.id)
+    if asked.json:
+        return _print_json([_attempt(one) for one in attempts])
+    if not attempts:
+        print(f"{entry.id} has not tried to rent anything")
+        return 0
+    _print_table(
+        ["AT", "PROVIDER", "REGION", "TYPE", "MARKET", ">SECONDS", "OUTCOME", "CODE", "REASON"],
+        [
+            [
+                _iso(one.at),
+                one.provider,
+                one.region,
+                one.instance_type,
+                "" if not one.instance_type else "spot" if one.is_spot else "on demand",
+                f"{one.seconds:.1f}",
+                one.error or "rented",
+                one.code,
+                " ".join(one.message.split()),
+            ]
+            for one in attempts
+        ],
+    )
+    return 0
+
+
+def _attempt(one: Attempt) -> dict[str, Any]:
+    return {
+        "at": _iso(one.at),
+        "provider": one.provider,
+        "region": one.region,
+        "instance_type": one.instance_type,
+        "spot": one.is_spot,
+        "seconds": round(one.seconds, 3),
+        "error": one.error or None,
+        "code": one.code or None,
+        "message": one.message or None,
+    }
 
 
 # ── budgets ──────────────────────────────────────────────────────────────────────────────────────────────────────────

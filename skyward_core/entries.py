@@ -66,6 +66,7 @@ class PoolEntry:
 
     `provider` is the provider as `Provider.to_json()` gives it. `ended_at` is None while nobody has said that it has ended. `lives_by_lease`: it was
     detached, or has detached calls, and outlives its owner until its lease runs out. `condemned_at`: a sweep has judged it dead and ends its machines.
+    `account` is the one that pays, `provider_account` is whose machines they are in the provider's words ("": not known).
     """
 
     id: str
@@ -78,6 +79,7 @@ class PoolEntry:
     account: str | None = None
     condemned_at: datetime | None = None
     ended_at: datetime | None = None
+    provider_account: str = ""
 
     def why_dead(self, now: datetime, owner_state: OwnerState) -> str:
         """Return why nobody may count on this pool's machines any more; "" if it is live."""
@@ -90,6 +92,22 @@ class PoolEntry:
         if owner_state is OwnerState.DEAD and not self.lives_by_lease:
             return "its owner is dead"
         return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try to rent machines: `error` is "" if they came, else the class of ours; `code` is the provider's own word. The rest as in `errors.Refusal`."""
+
+    pool_id: str
+    at: datetime
+    provider: str
+    region: str
+    instance_type: str
+    is_spot: bool
+    seconds: float
+    error: str = ""
+    code: str = ""
+    message: str = ""
 
 
 @dataclass(frozen=True, slots=True)

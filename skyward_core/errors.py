@@ -8,6 +8,8 @@ SkywardError
 ├── NoCapacity                     try another offer, region or provider
 │   └── QuotaExceeded              ask the provider for more, or try another
 ├── OfferGone                      ask for offers again
+├── ProviderFailed                 ask again later: the provider failed or did not answer, and may have done what was asked
+│   └── RateLimited                ask less often: nothing was done
 ├── ProvisioningTimeout            the machines did not come up in time
 ├── BootstrapFailed                mend the image: a machine came up and could not be prepared
 ├── CallCrashed                    the process of one call died; the slot is back, other calls went on
@@ -28,13 +30,22 @@ SkywardError
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from decimal import Decimal
+from typing import Self
 
 ZERO_USD = Decimal(0)
 
 
 class SkywardError(Exception):
-    """Anything that this library raises on its own account."""
+    """Anything that this library raises on its own account. `code` is the provider's own word for it, "" where it has none or was not asked."""
+
+    code = ""
+
+    def coded(self, code: str) -> Self:
+        """Note the provider's own word for it, and return the error."""
+        self.code = code
+        return self
 
 
 class BadRequest(SkywardError, ValueError):
@@ -60,8 +71,33 @@ class CredentialsError(SkywardError):
     """The provider refused our credentials, or there are none."""
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why one candidate for a pool's machines was not taken. `instance_type` is "" if the provider itself could not be asked.
+
+    `error` is the class of ours, `code` the provider's own word for it, `seconds` how long it took to say so.
+    """
+
+    provider: str
+    region: str
+    instance_type: str
+    spot: bool
+    error: str
+    code: str
+    message: str
+    seconds: float
+
+    def __str__(self) -> str:
+        what = (
+            f"{self.provider}{f'/{self.region}' if self.region else ''}{f' {self.instance_type}' if self.instance_type else ''}{' spot' if self.spot else ''}"
+        )
+        return f"{what}: {self.error}{f' ({self.code})' if self.code else ''} after {self.seconds:.1f} s: {self.message}"
+
+
 class NoCapacity(SkywardError):
-    """Nobody sells, or can deliver, what was asked for right now."""
+    """Nobody sells, or can deliver, what was asked for right now. `refusals` are the candidates that were tried, in their order."""
+
+    refusals: tuple[Refusal, ...] = ()
 
 
 class QuotaExceeded(NoCapacity):
@@ -70,6 +106,14 @@ class QuotaExceeded(NoCapacity):
 
 class OfferGone(SkywardError):
     """The offer was withdrawn between asking and launching."""
+
+
+class ProviderFailed(SkywardError):
+    """The provider failed, or did not answer: that says nothing of the machines, and what was asked for may have been done."""
+
+
+class RateLimited(ProviderFailed):
+    """The provider wants to be asked less often; nothing was done."""
 
 
 class ProvisioningTimeout(SkywardError):

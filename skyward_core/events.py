@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from skyward_core.errors import Refusal
+
 type ProviderName = str
 """A provider's short name: "local", "aws", ..."""
 
@@ -29,6 +31,11 @@ class InfraCreated:
     """Somebody sells what was asked for, in this region."""
 
     region: str
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateRefused(Refusal):
+    """One that might have rented out the machines did not; the next one is tried. The fields are those of `errors.Refusal`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +73,7 @@ class BootstrapStarting:
 
 @dataclass(frozen=True, slots=True)
 class BootstrapProgress:
-    """A machine enters a step: "uv", "apt", "deps", "skyward", "server" or "volumes"."""
+    """A machine enters a step: "uv", "apt", "deps", "skyward", "volumes", "mig" or "server"."""
 
     instance_id: str
     step: str
@@ -248,6 +255,7 @@ class Error:
 type SkywardEvent = (
     InfraCreating
     | InfraCreated
+    | CandidateRefused
     | InstanceLaunching
     | InstanceProvisioned
     | BootstrapStarting

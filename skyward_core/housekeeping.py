@@ -1,4 +1,4 @@
-"""Ending what nobody answers for any more, from a plain program or a pipeline's step: `sky.sweep` and `sky.release`, with the ledger opened for you."""
+"""What needs no pool, for a plain program or a pipeline's step: `sky.offers`, `sky.sweep` and `sky.release`, with cache and ledger opened for you."""
 
 from __future__ import annotations
 
@@ -6,13 +6,44 @@ import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from platformdirs import user_cache_path
+
+from skyward_core.accelerators import Accelerator, parse
 from skyward_core.instances import Lease
-from skyward_core.providers.base import Provider
+from skyward_core.market import Requirements, memory_gb
+from skyward_core.providers.base import Provider, load_all
 
 if TYPE_CHECKING:
+    from skyward_core.provisioning.price_list import PriceList
     from skyward_core.provisioning.sweep import SweepReport
 
 MIN_AGE_SECONDS = 600.0
+MAX_AGE_SECONDS = 300.0
+
+
+def offers(
+    providers: str | Provider | Sequence[str | Provider],
+    *,
+    accelerator: Accelerator | str | None = None,
+    machine: str | None = None,
+    cpu: int | None = None,
+    memory: str | None = None,
+    max_price_per_hour: float | None = None,
+    max_age_seconds: float = MAX_AGE_SECONDS,
+) -> PriceList:
+    """Return what these providers sell now that fits, cheapest first. They are asked at the same time, unless an answer is kept that is young enough.
+
+    Prices are USD per hour for one machine, which has all that is asked for. One that cannot be asked is in `refusals`, and hides no other.
+
+    >>> import skyward_core as sky
+    >>> sky.offers("local", cpu=1)[0].provider
+    'local'
+    """
+    chip = parse(accelerator) if isinstance(accelerator, str) else accelerator
+    memory_wanted = None if memory is None else memory_gb(memory)
+    want = Requirements(accelerator=chip, instance_type=machine, vcpus=cpu, memory_gb=memory_wanted, max_price_per_hour=max_price_per_hour)
+    lists = importlib.import_module("skyward_core.provisioning.price_list")
+    return lists.price_list(load_all(providers), want, user_cache_path("skyward") / "offers", max_age_seconds=max_age_seconds)
 
 
 def sweep(

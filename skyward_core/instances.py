@@ -34,6 +34,8 @@ class Endpoint(BaseModel):
     """Path of a private key without passphrase. The agent and other keys are not tried then."""
     host_key: str | None = None
     """The machine's public key as in a `.pub` file: "ssh-ed25519 AAAA..."."""
+    host_key_grace_seconds: float = Field(default=0.0, ge=0)
+    """For so long after its first answer a new machine may show another key: one whose startup script, which brings this one, runs later than its sshd."""
     known_hosts: str | None = None
     """Path; "/dev/null" trusts the first key seen, which suits addresses that a cloud hands from one machine to the next."""
     config: str | None = None

@@ -25,6 +25,7 @@ from skyward_core.entries import (
     BILLING_ROUNDING,
     SECONDS_PER_HOUR,
     Account,
+    Attempt,
     Bucket,
     CostBy,
     CostRow,
@@ -39,6 +40,7 @@ from skyward_core.entries import (
 from skyward_core.errors import ZERO_USD, BadRequest, BudgetExceeded, LeaseLost, LedgerConflict
 from skyward_core.ledger_tables import (
     ACCOUNTS,
+    ATTEMPTS,
     BALANCES,
     IS_OPEN,
     MIGRATIONS,
@@ -46,6 +48,7 @@ from skyward_core.ledger_tables import (
     RESERVATIONS,
     RESOURCES,
     Values,
+    attempt_of,
     in_usd,
     intent_of,
     migrate,
@@ -144,6 +147,16 @@ class Ledger:
                 raise LedgerConflict(f"The ledger already has a pool {pool_id!r}. Take a new id.")
             return pool_of(connection.execute(insert(POOLS).values(values).returning(*POOLS.c)).mappings().one())
 
+    def turn_to(self, pool_id: str, provider: Mapping[str, Any], provider_account: str) -> None:
+        """Write down who is to rent out a pool's machines from now on, and to whom; what others had of it must be known to be gone.
+
+        Raises LeaseLost if the pool was condemned or has ended, LedgerConflict if it is unknown.
+        """
+        with self._write() as connection:
+            wanted = update(POOLS).where(POOLS.c.id == pool_id, _MAY_SPEND)
+            if connection.execute(wanted.values(provider_json=json.dumps(dict(provider), sort_keys=True), provider_account=provider_account)).rowcount == 0:
+                _must_live(connection, pool_id)
+
     def renew(self, pool_id: str, lease_expires_at: datetime) -> None:
         """Move the end of a pool's lease, never to an earlier time.
 
@@ -220,6 +233,39 @@ class Ledger:
             entries = [pool_of(row) for row in connection.execute(newest).mappings()]
             found = {row[0]: tuple(map(int, row[1:])) for row in connection.execute(sums.group_by(r.pool_id))}
         return [_pool_row(entry, *found.get(entry.id, (0, 0, 0, 0, 0))) for entry in reversed(entries)]
+
+    # ── attempts ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def note_attempts(self, attempts: Sequence[Attempt]) -> None:
+        """Write down what became of tries to rent machines."""
+        rows = [
+            {
+                "pool_id": attempt.pool_id,
+                "at_microseconds": stamp(attempt.at),
+                "provider": attempt.provider,
+                "region": attempt.region,
+                "instance_type": attempt.instance_type,
+                "is_spot": attempt.is_spot,
+                "milliseconds": round(attempt.seconds * 1000),
+                "error": attempt.error,
+                "code": attempt.code[:255],
+                "message": attempt.message,
+            }
+            for attempt in attempts
+        ]
+        if rows:
+            with self._write() as connection:
+                connection.execute(insert(ATTEMPTS), rows)
+
+    def attempts(self, *, pool_id: str | None = None, since: datetime | None = None) -> list[Attempt]:
+        """Return tries to rent machines, oldest first: those of a pool, those since a time, or all."""
+        wanted = select(ATTEMPTS).order_by(ATTEMPTS.c.at_microseconds, ATTEMPTS.c.id)
+        if pool_id is not None:
+            wanted = wanted.where(ATTEMPTS.c.pool_id == pool_id)
+        if since is not None:
+            wanted = wanted.where(ATTEMPTS.c.at_microseconds >= stamp(since))
+        with self._read() as connection:
+            return [attempt_of(row) for row in connection.execute(wanted).mappings()]
 
     # ── intents ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

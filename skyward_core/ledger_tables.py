@@ -38,12 +38,13 @@ from sqlalchemy import (
     inspect,
     make_url,
     select,
+    text,
     update,
 )
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import PoolProxiedConnection
 
-from skyward_core.entries import MICRO_USD, Bucket, Intent, PoolEntry, Price, Reservation, ResourceKind
+from skyward_core.entries import MICRO_USD, Attempt, Bucket, Intent, PoolEntry, Price, Reservation, ResourceKind
 from skyward_core.errors import BadRequest, LedgerConflict, LedgerError
 from skyward_core.owner import Owner
 
@@ -74,6 +75,7 @@ POOLS = Table(
     Column("lives_by_lease", Boolean, nullable=False),
     Column("condemned_microseconds", BigInteger),
     Column("ended_microseconds", BigInteger),
+    Column("provider_account", String(255), nullable=False, server_default=""),  # since version 2
 )
 
 
@@ -142,11 +144,36 @@ BALANCES = Table(
     Column("committed_micro_usd", BigInteger, nullable=False),
 )
 
+# Since version 2: what became of each try to rent machines, for `skyward why` and for putting aside what fails again and again.
+ATTEMPTS = Table(
+    "skyward_attempts",
+    _METADATA,
+    Column("id", _ID, primary_key=True),
+    Column("pool_id", ForeignKey(POOLS.c.id), nullable=False, index=True),
+    Column("at_microseconds", BigInteger, nullable=False, index=True),
+    Column("provider", String(64), nullable=False),
+    Column("region", String(64), nullable=False),
+    Column("instance_type", String(255), nullable=False),
+    Column("is_spot", Boolean, nullable=False),
+    Column("milliseconds", BigInteger, nullable=False),
+    Column("error", String(64), nullable=False),
+    Column("code", String(255), nullable=False),
+    Column("message", Text, nullable=False),
+)
+
 type Migration = Callable[[Connection], None]
 """Moves a schema one version up, within the transaction that it is given."""
 
-MIGRATIONS: tuple[Migration, ...] = (_METADATA.create_all,)
-"""The step from each version to the next; 0 is a database without our tables. With version 2 the first step must keep to the tables of version 1."""
+
+def _to_version_2(connection: Connection) -> None:
+    """Attempts, and whose account a pool's machines are in. The first step makes all of it for a new ledger."""
+    if POOLS.c.provider_account.name not in {column["name"] for column in inspect(connection).get_columns(POOLS.name)}:
+        connection.execute(text(f"ALTER TABLE {POOLS.name} ADD COLUMN provider_account VARCHAR(255) DEFAULT '' NOT NULL"))
+    ATTEMPTS.create(connection, checkfirst=True)
+
+
+MIGRATIONS: tuple[Migration, ...] = (_METADATA.create_all, _to_version_2)
+"""The step from each version to the next; 0 is a database without our tables, which the first step brings to the newest: later ones find it done."""
 
 
 def migrate(connection: Connection, steps: Sequence[Migration] = MIGRATIONS) -> None:
@@ -193,6 +220,23 @@ def pool_of(row: Values) -> PoolEntry:
         account=row["account"],
         condemned_at=moment_or_none(row["condemned_microseconds"]),
         ended_at=moment_or_none(row["ended_microseconds"]),
+        provider_account=row["provider_account"],
+    )
+
+
+def attempt_of(row: Values) -> Attempt:
+    """Return the attempt of a row of ATTEMPTS."""
+    return Attempt(
+        pool_id=row["pool_id"],
+        at=moment(row["at_microseconds"]),
+        provider=row["provider"],
+        region=row["region"],
+        instance_type=row["instance_type"],
+        is_spot=row["is_spot"],
+        seconds=row["milliseconds"] / 1000,
+        error=row["error"],
+        code=row["code"],
+        message=row["message"],
     )
 
 

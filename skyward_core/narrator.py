@@ -11,6 +11,7 @@ from skyward_core.events import (
     BudgetWarning,
     CallProgress,
     CallRetrying,
+    CandidateRefused,
     ClusterRestarting,
     ContactLost,
     ContactRegained,
@@ -57,6 +58,8 @@ class Narrator:
                 return logging.WARNING, _running_low(event)
             case InstanceLost(_, node, reason):
                 return logging.WARNING, f"node {node} is lost: {reason}"
+            case CandidateRefused():
+                return logging.INFO, str(event)
             case ContactLost(_, node, reason):
                 return logging.WARNING, f"node {node} does not answer: {reason}"
             case ContactRegained(_, node, seconds):

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
@@ -65,11 +65,11 @@ _log = logging.getLogger("skyward")
 class Opening:
     """One opening of a pool. Knows nothing of the pool object, so that a forgotten pool can be collected."""
 
-    def __init__(self, spec: PoolSpec, provider: Provider, on_event: Callback | None) -> None:
+    def __init__(self, spec: PoolSpec, providers: Sequence[Provider], on_event: Callback | None) -> None:
         self.pool_id = f"sky-{uuid.uuid4().hex[:12]}"
         self.spec = spec
-        self.provider = provider
-        self.meter = Meter(increment_seconds=provider.billing_increment_seconds, minimum_seconds=provider.billing_minimum_seconds)
+        self.providers = tuple(providers)
+        self.meter = Meter()
         self.machines: lifecycle.Machines | None = None
         self.recovery: Recovery | None = None
         self.cluster: Cluster | None = None
@@ -123,7 +123,7 @@ class Opening:
                 dask.start()  # half a second that passes while the nodes come up
                 book, purse = self._open_book(undo)
                 self.machines = machines = lifecycle.Machines(
-                    self.spec, self.provider, self.pool_id, certificate, emit=self.emit, meter=self.meter, book=book, purse=purse
+                    self.spec, self.providers, self.pool_id, certificate, emit=self.emit, meter=self.meter, book=book, purse=purse
                 )
                 over = self._keep_while_opening(undo, machines)
                 lease = machines.acquire(undo)
@@ -154,13 +154,13 @@ class Opening:
         url = ledger_module.default_url()
         self._ledger = ledger = ledger_module.Ledger(url, busy_timeout_seconds=LEDGER_BUSY_SECONDS)
         undo.callback(ledger.close)
-        self._book = book = Book(ledger, self.pool_id, self.spec, self.provider, self.meter, self.emit)
+        self._book = book = Book(ledger, self.pool_id, self.spec, self.providers[0], self.meter, self.emit)
         self._purse = purse = Purse(
             self.pool_id, self.meter, max_cost=self.spec.max_cost, account=self.spec.budget, accounts=ledger, lease_seconds=self.spec.lease_seconds
         )
         undo.callback(self._let_reaper_go_or_work)  # after the book is closed: killed in between, the reaper finds that the pool has ended
         try:
-            self._charge = Charge.of(self.provider, self.pool_id, url)
+            self._charge = Charge.of(self.providers, self.pool_id, url)
             self._reaper = Reaper.start(self._charge)
         except NotPicklable as error:
             _log.warning("the pool has no reaper, for its provider cannot travel to another process (%s): after a kill, `skyward sweep` ends it", error)
@@ -337,7 +337,7 @@ class Opening:
             case BootstrapProgress(instance_id):
                 self.meter.enter(instance_id, Bucket.BOOTSTRAPPING)
             case BootstrapCompleted(instance_id):
-                self.meter.slots(instance_id, self.spec.concurrency)
+                self.meter.slots(instance_id, self.spec.concurrency * self.spec.workers_per_node)
                 self.meter.enter(instance_id, Bucket.IDLE)
             case InstanceLost(instance_id):
                 self.meter.enter(instance_id, Bucket.LOST)

@@ -56,9 +56,14 @@ class ComputePool:
 
     @classmethod
     def from_spec(
-        cls, spec: PoolSpec, *, on_event: Callback | None = None, credentials: Provider | None = None, replace_object: pickling.Replace | None = None
+        cls,
+        spec: PoolSpec,
+        *,
+        on_event: Callback | None = None,
+        credentials: Provider | Sequence[Provider] | None = None,
+        replace_object: pickling.Replace | None = None,
     ) -> Self:
-        """Make a pool from a spec. `credentials` is the provider with secrets from the caller's own store, in place of the spec's, which holds none.
+        """Make a pool from a spec. `credentials` is the provider, or all of them, with secrets from the caller's own store; the spec's hold none.
 
         `replace_object` may exchange objects on their way into a pickle (see `pickling.dumps`).
         """
@@ -86,7 +91,7 @@ class ComputePool:
         claim = lease if isinstance(lease, Lease) else Lease.model_validate_json(lease) if isinstance(lease, str) else Lease.model_validate(lease)
         pool = cls.__new__(cls)
         spec = PoolSpec.of(nodes=max(1, len(claim.nodes)), display="quiet", retries=retries, lease_seconds=lease_seconds)
-        pool._prepare(spec, Local(), "", on_event, None)
+        pool._prepare(spec, [Local()], "", on_event, None)
         show = console.display(spec.display)
         callback = compose(*[sink for sink in (registered_callback(), on_event) if sink is not None], show)
         attached = Attached(claim, None if key is None else str(key), lease_seconds, retries, lambda event: (callback(event), None)[1], show.close)
@@ -96,14 +101,18 @@ class ComputePool:
         pool._finalizer = weakref.finalize(pool, attached.stop, "the pool object was collected")
         return pool
 
-    def _settle(self, spec: PoolSpec, on_event: Callback | None, credentials: Provider | None, replace_object: pickling.Replace | None) -> None:
-        spec, provider, why_provider = complete(spec, credentials)
+    def _settle(
+        self, spec: PoolSpec, on_event: Callback | None, credentials: Provider | Sequence[Provider] | None, replace_object: pickling.Replace | None
+    ) -> None:
+        spec, providers, why_provider = complete(spec, credentials)
         spec.refuse_what_cannot_be()
-        lifecycle.refuse(spec, provider)
-        self._prepare(spec, provider, why_provider, on_event, replace_object)
+        lifecycle.able(spec, providers)
+        self._prepare(spec, providers, why_provider, on_event, replace_object)
 
-    def _prepare(self, spec: PoolSpec, provider: Provider, why_provider: str, on_event: Callback | None, replace_object: pickling.Replace | None) -> None:
-        self._spec, self._provider, self._why_provider = spec, provider, why_provider
+    def _prepare(
+        self, spec: PoolSpec, providers: Sequence[Provider], why_provider: str, on_event: Callback | None, replace_object: pickling.Replace | None
+    ) -> None:
+        self._spec, self._providers, self._why_provider = spec, tuple(providers), why_provider
         self._on_event = on_event
         self._replace_object = replace_object
         self._opening = threading.RLock()
@@ -125,7 +134,7 @@ class ComputePool:
             if self._open is None:
                 self._was_opened = True
                 self._final = self._receipt = self._why_ended = None
-                self._open = opened = Opening(self._spec, self._provider, self._on_event)
+                self._open = opened = Opening(self._spec, self._providers, self._on_event)
                 if self._why_provider:
                     _log.info("%s", self._why_provider)  # now, because before the display has opened nobody may be listening
                 try:
@@ -295,7 +304,7 @@ class ComputePool:
 
     def __repr__(self) -> str:
         state = "open" if self.is_active else "closed" if self._was_opened else "new"
-        return f"<ComputePool {state}, {self._spec.nodes} x {self._spec.accelerator or 'node'} on {self._provider.name}>"
+        return f"<ComputePool {state}, {self._spec.nodes} x {self._spec.accelerator or 'node'} on {' or '.join(provider.name for provider in self._providers)}>"
 
     @property
     def _cluster(self) -> Cluster:
@@ -342,8 +351,8 @@ class MultiPool:
             raise BaseExceptionGroup(what, failures)
 
 
-def complete(spec: PoolSpec, credentials: Provider | None = None) -> tuple[PoolSpec, Provider, str]:
-    """Return the spec with the settings filled in where it says nothing, the provider to ask, and where it comes from if not from the caller."""
+def complete(spec: PoolSpec, credentials: Provider | Sequence[Provider] | None = None) -> tuple[PoolSpec, tuple[Provider, ...], str]:
+    """Return the spec with the settings filled in where it says nothing, the providers to ask, and where they come from if not from the caller."""
     settings = Settings.read()
     missing = {name: value for name, value in settings.fields.items() if name not in spec.model_fields_set or (name == "provider" and spec.provider is None)}
     if missing:
@@ -352,10 +361,11 @@ def complete(spec: PoolSpec, credentials: Provider | None = None) -> tuple[PoolS
         except BadRequest as error:
             raise BadRequest(f"{error} (from the settings: {', '.join(f'{name} from {settings.sources[name]}' for name in missing)})") from error
     if credentials is not None:
-        return spec, credentials, ""
-    if spec.provider is not None:
-        return spec, spec.provider, f"provider {spec.provider.name!r}, from {settings.sources['provider']}" if "provider" in missing else ""
-    return spec, base.load(DEFAULT_PROVIDER), "no provider was named, neither in the program nor in the settings: running on this machine (Local)"
+        return spec, (credentials,) if isinstance(credentials, Provider) else tuple(credentials), ""
+    if spec.providers:
+        names = ", ".join(repr(provider.name) for provider in spec.providers)
+        return spec, spec.providers, f"provider {names}, from {settings.sources['provider']}" if "provider" in missing else ""
+    return spec, (base.load(DEFAULT_PROVIDER),), "no provider was named, neither in the program nor in the settings: running on this machine (Local)"
 
 
 def _checked[R](pending: PendingCompute[R]) -> PendingCompute[R]:

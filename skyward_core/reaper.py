@@ -24,6 +24,8 @@ from skyward_core.errors import NotPicklable
 from skyward_core.pickling import Pickled, dumps
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from skyward_core.providers.base import Provider
 
 SCRIPT = Path(__file__).with_name("reaping.py")
@@ -40,34 +42,34 @@ _log = logging.getLogger("skyward")
 class Charge:
     """What a reaper must know to end a pool. Holds secrets, so it travels through a pipe alone.
 
-    `provider` is the provider as bytes, `path` and `directory` are the driver's `sys.path` and working directory.
+    `providers` are those that may have machines of it, one after the other, as bytes; `path` and `directory` are the driver's `sys.path` and working directory.
     """
 
     pool_id: str
     ledger_url: str = field(repr=False)
-    provider: bytes = field(repr=False)
+    providers: bytes = field(repr=False)
     path: tuple[str, ...] = field(repr=False)
     directory: str = field(repr=False)
 
     @classmethod
-    def of(cls, provider: Provider, pool_id: str, ledger_url: str) -> Self:
+    def of(cls, providers: Sequence[Provider], pool_id: str, ledger_url: str) -> Self:
         """Return the charge for a pool of this process. Raises NotPicklable for a provider that cannot travel: the pool then has no reaper."""
         try:
             directory = os.getcwd()
         except OSError:  # it was removed
             directory = "/"
         path = tuple(os.path.join(directory, entry) for entry in sys.path)
-        return cls(pool_id, ledger_url, _pickled(provider), path, directory)
+        return cls(pool_id, ledger_url, _pickled(tuple(providers)), path, directory)
 
 
-def _pickled(provider: Provider) -> bytes:
+def _pickled(providers: tuple[Provider, ...]) -> bytes:
     """By value, so that a class of a script or a DAG file can be rebuilt; by name if that fails, for the reaper is on the same machine."""
     try:
-        return pickle.dumps(dumps(provider, label="provider"), protocol=5)
+        return pickle.dumps(dumps(providers, label="provider"), protocol=5)
     except NotPicklable:
-        if type(provider).__module__ not in ("__main__", "__mp_main__"):
+        if not {type(provider).__module__ for provider in providers} & {"__main__", "__mp_main__"}:
             with contextlib.suppress(Exception):  # anything may be raised by anybody's __reduce__
-                return pickle.dumps(Pickled(pickle.dumps(provider, protocol=5)), protocol=5)
+                return pickle.dumps(Pickled(pickle.dumps(providers, protocol=5)), protocol=5)
         raise
 
 

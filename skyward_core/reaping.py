@@ -15,7 +15,7 @@ import time
 
 TYPE_CHECKING = False  # `typing` takes longer to import than all the rest
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from skyward_core.entries import PoolEntry
     from skyward_core.ledger import Ledger
@@ -106,7 +106,7 @@ class Ending:
         self._asked = threading.Event()
         self._busy = threading.Lock()
         self._pool_id = self._ledger_url = ""
-        self._provider = b""
+        self._providers = b""
 
     def ask(self) -> None:
         """End the pool whatever its driver does. Returns at once."""
@@ -166,7 +166,8 @@ class Ending:
                 self._say(f"{why}, and {reason}: nothing to do")
                 return
             self._say(f"{why}: ending its machines")
-            self._give_back(ledger, self._load(entry), why)
+            for provider in self._load(entry):
+                self._give_back(ledger, provider, why)
             if ledger is None:
                 raise BooksOpen(f"its machines are gone; the ledger cannot be used: {trouble}")
             after = ledger.pool(self._pool_id)
@@ -183,7 +184,7 @@ class Ending:
         import pickle
         import site
 
-        pool_id, self._ledger_url, self._provider, path, directory = pickle.loads(self._charge)
+        pool_id, self._ledger_url, self._providers, path, directory = pickle.loads(self._charge)
         try:
             os.chdir(directory)  # a provider or a ledger may name files relative to it
         except OSError:
@@ -219,22 +220,27 @@ class Ending:
             return "the pool lives on by its lease"
         return ""
 
-    def _load(self, entry: PoolEntry | None) -> Provider:
-        """Return the driver's provider; if that cannot be rebuilt, what the ledger knows of it, which holds no secrets."""
+    def _load(self, entry: PoolEntry | None) -> Sequence[Provider]:
+        """Return who may have machines of the pool: of the driver's providers the one that the ledger names, all if it names none of them or is not there.
+
+        If they cannot be rebuilt, what the ledger knows, which holds no secrets.
+        """
         import pickle
 
         try:
             from skyward_core.pickling import Pickled, loads
 
-            sent = pickle.loads(self._provider)
-            return loads(sent) if isinstance(sent, Pickled) else sent
+            sent = pickle.loads(self._providers)
+            providers: Sequence[Provider] = loads(sent) if isinstance(sent, Pickled) else sent
         except Exception as error:
             if entry is None:
                 raise
             self._say(f"its provider cannot be rebuilt ({_one_line(error)}): taken from the ledger")
             from skyward_core.providers.base import load
 
-            return load(entry.provider)
+            return [load(entry.provider)]
+        named = [provider for provider in providers if entry is not None and provider.to_json() == dict(entry.provider)]
+        return named or providers
 
     def _give_back(self, ledger: Ledger | None, provider: Provider, why: str) -> None:
         from skyward_core.errors import LedgerError

@@ -87,7 +87,8 @@ if [ -f "$6.tar.gz" ]; then
   rm -rf "$6"
 fi
 [ -z "$8" ] || mkdir -p -m 700 "$8" || exit 1
-export SKYWARD_INSTANCE_DIRECTORY="$1" SKYWARD_INSTANCE_ID="$2" SKYWARD_POOL_ID="$3" SKYWARD_RANK="$4" SKYWARD_HOME="$home"
+id=$(tr '\\0' '\\n' <"/proc/$(cat "$1/guard")/environ" 2>/dev/null | sed -n 's/^SKYWARD_INSTANCE_ID=//p')
+export SKYWARD_INSTANCE_DIRECTORY="$1" SKYWARD_INSTANCE_ID="${id:-$2}" SKYWARD_POOL_ID="$3" SKYWARD_RANK="$4" SKYWARD_HOME="$home"
 tags=$(tr '\\0' '\\n' <"/proc/$(cat "$1/guard")/environ" 2>/dev/null | sed -n 's/^SKYWARD_TAGS=//p')
 [ -z "$tags" ] || export SKYWARD_TAGS="$tags"
 export UV_CACHE_DIR="${UV_CACHE_DIR:-$home/uv-cache}" UV_PYTHON_INSTALL_DIR="${UV_PYTHON_INSTALL_DIR:-$home/python}"
@@ -98,8 +99,8 @@ mkdir started 2>/dev/null || exit 0
 setsid sh -c 'bash ./bootstrap.sh; code=$?; rm -f reserve; [ -z "$(tail -c 1 log)" ] || echo; echo "::skyward exited $code"' </dev/null >>log 2>&1 &
 """
 """Takes the bootstrap script from stdin and starts it, cut loose from this connection, once however often it is asked. Asked again, it leaves a script that
-runs as it is: bash reads the file while it runs, and one cut short under it would end with 0. It carries the instance's tag: the guard can end it. What it
-says of a full disk finds room in the log because the reserve is given up first."""
+runs as it is: bash reads the file while it runs, and one cut short under it would end with 0. It carries the tag that the guard carries, which can end it; that
+need not be the cloud's id, which not every machine can tell. What it says of a full disk finds room in the log because the reserve is given up first."""
 
 
 FOLLOW = """\

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -12,21 +11,19 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 
 from skyward_core import accelerators, spot
 from skyward_core.accelerators import Accelerator
-from skyward_core.errors import BadRequest, NotYetSupported
+from skyward_core.errors import BadRequest
 from skyward_core.image.image import Image
 from skyward_core.image.volume import Volume, refuse_overlaps
-from skyward_core.offers import Requirements
+from skyward_core.market import Requirements, memory_gb
 from skyward_core.providers import base
 from skyward_core.providers.base import Provider
-
-GB_PER_UNIT = {"mb": 1e-3, "gb": 1.0, "tb": 1e3, "mib": 2**20 / 1e9, "gib": 2**30 / 1e9, "tib": 2**40 / 1e9}
 
 LONGEST_SECONDS = 10 * 365 * 86_400.0
 
 type Display = Literal["log", "spinner", "quiet"]
 
 type AnyProvider = Annotated[
-    SerializeAsAny[Provider], BeforeValidator(lambda wish: base.load(wish)), PlainSerializer(lambda provider: provider.to_json(), return_type=dict[str, Any])
+    SerializeAsAny[Provider] | tuple[SerializeAsAny[Provider], ...], BeforeValidator(lambda wish: _loaded(wish)), PlainSerializer(lambda one: _plain(one))
 ]
 type AnyAccelerator = Annotated[
     Accelerator,
@@ -48,7 +45,9 @@ class PoolSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, validate_default=False)
 
-    provider: AnyProvider | None = Field(default=None, description="Who rents the machines; None: as the settings say, else Local().")
+    provider: AnyProvider | None = Field(
+        default=None, description="Who rents the machines, or several to choose from; None: as the settings say, else Local()."
+    )
     image: Image = Field(default_factory=Image, description="The environment on the nodes.")
     nodes: int = Field(default=1, ge=1, description="Number of machines.")
     machine: str | None = Field(default=None, description='Instance type, in the provider\'s own words ("p5.48xlarge").')
@@ -102,14 +101,25 @@ class PoolSpec(BaseModel):
         return self
 
     @property
+    def providers(self) -> tuple[Provider, ...]:
+        """Who may rent the machines, none if that is left to the settings."""
+        return self.provider if isinstance(self.provider, tuple) else () if self.provider is None else (self.provider,)
+
+    @property
     def requirements(self) -> Requirements:
-        """The hardware part, for one machine: a machine holds one worker for each MIG partition, or one."""
+        """The hardware part, for one machine with all its workers."""
+        memory = memory_gb(self.memory) if self.memory is not None else None
         return Requirements(
             accelerator=self.accelerator,
             instance_type=self.machine,
-            vcpus=self.cpu,
-            memory_gb=memory_gb(self.memory) if self.memory is not None else None,
+            vcpus=self.cpu * self.workers_per_node if self.cpu is not None else None,
+            memory_gb=memory * self.workers_per_node if memory is not None else None,
         )
+
+    @property
+    def workers_per_node(self) -> int:
+        """How many workers one machine holds: one for each MIG partition of its GPUs, or one."""
+        return self.accelerator.count * len(self.accelerator.mig) if self.accelerator is not None and self.accelerator.mig else 1
 
     @property
     def node_environment(self) -> dict[str, str]:
@@ -117,7 +127,7 @@ class PoolSpec(BaseModel):
         return {**dict(self.image.env), **(self.env or {})}
 
     def refuse_what_cannot_be(self) -> None:
-        """Raise BadRequest, or NotYetSupported, for what would fail only after machines have been paid for."""
+        """Raise BadRequest for what would fail only after machines have been paid for."""
         here = f"{sys.version_info.major}.{sys.version_info.minor}"
         if self.image.python != here:
             raise BadRequest(
@@ -125,21 +135,16 @@ class PoolSpec(BaseModel):
                 f'sides. Run this program with Python {self.image.python}, or leave Image(python=...) out (it is then "{here}")'
             )
         refuse_overlaps(self.volume)
-        later = {
-            "accelerator": (self.accelerator is not None and bool(self.accelerator.mig), "GPUs are not partitioned with MIG yet; ask for whole ones"),
-        }
-        for field, (asked, advice) in later.items():
-            if asked:
-                raise NotYetSupported(f"{field}: {advice}")
 
 
-def memory_gb(text: str) -> float:
-    """Read an amount of memory such as "32GB" or "512 MiB"; returns GB = 10⁹ bytes. Raises BadRequest."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", text, re.IGNORECASE)
-    unit = match.group(2).lower() if match else ""
-    if match is None or unit not in GB_PER_UNIT or float(match.group(1)) <= 0:
-        raise BadRequest(f'memory={text!r} is no amount of memory: write a number and a unit, such as "32GB" or "512MiB" ({", ".join(GB_PER_UNIT)})')
-    return float(match.group(1)) * GB_PER_UNIT[unit]
+def _loaded(wish: Any) -> Provider | tuple[Provider, ...]:
+    """Read one provider or several; BadRequest is a ValueError, which pydantic tells as the field's fault."""
+    found = base.load_all(wish)
+    return next(iter(found)) if len(found) == 1 else found
+
+
+def _plain(providers: Provider | tuple[Provider, ...]) -> Any:
+    return [one.to_json() for one in providers] if isinstance(providers, tuple) else providers.to_json()
 
 
 def _unknown(name: str, known: Sequence[str]) -> str:

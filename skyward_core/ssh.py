@@ -237,7 +237,7 @@ class Connection:
 
         Raises at once CredentialsError (the machine refuses our keys), HostKeyChanged and BadRequest (a key or configuration file that cannot be
         read), and Unreachable after `timeout_seconds`. A machine that was launched a moment ago runs its sshd before cloud-init has installed our key:
-        for `auth_grace_seconds` a refusal is not final.
+        for `auth_grace_seconds` a refusal is not final, nor is another host key for the endpoint's `host_key_grace_seconds` after it was first shown.
         """
         self._call(self._connect(timeout_seconds, auth_grace_seconds, anew=False))
         return self
@@ -406,6 +406,7 @@ class Connection:
             await self._drop("left for a new one")
             settings = await self._settings()
             started = asyncio.get_running_loop().time()
+            answered_at: float | None = None
             problem: BaseException | None = None
             async for left, patience in _attempts(started, timeout):
                 try:
@@ -415,6 +416,11 @@ class Connection:
                 except asyncssh.PermissionDenied as error:
                     if asyncio.get_running_loop().time() - started >= grace:
                         raise CredentialsError(f"{self.endpoint} refuses our keys: {error}. Check the user, the key and the agent.") from error
+                    problem = error
+                except HostKeyChanged as error:
+                    answered_at = answered_at or asyncio.get_running_loop().time()
+                    if not grace or asyncio.get_running_loop().time() - answered_at >= self.endpoint.host_key_grace_seconds:
+                        raise
                     problem = error
                 except (asyncssh.HostKeyNotVerifiable, asyncssh.KeyExchangeFailed, asyncssh.IllegalUserName) as error:
                     raise Unreachable(f"{self.endpoint}, or a jump host before it, cannot be trusted: {error}") from error

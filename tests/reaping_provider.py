@@ -103,7 +103,7 @@ class Pool:
         self.provider.launch(None, count, {"skyward-pool": self.pool_id, "skyward-rank": "0"})
 
     def charge(self, **changes: Any) -> Charge:
-        return replace(Charge.of(self.provider, self.pool_id, self.url), **changes)
+        return replace(Charge.of([self.provider], self.pool_id, self.url), **changes)
 
     def entry(self) -> PoolEntry:
         with Ledger(self.url) as ledger:

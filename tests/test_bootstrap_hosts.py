@@ -22,7 +22,7 @@ import skyward_core as sky
 from skyward_core import remote
 from skyward_core.events import BootstrapProgress, InstanceProvisioned, compose
 from skyward_core.instances import Instance
-from skyward_core.offers import Offer
+from skyward_core.market import Offer
 from skyward_core.providers.base import POOL_TAG, Tags
 from skyward_core.providers.hosts import Hosts
 from skyward_core.ssh import Connection

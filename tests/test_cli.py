@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from skyward_core import cli
-from skyward_core.entries import Account, Bucket, Period, Price, ResourceKind, Wish
+from skyward_core.entries import Account, Attempt, Bucket, Period, Price, ResourceKind, Wish
 from skyward_core.ledger import Ledger
+from skyward_core.market import Offer
 from skyward_core.owner import Owner
 from skyward_core.providers import base
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG
@@ -256,6 +257,59 @@ def test_a_receipt_is_json(skyward: Skyward, ledger: Ledger, clock: Clock, folde
     assert len(told["resources"]) == 2
     assert told["left"] == []
     assert "sky-nowhere" in skyward("receipt sky-nowhere", code=1)
+
+
+# ── offers, why ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_why_tells_every_try(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
+    """In their order, with the provider's own word; a pool that has tried nothing says so, one that nobody knows is an error."""
+    open_pool(ledger, clock, folder, "sky-1", owner=HERE)
+    assert "sky-1 has not tried" in skyward("why sky-1")
+    refused = Attempt(
+        "sky-1", clock.now, "aws", "us-east-1", "p5.48xlarge", is_spot=True, seconds=2.13, error="NoCapacity", code="Insufficient", message="none\nat all"
+    )
+    rented = Attempt("sky-1", clock.now, "runpod", "any", "H100 x8", is_spot=False, seconds=9.0)
+    ledger.note_attempts([refused, rented])
+    head, first, second = lines(skyward("why sky-1"))
+    assert head == ["AT", "PROVIDER", "REGION", "TYPE", "MARKET", "SECONDS", "OUTCOME", "CODE", "REASON"]
+    assert first[1:] == ["aws", "us-east-1", "p5.48xlarge", "spot", "2.1", "NoCapacity", "Insufficient", "none at all"]
+    assert second[1:] == ["runpod", "any", "H100 x8", "on demand", "9.0", "rented"]
+    told = json.loads(skyward("why sky-1 --json"))
+    assert [(one["error"], one["code"], one["seconds"]) for one in told] == [("NoCapacity", "Insufficient", 2.13), (None, None, 9.0)]
+    assert "sky-nowhere" in skyward("why sky-nowhere", code=1)
+
+
+def test_offers_are_listed_with_their_age(skyward: Skyward, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The cheapest first; what nobody sells fails, with the reason."""
+    sold = [
+        Offer(
+            provider="folder",
+            instance_type=f"t{n}",
+            region="here",
+            price_per_hour=float(n),
+            vcpus=n,
+            memory_gb=8,
+            accelerator="L4",
+            accelerators=1,
+            accelerator_memory_gb=24,
+        )
+        for n in (3, 1, 2)
+    ]
+    monkeypatch.setattr(FolderProvider, "offers", lambda self, want: sold)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    head, *offers, age = lines(skyward("offers --accelerator L4 --max-price 2.5"))
+    assert head[:5] == ["PROVIDER", "REGION", "TYPE", "MARKET", "USD/H"]
+    assert [(offer[2], offer[3], offer[4], offer[7]) for offer in offers] == [
+        ("t1", "on demand", "1.0000", "1 x L4 24GB"),
+        ("t2", "on demand", "2.0000", "1 x L4 24GB"),
+    ]
+    assert age[0].startswith("2 in all; asked ")
+    told = json.loads(skyward("offers --json --limit 1"))
+    assert told["age_seconds"] < 300
+    assert [offer["instance_type"] for offer in told["offers"]] == ["t1"]
+    assert "the cheapest 1 of 3" in skyward("offers --limit 1")
+    assert "has 1 of them" in skyward("offers --accelerator L4 --count 8", code=1)
 
 
 # ── budgets ──────────────────────────────────────────────────────────────────────────────────────────────────────────

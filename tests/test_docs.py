@@ -15,7 +15,7 @@ from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/pool.md"]
+PAGES = ["README.md", "docs/pool.md", *sorted(f"docs/clouds/{page.name}" for page in (ROOT / "docs/clouds").glob("*.md") if "```python" in page.read_text())]
 PAGES_OF_ORCHESTRATORS = ["docs/prefect.md", "docs/dagster.md"]
 
 

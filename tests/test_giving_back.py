@@ -374,7 +374,7 @@ def test_what_cannot_be_ended_is_named_with_its_page_and_the_cause() -> None:
     assert "502" in str(caught.value.__cause__)
 
 
-def test_nobody_waits_longer_than_two_minutes() -> None:
+def test_nobody_waits_longer_than_ten_minutes() -> None:
     """A provider that claims to need an hour is not waited for; a sweep asks again."""
     it = scene("a", always="nothing", gone_deadline_seconds=3600.0)
     with pytest.raises(InstancesLeft):

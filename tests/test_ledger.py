@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sqlalchemy import Connection, create_engine, inspect
 
-from skyward_core.entries import BILLING_ROUNDING, Account, Bucket, CostBy, Intent, Period, PoolEntry, Price, ResourceKind, Wish
+from skyward_core.entries import BILLING_ROUNDING, Account, Attempt, Bucket, CostBy, Intent, Period, PoolEntry, Price, ResourceKind, Wish
 from skyward_core.errors import BadRequest, BudgetExceeded, LeaseLost, LedgerConflict, LedgerError
 from skyward_core.ledger import Ledger, default_url
 from skyward_core.ledger_tables import MIGRATIONS, POOLS, RESOURCES, migrate, milliseconds_of, schema_version
@@ -1099,9 +1099,60 @@ def test_a_newer_ledger_is_refused_and_left_alone(file_ledger: Ledger, tmp_path:
     with file_ledger._write() as connection:
         migrate(connection, (*MIGRATIONS, add_a_column))
     before = schema(tmp_path / "state/ledger.db")
-    with pytest.raises(LedgerError, match=r"has version 2; this release of skyward-core knows 1\. Use the newer release"):
+    with pytest.raises(LedgerError, match=rf"has version {len(MIGRATIONS) + 1}; this release of skyward-core knows {len(MIGRATIONS)}\. Use the newer release"):
         Ledger(str(file_ledger.url))
     assert schema(tmp_path / "state/ledger.db") == before
+
+
+VERSION_1 = (
+    "DROP TABLE skyward_attempts",
+    "ALTER TABLE skyward_pools DROP COLUMN provider_account",
+    "UPDATE skyward_meta SET value = '1' WHERE name = 'version'",
+)
+"""Makes a ledger one of the first release."""
+
+
+def test_a_ledger_of_version_1_is_migrated(ledger: Ledger) -> None:
+    """What is in it stays; of its pools nobody knows whose machines they have."""
+    intent = intend(ledger)
+    (before,) = ledger.pools()
+    with ledger._write() as connection:
+        for statement in VERSION_1:
+            connection.exec_driver_sql(statement)
+    with Ledger(ledger.url.render_as_string(hide_password=False)) as newer:
+        assert newer.pools() == [before]
+        assert newer.intents() == [intent]
+        newer.turn_to(before.id, {"name": "aws"}, "1234")
+        assert newer.attempts() == []
+        (after,) = newer.pools()
+    assert (after.provider, after.provider_account) == ({"name": "aws"}, "1234")
+
+
+# ── attempts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_attempts_are_kept_in_their_order(ledger: Ledger, clock: Clock) -> None:
+    """Of one pool, since a time, or all; a code of any length."""
+    intend(ledger)
+    (pool,) = ledger.pools()
+    moments = [clock() + timedelta(seconds=seconds) for seconds in (5, 0)]
+    later, sooner = (Attempt(pool.id, at, "aws", "us-east-1", "p5.48xlarge", is_spot=True, seconds=1.25, error="NoCapacity", code="I" * 200) for at in moments)
+    ledger.note_attempts([later, sooner])
+    ledger.note_attempts([])
+    assert ledger.attempts() == ledger.attempts(pool_id=pool.id) == [sooner, later]
+    assert ledger.attempts(since=moments[0]) == [later]
+    assert ledger.attempts(pool_id="sky-other") == []
+
+
+def test_nobody_turns_for_a_dead_pool(ledger: Ledger) -> None:
+    """A pool that was condemned stays where its machines are."""
+    intend(ledger)
+    (pool,) = ledger.pools()
+    ledger.condemn(pool.id, seen=pool.lease_expires_at)
+    with pytest.raises(LeaseLost):
+        ledger.turn_to(pool.id, {"name": "aws"}, "1234")
+    with pytest.raises(LedgerConflict):
+        ledger.turn_to("sky-unknown", {"name": "aws"}, "1234")
 
 
 # ── what only PostgreSQL does ────────────────────────────────────────────────────────────────────────────────────────
@@ -1116,7 +1167,7 @@ def test_postgresql_migrates_whole_or_not_at_all(postgresql_url: str) -> None:
         with ledger._write() as connection:
             assert not inspect(connection).has_table("half")
             migrate(connection, (*MIGRATIONS, add_a_column))
-    with pytest.raises(LedgerError, match="has version 2"):
+    with pytest.raises(LedgerError, match=f"has version {len(MIGRATIONS) + 1}"):
         Ledger(postgresql_url)
 
 

@@ -185,7 +185,7 @@ def test_a_machine_that_comes_while_the_pool_closes_is_given_back_at_once(make: 
     with Ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
         book = Book(ledger, "sky-1", spec, provider, meter, told)
         book.open()
-        machines = lifecycle.Machines(spec, provider, "sky-1", certificate, emit=told, meter=meter, book=book, purse=Purse("sky-1", meter))
+        machines = lifecycle.Machines(spec, [provider], "sky-1", certificate, emit=told, meter=meter, book=book, purse=Purse("sky-1", meter))
         _close_while_it_launches(machines, provider)
         assert [intent.evidence for intent in ledger.intents(pool_id="sky-1")] == ["fake lists it no more"]
     assert provider.machines.launched == ["fake-0"]
@@ -193,7 +193,7 @@ def test_a_machine_that_comes_while_the_pool_closes_is_given_back_at_once(make: 
 
 
 def _close_while_it_launches(machines: lifecycle.Machines, provider: FakeProvider) -> None:
-    machines._offer = provider.offers(sky.Requirements())[0]
+    machines._offers = {0: provider.offers(sky.Requirements())[0]}
 
     def close_meanwhile(event: object) -> None:
         if isinstance(event, sky.InstanceProvisioned):

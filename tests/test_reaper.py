@@ -259,7 +259,7 @@ def test_a_signal_handler_may_ask(tmp_path: Path) -> None:
 
 def test_asking_never_blocks_and_never_raises(pool: Pool, start: Start) -> None:
     """A reaper that was stopped, whose pipe is full, that was killed, that has left: each call returns, and touches no other file."""
-    reaper = start(pool.charge(provider=b""))
+    reaper = start(pool.charge(providers=b""))
     os.kill(reaper.pid, signal.SIGSTOP)
     began = time.perf_counter()
     for _ in range(10_000):  # more than a pipe holds
@@ -412,10 +412,27 @@ def test_machines_end_while_the_ledger_is_locked(pool: Pool, start: Start) -> No
 def test_a_ledger_and_a_provider_are_found_relative_to_the_drivers_directory(pool: Pool, monkeypatch: pytest.MonkeyPatch, start: Start) -> None:
     """Both may name files by relative paths; the reaper itself sits in no directory of its driver's while it waits."""
     monkeypatch.chdir(pool.folder)
-    reaper = start(Charge.of(FolderProvider(folder="."), pool.pool_id, "sqlite:///ledger.db"))
+    reaper = start(Charge.of([FolderProvider(folder=".")], pool.pool_id, "sqlite:///ledger.db"))
     assert os.readlink(f"/proc/{reaper.pid}/cwd") == "/"
     reaper.terminate_now()
     wait_until(pool.is_ended, "the machines to end")
+
+
+@pytest.mark.parametrize("has_ledger", [True, False], ids=["the ledger names one", "there is no ledger"])
+def test_of_several_providers_those_that_may_have_machines_are_asked(pool: Pool, tmp_path: Path, start: Start, *, has_ledger: bool) -> None:
+    """The one that the pool's entry names; all of them if nobody can say."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    other = FolderProvider(folder=str(elsewhere), secret=SECRET)
+    other.launch(None, 1, {"skyward-pool": pool.pool_id, "skyward-rank": "0"})
+    url = pool.url if has_ledger else f"sqlite:///{tmp_path}/none.db"
+    start(Charge.of([other, pool.provider], pool.pool_id, url)).terminate_now()
+    wait_until(lambda: not pool.living(), "the machines to end")
+    if has_ledger:
+        wait_until(pool.is_ended, "the books to be closed")
+        assert len(other.instances()) == 1
+    else:
+        wait_until(lambda: not other.instances(), "the machines of the other one to end")
 
 
 STAND_IN = """
@@ -523,7 +540,7 @@ def test_a_provider_that_cannot_be_rebuilt_is_taken_from_the_ledger(tmp_path: Pa
     with Ledger(pool.url) as ledger:
         ledger.open_pool(pool.pool_id, owner=Owner.here(), provider={"name": "local"}, spec_json="{}", lease_expires_at=in_an_hour())
     stand_in = StandIn(pool)
-    assert stand_in.run("pass", monkeypatch, charge=pool.charge(provider=b"nonsense")) == 0
+    assert stand_in.run("pass", monkeypatch, charge=pool.charge(providers=b"nonsense")) == 0
     assert stand_in.lines("calls") == [f"{pool.pool_id} Local True its process is gone"]
 
 
@@ -532,8 +549,8 @@ def test_a_provider_that_cannot_be_rebuilt_is_taken_from_the_ledger(tmp_path: Pa
 
 def test_no_secret_is_to_be_seen(pool: Pool, start: Start) -> None:
     """Neither the provider's secret nor the ledger's password is in the command line, the environment, the log or the charge's repr."""
-    charge = Charge.of(pool.provider, pool.pool_id, f"postgresql+psycopg://ada:{SECRET}@127.0.0.1:1/books")
-    assert SECRET.encode() in charge.provider
+    charge = Charge.of([pool.provider], pool.pool_id, f"postgresql+psycopg://ada:{SECRET}@127.0.0.1:1/books")
+    assert SECRET.encode() in charge.providers
     assert SECRET not in repr(charge)
     reaper = start(charge)
     reaper.terminate_now()
@@ -567,14 +584,14 @@ class Live(FolderProvider):
 def test_a_provider_that_cannot_travel_is_refused(tmp_path: Path) -> None:
     """The pool decides what to do without a reaper."""
     with pytest.raises(NotPicklable):
-        Charge.of(Live(folder=str(tmp_path)), "p", "sqlite://")
+        Charge.of([Live(folder=str(tmp_path))], "p", "sqlite://")
 
 
 def test_a_provider_that_cannot_travel_by_value_travels_by_name(pool: Pool, start: Start) -> None:
     """Its module holds a lock; the reaper, on the same machine and with the same path, imports it."""
     with pytest.raises(NotPicklable):
         dumps(LockingProvider(folder=str(pool.folder)))
-    start(Charge.of(LockingProvider(folder=str(pool.folder)), pool.pool_id, pool.url)).terminate_now()
+    start(Charge.of([LockingProvider(folder=str(pool.folder))], pool.pool_id, pool.url)).terminate_now()
     wait_until(pool.is_ended, "the machines to end")
 
 
@@ -594,7 +611,7 @@ def test_a_reaper_that_cannot_be_started_is_not_alive(
 def test_a_reaper_that_dies_at_once_is_not_alive(pool: Pool, monkeypatch: pytest.MonkeyPatch, start: Start) -> None:
     """Its charge, larger than a pipe holds, is read by nobody: `start` returns."""
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    reaper = start(pool.charge(provider=b"x" * 1_000_000))
+    reaper = start(pool.charge(providers=b"x" * 1_000_000))
     assert not reaper.is_alive
     reaper.leave()
 

@@ -7,6 +7,7 @@ comes to an end by itself: a request that could hang has a time-out, for whoever
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from importlib.metadata import entry_points
@@ -16,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from skyward_core.errors import BadRequest
 from skyward_core.instances import Instance
-from skyward_core.offers import Offer, Requirements
+from skyward_core.market import Offer, Requirements
 
 type Tags = Mapping[str, str]
 """Tags of an instance: `skyward-pool` (the pool's id) and whatever else the caller wants to be found by."""
@@ -41,7 +42,7 @@ class Provider(BaseModel):
 
     name: ClassVar[str]
     refuses: ClassVar[Mapping[str, str]] = {}
-    """What the provider can never do ("apt", "volume"), each with the reason and the alternative; refused before anything is launched."""
+    """What the provider can never do ("apt", "volume", "mig"), each with the reason and the alternative; refused before anything is launched."""
 
     is_here: ClassVar[bool] = False
     """True if its instances are processes of this machine, which run the whole bootstrap as their startup script; the others are reached over SSH."""
@@ -88,6 +89,13 @@ class Provider(BaseModel):
         """
         raise NotImplementedError
 
+    def account(self) -> str:
+        """Return whose machines `launch` and `instances` are about, in the provider's own words; "" where there are no accounts.
+
+        Not a secret. What one account lists says nothing of another's machines. Raises CredentialsError, and lets an outage through.
+        """
+        return ""
+
     def console_url(self, instance: Instance) -> str | None:
         """Return where a person sees the machine in the provider's own pages; None if there is no such place."""
         return None
@@ -121,5 +129,25 @@ def load(wish: str | Mapping[str, Any] | Provider) -> Provider:
         raise BadRequest(f"provider {name!r}: {error}") from error
 
 
-BUILT_IN: Mapping[str, str] = {"hosts": "Hosts", "local": "Local"}
+def load_all(wish: object) -> tuple[Provider, ...]:
+    """Return one provider, or those of a list, each as `load` reads it. Raises BadRequest, for an empty list and for the same one twice too."""
+    if not isinstance(wish, list | tuple):
+        return (load(cast("Any", wish)),)
+    found = tuple(load(one) for one in cast("Sequence[Any]", wish))
+    if not found:
+        raise BadRequest("an empty list of providers: name one, or leave it out")
+    if len({json.dumps(one.to_json(), sort_keys=True) for one in found}) < len(found):
+        raise BadRequest("the same provider is named twice")
+    return found
+
+
+BUILT_IN: Mapping[str, str] = {
+    "aws": "AWS",
+    "digitalocean": "DigitalOcean",
+    "hosts": "Hosts",
+    "local": "Local",
+    "runpod": "RunPod",
+    "vastai": "VastAI",
+    "verda": "Verda",
+}
 """Module of this package to the class in it; a test compares it with the files."""

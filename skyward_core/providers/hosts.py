@@ -25,9 +25,9 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from skyward_core.accelerators import parse
 from skyward_core.errors import BadRequest, CommandFailed, HostKeyChanged, InstancesLeft, NoCapacity, SkywardError, Unreachable
 from skyward_core.instances import Endpoint, Instance, InstanceState
-from skyward_core.offers import Offer, Requirements, matches
+from skyward_core.market import Offer, Requirements, matches
 from skyward_core.providers.base import POOL_TAG, RANK_TAG, Provider, Tags
-from skyward_core.providers.ending import ENDING
+from skyward_core.providers.ending import ENDING, UNPARTITION_SECONDS
 from skyward_core.providers.tagging import TAGS_VARIABLE, from_word, of_machine, to_word
 from skyward_core.ssh import Connection, Loop
 from skyward_core.worker.watchdog import INSTANCE_TAG
@@ -38,6 +38,8 @@ CONNECT_SECONDS = 10.0
 STRAGGLER_SECONDS = 3.0
 """How much longer than the first host the others may take to answer, where some of them are enough."""
 COMMAND_SECONDS = 60.0
+END_SECONDS = COMMAND_SECONDS + 2 * UNPARTITION_SECONDS
+"""For ending a node: its guard gives the GPUs back, and if it does not, then we do."""
 MOST_THREADS = 64
 MARK = "::skyward "
 MARK_DIGITS = 5
@@ -154,6 +156,7 @@ END = (
     *" ${guard:-none} "*)
       kill -TERM "$guard" 2>/dev/null
       patience=100
+      [ ! -f "$directory/mig" ] || patience=$((skyward_unpartition_seconds * 50 + patience)) # the guard gives the GPUs back
       while [ "$patience" -gt 0 ] && kill -0 "$guard" 2>/dev/null; do
         patience=$((patience - 1))
         sleep 0.02
@@ -161,7 +164,8 @@ END = (
       ;;
   esac
   skyward_kill "$1"
-  skyward_clean "$1" "$directory"
+  [ ! -f "$directory/mig" ] || skyward_lock 5 || : # nobody else may begin with a GPU that is being given back
+  skyward_clean "$1" "$directory" | sed 's/^/::skyward warning /'
 }
 skyward_places
 keep=$1
@@ -172,7 +176,8 @@ skyward_list
 [ "$keep" = keep ] || skyward_sweep || :
 """
 )
-"""Asks the guards of these instances to end them; after 2 s, or where there is no guard, does it from outside. Then tells who is left."""
+"""Asks the guards of these instances to end them; after 2 s (longer where there are GPUs to give back), or where there is no guard, does it from outside.
+Then tells who is left."""
 
 SWEEP = ENDING + PLACES + "skyward_places\nskyward_sweep\n"
 
@@ -296,8 +301,11 @@ class Hosts(Provider):
             failures = dict(lines.connect())
             keep = "keep" if self.keep_environments else "remove"
             reached = {address: (keep, *its) for address, its in asked.items() if address not in failures}
-            answers, failed = lines.ask(END, reached)
+            answers, failed = lines.ask(END, reached, timeout_seconds=END_SECONDS)
         failures |= failed
+        for address, told in answers.items():
+            for warning in told.all("warning"):
+                log.warning("%s: %s", address, warning)
         found = {instance_id for told in answers.values() for instance_id in told.all("found")}
         left = {tags[INSTANCE_TAG] for told in answers.values() for tags in told.processes if tags[INSTANCE_TAG] in wanted}
         left |= {instance_id for address in failures for instance_id in asked[address]} - (found - left)
@@ -550,16 +558,18 @@ class _Lines:
             return failures | _settled(futures)[1]
         return _settled(futures)[1]
 
-    def ask(self, script: str, words: Mapping[str, Sequence[str]], *, stdin: str | None = None) -> tuple[dict[str, _Told], dict[str, SkywardError]]:
+    def ask(
+        self, script: str, words: Mapping[str, Sequence[str]], *, stdin: str | None = None, timeout_seconds: float = COMMAND_SECONDS
+    ) -> tuple[dict[str, _Told], dict[str, SkywardError]]:
         """Run a script with these words on each of these hosts; return what was told, and the errors: CommandFailed for an exit code other than 0."""
-        return _settled({address: self._threads.submit(self._ask, address, script, its, stdin) for address, its in words.items()})
+        return _settled({address: self._threads.submit(self._ask, address, script, its, stdin, timeout_seconds) for address, its in words.items()})
 
     def endpoint(self, address: str) -> Endpoint:
         """Return how a connected host is reached, with the key that it has shown."""
         return self._endpoints[address].model_copy(update={"host_key": self._connections[address].host_key})
 
-    def _ask(self, address: str, script: str, words: Sequence[str], stdin: str | None) -> _Told:
-        done = self._connections[address].run(shlex.join(["sh", "-c", script, "skyward", *words]), stdin=stdin, timeout_seconds=COMMAND_SECONDS)
+    def _ask(self, address: str, script: str, words: Sequence[str], stdin: str | None, timeout_seconds: float) -> _Told:
+        done = self._connections[address].run(shlex.join(["sh", "-c", script, "skyward", *words]), stdin=stdin, timeout_seconds=timeout_seconds)
         if done.exit_code:
             raise CommandFailed(f"{address} could not do what it was asked", done.exit_code, done.output)
         return _Told.read(done.output)

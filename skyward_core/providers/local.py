@@ -25,7 +25,7 @@ from pydantic import Field
 from skyward_core.accelerators import parse
 from skyward_core.errors import BadRequest, InstancesLeft
 from skyward_core.instances import Instance, InstanceState
-from skyward_core.offers import Offer, Requirements
+from skyward_core.market import Offer, Requirements
 from skyward_core.providers.base import POOL_TAG, RANK_TAG, Provider, Tags
 from skyward_core.providers.tagging import TAGS_VARIABLE, from_word, of_machine, to_word
 from skyward_core.worker.metrics import gpus_here
@@ -57,6 +57,7 @@ class Local(Provider):
     refuses: ClassVar[Mapping[str, str]] = {
         "apt": "installing Debian packages would change this machine; install them by hand and leave Image(apt=...) out",
         "volume": "mounting a bucket would change this machine; read the data in the function, for instance with boto3 or fsspec",
+        "mig": "it is this machine, whose GPUs are not partitioned; use Hosts with its address",
     }
 
     is_here: ClassVar[bool] = True

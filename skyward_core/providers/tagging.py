@@ -1,15 +1,16 @@
-"""Tags as one word of a process's environment: for providers whose machines are processes, which have no other place to carry them.
+"""Tags where there is no place for them: one word of a process's environment, for providers whose machines are processes, and a part of a name.
 
 The variable is there from the creating call on, is inherited by all that a node starts, and cannot be lost with a file.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import cast
 
-from skyward_core.providers.base import POOL_TAG, RANK_TAG, Tags
+from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Tags
 
 TAGS_VARIABLE = "SKYWARD_TAGS"
 
@@ -31,6 +32,11 @@ def from_word(word: str, pool_id: str, rank: int) -> dict[str, str]:
 def of_machine(tags: Tags, rank: int) -> dict[str, str]:
     """Return the tags of one machine of a launch: those of the call, with its own rank."""
     return {**tags, RANK_TAG: str(rank)}
+
+
+def launch_word(tags: Tags) -> str:
+    """Return eight letters and digits that tell a launch from all others of its pool, whose tokens begin alike: for names."""
+    return hashlib.sha256(tags[LAUNCH_TAG].encode()).hexdigest()[:8]
 
 
 def _parse(word: str) -> Mapping[str, str]:

@@ -9,15 +9,16 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import TYPE_CHECKING
 
-from skyward_core.entries import Bucket, Intent, Price, ResourceKind, Wish
-from skyward_core.errors import LeaseLost, LedgerConflict, LedgerError
+from skyward_core.entries import Attempt, Bucket, Intent, Price, ResourceKind, Wish
+from skyward_core.errors import LeaseLost, LedgerConflict, LedgerError, Refusal, SkywardError
 from skyward_core.events import InstanceStopping, SkywardEvent
 from skyward_core.instances import Instance
-from skyward_core.offers import Offer
+from skyward_core.market import Offer
 from skyward_core.owner import Owner
 from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, TYPE_TAG, Provider
 from skyward_core.provisioning.metering import Meter
@@ -78,6 +79,7 @@ class Book:
         self._pool_id = pool_id
         self._spec = spec
         self._provider = provider
+        self._provider_account = ""
         self._meter = meter
         self._emit = emit
         self._now = now
@@ -101,6 +103,47 @@ class Book:
             lease_expires_at=self._now() + timedelta(seconds=self._spec.lease_seconds),
             account=self._spec.budget,
         )
+
+    def turn_to(self, provider: Provider, account: str) -> None:
+        """From now on this one is asked, for this account; what another was asked for is known to be gone. Raises LedgerError, LeaseLost."""
+        if (provider, account) != (self._provider, self._provider_account):
+            self._ledger.turn_to(self._pool_id, provider.to_json(), account)
+        self._provider, self._provider_account = provider, account
+
+    def recent_attempts(self, seconds: float) -> list[Attempt]:
+        """Return what became of everybody's tries to rent machines in the last so many seconds; nothing if the ledger does not tell."""
+        try:
+            return self._ledger.attempts(since=self._now() - timedelta(seconds=seconds))
+        except LedgerError:
+            return []
+
+    def tried(self, offer: Offer, seconds: float, error: SkywardError | None = None) -> None:
+        """Write down what became of a try to rent machines."""
+        attempt = Attempt(self._pool_id, self._now(), offer.provider, offer.region, offer.instance_type, offer.is_spot, seconds)
+        if error is not None:
+            attempt = replace(attempt, error=type(error).__name__, code=error.code, message=str(error))
+        self._note_attempt(attempt)
+
+    def was_refused(self, refusal: Refusal) -> None:
+        """Write down that a provider as a whole could not be asked, or sells nothing that fits."""
+        self._note_attempt(
+            Attempt(
+                self._pool_id,
+                self._now(),
+                refusal.provider,
+                "",
+                "",
+                is_spot=False,
+                seconds=refusal.seconds,
+                error=refusal.error,
+                code=refusal.code,
+                message=refusal.message,
+            )
+        )
+
+    def _note_attempt(self, attempt: Attempt) -> None:
+        with self._kept("what became of the tries to rent machines"):
+            self._ledger.note_attempts([attempt])
 
     def intend(self, offer: Offer, count: int, first_rank: int, grant: Grant) -> Launch:
         """Write down machines that are about to be asked for in one call. Raises LedgerError, and LeaseLost if the pool was judged dead."""

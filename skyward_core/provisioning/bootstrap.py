@@ -18,8 +18,10 @@ import uv
 
 from skyward_core.errors import BootstrapFailed, CommandFailed, ProvisioningTimeout, Unreachable
 from skyward_core.events import BootstrapProgress, BootstrapStarting, SkywardEvent
+from skyward_core.image.mig_shell import partition_gpus
 from skyward_core.image.volume_shell import mount_volumes
 from skyward_core.instances import Instance
+from skyward_core.market import memory_gb
 from skyward_core.providers.base import Provider
 from skyward_core.provisioning.guard import guard_script
 from skyward_core.reach import Reach
@@ -71,7 +73,7 @@ def startup_script(spec: PoolSpec, provider: Provider, max_lifetime_seconds: flo
 
 
 def node_script(spec: PoolSpec) -> str:
-    """Return the bash text that makes a machine reached over SSH a node: environment, our package, volumes, supervisor."""
+    """Return the bash text that makes a machine reached over SSH a node: environment, our package, volumes, partitions of GPUs, supervisor."""
     return spec.image.bootstrap() + "\n" + _server(spec, f'"$SKYWARD_HOME/ship/{shipped_archive().name}"')
 
 
@@ -81,6 +83,7 @@ def _server(spec: PoolSpec, package: str) -> str:
         f"echo '{MARK}phase skyward'",
         f"export PYTHONPATH={package}",
         mount_volumes(spec.volume),
+        partition_gpus(spec.accelerator.mig, spec.accelerator.count) if spec.accelerator is not None else "",
         f"echo '{MARK}phase server'",
         'exec "$SKYWARD_ENV_PYTHON" -m skyward_core.worker.supervisor "$SKYWARD_INSTANCE_DIRECTORY"',
     ]
@@ -105,8 +108,9 @@ class Role:
 
 def settings_of(reach: Reach, role: Role, spec: PoolSpec, certificate: PoolCertificate, max_lifetime_seconds: float | None = None) -> NodeSettings:
     """Return what a node is told."""
-    limit = spec.requirements.memory_gb
+    limit = memory_gb(spec.memory) if spec.memory is not None else None
     accelerator = spec.accelerator
+    chips = 0 if accelerator is None else 1 if accelerator.mig else accelerator.count
     return NodeSettings(
         pool_id=reach.instance.pool_id,
         instance_id=reach.instance.id,
@@ -120,7 +124,8 @@ def settings_of(reach: Reach, role: Role, spec: PoolSpec, certificate: PoolCerti
         tls_key=certificate.key,
         value_directories=reach.value_directories,
         scheduler=role.scheduler,
-        accelerators=(accelerator.name,) * accelerator.count if accelerator is not None else (),
+        workers=tuple({} for _ in range(spec.workers_per_node)),
+        accelerators=(accelerator.name,) * chips if accelerator is not None else (),
         memory_limit_bytes=int(limit * 1e9) if limit is not None else None,
         metrics_interval_seconds=2.0 if spec.collect_metrics else None,
         owner=this_process() if reach.is_here else None,

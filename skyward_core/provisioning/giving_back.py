@@ -16,7 +16,8 @@ from skyward_core.errors import InstancesLeft
 from skyward_core.instances import Instance
 from skyward_core.providers.base import Provider
 
-DEADLINE_SECONDS = 120.0
+DEADLINE_SECONDS = 600.0
+"""However long a provider says that it may take."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 2.0
 
 

@@ -10,6 +10,7 @@ A launch that fails may have launched: so `giving_back` asks the provider by tag
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import socket
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -27,22 +29,26 @@ from skyward_core.errors import (
     BadRequest,
     CommandFailed,
     ConnectionLost,
+    CredentialsError,
     NoCapacity,
     NodeLost,
     NotYetSupported,
+    OfferGone,
     PoolClosed,
+    ProviderFailed,
+    Refusal,
     SkywardError,
     Unreachable,
 )
-from skyward_core.events import InfraCreated, InfraCreating, InstanceLaunching, InstanceProvisioned, InstanceStopping, SkywardEvent
+from skyward_core.events import CandidateRefused, InfraCreated, InfraCreating, InstanceLaunching, InstanceProvisioned, InstanceStopping, SkywardEvent
 from skyward_core.instances import Instance, Lease, Node
-from skyward_core.offers import Offer
-from skyward_core.offers import rank as ranked
+from skyward_core.market import Offer
 from skyward_core.providers.base import Provider
 from skyward_core.provisioning.book import Book, price_of
 from skyward_core.provisioning.bootstrap import LOOK_SECONDS, Preparation, Role, await_scheduler, node_script, raise_if_gone, settings_of, startup_script
 from skyward_core.provisioning.giving_back import give_back
 from skyward_core.provisioning.metering import Meter
+from skyward_core.provisioning.placing import MEMORY_SECONDS, Candidate, ask, candidates, none_left, order, refusal, resting
 from skyward_core.provisioning.purse import Purse
 from skyward_core.reach import Reaches
 from skyward_core.spec import PoolSpec
@@ -71,7 +77,7 @@ class Machines:
     def __init__(
         self,
         spec: PoolSpec,
-        provider: Provider,
+        providers: Sequence[Provider],
         pool_id: str,
         certificate: Future[PoolCertificate],
         *,
@@ -81,7 +87,9 @@ class Machines:
         purse: Purse,
     ) -> None:
         self._spec = spec
-        self._provider = provider
+        self._providers = tuple(providers)
+        self._provider = self._providers[0]
+        """Who rents the machines: one at a time, and another only when this one has nothing of ours."""
         self._pool_id = pool_id
         self._certificate = certificate
         self._emit = emit
@@ -90,7 +98,10 @@ class Machines:
         self._purse = purse
         self.reaches = Reaches(spec.lease_seconds, emit, purse.paid_seconds)
         self._nodes: dict[int, Preparation] = {}
-        self._offer: Offer | None = None
+        self._offers: dict[int, Offer] = {}
+        """What each rank is rented as."""
+        self._others: list[Offer] = []
+        """What a lost machine may be replaced with too: other offers of the provider in the same region."""
         self._scheduler = ""
         self._generation = 0
         self._head_port = 0
@@ -120,19 +131,76 @@ class Machines:
         The giving back is pushed on `undo` before anything is launched, and stays there: no interrupt can fall between this function's care and its caller's.
         Raises NoCapacity, BootstrapFailed, ProvisioningTimeout and whatever the provider raises; InstancesLeft, from the undo, says which machines may be left.
         """
-        refuse(self._spec, self._provider)
         self._emit(InfraCreating())
-        self._offer = offer = choose(self._spec, self._provider)
-        self._emit(InfraCreated(offer.region))
         self._created_at = datetime.now(UTC)
         deadline = time.monotonic() + self._spec.provision_timeout
         undo.callback(self._give_back)
         undo.callback(self.reaches.close)
-        instances = self._launch(offer, self._spec.nodes, 0)
+        instances = self._rent(deadline)
         self._head_port = _free_port() if self._provider.is_here else random.choice(PORTS)  # noqa: S311 - a port, no secret
         self._nodes = {instance.rank: Preparation(self.reaches.to(instance), instance.rank, self._emit) for instance in instances}
         self._prepare(deadline)
         return self.lease
+
+    # ── who rents them ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _rent(self, deadline: float) -> list[Instance]:
+        """Rent all machines from the first candidate that has them. Each refusal is told, written down and kept.
+
+        What of a candidate's machines came is given back, and known to be gone, before the next one is asked. Raises NoCapacity with the refusals, or the
+        error itself if all have refused for the same reason; BadRequest if nobody can do what is asked for.
+        """
+        providers = able(self._spec, self._providers)
+        strategy = self._spec.spot
+        rounds, interval = (strategy.retries + 1, strategy.interval) if isinstance(strategy, spot.Always) else (1, 0.0)
+        while True:
+            rounds -= 1
+            found, refusals, errors = self._candidates(providers)
+            for candidate in found:
+                began = time.monotonic()
+                try:
+                    instances = self._rent_from(candidate)
+                    near = [other for other in found if other.provider is candidate.provider and other.region == candidate.region]
+                    self._others = [part.offer for other in near for part in other.parts]
+                    return instances
+                except (NoCapacity, CredentialsError, ProviderFailed, OfferGone) as error:
+                    if self._is_closing or self._closing.is_set() or time.monotonic() > deadline:
+                        raise
+                    self._end_all()  # an error does not prove that nothing was launched
+                    refusals.append(self._note_refusal(candidate, error, time.monotonic() - began))
+                    errors.append(error)
+            if not rounds or not found:
+                raise none_left(self._spec.requirements, self._spec.nodes, refusals, errors) from (errors[-1] if errors else None)
+            self._go_on_until(deadline, "no spot machine became free in time", interval)
+
+    def _candidates(self, providers: Sequence[Provider]) -> tuple[list[Candidate], list[Refusal], list[SkywardError]]:
+        sold = ask(providers, self._spec.requirements)
+        found, refusals = candidates(self._spec, sold)
+        for one in refusals:
+            self._emit(_refused(one))
+            self._book.was_refused(one)
+        rest = resting(self._book.recent_attempts(MEMORY_SECONDS), datetime.now(UTC)) if len(found) > 1 else {}
+        for key in {key for candidate in found for key in candidate.keys} & rest.keys():
+            _log.info("%s failed again and again, and is asked last until %s", "/".join(map(str, key[:3])), rest[key].isoformat(timespec="seconds"))
+        return order(found, rest), refusals, [one.error for one in sold if one.error is not None]
+
+    def _note_refusal(self, candidate: Candidate, error: SkywardError, seconds: float) -> Refusal:
+        refused = refusal(candidate.provider, candidate.parts[-1].offer, error, seconds)
+        self._emit(_refused(refused))
+        return refused
+
+    def _rent_from(self, candidate: Candidate) -> list[Instance]:
+        self._book.turn_to(candidate.provider, candidate.account)
+        if candidate.provider != self._provider:
+            self._is_launch_unsure = False  # that was about the one before, which has been asked and has nothing of ours
+            self._launched_at = 0.0
+        self._provider = candidate.provider
+        self._emit(InfraCreated(candidate.region))
+        instances: list[Instance] = []
+        for part in candidate.parts:
+            instances += self._launch(part.offer, part.count, part.first_rank)
+        self._offers = {part.first_rank + index: part.offer for part in candidate.parts for index in range(part.count)}
+        return instances
 
     def release(self) -> None:
         """Give the pool's machines back and make sure. May be called again. Raises InstancesLeft if some could not be confirmed gone."""
@@ -188,7 +256,10 @@ class Machines:
     @property
     def lease(self) -> Lease:
         """The written claim on the machines that there are now."""
-        nodes = tuple(Node(instance=node.instance, rank=rank, workers=1, slots=self._spec.concurrency) for rank, node in sorted(self._nodes.items()))
+        nodes = tuple(
+            Node(instance=node.instance, rank=rank, workers=self._spec.workers_per_node, slots=self._spec.concurrency)
+            for rank, node in sorted(self._nodes.items())
+        )
         return Lease(pool_id=self._pool_id, provider=self._provider.to_json(), nodes=nodes, scheduler=self._scheduler, created_at=self._created_at)
 
     @property
@@ -249,7 +320,7 @@ class Machines:
             node.start(self._node_script(), self._spec.provision_timeout)
             with self._telling:
                 if self._ports:
-                    self._ports[rank] = (random.choice(PORTS), random.choice(PORTS))  # noqa: S311 - ports, no secrets
+                    self._ports[rank] = tuple(random.sample(PORTS, 1 + self._spec.workers_per_node))
                 self._nodes[rank] = node
                 self._lead_all()
                 self._raise_if_cut_off(node)
@@ -270,14 +341,22 @@ class Machines:
 
     def _launch_instead(self, rank: int, ending: threading.Thread | None) -> Instance:
         """Rent a machine while the lost one is given back, which may take long; where it is the last of its kind, that must come first."""
-        assert self._offer is not None
+        own = self._offers[rank]
         try:
-            return self._launch(self._offer, 1, rank)[0]
+            return self._launch(own, 1, rank)[0]
         except NoCapacity:
+            for other in self._others:
+                if other != own and self._may_stand_for(other, own):
+                    with contextlib.suppress(NoCapacity):
+                        return self._launch(other, 1, rank)[0]
             if ending is None:
                 raise
-            ending.join()
-            return self._launch(self._offer, 1, rank)[0]
+        ending.join()
+        return self._launch(own, 1, rank)[0]
+
+    def _may_stand_for(self, other: Offer, own: Offer) -> bool:
+        """With a share of spot machines each kind keeps to itself; otherwise every candidate is what the strategy allows."""
+        return other.is_spot == own.is_spot or not isinstance(self._spec.spot, spot.Percent)
 
     def restart(self, is_left: Callable[[Instance], bool]) -> Lease:
         """The head is lost: make a node that is left the head, or rent one; tell every node anew. Returns the new lease; ranks that miss in it are vacant."""
@@ -294,8 +373,7 @@ class Machines:
         if left:
             head = self._nodes.pop(left[0])
         else:
-            assert self._offer is not None
-            (instance,) = self._launch(self._offer, 1, 0)
+            (instance,) = self._launch(self._offers[0], 1, 0)
             head = Preparation(self.reaches.to(instance), 0, self._emit)
         self._nodes[0] = head
         if self._ports:
@@ -371,8 +449,8 @@ class Machines:
         if is_gone:
             raise node.failure("its machine is gone")
 
-    def _go_on_until(self, deadline: float, what: str) -> None:
-        if self._closing.wait(0.05):
+    def _go_on_until(self, deadline: float, what: str, pause_seconds: float = 0.05) -> None:
+        if self._closing.wait(pause_seconds):
             raise PoolClosed("the pool is closing")
         if time.monotonic() > deadline:
             raise SkywardError(what)
@@ -393,18 +471,24 @@ class Machines:
             self._purse.returned(grant)
             raise
         self.may_be_left = True
+        began, is_refused = time.monotonic(), False
         try:
             instances = self._provider.launch(offer, count, launch.tags, script)
         except NoCapacity as error:
+            is_refused = True
             self._book.refused(launch, str(error))
             self._purse.returned(grant)
+            self._book.tried(offer, time.monotonic() - began, error)
             raise
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, SkywardError):
+                self._book.tried(offer, time.monotonic() - began, error)
             self._is_launch_unsure = True  # never taken back: another launch that went well says nothing of this one
             raise  # the money stays set aside: what was launched lives as long as it was granted
         finally:
-            self._launched_at = time.monotonic()  # a machine may have been created as late as this
-            self._ask_at = self._launched_at + ASK_SECONDS
+            self._ask_at = time.monotonic() + ASK_SECONDS
+            if not is_refused:
+                self._launched_at = time.monotonic()  # a machine may have been created as late as this
         self._book.bind(launch, instances)
         self._purse.launched([instance.id for instance in instances], grant)
         self._lifetimes |= {instance.id: lifetime for instance in instances}
@@ -414,7 +498,10 @@ class Machines:
             self._end_all()
             raise PoolClosed("the pool is closing")
         if len(instances) < count:
-            raise NoCapacity(f"{self._provider.name} had {len(instances)} of {count} x {offer.instance_type} in {offer.region}; they have been given back")
+            few = NoCapacity(f"{self._provider.name} had {len(instances)} of {count} x {offer.instance_type} in {offer.region}; they have been given back")
+            self._book.tried(offer, time.monotonic() - began, few)
+            raise few
+        self._book.tried(offer, time.monotonic() - began)
         return instances
 
     def _prepare(self, deadline: float) -> None:
@@ -517,9 +604,10 @@ class Machines:
         self._scheduler = await_scheduler(head, nodes, lambda: self._raise_if_gone(nodes), deadline)
 
     def _choose_ports(self) -> None:
-        """Choose two ports for each rank: one for a scheduler, one for its worker."""
-        numbers = iter(random.sample(PORTS, 2 * self._spec.nodes))
-        self._ports = {rank: (next(numbers), next(numbers)) for rank in range(self._spec.nodes)}
+        """Choose the ports of each rank: one for a scheduler, one for each of its workers."""
+        each = 1 + self._spec.workers_per_node
+        numbers = random.sample(PORTS, each * self._spec.nodes)
+        self._ports = {rank: tuple(numbers[rank * each : (rank + 1) * each]) for rank in range(self._spec.nodes)}
         self._led = set()
 
     def _lead_all(self) -> None:
@@ -538,20 +626,30 @@ class Machines:
 
 def refuse(spec: PoolSpec, provider: Provider) -> None:
     """Raise BadRequest for what the provider can never do, before anything is asked of it."""
-    asked = {"apt": bool(spec.image.apt), "volume": bool(spec.volume)}
+    is_partitioned = spec.accelerator is not None and bool(spec.accelerator.mig)
+    asked = {"apt": bool(spec.image.apt), "volume": bool(spec.volume), "mig": is_partitioned}
     for feature, reason in type(provider).refuses.items():
         if asked.get(feature):
             raise NotYetSupported(f"{provider.name} does not do {feature}: {reason}")
 
 
-def choose(spec: PoolSpec, provider: Provider) -> Offer:
-    """Return the best offer for the spec. Raises NoCapacity with the reasons, BadRequest if spot is demanded where it is not sold."""
-    offers = ranked(provider.offers(spec.requirements), spec.requirements)
-    is_spot_sold = any(offer.is_spot for offer in offers)
-    on_demand_nodes, spot_nodes = spot.split(spec.spot, spec.nodes, is_spot_sold)
-    if on_demand_nodes and spot_nodes:
-        raise NotYetSupported(f"spot={spec.spot} means {on_demand_nodes} on demand and {spot_nodes} spot: pools are not mixed yet; ask for one kind")
-    return next(offer for offer in offers if offer.is_spot == (spot_nodes > 0))
+def able(spec: PoolSpec, providers: Sequence[Provider]) -> list[Provider]:
+    """Return the providers that can do what is asked for at all. Raises what `refuse` raises if none can."""
+    found: list[Provider] = []
+    reasons: list[NotYetSupported] = []
+    for provider in providers:
+        try:
+            refuse(spec, provider)
+            found.append(provider)
+        except NotYetSupported as error:
+            reasons.append(error)
+    if not found:
+        raise reasons[0]
+    return found
+
+
+def _refused(one: Refusal) -> CandidateRefused:
+    return CandidateRefused(**asdict(one))
 
 
 def _provisioned(instance: Instance) -> InstanceProvisioned:

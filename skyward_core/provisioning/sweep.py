@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from skyward_core.entries import Bucket, CostBy, Intent, PoolEntry, ResourceKind, Wish
-from skyward_core.errors import ZERO_USD, BadRequest, LedgerConflict, LedgerError
+from skyward_core.errors import ZERO_USD, BadRequest, CredentialsError, LedgerConflict, LedgerError
 from skyward_core.instances import Instance, Lease
 from skyward_core.owner import Owner, OwnerState
 from skyward_core.providers.base import Provider, load
@@ -144,6 +144,8 @@ def release(
         provider = load(entry.provider)
     else:
         raise BadRequest(f"The ledger has no pool {pool_id!r}: look with `skyward ps --all`, or name the provider that may have its machines.")
+    if entry is not None and entry.provider_account and (error := _other_account(entry, provider.account())) is not None:
+        raise error
     if entry is not None and not can_see(provider, entry.owner, Owner.here()):
         raise BadRequest(f"The machines of {pool_id!r} are processes of {entry.owner.name}, which cannot be seen from here: stop it there.")
     end_pool(ledger, provider, pool_id, why=why, clock=clock, monotonic=monotonic, pause=pause)
@@ -437,6 +439,7 @@ class _Place:
     """One provider, with what it lists and what the ledger has of it."""
 
     provider: Provider
+    account: str
     machines: list[Instance]
     pools: dict[str, PoolEntry] = field(default_factory=dict[str, PoolEntry])
     intents: list[Intent] = field(default_factory=list[Intent])
@@ -459,14 +462,27 @@ def _look(ledger: Ledger | None, providers: Sequence[Provider]) -> _View:
     late = _entries(ledger, {machine.pool_id for machine in survey.machines()} - pools.keys())
     pools |= late
     survey.ask(late.values())
+    strange: list[Failure] = []
     for entry in pools.values():
-        if (place := survey.places.get(_key(entry.provider))) is not None:
+        if (place := survey.places.get(_key(entry.provider))) is None:
+            continue
+        if (error := _other_account(entry, place.account)) is None:
             place.pools[entry.id] = entry
+        else:  # what this account does not list may well be there
+            strange.append(Failure(place.provider.name, entry.id, error))
     for intent in intents:
-        if (place := survey.places.get(_key(pools[intent.pool_id].provider))) is not None:
+        place = survey.places.get(_key(pools[intent.pool_id].provider))
+        if place is not None and intent.pool_id in place.pools:
             place.intents.append(intent)
     left = _keep_apart(survey.places, pools)
-    return _View(list(survey.places.values()), left, survey.failures)
+    return _View(list(survey.places.values()), left, [*survey.failures, *strange])
+
+
+def _other_account(entry: PoolEntry, account: str) -> CredentialsError | None:
+    """Return why credentials are of no use for a pool, None if they are, or if the ledger does not know whose its machines are."""
+    if entry.provider_account in ("", account):
+        return None
+    return CredentialsError(f"its machines are of account {entry.provider_account!r}, and these credentials are of {account!r}: sweep with those of the former")
 
 
 def _entries(ledger: Ledger | None, pool_ids: Iterable[str]) -> dict[str, PoolEntry]:
@@ -509,7 +525,7 @@ def _listed(wish: Provider | Mapping[str, Any]) -> _Place | Failure:
     name = wish.name if isinstance(wish, Provider) else str(wish.get("name", "?"))
     try:
         provider = load(wish)
-        return _Place(provider, provider.instances())
+        return _Place(provider, provider.account(), provider.instances())
     except Exception as error:  # whatever a provider raises, nothing of it may be taken for gone
         return Failure(name, "", error)
 

@@ -5,6 +5,7 @@ A sample is a dict of the fields of `events.Metrics`, which the client makes of 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -84,18 +85,17 @@ def _nvml_handles() -> list[Any]:
 
 
 def _gpu_values(gpus: list[Any]) -> dict[str, float]:
-    """Means over the GPUs (temperature: the highest); a GPU that stops answering makes the values None rather than the node fail."""
+    """Means over the GPUs (temperature: the highest). What NVML does not tell, as utilisation of one that is partitioned, is left out."""
     import pynvml
 
-    if not gpus:
-        return {}
-    try:
-        memory = [pynvml.nvmlDeviceGetMemoryInfo(gpu) for gpu in gpus]
-        return {
-            "gpu_utilization": sum(float(pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu) for gpu in gpus) / len(gpus),
-            "gpu_memory_used_mb": sum(float(m.used) for m in memory) / MB / len(gpus),
-            "gpu_memory_total_mb": sum(float(m.total) for m in memory) / MB / len(gpus),
-            "gpu_temperature": max(float(pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)) for gpu in gpus),
-        }
-    except pynvml.NVMLError:
-        return {}
+    ways: dict[str, Callable[[], float]] = {
+        "gpu_utilization": lambda: sum(float(pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu) for gpu in gpus) / len(gpus),
+        "gpu_memory_used_mb": lambda: sum(float(pynvml.nvmlDeviceGetMemoryInfo(gpu).used) for gpu in gpus) / MB / len(gpus),
+        "gpu_memory_total_mb": lambda: sum(float(pynvml.nvmlDeviceGetMemoryInfo(gpu).total) for gpu in gpus) / MB / len(gpus),
+        "gpu_temperature": lambda: max(float(pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)) for gpu in gpus),
+    }
+    values: dict[str, float] = {}
+    for name, way in ways.items() if gpus else ():
+        with contextlib.suppress(pynvml.NVMLError):
+            values[name] = way()
+    return values

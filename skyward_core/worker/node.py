@@ -50,6 +50,7 @@ DASK_CONFIG: dict[str, Any] = {
     "distributed.scheduler.http.routes": [],
     "distributed.worker.http.routes": [],
     "distributed.worker.profile.enabled": False,
+    "distributed.diagnostics.nvml": False,  # metrics.py asks the GPUs, and once a node; of a MIG partition NVML refuses much, which would end the worker
     "distributed.worker.memory.target": False,
     "distributed.worker.memory.spill": False,
     "distributed.worker.memory.pause": False,

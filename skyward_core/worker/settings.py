@@ -27,10 +27,10 @@ class Owner:
 class NodeSettings:
     """All that a node needs to know.
 
-    `workers` holds one mapping of environment variables for each worker of the node (a MIG partition is a worker), `slots` is how many calls
-    each of them runs at once. `scheduler` is the address of the pool's scheduler; None on the head, which starts it. `value_directories` are
-    folders for large values, the first in this machine's memory; the node makes and removes it. The client takes them from there.
-    `tls_certificate` and `tls_key` are PEM texts. `memory_limit_bytes` bounds the process of a call.
+    `workers` holds one mapping of environment variables for each worker of the node (a MIG partition is a worker: `with_partitions`), `slots` is how many
+    calls each of them runs at once, `accelerators` are those that one worker may use. `scheduler` is the address of the pool's scheduler; None on the head,
+    which starts it. `value_directories` are folders for large values, the first in this machine's memory; the node makes and removes it. The client takes
+    them from there. `tls_certificate` and `tls_key` are PEM texts. `memory_limit_bytes` bounds the process of a call.
 
     `timeout_seconds` is how long the node lives without a running call, `max_lifetime_seconds` how long at most (None: no end), `lease_seconds` how long
     after its start without a sign of life from a client, unless one lengthens it (`watchdog.write_lease`). `is_guarded` says that a guard runs beside
@@ -75,6 +75,18 @@ class NodeSettings:
         for name in ("workers", "accelerators", "value_directories", "worker_ports"):
             fields[name] = tuple(fields[name])
         return cls(**fields, owner=Owner(**owner) if owner else None)
+
+
+def with_partitions(settings: NodeSettings, text: str) -> NodeSettings:
+    """Return settings that show each worker one partition of a GPU: the first worker the first UUID of a text of one a line, and so on.
+
+    Raises ValueError if there are not as many partitions as workers.
+    """
+    partitions = text.split()
+    if len(partitions) != len(settings.workers):
+        raise ValueError(f"the node has {len(partitions)} partitions of GPUs for {len(settings.workers)} workers")
+    shown = ({**worker, "CUDA_VISIBLE_DEVICES": partition} for worker, partition in zip(settings.workers, partitions, strict=True))
+    return dataclasses.replace(settings, workers=tuple(shown))
 
 
 def memory_directory(instance_id: str) -> str:

@@ -6,8 +6,9 @@ only safe so), never runs a user's code, reaps the dead, and is the node's watch
 the whole node down.
 
 Files of DIRECTORY: `settings.json` is written by the client, and written again to have the node begin anew as another; `lease` is written by whoever
-may lengthen it; `supervisor` holds this process's pid; `head.json` is written by the head when its scheduler listens; `ended` says to the guard, where
-there is one, why the node ends. The supervisor may be started before `settings.json` is there.
+may lengthen it; `partitions`, if there is one, by the bootstrap script, and names the GPU of each worker; `supervisor` holds this process's pid;
+`head.json` is written by the head when its scheduler listens; `ended` says to the guard, where there is one, why the node ends. The supervisor may be
+started before `settings.json` is there.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import NoReturn
 from skyward_core.worker import node  # the one costly import: everything forked from here has it already
 from skyward_core.worker.info import InstanceInfo, to_env
 from skyward_core.worker.invoke import JOB_PLACE, Line, run_calls
-from skyward_core.worker.settings import NodeSettings, Owner, write_atomically
+from skyward_core.worker.settings import NodeSettings, Owner, with_partitions, write_atomically
 from skyward_core.worker.slot import Exit
 from skyward_core.worker.watchdog import (
     DETACHED,
@@ -306,7 +307,7 @@ class Supervisor:
             if seen == self._settings_seen:
                 return
             self._settings_seen = seen
-            settings = NodeSettings.from_json(path.read_text())
+            settings = read_settings(self._directory)
         except (OSError, ValueError, KeyError, TypeError) as error:
             if not isinstance(error, FileNotFoundError):
                 self._log(f"the new settings cannot be read: {error!r}")
@@ -373,7 +374,17 @@ def await_settings(directory: Path, owner: Owner | None) -> NodeSettings:
         if time.monotonic() > deadline or (owner is not None and not owner.is_alive()):
             sys.exit(f"no {path} after {SETTINGS_DEADLINE_SECONDS} s, or the client is gone")
         time.sleep(0.01)
-    return NodeSettings.from_json(path.read_text())
+    return read_settings(directory)
+
+
+def read_settings(directory: Path) -> NodeSettings:
+    """Return what the client has written, and what this machine has found about its GPUs. Raises OSError, ValueError, KeyError or TypeError."""
+    settings = NodeSettings.from_json((directory / "settings.json").read_text())
+    try:
+        partitions = (directory / "partitions").read_text()
+    except FileNotFoundError:
+        return settings
+    return with_partitions(settings, partitions)
 
 
 def main() -> NoReturn:

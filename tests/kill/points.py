@@ -512,7 +512,7 @@ def _children() -> set[int]:
 
 
 def _anything() -> Any:
-    from skyward_core.offers import Requirements
+    from skyward_core.market import Requirements
 
     return Requirements()
 

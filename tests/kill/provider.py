@@ -11,7 +11,7 @@ import httpx
 
 from skyward_core.errors import CredentialsError, InstancesLeft, NoCapacity
 from skyward_core.instances import Instance, InstanceState
-from skyward_core.offers import Offer, Requirements
+from skyward_core.market import Offer, Requirements
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, Provider, Tags
 
 WIRE = "tests.kill.wire"

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 import skyward_core as sky
 from skyward_core.accelerators import parse
 from skyward_core.errors import CommandFailed
-from skyward_core.offers import rank
+from skyward_core.market import rank
 from skyward_core.providers import base, hosts
 from skyward_core.provisioning.guard import guard_script
 from skyward_core.ssh import Connection

@@ -1,0 +1,131 @@
+"""What is wanted, what is sold, and which of it is taken. Pure functions over frozen values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from skyward_core.accelerators import Accelerator, parse
+from skyward_core.errors import BadRequest, NoCapacity
+
+MEMORY_TOLERANCE = 0.075
+
+
+GB_PER_UNIT = {"mb": 1e-3, "gb": 1.0, "tb": 1e3, "mib": 2**20 / 1e9, "gib": 2**30 / 1e9, "tib": 2**40 / 1e9}
+TOLD_REASONS = 20
+
+
+class Requirements(BaseModel):
+    """The hardware part of a wish. Memory in GB = 10⁹ bytes, prices in USD per hour for one machine."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    accelerator: Accelerator | None = None
+    instance_type: str | None = None
+    vcpus: int | None = Field(default=None, ge=1)
+    memory_gb: float | None = Field(default=None, gt=0)
+    max_price_per_hour: float | None = Field(default=None, gt=0)
+
+
+class Offer(BaseModel):
+    """One thing a provider sells now. `accelerators` is the number of chips, each with `accelerator_memory_gb`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    provider: str
+    instance_type: str
+    region: str
+    is_spot: bool = False
+    price_per_hour: float
+    on_demand_price_per_hour: float | None = None
+    vcpus: float
+    memory_gb: float
+    accelerator: str | None = None
+    accelerators: int = 0
+    accelerator_memory_gb: float | None = None
+    form_factor: str | None = None
+    """"SXM", "PCIe" or "NVL", where the provider tells."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        return f"{self.provider}/{self.region} {self.instance_type}{' spot' if self.is_spot else ''}"
+
+
+def matches(offer: Offer, want: Requirements) -> str | None:
+    """Return None if the offer is good enough, else the reason why it is not."""
+    if want.instance_type is not None and offer.instance_type != want.instance_type:
+        return f"is no {want.instance_type}"
+    if (accelerator := want.accelerator) is not None:
+        if offer.accelerator != accelerator.name:
+            return f"has {offer.accelerator or 'no accelerator'}"
+        if offer.accelerators < accelerator.count:
+            return f"has {offer.accelerators} of them"
+        if _has_other_memory(offer, accelerator):
+            return f"has them with {offer.accelerator_memory_gb or 0:g} GB"
+        if accelerator.form_factor is not None and offer.form_factor != accelerator.form_factor:
+            return f"has them as {offer.form_factor}" if offer.form_factor else "does not tell their form factor"
+    if want.vcpus is not None and offer.vcpus < want.vcpus:
+        return f"has {offer.vcpus:g} CPUs"
+    if want.memory_gb is not None and offer.memory_gb < want.memory_gb:
+        return f"has {offer.memory_gb:.1f} GB of memory"
+    if want.max_price_per_hour is not None and offer.price_per_hour > want.max_price_per_hour:
+        return f"costs ${offer.price_per_hour:.2f} an hour"
+    return None
+
+
+def _has_other_memory(offer: Offer, accelerator: Accelerator) -> bool:
+    """Whether the offer's chips are another variant. Drivers and clouds tell up to 7 % less than the data sheet (GiB for GB, reserved parts)."""
+    told = offer.accelerator_memory_gb
+    return told is not None and abs(told - accelerator.memory_gb) > MEMORY_TOLERANCE * accelerator.memory_gb
+
+
+def rank(offers: Iterable[Offer], want: Requirements) -> list[Offer]:
+    """Return the offers that match, cheapest first, then the smallest. Raises NoCapacity with the rejections' reasons when none does."""
+    offers = list(offers)
+    good = [offer for offer in offers if matches(offer, want) is None]
+    if not good:
+        raise NoCapacity(f"nobody offers {describe(want)}: {why_none(offers, want)}")
+    return sorted(good, key=lambda offer: (offer.price_per_hour, offer.vcpus, offer.memory_gb))
+
+
+def why_none(offers: Sequence[Offer], want: Requirements) -> str:
+    """Say for the first offers why each does not match, nearest kind first: those with the right accelerator before the others."""
+    wanted = want.accelerator.name if want.accelerator is not None else None
+    near = sorted(offers, key=lambda offer: (offer.accelerator != wanted, offer.price_per_hour))[:TOLD_REASONS]
+    told = [f"{offer.name} {matches(offer, want)}" for offer in near]
+    more = [f"and {len(offers) - len(near)} others"] if len(offers) > len(near) else []
+    return "; ".join([*told, *more]) or "there are no offers at all"
+
+
+def select_instance(available: Iterable[Offer], accelerator: Accelerator | str | None = None, cpu: int | None = None, memory: str | None = None) -> Offer:
+    """Return the smallest of these offers that has the accelerator, so many CPU cores and so much memory ("128GB"); of two alike the cheaper one.
+
+    Smallest: fewest accelerators, then CPUs, then memory. Raises NoCapacity with the reasons when none does.
+    """
+    wanted = parse(accelerator) if isinstance(accelerator, str) else accelerator
+    want = Requirements(accelerator=wanted, vcpus=cpu, memory_gb=None if memory is None else memory_gb(memory))
+    return min(rank(available, want), key=lambda offer: (offer.accelerators, offer.vcpus, offer.memory_gb, offer.price_per_hour))
+
+
+def memory_gb(text: str) -> float:
+    """Read an amount of memory such as "32GB" or "512 MiB"; returns GB = 10⁹ bytes. Raises BadRequest."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", text, re.IGNORECASE)
+    unit = match.group(2).lower() if match else ""
+    if match is None or unit not in GB_PER_UNIT or float(match.group(1)) <= 0:
+        raise BadRequest(f'memory={text!r} is no amount of memory: write a number and a unit, such as "32GB" or "512MiB" ({", ".join(GB_PER_UNIT)})')
+    return float(match.group(1)) * GB_PER_UNIT[unit]
+
+
+def describe(want: Requirements) -> str:
+    """Say in words what is wanted."""
+    parts = [
+        (want.instance_type, f"machine {want.instance_type!r}"),
+        (want.accelerator, str(want.accelerator)),
+        (want.vcpus, f"{want.vcpus} CPUs"),
+        (want.memory_gb, f"{want.memory_gb or 0:g} GB of memory"),
+        (want.max_price_per_hour, f"at most ${want.max_price_per_hour or 0:g} an hour"),
+    ]
+    return ", ".join(words for wish, words in parts if wish is not None) or "a machine"

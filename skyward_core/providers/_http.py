@@ -1,0 +1,179 @@
+"""One session with a cloud's REST API: what may be asked again is, what the cloud answers becomes our errors, and no secret gets into a message."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC
+from email.utils import parsedate_to_datetime
+from http import HTTPStatus
+from typing import Any, Self, cast
+from urllib.parse import quote, quote_plus
+
+import httpx
+
+from skyward_core.errors import BadRequest, CredentialsError, ProviderFailed, RateLimited, SkywardError
+
+TIMEOUT_SECONDS = 30.0
+PATIENCE_SECONDS = 60.0
+"""How long a request that may be repeated is repeated, pauses included."""
+PAUSE_SECONDS = 0.5
+"""The first pause where the cloud names none; each one is twice as long as the one before, and `LONGEST_PAUSE_SECONDS` at most.
+
+The shortest where it names one: "again in 0 s" must not become a storm.
+"""
+LONGEST_PAUSE_SECONDS = 15.0
+TOLD_CHARACTERS = 500
+
+NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+NEVER_TO_BE_SENT = (httpx.UnsupportedProtocol, httpx.LocalProtocolError)
+
+type Classify = Callable[[int, Mapping[str, Any], str], SkywardError | None]
+"""Status, body (empty if it is no JSON object) and our message in; what it means for this cloud out, None for what it means everywhere."""
+
+
+class Api:
+    """A client of one cloud, for the length of one verb: a context manager.
+
+    Args:
+        name: how the cloud is called in messages.
+        base_url: what paths are put behind.
+        headers: sent with every request.
+        classify: what this cloud's refusals mean, looked at before what they mean everywhere.
+        secrets: what never gets into a message, however it is spelled there.
+
+    Raises CredentialsError if a header cannot be sent as it is, for instance with a key that has a line break in it, and BadRequest for what is no URL.
+    """
+
+    def __init__(
+        self, name: str, base_url: str, headers: Mapping[str, str] | None = None, *, classify: Classify = lambda *_: None, secrets: Sequence[str] = ()
+    ) -> None:
+        self._name = name
+        self._classify = classify
+        self._secrets = tuple(sorted({spelling for secret in secrets if secret for spelling in _spellings(secret)}, key=len, reverse=True))
+        for header, value in (headers or {}).items():
+            if not (value.isascii() and value.isprintable()) or value != value.strip():
+                raise CredentialsError(f"what {name} is to be told as {header} cannot be sent: it is not whole, or has a line break or the like in it")
+        try:
+            self._client = httpx.Client(base_url=base_url, headers=headers, timeout=TIMEOUT_SECONDS, follow_redirects=False)
+        except httpx.InvalidURL as error:
+            raise BadRequest(self._clean(f"{name} cannot be asked at {base_url!r}: {error}")) from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, Any] | None = None,
+        body: object = None,
+        is_repeatable: bool | None = None,
+        missing_is_none: bool = False,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
+        """Send a request; return the JSON of the answer, its text if that is no JSON, None if it is empty.
+
+        Repeated within PATIENCE_SECONDS are requests that the cloud refused for their number (429), and after failures of cloud or wire those that may be:
+        `is_repeatable`, by default GET, HEAD and DELETE. A connection that was never made is tried again in any case.
+        With `missing_is_none` a 404 or 410 is None. Raises CredentialsError (401, 403), RateLimited, ProviderFailed (5xx, or no answer), BadRequest for every
+        other refusal, and before all of them what `classify` returns.
+        """
+        may_repeat = method in ("GET", "HEAD", "DELETE") if is_repeatable is None else is_repeatable
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        pause = PAUSE_SECONDS
+        while True:
+            wish: float | None = None
+            try:
+                answer = self._client.request(method, path, params=_given(query), json=body, headers=headers)
+            except NEVER_TO_BE_SENT as error:
+                raise BadRequest(self._clean(f"{self._name} cannot be asked {method} {path}: {error}")) from None
+            except httpx.RequestError as error:
+                failure: SkywardError = ProviderFailed(self._clean(f"{self._name} did not answer {method} {path}: {str(error) or type(error).__name__}"))
+                failure.__cause__ = error
+                again = may_repeat or isinstance(error, NEVER_SENT)
+            else:
+                if answer.is_success:
+                    return _content(answer)
+                if missing_is_none and answer.status_code in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
+                    return None
+                failure = self._failure(method, path, answer)
+                wish = _wish(answer)
+                again = type(failure) is RateLimited or (type(failure) is ProviderFailed and may_repeat)
+            wait = pause if wish is None else max(wish, PAUSE_SECONDS)
+            if not again or time.monotonic() + wait > deadline:
+                raise failure
+            time.sleep(wait)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _failure(self, method: str, path: str, answer: httpx.Response) -> SkywardError:
+        content = _content(answer)
+        body = cast("dict[str, Any]", content) if isinstance(content, dict) else {}
+        status = answer.status_code
+        told = self._told(content)
+        message = self._clean(f"{self._name} answered {method} {path} with {status}") + (f": {told}" if told else "")
+        code = next((body[key] for key in ("code", "id", "error", "title") if isinstance(body.get(key), str) and body[key]), str(status))
+        return (self._classify(status, body, message) or _meaning(status, message)).coded(self._told(code))
+
+    def _told(self, content: object) -> str:
+        """What the cloud said, in one line: without secrets first, so that the cut leaves no half of one."""
+        text = "" if content is None else content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        return " ".join(self._clean(text).split())[:TOLD_CHARACTERS]
+
+    def _clean(self, text: str) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return text
+
+
+def _meaning(status: int, message: str) -> SkywardError:
+    if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+        return CredentialsError(message)
+    if status == HTTPStatus.TOO_MANY_REQUESTS:
+        return RateLimited(message)
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status == HTTPStatus.REQUEST_TIMEOUT:
+        return ProviderFailed(message)
+    return BadRequest(message)
+
+
+def _content(answer: httpx.Response) -> Any:
+    if not answer.content:
+        return None
+    try:
+        return answer.json()
+    except (ValueError, RecursionError):
+        return answer.text
+
+
+def _spellings(secret: str) -> Iterator[str]:
+    """A secret as it is and as others quote it: in a URL, in JSON, in HTML, in an error of Python's, and without the white space around it."""
+    for text in (secret, secret.strip()):
+        if text:
+            yield from (text, quote(text, safe=""), quote(text), quote_plus(text), html.escape(text), repr(text)[1:-1])
+            yield from (json.dumps(text, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False))
+            yield re.sub("%[0-9A-F]{2}", lambda match: match[0].lower(), quote(text, safe=""))
+
+
+def _wish(answer: httpx.Response) -> float | None:
+    """How many seconds the cloud wants us to wait: a number, or a date (RFC 9110, 10.2.3)."""
+    told = answer.headers.get("Retry-After", "").strip()
+    if not told:
+        return None
+    if re.fullmatch(r"[0-9]+(\.[0-9]*)?", told):
+        return float(told)
+    try:
+        moment = parsedate_to_datetime(told)
+    except ValueError:
+        return None
+    return max(0.0, (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() - time.time())
+
+
+def _given(query: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    return None if query is None else {name: value for name, value in query.items() if value is not None}

@@ -1,0 +1,174 @@
+"""What a rented machine runs when it comes up: whom to let in, who it is, and its startup script, cut loose from whatever runs this.
+
+The same four variables and the same directory as everywhere (decisions/0006). The machine's id is told by the machine: a text of shell that prints it, for the
+answer to the creating call comes too late. Where it prints nothing, the token of the launch stands in: the client finds no such node, but the lease holds.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+import shlex
+
+from skyward_core.errors import BadRequest
+from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Tags
+from skyward_core.providers.login import HostKey, Key
+from skyward_core.providers.tagging import TAGS_VARIABLE, to_word
+
+HOME = "/root/.cache/skyward"
+END = "/root/.cache/skyward/end"
+"""The script with which a machine ends itself: `end_command` of a cloud is to run it."""
+END_COMMAND = f"exec sh {END}"
+DELIMITER = "SKYWARD_END_OF_FILE"
+
+BOOT = """\
+umask 077
+id=$({machine_id})
+case $id in '' | .* | *[!A-Za-z0-9._-]*) id={launch} ;; esac
+directory={home}/instances/$id
+mkdir -p "$directory"
+cat >{end} <<'{delimiter}'
+while :; do
+(
+{end_script}
+)
+sleep {again_seconds}
+done
+{delimiter}
+cat >"$directory/startup.sh" <<'{delimiter}'
+{startup}
+{delimiter}
+env HOME=/root SKYWARD_INSTANCE_ID="$id" SKYWARD_INSTANCE_DIRECTORY="$directory" {variables} \\
+  setsid sh "$directory/startup.sh" </dev/null >>"$directory/log" 2>&1 &
+"""
+END_AGAIN_SECONDS = 30
+"""Ending a machine may fail, for one because the cloud's API is out: it is tried until the machine is gone."""
+
+LOGIN = """\
+umask 022
+if [ ! -x /usr/sbin/sshd ]; then
+  for pause in 5 10 20 30 60 0; do
+    apt-get update -qq &&
+      DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends openssh-server curl ca-certificates >/dev/null && break
+    sleep "$pause"
+  done
+fi
+mkdir -p /run/sshd
+umask 077
+mkdir -p /root/.ssh
+printf '\\n%s\\n' {public} >>/root/.ssh/authorized_keys
+chmod 600 /root/.ssh/authorized_keys
+chmod 700 /root /root/.ssh
+touch /root/.no_auto_tmux
+rm -f /etc/ssh/ssh_host_*
+printf '%s\\n' {host_private} >/etc/ssh/ssh_host_ed25519_key
+printf '%s\\n' {host_public} >/etc/ssh/ssh_host_ed25519_key.pub
+"""
+"""Lets us in and makes the machine who we take it for. Others may have left a file of keys whose last line has no end.
+
+An image without sshd is small: what a container needs to end itself comes with it. Somebody else may be installing at that moment: it is tried again.
+"""
+
+START_SSHD = """\
+sshds() {
+  for process in /proc/[0-9]*; do
+    read -r name <"$process/comm" && [ "$name" = sshd ] && readlink "$process/exe" >/dev/null && echo "${process#/proc/}"
+  done 2>/dev/null
+}
+running=$(sshds)
+for pid in $running; do kill -HUP "$pid"; done
+[ -z "$running" ] || sleep 1
+[ -n "$(sshds)" ] || /usr/sbin/sshd
+"""
+"""One that runs reads its keys anew. Ending it and starting another is a race for its port, which the other loses without a word.
+
+No `pkill`: images lack it. A process without `exe` is dead and waits to be taken notice of.
+"""
+RELOAD_SSHD = """\
+if ! { systemctl restart ssh || systemctl restart sshd; } >/dev/null 2>&1; then
+  START
+fi
+""".replace("START", "\n  ".join(START_SSHD.splitlines()))
+OBEY = "trap 'exit 0' TERM\n"
+"""Nobody else, neither from inside nor `docker stop`, ends the first process of a container with a signal that it does not wait for."""
+STAY = """\
+while :; do
+  sleep 3600 &
+  wait "$!"
+done
+"""
+"""A shell that waits, as the first process of a container has to, also lets go of the processes that others have left behind."""
+
+
+def directory_of(machine_id: str) -> str:
+    """Return where a machine that calls itself so has its files."""
+    return f"{HOME}/instances/{machine_id}"
+
+
+def boot_script(startup: str, tags: Tags, machine_id: str, end_script: str = "poweroff") -> str:
+    """Return POSIX sh, to be run once as root, that starts `startup`. `machine_id` is shell text that prints the machine's id.
+
+    `end_script` is what END_COMMAND runs: how the machine ends itself, for good where it can. It is run again as long as it has not.
+    """
+    if f"\n{DELIMITER}\n" in f"\n{startup}\n{end_script}\n":
+        raise BadRequest(f"a startup script cannot have a line {DELIMITER!r}")
+    variables = {"SKYWARD_POOL_ID": tags[POOL_TAG], "SKYWARD_RANK": tags.get(RANK_TAG, "0"), TAGS_VARIABLE: to_word(tags)}
+    return BOOT.format(
+        machine_id=machine_id,
+        launch=shlex.quote(tags.get(LAUNCH_TAG, "unknown")),
+        home=HOME,
+        end=END,
+        end_script=end_script,
+        again_seconds=END_AGAIN_SECONDS,
+        startup=startup.removesuffix("\n"),
+        delimiter=DELIMITER,
+        variables=shlex.join(f"{name}={value}" for name, value in variables.items()),
+    )
+
+
+def cloud_config(boot: str, key: Key, host: HostKey) -> str:
+    """Return user data for a machine whose image has cloud-init: its host key before sshd starts, root let in with our key, the boot script at the end."""
+    config = {
+        "disable_root": False,
+        "ssh_pwauth": False,
+        "ssh_authorized_keys": [key.public],
+        "ssh_deletekeys": True,
+        "ssh_genkeytypes": ["ed25519"],
+        "ssh_keys": {"ed25519_private": host.private, "ed25519_public": host.public},
+        "runcmd": [["sh", "-c", boot]],
+    }
+    return "#cloud-config\n" + _flat(config) + "\n"
+
+
+def script(boot: str, key: Key, host: HostKey) -> str:
+    """Return the same as a shell script, for a machine that runs one as root some time after its sshd has started."""
+    return "#!/bin/sh\n" + boot + _login(key, host) + RELOAD_SSHD
+
+
+def container_script(boot: str, key: Key, host: HostKey) -> str:
+    """Return the same as the main script of a container, which may have no sshd and has nothing that would start one; it ends when it is told to.
+
+    The guard is there before anything is installed, which may take long or come to nothing.
+    """
+    return "#!/bin/sh\n" + OBEY + boot + _login(key, host) + START_SSHD + STAY
+
+
+def packed(text: str) -> str:
+    """Return a script in one word, where there is little room or line breaks do not pass; `UNPACKED` of it runs it."""
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+
+
+UNPACKED = 'umask 077; printf %s "$SKYWARD_BOOT" | base64 -d | gzip -d >/run/skyward-boot && exec sh /run/skyward-boot'
+"""Runs what `packed` returned, from the environment variable SKYWARD_BOOT."""
+
+
+def _login(key: Key, host: HostKey) -> str:
+    return LOGIN.format(public=shlex.quote(key.public), host_private=shlex.quote(host.private.rstrip("\n")), host_public=shlex.quote(host.public))
+
+
+def _flat(config: object) -> str:
+    r"""Return JSON that is YAML as well, letter for letter: PyYAML takes what JSON makes of a smiley, "\ud83d\ude00", for two letters that nobody can write."""
+    text = json.dumps(config, indent=1, ensure_ascii=False)
+    return re.sub("[\x7f-\uffff]", lambda match: f"\\u{ord(match[0]):04x}", text)

@@ -1,0 +1,69 @@
+"""A check against a real cloud, for people with an account: `make live PROVIDER=aws`, and with SPEND=0.50 one machine for a minute, for at most so many USD.
+
+Without SPEND nothing is asked for that costs: who am I, what is sold, which machines of ours are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import time
+from collections import Counter
+
+import skyward_core as sky
+from skyward_core.market import Requirements
+from skyward_core.providers.base import load
+
+
+def look(provider: sky.Provider) -> None:
+    """Print what reading tells."""
+    print(f"account    {provider.account()}")
+    began = time.monotonic()
+    offers = provider.offers(Requirements())
+    print(f"offers     {len(offers)} in {time.monotonic() - began:.1f} s, {sum(offer.is_spot for offer in offers)} of them spot")
+    for name, count in Counter(offer.accelerator or "no accelerator" for offer in offers).most_common():
+        cheapest = min((offer for offer in offers if (offer.accelerator or "no accelerator") == name), key=lambda offer: offer.price_per_hour)
+        print(f"  {count:5} with {name}: from ${cheapest.price_per_hour:.4f} an hour ({cheapest.name})")
+    machines = provider.instances()
+    print(f"machines   {len(machines)} of ours")
+    for machine in machines:
+        print(f"  {machine.id} {machine.state.value} {machine.instance_type} in {machine.region}, pool {machine.pool_id}")
+
+
+@sky.compute
+def hello() -> str:
+    """Say where it is."""
+    return f"{platform.node()}, {platform.platform()}, {sky.instance_info().accelerators}"
+
+
+def spend(provider: sky.Provider, usd: float, accelerator: str | None) -> None:
+    """Rent one machine, run one call on it, and see that it is gone."""
+    began = time.monotonic()
+    with sky.ComputePool(provider=provider, accelerator=accelerator, max_cost=usd, max_lifetime=1800) as pool:
+        print(f"ready      {time.monotonic() - began:.0f} s")
+        print(f"call       {hello() >> pool}")
+    assert pool.receipt is not None
+    print(f"gone       {time.monotonic() - began:.0f} s, ${pool.receipt['total_cost_usd']}, left: {pool.receipt['left']}")
+
+
+def main() -> int:
+    """Check one provider."""
+    parser = argparse.ArgumentParser(prog="make live", description=__doc__)
+    parser.add_argument("provider")
+    parser.add_argument("--spend", type=float, default=0.0, metavar="USD")
+    parser.add_argument("--accelerator")
+    asked = parser.parse_args()
+    provider = load(asked.provider)
+    try:
+        look(provider)
+        if asked.spend:
+            spend(provider, asked.spend, asked.accelerator)
+    except sky.SkywardError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,365 @@
+"""What every cloud's provider keeps to: `ProviderContract`, inherited by each one's test file, which says how to do things to its fake cloud.
+
+class TestAcme(ProviderContract):
+    @pytest.fixture
+    def hands(self) -> Iterator[Hands]: ...
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.errors import CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, RateLimited, SkywardError
+from skyward_core.instances import Instance, InstanceState
+from skyward_core.market import Offer, Requirements, matches
+from skyward_core.providers import _http
+from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, TYPE_TAG, Provider, load
+
+POOL = "sky-contract-a1b2c3"
+STARTUP = "#!/bin/sh\necho the guard, with 'quotes' and \"$SKYWARD_INSTANCE_ID\"\n"
+
+
+@dataclass(frozen=True)
+class Hands:
+    """What a test can do to a cloud, whatever it is. All of it concerns what is asked next.
+
+    Attributes:
+        provider: makes the provider value, its credentials in the environment.
+        wish: what the fake sells, in offers of one machine.
+        secrets: what must not be found in anything that is written.
+        alive: the ids of all machines that are paid for, whatever the listing says.
+        refuse_credentials: from now on nobody is let in.
+        no_capacity: the next creating calls find none, in the cloud's own words.
+        quota: the next creating calls are over the account's limit, in the cloud's own words.
+        outage, outage_over: all requests fail with a 5xx, until they do no more; `fail_create_after` is over with it too.
+        lose_create_answer: the next creating call takes effect, and its answer is lost.
+        fail_create_after: creating calls go on failing with a 5xx after so many machines.
+        throttle: the next request is refused with the cloud's way to say "too many".
+        stop: a machine is stopped, powered off or outbid: there, perhaps paid for, and of no use.
+        preempt: a spot machine is taken back.
+        strangers: machines that are not ours appear: same account, other names, tags and labels; enough for a second page of a listing.
+        lag: machines created from now on are missing in the next two listings; None where the cloud does not do that.
+    """
+
+    provider: Callable[..., Provider]
+    wish: Requirements
+    secrets: tuple[str, ...]
+    alive: Callable[[], set[str]]
+    refuse_credentials: Callable[[], None]
+    no_capacity: Callable[[], None]
+    quota: Callable[[], None]
+    outage: Callable[[], None]
+    outage_over: Callable[[], None]
+    lose_create_answer: Callable[[], None]
+    fail_create_after: Callable[[int], None]
+    throttle: Callable[[], None]
+    stop: Callable[[str], None]
+    preempt: Callable[[str], None]
+    strangers: Callable[[], None]
+    lag: Callable[[], None] | None = None
+    max_machines: int = 3
+
+
+def tags(pool_id: str = POOL, first_rank: int = 0, launch: str = "") -> dict[str, str]:
+    """Return what the pool tags a launch with; its token is the pool's first if none is given."""
+    return {
+        POOL_TAG: pool_id,
+        RANK_TAG: str(first_rank),
+        LAUNCH_TAG: launch or f"{pool_id}-1",
+        OWNER_TAG: "jo@box",
+        PROCESS_TAG: "4711:99/boot",
+        TYPE_TAG: "any",
+        CREATED_TAG: "1790000000",
+    }
+
+
+class ProviderContract:
+    """The invariants of ARCHITECTURE section 3. A subclass has the fixture `hands`."""
+
+    @pytest.fixture(autouse=True)
+    def _no_pauses(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_http, "PAUSE_SECONDS", 0.001)
+        monkeypatch.setattr(_http, "PATIENCE_SECONDS", 0.5)
+
+    @pytest.fixture(autouse=True)
+    def _state_of_its_own(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+    @pytest.fixture
+    def offer(self, hands: Hands) -> Offer:
+        """The cheapest on-demand machine that fits."""
+        offers = [offer for offer in hands.provider().offers(hands.wish) if matches(offer, hands.wish) is None and not offer.is_spot]
+        return min(offers, key=lambda offer: offer.price_per_hour)
+
+    # ── offers ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def test_offers_are_sound(self, hands: Hands) -> None:
+        """Prices are positive, memory and CPUs told; an offer with chips names them as the catalogue does, one without has none."""
+        provider = hands.provider()
+        offers = provider.offers(Requirements())
+        assert offers
+        for offer in offers:
+            assert offer.provider == provider.name
+            assert offer.price_per_hour > 0
+            assert offer.region
+            assert offer.vcpus > 0
+            assert offer.memory_gb > 0
+            assert (offer.accelerator is None) == (offer.accelerators == 0) == (offer.accelerator_memory_gb is None)
+            if offer.accelerator is not None:
+                assert sky.accelerators.parse(offer.accelerator).name == offer.accelerator
+            if offer.is_spot:
+                assert offer.on_demand_price_per_hour is None or offer.price_per_hour <= offer.on_demand_price_per_hour
+        assert len({(offer.instance_type, offer.region, offer.is_spot, offer.price_per_hour) for offer in offers}) == len(offers)
+        assert any(matches(offer, hands.wish) is None for offer in offers)
+
+    # ── launch ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def test_what_is_launched_is_listed(self, hands: Hands, offer: Offer) -> None:
+        """As it was told by `launch`: ids, ranks, tags, prices, where it logs in and where its files are."""
+        provider = hands.provider()
+        launched = provider.launch(offer, 2, tags(first_rank=3), STARTUP)
+        assert [instance.rank for instance in launched] == [3, 4]
+        listed = {instance.id: instance for instance in provider.instances(POOL)}
+        assert sorted(listed) == sorted(instance.id for instance in launched)
+        assert set(listed) == hands.alive()
+        for instance in (*launched, *listed.values()):
+            assert instance.pool_id == POOL
+            assert instance.provider == provider.name
+            assert instance.state in (InstanceState.PENDING, InstanceState.RUNNING)
+            assert instance.instance_type == offer.instance_type
+            assert instance.region == offer.region
+            assert not instance.is_spot
+            assert instance.price_per_hour == pytest.approx(offer.price_per_hour)
+            assert {name: instance.tags.get(name) for name in tags()} == {**tags(), RANK_TAG: str(instance.rank)}
+        assert {instance.id: instance.rank for instance in listed.values()} == {instance.id: instance.rank for instance in launched}
+
+    def test_a_second_process_finds_them_by_tag_alone(self, hands: Hands, offer: Offer) -> None:
+        """And those of all pools, if it names none, but nobody else's."""
+        hands.strangers()
+        strangers = hands.alive()
+        mine = hands.provider().launch(offer, 1, tags(), STARTUP)
+        others = hands.provider().launch(offer, 1, tags("sky-contract-a1b2c", launch="sky-contract-a1b2c-1"), STARTUP)
+        fields = json.dumps(hands.provider().to_json())
+        code = (
+            "import json, sys; from skyward_core.providers.base import load\n"
+            "provider = load(json.loads(sys.argv[1]))\n"
+            "print(json.dumps([[i.id for i in provider.instances(p)] for p in (sys.argv[2], None)]))"
+        )
+        done = subprocess.run([sys.executable, "-c", code, fields, POOL], capture_output=True, text=True, check=False, env=dict(os.environ))
+        assert done.returncode == 0, done.stderr
+        of_pool, of_all = json.loads(done.stdout)
+        assert of_pool == [mine[0].id]
+        assert sorted(of_all) == sorted([mine[0].id, others[0].id])
+        assert hands.alive() == strangers | {mine[0].id, others[0].id}
+
+    def test_each_launch_is_one_of_its_own(self, hands: Hands, offer: Offer) -> None:
+        """Two launches of the same pool, at once, add up; no machine is told twice."""
+        provider = hands.provider()
+        with ThreadPoolExecutor(2) as threads:
+            first, second = threads.map(lambda rank: provider.launch(offer, 1, tags(first_rank=rank, launch=f"{POOL}-{rank + 1}"), STARTUP), range(2))
+        ids = {instance.id for instance in (*first, *second)}
+        assert len(ids) == 2
+        assert ids == hands.alive() == {instance.id for instance in provider.instances(POOL)}
+
+    def test_no_capacity_is_told_as_such(self, hands: Hands, offer: Offer) -> None:
+        """With the provider's own word for it; nothing is left."""
+        hands.no_capacity()
+        with pytest.raises(NoCapacity) as caught:
+            hands.provider().launch(offer, 1, tags(), STARTUP)
+        assert not isinstance(caught.value, sky.QuotaExceeded)
+        assert caught.value.code
+        assert hands.alive() == set()
+
+    def test_a_quota_is_told_as_such(self, hands: Hands, offer: Offer) -> None:
+        """With the provider's own word for it; nothing is left."""
+        hands.quota()
+        with pytest.raises(sky.QuotaExceeded) as caught:
+            hands.provider().launch(offer, 1, tags(), STARTUP)
+        assert caught.value.code
+        assert hands.alive() == set()
+
+    def test_what_a_lost_answer_has_made_is_found(self, hands: Hands, offer: Offer) -> None:
+        """A creating call whose answer is lost is not repeated blindly: there is one machine at most, and the listing finds it by its tags."""
+        hands.lose_create_answer()
+        try:
+            hands.provider().launch(offer, 1, tags(), STARTUP)
+        except SkywardError as error:
+            assert isinstance(error, ProviderFailed)
+        assert len(hands.alive()) == 1
+        assert {instance.id for instance in hands.provider().instances(POOL)} == hands.alive()
+
+    def test_another_launch_of_a_rank_is_another_machine(self, hands: Hands, offer: Offer) -> None:
+        """Tokens of a pool begin alike. One that replaces a lost machine, and whose answer is lost, is not taken for the one that was there before."""
+        provider = hands.provider()
+        (first,) = provider.launch(offer, 1, tags(launch=f"{POOL}-1"), STARTUP)
+        hands.lose_create_answer()
+        try:
+            found = [instance.id for instance in provider.launch(offer, 1, tags(launch=f"{POOL}-2"), STARTUP)]
+        except ProviderFailed:
+            found = []
+        assert first.id not in found
+        assert len(hands.alive()) == 2
+        assert {instance.tags[LAUNCH_TAG] for instance in provider.instances(POOL)} == {f"{POOL}-1", f"{POOL}-2"}
+
+    def test_half_a_launch_can_be_found_and_ended(self, hands: Hands, offer: Offer) -> None:
+        """An error after the first machine: it is told as fewer than asked, or raised; either way all that lives is listed, and ends."""
+        hands.fail_create_after(1)
+        provider = hands.provider()
+        told: Sequence[Instance] | None = None
+        try:
+            told = provider.launch(offer, hands.max_machines, tags(), STARTUP)
+        except (ProviderFailed, NoCapacity):
+            pass
+        listed = {instance.id for instance in provider.instances(POOL)}
+        assert listed == hands.alive()
+        assert told is None or {instance.id for instance in told} == listed
+        hands.outage_over()
+        provider.terminate(sorted(listed))
+        assert hands.alive() == set()
+
+    # ── listing ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def test_an_outage_is_no_absence(self, hands: Hands, offer: Offer) -> None:
+        """No verb answers as if nothing were there, and none takes what it was not told for done."""
+        provider = hands.provider()
+        (instance,) = provider.launch(offer, 1, tags(), STARTUP)
+        hands.outage()
+        for verb in (lambda: provider.offers(hands.wish), lambda: provider.instances(POOL), lambda: provider.instances()):
+            with pytest.raises(ProviderFailed):
+                verb()
+        with pytest.raises((ProviderFailed, InstancesLeft)):
+            provider.terminate([instance.id])
+        hands.outage_over()
+        assert hands.alive() == {instance.id}
+        assert [found.id for found in provider.instances(POOL)] == [instance.id]
+
+    def test_a_machine_that_was_taken_back_is_not_listed_as_running(self, hands: Hands, offer: Offer) -> None:
+        """Neither one that is gone nor one that is stopped: the pool replaces it. A stopped one, paid for or not, is listed until it is terminated."""
+        provider = hands.provider()
+        preempted, stopped, runs = provider.launch(offer, 3, tags(), STARTUP)
+        hands.preempt(preempted.id)
+        hands.stop(stopped.id)
+        states = {instance.id: instance.state for instance in provider.instances(POOL)}
+        assert states.get(preempted.id) in (None, InstanceState.STOPPING)
+        assert states.get(stopped.id) is InstanceState.STOPPING
+        assert states[runs.id] in (InstanceState.PENDING, InstanceState.RUNNING)
+        provider.terminate([preempted.id, stopped.id, runs.id])
+        assert hands.alive() == set()
+
+    # ── terminate ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def test_terminate_is_silent_about_what_is_gone(self, hands: Hands, offer: Offer) -> None:
+        """Ids that are gone, that were never there, and none at all."""
+        provider = hands.provider()
+        launched = provider.launch(offer, 2, tags(), STARTUP)
+        ids = [instance.id for instance in launched]
+        never = self.never(ids[0])
+        provider.terminate([ids[0], never])
+        provider.terminate([*ids, never])
+        provider.terminate(ids)
+        provider.terminate([])
+        assert hands.alive() == set()
+        assert all(instance.state is InstanceState.STOPPING for instance in provider.instances(POOL))
+
+    def never(self, machine_id: str) -> str:
+        """Return an id of the same form that no machine has."""
+        return machine_id[:-3] + ("000" if machine_id[-3:] != "000" else "111")
+
+    def test_terminate_ends_nobody_else(self, hands: Hands, offer: Offer) -> None:
+        """Only what it is told to."""
+        hands.strangers()
+        strangers = hands.alive()
+        provider = hands.provider()
+        first, second = provider.launch(offer, 2, tags(), STARTUP)
+        provider.terminate([first.id])
+        assert hands.alive() == strangers | {second.id}
+
+    # ── credentials ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def test_refused_credentials_are_told_as_such(self, hands: Hands, offer: Offer) -> None:
+        """By every verb."""
+        provider = hands.provider()
+        hands.refuse_credentials()
+        for verb in (
+            lambda: provider.launch(offer, 1, tags(), STARTUP),
+            lambda: provider.instances(POOL),
+            lambda: provider.terminate(["1234567890"]),
+            provider.account,
+        ):
+            with pytest.raises(CredentialsError):
+                verb()
+        assert hands.alive() == set()
+
+    def test_without_credentials_it_says_what_to_set(self, hands: Hands, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+        """No variable and no file: CredentialsError, and the message names the variable."""
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+        provider = hands.provider()
+        for variable in self.variables:
+            monkeypatch.delenv(variable, raising=False)
+        with pytest.raises(CredentialsError, match=self.variables[0]):
+            provider.instances(POOL)
+
+    variables: Sequence[str] = ()
+    """The environment variables with its credentials, the usual one first."""
+
+    def test_no_secret_is_written_anywhere(self, hands: Hands, offer: Offer, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
+        """Not in repr, JSON, logs, tracebacks of refusals, instances or offers."""
+        caplog.set_level(logging.DEBUG)
+        provider = hands.provider()
+        written = [repr(provider), str(provider), json.dumps(provider.to_json()), provider.model_dump_json(), repr(offer)]
+        launched = provider.launch(offer, 1, tags(), STARTUP)
+        written += [repr(launched), *(instance.model_dump_json() for instance in (*launched, *provider.instances()))]
+        written.append(provider.account())
+        hands.refuse_credentials()
+        try:
+            provider.instances(POOL)
+        except CredentialsError as error:
+            written += [str(error), repr(error), repr(error.__cause__)]
+        out, err = capfd.readouterr()
+        written += [out, err, caplog.text]
+        assert hands.secrets
+        for secret in hands.secrets:
+            assert not [text for text in written if secret in text]
+
+    def test_given_credentials_stay_with_the_value(self, hands: Hands) -> None:
+        """Given explicitly they are used, and leave with no JSON; the same provider read from that JSON takes them from the environment."""
+        provider = hands.provider(explicit=True)
+        assert load(provider.to_json()).to_json() == provider.to_json()
+        text = provider.model_dump_json() + repr(provider)
+        assert not [secret for secret in hands.secrets if secret in text]
+        assert provider.account() == hands.provider().account() != ""
+
+    # ── the wire ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def test_throttling_is_waited_out(self, hands: Hands, offer: Offer) -> None:
+        """Once is nothing; for ever is RateLimited."""
+        hands.throttle()
+        assert hands.provider().instances(POOL) == []
+
+    def test_its_import_loads_no_sdk(self, hands: Hands) -> None:
+        """Naming the provider's class costs no SDK."""
+        kind = type(hands.provider())
+        code = f"import sys, {kind.__module__}; print(sorted({{'boto3', 'botocore', 'asyncssh', 'distributed'}} & set(sys.modules)))"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == "[]"
+
+    def test_it_is_a_frozen_value(self, hands: Hands) -> None:
+        """Equal when made equally, and there and back through JSON."""
+        provider = hands.provider()
+        assert provider == hands.provider()
+        assert load(provider.to_json()) == provider
+
+
+__all__ = ["POOL", "STARTUP", "Hands", "ProviderContract", "RateLimited", "tags"]

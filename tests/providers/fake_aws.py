@@ -1,0 +1,370 @@
+"""A fake AWS: moto's server on this machine, with what moto lacks and with faults on demand.
+
+moto knows instances, tags, subnets, security groups and types of machines. Here are added: client tokens (moto launches twice), a machine that is pending and
+gets its public address some listings later, the images' SSM parameters, spot prices by zone, the price list, a service that tells one's address, and failures.
+One at a time: moto's state is the process's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Self
+from unittest import mock
+from urllib.parse import parse_qsl, urlencode
+from xml.sax.saxutils import escape
+
+from moto.backends import get_backend
+from moto.ec2 import ec2_backends
+from moto.ec2.models import elastic_network_interfaces, instances
+from moto.server import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+from werkzeug.serving import make_server
+
+ACCOUNT = "123456789012"
+OUR_ADDRESS = "203.0.113.7"
+XML = 'xmlns="http://ec2.amazonaws.com/doc/2016-11-15/"'
+PAGE = 2
+
+IMAGES = {
+    "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id": "ami-0d1a00000000000x8",
+    "/aws/service/deeplearning/ami/arm64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id": "ami-0d1a0000000000a64",
+    "/aws/service/neuron/dlami/base/ubuntu-24.04/latest/image_id": "ami-0e0700000000000x8",
+    "/aws/service/canonical/ubuntu/server/24.04/stable/current/amd64/hvm/ebs-gp3/ami-id": "ami-0b0700000000000x8",
+    "/aws/service/canonical/ubuntu/server/24.04/stable/current/arm64/hvm/ebs-gp3/ami-id": "ami-0b0700000000000a4",
+}
+SNAPSHOT_GB = {"ami-0d1a00000000000x8": 75, "ami-0d1a0000000000a64": 75, "ami-0e0700000000000x8": 120, "ami-0b0700000000000x8": 8, "ami-0b0700000000000a4": 8}
+
+REFUSALS = {"ec2": ("AuthFailure", 401), "sts": ("InvalidClientTokenId", 403), "ssm": ("UnrecognizedClientException", 400)}
+MESSAGE = "AWS was not able to validate the provided access credentials"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request: the service, what it was to do, and with which words."""
+
+    service: str
+    action: str
+    words: dict[str, Any]
+    region: str
+
+
+@dataclass
+class Fault:
+    """What goes wrong with the next requests of an action; without a code and a body the connection breaks off. With `is_done` it has taken effect."""
+
+    action: str
+    code: str = ""
+    status: int = 400
+    message: str = "injected"
+    is_done: bool = False
+    times: int = 1
+    body: str = ""
+    when: Callable[[Asked], bool] = field(default=lambda _: True)
+
+
+type Answer = tuple[int, str, bytes]
+"""Status, content type, body."""
+
+
+class FakeAWS:
+    """AWS on a free port of 127.0.0.1; a context manager.
+
+    `spot` are prices by type and zone, `list_prices` those of the price list by region and type; None: we may not ask for it. `pending_listings` is how many
+    listings show a new machine as pending, without its public address, and `hidden_listings` how many do not show it at all. `on_listing` is called before each.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[Asked] = []
+        self.faults: list[Fault] = []
+        self.is_refusing = False
+        self.is_out = False
+        self.creates_left: int | None = None
+        self.pending_listings = 1
+        self.hidden_listings = 0
+        self.spot: dict[tuple[str, str], float] = {}
+        self.list_prices: dict[tuple[str, str], float] | None = {("us-east-1", "g4dn.xlarge"): 0.526, ("us-east-1", "c7i.xlarge"): 0.1785}
+        self.address = OUR_ADDRESS
+        self.on_listing: Callable[[], None] = lambda: None
+        self._young: dict[str, list[Any]] = {}
+        self._answers: dict[str, tuple[dict[str, Any], Answer]] = {}
+        self._lock = threading.RLock()
+        self._moto = DomainDispatcherApplication(create_backend_app)
+        self._patches = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        numbers = iter(range(1, 250))  # moto makes up other people's addresses
+        self._patches.enter_context(mock.patch.object(elastic_network_interfaces, "random_public_ip", lambda: f"198.51.100.{next(numbers)}"))
+
+        class Quiet(MotoRequestHandler):
+            def log(self, *_: object, **__: object) -> None:
+                """Say nothing."""
+
+        self._server = make_server("127.0.0.1", 0, self._serve, threaded=True, request_handler=Quiet)
+        self._thread = threading.Thread(target=lambda: self._server.serve_forever(poll_interval=0.02), name="fake-aws", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+        self._patches.close()
+        self._reset()
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    # ── what a test can do to it ─────────────────────────────────────────────────────────────────────────────────────
+
+    def fail(self, action: str, code: str = "", status: int = 400, **how: Any) -> None:
+        """Let the next requests of an action go wrong."""
+        with self._lock:
+            self.faults.append(Fault(action, code, status, **how))
+
+    def words(self, action: str) -> list[dict[str, Any]]:
+        """Return with which words an action was asked for, each time."""
+        with self._lock:
+            return [asked.words for asked in self.asked if asked.action == action]
+
+    def backend(self, region: str = "us-east-1") -> Any:
+        """Return moto's EC2 of a region."""
+        return ec2_backends[ACCOUNT][region]
+
+    def machine(self, machine_id: str) -> Any:
+        """Return moto's machine."""
+        return next(machine for machine in self._machines() if machine.id == machine_id)
+
+    def alive(self) -> set[str]:
+        """Return the ids of all machines that cost something."""
+        with self._lock:
+            return {machine.id for machine in self._machines() if machine._state.name not in ("terminated", "shutting-down")}
+
+    def put(self, machine_id: str, state: str, code: str = "", message: str = "") -> None:
+        """Put a machine into a state, with the reason for it."""
+        with self._lock:
+            machine = self.machine(machine_id)
+            machine._state = instances.InstanceState(state, 0)
+            machine.state_reason = instances.StateReason(message, code)
+            self._young.pop(machine_id, None)
+
+    def subnet_zone(self, asked: Asked) -> str:
+        """Return the zone that a RunInstances asks for."""
+        return str(self.backend(asked.region).get_subnet(asked.words["NetworkInterface.1.SubnetId"]).availability_zone)
+
+    # ── how it answers ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _reset(self) -> None:
+        for service in ("ec2", "sts", "ssm"):
+            get_backend(service).reset()
+
+    def _machines(self) -> Iterator[Any]:
+        for backend in list(ec2_backends[ACCOUNT].values()):
+            for reservation in list(backend.reservations.values()):
+                yield from reservation.instances
+
+    def _serve(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        content = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        if environ["PATH_INFO"] == "/checkip":
+            self.asked.append(Asked("checkip", "checkip", {}, ""))
+            return _send(start, (200, "text/plain", f"{self.address}\n".encode()))
+        scope = re.search(r"Credential=[^/]+/\d+/([^/]+)/([^/]+)/", environ.get("HTTP_AUTHORIZATION", ""))
+        region, service = scope.groups() if scope else ("", "")
+        if target := environ.get("HTTP_X_AMZ_TARGET"):
+            asked = Asked(service, target.rpartition(".")[2], json.loads(content), region)
+        else:
+            words = dict(parse_qsl(content.decode(), keep_blank_values=True))
+            asked = Asked(service, words.pop("Action", ""), words, region)
+        with self._lock:
+            self.asked.append(asked)
+            answer = self._answer(environ, asked)
+        if answer is None:
+            environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+            raise ConnectionError("the answer is lost")
+        return _send(start, answer)
+
+    def _answer(self, environ: dict[str, Any], asked: Asked) -> Answer | None:
+        if self.is_refusing:
+            code, status = REFUSALS.get(asked.service, ("UnrecognizedClientException", 400))
+            return _refusal(asked.service, code, status, MESSAGE)
+        if self.is_out:
+            return _refusal(asked.service, "Unavailable", 503, "The service is unavailable. Please try again shortly.")
+        fault = next((fault for fault in self.faults if fault.action in (asked.action, "*") and fault.times and fault.when(asked)), None)
+        if fault is not None:
+            fault.times -= 1
+        answer = self._do(environ, asked) if fault is None or fault.is_done else None
+        if fault is not None and fault.body:
+            return fault.status, "text/html", fault.body.encode()
+        if fault is not None:
+            return _refusal(asked.service, fault.code, fault.status, fault.message) if fault.code else None
+        return answer
+
+    def _do(self, environ: dict[str, Any], asked: Asked) -> Answer:
+        own = {
+            "RunInstances": self._run_instances,
+            "TerminateInstances": self._terminate,
+            "DescribeInstances": self._describe_instances,
+            "DescribeImages": self._describe_images,
+            "DescribeSpotPriceHistory": self._spot_prices,
+            "GetParameter": self._parameter,
+            "GetProducts": self._products,
+        }
+        if asked.action in own:
+            return own[asked.action](environ, asked)
+        return self._ask_moto(environ, asked)
+
+    def _ask_moto(self, environ: dict[str, Any], asked: Asked) -> Answer:
+        told: list[Any] = []
+        content = (json.dumps(asked.words) if "HTTP_X_AMZ_TARGET" in environ else urlencode({"Action": asked.action, **asked.words})).encode()
+        given = environ | {"wsgi.input": io.BytesIO(content), "CONTENT_LENGTH": str(len(content))}
+        body = b"".join(self._moto(given, lambda status, headers, *_: told.extend((int(status[:3]), dict(headers).get("Content-Type", "")))))
+        return told[0], told[1], body
+
+    def _run_instances(self, environ: dict[str, Any], asked: Asked) -> Answer:
+        token = asked.words["ClientToken"]
+        if token in self._answers:
+            words, answer = self._answers[token]
+            return answer if words == asked.words else _refusal("ec2", "IdempotentParameterMismatch", 400, "The client token was used with other words")
+        count, wanted = int(asked.words["MinCount"]), asked
+        if self.creates_left is not None and count > self.creates_left:
+            count, self.creates_left = self.creates_left, 0
+            if count:
+                wanted = Asked("ec2", "RunInstances", {**asked.words, "MinCount": str(count), "MaxCount": str(count)}, asked.region)
+                self._make(environ, wanted)
+            return _refusal("ec2", "InternalError", 500, "An internal error has occurred")
+        answer = self._make(environ, wanted)
+        if answer[0] == 200:
+            self._answers[token] = (asked.words, answer)
+        return answer
+
+    def _make(self, environ: dict[str, Any], asked: Asked) -> Answer:
+        before = {machine.id for machine in self._machines()}
+        answer = self._ask_moto(environ, asked)
+        for machine in self._machines():
+            if machine.id not in before:
+                self._young[machine.id] = [self.hidden_listings, self.pending_listings, machine.nics[0].public_ip]
+                machine._state = instances.InstanceState("pending", 0)
+                machine.nics[0].public_ip = None
+        return answer
+
+    def _terminate(self, environ: dict[str, Any], asked: Asked) -> Answer:
+        """End machines. moto fails of interfaces that it has deleted when a machine is ended again."""
+        ids = [value for name, value in asked.words.items() if name.startswith("InstanceId.")]
+        ended = {machine.id for machine in self._machines() if machine._state.name == "terminated"}
+        if not (left := [machine_id for machine_id in ids if machine_id not in ended]):
+            return _xml("TerminateInstances", "<instancesSet/>")
+        words = {name: value for name, value in asked.words.items() if not name.startswith("InstanceId.")}
+        return self._ask_moto(environ, Asked("ec2", asked.action, words | {f"InstanceId.{n}": one for n, one in enumerate(left, 1)}, asked.region))
+
+    def _describe_instances(self, environ: dict[str, Any], asked: Asked) -> Answer:
+        self.on_listing()
+        hidden: set[str] = set()
+        for machine_id, young in list(self._young.items()):
+            if young[0]:
+                young[0] -= 1
+                hidden.add(machine_id)
+            elif young[1]:
+                young[1] -= 1
+            else:
+                machine = self.machine(machine_id)
+                if machine._state.name == "pending":
+                    machine._state = instances.InstanceState("running", 16)
+                    machine.nics[0].public_ip = young[2]
+                del self._young[machine_id]
+        reservations = dict(self.backend(asked.region).reservations)
+        shown = {name: _without(reservation, hidden) for name, reservation in reservations.items()}
+        with mock.patch.object(self.backend(asked.region), "reservations", shown):
+            return self._ask_moto(environ, asked)
+
+    def _describe_images(self, _: dict[str, Any], asked: Asked) -> Answer:
+        image = asked.words["ImageId.1"]
+        if image not in SNAPSHOT_GB:
+            return _refusal("ec2", "InvalidAMIID.NotFound", 400, f"The image id '[{image}]' does not exist")
+        size = SNAPSHOT_GB[image]
+        return _xml(
+            "DescribeImages",
+            f"<imagesSet><item><imageId>{image}</imageId><rootDeviceName>/dev/sda1</rootDeviceName><blockDeviceMapping>"
+            f"<item><deviceName>/dev/sda1</deviceName><ebs><volumeSize>{size}</volumeSize></ebs></item>"
+            "<item><deviceName>/dev/sdb</deviceName><virtualName>ephemeral0</virtualName></item></blockDeviceMapping></item></imagesSet>",
+        )
+
+    def _spot_prices(self, _: dict[str, Any], asked: Asked) -> Answer:
+        types = {value for name, value in asked.words.items() if name.startswith("InstanceType.")}
+        entries = [
+            (name, zone, price, stamp)
+            for (name, zone), price in self.spot.items()
+            for stamp, price in (("2026-11-21T00:00:00.000Z", price), ("2026-11-20T00:00:00.000Z", 99.0))
+            if name in types
+        ]
+        start = int(asked.words.get("NextToken") or 0)
+        items = "".join(
+            f"<item><instanceType>{name}</instanceType><productDescription>Linux/UNIX</productDescription><spotPrice>{price}</spotPrice>"
+            f"<timestamp>{stamp}</timestamp><availabilityZone>{zone}</availabilityZone></item>"
+            for name, zone, price, stamp in entries[start : start + PAGE]
+        )
+        more = start + PAGE if start + PAGE < len(entries) else ""
+        return _xml("DescribeSpotPriceHistory", f"<spotPriceHistorySet>{items}</spotPriceHistorySet><nextToken>{more}</nextToken>")
+
+    def _parameter(self, _: dict[str, Any], asked: Asked) -> Answer:
+        if asked.words["Name"] not in IMAGES:
+            return _refusal("ssm", "ParameterNotFound", 400, "")
+        return _json({"Parameter": {"Name": asked.words["Name"], "Type": "String", "Value": IMAGES[asked.words["Name"]]}})
+
+    def _products(self, _: dict[str, Any], asked: Asked) -> Answer:
+        if self.list_prices is None:
+            return _refusal("pricing", "AccessDeniedException", 400, "User is not authorized to perform: pricing:GetProducts")
+        wanted = {one["Field"]: one["Value"] for one in asked.words["Filters"]}
+        products = [
+            _product(name, price, place)
+            for (region, name), price in self.list_prices.items()
+            for place, price in (("AWS Region", price), ("AWS Local Zone", 9.0))
+            if region == wanted["regionCode"] and name == wanted.get("instanceType", name)
+        ]
+        start = int(asked.words.get("NextToken") or 0)
+        more = {"NextToken": str(start + PAGE)} if start + PAGE < len(products) else {}
+        return _json({"FormatVersion": "aws_v1", "PriceList": products[start : start + PAGE], **more})
+
+
+def _product(name: str, price: float, place: str) -> str:
+    def dimensions(usd: float) -> dict[str, Any]:
+        return {"x.JRTCKXETXF": {"priceDimensions": {"x.JRTCKXETXF.6YS6EN2CT7": {"unit": "Hrs", "pricePerUnit": {"USD": f"{usd:.10f}"}}}}}
+
+    attributes = {"instanceType": name, "locationType": place, "operatingSystem": "Linux"}
+    return json.dumps({"product": {"productFamily": "Compute Instance", "attributes": attributes, "sku": "x"}, "terms": {"OnDemand": dimensions(price)}})
+
+
+def _without(reservation: Any, hidden: set[str]) -> Any:
+    shown = copy.copy(reservation)
+    shown.instances = [machine for machine in reservation.instances if machine.id not in hidden]
+    return shown
+
+
+def _refusal(service: str, code: str, status: int, message: str) -> Answer:
+    if service in ("ssm", "pricing"):
+        return status, "application/x-amz-json-1.1", json.dumps({"__type": code, "message": message}).encode()
+    error = f"<Error><Type>Sender</Type><Code>{code}</Code><Message>{escape(message)}</Message></Error>"
+    if service == "ec2":
+        return status, "text/xml", f"<Response><Errors>{error}</Errors><RequestID>r-1</RequestID></Response>".encode()
+    return status, "text/xml", f"<ErrorResponse>{error}<RequestId>r-1</RequestId></ErrorResponse>".encode()
+
+
+def _xml(action: str, inner: str) -> Answer:
+    return 200, "text/xml", f"<{action}Response {XML}><requestId>r-1</requestId>{inner}</{action}Response>".encode()
+
+
+def _json(body: object) -> Answer:
+    return 200, "application/x-amz-json-1.1", json.dumps(body).encode()
+
+
+def _send(start: Callable[..., Any], answer: Answer) -> Iterable[bytes]:
+    status, kind, body = answer
+    start(f"{status} Said", [("Content-Type", kind), ("Content-Length", str(len(body)))])
+    return [body]

@@ -1,0 +1,316 @@
+"""RunPod's REST API v2 as a server on this machine: a catalogue with stock, and pods with all that is odd about them.
+
+The shapes are those of the fact sheet, section 5, and of the specification at docs.runpod.io as of October 2026. Pods come up a step with each listing.
+"""
+
+from __future__ import annotations
+
+import json
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import unquote
+
+from tests.providers.http_fake import FakeCloud, Reply, Request, route
+
+KEY = "rpa_KEY0123456789abcdefOFRUNPOD"
+HOST = "198.51.100.9"
+STEPS = ("PROVISIONING", "STARTING", "RUNNING")
+"""One listing later than it runs, a pod has its port mapped, and one more and it has its private address."""
+KNOWN_FIELDS = frozenset(
+    [
+        "name",
+        "image",
+        "templateId",
+        "args",
+        "cmd",
+        "entrypoint",
+        "disk",
+        "env",
+        "ports",
+        "registry",
+        "cloud",
+        "gpu",
+        "cpu",
+        "dataCenterIds",
+        "mounts",
+        "globalNetworking",
+        "startSsh",
+        "startJupyter",
+    ]
+)
+KNOWN_GPU_FIELDS = frozenset(["id", "count", "allowedCudaVersions", "minCudaVersion", "minRamPerGpu", "minVcpuCountPerGpu"])
+LIMITS = {"RateLimit": '"minute";r=42;t=17', "RateLimit-Policy": '"minute";q=60;w=60, "hour";q=3000;w=3600, "day";q=50000;w=86400'}
+NO_CAPACITY = "There are no longer any instances available with the requested specifications. Please refresh and try again."
+
+
+def problem(status: int, detail: str, errors: list[str] | None = None, headers: dict[str, str] | None = None) -> Reply:
+    """Return a refusal: there is no code beside the status."""
+    body = {"title": "Unprocessable Entity" if status == 422 else HTTPStatus(status).phrase, "status": status, "detail": detail}
+    return Reply(status, body if errors is None else {**body, "errors": errors}, LIMITS | (headers or {}))
+
+
+def gpu(gpu_id: str, memory: int, secure: float | None, community: float | None = None, places: str = "EU-RO-1 US-TX-3", **others: Any) -> dict[str, Any]:
+    """Return a type of GPU as the catalogue tells it. A price is told for a cloud that does not sell it, too."""
+    row = {
+        "id": gpu_id,
+        "name": gpu_id.removeprefix("NVIDIA ").removeprefix("GeForce "),
+        "pool": None,
+        "manufacturer": "AMD" if gpu_id.startswith("AMD") else "NVIDIA",
+        "memory": memory,
+        "secure": secure is not None,
+        "community": community is not None,
+        "price": {"secure": secure or 0.01, "community": community or 0.01, "serverless": 9.0},
+        "maxCount": {"secure": 8, "community": 4},
+        "availability": "MEDIUM",
+        "dataCenters": [{"id": place, "name": place, "availability": "LOW"} for place in places.split()],
+        "cudaVersions": ["12.8", "13.0"],
+    }
+    return {**row, **others}
+
+
+def cpu(flavor: str, memory: float, price: float | None, most: int = 8) -> dict[str, Any]:
+    """Return a flavour of machines without GPU."""
+    return {
+        "id": flavor,
+        "name": "Compute-Optimized",
+        "group": "Gen 3",
+        "vcpu": {"min": 2, "max": most},
+        "ramGbPerVcpu": memory,
+        "price": {"securePerVcpu": price, "serverlessPerVcpu": 0.05},
+        "availability": "HIGH",
+        "dataCenters": [{"id": "EU-RO-1", "name": "EU-RO-1", "availability": "HIGH"}, {"id": "US-WA-1", "name": "US-WA-1", "availability": "NONE"}],
+    }
+
+
+class FakeRunPod(FakeCloud):
+    """The catalogue, and the pods of one account.
+
+    `gpus` and `cpus` are sold. `creates_left` is after how many creating
+    calls all others fail; `hidden` how many listings do not tell a pod that is created from now on; `becomes` what pods of a rank come to in place of
+    RUNNING; `elsewhere` where pods go that asked for another place; `undying` are pods that cannot be deleted; `page` is how many a listing tells at once,
+    None: all of them, and no word of pages, as in the summer of 2026.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpus: dict[str, dict[str, Any]] = {}
+        self.cpus: dict[str, dict[str, Any]] = {}
+        self.networked = {"EU-RO-1"}
+        self.pods: dict[str, dict[str, Any]] = {}
+        self.steps: dict[str, int] = {}
+        self.lags: dict[str, int] = {}
+        self.becomes: dict[str, str] = {}
+        self.elsewhere: str | None = None
+        self.undying: set[str] = set()
+        self.is_refusing = self.is_down = False
+        self.creates_left: int | None = None
+        self.hidden = 0
+        self.page: int | None = 10
+        self.next_pod = 0
+        self.keys = ["ssh-ed25519 AAAAsomebodyelses"]
+
+    def sell(self, *rows: dict[str, Any]) -> None:
+        """Put types into the catalogue."""
+        for row in rows:
+            (self.cpus if "vcpu" in row else self.gpus)[row["id"]] = row
+
+    def alive(self) -> set[str]:
+        """All pods that are, or may be, paid for."""
+        return {pod for pod, row in self.pods.items() if row["status"] != "TERMINATED"}
+
+    def stranger(self, name: str) -> None:
+        """Rent a pod as somebody else of the account does."""
+        pod = self._make({"name": name, "image": "vllm/vllm-openai:latest", "gpu": {"id": "NVIDIA L4", "count": 1}, "ports": ["8000/http"]})
+        self.steps[pod] = len(STEPS)
+        self.pods[pod]["status"] = "RUNNING"
+
+    def halt(self, pod: str, status: str = "EXITED") -> None:
+        """A pod is stopped, or breaks: it is there, and costs no GPU."""
+        self.steps[pod] = 100
+        self.pods[pod] |= {"status": status, "cost": 0.0, "runtime": None, "ssh": {"proxy": None, "direct": None}}
+
+    def refuse(self, request: Request) -> Reply | None:
+        if self.is_down:
+            return Reply(503, "upstream connect error", is_text=True)
+        if request.headers.get("authorization") != f"Bearer {KEY}" or self.is_refusing:
+            return problem(401, "invalid bearer token")
+        return None
+
+    # ── the catalogue ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @route("GET", "/v2/catalog/gpus")
+    def list_gpus(self, request: Request) -> Reply:
+        return self._catalogue(request, lambda: {"gpus": [_in_cloud(row, request) for row in self.gpus.values()]})
+
+    @route("GET", "/v2/catalog/gpus/{id}")
+    def one_gpu(self, request: Request) -> Reply:
+        return self._one(self.gpus, request)
+
+    @route("GET", "/v2/catalog/cpus")
+    def list_cpus(self, request: Request) -> Reply:
+        return self._catalogue(request, lambda: {"cpus": list(self.cpus.values())})
+
+    @route("GET", "/v2/catalog/cpus/{id}")
+    def one_cpu(self, request: Request) -> Reply:
+        return self._one(self.cpus, request)
+
+    @route("GET", "/v2/catalog/datacenters")
+    def data_centers(self, request: Request) -> Reply:
+        return Reply(200, {"dataCenters": [{"id": place, "globalNetwork": place in self.networked} for place in ("EU-RO-1", "US-TX-3", "US-WA-1")]}, LIMITS)
+
+    def _one(self, rows: dict[str, dict[str, Any]], request: Request) -> Reply:
+        row = rows.get(unquote(request.words["id"]))
+        return problem(404, "resource not found") if row is None else self._catalogue(request, lambda: _in_cloud(row, request))
+
+    def _catalogue(self, request: Request, answer: Any) -> Reply:
+        if request.query.get("include") != "AVAILABILITY" or request.query.get("product") != "POD":
+            return problem(400, "product is required with include=AVAILABILITY, and valid only with it")
+        if int(request.query.get("vcpuCount", 2)) not in (2, 4, 8, 16, 32):
+            return problem(400, "vcpuCount must be a power of two")
+        return Reply(200, answer(), LIMITS)
+
+    # ── pods ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @route("POST", "/v2/pods")
+    def create(self, request: Request) -> Reply:
+        if self.creates_left is not None:
+            if self.creates_left <= 0:
+                return problem(500, "internal error")
+            self.creates_left -= 1
+        body = request.body
+        unknown = sorted((body.keys() - KNOWN_FIELDS) | (body.get("gpu", {}).keys() - KNOWN_GPU_FIELDS))
+        if unknown or not body.get("name") or not body.get("image") or not all(isinstance(value, str) for value in body.get("env", {}).values()):
+            return problem(422, "Request validation failed.", [f"$: additional properties {name!r} not allowed" for name in unknown] or ["$: missing property"])
+        if wrong := self._wrong(body):
+            return problem(400, wrong)
+        return Reply(201, self.pods[self._make(body)], LIMITS)
+
+    def _wrong(self, body: dict[str, Any]) -> str | None:
+        if ("gpu" in body) == ("cpu" in body):
+            return "exactly one of gpu or cpu must be set"
+        if len(body.get("env", {})) > 50:
+            return "env must have 50 entries at most"
+        try:
+            command = json.loads(body.get("args", ""))
+        except ValueError:
+            command = {"cmd": body.get("args", "").split()}
+        if not command.get("cmd"):
+            return "args could not be read"
+        if "cpu" in body:
+            count = body["cpu"]["vcpuCount"]
+            if count not in (2, 4, 8, 16, 32) or body["cpu"]["id"] not in self.cpus:
+                return "vcpuCount must be a power of two"
+            return NO_CAPACITY if body["disk"] > 10 * count else None  # what is wrong is not always said
+        row = self.gpus.get(body["gpu"]["id"])
+        if row is None or row["availability"] == "NONE":
+            return NO_CAPACITY
+        return None
+
+    def _make(self, body: dict[str, Any]) -> str:
+        self.next_pod += 1
+        pod = f"p{self.next_pod:04}x7h9k2m4n"
+        cloud, card, flavor = body.get("cloud", "SECURE"), body.get("gpu"), body.get("cpu")
+        wished = (body.get("dataCenterIds") or ["EU-RO-1"])[0]
+        if flavor:
+            memory = int(self.cpus[flavor["id"]]["ramGbPerVcpu"] * flavor["vcpuCount"])
+            hardware: dict[str, Any] = {"cpu": {**flavor, "memory": memory}}
+            cost = self.cpus[flavor["id"]]["price"]["securePerVcpu"] * flavor["vcpuCount"]
+        else:
+            assert card
+            hardware = {"gpu": {"id": card["id"], "count": card.get("count", 1), "vcpuCount": 16, "memory": 117}}
+            cost = self.gpus[card["id"]]["price"][cloud.lower()] * card.get("count", 1) if card["id"] in self.gpus else 0.5
+        self.pods[pod] = {
+            "id": pod,
+            "name": body["name"],
+            "status": STEPS[0],
+            "actions": ["stop", "terminate"],
+            "image": body["image"],
+            "args": body.get("args", ""),
+            "disk": body.get("disk", 20),
+            "mounts": {},
+            "ports": body.get("ports", []),
+            "env": body.get("env", {}),
+            "registry": body.get("registry"),
+            **hardware,
+            "cloud": cloud,
+            "dataCenterId": None if cloud == "COMMUNITY" else (self.elsewhere or wished),
+            "cudaVersion": None,
+            "cost": cost,
+            "locked": False,
+            "ssh": {"proxy": None, "direct": None},
+            "runtime": None,
+            "template": None,
+            "globalNetworking": {"enabled": bool(body.get("globalNetworking"))},
+            "createdAt": "2026-11-21T12:00:00Z",
+            "startedAt": None,
+        }
+        self.steps[pod], self.lags[pod] = 0, self.hidden
+        return pod
+
+    @route("GET", "/v2/pods")
+    def listing(self, request: Request) -> Reply:
+        cursor = request.query.get("cursor")
+        shown = sorted(pod for pod in self.pods if not self.lags[pod])
+        if cursor is None:
+            rows = [dict(self.pods[pod]) for pod in shown]
+            self._go_on()
+        else:
+            if not cursor.startswith("after:"):
+                return problem(400, "invalid cursor")
+            rows = [dict(self.pods[pod]) for pod in shown if pod > cursor.removeprefix("after:")]
+        if self.page is None:
+            return Reply(200, {"pods": rows}, LIMITS)
+        more = len(rows) > self.page
+        rows = rows[: self.page]
+        return Reply(200, {"pods": rows, "pagination": {"hasNextPage": more, "nextCursor": f"after:{rows[-1]['id']}" if more else None}}, LIMITS)
+
+    @route("GET", "/v2/pods/{id}")
+    def one(self, request: Request) -> Reply:
+        row = self.pods.get(request.words["id"])
+        return problem(404, "The requested Pod does not exist.") if row is None else Reply(200, row, LIMITS)
+
+    def _go_on(self) -> None:
+        for pod, row in list(self.pods.items()):
+            self.lags[pod] = max(0, self.lags[pod] - 1)
+            if row["status"] == "TERMINATED":  # told once more, and then no longer
+                del self.pods[pod]
+                continue
+            step = self.steps[pod] = self.steps[pod] + 1
+            if step < len(STEPS):
+                row["status"] = STEPS[step]
+            if row["status"] == "RUNNING" and (end := next((status for part, status in self.becomes.items() if part in row["name"]), None)):
+                self.halt(pod, end)
+            elif step >= len(STEPS) - 1 and row["status"] != "PROVISIONING":
+                row["ssh"] = {"proxy": {"host": "ssh.runpod.io", "port": 22, "username": f"{pod}-64411eb2", "command": "ssh"}, "direct": row["ssh"]["direct"]}
+            if row["status"] == "RUNNING" and step >= len(STEPS) and "22/tcp" in row["ports"]:
+                port = 30000 + int(pod[1:5])
+                row["ssh"]["direct"] = {"host": self.host_of(pod), "port": port, "username": "root", "command": f"ssh root@{HOST} -p {port}"}
+            if row["globalNetworking"]["enabled"] and step > len(STEPS):
+                row["globalNetworking"] = {"enabled": True, "ip": f"10.65.1.{int(pod[1:5])}", "internalDns": f"{pod}.runpod.internal"}
+
+    def host_of(self, pod: str) -> str:
+        """Where a pod's ports are mapped."""
+        return HOST
+
+    @route("DELETE", "/v2/pods/{id}")
+    def delete(self, request: Request) -> Reply:
+        pod = request.words["id"]
+        if pod in self.undying:
+            return problem(409, "pod is a member of a cluster")
+        if pod not in self.pods or self.pods[pod]["status"] == "TERMINATED":
+            return problem(404, "The requested Pod does not exist.")
+        self.halt(pod, "TERMINATED")
+        return Reply(204, None, LIMITS)
+
+    @route("PUT", "/v2/account/ssh-keys")
+    def replace_keys(self, request: Request) -> Reply:
+        """The whole list is replaced: whoever puts one key removes all others."""
+        self.keys = request.body["keys"]
+        return Reply(200, {"keys": self.keys}, LIMITS)
+
+
+def _in_cloud(row: dict[str, Any], request: Request) -> dict[str, Any]:
+    """Stock by the cloud that was asked for: community machines are in no data centre, and some numbers of GPUs are sold out."""
+    sold_out = row.get("sold_out_from", 100) <= int(request.query.get("count", 1))
+    told = {name: value for name, value in row.items() if name != "sold_out_from"} | ({"availability": "NONE"} if sold_out else {})
+    return {**told, "dataCenters": []} if request.query.get("cloud") == "COMMUNITY" else told

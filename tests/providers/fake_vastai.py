@@ -1,0 +1,261 @@
+"""Vast.ai as a server on this machine: a market of asks that are gone once they are rented, and containers with all that is odd about them.
+
+The shapes are those of docs.vast.ai and of the fact sheet, section 4. Containers come up a step with each listing.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+from tests.providers.http_fake import FakeCloud, Reply, Request, route
+
+KEY = "vast-key-0123456789abcdef"
+STEPS: tuple[dict[str, Any], ...] = (
+    {"actual_status": None},
+    {"actual_status": "created"},
+    {"actual_status": "loading", "status_msg": "Pulling from nvidia/cuda"},
+    {"actual_status": "running", "status_msg": "success, running nvidia/cuda_12.4.1-runtime-ubuntu22.04/args"},
+)
+
+
+def ask(number: int, gpu_name: str = "RTX 4090", gpus: int = 1, price: float = 0.35, **others: Any) -> dict[str, Any]:
+    """Return an ask as the market tells it. Memory is in MB: of a GPU, and of the whole machine, of which an eighth of the CPUs for each GPU is ours."""
+    row = {
+        "id": number,
+        "ask_contract_id": number,
+        "machine_id": 10 * number,
+        "host_id": 5,
+        "gpu_name": gpu_name,
+        "num_gpus": gpus,
+        "gpu_ram": 24564,
+        "gpu_frac": gpus / 8,
+        "cpu_cores": 128,
+        "cpu_cores_effective": 16.0 * gpus,
+        "cpu_ram": 512000,
+        "disk_space": 800.5,
+        "dph_base": price - 0.01,
+        "dph_total": price,
+        "min_bid": round(price / 2, 6),
+        "reliability2": 0.995,
+        "verification": "verified",
+        "geolocation": "Texas, US",
+        "inet_down": 900.0,
+        "direct_port_count": 100,
+        "duration": 30 * 86400.0,
+        "cuda_max_good": 12.8,
+        "cluster_id": None,
+        "rentable": True,
+        "rented": False,
+        "external": False,
+    }
+    return {**row, **others}
+
+
+class FakeVast(FakeCloud):
+    """The market and the containers of one account.
+
+    `asks` by number, `containers` by contract; `broken` are the asks whose hosts fail, with the fields of the container then; `refused` the asks that
+    answer with an error, and with a contract nevertheless. `creates_left` is after how many creating calls all others fail; `hidden` how many listings
+    do not tell a container that is created from now on; `is_sloppy` is a market that ignores what is filtered by numbers;
+    `ghosts`, if it is a dict, keeps destroyed containers in the listing; `undying` are containers that cannot be destroyed, and `is_strict_about_bulk` refuses to destroy many in a call.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asks: dict[int, dict[str, Any]] = {}
+        self.containers: dict[int, dict[str, Any]] = {}
+        self.steps: dict[int, int] = {}
+        self.lags: dict[int, int] = {}
+        self.broken: dict[int, dict[str, Any]] = {}
+        self.refused: dict[int, Reply] = {}
+        self.undying: set[int] = set()
+        self.ghosts: dict[int, dict[str, Any]] | None = None
+        self.is_refusing = self.is_down = self.is_sloppy = self.is_strict_about_bulk = False
+        self.creates_left: int | None = None
+        self.hidden = 0
+        self.next_contract = 30000000
+
+    def sell(self, *asks: dict[str, Any]) -> None:
+        """Put asks on the market."""
+        self.asks |= {row["id"]: row for row in asks}
+
+    def stranger(self, label: str | None) -> None:
+        """Rent a container as somebody else of the account does."""
+        contract = self._contract(ask(1), {"label": label, "image": "vllm/vllm-openai:latest", "env": {}})
+        self.steps[contract] = len(STEPS)
+
+    def refuse(self, request: Request) -> Reply | None:
+        if self.is_down:
+            return Reply(502, "<html>Bad Gateway</html>", is_text=True)
+        is_let_in = request.headers.get("authorization") == f"Bearer {KEY}" and not self.is_refusing
+        if is_let_in or (request.path == "/api/v0/bundles/" and not self.is_refusing):  # anybody may search
+            return None
+        return Reply(401, {"success": False, "error": "auth_error", "msg": "Invalid user key"})
+
+    # ── the market ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @route("POST", "/api/v0/bundles/")
+    def search(self, request: Request) -> Reply:
+        wish = dict(request.body)
+        kind, order, limit = wish.pop("type"), wish.pop("order"), wish.pop("limit")
+        wish.pop("allocated_storage")
+        if kind not in ("on-demand", "bid"):
+            return Reply(400, {"success": False, "error": "invalid_args", "msg": f"Invalid type: {kind}"})
+        found = [row for row in self.asks.values() if all(self._fits(row, field, conditions) for field, conditions in wish.items())]
+        for field, direction in reversed(order):
+            found.sort(key=lambda row: row[field], reverse=direction == "desc")
+        return Reply(200, {"offers": found[: min(limit, 64)]})
+
+    def _fits(self, row: dict[str, Any], field: str, conditions: dict[str, Any]) -> bool:
+        """Names are compared letter by letter, places by their country alone: any other spelling finds nothing, and is no error."""
+        told = {"verified": row["verification"] == "verified", "geolocation": row["geolocation"][-2:]}.get(field, row.get(field))
+        for op, value in conditions.items():
+            match op:
+                case "eq" if told != value:
+                    return False
+                case "in" if told not in value:
+                    return False
+                case "gte" if not self.is_sloppy and (told is None or told < value):
+                    return False
+                case "lte" if not self.is_sloppy and (told is None or told > value):
+                    return False
+                case "eq" | "in" | "gte" | "lte":
+                    pass
+                case _:
+                    raise AssertionError(f"no such operator: {op}")
+        return True
+
+    @route("PUT", "/api/v0/asks/{id}/")
+    def rent(self, request: Request) -> Reply:
+        number, body = int(request.words["id"]), request.body
+        if self.creates_left is not None:
+            if self.creates_left <= 0:
+                return Reply(503, "upstream", is_text=True)
+            self.creates_left -= 1
+        if number in self.refused:
+            reply = self.refused[number]
+            if isinstance(reply.body, dict) and "new_contract" in reply.body:
+                contract = self._contract(self.asks[number], body)
+                self.containers[contract] |= {"intended_status": "stopped", "cur_state": "stopped", "next_state": "stopped"}
+                return Reply(reply.status, {**reply.body, "new_contract": contract}, reply.headers)
+            return reply
+        if number not in self.asks:
+            return Reply(
+                410, {"success": False, "error": "no_such_ask", "msg": f"error 410/3592: Instance type by id {number} is not available.", "ask_id": number}
+            )
+        if wrong := self._wrong(body):
+            return Reply(400, {"success": False, "error": "invalid_args", "msg": wrong})
+        price = body.get("price")
+        if price is not None and not (0.001 <= price <= 128 and price >= self.asks[number]["min_bid"]):
+            return Reply(400, {"success": False, "error": "invalid_price", "msg": f"error 400/3513: bid {price} is below the minimum", "ask_id": number})
+        contract = self._contract(self.asks.pop(number), body)
+        self.containers[contract] |= self.broken.get(number, {})
+        if number in self.broken:
+            self.steps[contract] = len(STEPS)
+        return Reply(200, {"success": True, "new_contract": contract, "instance_api_key": "instance-key"})
+
+    def _wrong(self, body: dict[str, Any]) -> str | None:
+        if len(body["label"]) > 256:
+            return "label must be <= 256 characters"
+        if body["disk"] < 8:
+            return "disk must be >= 8"
+        if len(body["onstart"]) + sum(map(len, body["args"])) > 4048:
+            return "args + args_str + onstart must be <= 4048 characters"
+        if sum(len(name) + len(value) for name, value in body["env"].items()) > 32 * 1024:
+            return "invalid env arguments, total length > 32KB"
+        return None
+
+    def _contract(self, row: dict[str, Any], body: dict[str, Any]) -> int:
+        self.next_contract += 1
+        contract, is_bid = self.next_contract, body.get("price") is not None
+        told = ("machine_id", "host_id", "gpu_name", "num_gpus", "gpu_ram", "cpu_cores_effective", "geolocation", "min_bid", "cluster_id")
+        self.containers[contract] = {
+            **{name: row[name] for name in told},
+            "id": contract,
+            "label": body["label"],
+            "image_uuid": body["image"],
+            "image_runtype": "args",
+            "extra_env": [[name, value] for name, value in body["env"].items()],
+            "is_bid": is_bid,
+            "dph_total": body["price"] if is_bid else row["dph_total"],
+            "intended_status": "running",
+            "cur_state": "running",
+            "next_state": "running",
+            "status_msg": None,
+            "public_ipaddr": None,
+            "ports": None,
+            "ssh_host": "ssh5.vast.ai",
+            "ssh_port": 10000 + contract % 1000,
+            "local_ipaddrs": "172.17.0.2",
+            "start_date": 1790000000.0,
+            **STEPS[0],
+        }
+        self.steps[contract], self.lags[contract] = -1, self.hidden
+        return contract
+
+    # ── containers ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @route("GET", "/api/v1/instances/")
+    def listing(self, request: Request) -> Reply:
+        limit = int(request.query.get("limit", 25))
+        if not 1 <= limit <= 25:
+            return Reply(400, {"success": False, "error": "invalid_args", "msg": "limit must be between 1 and 25"})
+        token = request.query.get("after_token")
+        after = json.loads(base64.b64decode(token))["values"]["id"] if token else 0
+        told = {**self.containers, **(self.ghosts or {})}
+        shown = sorted(contract for contract in told if not self.lags[contract])
+        if not token:
+            self._go_on()
+        page = [contract for contract in shown if contract > after][:limit]
+        more = bool(page) and page[-1] != shown[-1]
+        next_token = base64.b64encode(json.dumps({"values": {"id": page[-1]}}).encode()).decode() if more else None
+        rows = [told[contract] for contract in page]
+        return Reply(200, {"success": True, "instances_found": len(rows), "total_instances": len(shown), "next_token": next_token, "instances": rows})
+
+    def _go_on(self) -> None:
+        for contract, row in self.containers.items():
+            self.lags[contract] = max(0, self.lags[contract] - 1)
+            step = self.steps[contract] = self.steps[contract] + 1
+            if step < len(STEPS):
+                row |= STEPS[step]
+            if row["actual_status"] == "running":
+                row |= {"public_ipaddr": " 198.51.100.7\n", "ports": {"22/tcp": [{"HostIp": "0.0.0.0", "HostPort": str(20000 + contract % 1000)}]}}
+
+    @route("DELETE", "/api/v0/instances/")
+    def destroy_many(self, request: Request) -> Reply:
+        ids = request.body["instance_ids"]
+        if not ids:
+            return Reply(400, {"error": "invalid_args", "msg": "instance_ids array is required"})
+        if self.is_strict_about_bulk:
+            return Reply(400, {"error": "invalid_args", "msg": "invalid request format"})
+        if not self.containers.keys() & set(ids):
+            return Reply(404, {"error": "instances_not_found", "msg": f"Instances {ids} not found."})
+        for contract in ids:
+            self._destroy(contract)
+        return Reply(200, {"success": True})
+
+    @route("DELETE", "/api/v0/instances/{id}/")
+    def destroy(self, request: Request) -> Reply:
+        contract = int(request.words["id"])
+        if contract in self.undying:
+            return Reply(200, {"success": False, "msg": "try again later"})
+        if contract not in self.containers:
+            return Reply(404, {"success": False, "error": "no_such_instance", "msg": f"Instance {contract} not found."})
+        self._destroy(contract)
+        return Reply(200, {"success": True, "msg": "Instance destroyed successfully"})
+
+    def _destroy(self, contract: int) -> None:
+        row = self.containers.pop(contract, None)
+        if row is not None and self.ghosts is not None:
+            self.ghosts[contract] = {**row, "cur_state": "unloaded"}
+
+    def halt(self, contract: int) -> None:
+        """A container is stopped by hand, or outbid: its disk is kept and paid for."""
+        self.steps[contract] = len(STEPS)
+        self.containers[contract] |= {"actual_status": "exited", "intended_status": "stopped", "cur_state": "stopped", "next_state": "stopped"}
+
+    @route("GET", "/api/v0/users/current/")
+    def user(self, request: Request) -> Reply:
+        return Reply(200, {"id": 4711, "username": "jo", "email": "jo@example.org", "api_key": KEY, "credit": 12.5, "balance": 0})

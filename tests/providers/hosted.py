@@ -1,0 +1,141 @@
+"""Machines for the fake clouds: each one that is rented becomes a host of the test bed, which comes up with what the cloud was given for it.
+
+hosting = Hosting(fleet, prepare=mirror.configure)
+hosting.rent("123", lambda host: cloud_init(host, "123", user_data))
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from tests.conftest import wait_until
+from tests.testbed import Fleet, Host
+
+RESTART = "#!/bin/sh\nexec kill -HUP 1\n"
+"""In place of systemctl and pkill on hosts, whose first process is sshd: it reads its keys anew."""
+
+
+class Hosting:
+    """Hosts by the cloud's ids. Those that are up when it is closed are crashed."""
+
+    def __init__(self, fleet: Fleet, prepare: Callable[[Host], object]) -> None:
+        self._fleet = fleet
+        self._prepare = prepare
+        self._threads: list[threading.Thread] = []
+        self.hosts: dict[str, Host] = {}
+        self.failures: list[BaseException] = []
+
+    @property
+    def gateway(self) -> str:
+        """The address of this machine that hosts can reach."""
+        return self._fleet.network.gateway
+
+    def rent(self, machine_id: str, boot: Callable[[Host], object]) -> None:
+        """Bring a host up, aside, and have it boot."""
+        thread = threading.Thread(target=self._bring_up, args=(machine_id, boot), name=f"boot-{machine_id}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _bring_up(self, machine_id: str, boot: Callable[[Host], object]) -> None:
+        try:
+            host = self._fleet.create()
+            self._prepare(host)
+            for name in ("systemctl", "pkill"):
+                place = host.root / "usr/local/bin" / name
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.write_text(RESTART)
+                place.chmod(0o755)
+            boot(host)
+            self.hosts[machine_id] = host
+        except BaseException as error:
+            self.failures.append(error)
+            raise
+
+    def ip(self, machine_id: str) -> str | None:
+        """Return the address of a host that has booted."""
+        host = self.hosts.get(machine_id)
+        return None if host is None else host.ip
+
+    def is_off(self, machine_id: str) -> bool:
+        """Tell whether a host was up, and has powered itself off."""
+        host = self.hosts.get(machine_id)
+        return host is not None and not host.is_up
+
+    def end(self, machine_id: str) -> None:
+        """Cut its power; nothing to do for one that has none."""
+        if (host := self.hosts.get(machine_id)) is not None and host.is_up:
+            host.crash()
+
+    def close(self) -> None:
+        """End all of them. Raises what went wrong with one on its way up."""
+        for thread in self._threads:
+            thread.join(60)
+        for machine_id in self.hosts:
+            self.end(machine_id)
+        if self.failures:
+            raise self.failures[0]
+
+
+# ── how a machine comes up ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def cloud_init(host: Host, instance_id: str, user_data: str) -> None:
+    """Do what cloud-init does with user data of ours: its id, host key and keys before anybody logs in, its commands at the end, with the environment of a boot."""
+    head, _, text = user_data.partition("\n")
+    assert head == "#cloud-config"
+    config = json.loads(text)
+    assert config["disable_root"] is False
+    assert config["ssh_deletekeys"] is True
+    data = host.root / "var/lib/cloud/data"
+    data.mkdir(parents=True, exist_ok=True)
+    (data / "instance-id").write_text(f"{instance_id}\n")
+    keys = config["ssh_keys"]
+    place = host.root / "etc/ssh/ssh_host_ed25519_key"
+    place.write_text(keys["ed25519_private"])
+    place.with_suffix(".pub").write_text(keys["ed25519_public"] + "\n")
+    with (host.root / "root/.ssh/authorized_keys").open("a") as allowed:
+        allowed.write("".join(f"{key}\n" for key in config["ssh_authorized_keys"]))
+    os.kill(host.pid, signal.SIGHUP)
+    know(host, keys["ed25519_public"])
+    for command in config["runcmd"]:
+        as_boot(host, shlex.join(command))
+
+
+def boot_script(host: Host, hostname: str, text: str) -> None:
+    """Run a startup script as a machine of this name does, some time after its sshd has begun to answer."""
+    place = host.root / "usr/local/bin/hostname"
+    place.write_text(f"#!/bin/sh\necho {shlex.quote(hostname)}\n")
+    place.chmod(0o755)
+    as_boot(host, text)
+    know(host, (host.root / "etc/ssh/ssh_host_ed25519_key.pub").read_text())
+
+
+def container(host: Host, variables: Mapping[str, str], arguments: Sequence[str]) -> None:
+    """Start a container's main process, which does not return, and wait until its sshd has the key that it was given."""
+    key = host.root / "etc/ssh/ssh_host_ed25519_key.pub"
+    before = key.read_text()
+    as_boot(host, f"setsid {shlex.join(arguments)} &", variables)
+    wait_until(lambda: key.exists() and key.read_text().endswith("\n") and key.read_text() != before, f"{host.name} to have its host key")
+    know(host, key.read_text())
+
+
+def know(host: Host, public: str) -> None:
+    """Wait until a host shows this key, and expect it from now on."""
+    host.known_hosts_path.write_text(f"{host.ip} {' '.join(public.split()[:2])}\n")
+    wait_until(lambda: host.run("true").returncode == 0, f"{host.name} to show its new key")
+
+
+def as_boot(host: Host, command: str, variables: Mapping[str, str] | None = None) -> None:
+    """Run a command as a machine's own, not a login's: its environment has PATH, HOME and what is given."""
+    words = ["env", "-i", "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root"]
+    words += [f"{name}={value}" for name, value in (variables or {}).items()]
+    done = host.run(f"{shlex.join(words)} sh -c {shlex.quote(command)} </dev/null >>/var/log/boot.log 2>&1")
+    if done.returncode:
+        log = Path(host.root / "var/log/boot.log")
+        raise RuntimeError(f"{host.name} did not boot: {done.stderr} {log.read_text() if log.exists() else ''}")

@@ -1,0 +1,874 @@
+"""AWS: the contract of every cloud, and what is EC2's own."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.accelerators import parse
+from skyward_core.errors import CredentialsError, InstancesLeft, NoCapacity, NotYetSupported, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
+from skyward_core.instances import InstanceState
+from skyward_core.market import Offer, Requirements, matches
+from skyward_core.providers import _aws_prices, aws
+from skyward_core.providers.base import LAUNCH_TAG, RANK_TAG, Provider, load
+from skyward_core.providers.login import host_key, our_key
+from tests.providers.contract import POOL, STARTUP, Hands, ProviderContract, tags
+from tests.providers.fake_aws import ACCOUNT, IMAGES, OUR_ADDRESS, FakeAWS
+
+SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
+T4 = Requirements(instance_type="g4dn.xlarge", accelerator=parse("T4"))
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from botocore.retries import standard
+
+    monkeypatch.setattr(standard.ExponentialBackoff, "delay_amount", lambda *_: 0)
+    monkeypatch.setattr(aws, "AGAIN_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(aws, "FIRST_LOOK_SECONDS", 0.0)
+
+
+@pytest.fixture
+def cloud(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAWS]:
+    with FakeAWS() as fake:
+        for name in ("AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", fake.url)
+        yield fake
+
+
+def make(cloud: FakeAWS, *, explicit: bool = False, **fields: Any) -> sky.AWS:
+    keys: dict[str, Any] = {"access_key_id": "AKIAIOSFODNN7EXAMPLE", "secret_access_key": SECRET} if explicit else {}
+    return sky.AWS(**{"checkip_url": f"{cloud.url}/checkip", **keys, **fields})
+
+
+class TestAWS(ProviderContract):
+    variables = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE")
+
+    @pytest.fixture
+    def hands(self, cloud: FakeAWS) -> Hands:
+        def provider(**fields: Any) -> Provider:
+            return make(cloud, **fields)
+
+        def strangers() -> None:
+            cloud.backend().run_instances(
+                "ami-12c6146b", 7, None, [], instance_type="t3.micro", is_instance_type_default=False, tags={"instance": {"skyward": "no", "Name": "theirs"}}
+            )
+
+        def over() -> None:
+            cloud.is_out, cloud.creates_left = False, None
+
+        def lag() -> None:
+            cloud.hidden_listings = 2
+
+        return Hands(
+            provider=provider,
+            wish=T4,
+            secrets=(SECRET,),
+            alive=cloud.alive,
+            refuse_credentials=lambda: setattr(cloud, "is_refusing", True),
+            no_capacity=lambda: cloud.fail("RunInstances", "InsufficientInstanceCapacity", 500, times=99),
+            quota=lambda: cloud.fail("RunInstances", "VcpuLimitExceeded", times=99),
+            outage=lambda: setattr(cloud, "is_out", True),
+            outage_over=over,
+            lose_create_answer=lambda: cloud.fail("RunInstances", is_done=True),
+            fail_create_after=lambda count: setattr(cloud, "creates_left", count),
+            throttle=lambda: cloud.fail("DescribeInstances", "RequestLimitExceeded", 503),
+            stop=lambda machine: cloud.put(machine, "stopped", "Client.UserInitiatedShutdown"),
+            preempt=lambda machine: cloud.put(machine, "terminated", "Server.SpotInstanceTermination"),
+            strangers=strangers,
+            lag=lag,
+        )
+
+
+OFFER = Offer(
+    provider="aws",
+    instance_type="g4dn.xlarge",
+    region="us-east-1",
+    price_per_hour=0.526,
+    on_demand_price_per_hour=0.526,
+    vcpus=4,
+    memory_gb=17.2,
+    accelerator="T4",
+    accelerators=1,
+    accelerator_memory_gb=16,
+)
+SPOT = OFFER.model_copy(update={"is_spot": True, "price_per_hour": 0.2})
+ZONES = [f"us-east-1{letter}" for letter in "abcdef"]
+
+
+def of_type(name: str, region: str = "us-east-1", **fields: Any) -> Offer:
+    return OFFER.model_copy(update={"instance_type": name, "region": region, **fields})
+
+
+def zones_asked(cloud: FakeAWS) -> list[str]:
+    return [cloud.subnet_zone(asked) for asked in cloud.asked if asked.action == "RunInstances"]
+
+
+def user_data(words: dict[str, Any]) -> bytes:
+    return base64.b64decode(words["UserData"])
+
+
+def groups(cloud: FakeAWS, region: str = "us-east-1") -> list[Any]:
+    return [group for group in cloud.backend(region).describe_security_groups() if group.name == "skyward-ssh"]
+
+
+def cidrs(cloud: FakeAWS) -> set[str]:
+    (group,) = groups(cloud)
+    return {rule.ip_range[word] for rule in group.ingress_rules if rule.from_port is not None for word in ("CidrIp", "CidrIpv6") if rule.ip_range.get(word)}
+
+
+# ── offers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def every_type() -> dict[str, dict[str, Any]]:
+    from moto.ec2.models.instance_types import INSTANCE_TYPES
+
+    return INSTANCE_TYPES
+
+
+@pytest.mark.parametrize(
+    ("name", "chips"),
+    [
+        ("g4dn.12xlarge", (4, "T4", 16, None)),
+        ("g5g.16xlarge", (2, "T4g", 16, None)),
+        ("g5.48xlarge", (8, "A10G", 24, None)),
+        ("g6.xlarge", (1, "L4", 24, None)),
+        ("g6e.xlarge", (1, "L40S", 48, None)),
+        ("g7.2xlarge", (1, "RTX PRO 4500", 32, None)),
+        ("g7e.2xlarge", (1, "RTX PRO 6000", 96, None)),
+        ("p3dn.24xlarge", (8, "V100", 32, "SXM")),
+        ("p4d.24xlarge", (8, "A100", 40, "SXM")),
+        ("p4de.24xlarge", (8, "A100", 80, "SXM")),
+        ("p5.4xlarge", (1, "H100", 80, "SXM")),
+        ("p5en.48xlarge", (8, "H200", 141, "SXM")),
+        ("p6-b200.48xlarge", (8, "B200", 180, None)),
+        ("p6-b300.48xlarge", (8, "B300", 288, None)),
+        ("trn1.32xlarge", (16, "Trainium1", 32, None)),
+        ("trn2.3xlarge", (1, "Trainium2", 96, None)),
+        ("trn2u.48xlarge", (16, "Trainium2", 96, None)),
+        ("inf1.6xlarge", (4, "Inferentia1", 8, None)),
+        ("inf2.48xlarge", (12, "Inferentia2", 32, None)),
+        ("c7i.xlarge", (0, None, None, None)),
+    ],
+)
+def test_a_chip_is_called_as_in_the_catalogue(name: str, chips: tuple[Any, ...]) -> None:
+    """With the catalogue's memory, by AWS's own descriptions of its types."""
+    machine = aws._machine(every_type()[name], "us-east-1")
+    assert machine is not None
+    offer = machine[0]
+    assert (offer.accelerators, offer.accelerator, offer.accelerator_memory_gb, offer.form_factor) == chips
+
+
+@pytest.mark.parametrize("name", ["g6f.xlarge", "gr6f.4xlarge", "dl2q.24xlarge", "vt1.3xlarge", "f2.6xlarge"])
+def test_parts_of_a_chip_and_chips_that_we_do_not_know_are_not_offered(name: str) -> None:
+    """Rather than taken for a machine with none."""
+    assert aws._machine(every_type()[name], "us-east-1") is None
+
+
+def test_every_type_with_a_chip_answers_to_its_wish() -> None:
+    """All that AWS describes with GPUs or Neuron devices, whole ones: the wish for its chip and memory finds it."""
+    found = 0
+    for kind in every_type().values():
+        if kind.get("GpuInfo") or kind.get("NeuronInfo"):
+            machine = aws._machine(kind, "us-east-1")
+            if machine is None:
+                assert kind["InstanceType"].split(".")[0] in ("g6f", "gr6f")
+                continue
+            offer = machine[0]
+            wish = parse(f"{offer.accelerators}x{offer.accelerator}-{offer.accelerator_memory_gb:g}GB")
+            assert matches(offer, Requirements(accelerator=wish)) is None
+            assert any(kind["InstanceType"].startswith(family.rstrip("*")) for family in aws.ACCELERATED)
+            found += 1
+    assert found > 60
+
+
+def test_our_own_table_is_of_types_that_there_are() -> None:
+    """And of prices that can be."""
+    gone = {name for name in _aws_prices.PRICES if name not in every_type()}
+    assert {name.split(".")[0] for name in gone} <= {"g4ad"}
+    assert all(0 < price < 200 for price in _aws_prices.PRICES.values())
+
+
+def test_prices_come_from_the_price_list(cloud: FakeAWS) -> None:
+    """All pages of it, of its region alone, and Local Zones cost more."""
+    cloud.list_prices = {("us-east-1", "g4dn.xlarge"): 0.5, ("us-east-1", "g4dn.2xlarge"): 0.7, ("eu-west-1", "g4dn.xlarge"): 0.6}
+    sold = make(cloud).offers(Requirements(accelerator=parse("T4")))
+    assert {offer.instance_type: offer.price_per_hour for offer in sold} == {"g4dn.xlarge": 0.5, "g4dn.2xlarge": 0.7}
+    assert all(words["Filters"] for words in cloud.words("GetProducts"))
+    sold = make(cloud).offers(Requirements(vcpus=4))
+    assert {offer.instance_type: offer.price_per_hour for offer in sold} == {"g4dn.xlarge": 0.5, "g4dn.2xlarge": 0.7}
+
+
+def test_without_the_right_to_ask_for_prices_our_table_stands_in(cloud: FakeAWS) -> None:
+    """It is us-east-1's, and an estimate elsewhere; a type that it does not have is not sold on demand."""
+    cloud.list_prices = None
+    (offer,) = make(cloud).offers(T4)
+    assert offer.price_per_hour == _aws_prices.PRICES["g4dn.xlarge"] == 0.526
+    (offer,) = make(cloud, region="eu-west-1").offers(T4)
+    assert (offer.region, offer.price_per_hour) == ("eu-west-1", 0.526)
+    assert make(cloud).offers(Requirements(instance_type="r7i.large")) == []
+
+
+def test_spot_costs_what_its_cheapest_zone_costs_now(cloud: FakeAWS) -> None:
+    """Older prices and Local Zones left out; the price on demand stands beside it."""
+    cloud.spot = {("g4dn.xlarge", "us-east-1a"): 0.3, ("g4dn.xlarge", "us-east-1c"): 0.2, ("g4dn.xlarge", "us-east-1-atl-2a"): 0.1}
+    spot = [offer for offer in make(cloud).offers(T4) if offer.is_spot]
+    assert [(offer.price_per_hour, offer.on_demand_price_per_hour) for offer in spot] == [(0.2, 0.526)]
+    (words,) = {json.dumps({name: value for name, value in words.items() if name.startswith("Product")}) for words in cloud.words("DescribeSpotPriceHistory")}
+    assert json.loads(words) == {"ProductDescription.1": "Linux/UNIX"}
+
+
+def test_spot_is_offered_for_the_zones_of_the_given_subnets(cloud: FakeAWS) -> None:
+    """A price in another zone is of no use."""
+    cloud.spot = {("g4dn.xlarge", "us-east-1a"): 0.3, ("g4dn.xlarge", "us-east-1c"): 0.2}
+    subnets = {subnet.availability_zone: subnet.id for subnet in cloud.backend().describe_subnets()}
+    (spot,) = [offer for offer in make(cloud, subnet_ids=(subnets["us-east-1a"],)).offers(T4) if offer.is_spot]
+    assert spot.price_per_hour == 0.3
+
+
+def test_spot_above_an_estimate_has_no_price_on_demand(cloud: FakeAWS) -> None:
+    """And a type without a price on demand is sold as spot alone, as p5e is."""
+    cloud.list_prices = None
+    cloud.spot = {("g4dn.xlarge", "eu-west-1a"): 0.6, ("p5e.48xlarge", "eu-west-1a"): 20.0}
+    sold = make(cloud, region="eu-west-1").offers(T4)
+    assert [(offer.is_spot, offer.price_per_hour, offer.on_demand_price_per_hour) for offer in sold] == [(False, 0.526, 0.526), (True, 0.6, None)]
+    sold = make(cloud, region="eu-west-1").offers(Requirements(instance_type="p5e.48xlarge"))
+    assert [(offer.is_spot, offer.on_demand_price_per_hour) for offer in sold] == [(True, None)]
+
+
+def test_machines_that_are_no_linux_are_not_offered(cloud: FakeAWS) -> None:
+    """Macs have processors of their own."""
+    cloud.list_prices = {("us-east-1", "mac2.metal"): 0.65}
+    assert make(cloud).offers(Requirements(instance_type="mac2.metal")) == []
+
+
+def test_chips_without_an_image_are_offered_with_one(cloud: FakeAWS) -> None:
+    """AWS's images have no driver for V100s any more."""
+    cloud.list_prices = None
+    want = Requirements(accelerator=parse("V100-32GB"))
+    assert make(cloud).offers(want) == []
+    assert [offer.instance_type for offer in make(cloud, ami="ami-1").offers(want)] == ["p3dn.24xlarge"]
+
+
+def test_offers_of_several_regions(cloud: FakeAWS) -> None:
+    """Each with its own prices."""
+    cloud.list_prices = {("us-east-1", "g4dn.xlarge"): 0.5, ("us-west-2", "g4dn.xlarge"): 0.6}
+    sold = make(cloud, region=("us-east-1", "us-west-2")).offers(T4)
+    assert {offer.region: offer.price_per_hour for offer in sold} == {"us-east-1": 0.5, "us-west-2": 0.6}
+
+
+# ── the creating call ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_creating_call_says_it_all(cloud: FakeAWS) -> None:
+    """All machines or none, tagged in the call, gone when they power off, with a disk that goes with them; no key pair."""
+    make(cloud, instance_profile="trainer").offers(T4)
+    cloud.fail("RunInstances", "InvalidParameterValue", times=1)
+    with pytest.raises(sky.BadRequest):
+        make(cloud, instance_profile="trainer").launch(OFFER, 3, tags(), STARTUP)
+    (words,) = cloud.words("RunInstances")
+    assert (words["MinCount"], words["MaxCount"]) == ("3", "3")
+    assert words["InstanceInitiatedShutdownBehavior"] == "terminate"
+    assert words["MetadataOptions.HttpTokens"] == "required"
+    assert words["IamInstanceProfile.Name"] == "trainer"
+    assert words["NetworkInterface.1.AssociatePublicIpAddress"] == "true"
+    disk = {name.rpartition(".")[2]: value for name, value in words.items() if name.startswith("BlockDeviceMapping.1.")}
+    assert disk == {"DeviceName": "/dev/sda1", "VolumeSize": "100", "VolumeType": "gp3", "DeleteOnTermination": "true"}
+    assert {words[f"TagSpecification.{n}.ResourceType"] for n in (1, 2, 3)} == {"instance", "volume", "network-interface"}
+    assert not [name for name in words if name.startswith(("KeyName", "InstanceMarketOptions", "TagSpecification.4"))]
+    assert cloud.alive() == set()
+
+
+def test_a_spot_machine_is_asked_for_once_and_told_as_spot(cloud: FakeAWS) -> None:
+    """One-time, so that nothing comes back after it; in the cheapest zone first, and with that zone's price."""
+    cloud.spot = {("g4dn.xlarge", "us-east-1d"): 0.21, ("g4dn.xlarge", "us-east-1b"): 0.25}
+    cloud.fail("RunInstances", "InsufficientInstanceCapacity", 500)
+    (machine,) = make(cloud).launch(SPOT, 1, tags(), STARTUP)
+    assert zones_asked(cloud) == ["us-east-1d", "us-east-1b"]
+    (listed,) = make(cloud).instances(POOL)
+    for instance in (machine, listed):
+        assert (instance.is_spot, instance.price_per_hour, instance.on_demand_price_per_hour) == (True, 0.25, 0.526)
+    words = cloud.words("RunInstances")[0]
+    assert {name.rpartition(".")[2]: value for name, value in words.items() if name.startswith("InstanceMarketOptions")} == {
+        "MarketType": "spot",
+        "SpotInstanceType": "one-time",
+        "InstanceInterruptionBehavior": "terminate",
+    }
+
+
+def test_a_zone_that_is_sold_out_is_asked_once(cloud: FakeAWS) -> None:
+    """Its answer is a 500, which the SDK would repeat; the next zone has them all, or none of them."""
+    cloud.fail("RunInstances", "InsufficientInstanceCapacity", 500, times=9, when=lambda asked: cloud.subnet_zone(asked) < "us-east-1c")
+    launched = make(cloud).launch(OFFER, 2, tags(), STARTUP)
+    assert len(launched) == 2
+    assert zones_asked(cloud) == ["us-east-1a", "us-east-1b", "us-east-1c"]
+    assert len({words["ClientToken"] for words in cloud.words("RunInstances")}) == 3
+
+
+def test_what_all_zones_have_said_is_told(cloud: FakeAWS) -> None:
+    """The code is of one that sells such machines at all."""
+    cloud.fail("RunInstances", "Unsupported", times=9, when=lambda asked: cloud.subnet_zone(asked) != "us-east-1c")
+    cloud.fail("RunInstances", "InsufficientInstanceCapacity", 500, times=9)
+    with pytest.raises(NoCapacity, match=r"us-east-1c \(subnet-\w+\): InsufficientInstanceCapacity, us-east-1d") as caught:
+        make(cloud).launch(OFFER, 1, tags(), STARTUP)
+    assert caught.value.code == "InsufficientInstanceCapacity"
+    assert zones_asked(cloud) == ZONES
+
+
+def test_a_quota_is_the_regions(cloud: FakeAWS) -> None:
+    """No other zone is asked."""
+    cloud.fail("RunInstances", "VcpuLimitExceeded", times=9)
+    with pytest.raises(QuotaExceeded):
+        make(cloud).launch(OFFER, 1, tags(), STARTUP)
+    assert zones_asked(cloud) == ["us-east-1a"]
+
+
+def test_a_call_whose_answer_is_lost_is_sent_again_with_its_token(cloud: FakeAWS) -> None:
+    """EC2 answers the second one with the machines of the first."""
+    cloud.fail("RunInstances", is_done=True)
+    launched = make(cloud).launch(OFFER, 2, tags(), STARTUP)
+    assert {instance.id for instance in launched} == cloud.alive()
+    assert len(launched) == 2
+    first, second = cloud.words("RunInstances")
+    assert first == second
+    assert len(first["ClientToken"]) <= 64
+
+
+def test_what_goes_on_failing_is_looked_for(cloud: FakeAWS) -> None:
+    """By the tag of the launch, and by its token."""
+    cloud.fail("RunInstances", is_done=True)
+    cloud.fail("RunInstances", "InternalError", 500, times=9)
+    launched = make(cloud).launch(OFFER, 2, tags(), STARTUP)
+    assert {instance.id for instance in launched} == cloud.alive()
+    assert sorted(instance.rank for instance in launched) == [0, 1]
+
+
+def test_machines_of_another_call_are_not_taken_for_those_of_a_lost_one(cloud: FakeAWS) -> None:
+    """The same launch asked for on demand and then as spot: what is looked for is what this call has made."""
+    (there,) = make(cloud).launch(OFFER, 1, tags(), STARTUP)
+    cloud.fail("RunInstances", "InternalError", 500, times=99)
+    with pytest.raises(ProviderFailed, match="0 of 1 machines are listed"):
+        make(cloud).launch(SPOT, 1, tags(), STARTUP)
+    assert cloud.alive() == {there.id}
+
+
+def test_an_outage_while_creating_is_told_as_such(cloud: FakeAWS) -> None:
+    """It says nothing of the zone: no other is asked, for there may be a machine."""
+    cloud.fail("RunInstances", "InternalError", 500, times=99)
+    with pytest.raises(ProviderFailed) as caught:
+        make(cloud).launch(OFFER, 1, tags(), STARTUP)
+    assert caught.value.code == "InternalError"
+    assert set(zones_asked(cloud)) == {"us-east-1a"}
+
+
+def test_throttling_of_the_creating_call_is_waited_out(cloud: FakeAWS) -> None:
+    """Once is nothing; for ever is RateLimited."""
+    cloud.fail("RunInstances", "RequestLimitExceeded", 503)
+    assert len(make(cloud).launch(OFFER, 1, tags(), STARTUP)) == 1
+    cloud.fail("RunInstances", "RequestLimitExceeded", 503, times=99)
+    with pytest.raises(ProviderFailed) as caught:
+        make(cloud).launch(OFFER, 1, tags(launch="L1"), STARTUP)
+    assert caught.value.code == "RequestLimitExceeded"
+
+
+def test_a_token_is_of_launch_place_and_market(cloud: FakeAWS) -> None:
+    """With other words than before, EC2 refuses a token."""
+    cloud.spot = {("g4dn.xlarge", "us-east-1a"): 0.2}
+    for offer, count, launch in ((OFFER, 1, "L1"), (OFFER, 1, "L2"), (SPOT, 1, "L1"), (OFFER, 2, "L1"), (of_type("g4dn.2xlarge"), 1, "L1")):
+        make(cloud).launch(offer, count, tags(launch=launch), STARTUP)
+    assert len({words["ClientToken"] for words in cloud.words("RunInstances")}) == 5
+
+
+def test_many_machines_are_one_call(cloud: FakeAWS) -> None:
+    """64 of them, over more than one page of a listing."""
+    began = time.monotonic()
+    launched = make(cloud).launch(OFFER, 64, tags(), STARTUP)
+    assert [instance.rank for instance in launched] == list(range(64))
+    assert len(cloud.words("RunInstances")) == 1
+    assert len(cloud.asked) < 20
+    assert time.monotonic() - began < 30
+
+
+# ── what a machine comes up with ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_machine_knows_its_host_key_and_ours(cloud: FakeAWS) -> None:
+    """From its user data; whoever has our key can tell how it logs in."""
+    (machine,) = make(cloud).launch(OFFER, 1, tags(), STARTUP)
+    key = our_key()
+    config = json.loads(user_data(cloud.words("RunInstances")[0]).decode().removeprefix("#cloud-config\n"))
+    assert config["ssh_authorized_keys"] == [key.public]
+    assert config["ssh_keys"]["ed25519_public"] == host_key(tags()[LAUNCH_TAG], key).public
+    assert "id=$(cat /var/lib/cloud/data/instance-id)" in config["runcmd"][0][2]
+    assert STARTUP in config["runcmd"][0][2]
+    assert machine.directory is not None
+    assert machine.directory.endswith(f"/instances/{machine.id}")
+    assert machine.ip is not None
+    assert machine.ip.startswith("198.51.100.")
+    assert machine.endpoint == sky.Endpoint(
+        host=machine.ip,
+        port=22,
+        user="root",
+        key=str(key.path),
+        host_key=host_key(tags()[LAUNCH_TAG], key).public,
+        known_hosts="/dev/null",
+        config="/dev/null",
+    )
+    assert make(cloud).instances(POOL)[0].endpoint == machine.endpoint
+
+
+def test_long_user_data_is_compressed(cloud: FakeAWS) -> None:
+    """EC2 takes 16 KiB; what is longer even so is refused before anything is made."""
+    long = STARTUP + "".join(f"echo line {n}\n" for n in range(3000))
+    make(cloud).launch(OFFER, 1, tags(), long)
+    sent = user_data(cloud.words("RunInstances")[0])
+    assert len(sent) <= 16 * 1024
+    assert gzip.decompress(sent).startswith(b"#cloud-config\n")
+    noise = "# " + "".join(hashlib.sha256(bytes(str(n), "ascii")).hexdigest() for n in range(1000))
+    with pytest.raises(sky.BadRequest, match="16384 bytes"):
+        make(cloud).launch(OFFER, 1, tags(launch="L1"), noise)
+    assert len(cloud.words("RunInstances")) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "accelerator", "parameter"),
+    [
+        ("g4dn.xlarge", "T4", "deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04"),
+        ("g5g.xlarge", "T4g", "deeplearning/ami/arm64/base-oss-nvidia-driver-gpu-ubuntu-24.04"),
+        ("trn1.2xlarge", "Trainium1", "neuron/dlami/base/ubuntu-24.04/latest/image_id"),
+        ("inf2.xlarge", "Inferentia2", "neuron/dlami/base/ubuntu-24.04/latest/image_id"),
+        ("c7i.xlarge", None, "canonical/ubuntu/server/24.04/stable/current/amd64"),
+        ("c8g.4xlarge", None, "canonical/ubuntu/server/24.04/stable/current/arm64"),
+    ],
+)
+def test_the_image_is_of_the_chip_and_the_processor(cloud: FakeAWS, name: str, accelerator: str | None, parameter: str) -> None:
+    """Where AWS says that its latest is."""
+    make(cloud).launch(of_type(name, accelerator=accelerator), 1, tags(), STARTUP)
+    (asked,) = cloud.words("GetParameter")
+    assert parameter in asked["Name"]
+    assert cloud.words("RunInstances")[0]["ImageId"] == IMAGES[asked["Name"]]
+
+
+def test_a_disk_is_no_smaller_than_its_image(cloud: FakeAWS) -> None:
+    """AWS refuses it otherwise."""
+    for disk_gb, offer in ((10, of_type("trn1.2xlarge", accelerator="Trainium1")), (500, OFFER)):
+        make(cloud, disk_gb=disk_gb).launch(offer, 1, tags(launch=f"L{disk_gb}"), STARTUP)
+    assert [words["BlockDeviceMapping.1.Ebs.VolumeSize"] for words in cloud.words("RunInstances")] == ["120", "500"]
+
+
+def test_an_image_of_ones_own(cloud: FakeAWS) -> None:
+    """Nobody is asked which is the latest; one that is not there is refused."""
+    make(cloud, ami="ami-0b0700000000000x8").launch(OFFER, 1, tags(), STARTUP)
+    assert cloud.words("GetParameter") == []
+    assert cloud.words("RunInstances")[0]["ImageId"] == "ami-0b0700000000000x8"
+    with pytest.raises(sky.BadRequest, match="InvalidAMIID"):
+        make(cloud, ami="ami-none").launch(OFFER, 1, tags(launch="L1"), STARTUP)
+
+
+# ── where it is ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_machines_can_be_logged_in_to_from_here_and_from_each_other(cloud: FakeAWS) -> None:
+    """And from nowhere else; the group of all pools is made once."""
+    make(cloud).launch(OFFER, 1, tags(), STARTUP)
+    make(cloud).launch(OFFER, 1, tags(launch="L1"), STARTUP)
+    (group,) = groups(cloud)
+    assert cidrs(cloud) == {f"{OUR_ADDRESS}/32"}
+    assert [pair["GroupId"] for rule in group.ingress_rules for pair in ([rule.source_group] if rule.source_group else [])] == [group.id]
+    assert {words["NetworkInterface.1.SecurityGroupId.1"] for words in cloud.words("RunInstances")} == {group.id}
+    assert len(cloud.words("AuthorizeSecurityGroupIngress")) == 2
+
+
+def test_another_address_gets_a_rule_of_its_own(cloud: FakeAWS) -> None:
+    """None is widened, and none taken from another client."""
+    make(cloud).launch(OFFER, 1, tags(), STARTUP)
+    cloud.address = "198.51.100.200"
+    make(cloud).launch(OFFER, 1, tags(launch="L1"), STARTUP)
+    make(cloud, ssh_cidr="192.0.2.0/24").launch(OFFER, 1, tags(launch="L2"), STARTUP)
+    make(cloud, ssh_cidr="2001:db8::/64").launch(OFFER, 1, tags(launch="L3"), STARTUP)
+    assert cidrs(cloud) == {f"{OUR_ADDRESS}/32", "198.51.100.200/32", "192.0.2.0/24", "2001:db8::/64"}
+    assert len([asked for asked in cloud.asked if asked.service == "checkip"]) == 2
+
+
+def test_somebody_who_was_quicker_has_made_the_group(cloud: FakeAWS) -> None:
+    """Group and rules that are there by now are no error."""
+    cloud.fail("CreateSecurityGroup", "InvalidGroup.Duplicate", is_done=True)
+    cloud.fail("AuthorizeSecurityGroupIngress", "InvalidPermission.Duplicate", is_done=True, times=2)
+    assert len(make(cloud).launch(OFFER, 1, tags(), STARTUP)) == 1
+    assert cidrs(cloud) == {f"{OUR_ADDRESS}/32"}
+
+
+@pytest.mark.parametrize("address", ["<html>", "", "203.0.113.7, 203.0.113.8"])
+def test_without_our_address_nothing_is_opened(cloud: FakeAWS, address: str) -> None:
+    """The way out is told."""
+    cloud.address = address
+    with pytest.raises(ProviderFailed, match="ssh_cidr="):
+        make(cloud).launch(OFFER, 1, tags(), STARTUP)
+    assert cloud.words("RunInstances") == []
+    assert groups(cloud) == []
+
+
+def test_private_machines_have_no_public_address(cloud: FakeAWS) -> None:
+    """And are logged in to at their private one, from the network that was named."""
+    (machine,) = make(cloud, use_private_ip=True, ssh_cidr="10.0.0.0/8").launch(OFFER, 1, tags(), STARTUP)
+    assert machine.ip is None
+    assert machine.endpoint is not None
+    assert machine.endpoint.host == machine.private_ip
+    assert cloud.words("RunInstances")[0]["NetworkInterface.1.AssociatePublicIpAddress"] == "false"
+    assert cidrs(cloud) == {"10.0.0.0/8"}
+
+
+def test_machines_are_put_into_the_given_subnets(cloud: FakeAWS) -> None:
+    """One that is not there is told."""
+    subnets = {subnet.availability_zone: subnet.id for subnet in cloud.backend().describe_subnets()}
+    make(cloud, subnet_ids=(subnets["us-east-1d"],)).launch(OFFER, 1, tags(), STARTUP)
+    assert zones_asked(cloud) == ["us-east-1d"]
+    with pytest.raises(sky.BadRequest, match="subnet-00000000"):
+        make(cloud, subnet_ids=(subnets["us-east-1d"], "subnet-00000000")).launch(OFFER, 1, tags(launch="L1"), STARTUP)
+
+
+def test_a_region_without_a_default_vpc_says_what_to_do(cloud: FakeAWS) -> None:
+    """Before anything is made."""
+    for subnet in cloud.backend().describe_subnets():
+        cloud.backend().delete_subnet(subnet.id)
+    with pytest.raises(sky.BadRequest, match="subnet_ids="):
+        make(cloud).launch(OFFER, 1, tags(), STARTUP)
+
+
+# ── until it has an address ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_new_machine_is_waited_for(cloud: FakeAWS) -> None:
+    """It is missing in listings, and then has no address; `instances` tells that as it is."""
+    cloud.hidden_listings, cloud.pending_listings = 2, 3
+    (machine,) = make(cloud).launch(OFFER, 1, tags(), STARTUP)
+    assert machine.endpoint is not None
+    assert len(cloud.words("DescribeInstances")) == 6
+    cloud.hidden_listings = 0
+    cloud.fail("DescribeInstances", "InternalError", 500, times=99)
+    with pytest.raises(ProviderFailed):
+        make(cloud).launch(OFFER, 1, tags(launch="L1"), STARTUP)
+    cloud.faults.clear()
+    new = [instance for instance in make(cloud).instances(POOL) if instance.tags[LAUNCH_TAG] == "L1"]
+    assert [(instance.state, instance.endpoint) for instance in new] == [(InstanceState.PENDING, None)]
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "error", "word"),
+    [
+        ("terminated", "Server.InsufficientInstanceCapacity", NoCapacity, "InsufficientInstanceCapacity"),
+        ("shutting-down", "Client.VolumeLimitExceeded", QuotaExceeded, "VolumeLimitExceeded"),
+        ("terminated", "Server.SpotInstanceTermination", NoCapacity, "SpotInstanceTermination"),
+        ("terminated", "Client.InternalError", sky.BadRequest, "InternalError"),
+        ("terminated", "Server.InternalError", ProviderFailed, "InternalError"),
+        ("stopped", "Server.SpotInstanceShutdown", NoCapacity, "SpotInstanceShutdown"),
+    ],
+)
+def test_a_machine_that_ends_on_the_way_tells_why(cloud: FakeAWS, state: str, code: str, error: type[SkywardError], word: str) -> None:
+    """In AWS's own word; one that is stopped is ended, for its disk is paid for."""
+    cloud.pending_listings = 9
+    cloud.on_listing = lambda: [cloud.put(machine, state, code) for machine in cloud.alive()] and None
+    with pytest.raises(error) as caught:
+        make(cloud).launch(OFFER, 1, tags(), STARTUP)
+    assert caught.value.code == word
+    assert cloud.alive() == set()
+
+
+def test_the_others_are_told_if_one_ends_on_the_way(cloud: FakeAWS) -> None:
+    """Fewer than asked for is no error."""
+    cloud.pending_listings = 2
+
+    def end_one() -> None:
+        cloud.put(min(cloud.alive()), "terminated", "Server.InternalError")
+        cloud.on_listing = lambda: None
+
+    cloud.on_listing = end_one
+    launched = make(cloud).launch(OFFER, 3, tags(), STARTUP)
+    assert len(launched) == 2
+    assert {instance.id for instance in launched} == cloud.alive()
+
+
+def test_a_machine_without_an_address_is_ended(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When its time is up; nothing is left."""
+    cloud.pending_listings = 10**9
+    monkeypatch.setattr(aws, "ADDRESS_SECONDS", 0.05)
+    with pytest.raises(ProviderFailed, match="no address"):
+        make(cloud).launch(OFFER, 2, tags(), STARTUP)
+    assert cloud.alive() == set()
+
+
+# ── listing and ending ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("word", "state"),
+    [
+        ("pending", InstanceState.PENDING),
+        ("running", InstanceState.RUNNING),
+        ("stopping", InstanceState.STOPPING),
+        ("stopped", InstanceState.STOPPING),
+        ("shutting-down", None),
+        ("terminated", None),
+        ("levitating", InstanceState.PENDING),
+    ],
+)
+def test_a_state_is_told_as_what_it_costs(cloud: FakeAWS, word: str, state: InstanceState | None) -> None:
+    """One that is ending is not paid for and never comes back; one that is off is not gone."""
+    (machine,) = make(cloud).launch(OFFER, 1, tags(), STARTUP)
+    cloud.put(machine.id, word)
+    assert [instance.state for instance in make(cloud).instances(POOL)] == ([] if state is None else [state])
+
+
+def test_all_pages_of_a_listing_are_read(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven launches, five on a page."""
+    monkeypatch.setattr(aws, "PAGE", 5)
+    for rank in range(7):
+        make(cloud).launch(OFFER, 1, tags(first_rank=rank, launch=f"L{rank}"), STARTUP)
+    assert sorted(instance.rank for instance in make(cloud).instances(POOL)) == list(range(7))
+
+
+def test_a_listing_survives_tags_that_somebody_has_changed(cloud: FakeAWS) -> None:
+    """The machine must still be found, and ended."""
+    (machine,) = make(cloud).launch(OFFER, 1, tags(), STARTUP)
+    cloud.machine(machine.id).add_tags({RANK_TAG: "first", aws.PRICE_TAG: "much"})
+    cloud.backend().delete_tags([machine.id], {LAUNCH_TAG: None})
+    (listed,) = make(cloud).instances(POOL)
+    assert (listed.id, listed.rank, listed.price_per_hour, listed.endpoint) == (machine.id, 0, 0.0, None)
+
+
+def test_machines_are_listed_without_our_key(cloud: FakeAWS, tmp_path: Path) -> None:
+    """Whoever sweeps need not be able to log in."""
+    (machine,) = make(cloud).launch(OFFER, 1, tags(), STARTUP)
+    elsewhere = make(cloud, ssh_key=str(tmp_path / "none"))
+    assert [(instance.id, instance.endpoint) for instance in elsewhere.instances(POOL)] == [(machine.id, None)]
+    elsewhere.terminate([machine.id])
+    assert cloud.alive() == set()
+
+
+def test_a_pattern_is_no_name_of_a_pool(cloud: FakeAWS) -> None:
+    """EC2's filters know wildcards."""
+    make(cloud).launch(OFFER, 1, tags(), STARTUP)
+    assert make(cloud).instances("sky-contract-*") == []
+
+
+def test_one_machine_that_cannot_be_ended_keeps_no_other(cloud: FakeAWS) -> None:
+    """Its id is told; the region fails the whole call because of it."""
+    launched = [instance.id for instance in make(cloud).launch(OFFER, 3, tags(), STARTUP)]
+    cloud.fail("TerminateInstances", "OperationNotPermitted", times=9, when=lambda asked: launched[1] in asked.words.values())
+    with pytest.raises(InstancesLeft) as caught:
+        make(cloud).terminate(launched)
+    assert caught.value.ids == (launched[1],)
+    assert cloud.alive() == {launched[1]}
+
+
+def test_machines_of_several_regions_are_listed_and_ended(cloud: FakeAWS) -> None:
+    """An id tells no region: each is asked, and what one does not know another may."""
+    both = make(cloud, region=("us-east-1", "eu-west-1"))
+    east = both.launch(OFFER, 2, tags(), STARTUP)
+    west = both.launch(of_type("g4dn.xlarge", "eu-west-1"), 1, tags(first_rank=2, launch="L1"), STARTUP)
+    ids = [instance.id for instance in (*east, *west)]
+    assert {instance.id: instance.region for instance in both.instances(POOL)} == dict(zip(ids, ["us-east-1", "us-east-1", "eu-west-1"], strict=True))
+    assert {instance.id for instance in make(cloud).instances(POOL)} == set(ids[:2])
+    both.terminate(ids)
+    assert cloud.alive() == set()
+
+
+def test_a_region_that_is_out_keeps_what_may_be_there(cloud: FakeAWS) -> None:
+    """What the other one has ended is not among it."""
+    both = make(cloud, region=("us-east-1", "eu-west-1"))
+    east = both.launch(OFFER, 1, tags(), STARTUP)
+    west = both.launch(of_type("g4dn.xlarge", "eu-west-1"), 1, tags(first_rank=1, launch="L1"), STARTUP)
+    cloud.fail("TerminateInstances", "Unavailable", 503, times=99, when=lambda asked: asked.region == "eu-west-1")
+    with pytest.raises(InstancesLeft) as caught:
+        both.terminate([east[0].id, west[0].id])
+    assert caught.value.ids == (west[0].id,)
+    assert cloud.alive() == {west[0].id}
+    cloud.fail("DescribeInstances", "Unavailable", 503, times=99, when=lambda asked: asked.region == "eu-west-1")
+    with pytest.raises(ProviderFailed):
+        both.instances(POOL)
+
+
+def test_where_a_person_looks(cloud: FakeAWS) -> None:
+    """The console of the machine's own region."""
+    (machine,) = make(cloud).launch(OFFER, 1, tags(), STARTUP)
+    url = make(cloud).console_url(machine)
+    assert url == f"https://us-east-1.console.aws.amazon.com/ec2/home?region=us-east-1#InstanceDetails:instanceId={machine.id}"
+
+
+# ── errors and credentials ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "kind"),
+    [
+        ("InsufficientInstanceCapacity", 500, NoCapacity),
+        ("InsufficientHostCapacity", 500, NoCapacity),
+        ("InsufficientReservedInstanceCapacity", 500, NoCapacity),
+        ("InsufficientCapacity", 500, NoCapacity),
+        ("UnfulfillableCapacity", 500, NoCapacity),
+        ("Unsupported", 400, NoCapacity),
+        ("SpotMaxPriceTooLow", 400, NoCapacity),
+        ("ReservationCapacityExceeded", 400, NoCapacity),
+        ("InsufficientFreeAddressesInSubnet", 400, NoCapacity),
+        ("VcpuLimitExceeded", 400, QuotaExceeded),
+        ("InstanceLimitExceeded", 400, QuotaExceeded),
+        ("MaxSpotInstanceCountExceeded", 400, QuotaExceeded),
+        ("MaxFleetCountExceeded", 400, QuotaExceeded),
+        ("VolumeLimitExceeded", 400, QuotaExceeded),
+        ("AddressLimitExceeded", 400, QuotaExceeded),
+        ("AuthFailure", 401, CredentialsError),
+        ("AuthFailure.ServiceLinkedRoleCreationNotPermitted", 403, CredentialsError),
+        ("UnauthorizedOperation", 403, CredentialsError),
+        ("AccessDenied", 403, CredentialsError),
+        ("AccessDeniedException", 400, CredentialsError),
+        ("OptInRequired", 401, CredentialsError),
+        ("ExpiredToken", 403, CredentialsError),
+        ("ExpiredTokenException", 400, CredentialsError),
+        ("RequestExpired", 400, CredentialsError),
+        ("InvalidClientTokenId", 403, CredentialsError),
+        ("UnrecognizedClientException", 400, CredentialsError),
+        ("SignatureDoesNotMatch", 403, CredentialsError),
+        ("RequestLimitExceeded", 503, RateLimited),
+        ("Throttling", 400, RateLimited),
+        ("ThrottlingException", 400, RateLimited),
+        ("SlowDown", 503, RateLimited),
+        ("EC2ThrottledException", 503, RateLimited),
+        ("TooManyRequestsException", 400, RateLimited),
+        ("", 429, RateLimited),
+        ("InternalError", 500, ProviderFailed),
+        ("Unavailable", 503, ProviderFailed),
+        ("InvalidParameterValue", 400, sky.BadRequest),
+        ("InvalidAMIID.NotFound", 400, sky.BadRequest),
+        ("IdempotentParameterMismatch", 400, sky.BadRequest),
+        ("InvalidInstanceID.NotFound", 400, sky.BadRequest),
+    ],
+)
+def test_a_code_says_what_to_do_next(code: str, status: int, kind: type[SkywardError]) -> None:
+    """Whatever the status beside it: no capacity is a 500."""
+    assert aws._meaning(code, status) is kind
+
+
+def test_an_answer_that_is_none_is_an_outage(cloud: FakeAWS) -> None:
+    """A page of a proxy, or of a server that has fallen over."""
+    cloud.fail("DescribeInstances", body="<html>502 Bad Gateway", status=502, times=99)
+    with pytest.raises(ProviderFailed):
+        make(cloud).instances(POOL)
+
+
+def test_a_refusal_keeps_its_cause(cloud: FakeAWS) -> None:
+    """The SDK's own error, for who debugs."""
+    cloud.fail("DescribeInstances", "InvalidParameterValue")
+    with pytest.raises(sky.BadRequest, match="injected") as caught:
+        make(cloud).instances(POOL)
+    assert "ClientError" in repr(caught.value.__cause__)
+
+
+def test_nobody_there_is_an_outage() -> None:
+    """Nor does it say anything of the credentials."""
+    provider = sky.AWS(endpoint_url="http://127.0.0.1:9", access_key_id="AKIAIOSFODNN7EXAMPLE", secret_access_key=SECRET)  # type: ignore[arg-type]
+    with pytest.raises(ProviderFailed):
+        provider.instances(POOL)
+
+
+def test_a_message_with_a_secret_in_it_is_told_without(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SignatureDoesNotMatch repeats the request that was signed, session token and all."""
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "FwoGZXIvYXdzEBYaDHsession")
+    cloud.fail("DescribeInstances", "SignatureDoesNotMatch", 403, message="the string was 'x-amz-security-token:FwoGZXIvYXdzEBYaDHsession'")
+    with pytest.raises(CredentialsError, match=r"x-amz-security-token:\*\*\*") as caught:
+        make(cloud).instances(POOL)
+    assert caught.value.__cause__ is None
+    assert caught.value.code == "SignatureDoesNotMatch"
+
+
+@pytest.mark.parametrize("variables", [{"AWS_PROFILE": "none"}, {"AWS_ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE"}])
+def test_half_credentials_are_none(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variables: dict[str, str]) -> None:
+    """A profile that there is not, or a key without its secret."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CredentialsError, match="AWS_ACCESS_KEY_ID"):
+        make(cloud).account()
+
+
+def test_without_the_sdk_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """boto3 is an extra."""
+    monkeypatch.setitem(sys.modules, "botocore.session", None)
+    with pytest.raises(sky.BadRequest, match=r"skyward-core\[aws\]"):
+        sky.AWS().instances(POOL)
+
+
+def test_credentials_of_a_profile(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """From its file, before those of the environment."""
+    (tmp_path / "credentials").write_text("[lab]\naws_access_key_id = AKIALABORATORY\naws_secret_access_key = s\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    assert make(cloud, profile="lab").account() == ACCOUNT
+    with pytest.raises(CredentialsError):
+        make(cloud, profile="other").account()
+
+
+def test_an_endpoint_of_its_own(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a field, which goes with the JSON."""
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    provider = make(cloud, endpoint_url=cloud.url)
+    assert provider.account() == ACCOUNT
+    assert provider.to_json()["endpoint_url"] == cloud.url
+
+
+# ── as a value ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_session_manager_is_refused_before_anything_is_asked(cloud: FakeAWS) -> None:
+    """With the reason and another way."""
+    provider = make(cloud, use_ssm=True)
+    for verb in (lambda: provider.offers(T4), lambda: provider.launch(OFFER, 1, tags(), STARTUP)):
+        with pytest.raises(NotYetSupported, match="use_private_ip"):
+            verb()
+    assert cloud.asked == []
+    assert make(cloud, use_ssm=False).offers(T4)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"region": "us-east-1a"},
+        {"region": ()},
+        {"region": ("us-east-1", "us-east-1")},
+        {"region": ""},
+        {"ssh_cidr": "here"},
+        {"ssh_cidr": "203.0.113.7/24"},
+        {"use_private_ip": True},
+        {"access_key_id": "AKIAIOSFODNN7EXAMPLE"},
+        {"ami": "ami-1", "region": ("us-east-1", "us-west-2")},
+        {"disk_gb": 1},
+        {"zone": "us-east-1a"},
+    ],
+)
+def test_what_cannot_be_is_refused(fields: dict[str, Any]) -> None:
+    """When it is written."""
+    with pytest.raises(sky.BadRequest):
+        load({"name": "aws", **fields})
+
+
+def test_it_is_plain_data() -> None:
+    """With what was set; an address is a network of one."""
+    provider = sky.AWS(region=("us-east-1", "us-gov-west-1"), ssh_cidr="203.0.113.7", use_ssm=False)
+    assert provider.to_json() == {"name": "aws", "region": ["us-east-1", "us-gov-west-1"], "ssh_cidr": "203.0.113.7/32", "use_ssm": False}
+    assert load({"name": "aws", "region": "us-west-2"}) == sky.AWS(region="us-west-2")

@@ -1,0 +1,753 @@
+"""DigitalOcean keeps to the contract, with GPUs and without, and copes with its own oddities. On a fake: tests/providers/fake_digitalocean.py."""
+
+from __future__ import annotations
+
+import json
+import logging
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_private_key
+from sybil import Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser
+
+import skyward_core as sky
+from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited
+from skyward_core.instances import InstanceState
+from skyward_core.market import Offer, Requirements, matches
+from skyward_core.providers import digitalocean
+from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, load
+from skyward_core.providers.digitalocean import DigitalOcean, doctl_token, from_tags, image_of, name_of, state_of, tags_of, to_offers, to_tags
+from skyward_core.providers.login import host_key, our_key
+from skyward_core.providers.tagging import launch_word
+from tests.providers.contract import POOL, STARTUP, Hands, ProviderContract, tags
+from tests.providers.fake_digitalocean import OVER_LIMIT, REGIONS, SIZES, SOLD_OUT, TEAM, TOKEN, TOO_MANY, FakeDigitalOcean, boot_of, size, unprocessable
+from tests.providers.http_fake import Reply
+
+NODE_TOKEN = "dop_v1_n0den0den0den0den0de"
+CPU = Requirements(instance_type="s-2vcpu-4gb")
+GPU = Requirements(accelerator=sky.accelerators.parse("H100"))
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("POLL_SECONDS", "LONGEST_POLL_SECONDS", "KEY_PAUSE_SECONDS"):
+        monkeypatch.setattr(digitalocean, name, 0.001)
+    for name in ("DIGITALOCEAN_ACCESS_TOKEN", "DIGITALOCEAN_API_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DIGITALOCEAN_TOKEN", TOKEN)
+
+
+@pytest.fixture
+def cloud() -> Iterator[FakeDigitalOcean]:
+    with FakeDigitalOcean() as cloud:
+        yield cloud
+
+
+@pytest.fixture
+def make(cloud: FakeDigitalOcean, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., DigitalOcean]:
+    """Make the provider of the fake."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return lambda **fields: DigitalOcean(endpoint_url=cloud.url, **fields)
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyward_core.providers._http.PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("skyward_core.providers._http.PATIENCE_SECONDS", 0.2)
+
+
+def an_offer(provider: DigitalOcean, want: Requirements = CPU) -> Offer:
+    return min((offer for offer in provider.offers(want) if matches(offer, want) is None), key=lambda offer: offer.price_per_hour)
+
+
+def strangers(cloud: FakeDigitalOcean) -> None:
+    """More than a page of each kind; names and tags that look a little like ours."""
+    cpu, gpu = SIZES[0], SIZES[5]
+    looks = [
+        ("web", ["skyward-demo"]),
+        (f"{POOL}x-0-l0a1b2c3", []),
+        (f"x-{POOL}-0-l0a1b2c3", []),
+        (POOL, ["skyward"]),
+        ("worker-0-l0a1b2c3", [f"skyward-pool:{POOL}", "skyward:1-2:skyward-pool"]),
+        (f"{POOL}-0-l0a1b2c3-clone", [f"skyward:1-9:skyward-pool:{POOL}"]),
+    ]
+    for index in range(208):
+        name, its = looks[index % len(looks)]
+        for kind in (cpu, gpu):
+            cloud.add(name, kind, {"region": "nyc1", "image": 42, "tags": its}).looks = 9
+
+
+class TestDigitalOcean(ProviderContract):
+    variables = ("DIGITALOCEAN_TOKEN", "DIGITALOCEAN_ACCESS_TOKEN")
+
+    @pytest.fixture(params=["without GPU", "with GPU"])
+    def hands(self, request: pytest.FixtureRequest, cloud: FakeDigitalOcean) -> Hands:
+        def provider(*, explicit: bool = False) -> DigitalOcean:
+            return DigitalOcean(endpoint_url=cloud.url, **({"token": TOKEN, "node_token": NODE_TOKEN} if explicit else {}))
+
+        def outage_over() -> None:
+            cloud.faults.clear()
+            cloud.mood.budget = None
+
+        def stop(machine_id: str) -> None:
+            cloud.droplets[int(machine_id)].status = "off"
+
+        return Hands(
+            provider=provider,
+            wish=GPU if request.param == "with GPU" else CPU,
+            secrets=(TOKEN, NODE_TOKEN),
+            alive=lambda: {str(machine_id) for machine_id in cloud.droplets},
+            refuse_credentials=lambda: setattr(cloud.mood, "is_refusing", True),
+            no_capacity=lambda: cloud.fail("POST", "/v2/droplets", SOLD_OUT, times=99),
+            quota=lambda: cloud.fail("POST", "/v2/droplets", OVER_LIMIT, times=99),
+            outage=cloud.outage,
+            outage_over=outage_over,
+            lose_create_answer=lambda: cloud.fail("POST", "/v2/droplets", is_done=True),
+            fail_create_after=lambda count: setattr(cloud.mood, "budget", count),
+            throttle=lambda: cloud.fail("GET", "/v2/droplets", TOO_MANY),
+            stop=stop,
+            preempt=lambda machine_id: cloud.droplets.__delitem__(int(machine_id)),
+            strangers=lambda: strangers(cloud),
+            lag=lambda: setattr(cloud.mood, "hidden", 2),
+        )
+
+
+# ── offers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_sizes_become_offers(make: Callable[..., DigitalOcean]) -> None:
+    """VRAM is told for all GPUs together, memory in MiB; the figures are those of the fact sheet."""
+    offers = {(offer.instance_type, offer.region): offer for offer in make(region=None).offers(Requirements())}
+    eight = offers["gpu-h100x8-640gb", "nyc1"]
+    assert (eight.accelerator, eight.accelerators, eight.accelerator_memory_gb, eight.vcpus) == ("H100", 8, 80, 160)
+    assert eight.memory_gb == pytest.approx(2061.6, abs=0.1)
+    assert (eight.price_per_hour, eight.on_demand_price_per_hour, eight.is_spot) == (35.28, 35.28, False)
+    chips = {offer.accelerator for offer in offers.values()}
+    assert chips == {None, "H100", "L40S", "MI300X", "MI350X", "MI355X", "RTX 4000 Ada", "RTX 6000 Ada"}
+
+
+def test_what_can_not_be_ordered_is_no_offer(make: Callable[..., DigitalOcean]) -> None:
+    """Neither a retired size, nor one without a price, nor one that is "available" in no region."""
+    sold = {offer.instance_type for offer in make(region=None).offers(Requirements())}
+    assert not sold & {"s-8vcpu-retired", "s-priceless", "gpu-h200x1-141gb"}
+
+
+def test_a_chip_that_the_catalogue_does_not_know_is_left_out(make: Callable[..., DigitalOcean], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "skyward_core.providers.digitalocean")
+    assert not [offer for offer in make().offers(Requirements()) if offer.instance_type == "gpu-quantumx1"]
+    assert "gpu-quantumx1" in caplog.text
+
+
+def test_a_spot_size_is_the_spot_offer_of_its_twin() -> None:
+    """With the on-demand price of the slug without the suffix, also where that one can not be ordered."""
+    spot = [offer for offer in to_offers(SIZES) if offer.is_spot]
+    assert [(offer.instance_type, offer.region, offer.price_per_hour, offer.on_demand_price_per_hour) for offer in spot] == [
+        ("gpu-mi350x1-288gb", "ric1", 2.46, 5.75),
+        ("gpu-mi355x8-2304gb", "mem1", 23.76, 52.0),
+    ]
+    alone = to_offers([size("gpu-b300x1-288gb-lc-spot", 1, 1, 11.19, ["nyc1"], (1, "nvidia_b300", 288))])
+    assert [(offer.instance_type, offer.is_spot, offer.on_demand_price_per_hour) for offer in alone] == [("gpu-b300x1-288gb-lc", True, None)]
+
+
+def test_a_spot_machine_is_created_and_listed_as_one(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    provider = make(region="ric1")
+    (offer,) = provider.offers(Requirements())
+    (launched,) = provider.launch(offer, 1, tags(), STARTUP)
+    assert [droplet.size["slug"] for droplet in cloud.droplets.values()] == ["gpu-mi350x1-288gb-spot"]
+    (listed,) = provider.instances(POOL)
+    assert (launched.is_spot, launched.instance_type, launched.price_per_hour, launched.on_demand_price_per_hour) == (True, "gpu-mi350x1-288gb", 2.46, 5.75)
+    assert (listed.is_spot, listed.instance_type, listed.price_per_hour, listed.on_demand_price_per_hour) == (True, "gpu-mi350x1-288gb", 2.46, None)
+
+
+@pytest.mark.parametrize(("region", "told"), [("nyc1", {"nyc1"}), (("tor1", "ams3"), {"tor1", "ams3"}), (None, set(REGIONS) - {"atl1"}), ("sfo9", set())])
+def test_regions_are_one_several_or_all(make: Callable[..., DigitalOcean], region: Any, told: set[str]) -> None:
+    assert {offer.region for offer in make(region=region).offers(Requirements())} == told
+    assert make().region == "nyc1"
+
+
+def test_all_pages_of_sizes_are_read(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    cloud.sizes = [size(f"s-{index}", 1024, 1, 0.01, ["nyc1"]) for index in range(450)]
+    assert len(make().offers(Requirements())) == 450
+    assert [request.query["page"] for request in cloud.asked("GET", "/v2/sizes")] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "count", "image"),
+    [
+        (None, 0, "ubuntu-24-04-x64"),
+        ("H100", 1, "gpu-h100x1-base"),
+        ("RTX 4000 Ada", 1, "gpu-h100x1-base"),
+        ("H200", 8, "gpu-h100x8-base"),
+        ("MI300X", 1, "gpu-amd-base"),
+        ("MI355X", 8, "gpu-amd-base"),
+    ],
+)
+def test_the_image_goes_with_the_size(accelerator: str | None, count: int, image: str) -> None:
+    offer = Offer(
+        provider="digitalocean", instance_type="x", region="nyc1", price_per_hour=1, vcpus=1, memory_gb=1, accelerator=accelerator, accelerators=count
+    )
+    assert image_of(offer) == image
+
+
+# ── what is asked for ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_ten_names_go_into_one_call(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    """And one machine is asked for by `name`, not by a list."""
+    provider = make()
+    launched = provider.launch(an_offer(provider), 21, tags(first_rank=5), STARTUP)
+    bodies = [request.body for request in cloud.asked("POST", "/v2/droplets")]
+    assert [len(body.get("names", [])) for body in bodies] == [10, 10, 0]
+    assert bodies[2]["name"] == f"{POOL}-25-{launch_word(tags())}"
+    assert [instance.rank for instance in launched] == list(range(5, 26))
+    assert {droplet.id: droplet.name for droplet in cloud.droplets.values()} == {
+        int(instance.id): f"{POOL}-{instance.rank}-{launch_word(tags())}" for instance in launched
+    }
+
+
+def test_sixty_four_machines_are_there_soon(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    """Well under ten seconds at 300 ms a call, pauses included: counted, for a loaded machine's clock says little."""
+    provider = make()
+    offer = an_offer(provider, GPU)
+    before = len(cloud.requests)
+    assert len(provider.launch(offer, 64, tags(), STARTUP)) == 64
+    asked = [request.path.rpartition("/")[2] for request in cloud.requests[before:]]
+    one_after_the_other, side_by_side = len(asked) - asked.count("actions"), asked.count("actions")
+    polls = one_after_the_other - 1 - 7
+    assert polls <= 2
+    assert 0.3 * (one_after_the_other + side_by_side / 8) + sum((1.0, 1.5)[:polls]) < 7
+
+
+def test_the_machine_gets_its_host_key_our_key_and_the_startup_script(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    """As cloud-init's user data. The same host key is in the endpoint; the directory is named by the droplet's id."""
+    provider = make()
+    (launched,) = provider.launch(an_offer(provider), 1, tags(), STARTUP)
+    (droplet,) = cloud.droplets.values()
+    key = our_key()
+    host = host_key(tags()[LAUNCH_TAG], key)
+    config = json.loads(droplet.wish["user_data"].partition("\n")[2])
+    assert config["ssh_keys"]["ed25519_public"] == host.public
+    private = load_ssh_private_key(config["ssh_keys"]["ed25519_private"].encode(), None)
+    assert private.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode() == host.public
+    assert config["ssh_authorized_keys"] == [key.public]
+    assert STARTUP in boot_of(droplet.wish)
+    assert "/var/lib/cloud/data/instance-id" in boot_of(droplet.wish)
+    for instance in (launched, *provider.instances(POOL)):
+        assert instance.endpoint is not None
+        assert instance.endpoint.host == instance.ip == f"198.51.{droplet.id >> 8 & 255}.{droplet.id & 255}"
+        assert (instance.endpoint.user, instance.endpoint.port) == ("root", 22)
+        assert instance.private_ip is not None
+        assert instance.private_ip.startswith("10.116.")
+        assert instance.endpoint.key == str(key.path)
+        assert instance.endpoint.host_key == host.public
+        assert instance.directory == f"/root/.cache/skyward/instances/{droplet.id}"
+        assert provider.console_url(instance) == f"https://cloud.digitalocean.com/droplets/{droplet.id}"
+
+
+def test_image_and_network_can_be_chosen(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    """An image by its number too, as a number; the network is not mentioned unless it is chosen."""
+    provider = make(image="42", vpc_uuid="760e09ef-dc84-11e8-981e-3cfdfeaae000")
+    provider.launch(an_offer(provider), 1, tags(), STARTUP)
+    make().launch(an_offer(provider), 1, tags(launch="L2"), STARTUP)
+    first, second = (droplet.wish for droplet in cloud.droplets.values())
+    assert (first["image"], first["vpc_uuid"]) == (42, "760e09ef-dc84-11e8-981e-3cfdfeaae000")
+    assert second["image"] == "ubuntu-24-04-x64"
+    assert "vpc_uuid" not in second
+
+
+# ── the SSH key ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_our_key_is_registered_once_and_named_by_its_fingerprint(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    """So that nobody gets a root password by e-mail. The second launch is told that it is there; keys are never listed."""
+    provider = make()
+    for launch in ("L1", "L2"):
+        provider.launch(an_offer(provider), 1, tags(launch=launch), STARTUP)
+    (fingerprint,) = cloud.keys
+    assert all(droplet.wish["ssh_keys"] == [fingerprint] for droplet in cloud.droplets.values())
+    assert cloud.keys[fingerprint] == our_key().public
+    assert cloud.mails == []
+    assert cloud.asked("GET", "/v2/account/keys") == []
+    told = subprocess.run(["ssh-keygen", "-l", "-E", "md5", "-f", str(our_key().path)], capture_output=True, text=True, check=False)
+    assert told.returncode or f"MD5:{fingerprint}" in told.stdout
+
+
+def test_the_other_wording_of_a_registered_key(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    provider = make()
+    provider.launch(an_offer(provider), 1, tags(launch="L1"), STARTUP)
+    cloud.fail("POST", "/v2/account/keys", unprocessable("Public key has already been taken"))
+    assert len(provider.launch(an_offer(provider), 1, tags(launch="L2"), STARTUP)) == 1
+
+
+def test_a_key_that_is_refused_is_told(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    cloud.fail("POST", "/v2/account/keys", unprocessable("Key invalid"))
+    provider = make()
+    with pytest.raises(BadRequest, match="Key invalid"):
+        provider.launch(an_offer(provider), 1, tags(), STARTUP)
+    assert cloud.asked("POST", "/v2/droplets") == []
+
+
+def test_a_new_key_may_be_unknown_for_a_while(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Creating calls refuse it for some seconds; that is waited out, and not for ever."""
+    provider = make()
+    cloud.mood.unknown_key = 3
+    assert len(provider.launch(an_offer(provider), 2, tags(), STARTUP)) == 2
+    cloud.mood.unknown_key = 10**6
+    monkeypatch.setattr(digitalocean, "KEY_SECONDS", 0.05)
+    with pytest.raises(BadRequest, match="invalid key identifiers"):
+        provider.launch(an_offer(provider), 1, tags(launch="L2"), STARTUP)
+
+
+# ── names and tags ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+ODD = {
+    POOL_TAG: "sky-0123456789ab",
+    RANK_TAG: "0",
+    LAUNCH_TAG: "0123456789abcdef0123456789abcdef",
+    OWNER_TAG: "Jörg Müller@DESKTOP-Ü7.example.org",
+    PROCESS_TAG: "6dd0a5ce-9d1f-4a5a-8a6f-0b9a3b1f7a11.4026531836.4711:99/boot_id",
+    CREATED_TAG: "1790000000",
+    EXPIRES_TAG: "",
+}
+
+
+def test_tags_come_back_as_they_were(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    """Whatever they hold, however long they are: the fake refuses what DigitalOcean does not allow in a tag."""
+    provider = make()
+    for launch, owner in (("L1", ODD[OWNER_TAG]), ("L2", "ü" * 300)):
+        given = {**ODD, LAUNCH_TAG: launch, OWNER_TAG: owner}
+        (launched,) = provider.launch(an_offer(provider), 1, given, STARTUP)
+        listed = {instance.id: instance.tags for instance in provider.instances(ODD[POOL_TAG])}
+        assert listed[launched.id] == given
+    assert all("skyward" in droplet.wish["tags"] for droplet in cloud.droplets.values())
+
+
+def test_the_capitals_of_whoever_used_a_tag_first_change_nothing(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    """Tags are told with the capitals that they were first used with in the account."""
+    cloud.mood.capitals = {tag.lower(): tag.upper() for tag in to_tags(ODD)}
+    provider = make()
+    provider.launch(an_offer(provider), 1, ODD, STARTUP)
+    (listed,) = provider.instances()
+    assert listed.tags == ODD
+    assert all(tag == tag.lower() for tag in to_tags(ODD))
+
+
+def test_parts_of_tags_are_no_tags() -> None:
+    """Tags are put on one after the other, in any order; a user's own are looked past."""
+    told = to_tags(ODD)
+    assert len(told) > 2
+    assert from_tags([*reversed(told), "web", "skyward:demo"]) == ODD
+    assert from_tags(told[:-1]) == from_tags(told[2:]) == from_tags([]) == from_tags(["skyward"]) == {}
+    assert from_tags(["skyward:1-1:a:b"]) == {}
+
+
+def test_a_machine_without_tags_yet_is_known_by_its_name(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    """To its own pool alone, and not by the beginning of the name. There is no way to log in until it has an address."""
+    provider = make()
+    cloud.mood.slow = 3
+    found = cloud.add(name_of(tags(), 4), SIZES[1], {"region": "nyc1", "image": 42, "tags": to_tags(tags())})
+    (listed,) = provider.instances(POOL)
+    assert (listed.id, listed.rank, listed.state, listed.endpoint, listed.tags) == (
+        str(found.id),
+        4,
+        InstanceState.PENDING,
+        None,
+        {POOL_TAG: POOL, RANK_TAG: "4"},
+    )
+    assert provider.instances(POOL[:-1]) == provider.instances() == []
+
+
+def test_a_name_is_read_whole() -> None:
+    """A pool may be called like another one and a number; a machine that somebody has renamed is still its pool's."""
+    row = {"name": "sky-a-1-0-abcdef12", "tags": []}
+    assert tags_of(row, "sky-a") == {}
+    assert tags_of(row, "sky-a-1") == {POOL_TAG: "sky-a-1", RANK_TAG: "0"}
+    told = {POOL_TAG: "sky-a", LAUNCH_TAG: "abcdef1234", RANK_TAG: "3"}
+    assert tags_of({"name": f"sky-a-5-{launch_word(told)}", "tags": to_tags(told)})[RANK_TAG] == "5"
+    assert tags_of({"name": "renamed", "tags": to_tags(told)}) == told
+
+
+# ── states ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("status", "state"),
+    [
+        ("new", InstanceState.PENDING),
+        ("active", InstanceState.RUNNING),
+        ("off", InstanceState.STOPPING),
+        ("archive", InstanceState.STOPPING),
+        ("migrating", InstanceState.PENDING),
+    ],
+)
+def test_each_status_is_a_state(status: str, state: InstanceState) -> None:
+    """None of them is GONE: what is listed is paid for. A new word is not taken for a machine that runs."""
+    assert state_of({"status": status}) is state
+
+
+def test_both_listings_are_asked_and_no_filter_is_trusted(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    """The default listing has no GPU droplets, and whether one by tag has them nobody says."""
+    provider = make()
+    provider.launch(an_offer(provider, GPU), 1, tags(), STARTUP)
+    provider.launch(an_offer(provider), 1, tags(first_rank=1, launch="L2"), STARTUP)
+    assert [instance.rank for instance in provider.instances(POOL)] == [0, 1]
+    assert not [request for request in cloud.asked("GET", "/v2/droplets$") if "tag_name" in request.query]
+
+
+def test_a_listing_that_shifts_while_it_is_read_hides_no_machine(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    """When one of the first page is deleted, one of the second moves up, past who reads on. A listing that never stands still is no answer."""
+    provider = make()
+    for _ in range(200):
+        cloud.add("web", SIZES[1], {"region": "nyc1", "image": 42, "tags": []})
+    (launched,) = provider.launch(an_offer(provider), 1, tags(), STARTUP)
+    cloud.mood.shrinking = 1
+    assert [instance.id for instance in provider.instances(POOL)] == [launched.id]
+    for _ in range(200):
+        cloud.add("web", SIZES[1], {"region": "nyc1", "image": 42, "tags": []})
+    cloud.mood.shrinking = 10**6
+    with pytest.raises(ProviderFailed, match="changes while it is read"):
+        provider.instances(POOL)
+
+
+def test_machines_of_other_regions_are_listed_too(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    """`region` is about what is rented; who gives back must see everything."""
+    elsewhere = make(region="tor1")
+    elsewhere.launch(an_offer(elsewhere), 1, tags(), STARTUP)
+    assert [instance.region for instance in make(region="ams3").instances(POOL)] == ["tor1"]
+
+
+# ── 202 is not success ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_machines_whose_creation_is_errored_are_given_back(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    """And left out of what was launched."""
+    provider = make()
+    cloud.mood.errored = 2
+    launched = provider.launch(an_offer(provider, GPU), 5, tags(), STARTUP)
+    assert [instance.rank for instance in launched] == [2, 3, 4]
+    assert {int(instance.id) for instance in launched} == set(cloud.droplets)
+
+
+def test_no_machine_at_all_is_no_capacity(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    """With the cloud's word; nothing is left."""
+    provider = make()
+    cloud.mood.errored = 12
+    with pytest.raises(NoCapacity, match="errored") as caught:
+        provider.launch(an_offer(provider), 12, tags(), STARTUP)
+    assert caught.value.code == "errored"
+    assert not cloud.droplets
+
+
+def test_errored_machines_that_can_not_be_ended_are_no_mere_lack_of_capacity(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], patience: None
+) -> None:
+    """They may be paid for: the caller must not believe that there is nothing."""
+    provider = make()
+    offer = an_offer(provider)
+    cloud.mood.errored = 1
+    cloud.fail("DELETE", "/v2/droplets", unprocessable("Droplet already has a pending event."), times=10**6)
+    with pytest.raises(ProviderFailed, match="pending event"):
+        provider.launch(offer, 1, tags(), STARTUP)
+    cloud.mood.errored = 1
+    (launched,) = provider.launch(offer, 2, tags(launch="L2"), STARTUP)
+    assert launched.rank == 1
+    assert len(provider.instances(POOL)) == len(cloud.droplets) == 3
+
+
+def test_a_machine_that_vanishes_while_it_is_waited_for_is_left_out(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    """Deleted by somebody, or a spot machine that is reclaimed: it is listed no more, and a look at it is 404."""
+    provider = make()
+    cloud.mood.slow = 4
+    cloud.mood.vanishing = 1
+    assert [instance.rank for instance in provider.launch(an_offer(provider), 2, tags(), STARTUP)] == [1]
+    cloud.mood.vanishing = 1
+    with pytest.raises(NoCapacity, match="it is gone"):
+        provider.launch(an_offer(provider), 1, tags(launch="L2"), STARTUP)
+
+
+def test_a_machine_that_is_off_before_it_had_an_address_is_given_back(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    """Once its creation is over: before that it may be off for a moment."""
+    rows = {"id": 1, "status": "off"}
+    answers = iter(["in-progress", "completed"])
+
+    class Told:
+        def ask(self, *_: object, **__: object) -> Any:
+            return {"actions": [{"type": "power_off", "status": "completed"}, {"type": "create", "status": next(answers)}]}
+
+    assert digitalocean._failure(Told(), rows) == ""  # type: ignore[arg-type]
+    assert digitalocean._failure(Told(), rows) == "it is off"  # type: ignore[arg-type]
+
+
+def test_a_machine_without_an_address_is_given_up_at_last(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digitalocean, "ADDRESS_SECONDS", 0.1)
+    provider = make()
+    cloud.mood.slow = 10**6
+    with pytest.raises(NoCapacity, match="no address within"):
+        provider.launch(an_offer(provider), 2, tags(), STARTUP)
+    assert not cloud.droplets
+
+
+def test_few_actions_are_asked_for_in_one_poll(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    """In turns, so that each machine has its own: 250 requests a minute are all that there are."""
+    provider = make()
+    cloud.mood.slow = 5
+    provider.launch(an_offer(provider), 25, tags(), STARTUP)
+    polls: list[list[str]] = []
+    for request in cloud.requests:
+        if request.method == "GET" and request.path == "/v2/droplets":
+            polls.append([])
+        elif request.path.endswith("/actions"):
+            polls[-1].append(request.path)
+    assert max(len(poll) for poll in polls) == 10
+    assert len({path for poll in polls[:3] for path in poll}) == 25
+
+
+# ── refusals and lost answers ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind"),
+    [
+        (SOLD_OUT, NoCapacity),
+        (unprocessable("Region is not available"), NoCapacity),
+        (unprocessable("Droplets of this size are temporarily unavailable due to capacity"), NoCapacity),
+        (unprocessable("This size is not currently available"), NoCapacity),
+        (unprocessable("This size is unavailable"), NoCapacity),
+        (unprocessable("Something new", error_attributes={"available_regions": ["tor1"]}), NoCapacity),
+        (OVER_LIMIT, QuotaExceeded),
+        (unprocessable("You specified an invalid image for Droplet creation."), BadRequest),
+        (unprocessable("Something new"), BadRequest),
+    ],
+)
+def test_one_status_is_capacity_quota_and_validation(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], reply: Reply, kind: type[Exception]) -> None:
+    provider = make()
+    offer = an_offer(provider)
+    cloud.fail("POST", "/v2/droplets", reply)
+    with pytest.raises(kind) as caught:
+        provider.launch(offer, 1, tags(), STARTUP)
+    assert type(caught.value) is kind
+    assert caught.value.code == "unprocessable_entity"
+    assert len(cloud.asked("POST", "/v2/droplets")) == 1
+
+
+def test_what_was_created_before_a_refusal_is_returned(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    """The second call of two found no room: ten are there. Nothing more is asked for."""
+    provider = make()
+    offer = an_offer(provider)
+    cloud.mood.stock = 15
+    assert len(provider.launch(offer, 25, tags(), STARTUP)) == 10
+    assert len(cloud.asked("POST", "/v2/droplets")) == 2
+
+
+def test_a_lost_answer_is_looked_up_and_not_asked_again(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    """What has the names that were asked for is ours."""
+    provider = make()
+    offer = an_offer(provider, GPU)
+    cloud.fail("POST", "/v2/droplets", is_done=True)
+    assert [instance.rank for instance in provider.launch(offer, 3, tags(), STARTUP)] == [0, 1, 2]
+    assert len(cloud.asked("POST", "/v2/droplets")) == 1
+    assert len(cloud.droplets) == 3
+
+
+def test_a_lost_answer_that_can_not_be_looked_up_is_unknown(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    """A droplet may appear in listings later than that: no error says that there is none."""
+    provider = make()
+    offer = an_offer(provider)
+    cloud.mood.hidden = 2
+    cloud.fail("POST", "/v2/droplets", is_done=True)
+    with pytest.raises(ProviderFailed) as caught:
+        provider.launch(offer, 1, tags(), STARTUP)
+    assert not isinstance(caught.value, RateLimited)
+    found = [provider.instances(POOL) for _ in range(3)]
+    assert [len(each) for each in found] == [0, 1, 1]
+    assert provider.listing_lag_seconds > 0
+
+
+def test_machines_that_are_listed_late_are_waited_for(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    provider = make()
+    cloud.mood.hidden = 3
+    assert len(provider.launch(an_offer(provider), 2, tags(), STARTUP)) == 2
+
+
+def test_too_many_creating_calls_are_no_unknown_outcome(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], patience: None) -> None:
+    """429 is waited out; if it lasts, nothing was done and nothing is looked up."""
+    provider = make()
+    offer = an_offer(provider)
+    cloud.fail("POST", "/v2/droplets", TOO_MANY)
+    assert len(provider.launch(offer, 1, tags(), STARTUP)) == 1
+    cloud.fail("POST", "/v2/droplets", TOO_MANY, times=10**6)
+    before = len(cloud.asked("GET", "/v2/droplets"))
+    with pytest.raises(RateLimited):
+        provider.launch(offer, 1, tags(launch="L2"), STARTUP)
+    assert len(cloud.asked("GET", "/v2/droplets")) == before
+
+
+# ── ending ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_one_machine_that_can_not_be_ended_hides_no_other(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    """All are tried, and the error names those that are left."""
+    provider = make()
+    ids = [instance.id for instance in provider.launch(an_offer(provider), 4, tags(), STARTUP)]
+    cloud.fail("DELETE", f"/v2/droplets/{ids[1]}", unprocessable("Droplet already has a pending event."))
+    with pytest.raises(InstancesLeft) as caught:
+        provider.terminate(ids)
+    assert caught.value.ids == (ids[1],)
+    assert set(cloud.droplets) == {int(ids[1])}
+
+
+def test_ids_of_others_become_no_path(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    make().terminate(["host-0123456789ab", "1/../2", "", "-1", "1?x=1"])
+    assert cloud.requests == []
+
+
+def test_one_refusal_of_many_is_no_matter_of_credentials(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    provider = make()
+    ids = [instance.id for instance in provider.launch(an_offer(provider), 2, tags(), STARTUP)]
+    cloud.fail("DELETE", f"/v2/droplets/{ids[0]}", Reply(403, {"id": "forbidden", "message": "You are not authorized to perform this operation"}))
+    with pytest.raises(InstancesLeft, match="not authorized"):
+        provider.terminate(ids)
+    assert set(cloud.droplets) == {int(ids[0])}
+
+
+def test_an_outage_holds_up_no_ending_for_ever(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], patience: None) -> None:
+    """After the patience for the first ones the others are asked once each."""
+    cloud.outage()
+    ids = [str(number) for number in range(1000, 1064)]
+    with pytest.raises(InstancesLeft) as caught:
+        make().terminate(ids)
+    assert sorted(caught.value.ids) == ids
+    often = [machine_id for machine_id in ids if len(cloud.asked("DELETE", f"/v2/droplets/{machine_id}")) > 1]
+    assert 1 <= len(often) <= 16
+
+
+# ── how a machine ends itself ────────────────────────────────────────────────────────────────────────────────────────
+
+TOOLS = {
+    "curl": 'echo "curl $*" >>"$TOLD"\ncase "$*" in *metadata/v1/id) echo 4711 ;; *DELETE*) cat >>"$TOLD"; exit "${FAILS:-0}" ;; esac\n',
+    "sleep": 'echo "sleep $1" >>"$TOLD"\n',
+    "poweroff": 'echo poweroff >>"$TOLD"\n',
+}
+
+
+def run_end_script(script: str, folder: Path, fails: int = 0) -> list[str]:
+    """Run it with tools that only note what they are told, on a machine whose id is 4711."""
+    for name, text in TOOLS.items():
+        tool = folder / name
+        tool.write_text(f"#!/bin/sh\n{text}")
+        tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    told = folder / "told"
+    subprocess.run(["sh", "-c", script], check=True, env={"PATH": f"{folder}:/usr/bin:/bin", "TOLD": str(told), "FAILS": str(fails)})
+    return told.read_text().splitlines()
+
+
+def test_without_a_token_of_its_own_a_machine_powers_off(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], tmp_path: Path) -> None:
+    """Nothing is planted that was not given for that."""
+    provider = make(token=TOKEN)
+    provider.launch(an_offer(provider), 1, tags(), STARTUP)
+    (droplet,) = cloud.droplets.values()
+    assert "\npoweroff\n" in boot_of(droplet.wish)
+    assert TOKEN not in droplet.wish["user_data"]
+    assert "api.digitalocean.com" not in droplet.wish["user_data"]
+
+
+def test_with_a_token_of_its_own_a_machine_deletes_itself(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], tmp_path: Path) -> None:
+    """By its id from the metadata address; the token is on no command line."""
+    provider = make(node_token=NODE_TOKEN)
+    provider.launch(an_offer(provider), 1, tags(), STARTUP)
+    (droplet,) = cloud.droplets.values()
+    script = provider._end_script()
+    assert script in boot_of(droplet.wish)
+    told = run_end_script(script, tmp_path)
+    assert told[0].endswith("http://169.254.169.254/metadata/v1/id")
+    assert told[1].endswith(f"-X DELETE -K - {cloud.url}/v2/droplets/4711")
+    assert told[2] == f'header = "Authorization: Bearer {NODE_TOKEN}"'
+    assert told[3] == "sleep 60"
+
+
+def test_shellcheck_finds_nothing_in_the_end_of_a_machine(make: Callable[..., DigitalOcean]) -> None:
+    """Nor in how it tells its id."""
+    script = f'#!/bin/sh\n{make(node_token=NODE_TOKEN)._end_script()}id=$({digitalocean.MACHINE_ID})\necho "$id"\n'
+    done = subprocess.run([str(Path(sys.executable).with_name("shellcheck")), "-"], input=script, capture_output=True, text=True, check=False)
+    assert done.stdout == ""
+
+
+def test_a_machine_that_can_not_delete_itself_tries_again_and_powers_off(make: Callable[..., DigitalOcean], tmp_path: Path) -> None:
+    told = run_end_script(make(node_token=NODE_TOKEN)._end_script(), tmp_path, fails=22)
+    assert len([line for line in told if "DELETE" in line]) == 5
+    assert told[-1] == "poweroff"
+
+
+def test_the_node_token_is_in_no_message(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    """Nor in what a cloud that repeats the request says, nor in what pydantic does."""
+    provider = make(node_token=NODE_TOKEN)
+    cloud.fail("POST", "/v2/droplets", unprocessable(f"what is this: {NODE_TOKEN} of {TOKEN}"))
+    with pytest.raises(BadRequest) as caught:
+        provider.launch(an_offer(provider), 1, tags(), STARTUP)
+    assert "dop_v1" not in str(caught.value)
+    with pytest.raises(BadRequest) as caught:
+        load({"name": "digitalocean", "node_token": [NODE_TOKEN]})
+    assert NODE_TOKEN not in str(caught.value)
+
+
+# ── credentials ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_where_the_token_comes_from(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The field, then the variables in their order, then doctl's file."""
+    provider = make()
+    monkeypatch.setenv("DIGITALOCEAN_TOKEN", "wrong")
+    monkeypatch.setenv("DIGITALOCEAN_ACCESS_TOKEN", TOKEN)
+    assert make(token=TOKEN).account() == TEAM
+    with pytest.raises(CredentialsError):
+        provider.account()
+    monkeypatch.delenv("DIGITALOCEAN_TOKEN")
+    assert provider.account() == TEAM
+    monkeypatch.delenv("DIGITALOCEAN_ACCESS_TOKEN")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr("sys.platform", "linux")
+    with pytest.raises(CredentialsError, match="DIGITALOCEAN_TOKEN"):
+        provider.account()
+    (tmp_path / "doctl").mkdir()
+    (tmp_path / "doctl/config.yaml").write_text(f"access-token: {TOKEN}\noutput: text\n")
+    assert provider.account() == TEAM
+    (tmp_path / "doctl/config.yaml").write_bytes(b"\xff")
+    with pytest.raises(CredentialsError, match="cannot be read"):
+        provider.account()
+
+
+def test_doctl_s_current_context_counts() -> None:
+    """The token of another context would be another account's."""
+    config = "access-token: first\nauth-contexts:\n  home: second\n  work: third\ncompute:\n  work: no\ncontext: {}\noutput: text\n"
+    assert doctl_token(config.format("default")) == "first"
+    assert doctl_token(config.format("work")) == "third"
+    assert doctl_token(config.format("home")) == "second"
+    assert doctl_token(config.format("gone")) == ""
+    assert doctl_token("access-token: 'quoted'\n") == "quoted"
+    assert doctl_token('access-token: ""\n') == doctl_token("") == ""
+
+
+def test_the_account_is_the_team_s_or_the_user_s(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    assert make().account() == TEAM
+    cloud.is_of_a_team = False
+    assert make().account() == "b6fr89dbf6d9156c"
+
+
+def test_the_address_may_come_from_the_variable_of_the_cloud_s_tools(cloud: FakeDigitalOcean, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIGITALOCEAN_API_URL", cloud.url + "/")
+    assert DigitalOcean().account() == TEAM
+
+
+def test_the_page_for_users_is_true() -> None:
+    """Its Python blocks run."""
+    page = Path(__file__).parents[2] / "docs/clouds/digitalocean.md"
+    for example in Sybil(parsers=[PythonCodeBlockParser()]).parse(page).examples():
+        example.evaluate()

@@ -1,0 +1,356 @@
+"""Each cloud's fake rents out hosts of the test bed: a pool comes up on them with nothing but what the provider has sent, runs, loses one, and ends.
+
+Credentials are looked for in everything that was written meanwhile.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import logging
+import platform
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.ledger import default_url
+from skyward_core.market import Requirements, rank
+from skyward_core.providers import vastai as vast_module
+from skyward_core.provisioning.guard import guard_script
+from tests.conftest import Told, wait_until
+from tests.providers.contract import tags
+from tests.providers.fake_aws import Asked, FakeAWS
+from tests.providers.fake_digitalocean import TOKEN, Droplet, FakeDigitalOcean
+from tests.providers.fake_runpod import KEY as RUNPOD_KEY
+from tests.providers.fake_runpod import FakeRunPod, cpu
+from tests.providers.fake_vastai import KEY, STEPS, FakeVast, ask
+from tests.providers.fake_verda import CLIENT_ID, CLIENT_SECRET, FakeVerda
+from tests.providers.hosted import Hosting, boot_script, cloud_init, container
+from tests.providers.http_fake import Reply, Request
+from tests.testbed import Fleet
+from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
+from tests.testbed.mirror import Mirror
+
+WISH = Requirements(vcpus=4)
+AWS_SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+@sky.compute
+def where() -> str:
+    """Name of the host."""
+    return platform.node()
+
+
+@sky.compute
+def square(number: int) -> int:
+    """Take a moment."""
+    time.sleep(0.1)
+    return number * number
+
+
+@dataclass(frozen=True)
+class Rented:
+    """A cloud whose machines are hosts, and how to take one of them away as that cloud does."""
+
+    provider: sky.Provider
+    hosting: Hosting
+    alive: Callable[[], set[str]]
+    preempt: Callable[[str], None]
+    secrets: tuple[str, ...]
+
+
+class HostedDigitalOcean(FakeDigitalOcean):
+    """Droplets that are hosts."""
+
+    def __init__(self, hosting: Hosting) -> None:
+        super().__init__()
+        self._hosting = hosting
+
+    def add(self, name: str, found: dict[str, Any] | None, wish: dict[str, Any]) -> Droplet:
+        droplet = super().add(name, found, wish)
+        droplet.ip = ""
+        self._hosting.rent(str(droplet.id), lambda host: cloud_init(host, str(droplet.id), wish["user_data"]))
+        return droplet
+
+    def _reply(self, request: Any) -> Any:
+        for droplet in self.droplets.values():
+            droplet.ip = self._hosting.ip(str(droplet.id)) or ""
+            droplet.status = "off" if self._hosting.is_off(str(droplet.id)) else None
+        before = set(self.droplets)
+        reply = super()._reply(request)
+        for machine_id in before - set(self.droplets):
+            self._hosting.end(str(machine_id))
+        return reply
+
+    def preempt(self, machine_id: str) -> None:
+        """A spot droplet is destroyed, and is nowhere to be seen."""
+        with self.lock:
+            del self.droplets[int(machine_id)]
+        self._hosting.end(machine_id)
+
+
+@contextmanager
+def digitalocean(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rented]:
+    with HostedDigitalOcean(hosting) as fake:
+        monkeypatch.setenv("DIGITALOCEAN_TOKEN", TOKEN)
+        monkeypatch.setattr("skyward_core.providers.digitalocean.POLL_SECONDS", 0.1)
+        yield Rented(sky.DigitalOcean(endpoint_url=fake.url), hosting, lambda: {str(machine) for machine in fake.droplets}, fake.preempt, (TOKEN,))
+
+
+class HostedVerda(FakeVerda):
+    """Machines that are hosts: one runs when its host has come up."""
+
+    def __init__(self, hosting: Hosting) -> None:
+        super().__init__()
+        self._hosting = hosting
+
+    def _add(self, body: dict[str, Any], gb: int) -> dict[str, Any]:
+        machine = super()._add(body, gb)
+        text = self.scripts[body["startup_script_id"]]["script"]
+        self._hosting.rent(machine["id"], lambda host: boot_script(host, body["hostname"], text))
+        return machine
+
+    def _step(self, machine: dict[str, Any]) -> None:
+        if machine["status"] == "running" and self._hosting.is_off(machine["id"]):
+            machine["status"] = "offline"
+        if self.path_of[machine["id"]] == ["running"] and self._hosting.ip(machine["id"]) is None:
+            return
+        super()._step(machine)
+        if machine["ip"] is not None:
+            machine["ip"] = machine["private_ip"] = self._hosting.ip(machine["id"])
+
+    def _delete(self, machine_id: str, body: dict[str, Any]) -> dict[str, Any]:
+        told = super()._delete(machine_id, body)
+        if told["status"] == "success":
+            self._hosting.end(machine_id)
+        return told
+
+    def preempt(self, machine_id: str) -> None:
+        super().preempt(machine_id)
+        self._hosting.end(machine_id)
+
+
+@contextmanager
+def verda(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rented]:
+    with HostedVerda(hosting) as fake:
+        monkeypatch.setenv("VERDA_CLIENT_ID", CLIENT_ID)
+        monkeypatch.setenv("VERDA_CLIENT_SECRET", CLIENT_SECRET)
+        monkeypatch.setattr("skyward_core.providers.verda.PAUSE_SECONDS", 0.1)
+        yield Rented(sky.Verda(endpoint_url=fake.url + "/v1"), hosting, fake.alive, fake.preempt, (CLIENT_SECRET,))
+
+
+class HostedAWS(FakeAWS):
+    """Instances that are hosts."""
+
+    def __init__(self, hosting: Hosting) -> None:
+        super().__init__()
+        self._hosting = hosting
+
+    def _make(self, environ: dict[str, Any], asked: Asked) -> Any:
+        before = {machine.id for machine in self._machines()}
+        answer = super()._make(environ, asked)
+        data = base64.b64decode(asked.words["UserData"])
+        text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
+        for machine in self._machines():
+            if machine.id not in before:
+                self._young[machine.id] = [0, 10**6, ""]
+                self._hosting.rent(machine.id, lambda host, machine_id=machine.id: cloud_init(host, machine_id, text))
+        return answer
+
+    def _describe_instances(self, environ: dict[str, Any], asked: Asked) -> Any:
+        for machine_id in list(self._young):
+            if (ip := self._hosting.ip(machine_id)) is not None:
+                self._young[machine_id] = [0, 0, ip]
+                self.machine(machine_id).nics[0].private_ip_address = ip
+        for machine_id in self.alive():
+            if self._hosting.is_off(machine_id):
+                self.put(machine_id, "terminated", "Client.InstanceInitiatedShutdown")
+        return super()._describe_instances(environ, asked)
+
+    def _terminate(self, environ: dict[str, Any], asked: Asked) -> Any:
+        for name, machine_id in asked.words.items():
+            if name.startswith("InstanceId."):
+                self._hosting.end(machine_id)
+        return super()._terminate(environ, asked)
+
+    def preempt(self, machine_id: str) -> None:
+        """A spot instance is taken back."""
+        self.put(machine_id, "terminated", "Server.SpotInstanceTermination")
+        self._hosting.end(machine_id)
+
+
+@contextmanager
+def aws(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rented]:
+    with HostedAWS(hosting) as fake:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", AWS_SECRET)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", fake.url)
+        yield Rented(sky.AWS(ssh_cidr="203.0.113.0/24"), hosting, fake.alive, fake.preempt, (AWS_SECRET,))
+
+
+class HostedVast(FakeVast):
+    """Containers that are hosts. Each may destroy itself with a key of its own."""
+
+    def __init__(self, hosting: Hosting, address: str) -> None:
+        self.address = address
+        super().__init__()
+        self._hosting = hosting
+
+    def refuse(self, request: Request) -> Reply | None:
+        own = re.fullmatch(r"/api/v0/instances/([0-9]+)/", request.path)
+        if own and request.method == "DELETE" and request.headers.get("authorization") == f"Bearer key-of-{own[1]}":
+            return None
+        return super().refuse(request)
+
+    def _contract(self, row: dict[str, Any], body: dict[str, Any]) -> int:
+        contract = super()._contract(row, body)
+        variables = {name: value for name, value in body["env"].items() if not name.startswith("-")}
+        variables |= {"CONTAINER_ID": str(contract), "CONTAINER_API_KEY": f"key-of-{contract}"}
+        self._hosting.rent(str(contract), lambda host: container(host, variables, [body["onstart"], *body["args"]]))
+        return contract
+
+    def _go_on(self) -> None:
+        for contract, row in self.containers.items():
+            if self._hosting.is_off(str(contract)) and row["actual_status"] == "running":
+                self.halt(contract)
+            elif self.steps[contract] < len(STEPS) and self._hosting.ip(str(contract)) is None:
+                self.steps[contract] = min(self.steps[contract], len(STEPS) - 3)
+        super()._go_on()
+        for contract, row in self.containers.items():
+            if row["ports"] is not None:
+                row |= {"public_ipaddr": self._hosting.ip(str(contract)), "ports": {"22/tcp": [{"HostIp": "0.0.0.0", "HostPort": "22"}]}}
+
+    def _destroy(self, contract: int) -> None:
+        super()._destroy(contract)
+        self._hosting.end(str(contract))
+
+    def preempt(self, machine_id: str) -> None:
+        """Outbid: stopped."""
+        with self.lock:
+            self.halt(int(machine_id))
+        self._hosting.end(machine_id)
+
+
+@contextmanager
+def vastai(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rented]:
+    with HostedVast(hosting, hosting.gateway) as fake:
+        fake.sell(*(ask(number) for number in range(1, 9)))
+        monkeypatch.setenv("VAST_API_KEY", KEY)
+        monkeypatch.setenv("VAST_URL", fake.url)
+        monkeypatch.setattr("skyward_core.providers.vastai.END", vast_module.END.replace(vast_module.URL, fake.url))
+        monkeypatch.setattr("skyward_core.providers.vastai.POLL_SECONDS", 0.1)
+        yield Rented(sky.VastAI(), hosting, lambda: {str(contract) for contract in fake.containers}, fake.preempt, (KEY,))
+
+
+class HostedRunPod(FakeRunPod):
+    """Pods that are hosts. Each may delete itself with a key of its own."""
+
+    def __init__(self, hosting: Hosting, address: str) -> None:
+        self.address = address
+        super().__init__()
+        self._hosting = hosting
+
+    def refuse(self, request: Request) -> Reply | None:
+        own = re.fullmatch(r"/v2/pods/(\w+)", request.path)
+        if own and request.method == "DELETE" and request.headers.get("authorization") == f"Bearer key-of-{own[1]}":
+            return None
+        return super().refuse(request)
+
+    def _make(self, body: dict[str, Any]) -> str:
+        pod = super()._make(body)
+        command = json.loads(body["args"])
+        variables = {**body["env"], "RUNPOD_POD_ID": pod, "RUNPOD_API_KEY": f"key-of-{pod}"}
+        self._hosting.rent(pod, lambda host: container(host, variables, [*command["entrypoint"], *command["cmd"]]))
+        return pod
+
+    def _reply(self, request: Request) -> Reply:
+        for pod, row in self.pods.items():
+            if row["status"] == "RUNNING" and self._hosting.is_off(pod):
+                self.halt(pod)
+        reply = super()._reply(request)
+        for row in self.pods.values():
+            direct = row["ssh"]["direct"]
+            if direct is not None:
+                is_up = self._hosting.ip(row["id"]) is not None
+                row["ssh"]["direct"] = {**direct, "host": self._hosting.ip(row["id"]), "port": 22} if is_up else None
+        return reply
+
+    def halt(self, pod: str, status: str = "EXITED") -> None:
+        super().halt(pod, status)
+        self._hosting.end(pod)
+
+
+@contextmanager
+def runpod(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rented]:
+    with HostedRunPod(hosting, hosting.gateway) as fake:
+        fake.sell(cpu("cpu3c", 2, 0.03))
+        monkeypatch.setenv("RUNPOD_API_KEY", RUNPOD_KEY)
+        monkeypatch.setattr("skyward_core.providers.runpod.POLL_SECONDS", 0.1)
+        yield Rented(sky.RunPod(endpoint_url=fake.url), hosting, fake.alive, lambda pod: fake.halt(pod, "TERMINATED"), (RUNPOD_KEY,))
+
+
+CLOUDS = {"aws": aws, "digitalocean": digitalocean, "runpod": runpod, "vastai": vastai, "verda": verda}
+
+
+@pytest.fixture(params=CLOUDS)
+def rented(request: pytest.FixtureRequest, fleet: Fleet, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Rented]:  # noqa: F811
+    """A cloud of bare machines that install from the mirror."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
+    hosting = Hosting(fleet, mirror.configure)
+    try:
+        with CLOUDS[request.param](hosting, monkeypatch) as rented:
+            yield rented
+    finally:
+        hosting.close()
+
+
+def test_a_pool_lives_on_a_cloud(rented: Rented, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Launched, prepared over SSH with a host key that was known before, used; a machine is taken back and replaced under running calls; nothing is left."""
+    caplog.set_level(logging.DEBUG)
+    told = Told()
+    pool = sky.ComputePool(provider=rented.provider, nodes=2, cpu=4, image=sky.Image(), on_event=told, display="log", lease_seconds=30)
+    with pool:
+        assert rented.alive() == {node.instance.id for node in pool.lease.nodes}
+        assert all(node.instance.endpoint.host_key for node in pool.lease.nodes)
+        assert sorted(where() @ pool) == sorted(host.name for host in rented.hosting.hosts.values())
+        lost = pool.lease.nodes[1].instance.id
+        futures = pool.submit_all([square(number) for number in range(40)])
+        rented.preempt(lost)
+        assert [future.result(120) for future in futures] == [number * number for number in range(40)]
+        wait_until(lambda: len(told.of(sky.BootstrapCompleted)) == 3, "another machine", seconds=90)
+        assert len(where() @ pool) == 2
+        assert rented.alive() == {node.instance.id for node in pool.lease.nodes}
+        written = pool.lease.model_dump_json() + repr(pool.lease)
+    assert rented.alive() == set()
+    assert not any(host.is_up for host in rented.hosting.hosts.values())
+    assert pool.receipt["left"] == []
+    assert len(pool.receipt["resources"]) == 3
+    out, err = capfd.readouterr()
+    files = [path.read_bytes().decode(errors="replace") for path in tmp_path.rglob("*") if path.is_file()]
+    texts = [written, out, err, caplog.text, repr(told.events), repr(pool.receipt), default_url(), *files]
+    for secret in rented.secrets:
+        assert not [text[:200] for text in texts if secret in text]
+
+
+def test_a_machine_ends_itself_when_nobody_is_left(rented: Rented, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last rope: its lease runs out, its guard runs the end command, and the cloud says so, or lists it as one to be terminated."""
+    provider = rented.provider
+    offer = rank(provider.offers(WISH), WISH)[0]
+    (instance,) = provider.launch(offer, 1, tags(), guard_script(3, None, type(provider).end_command))
+    host = rented.hosting.hosts[instance.id]
+    wait_until(lambda: not host.is_up, "the machine to end itself", seconds=30)
+    states = {found.id: found.state for found in provider.instances(instance.pool_id)}
+    assert states.get(instance.id) in (None, sky.InstanceState.STOPPING)
+    provider.terminate([instance.id])
+    assert rented.alive() == set()

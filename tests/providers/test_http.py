@@ -1,0 +1,448 @@
+"""A session with a REST API, against a real server: what is asked again, what refusals become, and that no secret is told."""
+
+import gzip
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from typing import Any
+from urllib.parse import quote, quote_plus
+
+import httpx
+import pytest
+
+from skyward_core.errors import BadRequest, CredentialsError, NoCapacity, ProviderFailed, RateLimited, SkywardError
+from skyward_core.providers import _http
+from skyward_core.providers._http import Api
+from tests.providers.http_fake import FakeCloud, Reply, Request, route
+
+TOKEN = "dop_v1_0123456789abcdef"
+ODD = "tök/en+w%ith&odd=\"letters\" <of>  'all' kinds\\"
+"""A secret that everybody quotes in another way."""
+
+pytestmark = pytest.mark.slow
+
+
+class FakeThings(FakeCloud):
+    """Answers with `reply`, else with what it was asked."""
+
+    reply: Reply | None = None
+
+    @route("GET", "/things")
+    def things(self, request: Request) -> Reply:
+        return self.reply or Reply(200, {"query": request.query, "body": request.body, "headers": request.headers})
+
+    @route("POST", "/things")
+    def make(self, request: Request) -> Reply:
+        return self.things(request)
+
+    @route("DELETE", "/things/{id}")
+    def end(self, request: Request) -> Reply:
+        return Reply(204)
+
+
+class Clock:
+    """A clock for `_http` alone, on which pauses take no time."""
+
+    def __init__(self) -> None:
+        self.pauses: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+
+    def monotonic(self) -> float:
+        return sum(self.pauses)
+
+    def time(self) -> float:
+        return datetime(2026, 11, 21, tzinfo=UTC).timestamp()
+
+
+@pytest.fixture
+def cloud() -> Iterator[FakeThings]:
+    with FakeThings() as cloud:
+        yield cloud
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(_http, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def api(cloud: FakeThings, clock: Clock) -> Iterator[Api]:
+    with Api("Acme", cloud.url, {"Authorization": f"Bearer {TOKEN}"}, secrets=(TOKEN, ODD, "")) as api:
+        yield api
+
+
+def refused(api: Api, method: str = "GET", path: str = "/things", **settings: Any) -> SkywardError:
+    with pytest.raises(SkywardError) as caught:
+        api.ask(method, path, **settings)
+    return caught.value
+
+
+# ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_is_asked_arrives_and_what_is_answered_comes_back(api: Api) -> None:
+    """Query, body and headers; what is None in a query is left out."""
+    told = api.ask("POST", "/things", query={"page": 2, "tag": None, "is_spot": True}, body={"name": "é"}, headers={"X-More": "yes"})
+    assert (told["query"], told["body"]) == ({"page": "2", "is_spot": "true"}, {"name": "é"})
+    assert (told["headers"]["authorization"], told["headers"]["x-more"]) == (f"Bearer {TOKEN}", "yes")
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        (Reply(204), None),
+        (Reply(200), None),
+        (Reply(201, "a-plain-id\n", is_text=True), "a-plain-id\n"),
+        (Reply(200, '"a quoted id"', is_text=True), "a quoted id"),
+        (Reply(200, "[" * 100_000, is_text=True), "[" * 100_000),
+        (Reply(202, []), []),
+    ],
+)
+def test_an_answer_may_be_text_or_nothing(api: Api, cloud: FakeThings, reply: Reply, expected: object) -> None:
+    """Text that is no JSON is told as it is, an empty answer is None; brackets without end are text as well."""
+    cloud.reply = reply
+    assert api.ask("GET", "/things") == expected
+
+
+def test_what_is_missing_may_be_none(api: Api, cloud: FakeThings) -> None:
+    """A 404 or a 410, if that is asked for; without that both are BadRequest."""
+    for status in (404, 410):
+        cloud.fail("GET", "/things", Reply(status, {"code": "not_found"}), times=2)
+        assert api.ask("GET", "/things", missing_is_none=True) is None
+        assert isinstance(refused(api), BadRequest)
+
+
+# ── refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        *((401, CredentialsError), (403, CredentialsError), (429, RateLimited), (408, ProviderFailed), (500, ProviderFailed), (503, ProviderFailed)),
+        *((400, BadRequest), (402, BadRequest), (409, BadRequest), (422, BadRequest), (301, BadRequest)),
+    ],
+)
+def test_a_refusal_is_named_by_what_to_do_next(api: Api, cloud: FakeThings, status: int, kind: type[SkywardError]) -> None:
+    """By its status; message and code are the cloud's."""
+    cloud.reply = Reply(status, {"code": "its_word", "message": "because"}, {"Location": "/elsewhere"})
+    error = refused(api, "POST")
+    assert type(error) is kind
+    assert error.code == "its_word"
+    assert str(error) == f'Acme answered POST /things with {status}: {{"code": "its_word", "message": "because"}}'
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ({"id": "unprocessable_entity", "message": "m"}, "unprocessable_entity"),
+        ({"success": False, "error": "no_such_ask"}, "no_such_ask"),
+        ({"title": "Bad Request", "status": 400}, "Bad Request"),
+        ({"code": "", "id": "second"}, "second"),
+        ({"code": 17, "error": {"message": "nested"}}, "400"),
+        (["a list"], "400"),
+        ("no JSON", "400"),
+        (None, "400"),
+    ],
+)
+def test_the_code_is_the_clouds_word_or_the_status(api: Api, cloud: FakeThings, body: object, code: str) -> None:
+    """There always is one."""
+    cloud.reply = Reply(400, body, is_text=isinstance(body, str))
+    assert refused(api).code == code
+
+
+def test_what_a_cloud_says_is_one_short_line(api: Api, cloud: FakeThings) -> None:
+    """Line breaks become spaces, a page of HTML is cut, and nothing is told of an empty body."""
+    cloud.reply = Reply(400, "<html>\n\n  <p>\tno " + "x" * 9999, is_text=True)
+    error = refused(api)
+    assert str(error).startswith("Acme answered GET /things with 400: <html> <p> no xxx")
+    assert len(str(error)) < _http.TOLD_CHARACTERS + 100
+    cloud.reply = Reply(400, {"error": "x" * 9999})
+    assert len(refused(api).code) == _http.TOLD_CHARACTERS
+    cloud.reply = Reply(400)
+    assert str(refused(api)) == "Acme answered GET /things with 400"
+
+
+def test_a_cloud_may_mean_something_else(cloud: FakeThings, clock: Clock) -> None:
+    """What `classify` returns comes first, with the code; it is given status, body and message, and an empty body for what is no JSON object."""
+    seen: list[tuple[int, Mapping[str, Any], str]] = []
+
+    def classify(status: int, body: Mapping[str, Any], message: str) -> SkywardError | None:
+        seen.append((status, body, message))
+        return NoCapacity(message) if body.get("code") == "none_left" else None
+
+    with Api("Acme", cloud.url, classify=classify) as api:
+        cloud.reply = Reply(500, {"code": "none_left"})
+        error = refused(api)
+        assert (type(error), error.code, clock.pauses) == (NoCapacity, "none_left", [])
+        cloud.reply = Reply(400, "text", is_text=True)
+        assert type(refused(api)) is BadRequest
+    assert seen[0] == (500, {"code": "none_left"}, str(error))
+    assert seen[1][:2] == (400, {})
+
+
+def test_a_refusal_that_a_cloud_calls_too_many_is_waited_out(cloud: FakeThings, clock: Clock) -> None:
+    """Also under another status and for a creating call: RateLimited means that nothing was done."""
+    with Api("Acme", cloud.url, classify=lambda status, body, message: RateLimited(message) if body.get("slow") else None) as api:
+        cloud.fail("POST", "/things", Reply(400, {"slow": "down"}))
+        api.ask("POST", "/things")
+    assert clock.pauses == [_http.PAUSE_SECONDS]
+
+
+# ── again ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("fault", [Reply(500), Reply(503, "try later", is_text=True), Reply(408), None])
+@pytest.mark.parametrize(("method", "path"), [("GET", "/things"), ("DELETE", "/things/7")])
+def test_reads_and_deletions_are_repeated(api: Api, cloud: FakeThings, clock: Clock, fault: Reply | None, method: str, path: str) -> None:
+    """After a failure of the cloud and after a reset, with growing pauses."""
+    cloud.fail(method, path, fault, times=3)
+    api.ask(method, path)
+    assert len(cloud.asked(method, path)) == 4
+    assert clock.pauses == [0.5, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("fault", [Reply(500), Reply(408), None])
+def test_a_creating_call_is_not(api: Api, cloud: FakeThings, clock: Clock, fault: Reply | None) -> None:
+    """It may have done what was asked: ProviderFailed at once. Whoever knows better says so."""
+    cloud.fail("POST", "/things", fault, is_done=True)
+    error = refused(api, "POST")
+    assert type(error) is ProviderFailed
+    assert len(cloud.asked("POST")) == 1
+    cloud.fail("POST", "/things", fault)
+    api.ask("POST", "/things", is_repeatable=True)
+    cloud.fail("GET", "/things", fault)
+    refused(api, "GET", is_repeatable=False)
+    assert clock.pauses == [0.5]
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422])
+def test_a_refusal_is_not_asked_for_again(api: Api, cloud: FakeThings, clock: Clock, status: int) -> None:
+    """It would be the same."""
+    cloud.fail("GET", "/things", Reply(status))
+    refused(api)
+    assert clock.pauses == []
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_connection_that_was_never_made_is_tried_again(clock: Clock, method: str) -> None:
+    """Nobody has listened, so nothing was done: until patience ends, also for a creating call."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with Api("Acme", url) as api:
+        error = refused(api, method)
+    assert type(error) is ProviderFailed
+    assert "Connection refused" in str(error)
+    assert isinstance(error.__cause__, httpx.ConnectError)
+    assert clock.pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0]
+    assert sum(clock.pauses) <= _http.PATIENCE_SECONDS
+
+
+def test_who_comes_up_meanwhile_is_found(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next try after the server has begun to listen succeeds, with a creating call too."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    accepted: list[bytes] = []
+
+    def serve() -> None:
+        with socket.create_server(("127.0.0.1", port)) as server:
+            ready.set()
+            wire, _ = server.accept()
+            with wire:
+                accepted.append(wire.recv(65536))
+                wire.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
+
+    ready, thread = threading.Event(), threading.Thread(target=serve)
+
+    def pause(seconds: float) -> None:
+        clock.pauses.append(seconds)
+        if len(clock.pauses) == 2:
+            thread.start()
+            ready.wait(10)
+
+    monkeypatch.setattr(clock, "sleep", pause)
+    with Api("Acme", f"http://127.0.0.1:{port}") as api:
+        assert api.ask("POST", "/things") == {}
+    thread.join(10)
+    assert len(accepted) == 1
+
+
+def test_no_free_connection_is_no_answer_lost(api: Api, cloud: FakeThings, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A creating call that never got a connection of the session was not sent."""
+    ask, calls = api._client.request, []
+
+    def request(*words: Any, **settings: Any) -> httpx.Response:
+        calls.append(words)
+        if len(calls) == 1:
+            raise httpx.PoolTimeout("")
+        return ask(*words, **settings)
+
+    monkeypatch.setattr(api._client, "request", request)
+    api.ask("POST", "/things")
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(("method", "tries"), [("GET", 3), ("POST", 1)])
+def test_who_does_not_answer_in_time_has_failed(cloud: FakeThings, clock: Clock, monkeypatch: pytest.MonkeyPatch, method: str, tries: int) -> None:
+    """A creating call that was sent and not answered is not sent again, a read is."""
+    monkeypatch.setattr(_http, "TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(_http, "PATIENCE_SECONDS", 1.6)
+    cloud.delay_seconds = 0.3
+    with Api("Acme", cloud.url) as api:
+        error = refused(api, method)
+    assert type(error) is ProviderFailed
+    assert str(error) == f"Acme did not answer {method} /things: timed out"
+    assert len(cloud.asked(method)) == tries
+
+
+def test_an_answer_that_cannot_be_read_is_a_failure(api: Api, cloud: FakeThings) -> None:
+    """Of the cloud, and of unknown outcome."""
+    cloud.reply = Reply(200, gzip.compress(b"{}").decode("latin-1"), {"Content-Encoding": "gzip"}, is_text=True)
+    assert type(refused(api, "POST")) is ProviderFailed
+
+
+# ── too many ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _date(seconds: float, **changes: Any) -> str:
+    return format_datetime(datetime(2026, 11, 21, tzinfo=UTC) + timedelta(seconds=seconds), **changes)
+
+
+@pytest.mark.parametrize(
+    ("told", "pause"),
+    [
+        (None, 0.5),
+        ("7", 7.0),
+        ("1.5", 1.5),
+        ("0", 0.5),
+        ("0.001", 0.5),
+        (_date(9, usegmt=True), 9.0),
+        (_date(9), 9.0),
+        ("Sat, 21 Nov 2026 00:00:09 -0000", 9.0),
+        ("Saturday, 21-Nov-26 00:00:09 GMT", 9.0),
+        (_date(-3600, usegmt=True), 0.5),
+        ("soon", 0.5),
+        ("-5", 0.5),
+        ("1e3", 0.5),
+        ("²", 0.5),
+        ("٣", 0.5),
+        ("nan", 0.5),
+        ("Mon, 01 Jan 99999 00:00:00 GMT", 0.5),
+        ("Mon, 99 Foo 2026 99:00:00 GMT", 0.5),
+        ("", 0.5),
+    ],
+)
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_too_many_is_waited_out_as_long_as_the_cloud_says(
+    api: Api, cloud: FakeThings, clock: Clock, monkeypatch: pytest.MonkeyPatch, told: str | None, pause: float, method: str
+) -> None:
+    """A number of seconds or a date; what is neither counts as nothing, and "at once" does not become a storm. A creating call waits too."""
+    monkeypatch.setenv("TZ", "Pacific/Auckland")
+    time.tzset()
+    try:
+        if told is not None and not told.isascii():
+            ask = api._client.request  # a server of Python's cannot say that
+
+            def request(*words: Any, **settings: Any) -> httpx.Response:
+                answer = ask(*words, **settings)
+                if answer.status_code == 429:
+                    answer.headers = httpx.Headers({"Retry-After": told}, encoding="utf-8")
+                return answer
+
+            monkeypatch.setattr(api._client, "request", request)
+        cloud.fail(method, "/things", Reply(429, {"code": "slow"}, {"Retry-After": told} if told is not None and told.isascii() else {}))
+        api.ask(method, "/things")
+        assert clock.pauses == [pause]
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+@pytest.mark.parametrize(("told", "tries"), [(None, 8), ("25", 3), ("60", 2), ("61", 1), ("9" * 400, 1)])
+def test_patience_has_an_end(api: Api, cloud: FakeThings, clock: Clock, told: str | None, tries: int) -> None:
+    """Nobody waits longer than for PATIENCE_SECONDS in all, and not at all for what would take longer."""
+    cloud.reply = Reply(429, {"code": "slow"}, {"Retry-After": told} if told else {})
+    error = refused(api, "POST")
+    assert (type(error), error.code) == (RateLimited, "slow")
+    assert len(cloud.asked("POST")) == tries
+    assert sum(clock.pauses) <= _http.PATIENCE_SECONDS
+
+
+def test_the_clouds_wish_counts_after_a_failure_too(api: Api, cloud: FakeThings, clock: Clock) -> None:
+    """503 with Retry-After."""
+    cloud.fail("GET", "/things", Reply(503, None, {"Retry-After": "11"}))
+    api.ask("GET", "/things")
+    assert clock.pauses == [11.0]
+
+
+# ── secrets ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        lambda secret: {"message": f"Authorization: Bearer {secret}"},
+        lambda secret: {"code": secret, "nested": [{"key": secret}]},
+        lambda secret: f"<p>Bearer {secret}</p>",
+        lambda secret: f"?api_key={quote(secret, safe='')}",
+        lambda secret: f"?api_key={quote(secret, safe='').lower()}" if secret == TOKEN else f"?api_key={quote(secret)}",
+        lambda secret: f"?api_key={quote_plus(secret)}&",
+        lambda secret: f"Illegal value {secret!r}",
+        lambda secret: "x" * (_http.TOLD_CHARACTERS - 8) + secret,
+    ],
+)
+@pytest.mark.parametrize("secret", [TOKEN, ODD])
+def test_no_secret_is_in_a_message(api: Api, cloud: FakeThings, caplog: pytest.LogCaptureFixture, echo: Callable[[str], object], secret: str) -> None:
+    """However the cloud echoes it: in JSON, in text, quoted as in a URL or by Python, or cut off in its middle."""
+    caplog.set_level(logging.DEBUG)
+    body = echo(secret)
+    cloud.reply = Reply(400, body, is_text=isinstance(body, str))
+    error = refused(api, "POST", body={"secret": "of the caller"})
+    written = " ".join((str(error), error.code, repr(error), caplog.text))
+    assert "***" in str(error) or str(error).endswith("x" * 8)
+    for part in (secret, secret[:8], quote(secret), quote_plus(secret), secret.split(maxsplit=1)[0], repr(secret)[1:-1]):
+        assert part not in written
+
+
+def test_a_longer_secret_does_not_hide_behind_a_shorter_one(cloud: FakeThings, clock: Clock) -> None:
+    """One secret may be the beginning of another."""
+    cloud.reply = Reply(400, {"message": "abc abcdef"})
+    with Api("Acme", cloud.url, secrets=("abc", "abcdef")) as api:
+        assert str(refused(api)).endswith('{"message": "*** ***"}')
+
+
+@pytest.mark.parametrize("key", ["key\n", "k\ney", "key\x00", "käy", "key ", ""])
+def test_a_key_that_no_header_can_carry_is_told_at_once(cloud: FakeThings, key: str) -> None:
+    """A line break from a file, half a key: CredentialsError before anything is asked, and the key is not in it."""
+    with pytest.raises(CredentialsError, match="Authorization") as caught:
+        Api("Acme", cloud.url, {"Authorization": f"Bearer {key}"}, secrets=(key,))
+    assert not key or key not in str(caught.value)
+    assert cloud.requests == []
+
+
+@pytest.mark.parametrize("url", ["acme.example", "ftp://acme.example", "", "http://[::1"])
+def test_what_is_no_url_is_told_at_once(clock: Clock, url: str) -> None:
+    """`endpoint_url` is the user's: BadRequest without a pause."""
+    with pytest.raises(BadRequest, match="Acme cannot be asked"), Api("Acme", url) as api:
+        api.ask("GET", "/things")
+    assert clock.pauses == []
+
+
+# ── its end ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_many_may_ask_at_once_and_nothing_stays_open(cloud: FakeThings, clock: Clock) -> None:
+    """One session is shared by threads; after it no connection is left (the suite counts descriptors)."""
+    with Api("Acme", cloud.url) as api, ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda number: api.ask("GET", "/things", query={"n": number})["query"]["n"], range(40)))
+    assert answers == [str(number) for number in range(40)]
+    with pytest.raises(RuntimeError, match="closed"):
+        api.ask("GET", "/things")

@@ -1,0 +1,708 @@
+"""RunPod: what every provider keeps to, and what is odd about its pods and its API."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import shlex
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed
+from skyward_core.instances import InstanceState
+from skyward_core.market import Offer, Requirements, matches
+from skyward_core.providers import login, runpod, userdata
+from skyward_core.providers.base import EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, load
+from skyward_core.providers.runpod import RunPod
+from tests.providers.contract import POOL, STARTUP, Hands, ProviderContract, tags
+from tests.providers.fake_runpod import HOST, KEY, NO_CAPACITY, FakeRunPod, cpu, gpu, problem
+from tests.providers.http_fake import Reply
+
+RTX_4090 = Requirements(accelerator=sky.accelerators.parse("RTX 4090"))
+CPUS = Requirements(instance_type="cpu3c-2-4")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeRunPod]:
+    monkeypatch.setattr(runpod, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(runpod, "LOOK_SECONDS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("skyward_core.providers._http.PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("skyward_core.providers._http.PATIENCE_SECONDS", 0.5)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    with FakeRunPod() as server:
+        monkeypatch.setenv("RUNPOD_API_BASE_URL", server.url)
+        monkeypatch.setenv("RUNPOD_API_KEY", KEY)
+        server.sell(
+            gpu("NVIDIA GeForce RTX 4090", 24, 0.69, 0.34),
+            gpu("NVIDIA H100 80GB HBM3", 80, 3.99, 2.69),
+            gpu("NVIDIA A100 80GB PCIe", 80, 1.79, 1.19),
+            gpu("AMD Instinct MI300X OAM", 192, 2.49),
+            gpu("NVIDIA RTX PRO 6000 Blackwell Server Edition MIG 1g.24gb", 24, 0.5),
+            gpu("NVIDIA GeForce RTX 3070", 8, None, 0.13),
+            cpu("cpu3c", 2, 0.03),
+        )
+        yield server
+
+
+class TestRunPod(ProviderContract):
+    variables = ("RUNPOD_API_KEY",)
+
+    @pytest.fixture
+    def hands(self, fake: FakeRunPod) -> Hands:
+        def provider(*, explicit: bool = False) -> RunPod:
+            return RunPod(api_key=KEY) if explicit else RunPod()
+
+        def outage_over() -> None:
+            fake.is_down, fake.creates_left = False, None
+
+        def strangers() -> None:
+            names = (
+                "my-training-pod",
+                "",
+                "skyward",
+                "sky-contract-a1b2c3-0",
+                "skyward.sky-contract-a1b2c3-0",
+                "skyward.a.lL1",
+                "skywards.a-0.lL1",
+                "skyward.-0.lL",
+            )
+            for name, _ in zip(itertools.cycle(names), range(30), strict=False):
+                fake.stranger(name)
+
+        return Hands(
+            provider=provider,
+            wish=RTX_4090,
+            secrets=(KEY,),
+            alive=fake.alive,
+            refuse_credentials=lambda: setattr(fake, "is_refusing", True),
+            no_capacity=lambda: fake.fail("POST", "/v2/pods", problem(400, NO_CAPACITY), times=100),
+            quota=lambda: fake.fail("POST", "/v2/pods", problem(402, "insufficient balance"), times=100),
+            outage=lambda: setattr(fake, "is_down", True),
+            outage_over=outage_over,
+            lose_create_answer=lambda: fake.fail("POST", "/v2/pods", None, is_done=True),
+            fail_create_after=lambda count: setattr(fake, "creates_left", count),
+            throttle=lambda: fake.fail("GET", "/v2/pods", problem(429, "rate limit exceeded for the minute window", headers={"Retry-After": "0"})),
+            stop=fake.halt,
+            preempt=lambda pod: fake.halt(pod, "TERMINATED"),
+            strangers=strangers,
+            lag=lambda: setattr(fake, "hidden", 2),
+        )
+
+
+def cheapest(want: Requirements = RTX_4090, provider: RunPod | None = None) -> Offer:
+    return min((offer for offer in (provider or RunPod()).offers(want) if matches(offer, want) is None), key=lambda offer: offer.price_per_hour)
+
+
+def of(chip: str, provider: RunPod | None = None) -> list[Offer]:
+    """What is offered for a chip that is asked for."""
+    want = Requirements(accelerator=sky.accelerators.parse(chip))
+    return [offer for offer in (provider or RunPod()).offers(want) if matches(offer, want) is None]
+
+
+def order(fake: FakeRunPod) -> dict[str, Any]:
+    """The only creating call."""
+    (request,) = fake.asked("POST", "/v2/pods")
+    return request.body
+
+
+# ── offers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_offer_is_a_type_in_a_number_in_a_data_centre(fake: FakeRunPod) -> None:
+    """At the price of one GPU times their number, with the CPUs and memory that will be asked for."""
+    offers = of("H100")
+    assert [(offer.instance_type, offer.region) for offer in offers] == [
+        (f"NVIDIA H100 80GB HBM3 x{count}", place) for count in (1, 2, 4, 8) for place in ("EU-RO-1", "US-TX-3")
+    ]
+    offer = offers[-1]
+    assert (offer.price_per_hour, offer.on_demand_price_per_hour) == (pytest.approx(31.92), pytest.approx(31.92))
+    assert (offer.accelerator, offer.accelerators, offer.accelerator_memory_gb, offer.form_factor) == ("H100", 8, 80, "SXM")
+    assert (offer.vcpus, offer.memory_gb) == (8 * 14, 8 * 90)
+    assert not any(offer.is_spot for offer in RunPod(cloud=None).offers(Requirements()))
+
+
+def test_a_number_that_is_asked_for_is_offered(fake: FakeRunPod) -> None:
+    """And those above it; the stock that is told is that of this number."""
+    offers = of("3xRTX 4090")
+    assert sorted({offer.accelerators for offer in offers}) == [3, 4, 8]
+    (request,) = fake.asked("GET")
+    assert request.query == {"include": "AVAILABILITY", "product": "POD", "count": "3", "cloud": "SECURE"}
+
+
+def test_no_more_gpus_than_a_pod_may_have(fake: FakeRunPod) -> None:
+    offers = of("RTX 4090", RunPod(cloud="community"))
+    assert [offer.accelerators for offer in offers] == [1, 2, 4]
+
+
+def test_community_machines_are_named_so_and_are_in_no_data_centre(fake: FakeRunPod) -> None:
+    offers = of("4xRTX 4090", RunPod(cloud=None))
+    assert [(offer.instance_type, offer.region, offer.price_per_hour) for offer in offers if offer.accelerators == 4] == [
+        ("NVIDIA GeForce RTX 4090 x4", "EU-RO-1", pytest.approx(2.76)),
+        ("NVIDIA GeForce RTX 4090 x4", "US-TX-3", pytest.approx(2.76)),
+        ("NVIDIA GeForce RTX 4090 x4 community", "any", pytest.approx(1.36)),
+    ]
+
+
+def test_the_flag_decides_and_not_the_price(fake: FakeRunPod) -> None:
+    """A price is told for a cloud that does not sell the type as well."""
+    offers = RunPod(cloud=None).offers(Requirements())
+    assert {offer.region for offer in offers if "3070" in offer.instance_type} == {"any"}
+    assert {offer.region for offer in offers if "MI300X" in offer.instance_type} == {"EU-RO-1", "US-TX-3"}
+
+
+def test_what_is_not_in_stock_is_not_offered(fake: FakeRunPod) -> None:
+    """As a whole, or in one data centre; a slice of a chip, which is in no catalogue, neither."""
+    fake.gpus["NVIDIA H100 80GB HBM3"]["availability"] = "NONE"
+    fake.gpus["NVIDIA GeForce RTX 4090"]["dataCenters"][0]["availability"] = "NONE"
+    offers = RunPod().offers(Requirements())
+    assert {offer.region for offer in offers if "4090" in offer.instance_type} == {"US-TX-3"}
+    assert not [offer for offer in offers if "H100" in offer.instance_type or "MIG" in offer.instance_type]
+
+
+@pytest.mark.parametrize(
+    ("told", "chip", "form_factor"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "A100", "SXM"),
+        ("NVIDIA H100 PCIe", "H100", "PCIe"),
+        ("NVIDIA H100 NVL", "H100", "NVL"),
+        ("NVIDIA H200", "H200", "SXM"),
+        ("NVIDIA H200 NVL", "H200", "NVL"),
+        ("NVIDIA B200", "B200", None),
+        ("NVIDIA B300 SXM6 AC", "B300", None),
+        ("NVIDIA L40S", "L40S", None),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada", None),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "RTX PRO 6000", None),
+        ("NVIDIA RTX PRO 4500 Blackwell", "RTX PRO 4500", None),
+        ("NVIDIA GeForce RTX 4080 SUPER", "RTX 4080 SUPER", None),
+        ("Tesla V100-SXM2-32GB", "V100", "SXM"),
+    ],
+)
+def test_chips_by_runpods_names(fake: FakeRunPod, told: str, chip: str, form_factor: str | None) -> None:
+    """As the catalogue calls them; and a type's name leads back to RunPod's own, there and in what is listed."""
+    fake.gpus.clear()
+    fake.sell(gpu(told, 40, 1.0))
+    offer = RunPod().offers(Requirements(instance_type=f"{told} x2"))[0]
+    assert (offer.accelerator, offer.form_factor, offer.accelerators) == (chip, form_factor, 2)
+    (machine,) = RunPod().launch(offer, 1, tags(), STARTUP)
+    assert machine.instance_type == offer.instance_type
+    assert {name: order(fake)["gpu"][name] for name in ("id", "count")} == {"id": told, "count": 2}
+
+
+def test_machines_without_gpu_have_a_power_of_two_of_cpus(fake: FakeRunPod) -> None:
+    fake.sell(cpu("cpu5g", 4, 0.04, most=2), cpu("cpu9x", 2, None))
+    offers = [offer for offer in RunPod().offers(Requirements()) if offer.accelerator is None]
+    assert [(offer.instance_type, offer.region, offer.vcpus, offer.memory_gb, offer.price_per_hour) for offer in offers] == [
+        ("cpu3c-2-4", "EU-RO-1", 2, 4, pytest.approx(0.06)),
+        ("cpu3c-4-8", "EU-RO-1", 4, 8, pytest.approx(0.12)),
+        ("cpu3c-8-16", "EU-RO-1", 8, 16, pytest.approx(0.24)),
+        ("cpu5g-2-8", "EU-RO-1", 2, 8, pytest.approx(0.08)),
+    ]
+    assert not [offer for offer in RunPod(cloud="community").offers(Requirements()) if offer.accelerator is None]
+
+
+def test_only_the_configured_data_centres(fake: FakeRunPod) -> None:
+    assert {offer.region for offer in RunPod(region="US-TX-3").offers(RTX_4090)} == {"US-TX-3"}
+    assert {offer.region for offer in RunPod(region=("US-TX-3", "EU-RO-1"), cloud=None).offers(RTX_4090)} == {"US-TX-3", "EU-RO-1"}
+    assert RunPod(region="XX-1").offers(Requirements()) == []
+
+
+def test_an_answer_without_a_list_is_no_empty_list(fake: FakeRunPod) -> None:
+    fake.fail("GET", "/v2/catalog/gpus", Reply(200, {"types": []}))
+    with pytest.raises(ProviderFailed, match="gpus"):
+        RunPod().offers(RTX_4090)
+    fake.fail("GET", "/v2/pods", Reply(200, []))
+    with pytest.raises(ProviderFailed, match="pods"):
+        RunPod().instances()
+
+
+# ── the creating call ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_is_asked_for(fake: FakeRunPod) -> None:
+    """Our script in place of the image's entrypoint, port 22, no sshd and no key of RunPod's; what the offer promises of the host."""
+    (machine,) = RunPod(disk_gb=64, registry="reg1").launch(cheapest(), 1, tags(), STARTUP)
+    body = order(fake)
+    env = body.pop("env")
+    assert json.loads(body.pop("args")) == {"entrypoint": ["/bin/sh", "-c"], "cmd": [userdata.UNPACKED]}
+    assert body == {
+        "name": fake.pods[machine.id]["name"],
+        "image": "runpod/pytorch:1.0.2-cu1281-torch280-ubuntu2404",
+        "disk": 64,
+        "ports": ["22/tcp"],
+        "cloud": "SECURE",
+        "dataCenterIds": ["EU-RO-1"],
+        "registry": "reg1",
+        "gpu": {"id": "NVIDIA GeForce RTX 4090", "count": 1, "minVcpuCountPerGpu": 2, "minRamPerGpu": 8, "minCudaVersion": "12.8"},
+    }
+    assert list(env) == ["SKYWARD_BOOT"]
+    unpack = userdata.UNPACKED.partition(" >/run")[0].partition("; ")[2]
+    script = subprocess.run(["sh", "-c", unpack], env={**os.environ, **env}, capture_output=True, text=True, check=True).stdout
+    key = login.our_key()
+    host = login.host_key(tags()[LAUNCH_TAG], key)
+    assert STARTUP in script and key.public in script and host.public in script
+    assert 'id=$(printf %s "$RUNPOD_POD_ID")\n' in script
+    assert f"{fake.url}/v2/pods/" in script
+    assert KEY not in script
+    assert subprocess.run(["sh", "-n"], input=script, text=True, check=False).returncode == 0
+    assert machine.directory == f"/root/.cache/skyward/instances/{machine.id}"
+    assert machine.endpoint is not None
+    assert (machine.endpoint.host, machine.endpoint.port) == (HOST, 30001)
+    assert (machine.endpoint.user, machine.endpoint.key, machine.endpoint.host_key) == ("root", str(key.path), host.public)
+    assert fake.keys == ["ssh-ed25519 AAAAsomebodyelses"]
+
+
+def test_the_promised_cpus_and_memory_are_asked_for(fake: FakeRunPod) -> None:
+    """The floor of the type, or one's own, for each GPU."""
+    provider = RunPod(min_vcpus_per_gpu=5, min_memory_gb_per_gpu=50)
+    (offer,) = provider.offers(Requirements(instance_type="NVIDIA A100 80GB PCIe x2"))[:1]
+    assert (offer.vcpus, offer.memory_gb) == (10, 100)
+    provider.launch(offer, 1, tags(), STARTUP)
+    assert {"minVcpuCountPerGpu": 5, "minRamPerGpu": 50}.items() <= order(fake)["gpu"].items()
+
+
+def test_a_community_machine(fake: FakeRunPod) -> None:
+    """Is asked for without a data centre."""
+    (machine,) = RunPod(cloud="community").launch(cheapest(provider=RunPod(cloud="community")), 1, tags(), STARTUP)
+    assert order(fake)["cloud"] == "COMMUNITY"
+    assert "dataCenterIds" not in order(fake)
+    assert (machine.region, machine.instance_type) == ("any", "NVIDIA GeForce RTX 4090 x1 community")
+    fake.pods[machine.id]["dataCenterId"] = "US-OR-1"  # should RunPod name one: it was not sold as one there
+    assert [found.region for found in RunPod().instances(POOL)] == ["any"]
+
+
+def test_amd_has_an_image_of_its_own_and_no_cuda(fake: FakeRunPod) -> None:
+    RunPod().launch(cheapest(Requirements(accelerator=sky.accelerators.parse("MI300X"))), 1, tags(), STARTUP)
+    assert "rocm" in order(fake)["image"]
+    assert "minCudaVersion" not in order(fake)["gpu"]
+
+
+def test_a_machine_without_gpu(fake: FakeRunPod) -> None:
+    """Has no more disk than its flavour takes, or "no instances" is all that one hears."""
+    (machine,) = RunPod().launch(cheapest(CPUS), 1, tags(), STARTUP)
+    body = order(fake)
+    assert (body["cpu"], body["disk"], body["image"], body["cloud"]) == ({"id": "cpu3c", "vcpuCount": 2}, 20, "ubuntu:24.04", "SECURE")
+    assert "gpu" not in body
+    assert (machine.instance_type, machine.region, machine.price_per_hour) == ("cpu3c-2-4", "EU-RO-1", pytest.approx(0.06))
+
+
+def test_a_type_that_is_none_is_refused(fake: FakeRunPod) -> None:
+    with pytest.raises(BadRequest, match="no type of RunPod"):
+        RunPod().launch(cheapest().model_copy(update={"instance_type": "g5.xlarge"}), 1, tags(), STARTUP)
+    assert fake.asked("POST") == []
+
+
+def test_the_stock_is_looked_at_first(fake: FakeRunPod) -> None:
+    """A creating call says of it no more than 400: nothing is asked for where nothing is."""
+    offer = cheapest()
+    fake.gpus["NVIDIA GeForce RTX 4090"]["dataCenters"][0]["availability"] = "NONE"
+    with pytest.raises(NoCapacity, match="EU-RO-1 in stock") as caught:
+        RunPod().launch(offer, 1, tags(), STARTUP)
+    assert caught.value.code == "NONE"
+    eight = RunPod().offers(Requirements(instance_type="NVIDIA GeForce RTX 4090 x8"))[0]
+    fake.gpus["NVIDIA GeForce RTX 4090"]["sold_out_from"] = 8
+    with pytest.raises(NoCapacity, match="x8 in US-TX-3 in stock"):
+        RunPod().launch(eight, 1, tags(), STARTUP)
+    cpus = cheapest(Requirements(instance_type="cpu3c-8-16"))
+    fake.cpus["cpu3c"]["availability"] = "NONE"
+    with pytest.raises(NoCapacity):
+        RunPod().launch(cpus, 1, tags(), STARTUP)
+    assert fake.asked("GET", "/v2/catalog/cpus/cpu3c")[0].query["vcpuCount"] == "8"
+    del fake.gpus["NVIDIA GeForce RTX 4090"]
+    with pytest.raises(NoCapacity, match="any more"):
+        RunPod().launch(offer, 1, tags(), STARTUP)
+    assert fake.asked("POST") == []
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "code"),
+    [
+        (400, NoCapacity, "Bad Request"),
+        (402, sky.QuotaExceeded, "Payment Required"),
+        (403, NoCapacity, "Forbidden"),
+        (401, CredentialsError, "Unauthorized"),
+        (422, BadRequest, "Unprocessable Entity"),
+    ],
+)
+def test_what_a_refusal_means(fake: FakeRunPod, status: int, error: type[Exception], code: str) -> None:
+    """400 is a broken rule as well as no capacity, so what was said is told; after one refusal no more is asked for."""
+    offer = cheapest()
+    fake.fail("POST", "/v2/pods", problem(status, "what RunPod says"), times=100)
+    with pytest.raises(error, match="what RunPod says") as caught:
+        RunPod().launch(offer, 30, tags(), STARTUP)
+    assert type(caught.value) is error
+    assert caught.value.code == code  # type: ignore[attr-defined]
+    assert len(fake.asked("POST")) <= runpod.THREADS
+    assert fake.alive() == set()
+
+
+def test_a_403_elsewhere_is_a_key_without_the_right(fake: FakeRunPod) -> None:
+    fake.fail("GET", "/v2/pods", problem(403, "access denied"))
+    with pytest.raises(CredentialsError):
+        RunPod().instances()
+
+
+def test_an_unknown_field_would_be_refused(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As all of them are; it is ours to mend, and no other candidate is better."""
+    offer = cheapest()
+    monkeypatch.setattr(RunPod, "_hardware", lambda *_: {"cloud": "SECURE", "gpuCount": 1, "image": "x"})
+    with pytest.raises(BadRequest, match="gpuCount"):
+        RunPod().launch(offer, 1, tags(), STARTUP)
+
+
+def test_fewer_than_asked_are_kept(fake: FakeRunPod, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "skyward_core.providers.runpod")
+    offer = cheapest()
+    fake.fail("POST", "/v2/pods", problem(400, NO_CAPACITY))
+    fake.delay_seconds = 0.3  # both are under way when one is refused
+    machines = RunPod().launch(offer, 2, tags(), STARTUP)
+    assert {machine.id for machine in machines} == fake.alive()
+    assert len(machines) == 1
+    assert "no longer any instances" in caplog.text
+
+
+def test_a_lost_answer_is_looked_for_by_name_and_never_asked_for_again(fake: FakeRunPod) -> None:
+    """Also where the list is some seconds behind, and on its second page."""
+    offer = cheapest()
+    for number in range(25):
+        fake.stranger(f"pod-{number}")
+    fake.hidden = 2
+    fake.fail("POST", "/v2/pods", problem(502, "bad gateway"), is_done=True)
+    (machine,) = RunPod().launch(offer, 1, tags(), STARTUP)
+    assert len(fake.asked("POST")) == 1
+    assert machine.tags[RANK_TAG] == "0"
+
+
+def test_what_nobody_knows_of_is_told_as_a_failure(fake: FakeRunPod) -> None:
+    """No answer, and no such pod in the list, is not "none left": another candidate might make two of it. Nor is a list that does not answer."""
+    offer = cheapest()
+    fake.creates_left = 0
+    with pytest.raises(ProviderFailed) as caught:
+        RunPod().launch(offer, 2, tags(), STARTUP)
+    assert not isinstance(caught.value, NoCapacity)
+    fake.fail("GET", "/v2/pods", problem(500, "internal error"), times=1000)
+    with pytest.raises(ProviderFailed):
+        RunPod().launch(offer, 1, tags(), STARTUP)
+    assert len(fake.asked("POST")) <= 3
+
+
+def test_an_answer_without_an_id_is_looked_for(fake: FakeRunPod) -> None:
+    offer = cheapest()
+    fake.fail("POST", "/v2/pods", Reply(201, {"name": "x"}), is_done=True)
+    (machine,) = RunPod().launch(offer, 1, tags(), STARTUP)
+    assert fake.alive() == {machine.id}
+
+
+def test_many_machines_are_asked_for_at_once(fake: FakeRunPod) -> None:
+    """64 calls that take 0.1 s each, eight at a time."""
+    offer = cheapest()
+    fake.delay_seconds, fake.page = 0.1, None
+    began = time.monotonic()
+    machines = RunPod().launch(offer, 64, tags(), STARTUP)
+    assert time.monotonic() - began < 6.0
+    assert [machine.rank for machine in machines] == list(range(64))
+    assert len({machine.endpoint for machine in machines}) == 64
+
+
+# ── the wait for an address ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_it_waits_for_the_direct_address(fake: FakeRunPod) -> None:
+    """A pod runs before its port is mapped, and the proxy that is told meanwhile carries no files."""
+    (machine,) = RunPod().launch(cheapest(), 1, tags(), STARTUP)
+    assert len(fake.asked("GET", "/v2/pods$")) == 4
+    assert machine.ip == HOST
+    fake.pods[machine.id]["ssh"]["direct"] = None
+    (found,) = RunPod().instances(POOL)
+    assert (found.state, found.endpoint, found.ip) == (InstanceState.RUNNING, None, None)
+
+
+@pytest.mark.parametrize("word", ["ERROR", "EXITED", "TERMINATED"])
+def test_a_pod_that_fails_on_its_way_is_given_back(fake: FakeRunPod, word: str) -> None:
+    """And left out; if none is left, RunPod's own word tells why."""
+    fake.becomes = {"-1.l": word}
+    machines = RunPod().launch(cheapest(), 3, tags(), STARTUP)
+    assert [machine.rank for machine in machines] == [0, 2]
+    assert {machine.id for machine in machines} == fake.alive()
+    fake.becomes = {".lL2": word}
+    with pytest.raises(NoCapacity) as caught:
+        RunPod().launch(cheapest(), 2, tags(launch="L2"), STARTUP)
+    assert caught.value.code == word
+    assert {machine.id for machine in machines} == fake.alive()
+
+
+def test_a_pod_that_is_placed_elsewhere_is_given_back(fake: FakeRunPod) -> None:
+    """RunPod calls the data centres of a call preferred ones."""
+    fake.elsewhere = "CA-MTL-3"
+    with pytest.raises(NoCapacity, match="in CA-MTL-3 and not in EU-RO-1"):
+        RunPod().launch(cheapest(), 2, tags(), STARTUP)
+    assert fake.alive() == set()
+
+
+def test_a_pod_that_vanishes_is_not_waited_for(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake, "_go_on", fake.pods.clear)
+    with pytest.raises(NoCapacity) as caught:
+        RunPod().launch(cheapest(), 1, tags(), STARTUP)
+    assert caught.value.code == "TERMINATED"
+
+
+def test_a_pod_that_the_list_does_not_tell_yet_is_asked_for_by_itself(fake: FakeRunPod) -> None:
+    fake.hidden = 3
+    (machine,) = RunPod().launch(cheapest(), 1, tags(), STARTUP)
+    assert machine.endpoint is not None
+
+
+def test_an_address_is_not_waited_for_forever(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine may have no public address at all."""
+    monkeypatch.setattr(runpod, "ADDRESS_SECONDS", 0.0)
+    with pytest.raises(NoCapacity, match="has no address after"):
+        RunPod().launch(cheapest(), 1, tags(), STARTUP)
+    assert fake.alive() == set()
+
+
+# ── the private network ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_private_network(fake: FakeRunPod) -> None:
+    """For NVIDIA's GPUs, in the data centres that have one; its address is waited for too."""
+    provider = RunPod(global_networking=True, cloud=None)
+    offers = provider.offers(Requirements())
+    assert {offer.region for offer in offers} == {"EU-RO-1"}
+    assert {offer.accelerator for offer in offers} == {"RTX 4090", "H100", "A100"}
+    machines = provider.launch(cheapest(provider=provider), 2, tags(), STARTUP)
+    assert {machine.private_ip for machine in machines} == {"10.65.1.1", "10.65.1.2"}
+    assert fake.asked("POST")[0].body["globalNetworking"] is True
+    (other,) = RunPod().launch(cheapest(), 1, tags(launch="L2"), STARTUP)
+    assert other.private_ip is None
+
+
+# ── listing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("page", [1, 3, None])
+def test_all_pages_of_the_list_are_read(fake: FakeRunPod, page: int | None) -> None:
+    """And a list without pages, which it was until autumn 2026, is whole."""
+    machines = RunPod().launch(cheapest(), 4, tags(), STARTUP)
+    fake.page = page
+    assert {found.id: found.rank for found in RunPod().instances(POOL)} == {machine.id: machine.rank for machine in machines}
+
+
+@pytest.mark.parametrize("pages", [{"hasNextPage": True, "nextCursor": "after:"}, {"hasNextPage": True, "nextCursor": None}])
+def test_a_list_that_has_no_end_is_no_list(fake: FakeRunPod, pages: dict[str, Any]) -> None:
+    fake.fail("GET", "/v2/pods", Reply(200, {"pods": [], "pagination": pages}), times=5)
+    with pytest.raises(ProviderFailed, match="circles"):
+        RunPod().instances()
+
+
+@pytest.mark.parametrize(
+    ("word", "state"),
+    [
+        ("PROVISIONING", InstanceState.PENDING),
+        ("STARTING", InstanceState.PENDING),
+        ("RUNNING", InstanceState.RUNNING),
+        ("EXITED", InstanceState.STOPPING),
+        ("ERROR", InstanceState.STOPPING),
+        ("MIGRATING", InstanceState.PENDING),
+        ("TERMINATED", None),
+    ],
+)
+def test_states(fake: FakeRunPod, word: str, state: InstanceState | None) -> None:
+    """A word that is not known yet neither runs nor is gone."""
+    (machine,) = RunPod().launch(cheapest(), 1, tags(), STARTUP)
+    fake.steps[machine.id] = 100
+    fake.pods[machine.id]["status"] = word
+    assert [found.state for found in RunPod().instances(POOL)] == ([] if state is None else [state])
+
+
+def test_a_stopped_pod_costs_nothing_for_its_gpu_and_is_listed(fake: FakeRunPod) -> None:
+    (machine,) = RunPod().launch(cheapest(), 1, tags(), STARTUP)
+    fake.halt(machine.id)
+    (found,) = RunPod().instances(POOL)
+    assert (found.state, found.price_per_hour, found.endpoint) == (InstanceState.STOPPING, 0.0, None)
+
+
+def test_a_price_that_is_not_told_yet_is_the_offers(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = fake._make
+    monkeypatch.setattr(fake, "_make", lambda body: (pod := make(body), fake.pods[pod].update(cost=0))[0])
+    (machine,) = RunPod().launch(cheapest(), 1, tags(), STARTUP)
+    assert (machine.price_per_hour, machine.on_demand_price_per_hour) == (0.69, 0.69)
+
+
+# ── terminate ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_those_that_cannot_be_deleted_are_told(fake: FakeRunPod) -> None:
+    """After all of them were tried."""
+    machines = RunPod().launch(cheapest(), 3, tags(), STARTUP)
+    fake.undying = {machines[0].id}
+    with pytest.raises(InstancesLeft) as caught:
+        RunPod().terminate([machine.id for machine in machines])
+    assert caught.value.ids == (machines[0].id,)
+    assert fake.alive() == {machines[0].id}
+
+
+def test_ids_of_other_clouds_are_nobodys_here(fake: FakeRunPod) -> None:
+    RunPod().terminate(["", "../account/ssh-keys", "a/b"])
+    assert fake.asked("DELETE") == []
+
+
+# ── names ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_name_is_unique_plain_and_the_same_whenever_it_is_made(fake: FakeRunPod) -> None:
+    RunPod().launch(cheapest(), 2, tags(), STARTUP)
+    names = sorted(row["name"] for row in fake.pods.values())
+    assert names[0] == f"skyward.{POOL}-0.l{tags()[LAUNCH_TAG]}.c1790000000.p4711_3a99_2fboot.ojo_40box.tany"
+    assert len(set(names)) == 2
+    assert all(len(name) <= 191 for name in names)
+
+
+def test_a_pool_whose_name_begins_like_anothers_is_another(fake: FakeRunPod) -> None:
+    RunPod().launch(cheapest(), 1, tags("a-1"), STARTUP)
+    RunPod().launch(cheapest(), 1, tags("a"), STARTUP)
+    (found,) = RunPod().instances("a")
+    assert (found.pool_id, found.rank) == ("a", 0)
+
+
+def test_tags_that_have_no_room_go_into_the_environment(fake: FakeRunPod) -> None:
+    """The least important first; what a pool is found by stays in the name, where it is told in any case."""
+    many = tags() | {OWNER_TAG: "jörg_~.%@" + "x" * 200, "team": "a b:c", EXPIRES_TAG: "1790003600"}
+    (machine,) = RunPod().launch(cheapest(), 1, many, STARTUP)
+    assert len(fake.pods[machine.id]["name"]) <= 191
+    assert machine.tags == many | {RANK_TAG: "0"}
+    fake.pods[machine.id]["env"] = {}
+    (found,) = RunPod().instances(POOL)
+    assert {name: found.tags.get(name) for name in (POOL_TAG, LAUNCH_TAG, EXPIRES_TAG, PROCESS_TAG, OWNER_TAG)} == {
+        POOL_TAG: POOL,
+        LAUNCH_TAG: many[LAUNCH_TAG],
+        EXPIRES_TAG: "1790003600",
+        PROCESS_TAG: many[PROCESS_TAG],
+        OWNER_TAG: None,
+    }
+
+
+@pytest.mark.parametrize("value", ["jo@box", "jörg_~.%@", "a__b", "_40", "A-B c", "", "日本.l", "_"])
+def test_any_value_comes_back(fake: FakeRunPod, value: str) -> None:
+    (machine,) = RunPod().launch(cheapest(), 1, tags("pool.1_x" + value) | {OWNER_TAG: value}, STARTUP)
+    (found,) = RunPod().instances("pool.1_x" + value)
+    assert found.id == machine.id
+    assert found.tags[OWNER_TAG] == value
+
+
+def test_a_pool_name_that_no_name_can_hold_is_refused(fake: FakeRunPod) -> None:
+    with pytest.raises(BadRequest, match="too long"):
+        RunPod().launch(cheapest(), 1, tags("x" * 180), STARTUP)
+    assert fake.asked("POST") == []
+
+
+# ── in the container ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("is_refused", "has_tool"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("is_inherited", [False, True])
+def test_a_pod_ends_itself(tmp_path: Path, is_refused: bool, has_tool: bool, is_inherited: bool) -> None:
+    """It deletes itself with its own key, which is on no command line; RunPod's tool is asked too; if nothing helps it ends its first process."""
+
+    def command(name: str, text: str) -> None:
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+
+    calls = shlex.quote(str(tmp_path / "calls"))
+    command("curl", f'echo "curl $*" >>{calls}; cat >{shlex.quote(str(tmp_path / "header"))}; exit {22 if is_refused else 0}')
+    command("sleep", f'echo "sleep $*" >>{calls}')
+    if has_tool:
+        command("runpodctl", f'echo "runpodctl $*" "$RUNPOD_API_KEY" >>{calls}')
+    end = runpod.END.format(url="https://api.runpod.io")
+    assert end.splitlines()[-1] == "kill 1"
+    script = end.removesuffix("kill 1") + "echo the end"
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RUNPOD_POD_ID": "abc123", "RUNPOD_API_KEY": "its-own-key"}
+    if not is_inherited:  # what is started over SSH asks the first process
+        (tmp_path / "environ").write_text("A=b\0RUNPOD_API_KEY=its-own-key\0RUNPOD_POD_ID=abc123\0")
+        script = script.replace("/proc/1/environ", str(tmp_path / "environ"))
+        environment = {"PATH": environment["PATH"]}
+    done = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "the end\n"
+    delete = "curl -fsS -m 20 -o /dev/null -X DELETE -H @- https://api.runpod.io/v2/pods/abc123"
+    tool = ["runpodctl remove pod abc123 its-own-key", "sleep 60"] if has_tool else []
+    assert (tmp_path / "calls").read_text().splitlines() == [delete, *([] if is_refused else ["sleep 60"]), *tool, "sleep 5"] * 5
+    assert (tmp_path / "header").read_text() == "Authorization: Bearer its-own-key"
+
+
+def test_a_pod_without_a_key_ends_its_first_process_at_once() -> None:
+    script = runpod.END.format(url="x").removesuffix("kill 1").replace("/proc/1/environ", "/dev/null") + "echo the end"
+    done = subprocess.run(["sh", "-c", script], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("the end\n", "")
+
+
+# ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("text", [f'[default]\napi_key = "{KEY}"\n', f"apikey = '{KEY}'\napiurl = 'https://api.runpod.io/graphql'\n", f"apiKey = '{KEY}'\n"])
+def test_the_key_may_be_in_the_file_of_runpods_tools(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
+    """The Python package's, and runpodctl's."""
+    monkeypatch.delenv("RUNPOD_API_KEY")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".runpod").mkdir()
+    (tmp_path / ".runpod/config.toml").write_text(text)
+    assert RunPod().account() == RunPod(api_key=KEY).account()
+
+
+@pytest.mark.parametrize("text", [f"[default\napi_key = {KEY}", "default = 3\n", "[default]\napi_key = 7\n", "[default]\napi_key = ' '\n"])
+def test_a_file_without_a_key(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
+    """Says what to set, and nothing of what is in the file."""
+    monkeypatch.delenv("RUNPOD_API_KEY")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".runpod").mkdir()
+    (tmp_path / ".runpod/config.toml").write_text(text)
+    with pytest.raises(CredentialsError, match="RUNPOD_API_KEY") as caught:
+        RunPod().instances()
+    assert KEY not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+def test_an_account_is_a_part_of_the_keys_hash(fake: FakeRunPod) -> None:
+    """The API tells no name; a key that is refused has none."""
+    told = RunPod().account()
+    assert told.startswith("key-") and len(told) == 16
+    assert told[4:] not in KEY
+    with pytest.raises(CredentialsError):
+        RunPod(api_key="rpa_another").account()
+
+
+def test_the_address_may_be_given(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a setting, which wins over the variable of RunPod's tools; with or without the version."""
+    monkeypatch.setenv("RUNPOD_API_BASE_URL", "http://127.0.0.1:9/")
+    assert RunPod(endpoint_url=f"{fake.url}/v2/").account()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"cloud": "ALL"},
+        {"min_cuda": "12"},
+        {"disk_gb": 0},
+        {"cloud": "community", "region": "EU-RO-1"},
+        {"cloud": "community", "global_networking": True},
+        {"min_vcpus_per_gpu": 0},
+    ],
+)
+def test_settings_that_cannot_be(fields: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest) as caught:
+        load({"name": "runpod", "api_key": KEY, **fields})
+    assert KEY not in str(caught.value)
+
+
+def test_it_refuses_volumes_and_tells_where_to_look(fake: FakeRunPod) -> None:
+    (machine,) = RunPod().launch(cheapest(), 1, tags(), STARTUP)
+    assert set(RunPod.refuses) == {"volume", "mig"}
+    assert RunPod().console_url(machine) == f"https://console.runpod.io/pods?id={machine.id}"
+    assert json.loads(json.dumps(RunPod(region=("EU-RO-1",)).to_json())) == {"name": "runpod", "region": ["EU-RO-1"]}

@@ -1,0 +1,463 @@
+"""What a rented machine runs when it comes up, in real shells and on real hosts: it lets us in, says who it is, and ends itself.
+
+What cloud-init does with cloud-config was read in its source (cloudinit/config/cc_ssh.py, cloudinit/util.py: shellify). No image with cloud-init, no systemd and
+no network to install from are to be had here: that sshd comes before the host key on a cloud's image, `systemctl restart` and `apt-get` are not tried.
+"""
+
+import base64
+import gzip
+import json
+import os
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from skyward_core.errors import BadRequest, HostKeyChanged
+from skyward_core.instances import Endpoint, Instance, InstanceState
+from skyward_core.providers import userdata
+from skyward_core.providers.base import POOL_TAG, RANK_TAG
+from skyward_core.providers.login import HostKey, Key, host_key, our_key
+from skyward_core.providers.tagging import TAGS_VARIABLE, from_word
+from skyward_core.provisioning.guard import guard_script
+from skyward_core.remote import Wires
+from skyward_core.ssh import Connection
+from tests.conftest import Told, wait_until
+from tests.providers.contract import tags as contract_tags
+from tests.testbed import Fleet, Host
+from tests.testbed.fixtures import fleet  # noqa: F401 - a fixture
+
+SHELLCHECK = Path(sys.executable).with_name("shellcheck")
+LAUNCH = "L0a1b2c3d4e5f607182930415263748596"
+TAGS = {**contract_tags(launch=LAUNCH), "skyward-owner": 'Jo "$HOME" O\'Neil \\ é 🙂@box', "skyward-expires": "1790003600"}
+AWS_BYTES = 16 * 1024
+GUARD = guard_script(300, 86_400, userdata.END_COMMAND)
+NASTY = '#!/bin/sh\nprintf \'%s\\n\' "it\'s \\"$HOME\\" \\\\ \\$x `id` $(id)" é 🙂 \u2028\u0085\x7f {launch} %s\t\x01\n'
+"""Everything that some layer between here and there would like to change."""
+
+
+@pytest.fixture(autouse=True)
+def _home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.fixture
+def key() -> Key:
+    return our_key()
+
+
+@pytest.fixture
+def host(key: Key) -> HostKey:
+    return host_key(LAUNCH, key)
+
+
+def moved(script: str, tmp_path: Path) -> str:
+    """Return the script for a root directory of its own, so that it can be run here."""
+    (tmp_path / "run").mkdir(exist_ok=True)
+    (tmp_path / "root").mkdir(exist_ok=True)
+    (tmp_path / "etc/ssh").mkdir(exist_ok=True, parents=True)
+    for place in ("/root", "/etc/ssh", "/run/"):
+        script = script.replace(place, f"{tmp_path}{place}")
+    return script
+
+
+def run(script: str, shell: str = "sh", **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([shell], input=script, capture_output=True, text=True, check=False, timeout=30, env=os.environ | variables)
+
+
+def booted(tmp_path: Path, script: str) -> Path:
+    """Run a boot script, whose startup makes the file `up` in its directory, below a root of its own. Returns that directory."""
+    done = run(moved(script, tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    wait_until(lambda: list(tmp_path.glob("root/.cache/skyward/instances/*/up")), "the startup script")
+    return next(tmp_path.glob("root/.cache/skyward/instances/*/up")).parent
+
+
+# ── the texts ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", ["boot", "script", "container"])
+@pytest.mark.parametrize("startup", [GUARD, NASTY])
+def test_the_scripts_are_plain_sh(key: Key, host: HostKey, kind: str, startup: str) -> None:
+    """Neither shellcheck nor dash nor bash finds anything in them."""
+    boot = userdata.boot_script(startup, contract_tags(), "cat /var/lib/cloud/data/instance-id", "echo over\npoweroff")
+    script = {"boot": boot, "script": userdata.script(boot, key, host), "container": userdata.container_script(boot, key, host)}[kind]
+    told = subprocess.run([SHELLCHECK, "--shell=sh", "-"], input=script, capture_output=True, text=True, check=False)
+    assert told.stdout == ""
+    for shell in ("dash", "bash"):
+        assert subprocess.run([shell, "-n"], input=script, capture_output=True, text=True, check=False).stderr == ""
+
+
+def test_what_unpacks_is_plain_sh() -> None:
+    """Also when it is put between quotes of either kind."""
+    told = subprocess.run([SHELLCHECK, "--shell=sh", "-"], input=f"SKYWARD_BOOT=x\n{userdata.UNPACKED}\n", capture_output=True, text=True, check=False)
+    assert told.stdout == ""
+    assert "'" not in userdata.UNPACKED
+
+
+@pytest.mark.parametrize("startup", [NASTY, "echo no end", "", "\n\n", "a\n\n\n", "cat <<'E'\nx\nE\n", GUARD])
+def test_a_startup_script_is_kept_exactly(tmp_path: Path, startup: str) -> None:
+    """To the letter, whatever it is made of; one without a final line break is given one."""
+    boot = userdata.boot_script(startup, TAGS, "echo m-1").replace("setsid sh", 'touch "$directory/up" #')
+    assert (booted(tmp_path, boot) / "startup.sh").read_text() == moved(startup.removesuffix("\n") + "\n", tmp_path)
+
+
+def test_a_startup_script_knows_who_it_is(tmp_path: Path) -> None:
+    """Its id, directory, pool, rank and all tags are in its environment; it reads nothing, writes to `log`, and leads a session of its own."""
+    startup = 'env -0 >"$SKYWARD_INSTANCE_DIRECTORY/environ"; read -r x || echo "no $x input"; echo error >&2\n'
+    startup += 'cut -d" " -f1,6 /proc/$$/stat; touch "$SKYWARD_INSTANCE_DIRECTORY/up"\n'
+    directory = booted(tmp_path, userdata.boot_script(startup, TAGS, "echo m-1"))
+    variables = dict(item.split("=", 1) for item in (directory / "environ").read_text().split("\0") if item)
+    assert directory.name == variables["SKYWARD_INSTANCE_ID"] == "m-1"
+    assert variables["SKYWARD_INSTANCE_DIRECTORY"] == str(directory) == str(tmp_path) + userdata.directory_of("m-1")
+    assert (variables["SKYWARD_POOL_ID"], variables["SKYWARD_RANK"]) == (TAGS[POOL_TAG], TAGS[RANK_TAG])
+    assert from_word(variables[TAGS_VARIABLE], TAGS[POOL_TAG], 0) == TAGS
+    assert variables["HOME"] == f"{tmp_path}/root"
+    *lines, numbers = (directory / "log").read_text().splitlines()
+    assert lines == ["no  input", "error"]
+    assert len(set(numbers.split())) == 1
+    assert {path.name: path.stat().st_mode & 0o777 for path in (directory, directory / "startup.sh", directory / "log")} == {
+        "m-1": 0o700,
+        "startup.sh": 0o600,
+        "log": 0o600,
+    }
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "",
+        "false",
+        "exit 3",
+        "echo '<html>'",
+        "echo ..",
+        "echo .hidden",
+        "echo a/b",
+        "echo '../../tmp/x'",
+        "printf 'a\\nb\\n'",
+        "echo 'a b'",
+        "printf 'x\\r\\n'",
+    ],
+)
+def test_a_machine_that_cannot_tell_its_name_is_called_by_its_launch(tmp_path: Path, answer: str) -> None:
+    """No answer, an error page, what is no name of a file: the lease holds all the same, in a directory where directories belong."""
+    startup = 'touch "$SKYWARD_INSTANCE_DIRECTORY/up"\n'
+    assert booted(tmp_path, userdata.boot_script(startup, TAGS, answer)).name == LAUNCH
+
+
+@pytest.mark.parametrize("name", ["4711", "i-0123456789abcdef0", "C.12345", "3fa85f64-5717-4562-b3fc-2c963f66afa6", "sky-a1b2-0-L0a1b2c3", "x_y"])
+def test_names_of_clouds_are_taken(tmp_path: Path, name: str) -> None:
+    """As each of the five calls its machines."""
+    assert booted(tmp_path, userdata.boot_script('touch "$SKYWARD_INSTANCE_DIRECTORY/up"\n', TAGS, f"echo {name}")).name == name
+
+
+@pytest.mark.parametrize("field", ["startup", "end_script"])
+@pytest.mark.parametrize("text", ["SKYWARD_END_OF_FILE", "a\nSKYWARD_END_OF_FILE\nb", "SKYWARD_END_OF_FILE\n"])
+def test_the_word_that_ends_a_file_is_refused(field: str, text: str) -> None:
+    """Nothing of a script is run as part of the boot script; the word within a line does no harm."""
+    texts = {"startup": ":\n", "end_script": "poweroff"}
+    with pytest.raises(BadRequest, match="SKYWARD_END_OF_FILE"):
+        userdata.boot_script(**{**texts, field: text}, tags=TAGS, machine_id="echo 1")
+    userdata.boot_script(**{**texts, field: f"echo {userdata.DELIMITER}"}, tags=TAGS, machine_id="echo 1")
+
+
+def test_a_machine_tries_to_end_itself_until_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An end that fails, with `exit` or otherwise, is tried again; the file is ours alone, for it may hold a key."""
+    monkeypatch.setattr(userdata, "END_AGAIN_SECONDS", 0)
+    end = f'echo tried >>"{tmp_path}/tries"\n[ "$(wc -l <"{tmp_path}/tries")" -ge 3 ] || exit 1\nkill "$PPID_OF_TEST"'
+    booted(tmp_path, userdata.boot_script('touch "$SKYWARD_INSTANCE_DIRECTORY/up"\n', TAGS, "echo m-1", end))
+    place = tmp_path / "root/.cache/skyward/end"
+    assert place.stat().st_mode & 0o777 == 0o600
+    command = moved(userdata.END_COMMAND, tmp_path)
+    done = subprocess.run(["sh", "-c", f"PPID_OF_TEST=$$; export PPID_OF_TEST; {command}"], capture_output=True, text=True, check=False, timeout=30)
+    assert (done.returncode, done.stderr) == (-15, "")
+    assert (tmp_path / "tries").read_text() == "tried\n" * 3
+
+
+# ── cloud-config ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_cloud_config_says_the_same_to_whoever_reads_it(key: Key, host: HostKey) -> None:
+    """YAML as PyYAML, which cloud-init uses, and JSON alike; the keys are those that cloud-init documents."""
+    boot = userdata.boot_script(NASTY, TAGS, "echo m-1")
+    text = userdata.cloud_config(boot, key, host)
+    head, _, body = text.partition("\n")
+    assert head == "#cloud-config"
+    assert yaml.safe_load(text.encode()) == yaml.safe_load(text) == json.loads(body)
+    assert json.loads(body) == {
+        "disable_root": False,
+        "ssh_pwauth": False,
+        "ssh_authorized_keys": [key.public],
+        "ssh_deletekeys": True,
+        "ssh_genkeytypes": ["ed25519"],
+        "ssh_keys": {"ed25519_private": host.private, "ed25519_public": host.public},
+        "runcmd": [["sh", "-c", boot]],
+    }
+
+
+def test_the_same_launch_has_the_same_user_data(key: Key) -> None:
+    """A creating call that is tried again must be the same, byte for byte."""
+
+    def text() -> str:
+        return userdata.cloud_config(userdata.boot_script(GUARD, TAGS, "echo m-1"), key, host_key(LAUNCH, key))
+
+    assert text() == text()
+    assert userdata.packed(text()) == userdata.packed(text())
+
+
+def test_cloud_config_has_room_on_every_cloud(tmp_path: Path) -> None:
+    """With the real guard, all tags and an RSA key of the user's own it is below the 16 KiB of AWS, the smallest limit, before base64."""
+    path = tmp_path / "rsa"
+    subprocess.run(["ssh-keygen", "-q", "-t", "rsa", "-b", "4096", "-N", "", "-f", str(path)], check=True)
+    key = our_key(str(path))
+    boot = userdata.boot_script(GUARD, TAGS, "cat /var/lib/cloud/data/instance-id")
+    size = len(userdata.cloud_config(boot, key, host_key(LAUNCH, key)).encode())
+    print(f"cloud-config: {size} bytes; container script, packed: {len(userdata.packed(userdata.container_script(boot, key, host_key(LAUNCH, key))))}")
+    assert size < 0.9 * AWS_BYTES
+
+
+def test_cloud_init_runs_what_is_meant(tmp_path: Path, key: Key, host: HostKey) -> None:
+    """Its `runcmd`: each word of a command between single quotes, one command a line of a script of sh. Our `sh -c` gets the boot script exactly."""
+    boot = userdata.boot_script(NASTY, TAGS, "echo m-1")
+    commands = yaml.safe_load(userdata.cloud_config(boot, key, host))["runcmd"]
+    quoted = "".join(" ".join("'" + word.replace("'", "'\\''") + "'" for word in command) + "\n" for command in commands)
+    place = tmp_path / "bin"
+    place.mkdir()
+    (place / "sh").write_text(f'#!{sys.executable}\nimport sys, pathlib\npathlib.Path("{tmp_path}/told").write_text("\\0".join(sys.argv[1:]))\n')
+    (place / "sh").chmod(0o755)
+    script = tmp_path / "runcmd"
+    script.write_text("#!/bin/sh\n" + quoted)
+    done = subprocess.run(["/bin/sh", script], env={"PATH": f"{place}:{os.environ['PATH']}"}, capture_output=True, text=True, check=False, timeout=30)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "told").read_text().split("\0") == ["-c", boot]
+
+
+# ── packed ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_is_packed_is_run_from_the_environment(tmp_path: Path) -> None:
+    """One word of base64; unpacked it is a file for our eyes alone, which is what it was."""
+    script = f"#!/bin/sh\nstat -c %a {tmp_path}/run/skyward-boot\n: {NASTY}"
+    word = userdata.packed(script)
+    assert set(word) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=")
+    assert gzip.decompress(base64.b64decode(word)).decode() == script
+    for shell in ("dash", "bash"):
+        done = subprocess.run(
+            [shell, "-c", moved(userdata.UNPACKED, tmp_path)], env=os.environ | {"SKYWARD_BOOT": word}, capture_output=True, text=True, check=False, timeout=30
+        )
+        assert done.stdout.startswith("600\n")
+        assert (tmp_path / "run/skyward-boot").read_text() == script
+
+
+@pytest.mark.parametrize("word", ["", "no base64!", userdata.packed("echo ran\n" * 100)[:40]])
+def test_half_a_script_is_not_run(tmp_path: Path, word: str) -> None:
+    """Nothing, rubbish, and a word that was cut off."""
+    done = subprocess.run(
+        ["sh", "-c", moved(userdata.UNPACKED, tmp_path)], env=os.environ | {"SKYWARD_BOOT": word}, capture_output=True, text=True, check=False, timeout=30
+    )
+    assert (done.returncode != 0, done.stdout) == (True, "")
+
+
+# ── letting us in ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_keys_that_are_there_stay(tmp_path: Path, key: Key, host: HostKey) -> None:
+    """Also where the last line has no end; our key has a line of its own, files are closed to others, and no old host key is left."""
+    (tmp_path / "root/.ssh").mkdir(parents=True)
+    (tmp_path / "root/.ssh/authorized_keys").write_text("ssh-ed25519 AAAAtheirs them@there")
+    (tmp_path / "root/.ssh/authorized_keys").chmod(0o666)
+    (tmp_path / "etc/ssh").mkdir(parents=True)
+    for name in ("rsa_key", "rsa_key.pub", "ed25519_key", "ed25519_key-cert.pub"):
+        (tmp_path / "etc/ssh" / f"ssh_host_{name}").write_text("old")
+    script = userdata.script("", key, host).partition("if ! { systemctl")[0]
+    done = run(moved(script, tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line for line in (tmp_path / "root/.ssh/authorized_keys").read_text().split("\n") if line] == ["ssh-ed25519 AAAAtheirs them@there", key.public]
+    places = {path.name: path for path in (tmp_path / "etc/ssh").iterdir()}
+    assert {name: path.read_text() for name, path in places.items()} == {
+        "ssh_host_ed25519_key": host.private,
+        "ssh_host_ed25519_key.pub": host.public + "\n",
+    }
+    modes = [path.stat().st_mode & 0o777 for path in (places["ssh_host_ed25519_key"], tmp_path / "root/.ssh", tmp_path / "root/.ssh/authorized_keys")]
+    assert modes == [0o600, 0o700, 0o600]
+    assert (tmp_path / "run/sshd").stat().st_mode & 0o777 == 0o755
+
+
+def test_sshd_is_installed_where_there_is_none(tmp_path: Path, key: Key, host: HostKey) -> None:
+    """With a mask that suits what others are to read, again if somebody else is installing, and only after the boot script has started the guard."""
+    place = tmp_path / "bin"
+    place.mkdir()
+    sshd = tmp_path / "sshd"
+    stub = f'#!/bin/sh\numask >>{tmp_path}/asked; echo "$DEBIAN_FRONTEND $*" >>{tmp_path}/asked; [ -e {tmp_path}/busy ] && rm {tmp_path}/busy && exit 100\n'
+    (place / "apt-get").write_text(f'{stub}[ "$1" = update ] || {{ echo : >{sshd}; chmod 755 {sshd}; }}\n')
+    (place / "sleep").write_text(f'#!/bin/sh\necho "pause $1" >>{tmp_path}/asked\n')
+    for stub_path in place.iterdir():
+        stub_path.chmod(0o755)
+    (tmp_path / "busy").touch()
+    script = userdata.container_script(f"umask 077\necho boot >>{tmp_path}/asked\n", key, host)
+    script = moved(script.partition("\nsshds() {")[0] + "\n", tmp_path).replace("/usr/sbin/sshd", str(sshd))
+    done = run(script, PATH=f"{place}:{os.environ['PATH']}", DEBIAN_FRONTEND="")
+    assert (done.returncode, done.stderr) == (0, "")
+    install = "noninteractive install -y -qq --no-install-recommends openssh-server curl ca-certificates"
+    assert (tmp_path / "asked").read_text().splitlines() == ["boot", "0022", " update -qq", "pause 5", "0022", " update -qq", "0022", install]
+    assert (tmp_path / "etc/ssh/ssh_host_ed25519_key").stat().st_mode & 0o777 == 0o600
+
+
+# ── on machines ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def machine(fleet: Fleet) -> Iterator[Host]:  # noqa: F811
+    """A host as a cloud hands it out: it lets the cloud's key in, not ours, and has a host key of its own."""
+    machine = fleet.create(disk="256M")
+    yield machine
+    machine.crash()
+
+
+@pytest.fixture
+def reach(key: Key) -> Iterator[Callable[..., Any]]:
+    """Make the way to a machine whose id is the cloud's, and whose directory is what the machine calls itself."""
+    made: list[Wires] = []
+    reaches: list[Any] = []
+
+    def reach(machine: Host, called: str, lease_seconds: int = 60) -> Any:
+        instance = Instance(
+            id="the-clouds-id",
+            provider="acme",
+            pool_id=TAGS[POOL_TAG],
+            rank=0,
+            state=InstanceState.RUNNING,
+            region="here",
+            instance_type="any",
+            directory=userdata.directory_of(called),
+            endpoint=endpoint(machine, key),
+        )
+        made.append(Wires(lease_seconds, Told(), lambda: False, lambda: None))
+        reaches.append(made[-1].reach(instance))
+        return reaches[-1]
+
+    yield reach
+    for way in reaches:
+        way.close()
+    for wires in made:
+        wires.close()
+
+
+def endpoint(machine: Host, key: Key) -> Endpoint:
+    return Endpoint(
+        host=machine.ip, port=22, user="root", key=str(key.path), host_key=host_key(LAUNCH, key).public, known_hosts="/dev/null", config="/dev/null"
+    )
+
+
+def bring_up(machine: Host, script: str) -> None:
+    """Run a script as root, as a cloud's agent does: cut loose from whoever brings it."""
+    bring = 'cat >/root/user-data; setsid env -i PATH="$PATH" sh /root/user-data </dev/null >/root/user-data.log 2>&1 &'
+    assert machine.run(bring, text=script).returncode == 0
+
+
+def inside(machine: Host, path: str) -> Path:
+    return machine.root / path.lstrip("/")
+
+
+@pytest.mark.slow
+def test_a_machine_becomes_who_we_take_it_for(machine: Host, key: Key, host: HostKey) -> None:
+    """Before its script has run it is a stranger; whoever is patient gets in when it has, with our key and under the host key that was derived."""
+    stranger = Connection(endpoint(machine, key))
+    with pytest.raises(HostKeyChanged):
+        stranger.connect(5)
+    stranger.close()
+    caught: list[object] = []
+    connection = Connection(endpoint(machine, key))
+
+    def connect() -> None:
+        try:
+            caught.append(connection.connect(30, auth_grace_seconds=30))
+        except Exception as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    bring_up(machine, userdata.script(userdata.boot_script(GUARD, TAGS, "echo m-1"), key, host))
+    thread.join(40)
+    assert caught == [connection]
+    try:
+        assert connection.run("id -u").output.strip() == "0"
+        wait_until(lambda: connection.run(f"cat {userdata.directory_of('m-1')}/guard").exit_code == 0, "the guard")
+        assert connection.run("cat /root/user-data.log").output == ""
+        # sshd before 9.8 reads its keys for each connection, later ones when they are started and when they are told to
+        assert "Received SIGHUP; restarting." in connection.run("cat /var/log/sshd.log").output
+    finally:
+        connection.close()
+
+
+@pytest.mark.slow
+def test_a_machine_that_calls_itself_otherwise_is_started_and_ended(machine: Host, key: Key, host: HostKey, reach: Callable[..., Any]) -> None:
+    """The node carries the id of its guard, not the cloud's, and its tags; with the lease the guard ends all of it, and then the machine as it was told to."""
+    end = "for place in /proc/[0-9]*; do tr '\\0' ' ' <\"$place/cmdline\"; echo; done >/root/alive 2>/dev/null; mv /root/alive /root/ended; sleep 100"
+    bring_up(machine, userdata.script(userdata.boot_script(guard_script(3, None, userdata.END_COMMAND), TAGS, "echo m-1", end), key, host))
+    way = reach(machine, "m-1", lease_seconds=3)
+    way.start('echo "$SKYWARD_INSTANCE_ID $SKYWARD_TAGS"\nsleep 4711 &\nwait\n', timeout_seconds=30, emit=Told())
+    lines: list[str] = []
+
+    def first() -> bool:
+        lines.extend(line for line in way.new_lines() if line.startswith("m-1 "))
+        return bool(lines)
+
+    wait_until(first, "the node's first word")
+    assert from_word(lines[0].partition(" ")[2], TAGS[POOL_TAG], 0) == TAGS
+    log = inside(machine, userdata.directory_of("m-1")) / "log"
+    way.close()
+    wait_until(inside(machine, "/root/ended").exists, "the end script")
+    alive = inside(machine, "/root/ended").read_text()
+    assert "sleep 4711" not in alive
+    assert "/root/.cache/skyward/end" in alive
+    assert not log.parent.exists()
+
+
+@pytest.mark.slow
+def test_a_machine_ends_itself_when_its_lease_is_over(machine: Host, key: Key, host: HostKey) -> None:
+    """Nobody ever came: the guard runs END_COMMAND, and that the end script."""
+    bring_up(machine, userdata.script(userdata.boot_script(guard_script(1, None, userdata.END_COMMAND), TAGS, "echo m-1"), key, host))
+    wait_until(lambda: not machine.is_up, "the machine to power itself off")
+
+
+@pytest.mark.slow
+def test_a_container_lets_us_in_and_stays(machine: Host, key: Key, host: HostKey) -> None:
+    """Its main script, packed as for a cloud with little room, stays; it lets go of dead processes that nobody waits for, and ends when it is told to."""
+    boot = userdata.boot_script(GUARD, TAGS, "echo m-1")
+    word = userdata.packed(userdata.container_script(boot, key, host))
+    bring_up(machine, f"SKYWARD_BOOT={shlex.quote(word)}; export SKYWARD_BOOT\n{userdata.UNPACKED}\n")
+    connection = Connection(endpoint(machine, key))
+    try:
+        connection.connect(30, auth_grace_seconds=30)
+        wait_until(lambda: connection.run(f"cat {userdata.directory_of('m-1')}/guard").exit_code == 0, "the guard")
+        assert connection.run("pgrep -f /run/skyward-boot").exit_code == 0
+        assert connection.run("stat -c %a /run/skyward-boot").output.strip() == "600"
+        first = "unshare --pid --fork --mount-proc sh -c {script} </dev/null >/root/first.log 2>&1 &"
+        orphan = "sh -c 'sleep 0.3 & :'\n(sleep 1.5; cat /proc/[0-9]*/stat >/root/stat; mv /root/stat /root/first) &\n"
+        orphan += "(until [ -e /root/enough ]; do sleep 0.1; done; kill 1) &\n"
+        connection.run(first.format(script=shlex.quote(userdata.OBEY + orphan + userdata.STAY)))
+        wait_until(lambda: connection.run("cat /root/first").exit_code == 0, "the first process of a container to be looked at")
+        told = connection.run("cat /root/first /root/first.log").output
+        assert "1 (sh) S" in told
+        assert ") Z " not in told
+        connection.run("touch /root/enough")
+        wait_until(lambda: connection.run("pgrep -f '^unshare --pid'").exit_code == 1, "it to end when it is told to from inside")
+    finally:
+        connection.close()
+
+
+@pytest.mark.slow
+def test_sshd_is_started_where_none_runs(machine: Host, key: Key, host: HostKey) -> None:
+    """In a container nobody else does that: one that is there comes up with our keys, in a network and with processes of its own."""
+    script = userdata.container_script(userdata.boot_script(":\n", TAGS, "echo m-1"), key, host)
+    alone = "ip link set lo up; sh /root/script & sleep 2; ssh-keyscan -t ed25519 127.0.0.1 2>/dev/null >/root/seen.part; mv /root/seen.part /root/seen"
+    machine.run("cat >/root/script", text=script)
+    done = machine.run(f"unshare --net --pid --fork --mount-proc sh -c {shlex.quote(alone)} </dev/null 2>&1; cat /root/seen")
+    assert done.stdout.split()[-2:] == host.public.split(), done.stdout

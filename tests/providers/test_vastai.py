@@ -1,0 +1,735 @@
+"""Vast.ai: what every provider keeps to, and what is odd about a market of containers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, RateLimited
+from skyward_core.instances import InstanceState
+from skyward_core.market import Offer, Requirements, matches
+from skyward_core.providers import login, userdata, vastai
+from skyward_core.providers.base import EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, load
+from skyward_core.providers.vastai import VastAI
+from tests.providers.contract import POOL, STARTUP, Hands, ProviderContract, tags
+from tests.providers.fake_vastai import KEY, FakeVast, ask
+from tests.providers.http_fake import Reply
+
+RTX_4090 = Requirements(accelerator=sky.accelerators.parse("RTX 4090"))
+GONE = Reply(404, {"success": False, "error": "no_such_ask", "msg": "error 404/3603: no_such_ask Instance type by id is not available."})
+POOR = Reply(400, {"success": False, "error": "insufficient_credit", "msg": "Your account lacks credit; see the billing page."})
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeVast]:
+    monkeypatch.setattr(vastai, "CREATE_SECONDS", 0.0)
+    monkeypatch.setattr(vastai, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(vastai, "LOOK_SECONDS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("skyward_core.providers._http.PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("skyward_core.providers._http.PATIENCE_SECONDS", 0.5)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    with FakeVast() as server:
+        monkeypatch.setenv("VAST_URL", server.url)
+        monkeypatch.setenv("VAST_API_KEY", KEY)
+        server.sell(*(ask(number) for number in range(101, 107)))
+        server.sell(ask(201, "H100 SXM", 8, 19.2, gpu_ram=81559, geolocation="Sweden, SE"), ask(202, "GTX 1070", 1, 0.05, gpu_ram=8192))
+        yield server
+
+
+class TestVastAI(ProviderContract):
+    variables = ("VAST_API_KEY",)
+
+    @pytest.fixture
+    def hands(self, fake: FakeVast) -> Hands:
+        def provider(*, explicit: bool = False) -> VastAI:
+            return VastAI(api_key=KEY) if explicit else VastAI()
+
+        def outage_over() -> None:
+            fake.is_down, fake.creates_left = False, None
+
+        def fail_create_after(count: int) -> None:
+            fake.creates_left = count
+
+        def strangers() -> None:
+            labels = (None, "", "ML Training Job 2025", "sky-contract-a1b2c3-0", "skyward", "skyward:sky-contract-a1b2c3", "skyward:a-0", "skyward:a-x:lL1")
+            for label, _ in zip(itertools.cycle(labels), range(30), strict=False):
+                fake.stranger(label)
+
+        return Hands(
+            provider=provider,
+            wish=RTX_4090,
+            secrets=(KEY,),
+            alive=lambda: {str(contract) for contract in fake.containers},
+            refuse_credentials=lambda: setattr(fake, "is_refusing", True),
+            no_capacity=lambda: fake.fail("PUT", "/api/v0/asks/", GONE, times=100),
+            quota=lambda: fake.fail("PUT", "/api/v0/asks/", POOR, times=100),
+            outage=lambda: setattr(fake, "is_down", True),
+            outage_over=outage_over,
+            lose_create_answer=lambda: fake.fail("PUT", "/api/v0/asks/", None, is_done=True),
+            fail_create_after=fail_create_after,
+            throttle=lambda: fake.fail("GET", "/api/v1/instances/", Reply(429, "API requests too frequent: endpoint threshold=1.0", is_text=True)),
+            stop=lambda machine_id: fake.halt(int(machine_id)),
+            preempt=lambda machine_id: fake.halt(int(machine_id)),
+            strangers=strangers,
+            lag=lambda: setattr(fake, "hidden", 2),
+        )
+
+
+def cheapest(want: Requirements = RTX_4090, *, is_spot: bool = False, provider: VastAI | None = None) -> Offer:
+    offers = [offer for offer in (provider or VastAI()).offers(want) if matches(offer, want) is None and offer.is_spot == is_spot]
+    return min(offers, key=lambda offer: offer.price_per_hour)
+
+
+def rented(fake: FakeVast) -> list[int]:
+    """The asks that were tried, in order."""
+    return [int(request.path.split("/")[4]) for request in fake.asked("PUT", "/api/v0/asks/")]
+
+
+# ── offers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_offer_is_a_class_of_machines_with_its_share_of_the_host(fake: FakeVast) -> None:
+    """The memory that is told is the whole machine's; the CPUs are what one gets; what the driver sees of a GPU is rounded to the vendor's figure."""
+    (offer,) = [offer for offer in VastAI().offers(Requirements(accelerator=sky.accelerators.parse("8xH100-SXM"))) if not offer.is_spot]
+    assert (offer.instance_type, offer.region, offer.price_per_hour) == ("H100_SXM_80GBx8", "SE", 19.2)
+    assert (offer.vcpus, offer.memory_gb) == (128, pytest.approx(512))
+    assert (offer.accelerator, offer.accelerators, offer.accelerator_memory_gb) == ("H100", 8, 80)
+    assert cheapest().memory_gb == pytest.approx(64)
+
+
+def test_a_search_says_what_a_machine_must_be_in_the_units_of_the_market(fake: FakeVast) -> None:
+    """On demand and for bids, in the market's own spelling of chips."""
+    VastAI(region=("US", "CA"), disk_gb=100, min_hours_left=2).offers(Requirements(accelerator=sky.accelerators.parse("2xA100"), max_price_per_hour=3))
+    on_demand, bids = (request.body for request in fake.asked("POST"))
+    assert on_demand == {
+        "rentable": {"eq": True},
+        "rented": {"eq": False},
+        "external": {"eq": False},
+        "verified": {"eq": True},
+        "reliability2": {"gte": 0.98},
+        "direct_port_count": {"gte": 2},
+        "inet_down": {"gte": 200.0},
+        "disk_space": {"gte": 100},
+        "duration": {"gte": 7200.0},
+        "cuda_max_good": {"gte": 12.4},
+        "gpu_name": {"in": ["A100", "A100 PCIE", "A100 SXM4", "A100X"]},
+        "num_gpus": {"gte": 2},
+        "geolocation": {"in": ["US", "CA"]},
+        "dph_total": {"lte": 3.0},
+        "type": "on-demand",
+        "order": [["dph_total", "asc"]],
+        "limit": 64,
+        "allocated_storage": 100,
+    }
+    assert bids["type"] == "bid"
+    assert (bids["min_bid"], bids["order"]) == ({"lte": 3.0}, [["min_bid", "asc"]])
+    assert "dph_total" not in bids
+
+
+def test_a_form_factor_is_searched_for_alone_and_amd_is_not_asked_for_cuda(fake: FakeVast) -> None:
+    VastAI().offers(Requirements(accelerator=sky.accelerators.parse("H100-NVL")))
+    VastAI(verified_only=False).offers(Requirements(accelerator=sky.accelerators.parse("MI300X")))
+    VastAI().offers(Requirements(instance_type="InstinctMI300Xx8"))
+    nvl, _, amd, _, type_of_amd, _ = (request.body for request in fake.asked("POST"))
+    assert nvl["gpu_name"] == {"in": ["H100", "H100 NVL"]}
+    assert amd["gpu_name"] == {"in": ["InstinctMI300X", "MI300X"]}
+    assert not amd.keys() & {"cuda_max_good", "verified"}
+    assert (type_of_amd["gpu_name"], type_of_amd["num_gpus"]) == ({"eq": "InstinctMI300X"}, {"eq": 8})
+    assert "cuda_max_good" not in type_of_amd
+
+
+@pytest.mark.parametrize(
+    ("told", "chip", "memory_gb", "instance_type"),
+    [
+        (("RTX 4090", 24564), "RTX 4090", 24, "RTX_4090x2"),
+        (("A100 SXM4", 40960), "A100", 40, "A100_SXM4_40GBx2"),
+        (("A100 PCIE", 81920), "A100", 80, "A100_PCIE_80GBx2"),
+        (("A100X", 81920), "A100", 80, "A100X_80GBx2"),
+        (("H100 NVL", 95830), "H100", 94, "H100_NVLx2"),
+        (("GH200 SXM", 97871), "GH200", 96, "GH200_SXM_96GBx2"),
+        (("Tesla V100", 16160), "V100", 16, "Tesla_V100_16GBx2"),
+        (("Tesla V100", 32510), "V100", 32, "Tesla_V100_32GBx2"),
+        (("B300 PC", 275040), "B300", 288, "B300_PCx2"),
+        (("RTX 4000Ada", 20475), "RTX 4000 Ada", 20, "RTX_4000Adax2"),
+        (("RTX PRO 6000 Max-Q", 97887), "RTX PRO 6000", 96, "RTX_PRO_6000_Max-Qx2"),
+        (("RTX PRO 6000 S", 97887), "RTX PRO 6000", 96, "RTX_PRO_6000_Sx2"),
+        (("Q RTX 8000", 49152), "Quadro RTX 8000", 48, "Q_RTX_8000x2"),
+        (("A10g", 23028), "A10G", 24, "A10gx2"),
+        (("L4", 23034), "L4", 24, "L4x2"),
+        (("InstinctMI100", 32752), "MI100", 32, "InstinctMI100x2"),
+    ],
+)
+def test_chips_by_the_markets_names(fake: FakeVast, told: tuple[str, int], chip: str, memory_gb: float, instance_type: str) -> None:
+    """As the catalogue calls them. The class's name leads back to the market's own, for the launch."""
+    fake.asks.clear()
+    fake.sell(ask(1, told[0], 2, 1.0, gpu_ram=told[1]))
+    (offer,) = [offer for offer in VastAI().offers(Requirements()) if not offer.is_spot]
+    assert (offer.accelerator, offer.accelerator_memory_gb, offer.instance_type) == (chip, memory_gb, instance_type)
+    assert [offer.instance_type for offer in VastAI().offers(Requirements(instance_type=instance_type))] == [instance_type] * 2
+    (machine,) = VastAI().launch(offer, 1, tags(), STARTUP)
+    assert machine.instance_type == instance_type
+
+
+def test_what_cannot_be_named_or_priced_is_not_offered(fake: FakeVast) -> None:
+    """A chip of no catalogue, an ask without a price, and a class that is none."""
+    fake.asks.clear()
+    fake.sell(ask(1, "GTX 1070"), ask(2, price=0.0))
+    assert VastAI().offers(Requirements()) == []
+    assert VastAI().offers(Requirements(instance_type="g5.xlarge")) == []
+
+
+def test_a_bid_is_an_offer_of_its_own(fake: FakeVast) -> None:
+    """A little above the least bid, beside what the same machine costs on demand, if that is known; a bid that is dearer is none."""
+    fake.asks.clear()
+    fake.sell(ask(1, price=0.4, min_bid=0.15), ask(2, price=0.5, min_bid=0.6), ask(3, price=0.7, min_bid=0.16, geolocation="Sweden, SE"))
+    spot = [offer for offer in VastAI().offers(RTX_4090) if offer.is_spot]
+    assert [(offer.price_per_hour, offer.on_demand_price_per_hour, offer.region) for offer in spot] == [
+        (pytest.approx(0.165), 0.4, "US"),
+        (pytest.approx(0.176), 0.7, "SE"),
+    ]
+    spot = [offer for offer in VastAI(bid_margin=2).offers(RTX_4090) if offer.is_spot]
+    assert [offer.region for offer in spot] == ["SE"]
+
+
+def test_offers_of_a_class_at_one_price_are_one(fake: FakeVast) -> None:
+    """With what each of its machines has at least."""
+    fake.asks.clear()
+    fake.sell(ask(1, cpu_cores_effective=8.0), ask(2), ask(3, price=0.5))
+    offers = [offer for offer in VastAI().offers(RTX_4090) if not offer.is_spot]
+    assert [(offer.price_per_hour, offer.vcpus, round(offer.memory_gb)) for offer in offers] == [(0.35, 8, 32), (0.5, 16, 64)]
+
+
+def test_a_search_goes_on_where_the_last_page_ended(fake: FakeVast) -> None:
+    """64 rows are the most that one tells; there are pages until one is not full, and no more than the quota of rows can bear."""
+    fake.asks.clear()
+    fake.sell(*(ask(number, price=0.2 + number / 1000) for number in range(1, 151)))
+    prices = {offer.price_per_hour for offer in VastAI().offers(RTX_4090) if not offer.is_spot}
+    assert len(prices) == 150
+    assert [request.body["dph_total"] for request in fake.asked("POST") if "dph_total" in request.body] == [{"gte": 0.264}, {"gte": 0.327}]
+    fake.sell(*(ask(number, price=0.2 + number / 1000) for number in range(151, 600)))
+    fake.requests.clear()
+    VastAI().offers(RTX_4090)
+    assert len(fake.asked("POST")) == 8
+
+
+def test_what_the_market_does_not_filter_is_filtered_here(fake: FakeVast) -> None:
+    """It has been seen to tell dearer and worse machines than it was asked for."""
+    fake.is_sloppy = True
+    fake.asks.clear()
+    bad: tuple[dict[str, Any], ...] = (
+        {"reliability2": 0.9},
+        {"inet_down": 10},
+        {"direct_port_count": 0},
+        {"disk_space": 8},
+        {"duration": 60},
+        {"cuda_max_good": 11.8},
+    )
+    fake.sell(*(ask(number, **fields) for number, fields in enumerate(bad, 1)), ask(50, price=9.0), ask(60))
+    want = Requirements(accelerator=RTX_4090.accelerator, max_price_per_hour=1)
+    assert [offer.price_per_hour for offer in VastAI().offers(want) if not offer.is_spot] == [0.35]
+    VastAI().launch(cheapest(want), 1, tags(), STARTUP)
+    assert rented(fake) == [60]
+
+
+def test_the_quota_of_searches_is_not_waited_out(fake: FakeVast) -> None:
+    """It comes back at midnight: told at once."""
+    told = {"success": False, "error": "search_quota_exceeded", "msg": "Daily search quota exceeded"}
+    fake.fail("POST", "/api/v0/bundles/", Reply(429, told), times=100)
+    with pytest.raises(RateLimited, match="midnight") as caught:
+        VastAI().offers(RTX_4090)
+    assert caught.value.code == "search_quota_exceeded"
+    assert len(fake.asked("POST")) == 1
+
+
+def test_a_search_is_repeated_after_a_failure(fake: FakeVast) -> None:
+    """It is a POST, and reads."""
+    fake.fail("POST", "/api/v0/bundles/", Reply(502, "Bad Gateway", is_text=True))
+    assert VastAI().offers(RTX_4090)
+
+
+# ── the creating call ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_is_asked_for(fake: FakeVast) -> None:
+    """Our script as the container's entrypoint, port 22 mapped, no queueing, no price."""
+    (machine,) = VastAI(image="pytorch/pytorch:2.5.1", disk_gb=64).launch(cheapest(), 1, tags(), STARTUP)
+    (request,) = fake.asked("PUT")
+    body = request.body
+    env = body.pop("env")
+    assert body == {
+        "client_id": "me",
+        "image": "pytorch/pytorch:2.5.1",
+        "disk": 64,
+        "label": fake.containers[int(machine.id)]["label"],
+        "runtype": "args",
+        "user": "root",
+        "onstart": "/bin/sh",
+        "args": ["-c", vastai.MAIN.format(userdata.UNPACKED)],
+        "target_state": "running",
+        "cancel_unavail": True,
+    }
+    assert env["-p 22:22"] == "1"
+    done = subprocess.run(
+        ["sh", "-c", 'printf %s "$SKYWARD_BOOT" | base64 -d | gzip -d'], env={**os.environ, **env}, capture_output=True, text=True, check=True
+    )
+    script = done.stdout
+    assert STARTUP in script
+    key = login.our_key()
+    host = login.host_key(tags()[LAUNCH_TAG], key)
+    assert key.public in script and host.public in script
+    assert machine.endpoint is not None
+    assert (machine.endpoint.host, machine.endpoint.port) == ("198.51.100.7", 20000 + int(machine.id) % 1000)
+    assert (machine.endpoint.user, machine.endpoint.key, machine.endpoint.host_key) == ("root", str(key.path), host.public)
+    assert machine.directory == f"/root/.cache/skyward/instances/{POOL}-0"
+    assert f"id=$(printf %s {POOL}-0)\n" in script  # what it calls itself is known beforehand
+    assert subprocess.run(["sh", "-n"], input=script, text=True, check=False).returncode == 0
+
+
+def test_each_machine_takes_another_ask(fake: FakeVast) -> None:
+    """And goes on to the next one if its own is gone, whichever way that is told; ranks and labels stay."""
+    fake.refused |= {101: GONE, 103: Reply(410, {"success": False, "error": "no_such_ask", "msg": "gone"})}
+    fake.refused[104] = Reply(400, {"success": False, "error": "invalid_args", "msg": "error 400/3467: no_such_ask"})
+    machines = VastAI().launch(cheapest(), 3, tags(first_rank=5), STARTUP)
+    assert rented(fake) == [101, 102, 103, 104, 105, 106]
+    assert [machine.rank for machine in machines] == [5, 6, 7]
+    assert len({machine.id for machine in machines}) == 3
+
+
+def test_only_so_many_asks_are_tried(fake: FakeVast) -> None:
+    fake.sell(*(ask(number) for number in range(300, 330)))
+    fake.fail("PUT", "/api/v0/asks/", GONE, times=100)
+    with pytest.raises(NoCapacity) as caught:
+        VastAI().launch(cheapest(), 2, tags(), STARTUP)
+    assert caught.value.code == "no_such_ask"
+    assert len(rented(fake)) == 6
+
+
+def test_nothing_dearer_is_rented(fake: FakeVast) -> None:
+    """Than the offer and a small tolerance, nor with fewer CPUs or memory, nor elsewhere, nor another class. Fewer machines are no error."""
+    offer = cheapest()
+    fake.asks.clear()
+    fake.sell(
+        ask(1, price=0.356), ask(2, price=0.36), ask(3, cpu_cores_effective=8.0), ask(4, cpu_ram=256000), ask(5, geolocation="Sweden, SE"), ask(6, gpus=2)
+    )
+    (machine,) = VastAI().launch(offer, 4, tags(), STARTUP)
+    assert rented(fake) == [1]
+    assert machine.price_per_hour == 0.356
+    fake.sell(ask(1, price=0.356))
+    assert len(VastAI(price_tolerance=0.1).launch(offer, 4, tags(launch="L2"), STARTUP)) == 2
+
+
+def test_who_sells_nothing_any_more_has_no_capacity(fake: FakeVast) -> None:
+    offer = cheapest()
+    fake.asks.clear()
+    with pytest.raises(NoCapacity, match=r"RTX_4090x1 in US for \$0.350") as caught:
+        VastAI().launch(offer, 1, tags(), STARTUP)
+    assert caught.value.code == "no offers"
+    assert fake.asked("PUT") == []
+    with pytest.raises(BadRequest, match="class of machines"):
+        VastAI().launch(offer.model_copy(update={"instance_type": "big"}), 1, tags(), STARTUP)
+
+
+def test_neighbours_are_preferred_for_several_machines(fake: FakeVast) -> None:
+    """The cheapest cluster, or machine, that has all of them; for one machine the cheapest is the best."""
+    fake.sell(
+        ask(301, price=0.351, cluster_id=7), ask(302, price=0.352, cluster_id=7), ask(303, price=0.351, machine_id=9), ask(304, price=0.353, machine_id=9)
+    )
+    offer = cheapest()
+    VastAI().launch(offer, 2, tags(), STARTUP)
+    VastAI().launch(offer, 2, tags(launch="L2"), STARTUP)
+    VastAI().launch(offer, 1, tags(launch="L3"), STARTUP)
+    assert rented(fake) == [301, 302, 303, 304, 101]
+
+
+def test_a_spot_machine_is_a_bid_at_the_offers_price(fake: FakeVast) -> None:
+    """Without a price it would be on demand. An ask whose least bid has risen above it is passed over, and one that rises now is no capacity."""
+    offer = cheapest(is_spot=True)
+    bid = offer.price_per_hour
+    assert bid == pytest.approx(0.175 * 1.1)
+    fake.asks[101] |= {"min_bid": 0.2}
+    fake.refused[102] = Reply(400, {"success": False, "error": "invalid_price", "msg": "error 400/3513: bid is below the minimum"})
+    (machine,) = VastAI().launch(offer, 1, tags(), STARTUP)
+    assert rented(fake) == [102, 103]
+    assert [request.body["price"] for request in fake.asked("PUT")] == [bid, bid]
+    assert (machine.is_spot, machine.price_per_hour, machine.on_demand_price_per_hour) == (True, bid, None)
+    assert fake.asked("POST")[-1].body["type"] == "bid"
+
+
+@pytest.mark.parametrize("status", [200, 400, 503])
+def test_a_refusal_that_has_made_a_container_is_cleaned_up(fake: FakeVast, status: int) -> None:
+    """A bid that failed leaves a stopped container, which is paid for."""
+    fake.refused[101] = Reply(status, {"success": False, "error": "no_such_ask", "msg": "outbid", "new_contract": 0})
+    machines = VastAI().launch(cheapest(is_spot=True), 1, tags(), STARTUP) if status != 503 else []
+    if status == 503:
+        with pytest.raises(ProviderFailed):
+            VastAI().launch(cheapest(is_spot=True), 1, tags(), STARTUP)
+    assert {str(contract) for contract in fake.containers} == {machine.id for machine in machines}
+    assert len(fake.asked("DELETE")) == 1
+
+
+def test_an_answer_that_says_nothing_is_an_unknown_outcome(fake: FakeVast) -> None:
+    """Neither an id nor an error: looked for, and not asked for again."""
+    fake.refused[101] = Reply(200, {"success": True})
+    with pytest.raises(ProviderFailed):
+        VastAI().launch(cheapest(), 1, tags(), STARTUP)
+    assert rented(fake) == [101]
+
+
+def test_a_lost_answer_is_found_by_its_label(fake: FakeVast) -> None:
+    """Though the listing is behind; the same rank of another launch of the pool is not taken for it."""
+    (older,) = VastAI().launch(cheapest(), 1, tags(launch="sky-contract-1"), STARTUP)
+    fake.hidden = 2
+    fake.fail("PUT", "/api/v0/asks/", None, is_done=True)
+    first, second = VastAI().launch(cheapest(), 2, tags(launch="sky-contract-2"), STARTUP)
+    assert len({older.id, first.id, second.id}) == 3 == len(fake.containers)
+    assert (first.rank, second.rank) == (0, 1)
+
+
+def test_what_has_failed_is_not_taken_for_what_a_lost_answer_has_made(fake: FakeVast) -> None:
+    """It has the same label, and is listed for some time after its end."""
+    fake.ghosts = {}
+    fake.broken[101] = {"actual_status": "exited"}
+    fake.fail("PUT", "/api/v0/asks/102/", None)
+    with pytest.raises(ProviderFailed):
+        VastAI().launch(cheapest(), 1, tags(), STARTUP)
+    assert rented(fake) == [101, 102]
+    assert (len(fake.ghosts), fake.containers) == (1, {})
+
+
+def test_too_many_creating_calls_are_no_unknown_outcome(fake: FakeVast) -> None:
+    """Nothing was done: nothing is looked for, and what was created before is returned."""
+    fake.fail("PUT", "/api/v0/asks/101/", Reply(429, "API requests too frequent: endpoint threshold=4.5", is_text=True), times=1000)
+    with pytest.raises(RateLimited):
+        VastAI().launch(cheapest(), 1, tags(), STARTUP)
+    assert fake.asked("GET") == []
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind"),
+    [
+        (400, {"error": "invalid_args", "msg": "You don't have enough credit to rent this"}, sky.QuotaExceeded),
+        (403, {"error": "forbidden", "msg": "Balance too low"}, sky.QuotaExceeded),
+        (402, {"msg": "Payment required"}, sky.QuotaExceeded),
+        (400, {"error": "invalid_args", "msg": "invalid env arguments, total length > 32KB"}, BadRequest),
+        (403, {"error": "forbidden", "msg": "This key may not write instances"}, CredentialsError),
+    ],
+)
+def test_refusals(fake: FakeVast, status: int, body: dict[str, str], kind: type[Exception]) -> None:
+    """Ends the launch at once; what was created before is returned."""
+    for number in range(102, 107):
+        fake.refused[number] = Reply(status, {"success": False, **body})
+    assert [machine.rank for machine in VastAI().launch(cheapest(), 2, tags(), STARTUP)] == [0]
+    with pytest.raises(kind):
+        VastAI().launch(cheapest(), 2, tags(), STARTUP)
+    assert rented(fake) == [101, 102, 102]
+
+
+def test_creating_calls_keep_their_distance(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vast refuses what comes sooner."""
+    clock, slept = [1000.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clock[0] += seconds
+
+    offer = cheapest()
+    monkeypatch.setattr(vastai, "CREATE_SECONDS", 4.5)
+    monkeypatch.setattr(vastai.time, "sleep", sleep)
+    monkeypatch.setattr(vastai.time, "monotonic", lambda: clock[0])
+    VastAI().launch(offer, 3, tags(), STARTUP)
+    assert slept[:3] == [0.0, 4.5, 4.5]
+
+
+# ── waiting for an address ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"actual_status": "created", "status_msg": "Error response from daemon: failed to create task: OCI runtime create failed: runc"},
+        {"actual_status": "loading", "status_msg": "manifest unknown: manifest tagged by 12.4.1 is not found"},
+        {"actual_status": "exited", "status_msg": "exit 1"},
+        {"actual_status": "offline"},
+        {"actual_status": "unknown"},
+    ],
+)
+def test_a_host_that_fails_is_given_back_and_the_next_is_tried(fake: FakeVast, fields: dict[str, str]) -> None:
+    """A noticeable part of them does."""
+    fake.broken |= {101: fields, 102: fields}
+    machines = VastAI().launch(cheapest(), 2, tags(), STARTUP)
+    assert rented(fake) == [101, 102, 103, 104]
+    assert [machine.rank for machine in machines] == [0, 1]
+    assert {str(contract) for contract in fake.containers} == {machine.id for machine in machines}
+
+
+def test_if_no_host_can_start_it_there_is_no_capacity(fake: FakeVast) -> None:
+    """With the cloud's own word."""
+    fake.broken |= {number: {"actual_status": "exited", "status_msg": "exit 127"} for number in range(101, 107)}
+    with pytest.raises(NoCapacity, match="exit 127") as caught:
+        VastAI().launch(cheapest(), 1, tags(), STARTUP)
+    assert caught.value.code == "exited"
+    assert len(rented(fake)) == 3
+    assert fake.containers == {}
+
+
+def test_an_unknown_outcome_is_not_told_as_no_capacity(fake: FakeVast) -> None:
+    """Who reads that believes that nothing was made: neither after a host has failed, nor if what has failed cannot be destroyed."""
+    fake.broken[101] = {"actual_status": "exited"}
+    fake.refused[102] = Reply(503, "upstream", is_text=True)
+    with pytest.raises(ProviderFailed, match="503"):
+        VastAI().launch(cheapest(), 2, tags(), STARTUP)
+    assert fake.containers == {}
+    fake.asks = {103: fake.asks[103]}
+    fake.broken[103] = {"actual_status": "exited"}
+    fake.is_strict_about_bulk = True
+    fake.undying = {fake.next_contract + 1}
+    with pytest.raises(ProviderFailed, match="did not destroy"):
+        VastAI().launch(cheapest(), 1, tags(launch="L2"), STARTUP)
+    assert len(fake.containers) == 1
+
+
+def test_who_loads_for_too_long_is_given_back(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are up are returned."""
+    fake.broken[102] = {"actual_status": "loading", "status_msg": "Pulling fs layer"}
+    clock = itertools.count(1000, 10)
+    offer = cheapest()
+    monkeypatch.setattr(vastai.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("skyward_core.providers._http.PATIENCE_SECONDS", 1e9)
+    (machine,) = VastAI().launch(offer, 2, tags(), STARTUP)
+    assert machine.rank == 0
+    assert {str(contract) for contract in fake.containers} == {machine.id}
+
+
+def test_a_machine_that_vanishes_while_it_is_waited_for_is_replaced(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was listed and is no more, twice; one that is not listed yet is waited for."""
+    fake.hidden = 2
+    listings: list[int] = []
+    listing = vastai._listing
+
+    def vanishing(api: Any) -> Iterator[Any]:
+        listings.append(len(rows := list(listing(api))))
+        if rows and len(rented(fake)) == 1:
+            fake.containers.clear()
+        yield from rows
+
+    monkeypatch.setattr(vastai, "_listing", vanishing)
+    (machine,) = VastAI().launch(cheapest(), 1, tags(), STARTUP)
+    assert rented(fake) == [101, 102]
+    assert listings[:5] == [0, 0, 1, 0, 0]
+    assert {str(contract) for contract in fake.containers} == {machine.id}
+
+
+# ── listing and ending ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("fields", "state"),
+    [
+        ({"actual_status": None}, InstanceState.PENDING),
+        ({"actual_status": "created", "cur_state": "stopped"}, InstanceState.PENDING),
+        ({"actual_status": "loading", "status_msg": "Pulling"}, InstanceState.PENDING),
+        ({"actual_status": "rebooting"}, InstanceState.PENDING),
+        ({"actual_status": "a word of tomorrow"}, InstanceState.PENDING),
+        ({"actual_status": "created", "status_msg": "Error: no space left"}, InstanceState.STOPPING),
+        ({"actual_status": "running"}, InstanceState.RUNNING),
+        ({"actual_status": "running", "status_msg": "Error in the user's own log"}, InstanceState.RUNNING),
+        ({"actual_status": "running", "intended_status": "stopped"}, InstanceState.STOPPING),
+        ({"actual_status": "running", "cur_state": "unloaded"}, InstanceState.STOPPING),
+        *(({"actual_status": word}, InstanceState.STOPPING) for word in ("stopped", "exited", "offline", "unknown", "frozen")),
+        ({"actual_status": None, "intended_status": "stopped", "cur_state": "stopped", "next_state": "stopped"}, InstanceState.STOPPING),
+    ],
+)
+def test_states(fake: FakeVast, fields: dict[str, Any], state: InstanceState) -> None:
+    """Outbid, left and broken ones are on their way out; an unknown word is not yet a machine that runs."""
+    (machine,) = VastAI().launch(cheapest(), 1, tags(), STARTUP)
+    fake.containers[int(machine.id)] |= fields
+    assert [found.state for found in VastAI().instances(POOL)] == [state]
+
+
+def test_a_container_without_a_port_has_no_endpoint_yet(fake: FakeVast) -> None:
+    (machine,) = VastAI().launch(cheapest(), 1, tags(), STARTUP)
+    fake.containers[int(machine.id)] |= {"actual_status": "loading", "ports": None, "public_ipaddr": " "}
+    fake.steps[int(machine.id)] = 0
+    (found,) = VastAI().instances(POOL)
+    assert (found.endpoint, found.ip, found.state) == (None, None, InstanceState.PENDING)
+
+
+def test_a_listing_that_goes_round_in_circles_is_a_failure(fake: FakeVast) -> None:
+    fake.fail("GET", "/api/v1/instances/", Reply(200, {"instances": [], "next_token": "again"}), times=100)
+    with pytest.raises(ProviderFailed, match="circles"):
+        VastAI().instances()
+
+
+def test_many_are_destroyed_in_one_call(fake: FakeVast) -> None:
+    machines = VastAI().launch(cheapest(), 3, tags(), STARTUP)
+    VastAI().terminate([machine.id for machine in machines])
+    assert [request.path for request in fake.asked("DELETE")] == ["/api/v0/instances/"]
+
+
+def test_what_is_no_number_is_no_container(fake: FakeVast) -> None:
+    VastAI().terminate(["i-0123", ""])
+    assert fake.requests == []
+
+
+def test_where_many_are_refused_each_is_tried(fake: FakeVast) -> None:
+    """And those that are left are named, after all were tried."""
+    first, second, third = VastAI().launch(cheapest(), 3, tags(), STARTUP)
+    fake.is_strict_about_bulk = True
+    fake.undying = {int(second.id)}
+    with pytest.raises(InstancesLeft) as caught:
+        VastAI().terminate([first.id, second.id, third.id, "29000000"])
+    assert caught.value.ids == (second.id,)
+    assert {str(contract) for contract in fake.containers} == {second.id}
+
+
+# ── labels ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_label_carries_all_tags(fake: FakeVast) -> None:
+    """As long as a real process's are, and in letters that go through everywhere."""
+    real = tags("sky-0123456789ab", 12, "sky-0123456789ab-3") | {
+        PROCESS_TAG: "7b913007-36a5-4f45-946d-7a03524ccb0c.4026531836.8792.216118",
+        OWNER_TAG: "jo@workstation",
+        EXPIRES_TAG: "1790003600",
+    }
+    label, more = vastai._label(real)
+    assert more == {}
+    assert len(label) <= 256
+    assert label.startswith("skyward:sky-0123456789ab-12:lsky-0123456789ab-3:c1790000000:e1790003600:p")
+    assert vastai._tags({"label": label}) == real
+    assert not set(label) - set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~:%")
+
+
+def test_what_has_no_room_in_a_label_is_in_the_environment(fake: FakeVast) -> None:
+    """The listing tells that as pairs; what a pool is found by stays in the label."""
+    many = tags() | {OWNER_TAG: "jörg@" + "x" * 200, "team": "a b:c", EXPIRES_TAG: "1790003600"}
+    (machine,) = VastAI().launch(cheapest(), 1, many, STARTUP)
+    label = fake.containers[int(machine.id)]["label"]
+    assert len(label) <= 256
+    assert machine.tags == many | {RANK_TAG: "0"}
+    (found,) = VastAI().instances(POOL)
+    assert found.tags == machine.tags
+    fake.containers[int(machine.id)]["extra_env"] = None
+    (found,) = VastAI().instances(POOL)
+    assert {name: found.tags.get(name) for name in (POOL_TAG, LAUNCH_TAG, EXPIRES_TAG, OWNER_TAG)} == {
+        POOL_TAG: POOL,
+        LAUNCH_TAG: many[LAUNCH_TAG],
+        EXPIRES_TAG: "1790003600",
+        OWNER_TAG: None,
+    }
+
+
+def test_a_pool_name_that_no_label_can_hold_is_refused(fake: FakeVast) -> None:
+    with pytest.raises(BadRequest, match="too long"):
+        VastAI().launch(cheapest(), 1, tags("x" * 300), STARTUP)
+    assert fake.asked("PUT") == []
+
+
+# ── in the container ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_first_process_ends_when_it_is_told_to() -> None:
+    """A `sleep` as process 1 would ignore it: the kernel keeps signals without a handler from there."""
+    main = subprocess.Popen(["sh", "-c", vastai.MAIN.format("echo up; exec sleep 1000")], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert main.stdout is not None
+        assert main.stdout.readline() == "up\n"
+        main.terminate()
+        assert main.wait(10) == 0
+    finally:
+        os.killpg(main.pid, signal.SIGKILL)
+        main.communicate()
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+@pytest.mark.parametrize("is_inherited", [False, True])
+def test_a_container_ends_itself(tmp_path: Path, is_refused: bool, is_inherited: bool) -> None:
+    """It deletes itself with its own key, which is on no command line; if that does not help it ends its first process."""
+
+    def command(name: str, text: str) -> None:
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+
+    calls = shlex.quote(str(tmp_path / "calls"))
+    command("curl", f'echo "curl $*" >>{calls}; cat >{shlex.quote(str(tmp_path / "header"))}; exit {22 if is_refused else 0}')
+    command("sleep", f'echo "sleep $*" >>{calls}')
+    assert vastai.END.splitlines()[-1] == "kill 1"
+    script = vastai.END.removesuffix("kill 1") + "echo the end"
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CONTAINER_ID": "12345", "CONTAINER_API_KEY": "its-own-key"}
+    if not is_inherited:  # what is started over SSH asks the first process
+        (tmp_path / "environ").write_text("A=b\0CONTAINER_API_KEY=its-own-key\0VAST_CONTAINERLABEL=C.12345\0")
+        script = script.replace("/proc/1/environ", str(tmp_path / "environ"))
+        environment = {"PATH": environment["PATH"]}
+    done = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "the end\n"
+    made = (tmp_path / "calls").read_text().splitlines()
+    delete = "curl -fsS -m 20 -X DELETE -H @- -H Content-Type: application/json -d {} https://console.vast.ai/api/v0/instances/12345/"
+    assert made == ([delete, "sleep 5"] if is_refused else [delete, "sleep 60", "sleep 5"]) * 5
+    assert (tmp_path / "header").read_text() == "Authorization: Bearer its-own-key"
+
+
+def test_a_container_without_a_key_ends_its_first_process_at_once(tmp_path: Path) -> None:
+    script = vastai.END.removesuffix("kill 1").replace("/proc/1/environ", "/dev/null") + "echo the end"
+    done = subprocess.run(["sh", "-c", script], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("the end\n", "")
+
+
+# ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def write_to(home: Path, place: str) -> None:
+    (home / place).parent.mkdir(parents=True, exist_ok=True)
+    (home / place).write_text(f"{KEY}\n")
+
+
+@pytest.mark.parametrize(("place", "config"), [(".config/vastai/vast_api_key", None), ("elsewhere/vastai/vast_api_key", "elsewhere"), (".vast_api_key", None)])
+def test_the_key_may_be_in_the_files_of_the_clouds_tools(
+    fake: FakeVast, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str, config: str | None
+) -> None:
+    monkeypatch.delenv("VAST_API_KEY")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    if config is not None:
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / config))
+    write_to(tmp_path, place)
+    assert VastAI().account() == "user 4711"
+
+
+def test_the_address_may_be_given(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a setting, which wins over the variable of the cloud's tools."""
+    monkeypatch.setenv("VAST_URL", "http://127.0.0.1:9/")
+    assert VastAI(endpoint_url=f"{fake.url}/api/v0/").account() == "user 4711"
+
+
+@pytest.mark.parametrize("fields", [{"region": "us"}, {"region": ("US", "Europe")}, {"disk_gb": 4}, {"min_reliability": 98}])
+def test_settings_that_cannot_be(fields: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest):
+        load({"name": "vastai", **fields})
+
+
+def test_fewer_than_asked_is_told_in_the_log(fake: FakeVast, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "skyward_core.providers.vastai")
+    offer = cheapest()
+    fake.asks = {101: fake.asks[101]}
+    VastAI().launch(offer, 2, tags(), STARTUP)
+    assert "had 1 of 2 RTX_4090x1" in caplog.text
+
+
+def test_it_refuses_volumes_and_tells_where_to_look(fake: FakeVast) -> None:
+    (machine,) = VastAI().launch(cheapest(), 1, tags(), STARTUP)
+    assert set(VastAI.refuses) == {"volume", "mig", "private network"}
+    assert VastAI().console_url(machine) == "https://cloud.vast.ai/instances/"
+    assert json.loads(json.dumps(VastAI(region="SE").to_json())) == {"name": "vastai", "region": "SE"}

@@ -1,0 +1,470 @@
+"""MIG without a GPU: what a spec asks for, what a node is told, and the shell text that partitions and gives back, run here against a stand-in."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.certificates import PoolCertificate
+from skyward_core.image import shell
+from skyward_core.image.mig_shell import UNPARTITION, partition_gpus
+from skyward_core.instances import Instance, InstanceState
+from skyward_core.market import Offer
+from skyward_core.providers import ending, hosts
+from skyward_core.provisioning.bootstrap import Role, node_script, settings_of
+from skyward_core.provisioning.guard import guard_script
+from skyward_core.provisioning.lifecycle import refuse
+from skyward_core.reach import Reaches
+from skyward_core.worker.settings import NodeSettings, with_partitions
+from skyward_core.worker.supervisor import read_settings
+from tests.conftest import wait_until
+from tests.testbed.fakegpu import install
+
+SHELLCHECK = Path(sys.executable).with_name("shellcheck")
+HALVES = ("3g.40gb", "3g.40gb")
+MIXED = ("3g.40gb", "2g.20gb", "1g.10gb", "1g.10gb")
+WHOLE = [[], []]
+DISABLED = ["Disabled", "Disabled"]
+BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+SUDO = """\
+#!/bin/sh
+[ "$1" = -n ] && shift
+[ "$1" != -- ] || shift
+[ ! -e "$0.refuses" ] || { echo 'sudo: a password is required' >&2; exit 1; }
+FAKE_ROOT=1 exec "$@"
+"""
+
+# ── what is asked for ────────────────────────────────────────────────────────────────────────────────────────────────
+
+pytestmark = pytest.mark.slow
+
+
+def spec(**wishes: Any) -> sky.PoolSpec:
+    return sky.PoolSpec.of(provider=sky.Hosts("gpu-1"), **wishes)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "workers"),
+    [
+        (None, 1),
+        (sky.Accelerator.NVIDIA.H100(count=2), 1),
+        (sky.Accelerator.NVIDIA.H100(mig="3g.40gb"), 2),
+        (sky.Accelerator.NVIDIA.H100(mig=["3g.40gb"]), 1),
+        (sky.Accelerator.NVIDIA.H100(count=2, mig=["1g.10gb", "1g.10gb", "2g.20gb", "3g.40gb"]), 8),
+    ],
+)
+def test_a_partition_is_a_worker(accelerator: sky.Accelerator | None, workers: int) -> None:
+    """One worker for each partition of each GPU, else one; the machine must have the processor and memory of all of them."""
+    wanted = spec(accelerator=accelerator, cpu=3, memory="5GB", concurrency=2)
+    assert wanted.workers_per_node == workers
+    assert (wanted.requirements.vcpus, wanted.requirements.memory_gb) == (3 * workers, 5.0 * workers)
+    assert (spec(accelerator=accelerator).requirements.vcpus, spec(accelerator=accelerator).requirements.memory_gb) == (None, None)
+    wanted.refuse_what_cannot_be()
+
+
+def told(wanted: sky.PoolSpec, ports: tuple[int, ...] = ()) -> NodeSettings:
+    """What the first node of such a pool is told."""
+    instance = Instance(id="host-1", provider="hosts", pool_id="p", rank=0, state=InstanceState.RUNNING, region="r", instance_type="t", directory="/nowhere")
+    reaches = Reaches(60.0, lambda _: None)
+    try:
+        return settings_of(reaches.to(instance), Role(0, 0, "10.0.0.1", "10.0.0.1", 29500, ports=ports), wanted, PoolCertificate("pem", "key"))
+    finally:
+        reaches.close()
+
+
+def test_what_is_said_of_one_worker_stays_that_of_one_worker() -> None:
+    """The limit of memory is one worker's, and so are its calls at once and its accelerators: one chip, a part of which it sees."""
+    settings = told(spec(accelerator=sky.Accelerator.NVIDIA.H100(count=2, mig="3g.40gb"), memory="5GB", concurrency=3), (1, 2, 3, 4, 5))
+    assert (settings.memory_limit_bytes, settings.slots, settings.accelerators) == (5 * 10**9, 3, ("H100",))
+    assert settings.workers == ({}, {}, {}, {})
+    assert (settings.scheduler_port, settings.worker_ports) == (1, (2, 3, 4, 5))
+    whole = told(spec(accelerator=sky.Accelerator.NVIDIA.H100(count=2)))
+    assert (whole.workers, whole.accelerators, whole.memory_limit_bytes) == (({},), ("H100", "H100"), None)
+
+
+def test_this_machine_is_not_partitioned() -> None:
+    """Local refuses before anything is started, and names who does it; Hosts refuses nothing."""
+    wish = sky.PoolSpec.of(provider=sky.Local(), accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb"))
+    with pytest.raises(sky.NotYetSupported, match=r"local does not do mig: .*use Hosts with its address"):
+        refuse(wish, sky.Local())
+    refuse(wish, sky.Hosts("gpu-1"))
+    refuse(sky.PoolSpec.of(accelerator="H100"), sky.Local())
+
+
+def test_local_pools_say_so_before_they_start() -> None:
+    """Opening such a pool on this machine raises, and launches nothing."""
+    events: list[object] = []
+    with pytest.raises(sky.NotYetSupported, match="use Hosts"):
+        sky.ComputePool(provider=sky.Local(), accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb"), on_event=events.append, display="quiet").open()
+    assert not [event for event in events if isinstance(event, sky.InstanceProvisioned)]
+
+
+# ── what a worker sees ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_each_worker_sees_one_partition() -> None:
+    """In their order, over what the client has said of the worker; everything else stays."""
+    settings = replace(told(spec(accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb"))), workers=({"A": "1", "CUDA_VISIBLE_DEVICES": "0"}, {}))
+    shown = with_partitions(settings, "MIG-a\nMIG-b\n")
+    assert shown.workers == ({"A": "1", "CUDA_VISIBLE_DEVICES": "MIG-a"}, {"CUDA_VISIBLE_DEVICES": "MIG-b"})
+    assert replace(shown, workers=settings.workers) == settings
+    assert NodeSettings.from_json(shown.to_json()) == shown
+
+
+@pytest.mark.parametrize("text", ["", "MIG-a\n", "MIG-a\nMIG-b\nMIG-c\n"])
+def test_partitions_that_are_not_those_of_the_workers_are_an_error(text: str) -> None:
+    """Too few or too many would let two workers meet, or one see the whole GPU."""
+    with pytest.raises(ValueError, match=f"{len(text.split())} partitions of GPUs for 2 workers"):
+        with_partitions(told(spec(accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb"))), text)
+
+
+def test_a_node_reads_its_partitions_beside_its_settings(tmp_path: Path) -> None:
+    """Without the file the settings are what the client wrote."""
+    settings = told(spec(accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb")))
+    (tmp_path / "settings.json").write_text(settings.to_json())
+    assert read_settings(tmp_path) == settings
+    (tmp_path / "partitions").write_text("MIG-a\nMIG-b\n")
+    assert read_settings(tmp_path) == with_partitions(settings, "MIG-a MIG-b")
+
+
+# ── the shell text, on a machine with GPUs that are none ─────────────────────────────────────────────────────────────
+
+
+class Machine:
+    """This machine with other GPUs, and the directory of a node on it."""
+
+    def __init__(self, folder: Path, **gpus: Any) -> None:
+        self.gpus = install(folder / "bin", **{"count": 2, **gpus})
+        self.directory = folder / "it's an instance"
+        self.directory.mkdir()
+        self.prefix: list[str] = []
+        """What runs the shells: as another user, say."""
+        self.environ = {
+            "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+            "HOME": str(folder),
+            "SKYWARD_INSTANCE_DIRECTORY": str(self.directory),
+            "SKYWARD_KEEP_DIRECTORY": "1",
+        }
+
+    def start(self, profiles: Sequence[str], gpus: int = 2) -> "subprocess.Popen[str]":
+        """Begin to partition, in a process group of its own."""
+        script = shell.script(shell.prelude(), partition_gpus(profiles, gpus), shell.done("mig"))
+        (self.directory / "script").write_text(script)
+        argv = [*self.prefix, "bash", str(self.directory / "script")]
+        return subprocess.Popen(argv, env=self.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+    def partition(self, profiles: Sequence[str], gpus: int = 2) -> tuple[int, str]:
+        """Partition; return the exit code and what was said."""
+        with self.start(profiles, gpus) as process:
+            said, _ = process.communicate(timeout=30)
+            return process.returncode, said
+
+    def give_back(self, **environ: str) -> str:
+        """What the node's guard does last, and a provider from outside; return what is said."""
+        script = f'set -u\n{ending.ENDING}\nskyward_clean host-000000000000 "$SKYWARD_INSTANCE_DIRECTORY"\n'
+        done = subprocess.run([*self.prefix, "dash", "-c", script], env=self.environ | environ, capture_output=True, text=True, timeout=60, check=False)
+        assert done.stderr == ""
+        return done.stdout
+
+    @property
+    def partitions(self) -> list[str]:
+        return (self.directory / "partitions").read_text().split()
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """Two H100, none of them partitioned."""
+    return Machine(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "script"),
+    [
+        ("bash", shell.script(shell.prelude(), partition_gpus(MIXED, 8))),
+        ("bash", node_script(spec(accelerator=sky.Accelerator.NVIDIA.A100(mig="2g.20gb")))),
+        ("sh", UNPARTITION),
+        ("sh", guard_script(60, None)),
+        ("sh", hosts.END),
+    ],
+)
+def test_the_text_passes_shellcheck(dialect: str, script: str) -> None:
+    """No finding, but for functions and variables of the whole that a part does not use; the program has no single quote that would end its own."""
+    argv = [SHELLCHECK, f"--shell={dialect}", "--exclude=SC2329,SC2317,SC2034", "-"]
+    assert subprocess.run(argv, input=script, capture_output=True, text=True, check=False).stdout == ""
+    assert "'" not in UNPARTITION
+
+
+def test_a_whole_gpu_costs_no_line() -> None:
+    """Without profiles there is no text, and no phase."""
+    assert partition_gpus((), 2) == ""
+    assert "mig" not in node_script(spec(accelerator="H100")).partition("::skyward phase skyward")[2]
+
+
+@pytest.mark.parametrize("profiles", [HALVES, MIXED, ("7g.80gb",)])
+def test_gpus_are_split_and_given_back(machine: Machine, profiles: tuple[str, ...]) -> None:
+    """Every partition has its line, GPU by GPU; afterwards all is as it was, and nothing is said."""
+    code, said = machine.partition(profiles)
+    assert (code, said.splitlines()) == (0, ["::skyward phase mig", "::skyward done phase=mig"])
+    assert machine.gpus.partitions == [list(profiles)] * 2
+    assert machine.partitions == machine.gpus.uuids
+    assert len(set(machine.partitions)) == 2 * len(profiles)
+    assert machine.give_back() == ""
+    assert (machine.gpus.modes, machine.gpus.partitions) == (DISABLED, WHOLE)
+    assert not (machine.directory / "mig").exists()
+    seen = machine.gpus.changes
+    assert machine.give_back() == ""  # somebody else may have the GPUs by now
+    assert machine.gpus.changes == seen
+
+
+def test_other_gpus_of_the_machine_are_left_alone(tmp_path: Path) -> None:
+    """Of four GPUs two are wanted: the partitions of the fourth are neither taken nor undone."""
+    machine = Machine(tmp_path, count=4)
+    machine.gpus.run("-i", "3", "-mig", "1")
+    machine.gpus.run("mig", "-i", "3", "-cgi", "7g.80gb", "-C")
+    assert machine.partition(HALVES)[0] == 0
+    assert machine.partitions == machine.gpus.uuids[:4]
+    machine.give_back()
+    assert machine.gpus.modes == [*DISABLED, "Disabled", "Enabled"]
+    assert machine.gpus.partitions == [[], [], [], ["7g.80gb"]]
+
+
+def test_small_ones_first_would_not_fit(machine: Machine) -> None:
+    """The order that `Accelerator` chooses matters: the other way round the driver finds no room. What was made until then is undone."""
+    wish = sky.Accelerator.NVIDIA.H100(count=2, mig=["1g.10gb", "1g.10gb", "2g.20gb", "3g.40gb"])
+    code, said = machine.partition(MIXED[::-1])
+    assert code != 0
+    assert "Insufficient Resources" in said
+    assert "GPU 0 cannot be split into 1g.10gb,1g.10gb,2g.20gb,3g.40gb" in said
+    assert machine.gpus.partitions[0] == ["1g.10gb", "1g.10gb", "2g.20gb"]
+    machine.give_back()
+    assert (machine.gpus.modes, machine.gpus.partitions) == (DISABLED, WHOLE)
+    (machine.directory / "partitions").unlink(missing_ok=True)
+    assert machine.partition(wish.mig)[0] == 0
+    assert machine.gpus.partitions == [list(MIXED)] * 2
+
+
+def test_a_mode_that_was_there_before_stays(machine: Machine) -> None:
+    """A GPU whose owner keeps it in MIG mode is in MIG mode afterwards, without partitions as before."""
+    machine.gpus.set(0, current="Enabled", pending="Enabled")
+    assert machine.partition(HALVES)[0] == 0
+    assert (machine.directory / "mig").read_text() == f"0 Enabled {BOOT}\n1 Disabled {BOOT}\n"
+    machine.give_back()
+    assert (machine.gpus.modes, machine.gpus.partitions) == (["Enabled", "Disabled"], WHOLE)
+
+
+def test_what_somebody_else_has_partitioned_is_left_as_it_is(machine: Machine) -> None:
+    """The second GPU is somebody's, without even a compute instance: that is told, and what was done to the first one is undone."""
+    machine.gpus.set(1, current="Enabled", pending="Enabled")
+    machine.gpus.run("mig", "-i", "1", "-cgi", "4g.40gb")
+    code, said = machine.partition(HALVES)
+    assert code != 0
+    assert "GPU 1 is partitioned already; if nobody needs that: sudo nvidia-smi mig -i 1 -dci" in said
+    assert "::skyward failed phase=mig exit=1 command=partition 2 3g.40gb,3g.40gb" in said
+    machine.give_back()
+    assert (machine.gpus.modes, machine.gpus.partitions) == (["Disabled", "Enabled"], [[], ["4g.40gb"]])
+
+
+def test_lines_that_run_again_begin_anew(machine: Machine) -> None:
+    """Their own partitions are no one else's; the mode of the very beginning is what is kept in mind."""
+    machine.partition(HALVES)
+    first = machine.partitions
+    assert machine.partition(MIXED)[0] == 0
+    assert machine.gpus.partitions == [list(MIXED)] * 2
+    assert not set(first) & set(machine.partitions)
+    assert (machine.directory / "mig").read_text() == f"0 Disabled {BOOT}\n1 Disabled {BOOT}\n"
+    machine.give_back()
+    assert (machine.gpus.modes, machine.gpus.partitions) == (DISABLED, WHOLE)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("needs_reset", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_it_may_die_at_any_command(tmp_path: Path, when: str, needs_reset: bool) -> None:
+    """SIGKILL of everything, just before or just after each command that changes something, leaves enough to put it all back."""
+    commands = 6 if needs_reset else 4
+    for number in range(1, commands + 1):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        machine = Machine(folder, needs_reset=needs_reset, stops_at=number, stops_when=when)
+        assert machine.partition(HALVES)[0] == -signal.SIGKILL
+        assert len(machine.gpus.changes) == number
+        assert machine.gpus.modes != DISABLED or machine.gpus.partitions != WHOLE or (number, when) == (1, "before")
+        assert not (machine.directory / "partitions").exists()
+        machine.gpus.set(stops_at=0)
+        assert machine.give_back() == ""
+        assert (machine.gpus.modes, machine.gpus.partitions) == (DISABLED, WHOLE), f"command {number}"
+
+
+def test_after_a_reboot_only_the_mode_is_ours(tmp_path: Path) -> None:
+    """What has been partitioned since, somebody else has; a mode that lasts, as an A100's does, is taken back where nobody uses it."""
+    machine = Machine(tmp_path)
+    (machine.directory / "mig").write_text("0 Disabled another-boot\n1 Disabled another-boot\n")
+    for gpu in (0, 1):
+        machine.gpus.set(gpu, current="Enabled", pending="Enabled")
+    machine.gpus.run("mig", "-i", "1", "-cgi", "7g.80gb")
+    assert machine.give_back() == ""
+    assert (machine.gpus.modes, machine.gpus.partitions) == (["Disabled", "Enabled"], [[], ["7g.80gb"]])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_who_is_not_root_asks_sudo() -> None:
+    """Partitioned and given back through a sudo without password; where there is none that is told before anything is done."""
+    with tempfile.TemporaryDirectory() as folder:
+        machine = Machine(Path(folder))
+        sudo = machine.gpus.program.with_name("sudo")
+        sudo.write_text(SUDO)
+        sudo.chmod(0o755)
+        for path in (Path(folder), machine.directory, machine.gpus.program.with_name("nvidia-smi.json")):
+            path.chmod(0o777)
+        machine.prefix = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+        assert machine.partition(HALVES) == (0, "::skyward phase mig\n::skyward done phase=mig\n")
+        assert machine.gpus.partitions == [list(HALVES)] * 2
+        assert machine.give_back() == ""
+        assert (machine.gpus.modes, machine.gpus.partitions) == (DISABLED, WHOLE)
+        sudo.with_name("sudo.refuses").touch()
+        code, said = machine.partition(HALVES)
+        assert code != 0
+        assert "a password is required\nGPUs are partitioned by root only: log in as root, or let sudo run nvidia-smi without a password" in said
+        assert not (machine.directory / "mig").exists()
+
+
+def test_a_command_that_outlives_the_node_is_waited_for(machine: Machine) -> None:
+    """The script dies, what it has begun as root does not: giving back begins when that is over."""
+    machine.gpus.set(seconds=0.8)
+    process = machine.start(HALVES, 1)
+    wait_until(lambda: any("-cgi" in change for change in machine.gpus.changes), "the partitions to be on their way")
+    process.kill()
+    process.communicate()
+    assert machine.gpus.partitions == WHOLE
+    began = time.monotonic()
+    machine.gpus.set(seconds=0.0)
+    assert machine.give_back() == ""
+    assert time.monotonic() - began > 0.3
+    assert (machine.gpus.modes, machine.gpus.partitions) == (DISABLED, WHOLE)
+
+
+# ── what can be in the way ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_ampere_is_reset(tmp_path: Path) -> None:
+    """Where the mode waits for a reset there is one, on the way back too."""
+    machine = Machine(tmp_path, needs_reset=True)
+    assert machine.partition(HALVES)[0] == 0
+    assert machine.gpus.partitions == [list(HALVES)] * 2
+    assert machine.give_back() == ""
+    assert (machine.gpus.modes, machine.gpus.partitions) == (DISABLED, WHOLE)
+    assert sum("--gpu-reset" in change for change in machine.gpus.changes) == 4
+
+
+def test_a_reset_that_is_refused_is_told_with_a_way_out(tmp_path: Path) -> None:
+    """As by a virtual machine; the wish is taken back. Once it was rebooted in MIG mode it works, and stays in that mode."""
+    machine = Machine(tmp_path, needs_reset=True, refuses_reset=True)
+    code, said = machine.partition(HALVES)
+    assert code != 0
+    assert "pending enable state" in said
+    assert "could not be reset" in said
+    assert 'Run "sudo nvidia-smi -i 0 -mig 1", reboot the machine, and open the pool again' in said
+    assert machine.give_back() == ""
+    assert (machine.gpus.modes, machine.gpus.partitions) == (DISABLED, WHOLE)
+    for gpu in (0, 1):
+        machine.gpus.set(gpu, current="Enabled", pending="Enabled")
+    assert machine.partition(HALVES)[0] == 0
+    machine.give_back()
+    assert machine.gpus.modes == ["Enabled", "Enabled"]
+
+
+@pytest.mark.parametrize("needs_reset", [False, True])
+def test_who_uses_the_gpu_is_named(machine: Machine, needs_reset: bool) -> None:
+    """A process on the GPU is in the way of the mode; it is not ended."""
+    machine.gpus.set(needs_reset=needs_reset)
+    machine.gpus.set(0, processes=[(4711, "/usr/bin/train"), (4712, "python")])
+    code, said = machine.partition(HALVES)
+    assert code != 0
+    assert "GPU 0 cannot change to MIG mode while processes use it: 4711, /usr/bin/train; 4712, python. End them and open the pool again" in said
+    machine.give_back()
+    assert (machine.gpus.modes, machine.gpus.partitions) == (DISABLED, WHOLE)
+
+
+def test_what_names_nobody_gives_advice(machine: Machine) -> None:
+    """The command fails and lists no process: monitoring is the usual reason."""
+    machine.gpus.set(fails="-mig")
+    code, said = machine.partition(HALVES)
+    assert code != 0
+    assert "Unknown Error\nGPU 0 cannot change to MIG mode. Something may hold it that is no process of its list: stop monitoring" in said
+
+
+@pytest.mark.parametrize(
+    ("program", "gpus", "words"),
+    [
+        (None, 2, "there is no nvidia-smi here"),
+        ("#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not communicate with the driver'; exit 9\n", 2, "NVIDIA-SMI has failed"),
+        ("", 3, "there are 2 GPUs here, and 3 are to be partitioned"),
+        ("#!/bin/sh\ncase $* in *index*) echo 0 ;; *mig.mode*) echo '[N/A], [N/A]' ;; esac\n", 1, "GPU 0 cannot be partitioned: its MIG mode is [N/A] [N/A]"),
+    ],
+)
+def test_a_machine_that_cannot_says_why(machine: Machine, program: str | None, gpus: int, words: str) -> None:
+    """No driver, a driver that does not answer, too few GPUs, GPUs without MIG; nothing is written down, so nothing is given back."""
+    if program is None:
+        machine.gpus.program.unlink()
+    elif program:
+        machine.gpus.program.write_text(program)
+    code, said = machine.partition(HALVES, gpus)
+    assert code != 0
+    assert words in said
+    assert "::skyward failed phase=mig" in said
+    assert not (machine.directory / "mig").exists()
+
+
+def test_a_list_that_lacks_some_is_an_error(machine: Machine) -> None:
+    """Two partitions were asked for and the driver lists one: no worker is told of anything."""
+    machine.gpus.set(hides=1)
+    code, said = machine.partition(HALVES, 1)
+    assert code != 0
+    assert '2 partitions were made, and "nvidia-smi -L" lists 1' in said
+    assert not (machine.directory / "partitions").exists()
+
+
+# ── giving back, in spite of everything ──────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.slow
+def test_a_gpu_that_cannot_be_given_back_is_told(machine: Machine) -> None:
+    """The other one is given back, and the clean-up goes on to its end."""
+    machine.partition(HALVES)
+    machine.gpus.set(1, processes=[(4711, "somebody")])
+    said = machine.give_back(SKYWARD_KEEP_DIRECTORY="")
+    assert said.startswith("GPU 1 is not as it was before (MIG mode Disabled, not partitioned): ")
+    assert "In use by another client" in said
+    assert said.count("\n") == 1
+    assert (machine.gpus.modes, machine.gpus.partitions) == (["Disabled", "Enabled"], [[], list(HALVES)])
+    assert not machine.directory.exists()
+
+
+def test_a_driver_that_hangs_holds_nobody_up(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its time giving back is given up, and told, with the command that hangs; the clean-up goes on."""
+    monkeypatch.setattr(ending, "ENDING", ending.ENDING.replace(f"seconds={ending.UNPARTITION_SECONDS}\n", "seconds=1\n"))
+    machine.partition(HALVES)
+    machine.gpus.set(hangs="-dgi")
+    began = time.monotonic()
+    said = machine.give_back(SKYWARD_KEEP_DIRECTORY="")
+    assert time.monotonic() - began < 6
+    assert "the GPUs could not be given back in 1 s: they may still be partitioned" in said
+    assert not machine.directory.exists()
+
+
+def test_an_offer_of_gpus_is_matched_for_all_its_workers() -> None:
+    """Two workers of 8 CPUs each do not fit on a machine with 8."""
+    small = Offer(
+        provider="p", instance_type="t", region="r", price_per_hour=1.0, vcpus=8, memory_gb=64, accelerator="H100", accelerators=1, accelerator_memory_gb=80
+    )
+    wish = spec(accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb"), cpu=8).requirements
+    with pytest.raises(sky.NoCapacity, match="has 8 CPUs"):
+        sky.select_instance([small], wish.accelerator, cpu=wish.vcpus)

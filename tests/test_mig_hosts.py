@@ -1,0 +1,287 @@
+"""Pools of MIG partitions on real machines whose GPUs are a stand-in: one worker for each partition, and GPUs that are given back whatever happens."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed.diagnostics import nvml
+
+import skyward_core as sky
+from skyward_core.events import BootstrapProgress, InstanceLost
+from tests.conftest import Told, wait_until
+from tests.testbed import Fleet, Host
+from tests.testbed.fakegpu import Gpus, install
+from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
+from tests.testbed.mirror import Mirror
+
+HALVES = sky.Accelerator.NVIDIA.H100(mig="3g.40gb")
+MIXED = sky.Accelerator.NVIDIA.H100(count=2, mig=["1g.10gb", "1g.10gb", "2g.20gb", "3g.40gb"])
+PLACE = "usr/local/bin"
+LEASE_SECONDS = 5
+TRY_LOCK = "flock --nonblock /tmp/skyward-host.lock"
+PROBE = f"for i in $(seq 60); do {TRY_LOCK} true || touch /root/was-held; sleep 0.1; done"
+PRICE_PER_HOUR = 7200.0
+"""So that a second of one of a host's two workers costs a dollar."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+@sky.compute
+def seen() -> tuple[str | None, sky.InstanceInfo]:
+    """What this worker may use, and where it is."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES"), sky.instance_info()
+
+
+@sky.compute
+def seen_by_a_child() -> str:
+    """What a program that the call starts may use."""
+    return subprocess.run(
+        [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+@sky.compute
+def used(number: int) -> str:
+    """Take so long that no worker gets two of few; return what this one may use."""
+    time.sleep(1.0)
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+@sky.compute
+def crash() -> None:
+    """End the process of the call."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def machines(fleet: Fleet, mirror: Mirror) -> Iterator[list[Host]]:  # noqa: F811
+    """Two machines of one's own with two GPUs each; they keep their environments from one test to the next."""
+    hosts = [fleet.create() for _ in range(2)]
+    for host in hosts:
+        mirror.configure(host)
+    yield hosts
+    for host in hosts:
+        host.crash()
+
+
+@pytest.fixture
+def gpus(machines: list[Host]) -> Iterator[list[Gpus]]:
+    """Their GPUs, new. Whatever a test does, what was done to them is undone, and no process of a node is left."""
+    gpus = [install(host.root / PLACE, count=2) for host in machines]
+    yield gpus
+    wait_until(lambda: all(run_on(host, "ls /root/.cache/skyward/instances") == "" for host in machines), "the nodes to be gone")
+    assert [run_on(host, "grep -lsaz '^SKYWARD_INSTANCE_ID=' /proc/[0-9]*/environ") for host in machines] == ["", ""]
+
+
+def run_on(host: Host, command: str) -> str:
+    return host.run(command).stdout.strip()
+
+
+def pool_on(machines: Sequence[Host], folder: Path, told: Told | None = None, **wishes: Any) -> sky.ComputePool:
+    known_hosts = folder / "known_hosts"
+    known_hosts.write_text("".join(f"{host.known_hosts_line}\n" for host in machines))
+    provider = sky.Hosts(
+        *(host.ip for host in machines),
+        user="root",
+        key=str(machines[0].key_path),
+        known_hosts=str(known_hosts),
+        config="/dev/null",
+        price_per_hour=PRICE_PER_HOUR,
+    )
+    fields = {"provider": provider, "nodes": len(machines), "accelerator": HALVES, "on_event": told or Told(), "display": "quiet", "provision_timeout": 90}
+    return sky.ComputePool(**{**fields, **wishes})
+
+
+def as_before(gpus: Sequence[Gpus]) -> bool:
+    return all(one.modes == ["Disabled", "Disabled"] and one.partitions == [[], []] for one in gpus)
+
+
+# ── one worker for each partition ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_each_partition_is_a_worker(machines, gpus, tmp_path):
+    """Broadcast gives one result for each partition, in the order of nodes and workers; single calls use them all; afterwards the GPUs are whole again."""
+    told = Told()
+    with pool_on(machines, tmp_path, told, memory="256MB", env={"CUDA_VISIBLE_DEVICES": "all"}) as pool:
+        found = seen() @ pool
+        assert [visible for visible, _ in found] == [uuid for one in gpus for uuid in one.uuids]
+        assert len({visible for visible, _ in found}) == 4
+        infos = [info for _, info in found]
+        assert [(info.node, info.worker, info.rank) for info in infos] == [(0, 0, 0), (0, 1, 1), (1, 0, 2), (1, 1, 3)]
+        assert {(info.total_nodes, info.workers_per_node, info.world_size, *info.accelerators) for info in infos} == {(2, 2, 4, "H100")}
+        assert len({info.job_id for info in infos}) == 1
+        assert seen_by_a_child() @ pool == tuple(visible for visible, _ in found)
+        assert sorted(pool.map(used, range(4))) == sorted(visible for visible, _ in found)
+        call = pool.submit(used(0))
+        assert call.result() in {visible for visible, _ in found}
+        assert call.cost == pytest.approx(call.seconds)
+        assert [(node.workers, node.slots) for node in pool.lease.nodes] == [(2, 1), (2, 1)]
+        assert [event.slots for event in told.of(sky.PoolReady)] == [4]
+        assert set(pool.dask_client().run(attrgetter("NVML_STATE.name"), nvml).values()) == {"DISABLED_CONFIG"}  # it would ask of partitions what NVML refuses
+        assert [one.partitions for one in gpus] == [[["3g.40gb", "3g.40gb"], []]] * 2  # of two GPUs one was asked for
+    steps = [
+        step for step, _ in groupby(event.step for event in told.of(BootstrapProgress) if event.instance_id == told.of(sky.InstanceProvisioned)[0].instance_id)
+    ]
+    assert steps[-3:] == ["skyward", "mig", "server"]
+    assert as_before(gpus)
+
+
+def test_small_ones_after_large_ones(machines, gpus, tmp_path):
+    """Eight workers on one machine: four kinds of partitions on each of two GPUs, made in the order in which they fit, and each has a call at once."""
+    with pool_on(machines[:1], tmp_path, accelerator=MIXED) as pool:
+        assert gpus[0].partitions == [["3g.40gb", "2g.20gb", "1g.10gb", "1g.10gb"]] * 2
+        assert [visible for visible, _ in seen() @ pool] == gpus[0].uuids
+        assert set(pool.map(used, range(8))) == set(gpus[0].uuids)
+    assert as_before(gpus)
+
+
+def test_a_worker_that_dies_comes_back_with_its_own_partition(machines, gpus, tmp_path):
+    """A call's process, and then the worker's itself: both come again, and see what they saw before; the node is not replaced."""
+    told = Told()
+    with pool_on(machines[:1], tmp_path, told) as pool:
+        before = [visible for visible, _ in seen() @ pool]
+        for _ in range(2):
+            with pytest.raises(sky.CallCrashed):
+                crash() >> pool
+        assert [visible for visible, _ in seen() @ pool] == before
+        client = pool.dask_client()
+        pids = client.run(os.getpid)
+        names = {worker["name"]: address for address, worker in client.scheduler_info(-1)["workers"].items()}
+        machines[0].run(f"kill -KILL {pids[names['0-1']]}")
+        wait_until(lambda: names["0-1"] not in client.scheduler_info(-1)["workers"], "the worker to be missed")
+        wait_until(lambda: len(client.scheduler_info(-1)["workers"]) == 2, "the worker to be back")
+        wait_until(lambda: [visible for visible, _ in seen() @ pool] == before, "both workers to take part", seconds=10)
+        assert told.of(InstanceLost) == []
+    assert as_before(gpus)
+
+
+def test_hosts_that_do_not_see_each_other(fleet, mirror, tmp_path):  # noqa: F811
+    """Two workers a node with a port of their own each, through the client; and again after a node was lost and its host has become another node."""
+    hosts = [fleet.create(isolated=True) for _ in range(2)]
+    for host in hosts:
+        mirror.configure(host)
+    gpus = [install(host.root / PLACE, count=2) for host in hosts]
+    told = Told()
+    with pool_on(hosts, tmp_path, told) as pool:
+        first = [visible for visible, _ in seen() @ pool]
+        assert first == [uuid for one in gpus for uuid in one.uuids]
+        client = pool.dask_client()
+        names = {worker["name"]: address for address, worker in client.scheduler_info(-1)["workers"].items()}
+        parents = client.run(os.getppid)
+        assert len({address.rpartition(":")[2] for address in names.values()}) == 4
+        assert {address.rpartition(":")[0] for address in names.values()} == {"tls://127.0.0.1"}
+        hosts[1].run(f"kill -KILL {parents[names['1-0']]}")
+        wait_until(lambda: told.of(InstanceLost), "the node to be lost", seconds=60)
+        wait_until(lambda: len(pool.lease.nodes) == 2 and pool.lease.nodes[1].instance.id != told.of(InstanceLost)[0].instance_id, "another node", seconds=60)
+        wait_until(lambda: len(client.scheduler_info(-1)["workers"]) == 4, "its workers", seconds=60)
+        again = [visible for visible, _ in seen() @ pool]
+        assert again == [uuid for one in gpus for uuid in one.uuids]
+        assert again[:2] == first[:2]
+        assert not set(again[2:]) & set(first[2:])
+    assert as_before(gpus)
+    for host in hosts:
+        host.crash()
+
+
+# ── what was done is undone ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_guard_gives_the_gpus_back(machines, gpus, tmp_path):
+    """Nobody is left who could: when the lease runs out the node ends by itself, and its GPUs are as before, an enabled mode included."""
+    gpus[1].set(1, current="Enabled", pending="Enabled")
+    pool = pool_on(machines, tmp_path, accelerator=MIXED, lease_seconds=LEASE_SECONDS).open()
+    assert len({visible for visible, _ in seen() @ pool}) == 16
+    pool.detach(lease_seconds=LEASE_SECONDS)
+    assert gpus[1].partitions == [["3g.40gb", "2g.20gb", "1g.10gb", "1g.10gb"]] * 2
+    wait_until(lambda: all(one.partitions == [[], []] for one in gpus), "the GPUs to be whole", seconds=30)
+    wait_until(lambda: [one.modes for one in gpus] == [["Disabled", "Disabled"], ["Disabled", "Enabled"]], "their modes to be as before")
+
+
+def test_a_slow_driver_is_not_hurried(machines, gpus, tmp_path):
+    """Who closes the pool waits for the guard as long as that gives GPUs back: nothing is killed in the middle and done a second time."""
+    with pool_on(machines[:1], tmp_path):
+        before = len(gpus[0].changes)
+        gpus[0].set(seconds=1.0)
+    assert [change.split()[-1] for change in gpus[0].changes[before:]] == ["-dci", "-dgi", "0"]
+    assert as_before(gpus)
+
+
+def test_without_a_guard_the_provider_gives_them_back(machines, gpus, tmp_path):
+    """Guard and supervisor are killed, and so nobody on the host knows of anything: `terminate` does it, and lets no other pool in meanwhile."""
+    pool = pool_on(machines[:1], tmp_path).open()
+    provider = pool.spec.provider
+    (node,) = pool.detach().nodes
+    machines[0].run(f"kill -KILL $(cat {node.instance.directory}/guard) $(cat {node.instance.directory}/supervisor)")
+    wait_until(lambda: machines[0].run(f"{TRY_LOCK} true").returncode == 0, "the host to be free")
+    assert not as_before(gpus)
+    machines[0].run(f"setsid sh -c '{PROBE}' </dev/null >/dev/null 2>&1 &")
+    gpus[0].set(seconds=0.4)
+    provider.terminate([node.instance.id])
+    assert as_before(gpus)
+    assert run_on(machines[0], "rm /root/was-held && echo held") == "held"
+
+
+@pytest.mark.parametrize(("stops_at", "stops_when"), [(1, "after"), (2, "before"), (2, "after"), (3, "after")])
+def test_a_bootstrap_that_dies_in_the_middle(machines, gpus, tmp_path, stops_at, stops_when):
+    """The script is killed between two commands on one of two hosts: the pool does not open, and the GPUs of both are as before."""
+    gpus[1].set(stops_at=stops_at, stops_when=stops_when, stops_by="pkill -KILL -f '^bash ./bootstrap.sh'")
+    with pytest.raises(sky.BootstrapFailed) as caught, pool_on(machines, tmp_path, accelerator=MIXED):
+        pass
+    assert (caught.value.node, caught.value.phase, caught.value.exit_code) == (1, "mig", 128 + signal.SIGKILL)
+    assert gpus[1].changes[:stops_at] != []
+    assert as_before(gpus)
+
+
+# ── what is refused ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def failure(machines: Sequence[Host], folder: Path) -> sky.BootstrapFailed:
+    with pytest.raises(sky.BootstrapFailed) as caught, pool_on(machines, folder):
+        pass
+    assert caught.value.phase == "mig"
+    return caught.value
+
+
+def test_somebody_elses_partitions_are_left_alone(machines, gpus, tmp_path):
+    """The error names the GPU and how to make it free; nothing of it is touched."""
+    gpus[0].set(0, current="Enabled", pending="Enabled")
+    gpus[0].run("mig", "-i", "0", "-cgi", "4g.40gb", "-C")
+    error = failure(machines[:1], tmp_path)
+    assert "GPU 0 is partitioned already" in str(error)
+    assert "nvidia-smi mig -i 0 -dci" in str(error)
+    assert (gpus[0].modes, gpus[0].partitions) == (["Enabled", "Disabled"], [["4g.40gb"], []])
+    assert len(gpus[0].changes) == 1
+
+
+def test_a_reset_that_is_refused(machines, gpus, tmp_path):
+    """An A100 in a virtual machine: the error says what to do by hand, and the wish for MIG mode is taken back."""
+    gpus[0].set(needs_reset=True, refuses_reset=True)
+    error = failure(machines[:1], tmp_path)
+    assert "could not be reset" in str(error)
+    assert "reboot the machine, and open the pool again" in str(error)
+    assert as_before(gpus)
+
+
+def test_a_gpu_that_is_in_use(machines, gpus, tmp_path):
+    """Whoever uses it is named."""
+    gpus[0].set(0, processes=[(4711, "/usr/bin/train")])
+    assert "while processes use it: 4711, /usr/bin/train" in str(failure(machines[:1], tmp_path))
+    assert as_before(gpus)
+
+
+def test_what_cannot_be_given_back_is_told(machines, gpus, tmp_path, caplog):
+    """Somebody uses a partition of the pool's when it ends: the provider warns, and everything else is cleaned up."""
+    with pool_on(machines[:1], tmp_path) as pool:
+        directory = pool.lease.nodes[0].instance.directory
+        machines[0].run(f"kill -KILL $(cat {directory}/guard)")
+        gpus[0].set(0, processes=[(4711, "somebody")])
+    assert f"{machines[0].ip}: GPU 0 is not as it was before" in caplog.text
+    assert gpus[0].partitions == [["3g.40gb", "3g.40gb"], []]

@@ -1,0 +1,103 @@
+"""What the credentials of one account do not list is not gone: it may be another's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from pydantic import PrivateAttr
+
+import skyward_core as sky
+from skyward_core.entries import ResourceKind, Wish
+from skyward_core.errors import CredentialsError
+from skyward_core.ledger import Ledger
+from skyward_core.owner import Owner
+from skyward_core.provisioning.sweep import release, sweep
+
+POOL = "sky-1"
+
+
+class Quiet(sky.Provider):
+    """Lists nothing, for whatever account its credentials are of."""
+
+    name: ClassVar[str] = "quiet"
+    _account: str = PrivateAttr(default="")
+    _ended: list[str] = PrivateAttr(default_factory=list)
+
+    def of(self, account: str) -> Quiet:
+        self._account = account
+        return self
+
+    def account(self) -> str:
+        return self._account
+
+    def instances(self, pool_id: str | None = None) -> list[sky.Instance]:
+        return []
+
+    def terminate(self, ids: Sequence[str]) -> None:
+        self._ended += ids
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    """A ledger with a dead pool that has one machine in the account "theirs"."""
+    now = datetime.now(UTC)
+    with Ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
+        dead = replace(Owner.here(), started="1")
+        ledger.open_pool(POOL, owner=dead, provider=Quiet().to_json(), spec_json="{}", lease_expires_at=now - timedelta(hours=1))
+        intent = ledger.intend(POOL, Wish(ResourceKind.INSTANCE, "quiet", "r", f"{POOL}-0", f"{POOL}-1-0", {}, now))
+        ledger.bind(intent, "i-1")
+        ledger.turn_to(POOL, Quiet().to_json(), "theirs")
+        yield ledger
+
+
+def states(ledger: Ledger) -> tuple[bool, bool]:
+    """Whether the pool has ended, and whether its machine's entry is open."""
+    entry = ledger.pool(POOL)
+    assert entry is not None
+    return entry.ended_at is not None, bool(ledger.open_intents())
+
+
+def test_a_sweep_with_other_credentials_leaves_the_entry_open(ledger: Ledger) -> None:
+    """It says whose the machines are; with the right ones the same listing closes it."""
+    report = sweep(ledger, [Quiet().of("ours")], is_dry_run=False)
+    assert states(ledger) == (False, True)
+    (failure,) = report.failures
+    assert failure.pool_id == POOL
+    assert isinstance(failure.error, CredentialsError)
+    assert "'theirs'" in str(failure)
+    assert "'ours'" in str(failure)
+    assert sweep(ledger, [Quiet().of("theirs")], is_dry_run=False).failures == ()
+    assert states(ledger) == (True, False)
+
+
+def test_a_pool_is_not_stopped_with_other_credentials(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is asked of the wrong account, and nothing closed."""
+    ours = Quiet().of("ours")
+    with pytest.raises(CredentialsError, match="'theirs'"):
+        release(POOL, ledger=ledger, credentials=ours)
+    assert ours._ended == []
+    assert states(ledger)[1]
+
+
+def test_an_entry_that_knows_no_account_is_judged_as_before(ledger: Ledger) -> None:
+    """Those of a ledger of the first version, and of providers that have no accounts."""
+    ledger.turn_to(POOL, Quiet().to_json(), "")
+    assert sweep(ledger, [Quiet().of("whoever")], is_dry_run=False).failures == ()
+    assert states(ledger) == (True, False)
+
+
+def test_an_account_that_cannot_be_told_stops_the_sweep_of_its_provider(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An outage of that question is as good as one of the listing."""
+
+    def fail(_: Any) -> str:
+        raise sky.ProviderFailed("it does not answer")
+
+    monkeypatch.setattr(Quiet, "account", fail)
+    report = sweep(ledger, [Quiet()], is_dry_run=False)
+    assert states(ledger) == (False, True)
+    assert [type(failure.error) for failure in report.failures] == [sky.ProviderFailed]

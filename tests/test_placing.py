@@ -1,0 +1,403 @@
+"""Where a pool's machines may come from: candidates, their order, what is put aside, and what is raised when all have refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from pydantic import PrivateAttr
+
+import skyward_core as sky
+from skyward_core.entries import Attempt
+from skyward_core.errors import CredentialsError, NoCapacity, ProviderFailed, QuotaExceeded, Refusal, SkywardError
+from skyward_core.ledger import Ledger, default_url
+from skyward_core.market import Offer, Requirements, matches
+from skyward_core.provisioning import giving_back, placing
+from skyward_core.provisioning.placing import Sold, candidates, key_of, none_left, order, refusal, resting
+from tests.conftest import Told
+from tests.fakes import FakeProvider
+
+NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
+CHEAP, DEAR = sky.Local(price_per_hour=1.0), sky.Local(price_per_hour=2.0)
+
+
+def offer(kind: str = "a", price: float = 1.0, **fields: Any) -> Offer:
+    return Offer(**{"provider": "local", "instance_type": kind, "region": "r-1", "price_per_hour": price, "vcpus": 4, "memory_gb": 16, **fields})
+
+
+def both(kind: str, price: float, spot_price: float, **fields: Any) -> tuple[Offer, Offer]:
+    return offer(kind, price, **fields), offer(kind, spot_price, is_spot=True, on_demand_price_per_hour=price, **fields)
+
+
+def told(found: Sequence[placing.Candidate]) -> list[list[tuple[str, bool, int, int]]]:
+    return [[(part.offer.instance_type, part.offer.is_spot, part.count, part.first_rank) for part in one.parts] for one in found]
+
+
+# ── candidates ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("spot", "expected"),
+    [
+        (None, [[("b", True, 2, 0)], [("a", True, 2, 0)], [("c", False, 2, 0)], [("a", False, 2, 0)], [("b", False, 2, 0)]]),
+        ("if-available", [[("b", True, 2, 0)], [("a", True, 2, 0)], [("c", False, 2, 0)], [("a", False, 2, 0)], [("b", False, 2, 0)]]),
+        ("always", [[("b", True, 2, 0)], [("a", True, 2, 0)]]),
+        ("never", [[("c", False, 2, 0)], [("a", False, 2, 0)], [("b", False, 2, 0)]]),
+        (0.5, [[("b", False, 1, 0), ("b", True, 1, 1)], [("a", False, 1, 0), ("a", True, 1, 1)]]),
+    ],
+)
+def test_candidates_are_what_the_strategy_allows(spot: Any, expected: list[Any]) -> None:
+    """Cheapest first; in a mixed pool the on-demand part has the lower ranks and counts with its price."""
+    wishes = {} if spot is None else {"spot": spot}
+    offers = (*both("a", 3.0, 1.0), *both("b", 3.1, 0.5), offer("c", 2.0))
+    found, refusals = candidates(sky.PoolSpec.of(nodes=2, **wishes), [Sold(CHEAP, offers, "acc")])
+    assert told(found) == expected
+    assert refusals == []
+    assert {one.account for one in found} == {"acc"}
+    assert [one.price_per_hour for one in found] == sorted(one.price_per_hour for one in found)
+
+
+def test_all_providers_and_regions_are_ranked_together() -> None:
+    """By the price of all machines; of equal prices the smaller machine."""
+    spec = sky.PoolSpec.of(nodes=1, cpu=4)
+    found, _ = candidates(
+        spec,
+        [
+            Sold(CHEAP, (offer("x", 2.0, vcpus=8), offer("small", 0.1, vcpus=2))),
+            Sold(DEAR, (offer("y", 2.0), offer("z", 1.5, region="r-2"), offer("z", 1.4, region="r-2"))),
+        ],
+    )
+    assert [(one.provider, one.region, one.parts[0].offer.instance_type, one.price_per_hour) for one in found] == [
+        (DEAR, "r-2", "z", 1.4),
+        (DEAR, "r-2", "z", 1.5),
+        (DEAR, "r-1", "y", 2.0),
+        (CHEAP, "r-1", "x", 2.0),
+    ]
+
+
+def test_who_has_nothing_is_told_with_the_reason() -> None:
+    """A provider that could not be asked, one with nothing that fits, one without spot; the others are candidates."""
+    failed = ProviderFailed("down").coded("503")
+    sold = [
+        Sold(CHEAP, error=failed, seconds=2.0),
+        Sold(DEAR, (offer("tiny", vcpus=1),), seconds=1.0),
+        Sold(CHEAP, (offer("od", 1.0),)),
+        Sold(DEAR, both("s", 3, 1)),
+    ]
+    found, refusals = candidates(sky.PoolSpec.of(cpu=2, spot="always"), sold)
+    assert told(found) == [[("s", True, 1, 0)]]
+    assert refusals[0] == Refusal("local", "", "", False, "ProviderFailed", "503", "down", 2.0)  # noqa: FBT003 - spot
+    assert "tiny has 1 CPUs" in refusals[1].message
+    assert "no spot machine" in refusals[2].message
+
+
+def test_spot_that_nobody_sells_is_a_bad_request() -> None:
+    """Demanded where offers fit and none is spot."""
+    with pytest.raises(sky.BadRequest, match="if-available"):
+        candidates(sky.PoolSpec.of(spot=0.5, nodes=2), [Sold(CHEAP, (offer(),))])
+    assert candidates(sky.PoolSpec.of(spot="always", cpu=99), [Sold(CHEAP, (offer(),))])[0] == []
+
+
+# ── what is remembered ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def attempt(seconds_ago: float, error: str = "NoCapacity", kind: str = "a") -> Attempt:
+    return Attempt("p", NOW - timedelta(seconds=seconds_ago), "local", "r-1", kind, is_spot=False, seconds=1.0, error=error)
+
+
+@pytest.mark.parametrize(
+    ("attempts", "rest_seconds"),
+    [
+        ([], None),
+        ([attempt(3), attempt(2)], None),
+        ([attempt(3), attempt(2), attempt(1)], 59),
+        ([attempt(1), attempt(3), attempt(2), attempt(4)], 119),
+        ([attempt(4), attempt(3), attempt(2), attempt(1, error="")], None),
+        ([attempt(9, error=""), attempt(3), attempt(2), attempt(1)], 59),
+        ([attempt(100 + n) for n in range(3)], None),
+        ([attempt(100 + n) for n in range(40)], 1700),
+    ],
+)
+def test_what_fails_again_and_again_rests(attempts: list[Attempt], rest_seconds: float | None) -> None:
+    """From the third failure in a row on, each time twice as long and half an hour at most; a success ends it."""
+    found = resting(attempts, NOW)
+    assert found == ({} if rest_seconds is None else {key_of(attempts[0]): NOW + timedelta(seconds=rest_seconds)})
+
+
+def test_who_rests_is_asked_last() -> None:
+    """And is not left out."""
+    found, _ = candidates(sky.PoolSpec.of(nodes=1), [Sold(CHEAP, (offer("a", 1.0), offer("b", 2.0), offer("c", 3.0)))])
+    rest = resting([attempt(n) for n in (1, 2, 3)], NOW)
+    assert [one.parts[0].offer.instance_type for one in order(found, rest)] == ["b", "c", "a"]
+
+
+# ── what is raised ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("errors", "kind"),
+    [
+        ([CredentialsError("no"), CredentialsError("neither")], CredentialsError),
+        ([QuotaExceeded("no"), QuotaExceeded("neither")], QuotaExceeded),
+        ([QuotaExceeded("no"), NoCapacity("neither")], NoCapacity),
+        ([CredentialsError("no"), ProviderFailed("neither")], NoCapacity),
+    ],
+)
+def test_all_reasons_are_told(errors: list[SkywardError], kind: type[SkywardError]) -> None:
+    """One kind where all have it, else NoCapacity; every candidate with its reason."""
+    refusals = [refusal(CHEAP, offer(), error.coded("x7"), 1.5) for error in errors]
+    error = none_left(Requirements(), 2, refusals, errors)
+    assert type(error) is kind
+    assert "local/r-1 a: " in str(error)
+    assert "no" in str(error)
+    assert "neither" in str(error)
+    assert error.code == "x7"
+    if isinstance(error, NoCapacity):
+        assert error.refusals == tuple(refusals)
+
+
+def test_one_that_was_alone_says_it_itself() -> None:
+    """The very error, with its refusal."""
+    alone = QuotaExceeded("too many")
+    assert none_left(Requirements(), 1, [refusal(CHEAP, offer(), alone, 0.1)], [alone]) is alone
+    assert len(alone.refusals) == 1
+
+
+# ── failing over ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Elsewhere(FakeProvider):
+    """Another cloud, whose machines are gone as soon as they were launched: the pool does not come up, at once."""
+
+    name: ClassVar[str] = "elsewhere"
+    called: str = "me"
+
+    def account(self) -> str:
+        return self.called
+
+    def instances(self, pool_id: str | None = None) -> list[sky.Instance]:
+        return []
+
+
+class Refusing(FakeProvider):
+    """Launches some machines, then refuses with whatever it is told to."""
+
+    name: ClassVar[str] = "refusing"
+    region: str = "nowhere-1"
+    launches_first: int = 0
+    _error: SkywardError | None = PrivateAttr(default=None)
+    _offers_error: SkywardError | None = PrivateAttr(default=None)
+
+    def with_error(self, error: SkywardError | None, of_offers: SkywardError | None = None) -> Refusing:
+        self._error, self._offers_error = error, of_offers
+        return self
+
+    def offers(self, want: Requirements) -> list[Offer]:
+        if self._offers_error is not None:
+            raise self._offers_error
+        return [one.model_copy(update={"region": self.region}) for one in super().offers(want)]
+
+    def launch(self, offer: Offer, count: int, tags: Mapping[str, str], startup: str) -> list[sky.Instance]:
+        if self._error is None:
+            return super().launch(offer, min(count, self.launches_first), tags, startup)
+        super().launch(offer, self.launches_first, tags, startup)
+        raise self._error
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(giving_back, "DEADLINE_SECONDS", 0.5)
+    monkeypatch.setattr(giving_back, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
+    return str(tmp_path)
+
+
+def run(providers: list[sky.Provider], expected: type[BaseException] = sky.BootstrapFailed, **wishes: Any) -> tuple[Any, Told]:
+    """Open a pool that cannot come up; return the error and what was told."""
+    seen = Told()
+    pool = sky.ComputePool(provider=providers, on_event=seen, display="quiet", **{"nodes": 2, **wishes})
+    with pytest.raises(expected) as caught:
+        pool.open()
+    return caught.value, seen
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NoCapacity("none").coded("InsufficientInstanceCapacity"),
+        QuotaExceeded("limit").coded("VcpuLimitExceeded"),
+        CredentialsError("who").coded("401"),
+        ProviderFailed("down").coded("500"),
+        sky.OfferGone("gone").coded("410"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_next_provider_is_asked(folder: str, error: SkywardError, first: int) -> None:
+    """Whatever the cheaper one refuses with; what it had launched all the same is gone before, and the event tells class, code and seconds."""
+    cheap = Refusing(folder=folder + "/cheap", price_per_hour=1.0, launches_first=first).with_error(error)
+    dear = Elsewhere(folder=folder + "/dear", price_per_hour=2.0)
+    _, seen = run([dear, cheap])
+    assert cheap.machines.running == {}
+    assert dear.machines.launched == ["fake-0", "fake-1"]
+    (refused,) = seen.of(sky.CandidateRefused)
+    assert (refused.provider, refused.region, refused.instance_type, refused.error, refused.code) == (
+        "refusing",
+        "nowhere-1",
+        "fake.1",
+        type(error).__name__,
+        error.code,
+    )
+    assert refused.seconds >= 0
+    assert [event.provider for event in seen.of(sky.InstanceLaunching)] == ["refusing", "elsewhere"]
+    with Ledger(default_url()) as ledger:
+        (entry,) = ledger.pools(include_ended=True)
+        assert entry.provider == dear.to_json()
+        assert entry.provider_account == "me"
+        assert entry.ended_at is not None
+        assert [(one.provider, one.error, one.code) for one in ledger.attempts()] == [("refusing", type(error).__name__, error.code), ("elsewhere", "", "")]
+        assert not ledger.open_intents()
+
+
+def test_fewer_than_asked_for_are_given_back_before_the_next(folder: str) -> None:
+    """Half a pool here and half of it elsewhere is no pool."""
+    cheap = Refusing(folder=folder + "/cheap", price_per_hour=1.0, launches_first=1)
+    dear = Elsewhere(folder=folder + "/dear", price_per_hour=2.0)
+    _, seen = run([cheap, dear])
+    assert (cheap.machines.launched, cheap.machines.running) == (["fake-0"], {})
+    assert dear.machines.launched == ["fake-0", "fake-1"]
+    assert "had 1 of 2" in seen.of(sky.CandidateRefused)[0].message
+
+
+def test_who_cannot_be_asked_is_left_out(folder: str) -> None:
+    """An outage, or refused credentials, of the offers of one provider."""
+    down = Refusing(folder=folder + "/down", price_per_hour=1.0).with_error(None, of_offers=CredentialsError("who are you").coded("401"))
+    up = Elsewhere(folder=folder + "/up")
+    _, seen = run([down, up])
+    assert up.machines.launched == ["fake-0", "fake-1"]
+    assert [(one.provider, one.instance_type, one.error, one.code) for one in seen.of(sky.CandidateRefused)] == [("refusing", "", "CredentialsError", "401")]
+
+
+def test_machines_that_do_not_go_end_the_search(folder: str) -> None:
+    """As long as the first may have machines nobody else is asked: InstancesLeft."""
+
+    class Sticky(Refusing):
+        def terminate(self, ids: Sequence[str]) -> None:
+            raise ProviderFailed("it does not answer")
+
+    cheap = Sticky(folder=folder + "/cheap", price_per_hour=1.0, launches_first=1).with_error(ProviderFailed("half of it"))
+    dear = Elsewhere(folder=folder + "/dear", price_per_hour=2.0)
+    run([cheap, dear], expected=sky.InstancesLeft)
+    assert dear.machines.launched == []
+    with Ledger(default_url()) as ledger:
+        (entry,) = ledger.pools()
+        assert entry.provider == cheap.to_json()
+
+
+def test_when_all_refuse_all_reasons_are_raised(folder: str) -> None:
+    """NoCapacity with the refusals in their order."""
+    first = Refusing(folder=folder + "/1", price_per_hour=1.0).with_error(NoCapacity("none here").coded("A"))
+    second = Refusing(folder=folder + "/2", price_per_hour=2.0, region="nowhere-2").with_error(QuotaExceeded("too many").coded("B"))
+    error, seen = run([first, second], expected=NoCapacity)
+    assert [(one.region, one.error, one.code) for one in error.refusals] == [("nowhere-1", "NoCapacity", "A"), ("nowhere-2", "QuotaExceeded", "B")]
+    assert [refused.message for refused in seen.of(sky.CandidateRefused)] == ["none here", "too many"]
+    assert error.__cause__ is not None
+
+
+def test_spot_is_asked_for_again(folder: str) -> None:
+    """`Spot.Always(retries, interval)`: all candidates so many times more."""
+    scarce = Refusing(folder=folder, spot_is_sold=True).with_error(NoCapacity("none"))
+    error, seen = run([scarce], expected=NoCapacity, spot=sky.Spot.Always(retries=2, interval=0.0))
+    assert len(seen.of(sky.CandidateRefused)) == 3
+    assert {one.spot for one in seen.of(sky.CandidateRefused)} == {True}
+    assert len(error.refusals) == 1
+
+
+def test_what_nobody_can_do_is_refused_and_what_one_can_is_asked_of_it(folder: str) -> None:
+    """A provider that never does what is asked for is left out, if another does it."""
+
+    class NoApt(Refusing):
+        refuses: ClassVar[Mapping[str, str]] = {"apt": "there is no apt; use an image"}
+
+    cannot = NoApt(folder=folder + "/1", price_per_hour=1.0)
+    can = Elsewhere(folder=folder + "/2")
+    _, seen = run([cannot, can], image=sky.Image(apt=["jq"]))
+    assert [event.provider for event in seen.of(sky.InstanceLaunching)] == ["elsewhere"]
+    with pytest.raises(sky.NotYetSupported, match="there is no apt"):
+        sky.ComputePool(provider=[cannot], image=sky.Image(apt=["jq"]))
+
+
+def test_providers_are_asked_at_the_same_time(folder: str) -> None:
+    """All of them have been asked before any has answered."""
+    barrier = threading.Barrier(3, timeout=20)
+
+    class Waiting(Refusing):
+        def offers(self, want: Requirements) -> list[Offer]:
+            barrier.wait()
+            return super().offers(want)
+
+    sold = placing.ask([Waiting(folder=folder, price_per_hour=float(n)) for n in range(1, 4)], Requirements())
+    assert [one.offers[0].price_per_hour for one in sold] == [1.0, 2.0, 3.0]
+
+
+def test_one_that_failed_again_and_again_is_asked_last(folder: str) -> None:
+    """The ledger remembers it for all pools."""
+    cheap = Refusing(folder=folder + "/cheap", price_per_hour=1.0).with_error(NoCapacity("none"))
+    dear = Elsewhere(folder=folder + "/dear", price_per_hour=2.0)
+    for _ in range(3):
+        run([cheap, dear])
+    _, seen = run([cheap, dear])
+    assert [event.provider for event in seen.of(sky.InstanceLaunching)] == ["elsewhere"]
+
+
+# ── several in a spec ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_several_providers_are_part_of_the_spec() -> None:
+    """There and back through JSON; one in a list is that one; none, and the same twice, are refused."""
+    spec = sky.PoolSpec.of(provider=["local", {"name": "local", "price_per_hour": 2.0}])
+    assert spec.providers == (sky.Local(), sky.Local(price_per_hour=2.0))
+    assert sky.PoolSpec.model_validate_json(spec.model_dump_json(exclude_unset=True)) == spec
+    assert sky.PoolSpec.of(provider=[sky.Local()]).provider == sky.Local()
+    assert sky.PoolSpec.of().providers == ()
+    for wrong, words in (([], "an empty list"), (["local", "local"], "named twice"), (["local", "locale"], "did you mean 'local'")):
+        with pytest.raises(sky.BadRequest, match=words):
+            sky.PoolSpec.of(provider=wrong)
+
+
+def test_the_smallest_instance_is_selected() -> None:
+    """Fewest accelerators, then CPUs, then memory; not the cheapest. NoCapacity tells why none."""
+    offers = [
+        offer("big", 1.0, vcpus=64, memory_gb=256, accelerator="H100", accelerators=8, accelerator_memory_gb=80),
+        offer("right", 9.0, vcpus=48, memory_gb=128, accelerator="H100", accelerators=1, accelerator_memory_gb=80),
+        offer("small", 0.5, vcpus=16, memory_gb=128, accelerator="H100", accelerators=1, accelerator_memory_gb=80),
+        offer("none", 0.1, vcpus=64, memory_gb=256),
+    ]
+    assert sky.select_instance(offers, accelerator="H100", cpu=32, memory="128GB").instance_type == "right"
+    assert sky.select_instance(offers, cpu=50).instance_type == "none"
+    with pytest.raises(NoCapacity, match="small has 16 CPUs"):
+        sky.select_instance(offers, accelerator="H100", cpu=100)
+
+
+def test_a_form_factor_is_met_where_it_is_told() -> None:
+    """Asked for, an offer that tells none is not taken for it."""
+    wanted = Requirements(accelerator=sky.Accelerator.NVIDIA.H100(form_factor="SXM"))
+    chip = {"accelerator": "H100", "accelerators": 1, "accelerator_memory_gb": 80}
+    assert [matches(offer(**chip, form_factor=form), wanted) for form in ("SXM", "PCIe", None)] == [
+        None,
+        "has them as PCIe",
+        "does not tell their form factor",
+    ]
+
+
+def test_many_offers_are_ranked() -> None:
+    """Of 50,000 as many as anybody would try, the cheapest first. How quickly is for the benchmarks to tell."""
+    offers = tuple(offer(f"t{n % 500}", 1 + (n * 7919) % 50_000 / 1000, region=f"r-{n // 500}") for n in range(50_000))
+    found, _ = candidates(sky.PoolSpec.of(nodes=2, spot="never"), [Sold(CHEAP, offers)])
+    assert len(found) == placing.MOST_CANDIDATES
+    assert [one.price_per_hour for one in found] == [2 * price for price in sorted(offer.price_per_hour for offer in offers)[: len(found)]]
