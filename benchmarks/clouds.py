@@ -15,9 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from skyward_core.market import Offer, Requirements
-
 import skyward_core as sky
+from skyward_core.market import Offer, Requirements
 from skyward_core.provisioning.placing import Sold, ask, candidates
 from tests.providers.contract import STARTUP, tags
 from tests.providers.fake_digitalocean import TOKEN, FakeDigitalOcean
