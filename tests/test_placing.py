@@ -309,6 +309,15 @@ def test_when_all_refuse_all_reasons_are_raised(folder: str) -> None:
     assert error.__cause__ is not None
 
 
+def test_one_that_refuses_alone_is_not_its_own_cause(folder: str) -> None:
+    """Who walks along the causes of an error comes to an end."""
+    error, _ = run([Refusing(folder=folder).with_error(NoCapacity("none here").coded("A"))], expected=NoCapacity)
+    assert str(error) == "none here"
+    assert error.code == "A"
+    assert error.__cause__ is None
+    assert len(error.refusals) == 1
+
+
 def test_spot_is_asked_for_again(folder: str) -> None:
     """`Spot.Always(retries, interval)`: all candidates so many times more."""
     scarce = Refusing(folder=folder, spot_is_sold=True).with_error(NoCapacity("none"))

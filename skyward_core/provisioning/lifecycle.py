@@ -170,7 +170,8 @@ class Machines:
                     refusals.append(self._note_refusal(candidate, error, time.monotonic() - began))
                     errors.append(error)
             if not rounds or not found:
-                raise none_left(self._spec.requirements, self._spec.nodes, refusals, errors) from (errors[-1] if errors else None)
+                refused = none_left(self._spec.requirements, self._spec.nodes, refusals, errors)
+                raise refused from next((error for error in reversed(errors) if error is not refused), None)
             self._go_on_until(deadline, "no spot machine became free in time", interval)
 
     def _candidates(self, providers: Sequence[Provider]) -> tuple[list[Candidate], list[Refusal], list[SkywardError]]:
