@@ -350,8 +350,16 @@ def reach(key: Key) -> Iterator[Callable[..., Any]]:
 
 
 def endpoint(machine: Host, key: Key) -> Endpoint:
+    """Where it will answer; its own key comes later than its sshd."""
     return Endpoint(
-        host=machine.ip, port=22, user="root", key=str(key.path), host_key=host_key(LAUNCH, key).public, known_hosts="/dev/null", config="/dev/null"
+        host=machine.ip,
+        port=22,
+        user="root",
+        key=str(key.path),
+        host_key=host_key(LAUNCH, key).public,
+        host_key_grace_seconds=60,
+        known_hosts="/dev/null",
+        config="/dev/null",
     )
 
 
