@@ -349,8 +349,9 @@ class Cluster:
                 client.close(timeout=2)
 
     def _count_in(self) -> None:
+        known = list(self._workers.items())  # before asking: one that joins meanwhile misses in the answer, and has not left
         there = {str(worker["name"]): address for address, worker in self.client.scheduler_info(n_workers=-1)["workers"].items()}
-        for name, address in list(self._workers.items()):
+        for name, address in known:
             if there.get(name) != address:
                 self._leave(name, address)
         for name, address in there.items():

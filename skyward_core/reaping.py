@@ -166,8 +166,7 @@ class Ending:
                 self._say(f"{why}, and {reason}: nothing to do")
                 return
             self._say(f"{why}: ending its machines")
-            for provider in self._load(entry):
-                self._give_back(ledger, provider, why)
+            self._give_back_all(ledger, self._load(entry), why)
             if ledger is None:
                 raise BooksOpen(f"its machines are gone; the ledger cannot be used: {trouble}")
             after = ledger.pool(self._pool_id)
@@ -241,6 +240,24 @@ class Ending:
             return [load(entry.provider)]
         named = [provider for provider in providers if entry is not None and provider.to_json() == dict(entry.provider)]
         return named or providers
+
+    def _give_back_all(self, ledger: Ledger | None, providers: Sequence[Provider], why: str) -> None:
+        """Ask all at once: an outage of a cloud that has nothing, which takes minutes to be told, must not keep machines of another running."""
+        troubles: list[Exception] = []
+
+        def give_back(provider: Provider) -> None:
+            try:
+                self._give_back(ledger, provider, why)
+            except Exception as error:
+                troubles.append(error)
+
+        threads = [threading.Thread(target=give_back, args=(provider,), daemon=True) for provider in providers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if troubles:  # machines that may live count for more than books that are open
+            raise next((error for error in troubles if not isinstance(error, BooksOpen)), troubles[0])
 
     def _give_back(self, ledger: Ledger | None, provider: Provider, why: str) -> None:
         from skyward_core.errors import LedgerError

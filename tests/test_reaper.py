@@ -435,6 +435,17 @@ def test_of_several_providers_those_that_may_have_machines_are_asked(pool: Pool,
         wait_until(lambda: not other.instances(), "the machines of the other one to end")
 
 
+def test_an_outage_of_one_provider_keeps_no_machine_of_another(pool: Pool, tmp_path: Path, start: Start) -> None:
+    """Without a ledger all are asked, at the same time: one that fails, for minutes, holds up no other."""
+    down = tmp_path / "down"
+    down.mkdir()
+    (down / "is-down").touch()
+    broken = FolderProvider(folder=str(down), secret=SECRET)
+    start(Charge.of([broken, pool.provider], pool.pool_id, f"sqlite:///{tmp_path}/none.db")).terminate_now()
+    wait_until(lambda: not pool.living(), "the machines of the one that answers to end")
+    (down / "is-down").unlink()
+
+
 STAND_IN = """
 import sys, time
 sys.path.insert(0, {root!r})

@@ -15,7 +15,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -222,11 +222,11 @@ class AWS(Provider):
         prices = _prices(account, region, [offer.instance_type for offer, _ in machines])
         zones = {subnet["AvailabilityZone"] for subnet in self._subnets(account, region)} if self.subnet_ids else None
         spot_types = [offer.instance_type for offer, classes in machines if "spot" in classes]
-        spot: dict[str, float] = {}
+        spot: dict[str, set[float]] = {}
         for (instance_type, zone), price in _spot_prices(account, region, spot_types).items():
             if zones is None or zone in zones:
-                spot[instance_type] = min(price, spot.get(instance_type, price))
-        return [sold for offer, classes in machines for sold in _sold(offer, classes, prices.get(offer.instance_type), spot.get(offer.instance_type))]
+                spot.setdefault(instance_type, set()).add(price)
+        return [sold for offer, classes in machines for sold in _sold(offer, classes, prices.get(offer.instance_type), spot.get(offer.instance_type, set()))]
 
     # ── how it is launched ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -240,11 +240,15 @@ class AWS(Provider):
         return content
 
     def _run(self, account: _Account, offer: Offer, count: int, tags: Tags, user_data: bytes) -> list[dict[str, Any]]:
-        """Find out what a launch needs, and try zone after zone; the cheapest first where they have prices."""
+        """Find out what a launch needs, and try zone after zone; spot machines in the cheapest first, and in none that is dearer than what was offered."""
         region = offer.region
         words = self._words(account, offer, tags, user_data)
         subnets = self._subnets(account, region)
         prices = _spot_prices(account, region, [offer.instance_type]) if offer.is_spot else {}
+        if offer.is_spot:  # the bill and what the money allows are counted by the offer's price
+            subnets = [subnet for subnet in subnets if prices.get((offer.instance_type, subnet["AvailabilityZone"]), float("inf")) <= offer.price_per_hour]
+        if not subnets:
+            raise NoCapacity(f"no zone of {region} sells {offer.instance_type} as spot for ${offer.price_per_hour:g} any more").coded("SpotPriceTooHigh")
         subnets.sort(key=lambda subnet: (prices.get((offer.instance_type, subnet["AvailabilityZone"]), float("inf")), subnet["AvailabilityZone"]))
         groups: dict[str, str] = {}
         cidr = self._ssh_cidr()
@@ -587,16 +591,16 @@ def _chip(kind: Mapping[str, Any]) -> tuple[str | None, int, float | None] | Non
     return (chip.name, count, min(chip.memory_gb, key=lambda size: abs(size - told))) if count else None
 
 
-def _sold(offer: Offer, classes: frozenset[str], price: float | None, spot: float | None) -> list[Offer]:
-    """Return the offers of one type of machine: on demand and spot, each if it has a price."""
+def _sold(offer: Offer, classes: frozenset[str], price: float | None, spot: Collection[float]) -> list[Offer]:
+    """Return the offers of one type of machine: on demand if that has a price, and spot at each price that some zone has."""
     sold: list[Offer] = []
     if price is not None and "on-demand" in classes:
         sold.append(offer.model_copy(update={"price_per_hour": price, "on_demand_price_per_hour": price}))
-    if spot is not None:
-        if price is not None and spot >= NO_SPOT_POOL * price:
-            log.debug("spot %s costs $%g of $%g in %s: there is little to be had", offer.instance_type, spot, price, offer.region)
-        dear = price if price is not None and price >= spot else None  # an estimate from another region may be too low
-        sold.append(offer.model_copy(update={"is_spot": True, "price_per_hour": spot, "on_demand_price_per_hour": dear}))
+    for cost in sorted(spot):
+        if price is not None and cost >= NO_SPOT_POOL * price:
+            log.debug("spot %s costs $%g of $%g in %s: there is little to be had", offer.instance_type, cost, price, offer.region)
+        dear = price if price is not None and price >= cost else None  # an estimate from another region may be too low
+        sold.append(offer.model_copy(update={"is_spot": True, "price_per_hour": cost, "on_demand_price_per_hour": dear}))
     return sold
 
 

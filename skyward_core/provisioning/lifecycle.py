@@ -169,7 +169,7 @@ class Machines:
                     self._end_all()  # an error does not prove that nothing was launched
                     refusals.append(self._note_refusal(candidate, error, time.monotonic() - began))
                     errors.append(error)
-            if not rounds or not found:
+            if not rounds or not found or time.monotonic() + interval > deadline:
                 refused = none_left(self._spec.requirements, self._spec.nodes, refusals, errors)
                 raise refused from next((error for error in reversed(errors) if error is not refused), None)
             self._go_on_until(deadline, "no spot machine became free in time", interval)

@@ -225,11 +225,11 @@ def test_without_the_right_to_ask_for_prices_our_table_stands_in(cloud: FakeAWS)
     assert make(cloud).offers(Requirements(instance_type="r7i.large")) == []
 
 
-def test_spot_costs_what_its_cheapest_zone_costs_now(cloud: FakeAWS) -> None:
+def test_spot_is_offered_at_each_price_that_a_zone_has_now(cloud: FakeAWS) -> None:
     """Older prices and Local Zones left out; the price on demand stands beside it."""
     cloud.spot = {("g4dn.xlarge", "us-east-1a"): 0.3, ("g4dn.xlarge", "us-east-1c"): 0.2, ("g4dn.xlarge", "us-east-1-atl-2a"): 0.1}
     spot = [offer for offer in make(cloud).offers(T4) if offer.is_spot]
-    assert [(offer.price_per_hour, offer.on_demand_price_per_hour) for offer in spot] == [(0.2, 0.526)]
+    assert [(offer.price_per_hour, offer.on_demand_price_per_hour) for offer in spot] == [(0.2, 0.526), (0.3, 0.526)]
     (words,) = {json.dumps({name: value for name, value in words.items() if name.startswith("Product")}) for words in cloud.words("DescribeSpotPriceHistory")}
     assert json.loads(words) == {"ProductDescription.1": "Linux/UNIX"}
 
@@ -299,7 +299,7 @@ def test_a_spot_machine_is_asked_for_once_and_told_as_spot(cloud: FakeAWS) -> No
     """One-time, so that nothing comes back after it; in the cheapest zone first, and with that zone's price."""
     cloud.spot = {("g4dn.xlarge", "us-east-1d"): 0.21, ("g4dn.xlarge", "us-east-1b"): 0.25}
     cloud.fail("RunInstances", "InsufficientInstanceCapacity", 500)
-    (machine,) = make(cloud).launch(SPOT, 1, tags(), STARTUP)
+    (machine,) = make(cloud).launch(SPOT.model_copy(update={"price_per_hour": 0.25}), 1, tags(), STARTUP)
     assert zones_asked(cloud) == ["us-east-1d", "us-east-1b"]
     (listed,) = make(cloud).instances(POOL)
     for instance in (machine, listed):
@@ -361,6 +361,7 @@ def test_what_goes_on_failing_is_looked_for(cloud: FakeAWS) -> None:
 
 def test_machines_of_another_call_are_not_taken_for_those_of_a_lost_one(cloud: FakeAWS) -> None:
     """The same launch asked for on demand and then as spot: what is looked for is what this call has made."""
+    cloud.spot = {("g4dn.xlarge", "us-east-1a"): 0.2}
     (there,) = make(cloud).launch(OFFER, 1, tags(), STARTUP)
     cloud.fail("RunInstances", "InternalError", 500, times=99)
     with pytest.raises(ProviderFailed, match="0 of 1 machines are listed"):
@@ -385,6 +386,20 @@ def test_throttling_of_the_creating_call_is_waited_out(cloud: FakeAWS) -> None:
     with pytest.raises(ProviderFailed) as caught:
         make(cloud).launch(OFFER, 1, tags(launch="L1"), STARTUP)
     assert caught.value.code == "RequestLimitExceeded"
+
+
+def test_no_zone_that_is_dearer_than_the_offer_is_asked(cloud: FakeAWS) -> None:
+    """The bill counts the offer's price: a machine in a dearer zone would cost more than anybody notes. What has become dearer since is no capacity."""
+    cloud.spot = {("g4dn.xlarge", "us-east-1a"): 0.2, ("g4dn.xlarge", "us-east-1b"): 0.25}
+    cloud.fail("RunInstances", "InsufficientInstanceCapacity", 500, times=9)
+    with pytest.raises(NoCapacity):
+        make(cloud).launch(SPOT, 1, tags(), STARTUP)
+    assert zones_asked(cloud) == ["us-east-1a"]
+    cloud.spot = {("g4dn.xlarge", "us-east-1a"): 0.21}
+    with pytest.raises(NoCapacity) as caught:
+        make(cloud).launch(SPOT, 1, tags(), STARTUP)
+    assert caught.value.code == "SpotPriceTooHigh"
+    assert zones_asked(cloud) == ["us-east-1a"]
 
 
 def test_a_token_is_of_launch_place_and_market(cloud: FakeAWS) -> None:
