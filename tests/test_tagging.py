@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyward_core.providers.tagging import from_word, of_machine, to_word
+from skyward_core.providers.tagging import from_word, launch_word, of_machine, to_word
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
@@ -26,3 +26,9 @@ def test_a_word_that_is_none_says_nothing(word: str) -> None:
 def test_each_machine_of_a_launch_has_its_own_rank() -> None:
     """The tags of the call stay, but for the rank, which was the first machine's."""
     assert of_machine({"skyward-pool": "sky-one", "skyward-rank": "0", "a": "b"}, 2) == {"skyward-pool": "sky-one", "skyward-rank": "2", "a": "b"}
+
+
+def test_launches_of_a_pool_have_other_words() -> None:
+    """Though their tokens begin alike; the word is the same in each process and release, for machines are found by it."""
+    assert launch_word({"skyward-launch": "sky-a-1"}) == "62af3659"
+    assert launch_word({"skyward-launch": "sky-a-2"}) == "dd3baef7"

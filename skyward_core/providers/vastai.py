@@ -157,7 +157,9 @@ class VastAI(Provider):
     image: str = Field(default="nvidia/cuda:12.4.1-runtime-ubuntu22.04", description="A public image of Debian's family.")
     disk_gb: int = Field(default=40, ge=8, description="For the life of the container.")
     bid_margin: float = Field(default=0.1, ge=0, description="How much more than the least bid is bid for a spot machine, as a share.")
-    price_tolerance: float = Field(default=0.02, ge=0, le=1, description="How much more than its offer a machine may cost, as a share.")
+    price_tolerance: float = Field(
+        default=0.0, ge=0, le=1, description="How much more than its offer, by which the bill is counted, a machine may cost, as a share."
+    )
     verified_only: bool = Field(default=True, description="Only machines that Vast has checked.")
     min_reliability: float = Field(default=0.98, ge=0, le=1)
     min_download_mbps: float = Field(default=200.0, ge=0)
