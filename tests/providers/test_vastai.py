@@ -318,13 +318,15 @@ def test_only_so_many_asks_are_tried(fake: FakeVast) -> None:
 
 
 def test_nothing_dearer_is_rented(fake: FakeVast) -> None:
-    """Than the offer and a small tolerance, nor with fewer CPUs or memory, nor elsewhere, nor another class. Fewer machines are no error."""
+    """Than the offer, by which the bill is counted, or as much more as is allowed, nor with fewer CPUs or memory, nor elsewhere, nor another class. Fewer machines are no error."""
     offer = cheapest()
     fake.asks.clear()
     fake.sell(
         ask(1, price=0.356), ask(2, price=0.36), ask(3, cpu_cores_effective=8.0), ask(4, cpu_ram=256000), ask(5, geolocation="Sweden, SE"), ask(6, gpus=2)
     )
-    (machine,) = VastAI().launch(offer, 4, tags(), STARTUP)
+    with pytest.raises(NoCapacity):
+        VastAI().launch(offer, 4, tags(), STARTUP)
+    (machine,) = VastAI(price_tolerance=0.02).launch(offer, 4, tags(), STARTUP)
     assert rented(fake) == [1]
     assert machine.price_per_hour == 0.356
     fake.sell(ask(1, price=0.356))
@@ -348,9 +350,10 @@ def test_neighbours_are_preferred_for_several_machines(fake: FakeVast) -> None:
         ask(301, price=0.351, cluster_id=7), ask(302, price=0.352, cluster_id=7), ask(303, price=0.351, machine_id=9), ask(304, price=0.353, machine_id=9)
     )
     offer = cheapest()
-    VastAI().launch(offer, 2, tags(), STARTUP)
-    VastAI().launch(offer, 2, tags(launch="L2"), STARTUP)
-    VastAI().launch(offer, 1, tags(launch="L3"), STARTUP)
+    provider = VastAI(price_tolerance=0.02)
+    provider.launch(offer, 2, tags(), STARTUP)
+    provider.launch(offer, 2, tags(launch="L2"), STARTUP)
+    provider.launch(offer, 1, tags(launch="L3"), STARTUP)
     assert rented(fake) == [301, 302, 303, 304, 101]
 
 
