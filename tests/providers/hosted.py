@@ -118,11 +118,18 @@ def boot_script(host: Host, hostname: str, text: str) -> None:
 
 def container(host: Host, variables: Mapping[str, str], arguments: Sequence[str]) -> None:
     """Start a container's main process, which does not return, and wait until its sshd has the key that it was given."""
-    key = host.root / "etc/ssh/ssh_host_ed25519_key.pub"
-    before = key.read_text()
+    before = host_key_of(host)
     as_boot(host, f"setsid {shlex.join(arguments)} &", variables)
-    wait_until(lambda: key.exists() and key.read_text().endswith("\n") and key.read_text() != before, f"{host.name} to have its host key")
-    know(host, key.read_text())
+    wait_until(lambda: host_key_of(host).endswith("\n") and host_key_of(host) != before, f"{host.name} to have its host key")
+    know(host, host_key_of(host))
+
+
+def host_key_of(host: Host) -> str:
+    """Return a host's public key as it stands, whole or in part; nothing while its boot script takes the old one away."""
+    try:
+        return (host.root / "etc/ssh/ssh_host_ed25519_key.pub").read_text()
+    except FileNotFoundError:
+        return ""
 
 
 def know(host: Host, public: str) -> None:
