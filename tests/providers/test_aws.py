@@ -19,7 +19,7 @@ from skyward_core.accelerators import parse
 from skyward_core.errors import CredentialsError, InstancesLeft, NoCapacity, NotYetSupported, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
 from skyward_core.instances import InstanceState
 from skyward_core.market import Offer, Requirements, matches
-from skyward_core.providers import _aws_prices, aws
+from skyward_core.providers import _aws_account, _aws_launch, _aws_offers, _aws_prices, aws
 from skyward_core.providers.base import LAUNCH_TAG, RANK_TAG, Provider, load
 from skyward_core.providers.login import host_key, our_key
 from tests.providers.contract import POOL, STARTUP, Hands, ProviderContract, tags
@@ -36,7 +36,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from botocore.retries import standard
 
     monkeypatch.setattr(standard.ExponentialBackoff, "delay_amount", lambda *_: 0)
-    monkeypatch.setattr(aws, "AGAIN_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(_aws_launch, "AGAIN_SECONDS", (0.0, 0.0))
     monkeypatch.setattr(aws, "FIRST_LOOK_SECONDS", 0.0)
 
 
@@ -169,7 +169,7 @@ def every_type() -> dict[str, dict[str, Any]]:
 )
 def test_a_chip_is_called_as_in_the_catalogue(name: str, chips: tuple[Any, ...]) -> None:
     """With the catalogue's memory, by AWS's own descriptions of its types."""
-    machine = aws._machine(every_type()[name], "us-east-1")
+    machine = _aws_offers.machine_of(every_type()[name], "us-east-1")
     assert machine is not None
     offer = machine[0]
     assert (offer.accelerators, offer.accelerator, offer.accelerator_memory_gb, offer.form_factor) == chips
@@ -178,7 +178,7 @@ def test_a_chip_is_called_as_in_the_catalogue(name: str, chips: tuple[Any, ...])
 @pytest.mark.parametrize("name", ["g6f.xlarge", "gr6f.4xlarge", "dl2q.24xlarge", "vt1.3xlarge", "f2.6xlarge"])
 def test_parts_of_a_chip_and_chips_that_we_do_not_know_are_not_offered(name: str) -> None:
     """Rather than taken for a machine with none."""
-    assert aws._machine(every_type()[name], "us-east-1") is None
+    assert _aws_offers.machine_of(every_type()[name], "us-east-1") is None
 
 
 def test_every_type_with_a_chip_answers_to_its_wish() -> None:
@@ -186,7 +186,7 @@ def test_every_type_with_a_chip_answers_to_its_wish() -> None:
     found = 0
     for kind in every_type().values():
         if kind.get("GpuInfo") or kind.get("NeuronInfo"):
-            machine = aws._machine(kind, "us-east-1")
+            machine = _aws_offers.machine_of(kind, "us-east-1")
             if machine is None:
                 assert kind["InstanceType"].split(".")[0] in ("g6f", "gr6f")
                 continue
@@ -652,7 +652,7 @@ def test_a_state_is_told_as_what_it_costs(cloud: FakeAWS, word: str, state: Inst
 
 def test_all_pages_of_a_listing_are_read(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven launches, five on a page."""
-    monkeypatch.setattr(aws, "PAGE", 5)
+    monkeypatch.setattr(_aws_account, "PAGE", 5)
     for rank in range(7):
         make(cloud).launch(OFFER, 1, tags(first_rank=rank, launch=f"L{rank}"), STARTUP)
     assert sorted(instance.rank for instance in make(cloud).instances(POOL)) == list(range(7))
@@ -776,7 +776,7 @@ def test_where_a_person_looks(cloud: FakeAWS) -> None:
 )
 def test_a_code_says_what_to_do_next(code: str, status: int, kind: type[SkywardError]) -> None:
     """Whatever the status beside it: no capacity is a 500."""
-    assert aws._meaning(code, status) is kind
+    assert _aws_account.meaning(code, status) is kind
 
 
 def test_an_answer_that_is_none_is_an_outage(cloud: FakeAWS) -> None:

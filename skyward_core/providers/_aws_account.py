@@ -1,0 +1,202 @@
+"""What is asked of AWS, and what its answers mean: sessions, errors, states."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http import HTTPStatus
+from typing import Any, Self
+
+from skyward_core.errors import (
+    BadRequest,
+    CredentialsError,
+    NoCapacity,
+    ProviderFailed,
+    QuotaExceeded,
+    RateLimited,
+    SkywardError,
+)
+from skyward_core.instances import InstanceState
+from skyward_core.providers import _http
+
+PAGE = 100
+MOST_THREADS = 8
+CONNECT_SECONDS, READ_SECONDS = 10, 30
+ATTEMPTS = 5
+
+STATES: Mapping[str, InstanceState] = {
+    "pending": InstanceState.PENDING,
+    "running": InstanceState.RUNNING,
+    "stopping": InstanceState.STOPPING,
+    "stopped": InstanceState.STOPPING,  # its disk is paid for
+    # Nothing leads back from it, and it is not billed (EC2 guide, "Instance lifecycle"); a large machine stays in it for minutes.
+    "shutting-down": InstanceState.GONE,
+    "terminated": InstanceState.GONE,
+}
+"""A state that is not here is PENDING: the machine is there, and must be ended."""
+
+COMING = (InstanceState.PENDING, InstanceState.RUNNING)
+
+MEANINGS: Mapping[type[SkywardError], str] = {
+    NoCapacity: r"Insufficient(Instance|Host|ReservedInstance)?Capacity|UnfulfillableCapacity|Unsupported|ReservationCapacityExceeded"
+    r"|InsufficientFreeAddressesInSubnet|SpotMaxPriceTooLow|SpotInstance(Termination|Shutdown)",
+    QuotaExceeded: r"(Vcpu|Instance|Volume|Address|NetworkInterface|MaxIOPS)LimitExceeded|Max(SpotInstance|Fleet)CountExceeded",
+    CredentialsError: r"AuthFailure|UnauthorizedOperation|AccessDenied(Exception)?|OptInRequired|ExpiredToken(Exception)?|RequestExpired|Blocked"
+    r"|InvalidClientTokenId|InvalidAccessKeyId|UnrecognizedClientException|SignatureDoesNotMatch|InvalidSignatureException|IncompleteSignature"
+    r"|MissingAuthenticationToken|PendingVerification",
+    RateLimited: r"RequestLimitExceeded|(Request)?Throttl(ing|ed)(Exception)?|SlowDown|EC2ThrottledException|TooManyRequestsException",
+}
+"""Error codes of EC2, SSM, STS and the price list (fact sheet, 0.2). What follows a dot in a code counts for nothing; a 5xx with another code is an outage."""
+
+
+@functools.cache
+def _models() -> Any:
+    """The SDK's descriptions of the services, which are read from files: 0.1 s for EC2's, paid once a process."""
+    return importlib.import_module("botocore.loaders").create_loader()
+
+
+class Account:
+    """What is asked of AWS in one verb: a context manager. Failures become our errors; requests are repeated by the SDK, those said `once` are not."""
+
+    def __init__(self, profile: str | None, endpoint_url: str | None, keys: tuple[str, str, str | None] | None) -> None:
+        """Begin as a profile, or with the keys given: id, secret and session token."""
+        try:
+            self._sdk = importlib.import_module("botocore.session")
+        except ModuleNotFoundError as error:
+            raise BadRequest("provider aws needs AWS's SDK: pip install 'skyward-core[aws]'") from error
+        self._endpoint_url = endpoint_url
+        self._clients: dict[tuple[str, str, bool], Any] = {}
+        self._lock = threading.Lock()
+        self._secrets: tuple[str, ...] = ()
+        self._session = self._sdk.Session(profile=profile)
+        self._session.register_component("data_loader", _models())
+        if keys is not None:
+            self._session.set_credentials(*keys)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for client in self._clients.values():
+            client.close()
+
+    def ask(self, region: str, service: str, operation: str, *, once: bool = False, **words: Any) -> dict[str, Any]:
+        with self._translated(f"{service} {operation} in {region}"):
+            return getattr(self._client(region, service, once=once), operation)(**words)
+
+    def pages(self, region: str, service: str, operation: str, what: str, **words: Any) -> list[Any]:
+        """Ask for all pages of a list."""
+        with self._translated(f"{service} {operation} in {region}"):
+            pages = self._client(region, service).get_paginator(operation).paginate(PaginationConfig={"PageSize": PAGE}, **words)
+            return [item for page in pages for item in page[what]]
+
+    def machines(self, region: str, wanted: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the machines that pass a filter, ended ones too."""
+        reservations = self.pages(region, "ec2", "describe_instances", "Reservations", Filters=[wanted])
+        return [machine for reservation in reservations for machine in reservation["Instances"]]
+
+    def wait_for(self, region: str, what: str, **words: Any) -> None:
+        with self._translated(f"waiting for {what} in {region}"):
+            self._client(region, "ec2").get_waiter(what).wait(WaiterConfig={"Delay": 1, "MaxAttempts": 20}, **words)
+
+    def _client(self, region: str, service: str, *, once: bool = False) -> Any:
+        with self._lock:  # making clients is not for several threads; using them is
+            if (region, service, once) not in self._clients:
+                if not self._clients and (credentials := self._session.get_credentials()) is not None:
+                    frozen = credentials.get_frozen_credentials()
+                    self._secrets = tuple(secret for secret in (frozen.secret_key, frozen.token) if secret)
+                # InsufficientInstanceCapacity is a 500: the SDK would ask the same zone again for seconds (measured, fact sheet 1.4)
+                settings = importlib.import_module("botocore.config").Config(
+                    retries={"mode": "standard", "total_max_attempts": 1 if once else ATTEMPTS},
+                    connect_timeout=CONNECT_SECONDS,
+                    read_timeout=READ_SECONDS,
+                    max_pool_connections=MOST_THREADS,
+                )
+                self._clients[region, service, once] = self._session.create_client(
+                    service, region_name=region, endpoint_url=self._endpoint_url, config=settings
+                )
+            return self._clients[region, service, once]
+
+    @contextmanager
+    def _translated(self, what: str) -> Generator[None]:
+        kinds = importlib.import_module("botocore.exceptions")
+        garbled = importlib.import_module("botocore.parsers").ResponseParserError
+        refused = (
+            kinds.NoCredentialsError,
+            kinds.PartialCredentialsError,
+            kinds.CredentialRetrievalError,
+            kinds.ProfileNotFound,
+            kinds.SSOError,
+            kinds.TokenRetrievalError,
+            kinds.NoAuthTokenError,
+        )
+        try:
+            yield
+            return
+        except kinds.ClientError as error:
+            told, cause = error.response.get("Error", {}), error
+            code = str(told.get("Code", ""))
+            kind = meaning(code, error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+            message = f"AWS answered {what} with {code}: {told.get('Message', '')}"
+        except refused as error:
+            kind, code, cause = CredentialsError, "", error
+            message = "no credentials for AWS: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or log in "
+            message += f"(`aws configure`, `aws sso login`): {error}"
+        except (kinds.HTTPClientError, kinds.ConnectionError, kinds.WaiterError, garbled) as error:
+            kind, code, cause, message = ProviderFailed, "", error, f"AWS did not answer {what}: {error}"
+        except (kinds.BotoCoreError, ValueError) as error:
+            kind, code, cause, message = BadRequest, "", error, f"AWS cannot be asked {what}: {error}"
+        text = functools.reduce(lambda text, secret: text.replace(secret, "***"), self._secrets, message)
+        # SignatureDoesNotMatch repeats what was signed, a session token too: then its cause is not told either
+        raise kind(text[: _http.TOLD_CHARACTERS]).coded(code) from (cause if text == message else None)
+
+
+def meaning(code: str, status: int) -> type[SkywardError]:
+    head = code.partition(".")[0]
+    for kind, codes in MEANINGS.items():
+        if re.fullmatch(codes, head):
+            return kind
+    if status == HTTPStatus.TOO_MANY_REQUESTS:
+        return RateLimited
+    return ProviderFailed if status >= HTTPStatus.INTERNAL_SERVER_ERROR else BadRequest
+
+
+def each[T, R](things: Sequence[T], ask: Callable[[T], R]) -> list[R]:
+    """Ask about several things at once, in threads of their own if there are several; in their order. Raises the first failure when all are through."""
+    if len(things) == 1:
+        return [ask(things[0])]
+    with ThreadPoolExecutor(min(MOST_THREADS, max(1, len(things))), thread_name_prefix="skyward-aws") as threads:
+        return [future.result() for future in [threads.submit(ask, thing) for thing in things]]
+
+
+def state_of(machine: Mapping[str, Any]) -> InstanceState:
+    return STATES.get(machine["State"]["Name"], InstanceState.PENDING)
+
+
+def terminated(account: Account, region: str, ids: Sequence[str]) -> tuple[set[str], dict[str, SkywardError]]:
+    """Ask for the end of machines; return those that were ended, and what is in the way of others. What the region does not know is in neither.
+
+    One id that it does not know, or refuses to end, fails the whole call (fact sheet, 1.5): then each is asked for alone.
+    """
+    try:
+        account.ask(region, "ec2", "terminate_instances", InstanceIds=list(ids))
+        return set(ids), {}
+    except BadRequest as error:
+        if len(ids) > 1:
+            parts = each(ids, lambda machine_id: terminated(account, region, [machine_id]))
+            return {machine_id for done, _ in parts for machine_id in done}, dict(item for _, failed in parts for item in failed.items())
+        return set(), {} if error.code.startswith("InvalidInstanceID.") else {ids[0]: error}
+    except SkywardError as error:
+        return set(), dict.fromkeys(ids, error)
+
+
+def number(text: object) -> float | None:
+    try:
+        return float(str(text))
+    except ValueError:
+        return None

@@ -1,0 +1,151 @@
+"""What EC2 sells: types, prices on demand and spot prices, zone by zone. "Fact sheet" is the one of 2026-11-20."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from skyward_core.accelerators.catalog import find
+from skyward_core.errors import (
+    BadRequest,
+    SkywardError,
+)
+from skyward_core.market import Offer
+from skyward_core.providers._aws_account import PAGE, Account, each, number
+from skyward_core.providers._aws_prices import PRICES, REGION
+
+GB = 1e9
+MIB = 1024**2
+MOST_PRICED_ONE_BY_ONE = 16
+NO_SPOT_POOL = 0.95
+"""At this share of the on-demand price, and above it, nothing is left over that is sold as spot (fact sheet, 1.2)."""
+
+OTHER_DEVICES = ("FpgaInfo", "MediaAcceleratorInfo", "InferenceAcceleratorInfo")
+UNTOLD_CHIPS: Mapping[str, tuple[str, int]] = {"trn2u.48xlarge": ("Trainium2", 16)}
+"""What DescribeInstanceTypes leaves out (fact sheet, 1.2)."""
+
+SXM = ("V100", "A100", "H100", "H200")
+"""What EC2 has as SXM boards, in its families p3 to p5 (fact sheet, section 6). AWS does not tell."""
+
+
+WITHOUT_IMAGE: Mapping[str, str] = {
+    "V100": "the driver of AWS's images, branch 595, no longer knows Volta",
+    "Inferentia1": "AWS's Neuron images no longer support it",
+    "Radeon Pro V520": "AWS keeps no image with AMD's driver",
+}
+
+log = logging.getLogger(__name__)
+
+
+def machine_of(kind: Mapping[str, Any], region: str) -> tuple[Offer, frozenset[str]] | None:
+    """Read what DescribeInstanceTypes says: an offer without a price, and how it is sold. None for chips that we do not know and for parts of a chip."""
+    chip = _chip(kind)
+    if chip is None:
+        return None
+    accelerator, accelerators, accelerator_memory_gb = chip
+    offer = Offer(
+        provider="aws",
+        instance_type=kind["InstanceType"],
+        region=region,
+        price_per_hour=0.0,
+        vcpus=kind["VCpuInfo"]["DefaultVCpus"],
+        memory_gb=kind["MemoryInfo"]["SizeInMiB"] * MIB / GB,
+        accelerator=accelerator,
+        accelerators=accelerators,
+        accelerator_memory_gb=accelerator_memory_gb,
+        form_factor="SXM" if kind["InstanceType"].startswith("p") and accelerator in SXM else None,
+    )
+    return offer, frozenset(kind.get("SupportedUsageClasses", []))
+
+
+def _chip(kind: Mapping[str, Any]) -> tuple[str | None, int, float | None] | None:
+    """Name, number and memory of a type's chips: no name where it has none, None where they are not ours to offer.
+
+    The memory is the catalogue's size that is nearest to what AWS tells: 22888 MiB are the L4's 24 GB, p4d and p4de are both "A100", and the 524288 MiB of
+    a Trainium2 are wrong altogether (fact sheet, 1.2).
+    """
+    devices = [*(kind.get("GpuInfo") or {}).get("Gpus", []), *(kind.get("NeuronInfo") or {}).get("NeuronDevices", [])]
+    name, count = UNTOLD_CHIPS.get(kind["InstanceType"], ("", 0))
+    if devices:
+        name, count = str(devices[0]["Name"]), int(devices[0].get("Count") or 0)
+    elif not count:
+        return None if any(kind.get(other) for other in OTHER_DEVICES) else (None, 0, None)
+    try:
+        chip = find(name)
+    except BadRequest:
+        return None
+    told = (devices[0].get("MemoryInfo", {}).get("SizeInMiB", 0) if devices else 0) * MIB / GB
+    return (chip.name, count, min(chip.memory_gb, key=lambda size: abs(size - told))) if count else None
+
+
+def sold_as(offer: Offer, classes: frozenset[str], price: float | None, spot: Collection[float]) -> list[Offer]:
+    """Return the offers of one type of machine: on demand if that has a price, and spot at each price that some zone has."""
+    sold: list[Offer] = []
+    if price is not None and "on-demand" in classes:
+        sold.append(offer.model_copy(update={"price_per_hour": price, "on_demand_price_per_hour": price}))
+    for cost in sorted(spot):
+        if price is not None and cost >= NO_SPOT_POOL * price:
+            log.debug("spot %s costs $%g of $%g in %s: there is little to be had", offer.instance_type, cost, price, offer.region)
+        dear = price if price is not None and price >= cost else None  # an estimate from another region may be too low
+        sold.append(offer.model_copy(update={"is_spot": True, "price_per_hour": cost, "on_demand_price_per_hour": dear}))
+    return sold
+
+
+def prices_of(account: Account, region: str, types: Sequence[str]) -> dict[str, float]:
+    """Return prices on demand, USD per hour: of the price list if it may be asked, else of our table."""
+    table = {name: PRICES[name] for name in types if name in PRICES}
+    if not types:
+        return table
+    few = len(types) <= MOST_PRICED_ONE_BY_ONE
+    try:
+        products = each(types, lambda name: _products(account, region, instanceType=name)) if few else [_products(account, region)]
+    except SkywardError as error:
+        log.info("AWS's price list cannot be asked, our own table of %s stands in: %s", REGION, error)
+        return table
+    return {name: price for some in products for item in some for name, price in _listed(json.loads(item))}
+
+
+def _products(account: Account, region: str, **wish: str) -> list[str]:
+    # locations have other names than regions, but for `regionCode`
+    wanted = {"regionCode": region, "operatingSystem": "Linux", "tenancy": "Shared", "preInstalledSw": "NA", "capacitystatus": "Used", **wish}
+    filters = [{"Type": "TERM_MATCH", "Field": name, "Value": value} for name, value in wanted.items()]
+    return account.pages("us-east-1", "pricing", "get_products", "PriceList", ServiceCode="AmazonEC2", Filters=filters)
+
+
+def _listed(item: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield type and price of a product, if it has one by the hour. Local Zones, which cost more, and Capacity Blocks are products of their own."""
+    attributes = item["product"]["attributes"]
+    if attributes.get("locationType", "AWS Region") != "AWS Region" or attributes.get("marketoption", "OnDemand") != "OnDemand":
+        return
+    for term in item.get("terms", {}).get("OnDemand", {}).values():
+        for dimension in term["priceDimensions"].values():
+            if (price := number(dimension["pricePerUnit"].get("USD"))) and dimension.get("unit", "Hrs") == "Hrs":
+                yield attributes["instanceType"], price
+
+
+def spot_prices(account: Account, region: str, types: Sequence[str]) -> dict[tuple[str, str], float]:
+    """Return what types cost now as spot, in USD per hour, by type and zone; Local Zones and the like left out."""
+    chunks = [types[start : start + PAGE] for start in range(0, len(types), PAGE)]
+
+    def ask(chunk: Sequence[str]) -> list[dict[str, Any]]:
+        return account.pages(
+            region,
+            "ec2",
+            "describe_spot_price_history",
+            "SpotPriceHistory",
+            InstanceTypes=list(chunk),
+            ProductDescriptions=["Linux/UNIX"],
+            StartTime=datetime.now(UTC),
+        )
+
+    found: dict[tuple[str, str], tuple[datetime, float]] = {}
+    for entry in (entry for entries in each(chunks, ask) for entry in entries):
+        place, price = (entry["InstanceType"], entry["AvailabilityZone"]), number(entry["SpotPrice"])
+        is_usual = re.fullmatch(rf"{re.escape(region)}[a-z]", entry["AvailabilityZone"])
+        if is_usual and price and (place not in found or found[place][0] < entry["Timestamp"]):
+            found[place] = (entry["Timestamp"], price)
+    return {place: price for place, (_, price) in found.items()}
