@@ -1,19 +1,33 @@
-"""The clouds without the clouds: 50,000 offers ranked, five providers asked at once, 64 machines launched, against fakes that take 300 ms for each answer.
+"""The clouds without the clouds: 50,000 offers ranked, five providers asked at once, 64 machines launched, 64 nodes that join a pool, against fakes that take
+300 ms for each answer.
 
-Run from the repository, whose tests have the fakes. Medians of the rounds by the clock; the peer of many is one.
+Nodes: the cloud, and machines with a real SSH server each, are one other process (`_nodes.py`); a login and each command take 300 ms more. What a command does is
+not run but played: the installation is a pause, the same for one node and for 64, and a node joins as a worker of Dask's without runners, all of them beside
+the scheduler in that one process. From `open` until the pool is ready, its connections, uploads (uv and our package: the machines have neither) and the
+join included. Left out is what 64 machines have 64 times the processors for: their own work.
 
-    python -m benchmarks.clouds --rounds 3
+Run from the repository, whose tests have the fakes; as root, for the machines listen on port 22 of 127.77.x.y. Medians of the rounds by the clock; the peer of
+many is one. About seven minutes.
+
+    python -m benchmarks.clouds --rounds 3 --install 20
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
+import resource
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import skyward_core as sky
 from skyward_core.market import Offer, Requirements
@@ -25,6 +39,9 @@ from tests.providers.fake_verda import CLIENT_ID, CLIENT_SECRET, FakeVerda
 OFFERS = 50_000
 MACHINES = 64
 LATENCY_SECONDS = 0.3
+INSTALL_SECONDS = 20.0
+"""A plausible installation of a few packages with uv on a machine that has none of them."""
+MOST_RATIO = "≤ 1.5 x one"
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -92,11 +109,74 @@ def launching(rounds: int, provider: sky.Provider, name: str) -> str:
     return told(f"{MACHINES} machines launched, {name}; peer: one", "s", seconds[MACHINES], seconds[1])
 
 
+class Prompt(sky.DigitalOcean):
+    """As it is, but for the half minute for which a closing pool waits for machines that its listing may not tell of yet: nothing of that is measured."""
+
+    listing_lag_seconds: ClassVar[float] = 0.0
+
+
+@dataclass(frozen=True)
+class Opening:
+    """Seconds that a pool took to be ready, and the processor's seconds of this client and of the process with the cloud and the nodes meanwhile."""
+
+    seconds: float
+    ours: float
+    theirs: float
+
+
+@contextlib.contextmanager
+def nodes(install_seconds: float) -> Generator[tuple[str, int]]:
+    """Start the process with the cloud and the machines; give the address of the cloud's API and the process's id."""
+    command = [sys.executable, "-m", "benchmarks._nodes", "--latency", str(LATENCY_SECONDS), "--install", str(install_seconds)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            yield json.loads(process.stdout.readline())["url"], process.pid
+        finally:
+            process.stdin.close()
+    if process.returncode:
+        raise RuntimeError(f"the fake nodes ended with {process.returncode}")
+
+
+def opened(count: int, install_seconds: float) -> Opening:
+    """Open a pool on new machines of a new cloud, and close it."""
+    with nodes(install_seconds) as (url, pid):
+        pool = sky.ComputePool(provider=Prompt(endpoint_url=url), nodes=count, display="quiet")
+        ours, theirs, began = resource.getrusage(resource.RUSAGE_SELF), processor_seconds(pid), time.perf_counter()
+        with pool:
+            seconds = time.perf_counter() - began
+            after = resource.getrusage(resource.RUSAGE_SELF)
+            return Opening(seconds, after.ru_utime + after.ru_stime - ours.ru_utime - ours.ru_stime, processor_seconds(pid) - theirs)
+
+
+def processor_seconds(pid: int) -> float:
+    """Return the processor time of a process so far; proc(5), fields 14 and 15 of stat."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def opening(rounds: int, install_seconds: float) -> list[str]:
+    """Sixty-four nodes, against one: from `open` until the pool is ready."""
+    times: dict[int, list[Opening]] = {1: [], MACHINES: []}
+    for _ in range(rounds):
+        for count, values in times.items():
+            values.append(opened(count, install_seconds))
+    many, one = ([value.seconds for value in times[count]] for count in (MACHINES, 1))
+    what = f"{MACHINES} nodes launched, bootstrapped and joined, {install_seconds:g} s of installation on each; peer: one"
+    ours, theirs = ([getattr(value, side) for value in times[MACHINES]] for side in ("ours", "theirs"))
+    busy = f"processor time of it, the client with {MACHINES}; peer: the cloud and the {MACHINES} nodes, in one process"
+    return [told(what, "s", many, one, most=MOST_RATIO if install_seconds else ""), told(busy, "s", ours, theirs)]
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--install", type=float, default=INSTALL_SECONDS, help="seconds of installation that the nodes play")
+    parser.add_argument("--only", choices=["nodes"], help="nothing but the nodes")
+    asked = parser.parse_args()
+    rounds = asked.rounds
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {
             "XDG_STATE_HOME": str(Path(folder) / "state"),
@@ -104,17 +184,26 @@ def main() -> None:
             "VERDA_CLIENT_ID": CLIENT_ID,
             "VERDA_CLIENT_SECRET": CLIENT_SECRET,
         }
-        print("| what | unit | ours | peer | ratio | mark |\n| --- | --- | ---: | ---: | ---: | --- |")
-        print("\n".join(ranking(rounds)))
-        fakes = [FakeDigitalOcean() for _ in range(5)]
-        verda = FakeVerda()
-        for fake in (*fakes, verda):
-            fake.delay_seconds = LATENCY_SECONDS
-        print(asking(rounds, fakes))
-        print(launching(rounds, sky.DigitalOcean(endpoint_url=fakes[0].url), "DigitalOcean"))
-        print(launching(rounds, sky.Verda(endpoint_url=verda.url + "/v1"), "Verda"))
-        for fake in (*fakes, verda):
-            fake.close()
+        print("| what | unit | ours | peer | ratio | mark |\n| --- | --- | ---: | ---: | ---: | --- |", flush=True)
+        if asked.only is None:
+            without_nodes(rounds)
+        opened(1, 0.0)  # imports, and fills the caches of what is sent to nodes: nobody's first time counts
+        for install_seconds in dict.fromkeys((asked.install, 0.0)):
+            print("\n".join(opening(rounds, install_seconds)), flush=True)
+
+
+def without_nodes(rounds: int) -> None:
+    """Print the lines for which nobody logs in anywhere."""
+    print("\n".join(ranking(rounds)))
+    fakes = [FakeDigitalOcean() for _ in range(5)]
+    verda = FakeVerda()
+    for fake in (*fakes, verda):
+        fake.delay_seconds = LATENCY_SECONDS
+    print(asking(rounds, fakes))
+    print(launching(rounds, sky.DigitalOcean(endpoint_url=fakes[0].url), "DigitalOcean"))
+    print(launching(rounds, sky.Verda(endpoint_url=verda.url + "/v1"), "Verda"), flush=True)
+    for fake in (*fakes, verda):
+        fake.close()
 
 
 if __name__ == "__main__":

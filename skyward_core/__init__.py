@@ -78,7 +78,9 @@ if TYPE_CHECKING:
     from skyward_core.events import Metrics as Metrics
     from skyward_core.events import PoolReady as PoolReady
     from skyward_core.events import PoolStopping as PoolStopping
+    from skyward_core.events import PreemptionNoticed as PreemptionNoticed
     from skyward_core.events import ProviderName as ProviderName
+    from skyward_core.events import RebalanceRecommended as RebalanceRecommended
     from skyward_core.events import SkywardEvent as SkywardEvent
     from skyward_core.events import compose as compose
     from skyward_core.events import emit as emit
@@ -129,7 +131,8 @@ _HOMES = {
     " RemoteError SkywardError Unreachable",
     "events": "BootstrapCompleted BootstrapProgress BootstrapStarting BudgetWarning CallProgress CallRetrying Callback CandidateRefused ClusterRestarting"
     " ContactLost ContactRegained CostFinal CostUpdate Error InfraCreated InfraCreating InstanceLaunching InstanceLost InstanceProvisioned"
-    " InstanceStopping LogLine Metrics PoolReady PoolStopping ProviderName SkywardEvent compose emit use_callback",
+    " InstanceStopping LogLine Metrics PoolReady PoolStopping PreemptionNoticed ProviderName RebalanceRecommended SkywardEvent compose emit"
+    " use_callback",
     "futures": "CallFuture",
     "housekeeping": "offers release sweep",
     "image.image": "Image",

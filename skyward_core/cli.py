@@ -143,6 +143,8 @@ def _usd_asked(text: str) -> Decimal:
 
 
 def _ps(ledger: Ledger, asked: argparse.Namespace) -> int:
+    from skyward_core.narrator import digits
+
     now = datetime.now(UTC)
     rows = ledger.pool_rows(include_ended=asked.all, limit=asked.limit)
     rates: dict[str, Decimal] = {}
@@ -166,8 +168,8 @@ def _ps(ledger: Ledger, asked: argparse.Namespace) -> int:
                 f"{pool['open_resources']}/{pool['resources']}",
                 _time(pool["age_seconds"]),
                 "" if pool["state"] == "ended" else _time(pool["lease_seconds"]),
-                f"{pool['usd_per_hour']:.2f}" if pool["usd_per_hour"] else "",
-                f"{pool['cost_usd']:.4f}",
+                _rate(pool["usd_per_hour"]),
+                digits(pool["cost_usd"]),
             ]
             for pool in pools
         ],
@@ -175,6 +177,13 @@ def _ps(ledger: Ledger, asked: argparse.Namespace) -> int:
     if len(pools) == asked.limit:
         print(f"the newest {asked.limit}; --limit shows more")
     return 0
+
+
+def _rate(usd_per_hour: float) -> str:
+    """To the cent, and what is below a dollar as exactly as any money."""
+    from skyward_core.narrator import digits
+
+    return f"{usd_per_hour:.2f}" if usd_per_hour >= 1 else digits(usd_per_hour) if usd_per_hour else ""
 
 
 def _pool(row: PoolRow, rate: Decimal, now: datetime) -> dict[str, Any]:
@@ -211,6 +220,7 @@ def _state(entry: PoolEntry, now: datetime) -> str:
 
 def _cost(ledger: Ledger, asked: argparse.Namespace) -> int:
     from skyward_core.entries import BILLING_ROUNDING, CostBy
+    from skyward_core.narrator import digits
 
     rows = ledger.cost_rows(CostBy(asked.by), since=asked.since, until=asked.until)
     counted = [row for row in rows if row.key == BILLING_ROUNDING] or rows  # a resource has seconds in several buckets: that row counts each of them once
@@ -229,7 +239,7 @@ def _cost(ledger: Ledger, asked: argparse.Namespace) -> int:
                 str(bill["key"]),
                 "" if bill["key"] == BILLING_ROUNDING else str(bill["resources"]),
                 f"{bill['seconds'] / 3600:.2f}",
-                *(f"{bill[name]:.4f}" for name in ("cost_usd", "on_demand_usd", "saved_usd")),
+                *(digits(bill[name]) for name in ("cost_usd", "on_demand_usd", "saved_usd")),
             ]
             for bill in [*bills, total]
         ],
@@ -267,6 +277,9 @@ def _sweep(ledger: Ledger, asked: argparse.Namespace) -> int:
                 "is_dry_run": not asked.yes,
                 "findings": [_found(finding) for finding in report.findings],
                 "ended": [_found(finding) for finding in report.ended],
+                "closed": [_found(finding) for finding in report.closed],
+                "adopted": [_found(finding) for finding in report.adopted],
+                "pruned": list(report.pruned),
                 "failures": [{"provider": its.provider, "pool": its.pool_id, "error": str(its.error)} for its in report.failures],
             }
         )
@@ -274,7 +287,7 @@ def _sweep(ledger: Ledger, asked: argparse.Namespace) -> int:
         _tell(report, is_dry_run=not asked.yes)
     if report.failures:
         return FAILED
-    return TO_DO if report.to_do and not asked.yes else 0
+    return TO_DO if (report.to_do or report.pruned) and not asked.yes else 0
 
 
 def _tell(report: SweepReport, *, is_dry_run: bool) -> None:
@@ -285,12 +298,34 @@ def _tell(report: SweepReport, *, is_dry_run: bool) -> None:
         )
     for failure in report.failures:
         print(f"skyward: {' '.join(str(failure).split())}", file=sys.stderr)
-    if not report.to_do:
+    for line in report.pruned:
+        print(f"{'to be taken away' if is_dry_run else 'taken away'}: {line}")
+    if not report.to_do and not report.pruned:
         print("nothing is to be done")
     elif is_dry_run:
         print("nothing was touched; `skyward sweep --yes` does it")
     else:
-        print(f"{len(report.ended)} pools ended, {len(report.failures)} failures")
+        print(_done(report))
+
+
+def _done(report: SweepReport) -> str:
+    """What a sweep has done, in words; what it has not done is said only if there is any."""
+    from skyward_core.provisioning.judging import Action
+
+    waiting = [finding for finding in report.findings if finding.action is Action.WAIT]
+    told = [
+        f"machines of {_number(report.ended, 'pool')} ended" if report.ended else "",
+        f"entries of {_number(report.closed, 'pool')} closed, nothing of which was there" if report.closed else "",
+        f"machines of {_number(report.adopted, 'live pool')} written down" if report.adopted else "",
+        f"{_number(waiting, 'pool')} left for the next sweep" if waiting else "",
+        f"{_number(report.pruned, 'thing')} of no use taken away" if report.pruned else "",
+        _number(report.failures, "failure") if report.failures else "",
+    ]
+    return "; ".join(part for part in told if part) or "nothing was done"
+
+
+def _number(things: Sequence[object], called: str) -> str:
+    return f"{len(things)} {called}{'' if len(things) == 1 else 's'}"
 
 
 def _found(finding: Finding) -> dict[str, Any]:
@@ -347,6 +382,7 @@ def _offers(_: Ledger, asked: argparse.Namespace) -> int:
 
     from skyward_core.accelerators import parse
     from skyward_core.housekeeping import offers
+    from skyward_core.narrator import digits
 
     chip = None if asked.accelerator is None else replace(parse(asked.accelerator), count=asked.count)
     providers = _from_settings() if asked.provider is None else [_provider(name) for name in asked.provider]
@@ -369,7 +405,7 @@ def _offers(_: Ledger, asked: argparse.Namespace) -> int:
                     offer.region,
                     offer.instance_type,
                     "spot" if offer.is_spot else "on demand",
-                    f"{offer.price_per_hour:.4f}",
+                    digits(offer.price_per_hour),
                     f"{offer.vcpus:g}",
                     f"{offer.memory_gb:.0f}",
                     f"{offer.accelerators} x {offer.accelerator} {offer.accelerator_memory_gb or 0:.0f}GB" if offer.accelerator else "",
@@ -440,6 +476,8 @@ def _set_budget(ledger: Ledger, asked: argparse.Namespace) -> int:
 
 
 def _list_budgets(ledger: Ledger, asked: argparse.Namespace) -> int:
+    from skyward_core.narrator import digits
+
     reservations, now = ledger.open_reservations(), datetime.now(UTC)
     budgets = [_budget(ledger, account, reservations, now) for account in ledger.accounts()]
     if asked.json:
@@ -450,7 +488,7 @@ def _list_budgets(ledger: Ledger, asked: argparse.Namespace) -> int:
     names = ("limit_usd", "spent_usd", "reserved_usd", "left_usd")
     _print_table(
         ["ACCOUNT", "PER", ">LIMIT USD", ">SPENT", ">RESERVED", ">LEFT"],
-        [[budget["account"], budget["per"], *("" if budget[name] is None else f"{budget[name]:.4f}" for name in names)] for budget in budgets],
+        [[budget["account"], budget["per"], *("" if budget[name] is None else digits(budget[name]) for name in names)] for budget in budgets],
     )
     return 0
 

@@ -39,6 +39,7 @@ from skyward_core.futures import CallFuture
 from skyward_core.instances import Lease
 from skyward_core.reach import Reach, Reaches
 from skyward_core.worker.calls import NAME, RAN, RETRIES, Following, Ran, Resumed, cancel, detached_key, let_go
+from skyward_core.worker.holding import HELD, HOLD, WorkerHeld
 from skyward_core.worker.node import POOL_TOPIC, RUN_BATCH, WorkerJoined, WorkerLeft, run_batch
 from skyward_core.worker.streams import Told, send_at_once
 from skyward_core.worker.wire import INLINE_BYTES, Batch, Call, Ending, Outcome, Output, Parcel, Report, Sealed
@@ -51,6 +52,8 @@ PING_SECONDS = 4.0
 PINGS = 3  # unanswered in a row
 ACKNOWLEDGED_TOGETHER = 1000
 TAKERS = 4  # large results fetched at once
+HEARD_SECONDS = 1.0
+MANY = 1_000_000  # more calls than a worker has slots
 _log = logging.getLogger("skyward")
 
 
@@ -58,7 +61,7 @@ _log = logging.getLogger("skyward")
 class _Given:
     """A call that was taken in: its future, its arguments, which are ours to remove when it has ended, and how often it has been sent out and lost.
 
-    `aside` is where its arguments lie on a node.
+    `aside` is where its arguments lie on a node, `lies_at` the path of its outcome there while that is being fetched.
     """
 
     future: CallFuture[Any]
@@ -66,6 +69,7 @@ class _Given:
     entry: Entry
     losses: int = 0
     aside: tuple[Reach, Parcel] | None = None
+    lies_at: str = ""
 
 
 class Watcher(Protocol):
@@ -134,6 +138,8 @@ class Cluster:
         self._given: dict[str, _Given] = {}
         self._taking: dict[str, _Given] = {}
         self._workers: dict[str, str] = {}
+        self._held: dict[str, int] = {}
+        """Addresses of workers that are given no more calls, and how many slots of theirs are still at work."""
         self._busy: Counter[str] = Counter()
         self._to_stop: set[str] = set()
         self._tasks: dict[int, distributed.Future[Any]] = {}
@@ -253,6 +259,19 @@ class Cluster:
         """Tell whether any worker is there."""
         return bool(self._workers)
 
+    def hold(self, rank: int) -> int:
+        """Give a node no more calls, whoever has them; return how many it still has. May be asked again, and must be for a worker that has come anew.
+
+        Calls for that very node wait for whoever comes in its place. Raises NodeLost or PoolClosed if the scheduler is out of reach.
+        """
+        left = int(self._ask(HOLD, rank=rank))
+        node = self._nodes.get(rank)
+        heard = threading.Event()
+        self._inbox.put(heard.set)  # after all that is there by now: what it leads to is counted too
+        if not heard.wait(HEARD_SECONDS):
+            left += 1
+        return left + sum(node is not None and node.instance.id in given.lies_at for given in list(self._taking.values()))
+
     # ── when the scheduler is out of reach ───────────────────────────────────────────────────────────────────────────
 
     def resume(self, address: str, timeout_seconds: float) -> None:
@@ -271,6 +290,7 @@ class Cluster:
         with self._lock:
             self._nodes = {node.rank: node for node in lease.nodes}
             self._workers.clear()
+            self._held.clear()
             self._busy.clear()
             self._sent_to.clear()
             self._count_slots()
@@ -350,12 +370,16 @@ class Cluster:
 
     def _count_in(self) -> None:
         known = list(self._workers.items())  # before asking: one that joins meanwhile misses in the answer, and has not left
-        there = {str(worker["name"]): address for address, worker in self.client.scheduler_info(n_workers=-1)["workers"].items()}
+        workers = self.client.scheduler_info(n_workers=-1)["workers"]
+        there = {str(worker["name"]): address for address, worker in workers.items()}
+        is_held = {str(worker["name"]): worker["status"] == HELD for worker in workers.values()}
         for name, address in known:
             if there.get(name) != address:
                 self._leave(name, address)
         for name, address in there.items():
             self._join(name, address)
+            if is_held[name]:
+                self._on_held(address)
 
     # ── calls out ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -520,7 +544,7 @@ class Cluster:
     def _laid_down(self, batch: Batch, worker: str | None) -> tuple[Batch, str]:
         """Put the large arguments of a batch into the memory of the node that is to run it; return the batch without them, and that node's worker."""
         with self._lock:
-            worker = worker or min(self._workers, key=lambda name: self._busy[name], default=None)
+            worker = worker or min(self._queue.workers or (), key=lambda name: self._busy[name], default=None)
             node = self._nodes.get(_rank(worker)[0]) if worker else None
             if worker is None or node is None:
                 raise WorkerGone
@@ -634,6 +658,7 @@ class Cluster:
         elif outcome.parcel.path is None or self._is_here:
             self._settle(given, outcome, outcome.parcel, node)
         else:
+            given.lies_at = str(outcome.parcel.path)
             self._taking[outcome.call_id] = given
             self._takers.submit(self._take, given, outcome, node)  # it may take seconds, and other calls' news must not wait
 
@@ -746,6 +771,9 @@ class Cluster:
         elif isinstance(news, WorkerJoined):
             self._join(news.name, news.address)
             self._ship()
+        elif isinstance(news, WorkerHeld):
+            self._on_held(news.address, news.left)
+            self._ship()
         elif isinstance(news, WorkerLeft) and not self._is_closing:
             self._leave(news.name, news.address)
 
@@ -753,6 +781,8 @@ class Cluster:
         rank = _rank(name)[0]
         with self._lock:
             was_complete = self.has(rank)
+            if (before := self._workers.get(name)) not in (None, address):
+                self._held.pop(str(before), None)
             self._workers[name] = address
             self._count_slots()
             node = self._nodes.get(rank)
@@ -767,6 +797,7 @@ class Cluster:
             if self._workers.get(name) != address:
                 return  # its successor is there already
             del self._workers[name]
+            self._held.pop(address, None)
             self._busy.pop(name, None)
             self._count_slots()
         self._take_back_from(address)
@@ -796,9 +827,18 @@ class Cluster:
         self._fail(left, error)
 
     def _count_slots(self) -> None:
-        here = {name: self._nodes.get(_rank(name)[0]) for name in self._workers}
-        self._queue.workers = [name for name, node in here.items() if node is not None]
-        self._queue.slots = max(1, sum(node.slots for node in here.values() if node is not None))
+        here = {name: node for name in self._workers if (node := self._nodes.get(_rank(name)[0])) is not None}
+        held = {name: self._held[address] for name in here if (address := self._workers[name]) in self._held}
+        self._queue.workers = [name for name in here if name not in held]
+        # What a held worker still has is out, as what others have: it must not take the place of a call that another slot is free for.
+        self._queue.slots = max(1, sum(min(node.slots, held.get(name, node.slots)) for name, node in here.items()))
+
+    def _on_held(self, address: str, left: int | None = None) -> None:
+        """A worker is given no more calls. None: it is not known how many it has left."""
+        with self._lock:
+            if address in self._workers.values():
+                self._held[address] = self._held.get(address, MANY) if left is None else left
+                self._count_slots()
 
     def _lose_calls(self, call_ids: Collection[str], reason: str, cause: BaseException | None = None) -> None:
         """Calls went away with their node: those that may run again wait for another one, the others raise NodeLost."""

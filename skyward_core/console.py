@@ -29,6 +29,8 @@ from skyward_core.events import (
     LogLine,
     PoolReady,
     PoolStopping,
+    PreemptionNoticed,
+    RebalanceRecommended,
     SkywardEvent,
 )
 from skyward_core.narrator import Narrator, usd
@@ -248,7 +250,7 @@ class _Spinner:
                 return
             told = self._narrator.tell(event)
             match event:
-                case LogLine() | InstanceLost() | BudgetWarning() | Error():
+                case LogLine() | InstanceLost() | PreemptionNoticed() | RebalanceRecommended() | BudgetWarning() | Error():
                     self._print_above(told[1] if told else "")
                 case CallProgress(submitted, done, failed):
                     self._show_calls(submitted, done, failed)

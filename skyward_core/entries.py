@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from decimal import ROUND_CEILING, Decimal
 from enum import StrEnum
@@ -164,6 +164,14 @@ class Wish:
     tags: Mapping[str, str]
     expires_at: datetime
     price: Price = Price()
+
+
+@dataclass(frozen=True, slots=True)
+class Rented:
+    """What a provider has given in place of quite what was asked for: at a lower price, USD per hour, with tags that tell what it is."""
+
+    per_hour: Decimal
+    tags: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ class BootstrapStarting:
 
 @dataclass(frozen=True, slots=True)
 class BootstrapProgress:
-    """A machine enters a step: "uv", "apt", "deps", "skyward", "volumes", "mig" or "server"."""
+    """A machine enters a step: "uv", "apt", "deps", "keep", "skyward", "volumes", "mig" or "server"."""
 
     instance_id: str
     step: str
@@ -162,6 +162,30 @@ class InstanceLost:
     instance_id: str
     node: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptionNoticed:
+    """A spot machine was told that it is to be taken back: it is given no more calls, and another one is prepared to take its place.
+
+    `action` is what its provider will do with it ("terminate", "stop", "hibernate"), `at` when (seconds since 1970), `seconds_left` how long that was off when
+    the machine heard of it. Nothing is done ahead for the head (node 0): it is replaced when it is lost.
+    """
+
+    instance_id: str
+    node: int
+    action: str
+    at: float
+    seconds_left: float
+
+
+@dataclass(frozen=True, slots=True)
+class RebalanceRecommended:
+    """A spot machine was told, at `at` (seconds since 1970), that it is more likely than before to be taken back. Nothing else happens."""
+
+    instance_id: str
+    node: int
+    at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +290,8 @@ type SkywardEvent = (
     | Metrics
     | LogLine
     | InstanceStopping
+    | PreemptionNoticed
+    | RebalanceRecommended
     | InstanceLost
     | CallRetrying
     | ContactLost

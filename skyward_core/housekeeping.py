@@ -56,6 +56,8 @@ def sweep(
 ) -> SweepReport:
     """Find machines that nobody answers for any more, at these providers and at those of all open pools of the ledger; end them unless it is a dry run.
 
+    What else of ours they have that is of no use any more, such as old images of AWS's, goes with them (`pruned` of the report).
+
     `ledger_url` is that of the settings if not given (`SKYWARD_LEDGER`, or a file of this user). See `provisioning.sweep.sweep` for the rest.
     Raises LedgerError if the ledger cannot be read; all else that fails is in the report's `failures`.
 

@@ -40,6 +40,12 @@ class Endpoint(BaseModel):
     """Path; "/dev/null" trusts the first key seen, which suits addresses that a cloud hands from one machine to the next."""
     config: str | None = None
     """Path of the file to read in place of ~/.ssh/config."""
+    proxy_command: tuple[str, ...] | None = Field(default=None, min_length=1)
+    """A command, with its arguments, whose stdin and stdout are the connection (`proxy.Proxy`); `host` is then a name for messages and host keys only.
+
+    No secrets: it is run with the environment of whoever connects. The word "{python}" stands for that one's interpreter. It ends when its input does, says
+    in the last line of its stderr what is wrong, and exits with 77 if credentials are refused and 78 if it asks for what cannot be; else it is tried again.
+    """
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host

@@ -33,6 +33,7 @@ from skyward_core.entries import (
     Period,
     PoolEntry,
     PoolRow,
+    Rented,
     Reservation,
     Wish,
     micro_usd,
@@ -320,26 +321,31 @@ class Ledger:
         number = _number(intent)
         return self.bind_all({number: cloud_id})[0]
 
-    def bind_all(self, ids: Mapping[int, str]) -> list[Intent]:
+    def bind_all(self, ids: Mapping[int, str], as_rented: Mapping[int, Rented] | None = None) -> list[Intent]:
         """Write down the cloud's ids, by the numbers of their intents; again with the same ids changes nothing.
+
+        `as_rented` says of some that they are not quite what was asked for. Their price takes the place of the intent's where it is lower: money
+        was set aside for that one, and no bill may rise above it.
 
         An intent that was closed unbound (a listing lagged behind, the answer came late) is open again: there is something after all. Allowed for a pool
         that is condemned. Raises LedgerConflict for those that are bound to another id, after the others have been written down.
         """
         conflicts: list[str] = []
         with self._write() as connection:
-            intents = self._change_all(connection, ids, self._binding(ids, conflicts))
+            intents = self._change_all(connection, ids, self._binding(ids, conflicts, as_rented or {}))
         if conflicts:
             raise LedgerConflict(" ".join(conflicts))
         return intents
 
-    def _binding(self, ids: Mapping[int, str], conflicts: list[str]) -> Callable[[Values], dict[str, Any]]:
+    def _binding(self, ids: Mapping[int, str], conflicts: list[str], as_rented: Mapping[int, Rented] | None = None) -> Callable[[Values], dict[str, Any]]:
         bound = stamp(self._clock())
 
         def change(row: Values) -> dict[str, Any]:
             cloud_id = ids[row["id"]]
             if row["cloud_id"] is None:
-                return {"cloud_id": cloud_id, "bound_microseconds": bound, "gone_microseconds": None, "evidence": None}
+                rented = (as_rented or {}).get(row["id"])
+                changed = {} if rented is None else _as_rented(row, rented)
+                return {"cloud_id": cloud_id, "bound_microseconds": bound, "gone_microseconds": None, "evidence": None} | changed
             if row["cloud_id"] != cloud_id:
                 conflicts.append(
                     f"{row['kind']} {row['name']!r} at {row['provider']} is {row['cloud_id']} in the ledger, now {cloud_id} is said."
@@ -651,6 +657,12 @@ def _pool_row(entry: PoolEntry, open_resources: int, resources: int, millisecond
 
 def _number(intent: Intent | int) -> int:
     return intent if isinstance(intent, int) else intent.id
+
+
+def _as_rented(row: Values, rented: Rented) -> dict[str, Any]:
+    tags = json.loads(row["tags_json"]) | dict(rented.tags)
+    price = min(row["price_micro_usd_per_hour"], micro_usd(rented.per_hour))
+    return {"price_micro_usd_per_hour": price, "tags_json": json.dumps(tags, sort_keys=True)}
 
 
 def _written(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> list[Intent]:

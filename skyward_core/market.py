@@ -8,7 +8,9 @@ from collections.abc import Iterable, Sequence
 from pydantic import BaseModel, ConfigDict, Field
 
 from skyward_core.accelerators import Accelerator, parse
+from skyward_core.accelerators.rented import advice
 from skyward_core.errors import BadRequest, NoCapacity
+from skyward_core.narrator import usd
 
 MEMORY_TOLERANCE = 0.075
 
@@ -27,6 +29,8 @@ class Requirements(BaseModel):
     vcpus: int | None = Field(default=None, ge=1)
     memory_gb: float | None = Field(default=None, gt=0)
     max_price_per_hour: float | None = Field(default=None, gt=0)
+    nodes: int = Field(default=1, ge=1)
+    """So many machines are to work together: a provider may join them by another network than strangers."""
 
 
 class Offer(BaseModel):
@@ -47,6 +51,10 @@ class Offer(BaseModel):
     accelerator_memory_gb: float | None = None
     form_factor: str | None = None
     """"SXM", "PCIe" or "NVL", where the provider tells."""
+    or_types: tuple[str, ...] = ()
+    """Other types with the same chips that fulfil the same wish for no more money: the machines of a launch are all of this type or all of one of those."""
+    nodes: int = 1
+    """How many machines are to work together, as they were asked for."""
 
     @property
     def name(self) -> str:
@@ -72,7 +80,7 @@ def matches(offer: Offer, want: Requirements) -> str | None:
     if want.memory_gb is not None and offer.memory_gb < want.memory_gb:
         return f"has {offer.memory_gb:.1f} GB of memory"
     if want.max_price_per_hour is not None and offer.price_per_hour > want.max_price_per_hour:
-        return f"costs ${offer.price_per_hour:.2f} an hour"
+        return f"costs {usd(offer.price_per_hour)} an hour"
     return None
 
 
@@ -92,12 +100,15 @@ def rank(offers: Iterable[Offer], want: Requirements) -> list[Offer]:
 
 
 def why_none(offers: Sequence[Offer], want: Requirements) -> str:
-    """Say for the first offers why each does not match, nearest kind first: those with the right accelerator before the others."""
+    """Say for the first offers why each does not match, those with the right accelerator before the others; and if there is none of those, who rents it."""
     wanted = want.accelerator.name if want.accelerator is not None else None
     near = sorted(offers, key=lambda offer: (offer.accelerator != wanted, offer.price_per_hour))[:TOLD_REASONS]
     told = [f"{offer.name} {matches(offer, want)}" for offer in near]
     more = [f"and {len(offers) - len(near)} others"] if len(offers) > len(near) else []
-    return "; ".join([*told, *more]) or "there are no offers at all"
+    reasons = "; ".join([*told, *more]) or "there are no offers at all"
+    if want.accelerator is None or any(offer.accelerator == wanted for offer in offers):
+        return reasons
+    return f"{reasons}. {advice(want.accelerator)}"
 
 
 def select_instance(available: Iterable[Offer], accelerator: Accelerator | str | None = None, cpu: int | None = None, memory: str | None = None) -> Offer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from decimal import Decimal
 
 from skyward_core.events import (
     BootstrapCompleted,
@@ -27,6 +28,8 @@ from skyward_core.events import (
     LogLine,
     PoolReady,
     PoolStopping,
+    PreemptionNoticed,
+    RebalanceRecommended,
     SkywardEvent,
 )
 
@@ -58,6 +61,10 @@ class Narrator:
                 return logging.WARNING, _running_low(event)
             case InstanceLost(_, node, reason):
                 return logging.WARNING, f"node {node} is lost: {reason}"
+            case PreemptionNoticed():
+                return logging.WARNING, _noticed(event)
+            case RebalanceRecommended(_, node):
+                return logging.WARNING, f"node {node} may be taken back by its provider soon"
             case CandidateRefused():
                 return logging.INFO, str(event)
             case ContactLost(_, node, reason):
@@ -128,6 +135,11 @@ def _provisioned(event: InstanceProvisioned) -> str:
     return f"node {event.node} is {event.instance_id}" + (f" ({rest})" if rest else "")
 
 
+def _noticed(event: PreemptionNoticed) -> str:
+    then = "it takes no more calls, and another machine is prepared" if event.node else "it is the head, and the cluster comes up anew without it then"
+    return f"node {event.node} is taken back by its provider in {_duration(event.seconds_left)} ({event.action}): {then}"
+
+
 def _bill(event: CostFinal) -> str:
     markets = ((event.spot_count, "spot"), (event.ondemand_count, "on demand"))
     machines = ", ".join(f"{count} {market}" for count, market in markets if count)
@@ -154,7 +166,19 @@ def usd(amount: float) -> str:
     """Return an amount of US dollars as it is written, with the small parts that a short run costs."""
     if amount == 0:
         return "$0"
-    return f"${amount:.4f}" if abs(amount) < 1 else f"${amount:,.2f}"
+    return f"${digits(amount)}" if abs(amount) < 1 else f"${amount:,.2f}"
+
+
+def digits(amount: float | Decimal) -> str:
+    """Return an amount of money with four decimals, and as many more as its first four digits need: nothing that costs something is told as nothing.
+
+    >>> digits(12.5), digits(0.0123), digits(0.000012345)
+    ('12.5000', '0.0123', '0.00001234')
+    """
+    exact = Decimal(repr(amount)) if isinstance(amount, float) else Decimal(amount)
+    decimals = max(4, 3 - exact.adjusted()) if exact and exact.is_finite() else 4
+    whole, _, rest = f"{exact:.{decimals}f}".partition(".")
+    return f"{whole}.{rest[:4]}{rest[4:].rstrip('0')}"
 
 
 def _duration(seconds: float) -> str:

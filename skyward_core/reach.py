@@ -55,6 +55,10 @@ class Reach(Protocol):
         """Write a private file of the node's directory; its reader sees it whole or not at all."""
         ...
 
+    def write_in_memory(self, name: str, text: str) -> str | None:
+        """Write a private file into the node's memory, which no copy of its disk has; return its path. None if it has no such place: nothing is written."""
+        ...
+
     def new_lines(self) -> list[str]:
         """Return the lines that the node's log has got since the last call. Does not wait."""
         ...
@@ -122,6 +126,10 @@ class LocalReach:
 
     def write(self, name: str, text: str) -> None:
         write_atomically(self._directory / name, text)
+
+    def write_in_memory(self, name: str, text: str) -> str | None:
+        """None: the disk of this machine is nobody's to copy."""
+        return None
 
     def new_lines(self) -> list[str]:
         try:

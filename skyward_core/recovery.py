@@ -6,6 +6,13 @@ States of a node, by rank; `turn` moves it on, and looks at who is there rather 
                       └──REJOIN_SECONDS, or it has ended──▶ vacant ──replaced──▶ joined
                                                              └──not to be had──▶ vacant (tried again later)
 
+    joined ──its machine is to be taken back──▶ leaving ──gone, or retired──▶ vacant
+
+A node that is leaving is given no more calls, and a machine is prepared that will stand in for it. It is retired as soon as that machine is ready and the last
+call there has ended, or when its time is up: its workers end, what they still ran is lost with them, and the vacancy is filled with the machine that stands by,
+under the same rank. Whatever comes in between (the machine goes early, nobody can be had, the head is lost) is an ordinary loss. The head does not leave: its
+notice is told, and it is replaced when it is lost.
+
 The head: connected ──cut──▶ silent ──it answers──▶ connected
                               └──the provider says gone, it has ended, or it is silent for too long──▶ lost ──restart──▶ connected
                                                                                                         └──not to be had──▶ lost (tried again later)
@@ -27,8 +34,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from skyward_core.errors import NodeLost, PoolClosed, SkywardError
-from skyward_core.events import ClusterRestarting, Error, InstanceLost, PoolReady, SkywardEvent
+from skyward_core.events import ClusterRestarting, Error, InstanceLost, PoolReady, PreemptionNoticed, RebalanceRecommended, SkywardEvent
 from skyward_core.instances import Instance, Lease, Node
+from skyward_core.worker.notice import Kind, Notice
 
 TICK_SECONDS = 0.25
 JOIN_SECONDS = 60.0
@@ -39,7 +47,12 @@ RESUME_SECONDS = 2.0
 RESTART_SECONDS = 30.0
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 60.0
 NOBODY_LEFT_SECONDS = 300.0
+HOLD_SECONDS = 1.0
+LOOKS_AT_REST = 2  # in a row without a call: what the last one told is here by then
+ANNOUNCED = "its provider had announced to take its machine back (spot notice)"
+LATE_SECONDS = 5.0  # for which a machine may outlive the time that its notice has named
 ASKING = "skyward-ask"
+MAYBE = 1  # call that a node may have left, where nobody knows
 _log = logging.getLogger("skyward")
 
 
@@ -54,6 +67,9 @@ class Machines(Protocol):
     def has_ended(self, rank: int) -> bool: ...
     def is_connected(self, rank: int) -> bool: ...
     def last_words(self, rank: int) -> str: ...
+    def notices(self, rank: int) -> tuple[Notice, ...]: ...
+    def stand_by(self, rank: int) -> None: ...
+    def retire(self, rank: int, instance_id: str) -> None: ...
     def replace(self, rank: int, is_there: Callable[[], bool]) -> None: ...
     def restart(self, is_left: Callable[[Instance], bool]) -> Lease: ...
 
@@ -65,6 +81,7 @@ class Cluster(Protocol):
     def slots(self) -> int: ...
     def has(self, rank: int) -> bool: ...
     def has_any(self) -> bool: ...
+    def hold(self, rank: int) -> int: ...
     def resume(self, address: str, timeout_seconds: float) -> None: ...
     def restart(self, lease: Lease, address: str, timeout_seconds: float) -> None: ...
     def know(self, lease: Lease) -> None: ...
@@ -112,6 +129,24 @@ class _Lost:
 
 
 @dataclass(slots=True)
+class _Leaving:
+    """A node whose machine is to be taken back when the clock says `due`: who stands in for it, and how far its calls are."""
+
+    instance_id: str
+    due: float
+    relief: _Retry
+    hold_at: float
+    is_relieved: bool = False
+    is_asking: bool = False
+    looks_at_rest: int = 0
+    is_retired: bool = False
+
+    def note(self, left: int) -> None:
+        """So many calls are left there."""
+        self.looks_at_rest = 0 if left else self.looks_at_rest + 1
+
+
+@dataclass(slots=True)
 class _Threads:
     """The default `Aside`."""
 
@@ -154,6 +189,13 @@ class Recovery:
         self._vacant: dict[int, _Retry] = {}
         self._head: _Silence | _Lost | None = None
         self._told_lost: set[str] = set()
+        self._told_notices: set[tuple[str, Kind]] = set()
+        self._due: dict[str, float] = {}
+        """When machines are to be taken back, by the clock, once they have been told."""
+        self._leaving: dict[int, _Leaving] = {}
+        self._relieving: set[int] = set()
+        """Ranks for which somebody is being prepared to stand by."""
+        self._reliefs: queue.SimpleQueue[tuple[int, _Leaving, Exception | None]] = queue.SimpleQueue()
         self._has_given_up = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="skyward-recovery", daemon=True)
@@ -214,6 +256,8 @@ class Recovery:
         """Look once at the head, at who is there and at the clock, and do what is to be done by now."""
         while not self._outcomes.empty():
             self._take_in(*self._outcomes.get())
+        while not self._reliefs.empty():
+            self._take_relief(*self._reliefs.get())
         if self._closing.is_set() or self._has_given_up:
             return
         if self._was_cut.is_set():
@@ -226,6 +270,7 @@ class Recovery:
             self._restart(self._head)
         if self._head is None:
             self._look_around()
+            self._heed()
             self._fill()
 
     # ── nodes ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -240,16 +285,19 @@ class Recovery:
                 self._lost_by.pop(rank, None)
                 continue
             lost_by = self._lost_by.setdefault(rank, now + REJOIN_SECONDS)
-            if rank and (now > lost_by or self._machines.has_ended(rank)):  # the head is lost when its scheduler is
+            leaving = self._leaving.get(rank)
+            is_retired = leaving is not None and leaving.is_retired
+            if rank and (now > lost_by or is_retired or self._machines.has_ended(rank)):  # the head is lost when its scheduler is
                 del self._lost_by[rank]
-                self._tell_lost(rank, "its worker has left the pool")
+                self._leaving.pop(rank, None)
+                self._tell_lost(rank, "it was retired" if is_retired else "its worker has left the pool")
                 self._vacant[rank] = _Retry(now, now)
 
     def _fill(self) -> None:
         """Begin to replace those that are lost."""
         now = self._clock()
         for rank, vacancy in list(self._vacant.items()):
-            if vacancy.is_trying or now < vacancy.try_at:
+            if vacancy.is_trying or now < vacancy.try_at or rank in self._relieving:
                 continue
             vacancy.is_trying = True
             self._aside(f"skyward-replace-{rank}", lambda rank=rank, vacancy=vacancy: self._replace(rank, vacancy))
@@ -288,6 +336,96 @@ class Recovery:
         """Nobody is left: all calls raise, and no machine is rented any more for which there would be nothing to do."""
         self._has_given_up = True
         self._cluster.give_up(_lost(message, cause))
+
+    # ── nodes whose machines are to be taken back ────────────────────────────────────────────────────────────────────
+
+    def _heed(self) -> None:
+        """Take in what machines were told, and go on with the nodes that are leaving."""
+        for rank in self._ranks:
+            if rank not in self._vacant and self._cluster.has(rank):
+                for notice in self._machines.notices(rank):
+                    self._take_notice(rank, notice)
+        for rank, leaving in list(self._leaving.items()):
+            if self._id_of(rank) != leaving.instance_id:
+                del self._leaving[rank]
+            else:
+                self._relieve(rank, leaving)
+                self._see_off(rank, leaving)
+
+    def _take_notice(self, rank: int, notice: Notice) -> None:
+        """Tell of a notice, once for each machine; from then on its node is leaving, also if it was away in between."""
+        machine = self._id_of(rank)
+        if machine is None:
+            return
+        now, is_new = self._clock(), (machine, notice.kind) not in self._told_notices
+        self._told_notices.add((machine, notice.kind))
+        if notice.kind is Kind.REBALANCE:
+            if is_new:
+                self._emit(RebalanceRecommended(machine, rank, notice.at))
+            return
+        if is_new:
+            self._due[machine] = now + notice.seconds_left
+            self._emit(PreemptionNoticed(machine, rank, notice.action, notice.at, notice.seconds_left))
+        if rank and rank not in self._leaving:
+            self._leaving[rank] = _Leaving(machine, self._due[machine], _Retry(now, now), now)
+
+    def _relieve(self, rank: int, leaving: _Leaving) -> None:
+        """Have a machine prepared that stands by; not again when there is no time left for it."""
+        if leaving.is_relieved or rank in self._relieving or not leaving.relief.try_at <= self._clock() <= leaving.due:
+            return
+
+        def stand_by() -> None:
+            failure: Exception | None = None
+            try:
+                self._machines.stand_by(rank)
+            except Exception as error:
+                failure = error
+            self._reliefs.put((rank, leaving, failure))
+            self._wake.set()
+
+        self._relieving.add(rank)
+        self._aside(f"skyward-relieve-{rank}", stand_by)
+
+    def _take_relief(self, rank: int, leaving: _Leaving, failure: Exception | None) -> None:
+        """A try to have somebody stand by has ended."""
+        self._relieving.discard(rank)
+        leaving.is_relieved = failure is None
+        if failure is None or self._closing.is_set() or self._has_given_up or isinstance(failure, PoolClosed):
+            return
+        self._emit(Error(f"nobody stands by for node {rank}, which is to be taken back, yet: {failure}"))
+        leaving.relief.put_off(self._clock())
+
+    def _see_off(self, rank: int, leaving: _Leaving) -> None:
+        """Give a node no more calls, and retire it when the time has come."""
+        now = self._clock()
+        if leaving.is_retired or leaving.is_asking or now < leaving.hold_at:
+            return
+        leaving.is_asking, leaving.hold_at = True, now + HOLD_SECONDS
+        if now > leaving.due + LATE_SECONDS or (leaving.is_relieved and leaving.looks_at_rest >= LOOKS_AT_REST):
+            leaving.is_retired = True
+            self._aside(f"skyward-retire-{rank}", lambda: self._retire(rank, leaving))
+        else:
+            self._aside(ASKING, lambda: self._hold(rank, leaving))
+
+    def _hold(self, rank: int, leaving: _Leaving) -> None:
+        """Aside, for the scheduler may not answer; asked again and again, for a worker that comes anew is free."""
+        try:
+            leaving.note(self._cluster.hold(rank))
+        except Exception as error:
+            _log.debug("node %d could not be held: %s", rank, error)
+            leaving.note(MAYBE)
+        leaving.is_asking = False
+        self._wake.set()
+
+    def _retire(self, rank: int, leaving: _Leaving) -> None:
+        """Aside, for a machine may not answer; then it is tried again."""
+        try:
+            self._machines.retire(rank, leaving.instance_id)
+        except Exception as error:
+            _log.debug("node %d could not be retired: %s", rank, error)
+            leaving.is_retired = False
+        leaving.is_asking = False
+        self._wake.set()
 
     # ── the head ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -378,7 +516,7 @@ class Recovery:
     def _is_left(self, instance: Instance) -> bool:
         """Tell whether a node may become the head: nothing is known against it."""
         rank = next((node.rank for node in self._machines.lease.nodes if node.instance.id == instance.id), -1)
-        return rank not in self._vacant and self._machines.is_connected(rank) and not self._machines.has_ended(rank)
+        return rank not in self._vacant and rank not in self._leaving and self._machines.is_connected(rank) and not self._machines.has_ended(rank)
 
     # ── what is told ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -389,7 +527,8 @@ class Recovery:
             return
         self._told_lost.add(node.instance.id)
         words = self._machines.last_words(rank)
-        self._emit(InstanceLost(node.instance.id, rank, f"{reason} ({words})" if words else reason))
+        told = f"{reason} ({words})" if words else reason
+        self._emit(InstanceLost(node.instance.id, rank, f"{told}; {ANNOUNCED}" if node.instance.id in self._due else told))
 
     def _tell_dropped(self, before: list[Node]) -> None:
         """Tell of nodes that were lost while the cluster came up anew."""

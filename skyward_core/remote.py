@@ -20,20 +20,20 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from urllib.parse import urlsplit
-
-import uv
 
 from skyward_core.errors import CommandFailed, ConnectionLost, SkywardError
 from skyward_core.events import ContactLost, ContactRegained, SkywardEvent
 from skyward_core.instances import Instance
-from skyward_core.shipping import shipped_archive
+from skyward_core.shipping import shipped_archive, shipped_uv
 from skyward_core.ssh import Connection, Loop
 from skyward_core.worker.wire import Parcel
 
 AUTH_GRACE_SECONDS = 60.0  # cloud-init may install our key after sshd has begun to answer
-RECONNECT_SECONDS = 5.0
+RECONNECT_SECONDS, KEEPALIVE_SECONDS = 5.0, 5.0
+PROXIED_RECONNECT_SECONDS = 30.0  # a proxy command has to be started, and to find the machine, before the first word is said
+PROXIED_KEEPALIVE_SECONDS = 10.0  # three of them: so long a sign of life may stand behind 2 MiB of a file, on its way through Session Manager
 AGAIN_SECONDS = 1.0
 COMMAND_SECONDS = 20.0
 LONGEST_BEAT_SECONDS = 10.0
@@ -154,7 +154,10 @@ class RemoteReach:
         self._paid_seconds = paid_seconds
         self._wake = threading.Event()
         self._closed = threading.Event()
-        self._connection = Connection(instance.endpoint, loop=loop, on_lost=lambda _: self._wake.set())
+        is_direct = instance.endpoint.proxy_command is None
+        self._reconnect_seconds = RECONNECT_SECONDS if is_direct else PROXIED_RECONNECT_SECONDS
+        keepalive_seconds = KEEPALIVE_SECONDS if is_direct else PROXIED_KEEPALIVE_SECONDS
+        self._connection = Connection(instance.endpoint, loop=loop, keepalive_seconds=keepalive_seconds, on_lost=lambda _: self._wake.set())
         self._has_memory = False
         self._guard = "1"
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
@@ -235,6 +238,13 @@ class RemoteReach:
     def write(self, name: str, text: str) -> None:
         self._patiently(lambda: self._connection.put(text.encode(), f"{self._directory}/{name}", mode=0o600, timeout_seconds=COMMAND_SECONDS))
 
+    def write_in_memory(self, name: str, text: str) -> str | None:
+        if not self._has_memory:
+            return None
+        path = f"{self.value_directories[0]}/{name}"
+        self._patiently(lambda: self._connection.put(text.encode(), path, mode=0o600, timeout_seconds=COMMAND_SECONDS))
+        return path
+
     def read(self, name: str) -> str:
         """Return the text of a file of the node's directory. Raises CommandFailed if it is not there."""
         return self._command('cat -- "$1/$2"', [self._directory, name])
@@ -300,7 +310,7 @@ class RemoteReach:
         while not self._closed.is_set():
             try:
                 if not self._connection.is_connected:
-                    self._connection.reconnect(RECONNECT_SECONDS)
+                    self._connection.reconnect(self._reconnect_seconds)
                 self.extend_lease(self._lease_seconds)
                 if silent_since is not None:
                     self._emit(ContactRegained(self.instance.id, self.instance.rank, time.monotonic() - silent_since))
@@ -333,7 +343,8 @@ class RemoteReach:
         home = str(PurePosixPath(self._directory).parent.parent)
         if "uv" not in found and f"system {platform.system()} {platform.machine()}" in found:
             self._lines.append(SENDING_UV)
-            self._connection.put(Path(uv.find_uv_bin()), f"{home}/uv/bin/uv", mode=0o755)
+            packed = shipped_uv()
+            self._connection.put(packed.path, f"{home}/uv/bin/uv", mode=0o755, unpacked_bytes=packed.unpacked_bytes)
         if "shipped" not in found:
             self._connection.put(shipped_archive().path, f"{self._directory}/ship.tar.gz")
 

@@ -1,19 +1,23 @@
-"""Our own package for the nodes: a copy of what this client runs, so that both sides always speak the same language."""
+"""What the nodes are sent: a copy of our own package, as this client runs it, so that both sides always speak the same language; and uv where there is none."""
 
 from __future__ import annotations
 
 import compileall
+import gzip
 import hashlib
 import os
 import shutil
 import tarfile
+import threading
 import uuid
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import uv
 from platformdirs import user_cache_path
 
+PIECE_BYTES = 1 << 20
 PACKAGE = "skyward_core"
 
 
@@ -25,10 +29,39 @@ class Archive:
     path: Path
 
 
-@cache
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A file that is compressed with gzip, and how many bytes it has when it is not."""
+
+    path: Path
+    unpacked_bytes: int
+
+
+_making = threading.Lock()
+"""Threads that ask at once wait for the first: `cache` alone has each of them make it, and 64 nodes are prepared in 64 threads."""
+
+
 def shipped_archive() -> Archive:
     """Return `shipped_package()` as an archive for another machine. Made once for each content, under the user's cache."""
-    package = shipped_package()
+    with _making:
+        return _archive()
+
+
+def shipped_uv() -> Packed:
+    """Return our own uv, compressed with gzip to less than half: it is sent to each node that has none. Made once for each uv, under the user's cache."""
+    with _making:
+        return _compressed_uv()
+
+
+def shipped_package() -> Path:
+    """Return a directory that holds a copy of our package and nothing else, for PYTHONPATH. Made once for each content, under the user's cache."""
+    with _making:
+        return _package()
+
+
+@cache
+def _archive() -> Archive:
+    package = _package()
     path = package.with_suffix(".tar.gz")
     if not path.exists():
         partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
@@ -46,8 +79,21 @@ def _owned_by_nobody(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 @cache
-def shipped_package() -> Path:
-    """Return a directory that holds a copy of our package and nothing else, for PYTHONPATH. Made once for each content, under the user's cache."""
+def _compressed_uv() -> Packed:
+    binary = Path(uv.find_uv_bin())
+    stat = binary.stat()
+    path = user_cache_path("skyward") / "ship" / f"uv-{stat.st_size:x}-{stat.st_mtime_ns:x}.gz"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
+        with binary.open("rb") as content, gzip.open(partial, "wb", compresslevel=3) as compressed:
+            shutil.copyfileobj(content, compressed, PIECE_BYTES)
+        partial.replace(path)
+    return Packed(path, stat.st_size)
+
+
+@cache
+def _package() -> Path:
     source = Path(__file__).parent
     files = sorted(path for path in source.rglob("*.py"))
     digest = hashlib.sha256()

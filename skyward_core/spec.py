@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 
 from skyward_core import accelerators, spot
 from skyward_core.accelerators import Accelerator
+from skyward_core.accelerators.neuron import slot_cores
 from skyward_core.errors import BadRequest
 from skyward_core.image.image import Image
 from skyward_core.image.volume import Volume, refuse_overlaps
@@ -114,12 +115,18 @@ class PoolSpec(BaseModel):
             instance_type=self.machine,
             vcpus=self.cpu * self.workers_per_node if self.cpu is not None else None,
             memory_gb=memory * self.workers_per_node if memory is not None else None,
+            nodes=self.nodes,
         )
 
     @property
     def workers_per_node(self) -> int:
         """How many workers one machine holds: one for each MIG partition of its GPUs, or one."""
         return self.accelerator.count * len(self.accelerator.mig) if self.accelerator is not None and self.accelerator.mig else 1
+
+    @property
+    def neuron_cores(self) -> tuple[tuple[int, ...], ...]:
+        """The NeuronCores of each call that runs at once on a machine; empty where there are none, or the runtime chooses. Raises BadRequest if too few."""
+        return slot_cores(self.accelerator, self.node_environment, self.concurrency)
 
     @property
     def node_environment(self) -> dict[str, str]:
@@ -135,6 +142,7 @@ class PoolSpec(BaseModel):
                 f'sides. Run this program with Python {self.image.python}, or leave Image(python=...) out (it is then "{here}")'
             )
         refuse_overlaps(self.volume)
+        _ = self.neuron_cores  # raises
 
 
 def _loaded(wish: Any) -> Provider | tuple[Provider, ...]:
@@ -148,6 +156,8 @@ def _plain(providers: Provider | tuple[Provider, ...]) -> Any:
 
 
 def _unknown(name: str, known: Sequence[str]) -> str:
+    if name in Image.model_fields:
+        return f"there is no {name!r} of a pool, it is its image's: write image=Image({name}=...)"
     near = get_close_matches(name, known, 1, cutoff=0.5)
     return f"there is no {name!r}; {f'did you mean {near[0]!r}?' if near else 'known are: ' + ', '.join(known)}"
 

@@ -14,6 +14,8 @@ A `Connection` is used from any thread and blocks its caller; asyncssh works beh
 Host keys: the one that the endpoint names; else those that the known_hosts file has for this host; else the first one seen, held for the
 life of the `Connection`. Any other refuses the connection with `HostKeyChanged`.
 
+An endpoint with a `proxy_command` is reached through that command: one process for each connection, which ends with it (`proxy.py`).
+
 Commands, files and shells share SESSIONS places on one connection, and wait for one when all are taken. What stays for long (a `Shell`, a `run` that follows
 a log) holds one of them all that time: whoever keeps more than SESSIONS - 4 of those lets files wait for each other.
 
@@ -49,6 +51,7 @@ from asyncssh.public_key import get_default_public_key_algs  # noqa: TID253
 
 from skyward_core.errors import BadRequest, CommandFailed, CommandTimedOut, ConnectionLost, CredentialsError, HostKeyChanged, Unreachable
 from skyward_core.instances import Endpoint
+from skyward_core.proxy import Proxy
 
 CIPHERS = "^aes128-gcm@openssh.com,aes256-gcm@openssh.com"
 """Preferred where ~/.ssh/config has no opinion: with AES in the processor two to three times faster than chacha20 (shared/facts/testbed.md, section 3)."""
@@ -66,6 +69,8 @@ READ_AHEAD_BYTES = 1 << 20
 FETCH_WINDOW_BYTES = 16 << 20
 """What the machine may send before we have told it that we took some: 16 MiB fill 1 Gbit/s over 130 ms. asyncssh's own 2 MiB are enough for lines."""
 TAIL_CHARACTERS = 64 * 1024
+VERDICTS = (asyncssh.PermissionDenied, asyncssh.HostKeyNotVerifiable, asyncssh.KeyExchangeFailed, asyncssh.IllegalUserName)
+"""What a machine itself has said of us, or we of it: not the fault of the way to it."""
 LARGE_BYTES = 4 << 20  # from here on memory comes in pages of its own, given back with the last view of them
 
 PUT = """\
@@ -77,14 +82,15 @@ trap '' PIPE
 if [ -d "$1" ]; then echo "$1 is a directory" >&2; exit 1; fi
 [ -d "$4" ] || mkdir -p -- "$4"
 umask 077
-cat >"$part"
+if [ -n "$5" ]; then gzip -dc >"$part"; else cat >"$part"; fi
 [ "$(wc -c <"$part")" -eq "$2" ] || { echo "only a part arrived" >&2; exit 1; }
 [ "$3" = 600 ] || chmod "$3" "$part"
 mv -f -- "$part" "$1"
 trap - EXIT
 """
-"""Writes stdin, $2 bytes, to $1 with mode $3 in the folder $4. A connection that dies looks to `cat` like the end of the file: hence the count first.
+"""Writes stdin to $1, with $5 decompressed, with mode $3 in the folder $4; it has $2 bytes there.
 
+A connection that dies looks to `cat` like the end of the file: hence the count first.
 Nobody listens then: saying so must not kill the shell before it has removed its part.
 """
 
@@ -229,6 +235,8 @@ class Connection:
         self._dialling = asyncio.Lock()
         self._sessions = asyncio.Semaphore(SESSIONS)
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._proxy: Proxy | None = None  # of the present connection, or of the one that is being made
+        self._endings: set[asyncio.Task[None]] = set()  # of proxies
 
     # ── its life ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -238,6 +246,7 @@ class Connection:
         Raises at once CredentialsError (the machine refuses our keys), HostKeyChanged and BadRequest (a key or configuration file that cannot be
         read), and Unreachable after `timeout_seconds`. A machine that was launched a moment ago runs its sshd before cloud-init has installed our key:
         for `auth_grace_seconds` a refusal is not final, nor is another host key for the endpoint's `host_key_grace_seconds` after it was first shown.
+        Where a proxy command leads there, which may take minutes to find the machine, the grace begins with the first refusal.
         """
         self._call(self._connect(timeout_seconds, auth_grace_seconds, anew=False))
         return self
@@ -315,16 +324,27 @@ class Connection:
         """Return a shell that stays, for commands that are run often. It is started with its first command, and anew after a `reconnect`."""
         return Shell(self)
 
-    def put(self, source: Path | Buffer | Sequence[Buffer], remote: str, *, mode: int = 0o644, timeout_seconds: float | None = None) -> None:
+    def put(
+        self,
+        source: Path | Buffer | Sequence[Buffer],
+        remote: str,
+        *,
+        mode: int = 0o644,
+        unpacked_bytes: int | None = None,
+        timeout_seconds: float | None = None,
+    ) -> None:
         """Write a file on the machine, in the place of one that may be there. Others see the old file or the whole new one, never a part.
 
         `source` is a file here, or its content: bytes or any other contiguous buffer, or several of them to be written one after another. `remote` is relative
         to the user's home, its folders are made. Two round trips, however small or large. Needs sh, cat, wc and mv there, no SFTP.
+        With `unpacked_bytes` the source is compressed with gzip and becomes a file of so many bytes, which needs gzip there, and no more room than the file.
         Raises CommandFailed (no space, no permission, a folder of that name), ConnectionLost and CommandTimedOut.
         """
         content = source if isinstance(source, Path) else [memoryview(one).cast("B") for one in ([source] if isinstance(source, Buffer) else source)]
         size = content.stat().st_size if isinstance(content, Path) else sum(len(one) for one in content)
-        command = shlex.join(["sh", "-c", PUT, "put", remote, str(size), f"{mode:o}", posixpath.dirname(remote) or "."])
+        is_packed = unpacked_bytes is not None
+        words = [remote, str(unpacked_bytes if is_packed else size), f"{mode:o}", posixpath.dirname(remote) or ".", "gzip" * is_packed]
+        command = shlex.join(["sh", "-c", PUT, "put", *words])
         failed = f"{remote} could not be written on {self.endpoint}"
         self._transfer(self._put(command, content, failed), f"{remote} was not written on {self.endpoint}", timeout_seconds)
 
@@ -407,6 +427,7 @@ class Connection:
             settings = await self._settings()
             started = asyncio.get_running_loop().time()
             answered_at: float | None = None
+            refused_at: float | None = None
             problem: BaseException | None = None
             async for left, patience in _attempts(started, timeout):
                 try:
@@ -414,7 +435,8 @@ class Connection:
                     await self._open_forwards()
                     return
                 except asyncssh.PermissionDenied as error:
-                    if asyncio.get_running_loop().time() - started >= grace:
+                    refused_at = refused_at or asyncio.get_running_loop().time()
+                    if asyncio.get_running_loop().time() - (refused_at if self.endpoint.proxy_command else started) >= grace:
                         raise CredentialsError(f"{self.endpoint} refuses our keys: {error}. Check the user, the key and the agent.") from error
                     problem = error
                 except HostKeyChanged as error:
@@ -428,6 +450,8 @@ class Connection:
                     if error.errno == socket.EAI_NONAME:
                         raise Unreachable(f"there is no host named {self.endpoint.host}") from error
                     problem = error
+                except _SilenceError as error:  # the last try may be too short for a word
+                    problem = problem or error
                 except (asyncssh.Error, asyncssh.ChannelListenError, OSError) as error:
                     problem = error
                 await self._drop("its forwards could not be opened")
@@ -463,7 +487,28 @@ class Connection:
         }
 
     async def _dial(self, settings: dict[str, Any], dial_seconds: float, login_seconds: float) -> None:
-        """One attempt: `dial_seconds` for the machine to pick up, `login_seconds` for all of it."""
+        """One attempt, through the proxy command if there is one: `dial_seconds` for the machine to pick up, `login_seconds` for all of it.
+
+        Raises what the proxy has refused for good; what it has said is told with any other failure that is not the machine's own verdict on us.
+        """
+        if self.endpoint.proxy_command is None:
+            await self._log_in(settings, dial_seconds, login_seconds)
+            return
+        proxy = self._proxy = await Proxy.start(self.endpoint.proxy_command)
+        try:
+            await self._log_in(settings | {"sock": proxy.socket, "tunnel": None, "proxy_command": None}, dial_seconds, login_seconds)
+        except BaseException as error:
+            self._proxy = None
+            await self._ended(proxy)
+            if not isinstance(error, asyncssh.Error | OSError) or isinstance(error, VERDICTS):
+                raise
+            if (verdict := proxy.verdict()) is not None:
+                raise verdict from error
+            if words := proxy.last_words():
+                raise ConnectionError(words) from error
+            raise _SilenceError(f"{_words(error)}; the command that leads there said nothing") from error
+
+    async def _log_in(self, settings: dict[str, Any], dial_seconds: float, login_seconds: float) -> None:
         guard = _Guard(self, [path for path in settings["known_hosts"] if os.access(path, os.R_OK)])
         arguments = settings | {"known_hosts": guard.trusted, "client_factory": lambda: guard, "login_timeout": login_seconds}
         if self._pinned:  # other kinds of keys stay on offer, so that a machine that has none of this kind is told from a broken one
@@ -494,6 +539,7 @@ class Connection:
         if self._ssh is None or guard.ssh is not self._ssh:
             return
         self._ssh, self._lost = None, _words(error) if error else "the machine closed it"
+        self._let_go()
         if self._on_lost:
             self._on_lost(self._lost)
 
@@ -509,6 +555,23 @@ class Connection:
         except TimeoutError:  # what is still to be sent reaches nobody
             ssh.abort()
             await ssh.wait_closed()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Have the proxy of a connection that has ended end too, aside."""
+        proxy, self._proxy = self._proxy, None
+        if proxy is not None:
+            self._ending_of(proxy)
+
+    def _ending_of(self, proxy: Proxy) -> asyncio.Task[None]:
+        ending = asyncio.ensure_future(proxy.end())
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
+        return ending
+
+    async def _ended(self, proxy: Proxy) -> None:
+        """End a proxy whose connection came to nothing. If this is cancelled the ending goes on, and `_close` waits for it."""
+        await asyncio.wait([self._ending_of(proxy)])
 
     async def _close(self) -> None:
         tasks = set(self._tasks)
@@ -517,6 +580,8 @@ class Connection:
         if tasks:
             await asyncio.wait(tasks)
         await self._drop("closed")
+        if self._endings:
+            await asyncio.wait(self._endings)
 
     # ── on the loop: forwards ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -990,6 +1055,10 @@ class _Guard(asyncssh.SSHClient):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connection._note_loss(self, exc)  # pyright: ignore[reportPrivateUsage]
+
+
+class _SilenceError(ConnectionError):
+    """A try through a proxy command came to nothing, and the command did not say why."""
 
 
 async def _attempts(started: float, timeout: float) -> AsyncIterator[tuple[float, float]]:

@@ -5,8 +5,10 @@ A test that opens pools may share `pool`, two nodes that live as long as the tes
 
 import gc
 import os
+import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -23,7 +25,7 @@ import uvloop
 
 import skyward_core as sky
 
-SETTLE_SECONDS = 10.0
+SETTLE_SECONDS = 30.0
 """How long what a test has closed may take to be gone; only a test that leaks waits so long."""
 
 # Process-wide pools of threads, made once by the first who needs them: Dask's two, asyncio's name lookups, hypothesis and pytest-timeout.
@@ -182,13 +184,21 @@ def processes_by_tag(variable: str) -> list[tuple[int, str]]:
 # ── waiting, and a pool to share ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def wait_until(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
+def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
     """Wait until the condition holds; fail, naming what was waited for, when it does not in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             pytest.fail(f"waited {seconds} s for {what}")
         time.sleep(0.01)
+
+
+def slowness() -> float:
+    """Return how many times longer than it needs a process takes here just now: 1 where nothing else runs. For promises in seconds that need processors."""
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    subprocess.run([sys.executable, "-IS", "-c", "sum(range(5_000_000))"], check=True)
+    took, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return max(1.0, took / (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime))
 
 
 class Told:

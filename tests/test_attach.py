@@ -4,6 +4,7 @@ Run as a program it is another process: one that opens a pool and starts a call 
 """
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -31,7 +32,7 @@ LEASE_SECONDS = 5
 REPOSITORY = Path(__file__).parents[1]
 MEGABYTES = 100 << 20
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 @sky.compute
@@ -145,7 +146,7 @@ def test_a_client_that_leaves_takes_its_calls_along(opened_pool: sky.ComputePool
     for future in futures:
         with pytest.raises(sky.PoolClosed):
             future.result(0)
-    assert opened_pool.submit(doubled(3)).result(10) == 6
+    assert opened_pool.submit(doubled(3)).result(30) == 6
     assert not (tmp_path / "never").exists()
 
 
@@ -160,8 +161,8 @@ def test_the_calls_of_a_killed_client_give_their_slots_back(tmp_path: Path) -> N
             assert client.stdout.readline() == "attached\n"
             wait_until(lambda: (tmp_path / "never-begun").exists(), "its call to run")
             client.send_signal(signal.SIGKILL)
-            client.wait(10)
-            assert pool.submit(doubled(4)).result(LEASE_SECONDS + 10) == 8
+            client.wait(60)
+            assert pool.submit(doubled(4)).result(LEASE_SECONDS + 40) == 8
 
 
 # ── detached calls ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -178,7 +179,7 @@ def test_a_detached_call_tells_its_state_and_its_log(opened_pool: sky.ComputePoo
         found.result(0.05)
     go.touch()
     for call in (found, started, attached_pool.detached_call(started.call_id)):
-        assert [call.result(10), call.result(10)] == ["end", "end"]
+        assert [call.result(30), call.result(30)] == ["end", "end"]
         assert (call.state, call.log(), call.log(1), call.log(2)) == ("ended", ["begun", "done"], ["done"], [])
     assert started.call_id in [call.call_id for call in attached_pool.detached_calls()]
     assert started.call_id in repr(found)
@@ -194,13 +195,13 @@ def test_a_detached_call_that_fails(opened_pool: sky.ComputePool, attached_pool:
     call = opened_pool.start_detached(failing())
     for known in (call, attached_pool.detached_call(call.call_id)):
         with pytest.raises(LookupError, match="nothing here") as caught:
-            known.result(10)
+            known.result(30)
         assert "in failing" in str(caught.value.__cause__)
         assert (known.state, known.log()[0]) == ("ended", "about to fail")
     call.forget()
     dead = attached_pool.start_detached(crashing())
     with pytest.raises(sky.CallCrashed, match="exit code 3"):
-        dead.result(10)
+        dead.result(30)
     dead.forget()
 
 
@@ -228,14 +229,14 @@ def test_a_detached_call_that_waits_is_cancelled(opened_pool: sky.ComputePool, a
     attached_pool.detached_call(running[0].call_id).cancel()
     for call in (running[0], *waiting):
         with pytest.raises(sky.CallCrashed):
-            call.result(10)
+            call.result(30)
     assert running[0].state == "ended"
     assert running[1].state == "running"
     assert {call.state for call in waiting} <= {"cancelled", "ended"}  # ended: it was at a worker already, which did not begin it
     (tmp_path / "go1").touch()
-    assert running[1].result(10) == "end"
+    assert running[1].result(30) == "end"
     running[1].cancel()
-    assert (running[1].state, running[1].result(10)) == ("ended", "end")
+    assert (running[1].state, running[1].result(30)) == ("ended", "end")
     assert list(tmp_path.glob("never*")) == []
     assert doubled(1) @ opened_pool == (2, 2)
     for call in (*running, *waiting):
@@ -261,7 +262,7 @@ def test_a_call_outlives_its_killed_submitter(tmp_path: Path) -> None:
         assert opener.stdout is not None
         lease, call_id = opener.stdout.readline(), opener.stdout.readline().strip()
         opener.send_signal(signal.SIGKILL)
-        opener.wait(10)
+        opener.wait(60)
     ids = {node.instance.id for node in Lease.model_validate_json(lease).nodes}
     with sky.ComputePool.attach(lease, lease_seconds=LEASE_SECONDS) as pool:
         attached_at = time.monotonic()
@@ -271,12 +272,12 @@ def test_a_call_outlives_its_killed_submitter(tmp_path: Path) -> None:
         assert living(ids) == ids
         assert call.state == "running"
         (tmp_path / "go").touch()
-        assert call.result(10) == "end"
+        assert call.result(30) == "end"
         assert call.log() == ["begun", "done"]
         assert doubled(4) >> pool == 8
-    left_at = time.monotonic()
+        left_at = time.monotonic()
     assert living(ids) == ids
-    wait_until(lambda: not living(ids), "the nodes to end themselves", LEASE_SECONDS + 10)
+    wait_until(lambda: not living(ids), "the nodes to end themselves", LEASE_SECONDS + 25)
     assert time.monotonic() - left_at > LEASE_SECONDS / 2
     with pytest.raises(sky.NodeLost, match="is not there any more"):
         sky.ComputePool.attach(lease, timeout_seconds=5)
@@ -287,31 +288,33 @@ def test_a_pool_is_detached_and_found_again() -> None:
     pool = sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", lease_seconds=LEASE_SECONDS).open()
     waiting = pool.submit(steps(600))
     kept = pool.start_detached(steps(10))
-    lease = pool.detach()
-    ids = {node.instance.id for node in lease.nodes}
-    assert not pool.is_active
-    assert lease.expires_at is not None
-    assert 0 < (lease.expires_at - datetime.now(UTC)).total_seconds() <= LEASE_SECONDS
-    with pytest.raises(sky.PoolClosed):
-        waiting.result(0)
-    with pytest.raises(sky.PoolClosed):
-        pool.detach()
-    assert living(ids) == ids
     with other_process("attach", kept.call_id) as attached:
-        output, _ = attached.communicate(lease.model_dump_json(), timeout=30)
+        assert attached.stdout is not None
+        assert attached.stdout.readline() == "ready\n"  # all is imported: that may take longer than the lease that is left
+        lease = pool.detach()
+        ids = {node.instance.id for node in lease.nodes}
+        assert not pool.is_active
+        assert lease.expires_at is not None
+        assert 0 < (lease.expires_at - datetime.now(UTC)).total_seconds() <= LEASE_SECONDS
+        with pytest.raises(sky.PoolClosed):
+            waiting.result(0)
+        with pytest.raises(sky.PoolClosed):
+            pool.detach()
+        assert living(ids) == ids
+        output, _ = attached.communicate(lease.model_dump_json(), timeout=60)
     assert json.loads(output) == {"ranks": [0, 1], "doubled": [0, 2, 4], "result": "walked", "log": [f"step {number}" for number in range(8, 10)]}
-    wait_until(lambda: not living(ids), "the nodes to end themselves", LEASE_SECONDS + 10)
+    wait_until(lambda: not living(ids), "the nodes to end themselves", LEASE_SECONDS + 25)
 
 
 def test_the_lease_that_is_left_may_be_longer() -> None:
     """`detach(lease_seconds=...)` lets the nodes live for longer than the spec says."""
     pool = sky.ComputePool(provider=sky.Local(), display="quiet", lease_seconds=LEASE_SECONDS).open()
-    lease = pool.detach(lease_seconds=LEASE_SECONDS + 4)
     detached_at = time.monotonic()
+    lease = pool.detach(lease_seconds=LEASE_SECONDS + 4)
     assert lease.expires_at is not None
     assert LEASE_SECONDS < (lease.expires_at - datetime.now(UTC)).total_seconds() <= LEASE_SECONDS + 4
     ids = {node.instance.id for node in lease.nodes}
-    wait_until(lambda: not living(ids), "the node to end itself", LEASE_SECONDS + 14)
+    wait_until(lambda: not living(ids), "the node to end itself", LEASE_SECONDS + 30)
     assert time.monotonic() - detached_at > LEASE_SECONDS + 2
 
 
@@ -322,7 +325,7 @@ def test_a_closed_pool_cannot_be_attached_to() -> None:
     started = time.monotonic()
     with pytest.raises(sky.NodeLost, match="is not there any more"):
         sky.ComputePool.attach(lease)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15
 
 
 # ── over SSH ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -366,7 +369,7 @@ def test_over_ssh_the_key_may_lie_elsewhere(rented_pool: sky.ComputePool, fleet:
         wait_until(lambda: len(walking.log()) > 1, "a few steps")
         walking.cancel()
         with pytest.raises(sky.CallCrashed):
-            walking.result(10)
+            walking.result(30)
         found.forget()
     assert doubled(2) >> rented_pool == 4
 
@@ -408,7 +411,11 @@ def held_bytes(pool: sky.ComputePool) -> int:
     """What the nodes of a local pool hold in this machine's memory."""
     ids = {node.instance.id for node in pool.lease.nodes}
     folders = [folder for folder in Path("/dev/shm").iterdir() if any(folder.name.endswith(instance_id) for instance_id in ids)]
-    return sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
+    held = 0
+    for path in (path for folder in folders for path in folder.rglob("*")):
+        with contextlib.suppress(FileNotFoundError):  # a value is let go while we look
+            held += path.stat().st_size if path.is_file() else 0
+    return held
 
 
 @contextlib.contextmanager
@@ -420,7 +427,7 @@ def other_process(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
         yield process
     finally:
         process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=60)
 
 
 def open_and_wait(path: str) -> None:
@@ -441,7 +448,9 @@ def attach_and_wait(path: str) -> None:
 
 
 def attach(call_id: str) -> None:
-    """Use the pool whose lease is on stdin, and tell what it said."""
+    """Say that this has begun, use the pool whose lease is on stdin, and tell what it said."""
+    importlib.import_module("skyward_core.cluster")  # and Dask with it
+    print("ready", flush=True)
     with sky.ComputePool.attach(sys.stdin.read(), lease_seconds=LEASE_SECONDS) as pool:
         call = pool.detached_call(call_id)
         found = {"ranks": rank() @ pool, "doubled": pool.map(doubled, range(3)), "result": call.result(30), "log": call.log(8)}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 from pydantic import PrivateAttr
@@ -17,10 +17,10 @@ from pydantic import PrivateAttr
 import skyward_core as sky
 from skyward_core import Instance, Offer
 from skyward_core.entries import Account, Bucket, CostBy, Intent, Period
-from skyward_core.errors import LeaseLost, LedgerConflict, LedgerError
+from skyward_core.errors import LeaseLost, LedgerConflict, LedgerError, NoCapacity, Refusal
 from skyward_core.ledger import Ledger
 from skyward_core.owner import Owner
-from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG
+from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, TYPE_TAG
 from skyward_core.provisioning.book import Book, Launch
 from skyward_core.provisioning.giving_back import give_back
 from skyward_core.provisioning.metering import Meter
@@ -300,6 +300,35 @@ def test_of_fewer_machines_than_asked_for_the_others_never_were(make: Make) -> N
     ]
 
 
+class TellingProvider(FakeProvider):
+    """Says what its machines really cost, which may be less than offered."""
+
+    tells_what_is_paid: ClassVar[bool] = True
+
+
+@pytest.mark.parametrize(("told", "billed"), [(18.0, 18), (36.0, 36), (72.0, 36), (0.0, 36)])
+def test_a_machine_that_costs_less_than_its_offer_is_billed_as_what_it_is(make: Make, told: float, billed: int) -> None:
+    """By the meter and by the ledger, also if it is of another type; and never more than was set aside for it."""
+    it = make(TellingProvider)
+    launch, (machine,) = it.launch(1)
+    it.book.bind(launch, [machine.model_copy(update={"price_per_hour": told, "instance_type": "another"})])
+    it.pass_time(100)
+    it.give_back()
+    assert it.meter.total() == Decimal(billed) / 36
+    (intent,) = it.intents()
+    assert (intent.price.per_hour, intent.tags[TYPE_TAG]) == (Decimal(billed), "another")
+    assert it.ledger.cost_rows(CostBy.POOL)[0].cost_usd == it.meter.total()
+
+
+def test_a_provider_that_tells_other_sums_is_billed_as_it_has_offered(make: Make) -> None:
+    it = make()
+    launch, (machine,) = it.launch(1)
+    it.book.bind(launch, [machine.model_copy(update={"price_per_hour": 18.0})])
+    it.pass_time(100)
+    it.give_back()
+    assert it.meter.total() == it.ledger.cost_rows(CostBy.POOL)[0].cost_usd == Decimal(1)
+
+
 def test_what_came_unasked_is_written_down_too(make: Make) -> None:
     """One machine more than was asked for, and two that claim the same rank: each has an entry of its own and is billed."""
     it = make()
@@ -451,6 +480,22 @@ def test_an_outage_that_is_over_and_mended_is_not_told(make: Make) -> None:
     it.give_back()
     it.book.close()
     assert sum(it.intents()[0].seconds.values()) == 20
+
+
+def test_a_history_that_cannot_be_written_ends_no_pool_and_hides_no_error(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """It is no money: the log has it, and `close` has nothing to say."""
+    it = make()
+    it.outage.failing = {"note_attempts"}
+    it.book.tried(it.offer, 0.1, NoCapacity("none left"))
+    it.book.was_refused(Refusal("fake", "", "", spot=False, error="CredentialsError", code="401", message="who", seconds=0.1))
+    it.rent(1)
+    it.give_back()
+    it.book.close()
+    assert [record.levelname for record in caplog.records if "the disk is full" in record.getMessage()] == ["WARNING"] * 2
+    it.outage.failing = {"close_all"}
+    it.book.gone(["fake-0"], "seen")
+    with pytest.raises(LedgerError, match="the disk is full"):
+        it.book.close()
 
 
 def test_several_troubles_are_told_as_one(make: Make) -> None:

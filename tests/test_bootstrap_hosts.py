@@ -3,6 +3,7 @@
 Run as a program, with a host's particulars, it is a client that opens a pool on that host, for tests that kill it.
 """
 
+import contextlib
 import os
 import platform
 import signal
@@ -37,7 +38,7 @@ STEPS = ["uv", "deps", "skyward", "server"]
 LEASE_SECONDS = 5
 MIB = 1 << 20
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 @sky.compute
@@ -74,7 +75,7 @@ def cloud(fleet: Fleet, mirror: Mirror) -> Iterator[Cloud]:  # noqa: F811
 
 
 def pool_on(provider: sky.Provider, told: Callable[..., Any], **wishes: Any) -> sky.ComputePool:
-    return sky.ComputePool(**{"provider": provider, "on_event": told, "display": "quiet", "provision_timeout": 60, **wishes})
+    return sky.ComputePool(**{"provider": provider, "on_event": told, "display": "quiet", "provision_timeout": 120, **wishes})
 
 
 def steps(told: Told) -> list[str]:
@@ -85,6 +86,14 @@ def steps(told: Told) -> list[str]:
 def tagged(host: Host) -> str:
     """The processes of nodes on a host that is up."""
     return host.run("grep -lsaz '^SKYWARD_INSTANCE_ID=' /proc/[0-9]*/environ").stdout
+
+
+def kill_bootstrap(host: Host) -> None:
+    """Kill the script that prepares a host, and nothing else."""
+    for pid in host._processes():
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"bash\0./bootstrap.sh"):
+                os.kill(pid, signal.SIGKILL)
 
 
 class Reaction(Told):
@@ -115,7 +124,7 @@ def test_a_killed_build_is_built_anew_and_the_next_pool_finds_it_whole(fleet, mi
 
     def kill(instance_id: str) -> None:
         wait_until(lambda: list(environments.glob("*/pyvenv.cfg")), "half of an environment")
-        host.run("pkill -KILL -f '^bash ./bootstrap.sh'")
+        kill_bootstrap(host)  # from here: a login takes as long as the other half
 
     with pytest.raises(sky.BootstrapFailed) as caught, pool_on(provider, Reaction("deps", kill), image=image):
         pass
@@ -137,7 +146,7 @@ def test_a_killed_build_is_built_anew_and_the_next_pool_finds_it_whole(fleet, mi
         seconds = time.monotonic() - started
     assert steps(told) == STEPS[2:]
     assert mirror.requests == asked
-    assert seconds < 10
+    assert seconds < 20  # three or four on an idle machine
     assert tagged(host) == ""
     host.crash()
 
@@ -229,7 +238,7 @@ def test_a_machine_that_dies_meanwhile_is_told_long_before_the_deadline(cloud, m
     error = failure(cloud, Reaction("deps", die), provision_timeout=600)
     assert (error.node, error.phase, error.exit_code) == (0, "deps", None)
     assert "gone" in str(error)
-    assert time.monotonic() - started < 40
+    assert time.monotonic() - started < 100
 
 
 def test_a_script_that_was_killed_is_told(cloud):
@@ -250,10 +259,10 @@ def test_a_node_that_its_guard_ends_meanwhile_is_told(fleet, mirror):  # noqa: F
         )  # somebody else builds, and does not come to an end
 
     started = time.monotonic()
-    error = failure(Cloud(fleet, prepare=prepare), Told(), max_lifetime=2)
+    error = failure(Cloud(fleet, prepare=prepare), Told(), max_lifetime=6)  # longer than a busy machine takes to come to that lock
     assert (error.node, error.phase) == (0, "deps")
     assert "max_lifetime" in str(error)
-    assert time.monotonic() - started < 40
+    assert time.monotonic() - started < 50
 
 
 def test_a_host_that_refuses_our_key_is_told(cloud, monkeypatch):
@@ -297,7 +306,7 @@ def test_the_guard_ends_a_machine_whose_client_was_killed_meanwhile(fleet, mirro
         time_of_death = time.monotonic()
     finally:
         client.kill()
-        client.wait(10)
+        client.wait(60)
         client.stdout.close()
     assert host.is_up
     wait_until(lambda: not host.is_up, "the host to turn itself off", seconds=LEASE_SECONDS + 10)

@@ -30,7 +30,7 @@ from skyward_core.worker.node import DASK_CONFIG, SILENCE_CHECK_SECONDS, PoolSch
 from skyward_core.worker.settings import NodeSettings, memory_directory, this_process
 from skyward_core.worker.watchdog import kill_instance
 from skyward_core.worker.wire import Batch, Call, Ending, Outcome, Output, Parcel, Sealed
-from tests.conftest import wait_until
+from tests.conftest import slowness, wait_until
 from tests.testbed import Fleet, Host, why_not
 
 TOPIC = "skyward-0123"
@@ -180,7 +180,7 @@ class Head:
     stack: contextlib.AsyncExitStack
 
     async def client(self) -> Any:
-        client = await self.stack.enter_async_context(distributed.Client(self.scheduler.address, asynchronous=True, set_as_default=False, timeout=10))
+        client = await self.stack.enter_async_context(distributed.Client(self.scheduler.address, asynchronous=True, set_as_default=False, timeout=40))
         client.scheduler_comm.interval = 0.0
         return client
 
@@ -189,7 +189,7 @@ class Head:
         return await self.stack.enter_async_context(worker)
 
     async def until(self, condition: Callable[[], object], what: str) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 50
         while not condition():
             assert time.monotonic() < deadline, f"waited for {what}"
             await asyncio.sleep(0.005)
@@ -477,7 +477,7 @@ class Nodes:
     def connect(self) -> distributed.Client:
         pem, key = self.certificate.certificate, self.certificate.key
         security = distributed.Security(require_encryption=True, tls_ca_file=pem, tls_client_cert=pem, tls_client_key=key)
-        return distributed.Client(self.scheduler, security=security, set_as_default=False, timeout=20)
+        return distributed.Client(self.scheduler, security=security, set_as_default=False, timeout=60)
 
 
 @contextlib.contextmanager
@@ -635,14 +635,16 @@ def test_a_frozen_worker_is_given_up_and_joins_again_when_it_thaws(tmp_path: Pat
         pids = {worker["name"]: (address, worker_pid) for address, worker_pid in client.run(os.getpid).items() for worker in [_worker(client, address)]}
         address, pid = pids["1-0"]
         submit(client, "d", say_and_wait, str(tmp_path))
+        limit, heard = 20 * slowness(), _worker(client, address)["last_seen"]
+        wait_until(lambda: _worker(client, address)["last_seen"] != heard, "a sign of life, from which on it is silent")
         os.kill(pid, signal.SIGSTOP)
         began = time.monotonic()
         try:
-            wait_until(lambda: address not in client.scheduler_info(n_workers=-1)["workers"], "the frozen worker to be given up", 20)
+            wait_until(lambda: address not in client.scheduler_info(n_workers=-1)["workers"], "the frozen worker to be given up", limit)
             assert time.monotonic() - began > 5
         finally:
             os.kill(pid, signal.SIGCONT)
-        wait_until(lambda: any(worker["name"] == "1-0" for worker in client.scheduler_info(n_workers=-1)["workers"].values()), "a worker in its place", 10)
+        wait_until(lambda: any(worker["name"] == "1-0" for worker in client.scheduler_info(n_workers=-1)["workers"].values()), "a worker in its place")
         (tmp_path / "go").touch()
 
 
@@ -661,10 +663,10 @@ def test_a_worker_that_was_cut_off_joins_again(tmp_path: Path) -> None:
 
             wait_until(is_there, "the worker")
             hosts[1].partition()
-            wait_until(lambda: not is_there(), "the worker to be given up", 20)
+            wait_until(lambda: not is_there(), "the worker to be given up", 20 * slowness())
             wait_until(lambda: "worker 1-0 ends" in log.read_text(), "the worker to end itself", 30)
             hosts[1].heal()
-            wait_until(is_there, "a worker in its place", 10)
+            wait_until(is_there, "a worker in its place")
 
 
 def _worker(client: distributed.Client, address: str) -> dict[str, Any]:

@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 
 from skyward_core import cli
-from skyward_core.entries import Account, Attempt, Bucket, Period, Price, ResourceKind, Wish
+from skyward_core.entries import BILLING_ROUNDING, Account, Attempt, Bucket, Period, Price, ResourceKind, Wish
+from skyward_core.errors import CredentialsError, InstancesLeft
 from skyward_core.ledger import Ledger
 from skyward_core.market import Offer
 from skyward_core.owner import Owner
 from skyward_core.providers import base
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG
+from skyward_core.provisioning import giving_back
 from skyward_core.provisioning import sweep as sweeping
 from tests.test_sweep import FolderProvider
 
@@ -213,7 +215,7 @@ def test_a_sweep_is_dry_unless_it_is_told_otherwise(skyward: Skyward, ledger: Le
     assert len(folder.instances()) == 3
     would = json.loads(skyward("sweep --json", code=3))
     assert (would["is_dry_run"], [finding["action"] for finding in would["findings"]], would["ended"]) == (True, ["end", "leave"], [])
-    assert "1 pools ended, 0 failures" in skyward("sweep --yes")
+    assert skyward("sweep --yes").splitlines()[-1] == "machines of 1 pool ended"
     assert [instance.pool_id for instance in folder.instances()] == ["sky-live"]
     assert "nothing is to be done" in skyward("sweep")
 
@@ -224,6 +226,36 @@ def test_a_sweep_that_fails_in_part_says_so(skyward: Skyward, ledger: Ledger, cl
     ledger.open_pool("sky-odd", owner=DEAD, provider={"name": "nonesuch"}, spec_json="{}", lease_expires_at=clock.now)
     assert skyward("sweep --yes", code=1).startswith("skyward: nonesuch: no provider is called 'nonesuch'")
     assert folder.instances() == []
+
+
+def test_a_sweep_says_what_it_has_done(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
+    """Ended, closed and written down are three things; programs are told the same."""
+    for number in range(2):
+        open_pool(ledger, clock, folder, f"sky-gone-{number}", owner=DEAD)
+        folder.terminate([instance.id for instance in folder.instances()])
+    open_pool(ledger, clock, folder, "sky-dead", owner=DEAD)
+    told = skyward("sweep --yes")
+    assert told.splitlines()[-1] == "machines of 1 pool ended; entries of 2 pools closed, nothing of which was there"
+    open_pool(ledger, clock, folder, "sky-gone-2", owner=DEAD)
+    folder.terminate([instance.id for instance in folder.instances()])
+    report = json.loads(skyward("sweep --yes --json"))
+    assert ([finding["pool"] for finding in report["closed"]], report["ended"], report["adopted"]) == (["sky-gone-2"], [], [])
+    assert ledger.pools() == []
+
+
+def test_a_sweep_that_only_fails_says_so(
+    ledger: Ledger, clock: Clock, folder: FolderProvider, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is called ended that may be there."""
+    open_pool(ledger, clock, folder, "sky-dead", owner=DEAD)
+
+    def refuse(*_: object) -> None:
+        raise InstancesLeft("it stays", ["m"])
+
+    monkeypatch.setattr(FolderProvider, "terminate", refuse)
+    monkeypatch.setattr(giving_back, "DEADLINE_SECONDS", 0.05)
+    assert cli.main(["sweep", "--yes"]) == cli.FAILED
+    assert capsys.readouterr().out.splitlines()[-1] == "1 failure"
 
 
 def test_whom_a_sweep_asks_can_be_said(skyward: Skyward, ledger: Ledger, folder: FolderProvider, tmp_path: Path) -> None:
@@ -312,6 +344,21 @@ def test_offers_are_listed_with_their_age(skyward: Skyward, monkeypatch: pytest.
     assert "has 1 of them" in skyward("offers --accelerator L4 --count 8", code=1)
 
 
+def test_a_price_below_a_hundredth_of_a_cent_is_told(
+    skyward: Skyward, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ledger: Ledger, clock: Clock, folder: FolderProvider
+) -> None:
+    """Nothing that costs something is 0.0000; programs get the number as it is."""
+    cheap = Offer(provider="folder", instance_type="t", region="here", price_per_hour=0.00001234567, vcpus=1, memory_gb=8)
+    monkeypatch.setattr(FolderProvider, "offers", lambda self, want: [cheap])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert lines(skyward("offers"))[1][4] == "0.00001235"
+    assert json.loads(skyward("offers --json"))["offers"][0]["price_per_hour"] == 0.00001234567
+    assert "costs $0.00001235 an hour" in skyward("offers --max-price 0.000001", code=1)
+    open_pool(ledger, clock, folder, "sky-short", owner=HERE, age_seconds=0.5)  # a begun second is billed whole
+    assert lines(skyward("ps"))[1][-2:] == ["2.00", "0.000556"]
+    assert lines(skyward("cost"))[-1][-3:] == ["0.000556", "0.002223", "0.001667"]
+
+
 # ── budgets ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -372,6 +419,84 @@ def test_a_reader_that_goes_is_no_traceback(url: str, ledger: Ledger, clock: Clo
     command = f"set -o pipefail; {shlex.quote(sys.executable)} -m skyward_core.cli ps --json | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, check=False, timeout=60)
     assert (done.stdout, done.stderr) == ("", "")
+
+
+# ── what programs are told ───────────────────────────────────────────────────────────────────────────────────────────
+
+KINDS = {"string": str, "number": int | float, "integer": int, "boolean": bool, "null": type(None)}
+BUCKETS = {*map(str, Bucket), BILLING_ROUNDING}
+
+
+def documented(command: str) -> dict[str, str]:
+    """What docs/json.md says of a command's fields: where each stands, and what it is."""
+    page = (ROOT / "docs/json.md").read_text()
+    (section,) = re.findall(rf"^## {command}\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    fields = dict(re.findall(r"^\| `([^`]+)` \| ([a-z ]+) \|", section, re.MULTILINE))
+    assert len(fields) == section.count("\n| `")
+    if command == "sweep":
+        fields |= {
+            f"{done}{field.removeprefix('findings')}": kind for done in ("ended", "closed", "adopted") for field, kind in fields.items() if "findings" in field
+        }
+    return fields
+
+
+def told_fields(data: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Where each value of some JSON stands, and the value; an empty list is a value of its own."""
+    if isinstance(data, dict):
+        for name, value in data.items():
+            yield from told_fields(value, f"{place}.<bucket>" if name in BUCKETS else f"{place}.{name}".lstrip("."))
+    elif isinstance(data, list) and data:
+        for value in data:
+            yield from told_fields(value, f"{place}[]" if place else "")
+    else:
+        yield place, data
+
+
+def test_programs_are_told_what_the_page_says(
+    skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All fields of docs/json.md are there, of the kind that it says, and no others."""
+    sold = Offer(provider="folder", instance_type="t", region="here", price_per_hour=1.0, vcpus=1, memory_gb=8, or_types=("u",))
+
+    def offers(provider: FolderProvider, _: object) -> list[Offer]:
+        if provider.folder.endswith("other"):
+            raise CredentialsError("who are you?").coded("401")
+        return [sold]
+
+    monkeypatch.setattr(FolderProvider, "offers", offers)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    ledger.set_account(Account("team-a", Decimal(200), Period.DAY))
+    ledger.set_account(Account("each", Decimal(5), Period.RUN))
+    open_pool(ledger, clock, folder, "sky-ended", owner=HERE)
+    skyward("stop sky-ended")
+    open_pool(ledger, clock, folder, "sky-gone", owner=DEAD)
+    folder.terminate([instance.id for instance in folder.instances()])
+    open_pool(ledger, clock, folder, "sky-live", owner=HERE, account="team-a", machines=2)
+    open_pool(ledger, clock, folder, "sky-dead", owner=DEAD)
+    ledger.open_pool("sky-odd", owner=DEAD, provider={"name": "nonesuch"}, spec_json="{}", lease_expires_at=clock.now)
+    ledger.note_attempts([Attempt("sky-live", clock.now, "folder", "here", "t", is_spot=True, seconds=0.5, error=error) for error in ("", "NoCapacity")])
+    wheres = " ".join(f"--provider {shlex.quote(json.dumps({'name': 'folder', 'folder': place}))}" for place in (str(tmp_path), f"{tmp_path}/other"))
+    lines = {
+        "ps": ["ps --all --json"],
+        "cost": ["cost --json"],
+        "receipt": ["receipt sky-live", "receipt sky-ended"],
+        "offers": [f"offers {wheres} --json"],
+        "why": ["why sky-live --json"],
+        "sweep": ["sweep --json", "sweep --yes --json"],
+        "budget list": ["budget list --json"],
+    }
+    for command, typed in lines.items():
+        fields, seen = documented(command), set[str]()
+        for line in typed:
+            cli.main(shlex.split(line))
+            for place, value in told_fields(json.loads(capsys.readouterr().out)):
+                known = [field for field in fields if field == place or (value == [] and field.startswith(f"{place}[]"))]
+                assert known, f"{line} tells {place}, and docs/json.md does not"
+                if value != []:
+                    kinds = fields[place].split(" or ")
+                    assert any(isinstance(value, KINDS[kind]) and (kind == "boolean") == isinstance(value, bool) for kind in kinds), (line, place, value)
+                seen.update(known)
+        assert seen == fields.keys(), f"{command} does not tell {fields.keys() - seen}"
 
 
 def test_the_command_itself_is_light() -> None:

@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 import threading
+from decimal import Decimal
 from typing import override
 
 import pytest
@@ -32,6 +33,7 @@ from skyward_core.events import (
     PoolStopping,
     SkywardEvent,
 )
+from skyward_core.narrator import digits
 
 OPENING: list[SkywardEvent] = [
     InfraCreating(),
@@ -103,6 +105,31 @@ def test_log_tells_the_life_of_a_pool_in_calm_lines():
         "skyward  giving the machines back",
         "skyward  done: 12.3 s, $0.0123 (2 on demand)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("amount", "told"),
+    [
+        (0, "0.0000"),
+        (0.0, "0.0000"),
+        (49.16, "49.1600"),
+        (1072.9573, "1072.9573"),
+        (0.5, "0.5000"),
+        (0.0123, "0.0123"),
+        (0.01, "0.0100"),
+        (0.0123456, "0.01235"),
+        (0.00004, "0.00004"),
+        (0.00001234567, "0.00001235"),
+        (-0.00004, "-0.00004"),
+        (Decimal("0.000001"), "0.000001"),
+        (1e-9, "0.000000001"),
+        (9.99999, "10.0000"),
+        (123456789, "123456789.0000"),
+    ],
+)
+def test_nothing_that_costs_something_is_told_as_nothing(amount: float | Decimal, told: str):
+    """Four decimals, more only where the first four digits need them; no zero stands behind those."""
+    assert digits(amount) == told
 
 
 @pytest.mark.usefixtures("unconfigured")

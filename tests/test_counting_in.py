@@ -17,7 +17,7 @@ class Counting:
 
     def _info(self, n_workers: int) -> dict[str, Any]:
         self._workers |= self._meanwhile
-        return {"workers": {address: {"name": name} for name, address in self._answered.items()}}
+        return {"workers": {address: {"name": name, "status": "running"} for name, address in self._answered.items()}}
 
     def _join(self, name: str, _: str) -> None:
         self.told.append(("joins", name))

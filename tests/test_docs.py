@@ -15,7 +15,12 @@ from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/pool.md", *sorted(f"docs/clouds/{page.name}" for page in (ROOT / "docs/clouds").glob("*.md") if "```python" in page.read_text())]
+PAGES = [
+    "README.md",
+    "docs/pool.md",
+    "docs/accelerators.md",
+    *sorted(f"docs/clouds/{page.name}" for page in (ROOT / "docs/clouds").glob("*.md") if "```python" in page.read_text()),
+]
 PAGES_OF_ORCHESTRATORS = ["docs/prefect.md", "docs/dagster.md"]
 
 
@@ -29,6 +34,7 @@ def test_every_python_block_of_the_page_runs(page: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", PAGES_OF_ORCHESTRATORS)
 def test_the_page_of_an_orchestrator_runs_as_a_script(page: str, tmp_path: Path) -> None:
     """The page's Python blocks, put together in one file, run to the end in a process and a home of their own."""
@@ -36,6 +42,7 @@ def test_the_page_of_an_orchestrator_runs_as_a_script(page: str, tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_page_of_machines_runs_on_machines(fleet: Fleet, mirror: Mirror, tmp_path: Path) -> None:  # noqa: F811
     """The page's aliases are bare hosts of the test bed, by an SSH configuration as a user would write it; all else is as the page has it."""
     (tmp_path / ".ssh").mkdir(mode=0o700)
@@ -47,7 +54,7 @@ def test_the_page_of_machines_runs_on_machines(fleet: Fleet, mirror: Mirror, tmp
     (tmp_path / ".ssh/config").write_text("\n".join(aliases) + "\n")
     run_as_script("docs/machines.md", tmp_path, {"HOME": str(tmp_path), "TMPDIR": str(tmp_path)})
     directory = str(tmp_path)  # of the local nodes that the page leaves to their lease
-    wait_until(lambda: not any(path.startswith(directory) for _, path in processes_by_tag("SKYWARD_INSTANCE_DIRECTORY")), "the end of the lease")
+    wait_until(lambda: not any(path.startswith(directory) for _, path in processes_by_tag("SKYWARD_INSTANCE_DIRECTORY")), "the end of the lease", seconds=60)
 
 
 def run_as_script(page: str, folder: Path, variables: dict[str, str]) -> None:
@@ -55,5 +62,5 @@ def run_as_script(page: str, folder: Path, variables: dict[str, str]) -> None:
     assert blocks
     script = folder / "page.py"
     script.write_text("\n\n".join(blocks))
-    done = subprocess.run([sys.executable, str(script)], env=os.environ | variables, cwd=folder, capture_output=True, text=True, check=False, timeout=110)
+    done = subprocess.run([sys.executable, str(script)], env=os.environ | variables, cwd=folder, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]

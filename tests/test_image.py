@@ -582,7 +582,7 @@ def test_a_real_environment_is_built_once(real, tmp_path):
     empty = tmp_path / "empty cache"
     started = time.monotonic()
     second = _bash(image.bootstrap() + check, {**real, "UV_OFFLINE": "1", "UV_CACHE_DIR": str(empty)})
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
     assert (second.returncode, told(second.stdout)) == (0, ["done phase=deps"])
     assert second.stdout.splitlines()[-1] == first.stdout.splitlines()[-1]
     assert _snapshot(environment) == before
@@ -642,7 +642,7 @@ def _shellcheck(script: str) -> str:
 
 
 def _gone(pid: int) -> bool:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] == "Z":

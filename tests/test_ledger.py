@@ -118,7 +118,12 @@ def postgresql_server() -> Iterator[str]:
     quiet = {"cwd": folder, "stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     server: subprocess.Popen[bytes] | None = None
     try:
-        subprocess.run([*ours, programs / "initdb", "-D", f"{folder}/data", "-U", "ada", "-A", "trust", "-N"], check=True, timeout=100, **quiet)
+        subprocess.run(
+            [*ours, programs / "initdb", "-D", f"{folder}/data", "-U", "ada", "-A", "trust", "-N", "-E", "UTF8", "--no-locale"],
+            check=True,
+            timeout=100,
+            **quiet,
+        )
         says = ["-D", f"{folder}/data", "-k", folder, "-c", "listen_addresses=", "-c", "fsync=off"]
         server = subprocess.Popen([*ours, "--pdeathsig=INT", programs / "postgres", *says], **quiet)
         wait_until(lambda: subprocess.run([programs / "pg_isready", "-h", folder], check=False, **quiet).returncode == 0, "the server to be ready", 60)
@@ -732,13 +737,16 @@ def test_an_account_can_be_changed_and_must_exist(ledger: Ledger) -> None:
 
 EIGHT_RESERVE = """
 import os, sys
+from datetime import datetime
 from decimal import Decimal
 from skyward_core.errors import BudgetExceeded
 from skyward_core.ledger import Ledger
 
+now = datetime.fromisoformat(sys.argv[2])
+
 def take_all(url, seed):
     reserved = 0
-    with Ledger(url, busy_timeout_seconds=60) as ledger:
+    with Ledger(url, clock=lambda: now, busy_timeout_seconds=60) as ledger:
         while True:
             try:
                 made = ledger.reserve("team", "p", Decimal("0.37"))
@@ -764,7 +772,7 @@ def run_script(script: str, *args: str, **options: object) -> subprocess.Complet
 def test_eight_processes_at_once_overdraw_nothing(ledger: Ledger, url: str) -> None:
     """They reserve, and settle some, until the account refuses: what is committed is below the limit, by less than one reservation."""
     ledger.set_account(Account("team", USD(30), Period.MONTH))
-    done = run_script(EIGHT_RESERVE, url)
+    done = run_script(EIGHT_RESERVE, url, NOON.isoformat())  # of the same month as the account
     assert done.returncode == 0, done.stderr
     reserved = ledger.open_reservations()
     left = ledger.left_usd("team", "p")

@@ -336,9 +336,10 @@ def test_who_is_not_root_asks_sudo() -> None:
         assert not (machine.directory / "mig").exists()
 
 
+@pytest.mark.slow
 def test_a_command_that_outlives_the_node_is_waited_for(machine: Machine) -> None:
     """The script dies, what it has begun as root does not: giving back begins when that is over."""
-    machine.gpus.set(seconds=0.8)
+    machine.gpus.set(seconds=3.0)
     process = machine.start(HALVES, 1)
     wait_until(lambda: any("-cgi" in change for change in machine.gpus.changes), "the partitions to be on their way")
     process.kill()
@@ -455,7 +456,7 @@ def test_a_driver_that_hangs_holds_nobody_up(machine: Machine, monkeypatch: pyte
     machine.gpus.set(hangs="-dgi")
     began = time.monotonic()
     said = machine.give_back(SKYWARD_KEEP_DIRECTORY="")
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - began < 20
     assert "the GPUs could not be given back in 1 s: they may still be partitioned" in said
     assert not machine.directory.exists()
 

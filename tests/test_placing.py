@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ import pytest
 from pydantic import PrivateAttr
 
 import skyward_core as sky
-from skyward_core.entries import Attempt
+from skyward_core.entries import Account, Attempt, Period
 from skyward_core.errors import CredentialsError, NoCapacity, ProviderFailed, QuotaExceeded, Refusal, SkywardError
 from skyward_core.ledger import Ledger, default_url
 from skyward_core.market import Offer, Requirements, matches
@@ -262,6 +263,31 @@ def test_the_next_provider_is_asked(folder: str, error: SkywardError, first: int
         assert entry.ended_at is not None
         assert [(one.provider, one.error, one.code) for one in ledger.attempts()] == [("refusing", type(error).__name__, error.code), ("elsewhere", "", "")]
         assert not ledger.open_intents()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("wishes", [{"max_cost": 5.0}, {"budget": "team"}], ids=str)
+def test_a_lost_answer_keeps_no_money_from_the_next(folder: str, wishes: dict[str, Any], first: int) -> None:
+    """All of it was set aside for the first candidate; when nothing of that one is left the second has it. What was spent meanwhile is not there any more."""
+    with Ledger(default_url()) as ledger:
+        ledger.set_account(Account("team", Decimal(5), Period.MONTH))
+    lost = Refusing(folder=folder + "/lost", price_per_hour=20.0, launches_first=first).with_error(ProviderFailed("no answer"))
+    dear = Elsewhere(folder=folder + "/dear", price_per_hour=22.0)
+    run([lost, dear], **wishes)
+    assert dear.machines.launched == ["fake-0", "fake-1"]
+
+
+def test_a_lost_answer_keeps_its_money_while_its_machines_may_run(folder: str) -> None:
+    """The listing tells that one of them is still there: nobody else is asked, and nothing is granted twice."""
+
+    class Staying(Refusing):
+        def terminate(self, ids: Sequence[str]) -> None:
+            """Accept, and do nothing."""
+
+    lost = Staying(folder=folder + "/lost", price_per_hour=1.0, launches_first=1).with_error(ProviderFailed("no answer"))
+    dear = Elsewhere(folder=folder + "/dear", price_per_hour=2.0)
+    run([lost, dear], expected=sky.InstancesLeft, max_cost=5.0)
+    assert dear.machines.launched == []
 
 
 def test_fewer_than_asked_for_are_given_back_before_the_next(folder: str) -> None:

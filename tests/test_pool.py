@@ -386,7 +386,7 @@ def test_a_large_array_goes_and_comes_back(pool: sky.ComputePool) -> None:
     result[0] = -1
     folders = [Path("/dev/shm") / name for name in os.listdir("/dev/shm") if any(name.endswith(node.instance.id) for node in pool.lease.nodes)]
     assert folders
-    wait_until(lambda: not any(list(folder.iterdir()) for folder in folders), "the memory folders to be empty", 5)
+    wait_until(lambda: not any(list(folder.iterdir()) for folder in folders), "the memory folders to be empty")
 
 
 def test_large_values_leave_nothing_when_their_call_fails(pool: sky.ComputePool) -> None:
@@ -407,7 +407,7 @@ def test_large_values_leave_nothing_when_their_call_fails(pool: sky.ComputePool)
     with pytest.raises(sky.CallCrashed):
         end(rows, "crash") >> pool
     pool.submit(end(rows, "wait")).cancel()
-    wait_until(lambda: not any(list(folder.iterdir()) for folder in folders), "the memory folders to be empty", 10)
+    wait_until(lambda: not any(list(folder.iterdir()) for folder in folders), "the memory folders to be empty")
 
 
 def test_many_functions_do_not_confuse_a_runner(pool: sky.ComputePool) -> None:
@@ -823,7 +823,7 @@ def test_a_multi_pool_closes_all_if_one_fails(tmp_path: Path) -> None:
 def test_an_idle_pool_ends_itself(caplog: pytest.LogCaptureFixture) -> None:
     """After `timeout` seconds without a call the machines are given back; later calls say why."""
     told = Told()
-    with one_node(told, timeout=3.0) as pool:  # it counts from the node's start: on a busy machine a second passes before the pool is open
+    with one_node(told, timeout=8.0) as pool:  # it counts from the node's start: on a busy machine seconds pass before the pool is open
         assert double(1) >> pool == 2
         wait_until(lambda: told.of(sky.CostFinal), "the idle pool's bill")
         assert not pool.is_active
@@ -837,8 +837,8 @@ def test_an_idle_pool_ends_itself(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.slow
 def test_a_running_call_keeps_its_pool_alive() -> None:
     """The idle time counts from the last running call, not from the last submit."""
-    with one_node(timeout=0.5) as pool:
-        assert pool.submit(sky.compute(lambda: time.sleep(3.0) or "done")()).result(timeout=30) == "done"
+    with one_node(timeout=6.0) as pool:  # so long may it take to open, and to submit the next call
+        assert pool.submit(sky.compute(lambda: time.sleep(9.0) or "done")()).result(timeout=60) == "done"
         assert double(1) >> pool == 2
 
 
@@ -961,7 +961,7 @@ def test_a_forgotten_pool_is_closed_where_warnings_are_errors(monkeypatch: pytes
         warnings.simplefilter("error")
         del pool
         gc.collect()
-    wait_until(lambda: told.of(sky.CostFinal), "the bill", 10)
+    wait_until(lambda: told.of(sky.CostFinal), "the bill")
 
 
 def test_a_callback_that_raises_breaks_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -220,6 +220,20 @@ def test_a_launch_whose_answer_was_lost_stays_committed() -> None:
         it.purse.grant(1, usd("1"))
 
 
+def test_a_launch_whose_answer_was_lost_is_free_when_nothing_of_it_is_left() -> None:
+    """Only what its machines have cost until then is not; and only of that launch."""
+    it = pool(10.0)
+    lost = it.purse.grant(1, usd("10"))
+    it.meter.start(machine("found"), it.clock(), usd("10"))
+    it.clock.seconds += 1800
+    it.meter.end("found")
+    it.purse.returned(lost)
+    again = it.purse.grant(1, usd("10"))
+    assert again.hard_end == it.clock() + 1800
+    with pytest.raises(BudgetExceeded):
+        it.purse.grant(1, usd("10"))
+
+
 @pytest.mark.parametrize(("max_cost", "price"), [(1e6, "0.000001"), (float("inf"), "1")])
 def test_money_for_longer_than_there_are_dates(max_cost: float, price: str) -> None:
     """Nothing overflows: what is written down of the grant are dates."""
@@ -472,6 +486,33 @@ def test_what_was_never_answered_is_not_reserved_for_ever(ledger: Ledger, clock:
         it.purse.turn()
         clock.seconds += 1.0
     assert reserved(ledger) == 360 * Decimal("0.01")
+
+
+@pytest.mark.parametrize("has_come", [False, True])
+def test_what_came_to_nothing_does_not_keep_the_account_from_the_next_candidate(ledger: Ledger, clock: Clock, has_come: bool) -> None:
+    """Twenty candidates refuse, or their machines are found and ended: the account holds what was spent and what the next one needs, and never twice."""
+    it = opened(ledger, clock, "5")
+    for number in range(20):
+        asked_at, lost = clock(), it.purse.grant(1, usd("36"))
+        assert reserved(ledger) <= Decimal("3.6")
+        clock.seconds += 2
+        if has_come:
+            it.meter.start(machine(f"found-{number}"), asked_at, usd("36"))
+            it.meter.end(f"found-{number}")
+        it.purse.returned(lost)
+    it.launch(1, usd("36"))
+    paid = it.purse.paid_seconds()
+    assert paid is not None
+    assert it.meter.projected(clock() + paid) <= committed(ledger, "5") <= 5
+
+
+def test_what_may_still_run_stays_reserved(ledger: Ledger, clock: Clock) -> None:
+    """A launch of which nobody knows yet is not given back when another one is asked for."""
+    it = opened(ledger, clock, "5")
+    it.purse.grant(1, usd("36"))
+    with pytest.raises(BudgetExceeded):
+        it.purse.grant(1, usd("36"))
+    assert reserved(ledger) == Decimal("3.6")
 
 
 def test_a_launch_into_time_that_is_nearly_over_renews_first(ledger: Ledger, clock: Clock) -> None:

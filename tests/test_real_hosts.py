@@ -23,7 +23,7 @@ import pytest
 import skyward_core as sky
 from skyward_core.events import BootstrapCompleted, BootstrapProgress, CallProgress, CallRetrying, ContactLost, ContactRegained, InstanceLost
 from skyward_core.providers import hosts as providers_of_hosts
-from tests.conftest import Told, processes_by_tag, wait_until
+from tests.conftest import Told, processes_by_tag, slowness, wait_until
 from tests.testbed import Fleet, Host
 from tests.testbed.command import run
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
@@ -40,7 +40,7 @@ GUARD_SECONDS = 10
 NOBODY = "02:77:ff:00:00:00"
 REPOSITORY = Path(__file__).parents[1]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @sky.compute
@@ -134,7 +134,7 @@ def owned_by(hosts: Sequence[Host], known_hosts: Path) -> sky.Hosts:
 
 def pool_on(provider: sky.Provider, told: Callable[[Any], Any], **wishes: Any) -> sky.ComputePool:
     image = sky.Image(pip=["numpy"])
-    return sky.ComputePool(**{"provider": provider, "nodes": 3, "image": image, "on_event": told, "display": "quiet", "provision_timeout": 90, **wishes})
+    return sky.ComputePool(**{"provider": provider, "nodes": 3, "image": image, "on_event": told, "display": "quiet", "provision_timeout": 150, **wishes})
 
 
 def tagged(host: Host) -> list[int]:
@@ -147,9 +147,11 @@ def names_of(pids: Iterable[int]) -> list[str]:
     names = []
     for pid in pids:
         try:
-            names.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
+            name = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:
             continue
+        if name:  # else it has ended meanwhile, and waits for its parent
+            names.append(name)
     return names
 
 
@@ -188,6 +190,14 @@ def from_the_client(hosts: Sequence[Host]) -> Iterator[None]:
     yield
     for host in hosts:
         address(host, host.network._mac(1), host.network._mac(host.index))
+
+
+def is_reaper(process: psutil.Process) -> bool:
+    """Whether a process is a reaper; one that has ended meanwhile is none."""
+    try:
+        return any("reaping.py" in word for word in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
 
 
 def index_of(events: Sequence[Any], condition: Callable[[Any], bool]) -> int:
@@ -268,7 +278,7 @@ def test_a_host_is_preempted_under_a_running_map(cloud, timings):
         lost_at = told.when(lambda event: isinstance(event, InstanceLost))
         assert results.result(90) == [number * number for number in range(CALLS)]
         joined_at = told.when(lambda event: isinstance(event, BootstrapCompleted) and told.times[told.events.index(event)] > preempted_at)
-        assert lost_at - preempted_at < NOTICE_SECONDS
+        assert lost_at - preempted_at < NOTICE_SECONDS * slowness()
         timings.rows.append(("a host preempted, until that is told", lost_at - preempted_at))
         timings.rows.append(("until another one, bare, has taken its place", joined_at - lost_at))
 
@@ -298,7 +308,7 @@ def test_a_call_that_must_not_run_twice_does_not(cloud, timings):
         crashed_at = time.monotonic()
         wait_until(lambda: any(future.done() and future.exception() is not None for future in futures), "a call to be told lost")
         noticed_at = time.monotonic()
-        assert noticed_at - crashed_at < NOTICE_OF_DEATH_SECONDS
+        assert noticed_at - crashed_at < NOTICE_OF_DEATH_SECONDS * slowness()
         timings.rows.append(("all processes of a host killed, until its calls raise NodeLost", noticed_at - crashed_at))
         timings.rows.append(("until the host is told lost", told.when(lambda event: isinstance(event, InstanceLost)) - crashed_at))
         errors = {number: future.exception(60) for number, future in enumerate(futures)}
@@ -345,10 +355,10 @@ def test_a_partition_that_does_not_heal_costs_a_host(hosts, owned, timings, monk
             wait_until(lambda: (cut.root / RAN).exists(), "the host to be at work")
             cut.partition()
             cut_at = time.monotonic()
-            wait_until(lambda: not tagged(cut), "the guard to end the node", LEASE_SECONDS + GUARD_SECONDS)
+            wait_until(lambda: not tagged(cut), "the guard to end the node", (LEASE_SECONDS + GUARD_SECONDS) * slowness())
             timings.rows.append((f"a host cut off, until its guard has ended its node (lease {LEASE_SECONDS} s)", time.monotonic() - cut_at))
             lost_at = told.when(lambda event: isinstance(event, InstanceLost))
-            assert lost_at - cut_at < NOTICE_SECONDS
+            assert lost_at - cut_at < NOTICE_SECONDS * slowness()
             assert results.result(90) == [number * number for number in range(CALLS)]
         joined_at = told.when(lambda event: isinstance(event, BootstrapCompleted) and told.times[told.events.index(event)] > cut_at)
         timings.rows.append(("a host cut off, until that is told", lost_at - cut_at))
@@ -384,11 +394,11 @@ def test_the_client_and_its_reaper_are_killed_and_the_hosts_end_by_themselves(ho
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         assert all(tagged(host) for host in hosts[:3])
-        (reaper,) = [child for child in psutil.Process(process.pid).children() if any("reaping.py" in word for word in child.cmdline())]
+        (reaper,) = [child for child in psutil.Process(process.pid).children() if is_reaper(child)]
         reaper.kill()
         process.send_signal(signal.SIGKILL)
         killed_at = time.monotonic()
-        wait_until(lambda: not any(tagged(host) for host in hosts), "the hosts to end their nodes", LEASE_SECONDS + GUARD_SECONDS)
+        wait_until(lambda: not any(tagged(host) for host in hosts), "the hosts to end their nodes", (LEASE_SECONDS + GUARD_SECONDS) * slowness())
         timings.rows.append((f"client killed, until nothing runs on the hosts (lease {LEASE_SECONDS} s)", time.monotonic() - killed_at))
     with pool_on(owned, Told()) as pool:
         assert pool.map(square, range(10)) == [number * number for number in range(10)]
@@ -437,7 +447,7 @@ def client(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
         yield process
     finally:
         process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=60)
 
 
 def open_and_wait(*arguments: str) -> None:

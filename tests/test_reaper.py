@@ -90,7 +90,7 @@ def no_reaper_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
 
 
 def _wait_for_no(state: str) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while _reapers(state):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -490,7 +490,7 @@ class StandIn:
         monkeypatch.setattr(reaper, "_say", lambda line: None)
         process = reaper._process
         assert process is not None
-        reaper.leave(timeout_seconds=30)
+        reaper.leave(timeout_seconds=100)
         assert process.returncode is not None
         return process.returncode
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import skyward_core as sky
-from skyward_core.errors import NoCapacity, NodeLost, PoolClosed, SkywardError
+from skyward_core.errors import NoCapacity, NodeLost, PoolClosed, SkywardError, Unreachable
 from skyward_core.instances import Instance, InstanceState, Lease, Node
 from skyward_core.recovery import FIRST_PAUSE_SECONDS, HEAD_PATIENCE_SECONDS, LONGEST_PAUSE_SECONDS, NOBODY_LEFT_SECONDS, REJOIN_SECONDS, Recovery
+from skyward_core.worker.notice import Kind, Notice
 from tests.conftest import Told, wait_until
 
 NODES = 3
@@ -23,16 +24,20 @@ NODES = 3
 
 @dataclass
 class Machine:
-    """One machine: whether it lives, whether the wire to it holds, and what its log says at its end."""
+    """One machine: whether it lives, whether the wire to it holds, what its log says at its end and of being taken back, and how many calls it has left."""
 
     id: str
     lives: bool = True
     is_wired: bool = True
     last_words: str = ""
+    notices: tuple[Notice, ...] = ()
+    calls_left: int = 0
+    is_held: bool = False
+    is_retired: bool = False
 
     @property
     def answers(self) -> bool:
-        return self.lives and self.is_wired
+        return self.lives and self.is_wired and not self.is_retired
 
 
 class World:
@@ -72,8 +77,14 @@ class World:
     def mend(self, rank: int) -> None:
         machine = self.nodes[rank]
         machine.is_wired = True
-        if machine.lives:
+        if machine.answers:
             self.cluster.joins(rank)
+
+    def announce(self, rank: int, seconds_left: float = 120.0, calls_left: int = 0) -> Machine:
+        machine = self.nodes[rank]
+        machine.notices = (Notice(Kind.INTERRUPTION, "terminate", 1e9, seconds_left),)
+        machine.calls_left = calls_left
+        return machine
 
     def _goes(self, rank: int) -> None:
         if rank == 0:
@@ -117,6 +128,8 @@ class FakeMachines:
     def __init__(self, world: World) -> None:
         self.world = world
         self.replaced: list[tuple[float, int]] = []
+        self.standing_by: dict[int, Machine] = {}
+        self.retired: list[str] = []
         self.restarts = 0
         self.fails_to_restart = 0
         self.on_restart: Callable[[], None] = lambda: None
@@ -147,10 +160,33 @@ class FakeMachines:
         machine = self.world.nodes.get(rank)
         return machine.last_words if machine is not None else ""
 
+    def notices(self, rank: int) -> tuple[Notice, ...]:
+        machine = self.world.nodes.get(rank)
+        return machine.notices if machine is not None else ()
+
+    def stand_by(self, rank: int) -> None:
+        if rank not in self.standing_by:
+            if not self.world.has_capacity:
+                raise NoCapacity("sold out")
+            self.standing_by[rank] = Machine(next(self.world.names))
+
+    def retire(self, rank: int, instance_id: str) -> None:
+        machine = self.world.nodes.get(rank)
+        if machine is None or machine.id != instance_id:
+            return
+        if not machine.answers:
+            raise Unreachable("it does not answer")
+        machine.is_retired = True
+        self.retired.append(instance_id)
+        self.world.cluster.leaves(rank)
+
     def replace(self, rank: int, is_there: Callable[[], bool]) -> None:
         self.replaced.append((self.world.now, rank))
         self.give_back(rank)
-        self.rent(rank)
+        if (machine := self.standing_by.pop(rank, None)) is not None:
+            self.world.nodes[rank] = machine
+        else:
+            self.rent(rank)
         if self.world.cluster.is_cut:
             self.world.nodes.pop(rank)
             raise SkywardError(f"node {rank} did not join the pool in time")
@@ -205,6 +241,13 @@ class FakeCluster:
 
     def has_any(self) -> bool:
         return bool(self.there)
+
+    def hold(self, rank: int) -> int:
+        machine = self.world.nodes.get(rank)
+        if self.is_cut or machine is None:
+            raise NodeLost("the scheduler is out of reach")
+        machine.is_held = True
+        return machine.calls_left
 
     def joins(self, rank: int) -> None:
         if rank == 0 or not self.is_cut:
@@ -760,6 +803,11 @@ class AnyOrder(RuleBasedStateMachine):
     def mend(self, data: st.DataObject) -> None:
         self.world.mend(data.draw(st.sampled_from(sorted(self.world.nodes))))
 
+    @precondition(lambda self: self.world.nodes)
+    @rule(data=st.data(), seconds_left=st.sampled_from([0.0, 2.0, 120.0]), calls_left=st.integers(0, 1))
+    def announce(self, data: st.DataObject, seconds_left: float, calls_left: int) -> None:
+        self.world.announce(data.draw(st.sampled_from(sorted(self.world.nodes))), seconds_left, calls_left)
+
     @rule(has_capacity=st.booleans())
     def capacity(self, has_capacity: bool) -> None:
         self.world.has_capacity = has_capacity
@@ -788,8 +836,8 @@ class AnyOrder(RuleBasedStateMachine):
     def nothing_is_told_twice_and_no_member_that_never_left(self) -> None:
         lost = [instance_id for instance_id, _ in self.world.lost()]
         assert len(lost) == len(set(lost))
-        ranks = [name for name, _ in self.world.aside]
-        assert len(ranks) - ranks.count("skyward-ask") == len(set(ranks) - {"skyward-ask"}), "one replacement a rank at a time"
+        ranks = [name for name, _ in self.world.aside if name.startswith(("skyward-replace", "skyward-relieve"))]
+        assert len(ranks) == len({name.rpartition("-")[2] for name in ranks}), "one replacement a rank at a time"
 
     def teardown(self) -> None:
         world = self.world
@@ -802,6 +850,8 @@ class AnyOrder(RuleBasedStateMachine):
             assert len(given_up) == 1
             return
         assert world.all_are_there()
+        assert not any(machine.notices for rank, machine in world.nodes.items() if rank), "who is to be taken back is replaced"
+        assert world.machines.standing_by == {}, "nobody is rented for nothing"
         assert len(world.told.of(sky.ClusterRestarting)) == len(world.told.of(sky.PoolReady))
         lost = {instance_id for instance_id, _ in world.lost()}
         assert self.seen.members & world.former <= lost, "a member that was given back must have been told lost"

@@ -90,7 +90,7 @@ def lead(cloud: Cloud) -> Iterator[Callable[..., Way]]:
 def way(lead: Callable[..., Way]) -> Way:
     """A way to a host that is there already."""
     way = lead()
-    way.reach.join(timeout_seconds=20)
+    way.reach.join(timeout_seconds=60)
     return way
 
 
@@ -117,7 +117,7 @@ def test_a_script_is_started_once_and_told_to_its_end(lead, monkeypatch):
         f'ls "$SKYWARD_HOME/ship/{shipped_archive().name}/skyward_core/remote.py"\n'
         "exit 7\n"
     )
-    way.reach.start(script, timeout_seconds=20, emit=way.told)
+    way.reach.start(script, timeout_seconds=60, emit=way.told)
     wait_until(lambda: way.has_told("::skyward exited 7"), "the end of the script")
     assert len(starts) == 2
     home = str(way.instance.directory).partition("/instances/")[0]
@@ -140,7 +140,7 @@ def test_a_script_that_runs_is_not_touched_when_its_start_is_asked_for_again(lea
         return ask(text, words, **settings)
 
     way.reach._command = remember
-    way.reach.start(script, timeout_seconds=20, emit=way.told)
+    way.reach.start(script, timeout_seconds=60, emit=way.told)
     wait_until(lambda: way.has_told("runs"), "the script to run")
     for part in (script[:20], ""):
         ask(remote.START, asked[0], stdin=part)
@@ -159,10 +159,10 @@ def test_only_a_part_of_a_script_is_not_started(lead):
 
     way.reach._command = lose_half
     with pytest.raises(CommandFailed, match="could not do what it was asked"):
-        way.reach.start("exit 6\nexit 7\n", timeout_seconds=20, emit=way.told)
+        way.reach.start("exit 6\nexit 7\n", timeout_seconds=60, emit=way.told)
     assert not list(way.directory.glob("bootstrap*"))
     way.reach._command = ask
-    way.reach.start("exit 6\nexit 7\n", timeout_seconds=20, emit=way.told)
+    way.reach.start("exit 6\nexit 7\n", timeout_seconds=60, emit=way.told)
     wait_until(lambda: way.has_told("::skyward exited 6"), "the end of the script")
 
 
@@ -170,7 +170,7 @@ def test_what_a_script_says_of_a_full_disk_finds_room(lead):
     """Not one byte is free when a script fails, not even for the log: what failed, why, and that it has ended is told all the same."""
     way = lead()
     fill = 'cat /dev/zero >"$HOME/filler" || true\nwhile printf "x\\n"; do :; done 2>/dev/null\n'
-    way.reach.start(shell.script(shell.prelude(), "skyward_phase deps", fill, "skyward_run cp /etc/passwd /root"), timeout_seconds=20, emit=way.told)
+    way.reach.start(shell.script(shell.prelude(), "skyward_phase deps", fill, "skyward_run cp /etc/passwd /root"), timeout_seconds=60, emit=way.told)
     wait_until(lambda: way.has_told("::skyward exited 1"), "the end of the script")
     last = [line for line in way.lines if line != "x"][-3:]
     assert last[0] == "The disk that holds /root/.cache/skyward is full, or nearly so."
@@ -202,7 +202,7 @@ def test_closing_ends_whoever_waits_and_leaves_the_node_alone(lead):
     thread.start()
     wait_until(lambda: way.reach.is_connected, "the connection")
     way.reach.close()
-    thread.join(10)
+    thread.join(30)
     assert not thread.is_alive()
     assert len(caught) == 1
     assert way.host.is_up
@@ -212,21 +212,21 @@ def test_closing_ends_whoever_waits_and_leaves_the_node_alone(lead):
 
 def test_the_node_lives_as_long_as_its_lease_is_extended_and_ends_itself_then(lead):
     """Longer than its lease while there is a way to it, and the lease after that; a lease is never made shorter."""
-    way = lead(lease_seconds=2)
-    way.reach.join(timeout_seconds=20)
+    way = lead(lease_seconds=5)
+    way.reach.join(timeout_seconds=60)
     first = int((way.directory / "lease").read_text())
     way.reach.extend_lease(1)
     assert int((way.directory / "lease").read_text()) >= first
-    wait_until(lambda: int((way.directory / "lease").read_text()) >= first + 3, "signs of life for longer than a lease")
+    wait_until(lambda: int((way.directory / "lease").read_text()) >= first + 6, "signs of life for longer than a lease")
     way.reach.close()
-    wait_until(lambda: not way.host.is_up, "the host to turn itself off", seconds=15)
+    wait_until(lambda: not way.host.is_up, "the host to turn itself off")
 
 
 def test_the_node_learns_with_each_sign_of_life_until_when_it_is_paid_for(lead):
     """On its own clock, rounded down; it may be less than before. Without a word on money there is no such file; when paid time is over the node ends."""
     paid: list[float | None] = [None]
     way = lead(lease_seconds=30, paid_seconds=lambda: paid[0])
-    way.reach.join(timeout_seconds=20)
+    way.reach.join(timeout_seconds=60)
     way.reach.extend_lease(30)
     assert not (way.directory / "paid").exists()
     for seconds in (500.9, 100.9):
@@ -238,7 +238,7 @@ def test_the_node_learns_with_each_sign_of_life_until_when_it_is_paid_for(lead):
     assert sorted(path.name for path in way.directory.iterdir() if path.name.startswith(("lease", "paid"))) == ["lease", "paid"]
     paid[0] = 0.5
     way.reach.extend_lease(30)
-    wait_until(lambda: not way.host.is_up, "the host to turn itself off", seconds=15)
+    wait_until(lambda: not way.host.is_up, "the host to turn itself off")
 
 
 # ── files and lines ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -321,7 +321,7 @@ def test_ports_lead_both_ways_and_tell_whether_they_are_reached(way, lead):
     here, port = way.reach.address("tls://127.0.0.1:22").rsplit(":", 1)
     assert here == "tls://127.0.0.1"
     assert way.reach.address("tls://127.0.0.1:22") == f"{here}:{port}"
-    with socket.create_connection(("127.0.0.1", int(port)), timeout=10) as wire:
+    with socket.create_connection(("127.0.0.1", int(port)), timeout=30) as wire:
         assert wire.recv(4) == b"SSH-"
     other = lead()
     assert way.reach.can_reach(other.host.ip, 22)
@@ -345,7 +345,7 @@ def _parcel(size: int) -> Parcel:
 def test_values_go_to_the_nodes_memory_and_come_back(lead):
     """A value put on the node lies in its memory, for its owner alone, and taken it is what it was, and gone there; released, it is gone too."""
     way = lead()
-    way.reach.start("true", timeout_seconds=20, emit=way.told)
+    way.reach.start("true", timeout_seconds=60, emit=way.told)
     memory = way.host.root / way.reach.value_directories[0].lstrip("/")
     there = way.reach.put(_parcel(MIB))
     assert [path.name for path in memory.iterdir()] == [Path(str(there.path)).name]
@@ -360,7 +360,7 @@ def test_values_go_to_the_nodes_memory_and_come_back(lead):
 def test_a_value_goes_to_disk_where_memory_is_full_and_is_refused_where_both_are(lead):
     """Without room in the node's memory its disk takes the value; without any, CommandFailed tells it, and nothing of the value is left."""
     way = lead()
-    way.reach.start("true", timeout_seconds=20, emit=way.told)
+    way.reach.start("true", timeout_seconds=60, emit=way.told)
     there = way.reach.put(_parcel(MIB))
     (way.host.root / "dev/shm/filler").write_bytes(b"")
     way.host.run("head -c 300M /dev/zero >/dev/shm/filler")

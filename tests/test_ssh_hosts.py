@@ -49,7 +49,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def connection(host: Host) -> Iterator[Connection]:
-    with reach(host).connect(20) as connection:
+    with reach(host).connect(60) as connection:
         yield connection
 
 
@@ -102,29 +102,29 @@ def test_a_command_past_its_deadline_is_killed_with_its_children(connection, hos
     """OpenSSH does not pass signals on for root: the command is ended all the same, and so is what it started."""
     with pytest.raises(CommandTimedOut):
         connection.run("sleep 61 & sleep 62", timeout_seconds=0.5)
-    assert processes(host, "sleep 6") == ""
+    wait_until(lambda: processes(host, "sleep 6") == "", "both to be killed")
     assert connection.run("echo on").output == "on\n"
 
 
 def test_ten_commands_may_last_and_all_end_with_the_connection(host):
     """As many commands as sshd takes by default follow something at once; `close` from another thread ends them all with ConnectionLost."""
-    connection = reach(host).connect(20)
+    connection = reach(host).connect(60)
     begun = threading.Barrier(ssh.SESSIONS + 1)
     caught: list[type] = []
 
     def follow() -> None:
         try:
-            connection.run("echo begun; exec sleep 60", on_line=lambda line: begun.wait(20))
+            connection.run("echo begun; exec sleep 60", on_line=lambda line: begun.wait(60))
         except Unreachable as error:
             caught.append(type(error))
 
     threads = [threading.Thread(target=follow) for _ in range(ssh.SESSIONS)]
     for thread in threads:
         thread.start()
-    begun.wait(20)
+    begun.wait(60)
     connection.close()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert caught == [ConnectionLost] * ssh.SESSIONS
 
 
@@ -132,32 +132,31 @@ def test_a_machine_that_takes_fewer_sessions_than_ours_is_waited_for(host, monke
     """Where MaxSessions is 2, eight short commands at once all run; beside two that last, a third one is refused in words, after a while."""
     config = host.root / "etc/ssh/sshd_config"
     config.write_text(config.read_text().replace("MaxSessions 100", "MaxSessions 2"))
-    os.kill(host.pid, signal.SIGHUP)
-    wait_until(lambda: host.run("true").returncode == 0, "sshd to have read its configuration")
-    with reach(host).connect(20) as connection:
+    host.change_host_key()  # a key that is shown proves that sshd has read its configuration anew
+    with reach(host).connect(60) as connection:
         codes: list[int] = []
         threads = [threading.Thread(target=lambda n=n: codes.append(connection.run(f"exit {n}").exit_code)) for n in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
         assert sorted(codes) == list(range(8))
         monkeypatch.setattr(ssh, "REFUSED_SECONDS", 0.2)
         begun = threading.Barrier(3)
 
         def follow() -> None:
             with pytest.raises(ConnectionLost):
-                connection.run("echo begun; exec sleep 60", on_line=lambda line: begun.wait(20))
+                connection.run("echo begun; exec sleep 60", on_line=lambda line: begun.wait(60))
 
         lasting = [threading.Thread(target=follow) for _ in range(2)]
         for thread in lasting:
             thread.start()
-        begun.wait(20)
+        begun.wait(60)
         with pytest.raises(Unreachable, match="refuses"):
             connection.run("true")
         connection.close()
         for thread in lasting:
-            thread.join(20)
+            thread.join(60)
 
 
 # ── a shell that stays ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -174,7 +173,7 @@ def test_a_shell_lasts_across_bad_commands_and_a_new_connection(connection, host
         assert shell.run("echo $PPID $$").output == first
         with pytest.raises(CommandTimedOut):
             shell.run("echo begun; sleep 63", timeout_seconds=0.5)
-        assert processes(host, "sleep 63") == ""
+        wait_until(lambda: processes(host, "sleep 63") == "", "it to be killed")
         with pytest.raises(CommandFailed, match="ended under"):
             shell.run("kill -KILL $$")
         assert shell.run("echo anew").output == "anew\n"
@@ -248,7 +247,7 @@ def test_a_value_stays_there_if_the_connection_dies_before_all_of_it_is_here(hos
         return memoryview(bytearray(size))
 
     monkeypatch.setattr(ssh, "_memory", cut)
-    with reach(host, keepalive_seconds=0.3, keepalive_count=1).connect(20) as connection:
+    with reach(host, keepalive_seconds=0.3, keepalive_count=1).connect(60) as connection:
         connection.put(bytes(MIB), "/dev/shm/value")
         with pytest.raises(ConnectionLost):
             connection.fetch("/dev/shm/value", remove=True)
@@ -271,13 +270,13 @@ def test_a_file_whose_rest_never_comes_leaves_the_old_one(connection, host, monk
         connection.put(bytes(8 * MIB), "folder/file")
     wait_until(lambda: connection.run("ls folder").output == "file\n", "the part to be removed")
     assert connection.fetch("folder/file") == b"old"
-    assert processes(host, "put folder") == ""
+    wait_until(lambda: processes(host, "put folder") == "", "the transfer to end")
 
 
 def test_a_full_disk_is_an_error_and_leaves_the_old_file(fleet):
     """No space: the machine's words are told, the file that was there is whole, and nothing is beside it."""
     host = fleet.create(disk="64M")
-    with reach(host).connect(20) as connection:
+    with reach(host).connect(60) as connection:
         connection.put(b"old", "folder/file")
         host.fill_disk()
         with pytest.raises(CommandFailed, match="could not be written") as caught:
@@ -294,12 +293,12 @@ def test_a_full_disk_is_an_error_and_leaves_the_old_file(fleet):
 def test_a_partition_is_noticed_and_healed_with_the_same_ports(host, echo):
     """Silence ends what runs within the keepalive time; after the partition `reconnect` brings back the forwards, where they were."""
     losses: list[str] = []
-    with reach(host, keepalive_seconds=0.4, keepalive_count=2, on_lost=losses.append).connect(20) as connection:
+    with reach(host, keepalive_seconds=0.4, keepalive_count=2, on_lost=losses.append).connect(60) as connection:
         here, there = connection.forward_local("127.0.0.1", 22), connection.forward_remote("127.0.0.1", echo.port)
         asking = f"exec 3<>/dev/tcp/127.0.0.1/{there}; echo hello >&3; head -n 1 <&3"
         assert say(here, b"\n").startswith(b"SSH-2.0-OpenSSH")
         assert connection.run(f"bash -c '{asking}'").output == "HELLO\n"
-        assert seconds_until_lost(connection, host.partition) < 4
+        assert seconds_until_lost(connection, host.partition) < 10
         assert not connection.is_connected
         with pytest.raises(Unreachable, match=r"within 0\.5 s"):
             connection.reconnect(0.5)
@@ -312,10 +311,10 @@ def test_a_partition_is_noticed_and_healed_with_the_same_ports(host, echo):
 
 def test_a_machine_that_is_gone_is_told(fleet):
     """A machine whose power is cut falls silent; one that crashes hangs up at once."""
-    for end, seconds in (("kill", 4), ("crash", 1)):
+    for end, keepalive_seconds in (("kill", 0.4), ("crash", 10.0)):
         host = fleet.create()
-        with reach(host, keepalive_seconds=0.4, keepalive_count=2).connect(20) as connection:
-            assert seconds_until_lost(connection, getattr(host, end)) < seconds
+        with reach(host, keepalive_seconds=keepalive_seconds, keepalive_count=2).connect(60) as connection:
+            assert seconds_until_lost(connection, getattr(host, end)) < 10
             with pytest.raises(ConnectionLost):
                 connection.fetch("/etc/hostname")
             with pytest.raises(ConnectionLost):
@@ -337,7 +336,7 @@ def test_a_machine_that_comes_up_late_is_reached(host):
 
 def test_a_host_key_that_changes_refuses_the_connection(host):
     """The key seen first is held; a stranger on the same address is refused."""
-    with Connection(endpoint(host).model_copy(update={"known_hosts": "/dev/null"})).connect(20) as connection:
+    with Connection(endpoint(host).model_copy(update={"known_hosts": "/dev/null"})).connect(60) as connection:
         assert connection.host_key.split()[:2] == host.known_hosts_line.split()[1:]
         host.change_host_key()
         assert connection.run("echo still").output == "still\n"
@@ -345,7 +344,7 @@ def test_a_host_key_that_changes_refuses_the_connection(host):
             connection.reconnect(20)
     host.known_hosts_path.write_text(f"{host.ip} {connection.host_key}\n")
     with reach(host) as connection, pytest.raises(HostKeyChanged, match="known_hosts"):
-        connection.connect(20)
+        connection.connect(60)
 
 
 def test_an_agent_logs_in_with_a_key_that_has_a_passphrase(host, tmp_path, monkeypatch):
@@ -359,13 +358,13 @@ def test_an_agent_logs_in_with_a_key_that_has_a_passphrase(host, tmp_path, monke
     try:
         wait_until(sock.exists, "the agent")
         with Connection(endpoint(host).model_copy(update={"key": str(key)})) as connection, pytest.raises(CredentialsError, match="passphrase"):
-            connection.connect(20)
+            connection.connect(60)
         with Connection(endpoint(host).model_copy(update={"key": None})) as connection, pytest.raises(CredentialsError):
-            connection.connect(20)
+            connection.connect(60)
         monkeypatch.setenv("SSH_AUTH_SOCK", str(sock))
         env = os.environ | {"SSH_ASKPASS": str(ask), "SSH_ASKPASS_REQUIRE": "force", "DISPLAY": "none"}
         subprocess.run(["ssh-add", "-q", str(key)], check=True, env=env, stdin=subprocess.DEVNULL, capture_output=True)
-        with Connection(endpoint(host).model_copy(update={"key": None})).connect(20) as connection:
+        with Connection(endpoint(host).model_copy(update={"key": None})).connect(60) as connection:
             assert connection.run("whoami").output == "root\n"
     finally:
         agent.kill()
@@ -380,7 +379,7 @@ def test_a_configuration_file_leads_through_another_machine(fleet, host, tmp_pat
         f"Host jump\n  HostName {jump.ip}\nHost behind\n  HostName {host.ip}\n  ProxyJump jump\n"
         f"Host *\n  User root\n  IdentityFile {host.key_path}\n  UserKnownHostsFile {tmp_path / 'known'}\n"
     )
-    with Connection(Endpoint(host="behind", config=str(tmp_path / "config"))).connect(20) as connection:
+    with Connection(Endpoint(host="behind", config=str(tmp_path / "config"))).connect(60) as connection:
         assert connection.run("hostname; echo ${SSH_CONNECTION%% *}").output == f"{host.name}\n{jump.ip}\n"
         connection.put(b"x" * MIB, "through")
         assert connection.fetch("through", remove=True) == b"x" * MIB

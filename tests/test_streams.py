@@ -66,7 +66,7 @@ def test_messages_go_at_once_however_long_the_streams_interval():
         for number in range(3):
             comm.wrote.clear()
             stream.send({**URGENT, "number": number})
-            await asyncio.wait_for(comm.wrote.wait(), 5)
+            await asyncio.wait_for(comm.wrote.wait(), 30)
         assert [message["number"] for payload in comm.written for message in payload] == [0, 1, 2]
         assert not comm.allow_offload
 
@@ -87,7 +87,7 @@ def test_what_nobody_waits_for_goes_before_the_next_message_and_with_it(message:
             await asyncio.sleep(0)
         assert not comm.written
         stream.send(URGENT)
-        await asyncio.wait_for(comm.wrote.wait(), 5)
+        await asyncio.wait_for(comm.wrote.wait(), 30)
         assert comm.written == [[message, URGENT]]
 
     on_stream(story)
@@ -104,7 +104,7 @@ def test_what_somebody_waits_for_goes_at_once(message: dict[str, Any], monkeypat
 
     async def story(stream: BatchedSend, comm: Comm) -> None:
         stream.send(message)
-        await asyncio.wait_for(comm.wrote.wait(), 5)
+        await asyncio.wait_for(comm.wrote.wait(), 30)
 
     on_stream(story)
 
@@ -116,7 +116,7 @@ def test_a_message_without_company_goes_after_a_while(monkeypatch: pytest.Monkey
         for _ in range(2):  # the second one needs a timer of its own
             comm.wrote.clear()
             stream.send(IDLE, IDLE)
-            await asyncio.wait_for(comm.wrote.wait(), 5)
+            await asyncio.wait_for(comm.wrote.wait(), 30)
         assert comm.written == [[IDLE, IDLE]] * 2
 
     on_stream(story)

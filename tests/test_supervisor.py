@@ -126,8 +126,10 @@ class Machine:
         return len(self.text("looks"))
 
     def text(self, name: str) -> str:
-        path = self.directory / name
-        return path.read_text() if path.exists() else ""
+        try:
+            return (self.directory / name).read_text()
+        except FileNotFoundError:  # not there yet, or just taken away
+            return ""
 
     def await_file(self, name: str, seconds: float = 30.0) -> str:
         wait_until(lambda: self.text(name), f"{name}, log: {self.text('log')}", seconds)
@@ -415,6 +417,7 @@ def test_settings_of_the_same_generation_change_nothing(start: Start) -> None:
     """And what is no settings is told in the log and passed over."""
     machine = start()
     machine.await_ready()
+    wait_until(lambda: len(machine.pids()) == 3, "supervisor, worker, runner")
     pids = machine.pids()
     machine.tell(timeout_seconds=1.0)
     machine.await_looks()
@@ -504,8 +507,8 @@ def workers_at(address: str, certificate: Any, names: set[str]) -> None:
 
 def listens(address: str) -> bool:
     try:
-        socket.create_connection(("127.0.0.1", urlsplit(address).port or 0), timeout=5).close()
-    except ConnectionRefusedError:
+        socket.create_connection(("127.0.0.1", urlsplit(address).port or 0), timeout=20).close()
+    except ConnectionError:
         return False
     return True
 
@@ -521,10 +524,10 @@ def test_a_node_becomes_the_head_and_ceases_to_be_it(start: Start, certificate: 
     wait_until(lambda: not listens(first), "the old scheduler to be gone")
     told_at = time.monotonic()
     other.tell(rank=0, scheduler=None, total_nodes=1, generation=1)
-    second = other.await_file("head.json", 5.0)
+    second = other.await_file("head.json")
     workers_at(second, certificate, {"0-0"})
     took = time.monotonic() - told_at
-    assert took < 5, f"{took} s"
+    assert took < 15, f"{took} s"  # a second on an idle machine
     other.tell(generation=2)
     wait_until(lambda: other.text("head.json") not in ("", second), "a third scheduler")
     third = other.text("head.json")

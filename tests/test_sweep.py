@@ -971,7 +971,7 @@ def test_several_sweeps_at_once_end_the_dead_and_touch_no_living(tmp_path: Path)
             command = [sys.executable, "-c", SWEEPER, world.ledger.url.render_as_string(hide_password=False), world.provider.folder]
             others = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
             reports = list(threads.map(lambda _: sweep(world.ledger, [world.provider], is_dry_run=False), range(4)))
-            told = [other.communicate(timeout=60)[0] for other in others]
+            told = [other.communicate(timeout=110)[0] for other in others]
             over.set()
             keeping.result()
         assert told == ["", ""]

@@ -30,7 +30,8 @@ def fleet() -> Iterator[Fleet]:
     with Fleet() as fleet:
         yield fleet
     assert leftovers(fleet.number) == []
-    assert not list(Path("/run").glob(f"skyward-testbed-{fleet.number}*"))
+    assert not Path(f"/run/skyward-testbed-{fleet.number}").exists()
+    assert not Path(f"/run/skyward-testbed-{fleet.number}.lock").exists()
 
 
 @pytest.fixture
@@ -113,7 +114,7 @@ def test_only_the_fleets_key_logs_in(host, tmp_path):
     """Another key than the fleet's is refused."""
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "key")], check=True)
     argv = [str(tmp_path / "key") if item == str(host.key_path) else item for item in host.ssh()]
-    done = subprocess.run([*argv, "true"], capture_output=True, text=True, timeout=20)
+    done = subprocess.run([*argv, "true"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 255
     assert "Permission denied (publickey)" in done.stderr
 
@@ -151,7 +152,7 @@ def test_a_crash_is_heard_at_once(host, session):
     asleep = session("echo begun; sleep 60")
     assert heard(asleep) == "begun\n"
     host.crash()
-    assert "closed by remote host" in asleep.communicate(timeout=5)[0]
+    assert "closed by remote host" in asleep.communicate(timeout=30)[0]
 
 
 def test_a_host_can_end_itself(host):
@@ -259,10 +260,10 @@ def test_up_prints_command_lines_and_ends_on_ctrl_c(fleet):
     """`python -m tests.testbed up 2` prints two lines that log in, and an interrupt removes both hosts."""
     with _up(2) as up:
         lines = _lines(up, 2)
-        names = [subprocess.run(f"{line.strip()} hostname", shell=True, capture_output=True, text=True, timeout=20).stdout for line in lines]
+        names = [subprocess.run(f"{line.strip()} hostname", shell=True, capture_output=True, text=True, timeout=60).stdout for line in lines]
         assert names == ["host2\n", "host3\n"]
         up.send_signal(signal.SIGINT)
-        assert up.wait(20) == 0
+        assert up.wait(60) == 0
     assert leftovers(_number(lines[0])) == []
 
 
@@ -283,7 +284,7 @@ def test_gc_sweeps_what_even_the_watcher_could_not(fleet):
                 os.kill(int(child), signal.SIGKILL)
         up.kill()
     assert leftovers(number) != []
-    swept = subprocess.run([sys.executable, "-m", "tests.testbed", "gc"], cwd=REPOSITORY, capture_output=True, text=True, timeout=30)
+    swept = subprocess.run([sys.executable, "-m", "tests.testbed", "gc"], cwd=REPOSITORY, capture_output=True, text=True, timeout=90)
     assert f"removed fleet {number}\n" in swept.stdout
     assert leftovers(number) == []
     assert leftovers(fleet.number) != []
@@ -292,7 +293,7 @@ def test_gc_sweeps_what_even_the_watcher_could_not(fleet):
 def test_the_preflight_says_in_one_line_what_is_missing(fleet):
     """Where the kernel refuses, the preflight fails with one line that names the reason."""
     argv = ["setpriv", "--bounding-set=-sys_admin", sys.executable, "-m", "tests.testbed", "preflight"]
-    refused = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=30)
+    refused = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=90)
     assert refused.returncode == 1
     assert re.fullmatch(r"this kernel refuses the test bed: .*not permitted.*\n", refused.stderr)
 

@@ -37,14 +37,14 @@ def host(fleet: Fleet) -> Iterator[Host]:  # noqa: F811
 
 def said(host: Host, command: str, env: dict[str, str] | None = None) -> str:
     variables = shlex.join(f"{name}={value}" for name, value in (env or {}).items())
-    done = host.run(f"env {variables} {command}", seconds=60)
+    done = host.run(f"env {variables} {command}", seconds=100)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
 def answer(url: str, path: str) -> int:
     """The status of one request, made here."""
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=10)
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
     connection.request("GET", path)
     try:
         return connection.getresponse().status

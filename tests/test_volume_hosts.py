@@ -73,7 +73,7 @@ class Node:
             **(KEYS if env is None else env),
         }
         script = shell.script(shell.prelude(), shell.export(variables), mount_volumes(volumes), shell.done("volumes"))
-        return self.host.run(f"mkdir -p {self.directory}; {self.prefix} bash -s 2>&1", text=script, seconds=90.0)
+        return self.host.run(f"mkdir -p {self.directory}; {self.prefix} bash -s 2>&1", text=script, seconds=110.0)
 
     def unmount(self) -> subprocess.CompletedProcess[str]:
         return self.host.run(f"export SKYWARD_INSTANCE_DIRECTORY={self.directory}; {self.prefix} sh -s 2>&1", text=unmount_volumes())
@@ -132,7 +132,7 @@ def service(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield service
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(60)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import skyward_core as sky
-from tests.conftest import Told
+from tests.conftest import Told, wait_until
 from tests.test_volume_hosts import KEYS, SECRET, Service, service
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror
@@ -53,7 +53,7 @@ def test_calls_read_and_write_buckets(fleet: Fleet, mirror: Mirror, service: Ser
     assert SECRET not in repr(told.events)
     for host in hosts:
         assert host.run("findmnt --noheadings --raw --output FSTYPE | grep -c fuse.s3fs").stdout.strip() == "0"
-        assert host.run("pgrep -x s3fs").stdout == ""
+        wait_until(lambda host=host: host.run("pgrep -x s3fs").returncode == 1, "s3fs to end")
         assert host.run(f"grep -rls {SECRET} /root /tmp /dev/shm").stdout == ""
 
 

@@ -16,7 +16,8 @@ class Chip:
 
     `memory_gb` are the sizes that exist, in the vendor's own figure for one chip, the default first. `form_factors` are those that are told apart when
     renting; `memory_of` names those that come with fewer sizes. `mig` says that the driver can partition it. `aliases` are other names in use.
-    `cores` is how many TensorCores a TPU slice's name counts for this chip. `source` is where the row was read, `checked` when.
+    `cores` is how many TensorCores a TPU slice's name counts for this chip. `neuron_cores` are its physical NeuronCores, of which AWS's runtime takes
+    `neuron_cores_in_one` for one if nothing else is said. `source` is where the row was read, `checked` when.
     """
 
     name: str
@@ -28,6 +29,8 @@ class Chip:
     memory_of: tuple[tuple[FormFactor, tuple[int, ...]], ...] = ()
     aliases: tuple[str, ...] = ()
     cores: int = 1
+    neuron_cores: int = 0
+    neuron_cores_in_one: int = 1
     checked: str = "2026-11"
 
     def memory_choices(self, form_factor: str | None = None) -> tuple[int, ...]:
@@ -41,6 +44,7 @@ _RUNPOD = "RunPod documentation, docs.runpod.io/references/gpu-types.md"
 _GPUHUNT = "dstackai/gpuhunt, src/gpuhunt/_internal/constraints.py"
 _VAST = "Vast.ai, GPU names of the offers API (fact sheet of 2026-11-20, section 4.6); size as on NVIDIA's product page, not checked anew"
 _ROCM = "AMD ROCm, GPU hardware specifications, rocm.docs.amd.com/en/latest/reference/gpu-specs.html"
+_NEURON = "; cores: AWS Neuron documentation, NeuronCore architecture, and EC2 DescribeInstanceTypes, CoreInfo"
 _TPU = "Google Cloud, TPU system architecture, docs.cloud.google.com/tpu/docs/"
 
 CHIPS: tuple[Chip, ...] = (
@@ -112,10 +116,18 @@ CHIPS: tuple[Chip, ...] = (
     Chip("MI355X", "AMD", (288,), "DigitalOcean /v2/sizes, gpu-mi355x1-288gb"),
     Chip("Radeon Pro V520", "AMD", (8,), _EC2 + "g4ad", aliases=("V520",)),
     Chip("Radeon Pro V710", "AMD", (28,), _ROCM, aliases=("V710",)),
-    Chip("Trainium1", "AWS", (32,), _EC2 + "trn1", aliases=("Trainium", "Trn1")),
-    Chip("Trainium2", "AWS", (96,), "AWS, trn2: 1.5 TB over 16 chips; DescribeInstanceTypes' 524288 MiB for one is wrong", aliases=("Trn2",)),
-    Chip("Inferentia1", "AWS", (8,), _EC2 + "inf1", aliases=("Inferentia", "Inf1")),
-    Chip("Inferentia2", "AWS", (32,), _EC2 + "inf2", aliases=("Inf2",)),
+    Chip("Trainium1", "AWS", (32,), _EC2 + "trn1" + _NEURON, aliases=("Trainium", "Trn1"), neuron_cores=2),
+    Chip(
+        "Trainium2",
+        "AWS",
+        (96,),
+        "AWS, trn2: 1.5 TB over 16 chips; DescribeInstanceTypes' 524288 MiB for one is wrong" + _NEURON + "; Logical NeuronCore configuration: 2 by default",
+        aliases=("Trn2",),
+        neuron_cores=8,
+        neuron_cores_in_one=2,
+    ),
+    Chip("Inferentia1", "AWS", (8,), _EC2 + "inf1" + _NEURON, aliases=("Inferentia", "Inf1"), neuron_cores=4),
+    Chip("Inferentia2", "AWS", (32,), _EC2 + "inf2" + _NEURON, aliases=("Inf2",), neuron_cores=2),
     Chip(
         "TPU-v2",
         "Google",

@@ -38,7 +38,8 @@ class Image(BaseModel):
     `python` is "major.minor" and defaults to the interpreter that builds the image: functions travel as bytecode, so both sides must agree.
     `pip` holds requirements (PEP 508) and `pip_extra_index_url` one more index beside the package index, asked as pip asks it: the best
     version of all indexes wins. `apt` holds Debian package names, also as "name=version". `env` is set in every call, its values
-    literally. Lists become tuples. Raises pydantic's ValidationError (a ValueError) before anything starts.
+    literally. With `cache` a provider that can keep disks (AWS) keeps that of the first machine with these packages, and later machines start from it;
+    elsewhere it changes nothing. Lists become tuples. Raises pydantic's ValidationError (a ValueError) before anything starts.
 
     >>> Image(python="3.13", pip=["torch"], env={"OMP_NUM_THREADS": "1"}).pip
     ('torch',)
@@ -51,6 +52,7 @@ class Image(BaseModel):
     pip_extra_index_url: str | None = None
     apt: Sequence[str] = ()
     env: Annotated[dict[str, str], AfterValidator(FrozenEnv)] = Field(default_factory=FrozenEnv)
+    cache: bool = False
 
     _RESERVED: ClassVar = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"})
     """Read-only in bash: exporting one of them fails (bash(1), "Shell Variables")."""
@@ -64,7 +66,7 @@ class Image(BaseModel):
         """Return 12 hexadecimal characters that name what is on the disk of a prepared machine; it names environments and snapshots.
 
         Two images have the same if and only if they install the same: python, pip, apt (in any order), the extra index and `runtime`, what
-        the node itself needs (default: `runtime_pins()`). `env` is left out: it is exported after the installation and cannot change it.
+        the node itself needs (default: `runtime_pins()`). `env` is left out: it is exported after the installation and cannot change it; and so is `cache`.
         The same in every process and on every machine.
         """
         parts = {

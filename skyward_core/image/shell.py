@@ -44,6 +44,11 @@ def export(env: Mapping[str, str]) -> str:
     return "\n".join(f"export {name}={_quoted(value)}" for name, value in sorted(env.items()))
 
 
+def source(path: str) -> str:
+    """Return one line that runs a file in the same shell, and removes it."""
+    return f". {shlex.quote(path)}; rm -f -- {shlex.quote(path)}"
+
+
 def done(phase: str) -> str:
     """Return the line that tells that all went well up to and with this phase."""
     return f"printf '::skyward done phase=%s\\n' {shlex.quote(phase)}"

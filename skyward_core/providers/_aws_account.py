@@ -104,6 +104,10 @@ class Account:
         with self._translated(f"waiting for {what} in {region}"):
             self._client(region, "ec2").get_waiter(what).wait(WaiterConfig={"Delay": 1, "MaxAttempts": 20}, **words)
 
+    def endpoint(self, region: str, service: str) -> str:
+        """Return where a service is asked."""
+        return str(self._client(region, service).meta.endpoint_url)
+
     def _client(self, region: str, service: str, *, once: bool = False) -> Any:
         with self._lock:  # making clients is not for several threads; using them is
             if (region, service, once) not in self._clients:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,6 +24,9 @@ MOST_PRICED_ONE_BY_ONE = 16
 NO_SPOT_POOL = 0.95
 """At this share of the on-demand price, and above it, nothing is left over that is sold as spot (fact sheet, 1.2)."""
 
+MOST_OTHER_TYPES = 8
+"""So many types may stand for another one: a fleet is asked for each of them in each zone."""
+
 OTHER_DEVICES = ("FpgaInfo", "MediaAcceleratorInfo", "InferenceAcceleratorInfo")
 UNTOLD_CHIPS: Mapping[str, tuple[str, int]] = {"trn2u.48xlarge": ("Trainium2", 16)}
 """What DescribeInstanceTypes leaves out (fact sheet, 1.2)."""
@@ -37,6 +40,9 @@ WITHOUT_IMAGE: Mapping[str, str] = {
     "Inferentia1": "AWS's Neuron images no longer support it",
     "Radeon Pro V520": "AWS keeps no image with AMD's driver",
 }
+
+type Prices = dict[tuple[str, str], float]
+"""What machines cost now as spot, in USD per hour, by type and zone."""
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +89,7 @@ def _chip(kind: Mapping[str, Any]) -> tuple[str | None, int, float | None] | Non
 
 
 def sold_as(offer: Offer, classes: frozenset[str], price: float | None, spot: Collection[float]) -> list[Offer]:
-    """Return the offers of one type of machine: on demand if that has a price, and spot at each price that some zone has."""
+    """Return the offers of one type of machine: on demand if that has a price, and spot at each of the prices given (`spread`)."""
     sold: list[Offer] = []
     if price is not None and "on-demand" in classes:
         sold.append(offer.model_copy(update={"price_per_hour": price, "on_demand_price_per_hour": price}))
@@ -93,6 +99,46 @@ def sold_as(offer: Offer, classes: frozenset[str], price: float | None, spot: Co
         dear = price if price is not None and price >= cost else None  # an estimate from another region may be too low
         sold.append(offer.model_copy(update={"is_spot": True, "price_per_hour": cost, "on_demand_price_per_hour": dear}))
     return sold
+
+
+def spread(prices: Iterable[float], share: float) -> list[float]:
+    """Return at which prices pools of one type are sold: those that are within a share of the cheapest together, at the price of the dearest of them.
+
+    >>> spread([0.31, 0.2, 0.22, 0.3], 0.1)
+    [0.22, 0.31]
+    """
+    sold: list[float] = []
+    cheapest = 0.0
+    for price in sorted(set(prices)):
+        if sold and price <= cheapest * (1 + share):
+            sold[-1] = price
+        else:
+            sold.append(price)
+            cheapest = price
+    return sold
+
+
+def with_others(sold: Sequence[Offer], spot: Mapping[str, Collection[float]], alike: Mapping[str, Hashable]) -> list[Offer]:
+    """Give each spot offer the types that do as well for no more money, the cheapest ones. All of `sold` fulfil the wish; `spot` has what each type costs.
+
+    As well: the same chips, and whatever `alike` says of a type: machines of one pool must fit together, and be prepared from the same image.
+    """
+
+    def kin(offer: Offer) -> Hashable:
+        return offer.region, offer.accelerator, offer.accelerators, offer.accelerator_memory_gb, offer.form_factor, alike.get(offer.instance_type)
+
+    types: dict[Hashable, dict[str, float]] = {}
+    for offer in sold:
+        if offer.is_spot:
+            types.setdefault(kin(offer), {})[offer.instance_type] = min(spot[offer.instance_type])
+    cheapest = {key: sorted(some, key=lambda name: (some[name], name))[: MOST_OTHER_TYPES + 1] for key, some in types.items()}
+
+    def widened(offer: Offer) -> Offer:
+        key = kin(offer)
+        others = [name for name in cheapest[key] if name != offer.instance_type and types[key][name] <= offer.price_per_hour]
+        return offer.model_copy(update={"or_types": tuple(others[:MOST_OTHER_TYPES])}) if others else offer
+
+    return [widened(offer) if offer.is_spot else offer for offer in sold]
 
 
 def prices_of(account: Account, region: str, types: Sequence[str]) -> dict[str, float]:
@@ -127,7 +173,7 @@ def _listed(item: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
                 yield attributes["instanceType"], price
 
 
-def spot_prices(account: Account, region: str, types: Sequence[str]) -> dict[tuple[str, str], float]:
+def spot_prices(account: Account, region: str, types: Sequence[str]) -> Prices:
     """Return what types cost now as spot, in USD per hour, by type and zone; Local Zones and the like left out."""
     chunks = [types[start : start + PAGE] for start in range(0, len(types), PAGE)]
 

@@ -35,6 +35,10 @@ type Classify = Callable[[int, Mapping[str, Any], str], SkywardError | None]
 """Status, body (empty if it is no JSON object) and our message in; what it means for this cloud out, None for what it means everywhere."""
 
 
+type Reset = Callable[[Mapping[str, str]], float | None]
+"""The headers of a 429 without Retry-After in, by any case of their names; when to ask again out, in seconds since 1970, None if they do not tell."""
+
+
 class Api:
     """A client of one cloud, for the length of one verb: a context manager.
 
@@ -44,15 +48,24 @@ class Api:
         headers: sent with every request.
         classify: what this cloud's refusals mean, looked at before what they mean everywhere.
         secrets: what never gets into a message, however it is spelled there.
+        reset: how this cloud says when it has room again, where that is not Retry-After.
 
     Raises CredentialsError if a header cannot be sent as it is, for instance with a key that has a line break in it, and BadRequest for what is no URL.
     """
 
     def __init__(
-        self, name: str, base_url: str, headers: Mapping[str, str] | None = None, *, classify: Classify = lambda *_: None, secrets: Sequence[str] = ()
+        self,
+        name: str,
+        base_url: str,
+        headers: Mapping[str, str] | None = None,
+        *,
+        classify: Classify = lambda *_: None,
+        secrets: Sequence[str] = (),
+        reset: Reset = lambda _: None,
     ) -> None:
         self._name = name
         self._classify = classify
+        self._reset = reset
         self._secrets = tuple(sorted({spelling for secret in secrets if secret for spelling in _spellings(secret)}, key=len, reverse=True))
         for header, value in (headers or {}).items():
             if not (value.isascii() and value.isprintable()) or value != value.strip():
@@ -105,7 +118,7 @@ class Api:
                 if missing_is_none and answer.status_code in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
                     return None
                 failure = self._failure(method, path, answer)
-                wish = _wish(answer)
+                wish = _wish(answer, self._reset)
                 again = type(failure) is RateLimited or (type(failure) is ProviderFailed and may_repeat)
             wait = pause if wish is None else max(wish, PAUSE_SECONDS)
             if not again or time.monotonic() + wait > deadline:
@@ -161,11 +174,12 @@ def _spellings(secret: str) -> Iterator[str]:
             yield re.sub("%[0-9A-F]{2}", lambda match: match[0].lower(), quote(text, safe=""))
 
 
-def _wish(answer: httpx.Response) -> float | None:
-    """How many seconds the cloud wants us to wait: a number, or a date (RFC 9110, 10.2.3)."""
+def _wish(answer: httpx.Response, reset: Reset) -> float | None:
+    """How many seconds the cloud wants us to wait: a number, or a date (RFC 9110, 10.2.3); else until its own header says, if that is still to come."""
     told = answer.headers.get("Retry-After", "").strip()
     if not told:
-        return None
+        at = reset(answer.headers) if answer.status_code == HTTPStatus.TOO_MANY_REQUESTS else None
+        return None if at is None or at <= time.time() else at - time.time()
     if re.fullmatch(r"[0-9]+(\.[0-9]*)?", told):
         return float(told)
     try:

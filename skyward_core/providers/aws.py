@@ -1,4 +1,6 @@
-"""AWS EC2 as a provider: RunInstances, one zone after another, and everything found again by tag. Its closets are the `_aws_*.py`, which nobody else opens.
+"""AWS EC2 as a provider: RunInstances for machines on demand, one zone after another, and a fleet over all zones for spot; everything is found again by tag.
+
+Its closets are the `_aws_*.py`, which nobody else opens.
 
 The SDK is botocore, on which boto3 stands; it is imported when a verb is called. Where a fact comes from is said beside it; "EC2 guide" is the Amazon EC2
 User Guide, "fact sheet" the one of 2026-11-20.
@@ -11,6 +13,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address, ip_network
 from typing import Any, ClassVar, Self, cast
 
@@ -20,15 +23,16 @@ from skyward_core.errors import (
     BadRequest,
     InstancesLeft,
     NoCapacity,
-    NotYetSupported,
     ProviderFailed,
     QuotaExceeded,
     SkywardError,
 )
 from skyward_core.instances import Endpoint, Instance, InstanceState
 from skyward_core.market import Offer, Requirements, matches
-from skyward_core.providers import _http, userdata
+from skyward_core.providers import _aws_images, _http, userdata
 from skyward_core.providers._aws_account import COMING, Account, each, number, state_of, terminated
+from skyward_core.providers._aws_cluster import Cluster, has_efa, kinds_of
+from skyward_core.providers._aws_fleet import Pool, launched, ranked, settled
 from skyward_core.providers._aws_launch import (
     DEBIAN_ARCHITECTURES,
     ON_DEMAND_PRICE_TAG,
@@ -37,11 +41,13 @@ from skyward_core.providers._aws_launch import (
     group_of,
     image_parameter,
     placed,
+    prune_launches,
     tagged,
     why_failed,
 )
-from skyward_core.providers._aws_offers import WITHOUT_IMAGE, machine_of, prices_of, sold_as, spot_prices
-from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags
+from skyward_core.providers._aws_offers import WITHOUT_IMAGE, Prices, machine_of, prices_of, sold_as, spot_prices, spread, with_others
+from skyward_core.providers._aws_session import command, plugin
+from skyward_core.providers.base import IMAGE_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, RANK_TAG, STARTED_FROM_TAG, Provider, Tags
 from skyward_core.providers.login import Key, host_key, our_key
 from skyward_core.providers.tagging import of_machine
 
@@ -50,6 +56,7 @@ ADDRESS_SECONDS = 300.0
 FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.5, 5.0
 USER_DATA_BYTES = 16 * 1024
 DISK_GB = 100
+IMAGE_KEEP_DAYS = 14
 MACHINE_ID = "cat /var/lib/cloud/data/instance-id"
 
 ACCELERATED = ("g*", "p*", "trn*", "inf*")
@@ -64,15 +71,18 @@ class AWS(Provider):
 
     Args:
         region: one, or several that offers are asked of and machines looked for in.
-        use_ssm: reach machines through Session Manager. Not yet.
+        use_ssm: log in through Session Manager, and open no port. Needs AWS's session-manager-plugin here and rights for the machines: docs/clouds/aws.md.
         profile: of ~/.aws/config and ~/.aws/credentials.
         subnet_ids: where machines may be; by default the default subnets, one a zone, of the region's default VPC.
         ssh_cidr: from where machines may be logged in to, as "203.0.113.7/32"; by default from the address that `checkip_url` sees us with.
         checkip_url: tells a caller's public address as plain text.
-        use_private_ip: log in at the private addresses, and give machines no public ones. Their subnets need another way out, and `ssh_cidr` must be set.
+        use_private_ip: log in at the private addresses, and give machines no public ones. Their subnets need another way out, and `ssh_cidr` must be set
+            unless nobody needs an address to log in, with `use_ssm`.
         disk_gb: size of the root disk, in GiB; the image may ask for more.
+        spot_spread: zones whose spot prices are at most by this share above the cheapest one's are one offer, at the price of the dearest of them.
         instance_profile: name or ARN of the IAM instance profile that the machines get.
         ami: image to use in place of AWS's own; cloud-init must run in it. Chips that AWS has no image for are offered only with it.
+        image_keep_days: for how long after its last use an image of a prepared machine (`Image(cache=True)`) is kept, until a sweep takes it away.
         ssh_key: path of an OpenSSH private key without passphrase; by default one that is made under the state directory.
         endpoint_url: of all of AWS's services, for tests and proxies; AWS_ENDPOINT_URL says the same.
         access_key_id: with `secret_access_key`, and `session_token` where there is one, in place of what the environment has.
@@ -82,8 +92,11 @@ class AWS(Provider):
 
     name: ClassVar[str] = "aws"
     end_command: ClassVar[str] = userdata.END_COMMAND
+    notice_url: ClassVar[str] = "http://169.254.169.254"
     listing_lag_seconds: ClassVar[float] = 15.0
     billing_minimum_seconds: ClassVar[int] = 60
+    tells_what_is_paid: ClassVar[bool] = True
+    keeps_images: ClassVar[bool] = True
 
     region: str | tuple[str, ...] = "us-east-1"
     use_ssm: bool = False
@@ -93,8 +106,10 @@ class AWS(Provider):
     checkip_url: str = "https://checkip.amazonaws.com"
     use_private_ip: bool = False
     disk_gb: int = Field(default=DISK_GB, ge=8, le=16_384)
+    spot_spread: float = Field(default=0.1, ge=0)
     instance_profile: str | None = None
     ami: str | None = None
+    image_keep_days: float = Field(default=IMAGE_KEEP_DAYS, ge=1)
     ssh_key: str | None = None
     endpoint_url: str | None = None
     access_key_id: SecretStr | None = Field(default=None, exclude=True, repr=False)
@@ -105,20 +120,23 @@ class AWS(Provider):
 
     def offers(self, want: Requirements) -> list[Offer]:
         """Return what the regions sell. Prices on demand are those of AWS's price list, or of our own table where we may not ask for it."""
-        self._refuse_ssm()
         with self._account() as account:
             return [offer for offers in each(self._regions, lambda region: self._offers_in(account, region, want)) for offer in offers]
 
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
-        """Rent all `count` machines in one zone, trying one after the other; return those that have an address.
+        """Rent all `count` machines in one zone, trying one after the other, or all at once for spot; return those that have an address.
 
         Raises NoCapacity if no zone has them all. The creating call may be sent again with its token, which makes no second machine.
         """
-        self._refuse_ssm()
+        if self.use_ssm:
+            plugin()
         key = our_key(self.ssh_key)
         with self._account() as account:
-            made = self._run(account, offer, count, tags, self._user_data(key, tags, startup))
-            found = self._with_addresses(account, offer.region, tags[LAUNCH_TAG], [machine["InstanceId"] for machine in made])
+            prices = spot_prices(account, offer.region, [offer.instance_type, *offer.or_types]) if offer.is_spot else {}
+            made = self._run_from_what_is_kept(account, offer, count, tags, self._user_data(key, tags, startup), prices)
+            found = self._with_addresses(account, offer.region, tags[LAUNCH_TAG], made)
+            if offer.is_spot:
+                found = settled(account, offer.region, tags[LAUNCH_TAG], found, prices)
         keys = _HostKeys(key)
         return sorted((self._instance(machine, offer.region, keys) for machine in found), key=lambda instance: instance.rank)
 
@@ -126,7 +144,7 @@ class AWS(Provider):
         """Return the machines that carry a pool's tag in all regions."""
         wanted = {"Name": "tag-key", "Values": [POOL_TAG]} if pool_id is None else {"Name": f"tag:{POOL_TAG}", "Values": [pool_id]}
         with self._account() as account:
-            found = each(self._regions, lambda region: [(region, machine) for machine in account.machines(region, wanted)])
+            found = each(self._regions, lambda region: [(region, machine) for machine in ranked(account.machines(region, wanted))])
         keys = _HostKeys(self._key())
         listed = [self._instance(machine, region, keys) for machines in found for region, machine in machines]
         return [instance for instance in listed if instance.state is not InstanceState.GONE and pool_id in (None, instance.pool_id)]
@@ -145,6 +163,35 @@ class AWS(Provider):
             if len(left) == len(wanted) and not isinstance(error, BadRequest):
                 raise error
             raise InstancesLeft(f"{', '.join(sorted(left))} may still run: {error}", sorted(left)) from error
+
+    def keep_image(self, instance: Instance, image_hash: str) -> str | None:
+        """Begin to make an AMI of a machine, for later launches with these packages; see `_aws_images`."""
+        now = datetime.now(UTC)
+        with self._account() as account:
+            return _aws_images.keep(
+                account,
+                instance.region,
+                instance.id,
+                image_hash,
+                disk_gb=self.disk_gb,
+                now=now,
+                until=now + timedelta(days=self.image_keep_days),
+                owner=instance.tags.get(OWNER_TAG, ""),
+            )
+
+    def prune(self, now: datetime, *, is_dry_run: bool) -> list[str]:
+        """Take away images of ours that are of no use any more, with their snapshots, and what launches have left that is no machine."""
+        with self._account() as account:
+
+            def images(region: str) -> list[str]:
+                return _aws_images.prune(account, region, now, self.image_keep_days, is_dry_run=is_dry_run)
+
+            def launches(region: str) -> list[str]:
+                return prune_launches(account, region, now, is_dry_run=is_dry_run)
+
+            steps = [(step, region) for region in self._regions for step in (images, launches)]
+            found = each(steps, lambda one: one[0](one[1]))
+        return [line for lines in found for line in lines]
 
     def account(self) -> str:
         """Return the number of the AWS account."""
@@ -176,41 +223,130 @@ class AWS(Provider):
         for (instance_type, zone), price in spot_prices(account, region, spot_types).items():
             if zones is None or zone in zones:
                 spot.setdefault(instance_type, set()).add(price)
-        return [sold for offer, classes in machines for sold in sold_as(offer, classes, prices.get(offer.instance_type), spot.get(offer.instance_type, set()))]
+        sold = [
+            one.model_copy(update={"nodes": want.nodes})
+            for offer, classes in machines
+            for one in sold_as(offer, classes, prices.get(offer.instance_type), spread(spot.get(offer.instance_type, ()), self.spot_spread))
+        ]
+        # with EFA all machines of a pool have it, or none: what is between them chooses one network for all
+        alike = {kind["InstanceType"]: ("arm64" in kind["ProcessorInfo"]["SupportedArchitectures"], want.nodes > 1 and has_efa(kind)) for kind in kinds}
+        return sold if want.instance_type is not None else with_others(sold, spot, alike)
 
     # ── how it is launched ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _user_data(self, key: Key, tags: Tags, startup: str) -> bytes:
         boot = userdata.boot_script(startup, tags, MACHINE_ID)
-        content = userdata.cloud_config(boot, key, host_key(tags[LAUNCH_TAG], key)).encode()
+        content = userdata.cloud_config(boot, key, host_key(tags[LAUNCH_TAG], key), may_be_a_copy=True).encode()
         if len(content) > USER_DATA_BYTES:
             content = gzip.compress(content, mtime=0)  # cloud-init unpacks it
         if len(content) > USER_DATA_BYTES:
             raise BadRequest(f"the startup script is too long: user data of EC2 is {USER_DATA_BYTES} bytes at most, and this is {len(content)}, compressed")
         return content
 
-    def _run(self, account: Account, offer: Offer, count: int, tags: Tags, user_data: bytes) -> list[dict[str, Any]]:
-        """Find out what a launch needs, and try zone after zone; spot machines in the cheapest first, and in none that is dearer than what was offered."""
+    def _run_from_what_is_kept(self, account: Account, offer: Offer, count: int, tags: Tags, user_data: bytes, prices: Prices) -> list[str]:
+        """Start machines from a kept image that fits, if there is one; from what it was made from, if somebody takes it away at that moment."""
+        base = self._image(account, offer)
+        if (image := self._kept_image(account, offer.region, tags, base)) is None:
+            return self._run(account, offer, count, tags, user_data, base, prices)
+        try:
+            made = self._run(account, offer, count, {**tags, STARTED_FROM_TAG: image["ImageId"]}, user_data, image, prices)
+        except BadRequest as error:
+            if error.code not in _aws_images.GONE:
+                raise
+            log.info("%s is gone, %s is taken: %s", image["ImageId"], base["ImageId"], error)
+            return self._run(account, offer, count, tags, user_data, base, prices)
+        _aws_images.lengthen(account, offer.region, image, datetime.now(UTC) + timedelta(days=self.image_keep_days))
+        return made
+
+    def _kept_image(self, account: Account, region: str, tags: Tags, base: Mapping[str, Any]) -> dict[str, Any] | None:
+        if IMAGE_TAG not in tags:
+            return None
+        try:
+            found = _aws_images.kept(account, region, _aws_images.wanted(tags[IMAGE_TAG], base, self.disk_gb), _aws_images.AVAILABLE)
+        except SkywardError as error:
+            log.warning("nobody knows whether %s has an image with these packages, so they are installed: %s", region, error)
+            return None
+        return found[0] if found else None
+
+    def _run(self, account: Account, offer: Offer, count: int, tags: Tags, user_data: bytes, image: Mapping[str, Any], prices: Prices) -> list[str]:
+        """Find out what a launch needs, and ask for the machines; return their ids."""
         region = offer.region
-        words = self._words(account, offer, tags, user_data)
-        subnets = self._subnets(account, region)
-        prices = spot_prices(account, region, [offer.instance_type]) if offer.is_spot else {}
-        if offer.is_spot:  # the bill and what the money allows are counted by the offer's price
-            subnets = [subnet for subnet in subnets if prices.get((offer.instance_type, subnet["AvailabilityZone"]), float("inf")) <= offer.price_per_hour]
+        types = (offer.instance_type, *offer.or_types)
+        words = self._words(offer, user_data, image)
+        kinds = kinds_of(account, region, types) if max(count, offer.nodes) > 1 else []
+        cluster = Cluster(account, region, tags, kinds, is_public=not self.use_private_ip)
+        zones = cluster.zones()
+        subnets = [subnet for subnet in self._subnets(account, region) if not zones or subnet["AvailabilityZone"] in zones]
         if not subnets:
+            raise NoCapacity(f"the pool's machines are in {', '.join(sorted(zones))}, where it has no subnet").coded("Unsupported")
+        zone = None
+        try:
+            if offer.is_spot:
+                ids, zone = self._run_fleet(account, offer, count, tags, words, _pools(types, subnets, prices, offer), cluster)
+            else:
+                ids, zone = self._run_in_turn(account, offer, count, tags, words, subnets, cluster)
+        except NoCapacity:
+            cluster.tidy(None)
+            raise
+        if zone:
+            cluster.tidy(zone)
+        return ids
+
+    def _run_fleet(
+        self,
+        account: Account,
+        offer: Offer,
+        count: int,
+        tags: Tags,
+        words: Mapping[str, Any],
+        places: Sequence[tuple[str, Mapping[str, Any]]],
+        cluster: Cluster,
+    ) -> tuple[list[str], str]:
+        """Rent spot machines in one of these places, a type and a subnet each; return their ids, and the zone if it is known."""
+        region = offer.region
+        if not places:
             raise NoCapacity(f"no zone of {region} sells {offer.instance_type} as spot for ${offer.price_per_hour:g} any more").coded("SpotPriceTooHigh")
-        subnets.sort(key=lambda subnet: (prices.get((offer.instance_type, subnet["AvailabilityZone"]), float("inf")), subnet["AvailabilityZone"]))
+        common = {name: word for name, word in words.items() if name != "InstanceType"}
+        cidr = None if self.use_ssm else self._ssh_cidr()
+        groups = {vpc: group_of(account, region, vpc, cidr) for vpc in sorted({subnet["VpcId"] for _, subnet in places})}
+        pools = [
+            Pool(
+                instance_type,
+                subnet["AvailabilityZone"],
+                subnet["SubnetId"],
+                {
+                    **common,
+                    "NetworkInterfaces": cluster.interfaces(instance_type, groups[subnet["VpcId"]]),
+                    **cluster.placement(instance_type, subnet["AvailabilityZone"]),
+                },
+            )
+            for instance_type, subnet in places
+        ]
+        return launched(account, region, pools, count, tags, tagged(offer, tags, offer.price_per_hour)["TagSpecifications"])
+
+    def _run_in_turn(
+        self,
+        account: Account,
+        offer: Offer,
+        count: int,
+        tags: Tags,
+        words: Mapping[str, Any],
+        subnets: Sequence[Mapping[str, Any]],
+        cluster: Cluster,
+    ) -> tuple[list[str], str]:
+        """Rent machines on demand in the first zone that has them all; return their ids, and the zone."""
+        region = offer.region
         groups: dict[str, str] = {}
-        cidr = self._ssh_cidr()
+        cidr = None if self.use_ssm else self._ssh_cidr()
         refusals: dict[str, NoCapacity] = {}
-        for subnet in subnets:
+        for subnet in sorted(subnets, key=lambda subnet: str(subnet["AvailabilityZone"])):
             zone, vpc = subnet["AvailabilityZone"], subnet["VpcId"]
             if vpc not in groups:
                 groups[vpc] = group_of(account, region, vpc, cidr)
-            price = prices.get((offer.instance_type, zone), offer.price_per_hour)
-            place = words | placed(subnet["SubnetId"], groups[vpc], count, is_public=not self.use_private_ip) | tagged(offer, tags, price)
+            place = placed(subnet["SubnetId"], cluster.interfaces(offer.instance_type, groups[vpc]), count) | cluster.placement(offer.instance_type, zone)
             try:
-                return created(account, region, place, tags[LAUNCH_TAG])
+                made = created(account, region, {**words, **place, **tagged(offer, tags, offer.price_per_hour)}, tags[LAUNCH_TAG])
+                return [machine["InstanceId"] for machine in made], zone
             except QuotaExceeded:
                 raise  # it is the region's
             except NoCapacity as error:
@@ -219,11 +355,9 @@ class AWS(Provider):
         told = ", ".join(f"{place}: {error.code}" for place, error in refusals.items())
         raise NoCapacity(f"no zone of {region} has {count} x {offer.instance_type}: {told}. {worst}").coded(worst.code) from worst
 
-    def _words(self, account: Account, offer: Offer, tags: Tags, user_data: bytes) -> dict[str, Any]:
+    def _words(self, offer: Offer, user_data: bytes, image: Mapping[str, Any]) -> dict[str, Any]:
         """What a creating call says in every zone."""
-        image = self._image(account, offer)
         root = str(image["RootDeviceName"])
-        disks = [device.get("Ebs", {}).get("VolumeSize", 0) for device in image.get("BlockDeviceMappings", []) if device.get("DeviceName") == root]
         words: dict[str, Any] = {
             "ImageId": image["ImageId"],
             "InstanceType": offer.instance_type,
@@ -231,16 +365,11 @@ class AWS(Provider):
             "InstanceInitiatedShutdownBehavior": "terminate",
             "MetadataOptions": {"HttpTokens": "required", "HttpEndpoint": "enabled"},
             "BlockDeviceMappings": [
-                {"DeviceName": root, "Ebs": {"VolumeSize": max(self.disk_gb, *disks, 0), "VolumeType": "gp3", "DeleteOnTermination": True}}
+                {"DeviceName": root, "Ebs": {"VolumeSize": max(self.disk_gb, _aws_images.root_gb(image)), "VolumeType": "gp3", "DeleteOnTermination": True}}
             ],
         }
         if self.instance_profile is not None:
             words["IamInstanceProfile"] = {"Arn" if self.instance_profile.startswith("arn:") else "Name": self.instance_profile}
-        if offer.is_spot:
-            words["InstanceMarketOptions"] = {
-                "MarketType": "spot",
-                "SpotOptions": {"SpotInstanceType": "one-time", "InstanceInterruptionBehavior": "terminate"},
-            }
         return words
 
     def _image(self, account: Account, offer: Offer) -> dict[str, Any]:
@@ -303,6 +432,9 @@ class AWS(Provider):
     # ── what is there ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _address(self, machine: Mapping[str, Any]) -> str | None:
+        """Return what the machine is logged in at: its id, once it runs in its network, where Session Manager finds the way."""
+        if self.use_ssm:
+            return machine["InstanceId"] if machine.get("PrivateIpAddress") and state_of(machine) is InstanceState.RUNNING else None
         return machine.get("PrivateIpAddress" if self.use_private_ip else "PublicIpAddress") or None
 
     def _instance(self, machine: Mapping[str, Any], region: str, keys: _HostKeys) -> Instance:
@@ -325,8 +457,11 @@ class AWS(Provider):
             private_ip=machine.get("PrivateIpAddress") or None,
             tags=of_machine(tags, rank),
             directory=userdata.directory_of(machine["InstanceId"]),
-            endpoint=keys.endpoint(self._address(machine), tags.get(LAUNCH_TAG)),
+            endpoint=keys.endpoint(self._address(machine), tags.get(LAUNCH_TAG), self._proxy_command(machine["InstanceId"], region)),
         )
+
+    def _proxy_command(self, machine_id: str, region: str) -> tuple[str, ...] | None:
+        return command(machine_id, region, self.profile, self.endpoint_url) if self.use_ssm else None
 
     def _key(self) -> Key | None:
         """Our SSH key; None where it is not: machines are listed, and ended, without it."""
@@ -348,13 +483,6 @@ class AWS(Provider):
     def _regions(self) -> tuple[str, ...]:
         return (self.region,) if isinstance(self.region, str) else self.region
 
-    def _refuse_ssm(self) -> None:
-        if self.use_ssm:
-            raise NotYetSupported(
-                "use_ssm=True is not there yet: a connection through Session Manager needs AWS's session-manager-plugin under SSH. "
-                "Leave it out; use_private_ip=True with ssh_cidr= reaches machines without public addresses over a VPN or from the same VPC"
-            )
-
     @field_validator("region")
     @classmethod
     def _is_a_region(cls, region: str | tuple[str, ...]) -> str | tuple[str, ...]:
@@ -374,9 +502,24 @@ class AWS(Provider):
             raise ValueError("access_key_id= and secret_access_key= come together")
         if self.ami is not None and len(self._regions) > 1:
             raise ValueError("ami= needs one region: an image has another id in each")
-        if self.use_private_ip and self.ssh_cidr is None:
-            raise ValueError("use_private_ip=True needs ssh_cidr=, the private network that you come from: no service can tell it")
+        if self.use_private_ip and self.ssh_cidr is None and not self.use_ssm:
+            raise ValueError("use_private_ip=True needs ssh_cidr=, the private network that you come from: no service can tell it; or use_ssm=True")
+        if self.use_ssm and self.ssh_cidr is not None:
+            raise ValueError("use_ssm=True opens no port, so ssh_cidr= has nothing to open it for: leave one of them out")
+        if self.use_ssm and self.access_key_id is not None:
+            raise ValueError("use_ssm=True takes credentials from the environment or a profile: every connection asks AWS anew, in a process of its own")
         return self
+
+
+def _pools(types: Sequence[str], subnets: Sequence[Mapping[str, Any]], prices: Prices, offer: Offer) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return types and subnets where a spot machine costs no more than what was offered: that is what the bill and what the money allows are counted by.
+
+    One subnet a zone, that with the most addresses left: a fleet may name a type in a zone once (Karpenter and ParallelCluster do the same).
+    """
+    largest: dict[str, Mapping[str, Any]] = {}
+    for subnet in sorted(subnets, key=lambda subnet: (-int(subnet.get("AvailableIpAddressCount", 0)), str(subnet["SubnetId"]))):
+        largest.setdefault(str(subnet["AvailabilityZone"]), subnet)
+    return [(name, subnet) for name in types for zone, subnet in sorted(largest.items()) if prices.get((name, zone), float("inf")) <= offer.price_per_hour]
 
 
 class _HostKeys:
@@ -386,7 +529,7 @@ class _HostKeys:
         self._key = key
         self._public: dict[str, str] = {}
 
-    def endpoint(self, host: str | None, launch: str | None) -> Endpoint | None:
+    def endpoint(self, host: str | None, launch: str | None, proxy_command: tuple[str, ...] | None = None) -> Endpoint | None:
         if host is None or launch is None or self._key is None:
             return None
         if launch not in self._public:
@@ -399,4 +542,5 @@ class _HostKeys:
             host_key=self._public[launch],
             known_hosts="/dev/null",
             config="/dev/null",
+            proxy_command=proxy_command,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, cast
@@ -32,6 +33,10 @@ OWNER_TAG, PROCESS_TAG = "skyward-owner", "skyward-process"
 TYPE_TAG = "skyward-instance-type"
 CREATED_TAG, EXPIRES_TAG = "skyward-created", "skyward-expires"
 """When it was asked for, and when it must be gone at the latest (absent: no such limit): whole seconds since 1970, UTC."""
+IMAGE_TAG = "skyward-image"
+"""The content hash of the `Image` that a machine is prepared with, if it is to be kept (`Image.cache`); a disk that a provider has kept carries it too."""
+STARTED_FROM_TAG = "skyward-started-from"
+"""The provider's id of the kept disk that a machine was started from."""
 ENTRY_POINTS = "skyward.providers"
 
 
@@ -49,6 +54,9 @@ class Provider(BaseModel):
     end_command: ClassVar[str] = ""
     """What a machine runs, as root, to end itself; nothing where it lives on without us."""
 
+    notice_url: ClassVar[str] = ""
+    """Where a spot machine asks, on itself, whether it is to be taken back: a metadata service in the manner of EC2's. Nothing where there is none."""
+
     terminate_confirms: ClassVar[bool] = False
     """True if `terminate` returns only when the machines are gone: the provider need not be asked whether they are."""
     gone_deadline_seconds: ClassVar[float] = 120.0
@@ -58,8 +66,13 @@ class Provider(BaseModel):
     """How long a machine that exists may be missing in what `instances` returns."""
     billing_increment_seconds: ClassVar[int] = 1
     """A begun stretch of so many seconds is paid for whole."""
+    tells_what_is_paid: ClassVar[bool] = False
+    """True if the price of a machine that was launched is all that it costs, and may be lower than its offer's."""
     billing_minimum_seconds: ClassVar[int] = 0
     """What is paid for at least, however short a machine lived."""
+
+    keeps_images: ClassVar[bool] = False
+    """True if it can keep the disk of a prepared machine, and start others from it: `keep_image` does the former, `launch` the latter."""
 
     def offers(self, want: Requirements) -> list[Offer]:
         """Return what is sold now that could serve. A read, safe to repeat; may return more than matches, the caller filters.
@@ -88,6 +101,21 @@ class Provider(BaseModel):
         Raises InstancesLeft with the ids that are not.
         """
         raise NotImplementedError
+
+    def keep_image(self, instance: Instance, image_hash: str) -> str | None:
+        """Begin to keep the disk of a machine, for later launches that carry the same IMAGE_TAG; return its id, None if it is kept already, or will be.
+
+        When it returns, the moment that the copy shows is over: what is written to the disk from then on is in no copy. Raises what is in the way of it;
+        then none will come to be, as far as that is in anybody's hands.
+        """
+        raise NotImplementedError
+
+    def prune(self, now: datetime, *, is_dry_run: bool) -> list[str]:
+        """Take away what outlives pools and is of no use any more, kept disks above all; return in words what that was, or would be. May be called again.
+
+        Nothing that machines are made of: those are `instances`. Raises the first failure once everything else is done.
+        """
+        return []
 
     def account(self) -> str:
         """Return whose machines `launch` and `instances` are about, in the provider's own words; "" where there are no accounts.

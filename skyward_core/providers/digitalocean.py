@@ -31,7 +31,7 @@ from skyward_core.market import Offer, Requirements
 from skyward_core.providers._http import Api
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags
 from skyward_core.providers.login import Key, host_key, our_key
-from skyward_core.providers.tagging import launch_word, of_machine
+from skyward_core.providers.tagging import from_codes, launch_word, of_machine, to_codes
 from skyward_core.providers.userdata import END_COMMAND, boot_script, cloud_config, directory_of
 
 API_URL = "https://api.digitalocean.com"
@@ -197,7 +197,7 @@ class DigitalOcean(Provider):
     def _api(self) -> Api:
         token = self.token.get_secret_value() if self.token else _token()
         secrets = (token, self.node_token.get_secret_value() if self.node_token else "")
-        return Api("DigitalOcean", self._url(), {"Authorization": f"Bearer {token}"}, classify=_meaning, secrets=secrets)
+        return Api("DigitalOcean", self._url(), {"Authorization": f"Bearer {token}"}, classify=_meaning, secrets=secrets, reset=_reset)
 
 
 def _token() -> str:
@@ -238,6 +238,14 @@ def _meaning(status: int, body: Row, message: str) -> SkywardError | None:
             return kind(message)
     attributes = body.get("error_attributes")
     return NoCapacity(message) if isinstance(attributes, dict) and "available_regions" in attributes else None
+
+
+def _reset(headers: Mapping[str, str]) -> float | None:
+    """When the hourly limit has room again. Retry-After comes with bursts only; where requests are left it is not this limit that has refused us."""
+    told = headers.get("ratelimit-reset", "").strip()
+    if headers.get("ratelimit-remaining", "0").strip() != "0" or not re.fullmatch("[0-9]{1,12}", told):
+        return None
+    return float(told)
 
 
 # ── offers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -321,7 +329,7 @@ def from_tags(told: Iterable[str]) -> dict[str, str]:
     if not found or sorted(parts) != list(range(1, int(found[0][2]) + 1)):
         return {}
     words = "".join(parts[number] for number in sorted(parts)).split(":")
-    tags = {_unescaped(name): _unescaped(value) for name, value in zip(words[::2], words[1::2], strict=False)}
+    tags = {from_codes(name): from_codes(value) for name, value in zip(words[::2], words[1::2], strict=False)}
     return tags if POOL_TAG in tags else {}
 
 
@@ -342,11 +350,7 @@ def _word(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    return re.sub(r"[^a-z0-9-]", lambda match: "".join(f"_{byte:02x}" for byte in match[0].encode()), text)
-
-
-def _unescaped(text: str) -> str:
-    return re.sub(r"(?:_[0-9a-f]{2})+", lambda match: bytes.fromhex(match[0].replace("_", "")).decode(errors="replace"), text)
+    return to_codes(text, "a-z0-9-")
 
 
 # ── droplets ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -34,9 +34,9 @@ from skyward_core.instances import Endpoint, Instance, InstanceState
 from skyward_core.market import Offer, Requirements
 from skyward_core.providers import userdata
 from skyward_core.providers._http import Api, Classify
-from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, TYPE_TAG, Provider, Tags
+from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags
 from skyward_core.providers.login import Key, host_key, our_key
-from skyward_core.providers.tagging import from_word, of_machine, to_word
+from skyward_core.providers.tagging import TagName, from_codes, of_machine, to_codes
 
 URL = "https://api.runpod.io"
 CONSOLE = "https://console.runpod.io/pods?id="
@@ -97,11 +97,6 @@ CPU_TYPE = re.compile(r"(?P<id>[a-z0-9]+)-(?P<count>[1-9][0-9]*)-(?P<memory>[0-9
 
 NAME_CHARACTERS = 191
 """What the API before this one took; this one names no limit."""
-MARK = "skyward"
-FIELDS = {"l": LAUNCH_TAG, "c": CREATED_TAG, "e": EXPIRES_TAG, "p": PROCESS_TAG, "o": OWNER_TAG, "t": TYPE_TAG}
-"""Letters of a name, the most important first; what has no room goes to the environment, `MORE_TAGS`."""
-MORE_TAGS = "SKYWARD_MORE_TAGS"
-MACHINE = re.compile(r"(?P<pool>.+)-(?P<rank>[0-9]+)")
 
 MACHINE_ID = 'printf %s "$RUNPOD_POD_ID"'
 TOOLS = """\
@@ -241,7 +236,7 @@ class RunPod(Provider):
         No `startSsh`: all it does is to hand the account's keys to images that start an sshd of their own, with host keys that nobody knows beforehand.
         """
         boot = userdata.boot_script(startup, tags, MACHINE_ID, END.format(url=shlex.quote(self._url()))) + TOOLS
-        name, more = _name(tags)
+        name, more = NAMES.pack(tags)
         # as JSON, for then nobody splits it into words, and the image's own entrypoint is not in front of it
         command = json.dumps({"entrypoint": ["/bin/sh", "-c"], "cmd": [userdata.UNPACKED]})
         boot_word = userdata.packed(userdata.container_script(boot, key, host_key(tags[LAUNCH_TAG], key)))
@@ -630,38 +625,14 @@ def _private_ip(row: Row) -> str | None:
 # ── names ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _name(tags: Tags) -> tuple[str, dict[str, str]]:
-    """Return the name that carries these tags, and the environment with those that it has no room for.
-
-    "skyward.<pool>-<rank>.l<launch>.c<created>...": unique, for a rank is launched once with a token, and the same whenever it is made.
-    """
-    name = f"{MARK}.{_escaped(tags[POOL_TAG])}-{tags[RANK_TAG]}.l{_escaped(tags[LAUNCH_TAG])}"
-    if len(name) > NAME_CHARACTERS:
-        raise BadRequest(f"pool {tags[POOL_TAG]!r}: the name is too long for a name of RunPod")
-    rest = {tag: value for tag, value in tags.items() if tag not in (POOL_TAG, RANK_TAG, LAUNCH_TAG)}
-    for letter, tag in FIELDS.items():
-        word = f".{letter}{_escaped(rest[tag])}" if tag in rest else ""
-        if word and len(name) + len(word) <= NAME_CHARACTERS:
-            name += word
-            del rest[tag]
-    return name, {MORE_TAGS: to_word(rest)} if rest else {}
-
-
 def _tags(row: Row) -> dict[str, str] | None:
     """Read the tags of a pod; None if its name is none of ours."""
-    mark, *words = str(row.get("name") or "").split(".")
-    machine = MACHINE.fullmatch(words[0]) if words else None
-    fields = {FIELDS[word[0]]: _unescaped(word[1:]) for word in words[1:] if word[:1] in FIELDS}
-    if mark != MARK or machine is None or LAUNCH_TAG not in fields:
-        return None
-    environment: Row = row.get("env") or {}
-    return {**from_word(str(environment.get(MORE_TAGS) or ""), _unescaped(machine["pool"]), int(machine["rank"])), **fields}
+    return NAMES.unpack(row.get("name"), cast("Row", row.get("env") or {}))
 
 
 def _escaped(text: str) -> str:
-    """Write a text with letters, digits and '-' alone, "_2e" for a dot: what else a name may have is told nowhere."""
-    return re.sub(r"[^A-Za-z0-9-]", lambda match: "".join(f"_{byte:02x}" for byte in match[0].encode()), text)
+    """Write a text with letters, digits and '-' alone: what else a name may have is told nowhere."""
+    return to_codes(text, "A-Za-z0-9-")
 
 
-def _unescaped(word: str) -> str:
-    return re.sub(r"(?:_[0-9a-f]{2})+", lambda match: bytes.fromhex(match[0].replace("_", "")).decode(errors="replace"), word)
+NAMES = TagName(".", NAME_CHARACTERS, "a name of RunPod", _escaped, from_codes)

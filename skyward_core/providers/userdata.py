@@ -2,6 +2,16 @@
 
 The same four variables and the same directory as everywhere (decisions/0006). The machine's id is told by the machine: a text of shell that prints it, for the
 answer to the creating call comes too late. Where it prints nothing, the token of the launch stands in: the client finds no such node, but the lease holds.
+
+A machine that is started anew has lost its node and its guard, whose clock is the uptime. It ends itself at once, whatever its lease was, so that no lease is
+longer for it: a unit of systemd does that, for cloud-init and startup scripts run at the first boot alone. Which boot was the first is told by the kernel's id
+of the boot, and whose it was by the machine's id, for a disk may be copied. Stopped between any two lines:
+
+    boot script begun                    no unit: the reaper and the sweep end what is started anew
+    the unit's script written            the same; a half of it does nothing
+    unit and link written                started anew, it ends itself; in the same boot the unit does nothing
+    startup begun                        the guard watches; started anew, it ends itself
+    guard has ended, power is off        switched on by somebody, it ends itself again
 """
 
 from __future__ import annotations
@@ -9,6 +19,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import posixpath
 import re
 import shlex
 
@@ -21,12 +32,18 @@ HOME = "/root/.cache/skyward"
 END = "/root/.cache/skyward/end"
 """The script with which a machine ends itself: `end_command` of a cloud is to run it."""
 END_COMMAND = f"exec sh {END}"
+REBOOTED = "/root/.cache/skyward/rebooted"
+"""The script that ends a machine which was started anew."""
+UNIT = "/etc/systemd/system/skyward-guard.service"
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
+"""Another one at each boot, random(4)."""
 DELIMITER = "SKYWARD_END_OF_FILE"
 
 BOOT = """\
 umask 077
 id=$({machine_id})
-case $id in '' | .* | *[!A-Za-z0-9._-]*) id={launch} ;; esac
+told=$id
+case $id in '' | .* | *[!A-Za-z0-9._-]*) id={launch} told= ;; esac
 directory={home}/instances/$id
 mkdir -p "$directory"
 cat >{end} <<'{delimiter}'
@@ -37,11 +54,43 @@ while :; do
 sleep {again_seconds}
 done
 {delimiter}
+if [ -d /run/systemd/system ]; then
+  {{
+    echo "boot='$(cat {boot_id})' told='$told' log='$directory/log'"
+    cat <<'{delimiter}'
+[ "$(cat {boot_id})" != "$boot" ] || exit 0
+again=$({machine_id})
+case $again in .* | *[!A-Za-z0-9._-]*) again= ;; esac
+case $told/$again in /* | */ | "$told/$told") ;; *) exit 0 ;; esac # on a copy of that disk: this machine is not ours to end
+{{ echo '{ends}' >>"$log"; }} 2>/dev/null
+exec sh {end}
+{delimiter}
+  }} >{rebooted}
+  (
+    umask 022
+    mkdir -p {unit_directory}/multi-user.target.wants
+    cat >{unit} <<'{delimiter}'
+[Unit]
+Description=End this machine, which was rented for a time: it was started anew, and nobody watches it
+ConditionPathExists={rebooted}
+Wants=network-online.target
+After=network-online.target
+[Service]
+ExecStart=/bin/sh {rebooted}
+[Install]
+WantedBy=multi-user.target
+{delimiter}
+    ln -sf {unit} {unit_directory}/multi-user.target.wants/
+  )
+fi
 cat >"$directory/startup.sh" <<'{delimiter}'
 {startup}
 {delimiter}
 env HOME=/root SKYWARD_INSTANCE_ID="$id" SKYWARD_INSTANCE_DIRECTORY="$directory" {variables} \\
   setsid sh "$directory/startup.sh" </dev/null >>"$directory/log" 2>&1 &
+"""
+"""Containers have no systemd, sd_booted(3): their main script is run again, and with it the guard. The unit waits for the network, which the end may need; what
+cloud-init's first stages do, such as FORGET, comes before that (cloud-init.service: Before=network-online.target).
 """
 END_AGAIN_SECONDS = 30
 """Ending a machine may fail, for one because the cloud's API is out: it is tried until the machine is gone."""
@@ -102,6 +151,13 @@ done
 """A shell that waits, as the first process of a container has to, also lets go of the processes that others have left behind."""
 
 
+FORGET = f"""\
+[ ! -d {HOME}/instances ] ||
+  rm -rf {HOME}/instances {END} {REBOOTED} /root/.ssh/authorized_keys /home/*/.ssh/authorized_keys
+"""
+"""Has a machine that was started from another one's disk forget who that was, and who was let in there. Elsewhere it finds nothing."""
+
+
 def directory_of(machine_id: str) -> str:
     """Return where a machine that calls itself so has its files."""
     return f"{HOME}/instances/{machine_id}"
@@ -120,6 +176,11 @@ def boot_script(startup: str, tags: Tags, machine_id: str, end_script: str = "po
         launch=shlex.quote(tags.get(LAUNCH_TAG, "unknown")),
         home=HOME,
         end=END,
+        boot_id=BOOT_ID,
+        ends="skyward: node ends: its machine was started anew",
+        rebooted=REBOOTED,
+        unit=UNIT,
+        unit_directory=posixpath.dirname(UNIT),
         end_script=end_script,
         again_seconds=END_AGAIN_SECONDS,
         startup=startup.removesuffix("\n"),
@@ -128,9 +189,13 @@ def boot_script(startup: str, tags: Tags, machine_id: str, end_script: str = "po
     )
 
 
-def cloud_config(boot: str, key: Key, host: HostKey) -> str:
-    """Return user data for a machine whose image has cloud-init: its host key before sshd starts, root let in with our key, the boot script at the end."""
-    config = {
+def cloud_config(boot: str, key: Key, host: HostKey, *, may_be_a_copy: bool = False) -> str:
+    """Return user data for a machine whose image has cloud-init: its host key before sshd starts, root let in with our key, the boot script at the end.
+
+    `may_be_a_copy`: its disk may be that of another machine of ours, which is forgotten before anybody is let in, once for each machine and not at each boot
+    (`bootcmd` comes before the modules `users-groups` and `ssh`; cloud-init-per(1)).
+    """
+    config: dict[str, object] = {
         "disable_root": False,
         "ssh_pwauth": False,
         "ssh_authorized_keys": [key.public],
@@ -139,6 +204,8 @@ def cloud_config(boot: str, key: Key, host: HostKey) -> str:
         "ssh_keys": {"ed25519_private": host.private, "ed25519_public": host.public},
         "runcmd": [["sh", "-c", boot]],
     }
+    if may_be_a_copy:
+        config["bootcmd"] = [["cloud-init-per", "instance", "skyward-forget", "sh", "-c", FORGET]]
     return "#cloud-config\n" + _flat(config) + "\n"
 
 

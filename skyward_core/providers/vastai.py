@@ -33,9 +33,9 @@ from skyward_core.instances import Endpoint, Instance, InstanceState
 from skyward_core.market import Offer, Requirements
 from skyward_core.providers import userdata
 from skyward_core.providers._http import Api, Classify
-from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, TYPE_TAG, Provider, Tags
+from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags
 from skyward_core.providers.login import Key, host_key, our_key
-from skyward_core.providers.tagging import from_word, of_machine, to_word
+from skyward_core.providers.tagging import TagName, of_machine
 
 URL = "https://console.vast.ai"
 CONSOLE = "https://cloud.vast.ai/instances/"
@@ -75,11 +75,6 @@ OFF = frozenset({"stopped", "exited", "offline", "unknown", "frozen"})
 BROKEN = re.compile(r"^error|OCI runtime create failed|Error response from daemon|manifest unknown|pull access denied|repository does not exist", re.IGNORECASE)
 """What a container that will never start says of itself before it runs."""
 
-MARK = "skyward"
-FIELDS = {"l": LAUNCH_TAG, "c": CREATED_TAG, "e": EXPIRES_TAG, "p": PROCESS_TAG, "o": OWNER_TAG, "t": TYPE_TAG}
-"""Letters of a label, the most important first; what has no room goes to the container's environment, `MORE_TAGS`."""
-MORE_TAGS = "SKYWARD_MORE_TAGS"
-NAME = re.compile(r"(?P<pool>.+)-(?P<rank>[0-9]+)")
 TYPE = re.compile(r"(?P<gpu>.+?)(?:_[0-9]+GB)?x(?P<gpus>[0-9]+)")
 UNKNOWN_REGION = "unknown"
 
@@ -329,8 +324,8 @@ class VastAI(Provider):
 
     def _order(self, offer: Offer, tags: Tags, startup: str, key: Key) -> dict[str, Any]:
         """What is asked for in the creating call. A price makes it a bid, and no price an on-demand machine, wherever the ask was found."""
-        boot = userdata.boot_script(startup, tags, f"printf %s {shlex.quote(_name(tags))}", END) + TOOLS
-        label, more = _label(tags)
+        boot = userdata.boot_script(startup, tags, f"printf %s {shlex.quote(LABELS.machine(tags))}", END) + TOOLS
+        label, more = LABELS.pack(tags)
         order: dict[str, Any] = {
             "client_id": "me",
             "image": self.image,
@@ -676,7 +671,7 @@ def _instance(row: Row, key: Key) -> Instance | None:
         on_demand_price_per_hour=None if is_spot else price,
         ip=None if address is None else address[0],
         tags=tags,
-        directory=userdata.directory_of(_name(tags)),
+        directory=userdata.directory_of(LABELS.machine(tags)),
         endpoint=None if address is None else _endpoint(*address, tags[LAUNCH_TAG], key),
     )
 
@@ -705,35 +700,16 @@ def _address(row: Row) -> tuple[str, int] | None:
 # ── labels ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _name(tags: Tags) -> str:
-    """What a machine calls itself, told to it by us: no container needs to know its number for that."""
-    return f"{quote(tags[POOL_TAG], safe='')}-{tags[RANK_TAG]}"
-
-
-def _label(tags: Tags) -> tuple[str, dict[str, str]]:
-    """Return the label that carries these tags, and the environment with those that it has no room for.
-
-    "skyward:<pool>-<rank>:l<launch>:c<created>...", each value with per cent signs for what is no letter, digit or one of "-._~".
-    """
-    label = f"{MARK}:{_name(tags)}:l{quote(tags[LAUNCH_TAG], safe='')}"
-    if len(label) > LABEL_CHARACTERS:
-        raise BadRequest(f"pool {tags[POOL_TAG]!r}: the name is too long for a label of Vast.ai")
-    rest = {name: value for name, value in tags.items() if name not in (POOL_TAG, RANK_TAG, LAUNCH_TAG)}
-    for letter, name in FIELDS.items():
-        word = f":{letter}{quote(rest[name], safe='')}" if name in rest else ""
-        if word and len(label) + len(word) <= LABEL_CHARACTERS:
-            label += word
-            del rest[name]
-    return label, {MORE_TAGS: to_word(rest)} if rest else {}
-
-
 def _tags(row: Row) -> dict[str, str] | None:
     """Read the tags of a container; None if its label is none of ours."""
-    mark, *words = str(row.get("label") or "").split(":")
-    name = NAME.fullmatch(words[0]) if words else None
-    fields = {FIELDS[word[0]]: unquote(word[1:]) for word in words[1:] if word[:1] in FIELDS}
-    if mark != MARK or name is None or LAUNCH_TAG not in fields:
-        return None
-    told: Any = row.get("extra_env") or []
-    environment = cast("dict[str, str]", dict(told))  # pairs in a list, or an object
-    return {**from_word(environment.get(MORE_TAGS, ""), unquote(name["pool"]), int(name["rank"])), **fields}
+    told: Any = row.get("extra_env") or []  # pairs in a list, or an object
+    return LABELS.unpack(row.get("label"), cast("dict[str, str]", dict(told)))
+
+
+def _quoted(text: str) -> str:
+    """Write a text with per cent signs for what is no letter, digit or one of "-._~"."""
+    return quote(text, safe="")
+
+
+LABELS = TagName(":", LABEL_CHARACTERS, "a label of Vast.ai", _quoted, unquote)
+"""Its word for pool and rank is also what a machine calls itself, told to it by us: no container needs to know its number for that."""

@@ -142,11 +142,17 @@ class Verda(Provider):
     # ── the verbs ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def offers(self, want: Requirements) -> list[Offer]:
-        """Return what can be had now: each type at each location, on demand and as spot. Prices are those of the moment, in USD."""
+        """Return what can be had now: each type at each location, on demand and as spot. Prices are those of the moment, in USD.
+
+        Raises NoCapacity, with the locations that have something, if none of it is at a configured one.
+        """
         with self._session() as session:
             types = session.list("/instance-types", currency="usd")
             places = {is_spot: session.list("/instance-availability", is_spot=is_spot) for is_spot in (False, True)}
         wanted = None if self.region is None else {self.region} if isinstance(self.region, str) else set(self.region)
+        known = {place["location_code"] for told in places.values() for place in told}
+        if wanted is not None and known and not wanted & known:
+            raise NoCapacity(f"Verda has no machines at {', '.join(sorted(wanted))}; it has some at {', '.join(sorted(known))}")
         sold = {one["instance_type"]: one for one in types if want.instance_type in (None, one["instance_type"])}
         return [
             offer

@@ -1,12 +1,14 @@
 """What one opening of a pool writes into the ledger: what it asks for, what came of it, what each second went to, and the evidence of its end.
 
 Before a creating call an error of the ledger is raised: nothing is asked for that is not written down. After it, and above all while machines are given
-back, errors are kept, and raised by `close` when the machines are gone: a full disk must not keep a machine running.
+back, errors are kept, and raised by `close` when the machines are gone: a full disk must not keep a machine running. The history of tries is not money:
+what the ledger does not take of it is told in the log, and that is all.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
@@ -14,19 +16,21 @@ from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import TYPE_CHECKING
 
-from skyward_core.entries import Attempt, Bucket, Intent, Price, ResourceKind, Wish
+from skyward_core.entries import Attempt, Bucket, Intent, Price, Rented, ResourceKind, Wish
 from skyward_core.errors import LeaseLost, LedgerConflict, LedgerError, Refusal, SkywardError
 from skyward_core.events import InstanceStopping, SkywardEvent
 from skyward_core.instances import Instance
 from skyward_core.market import Offer
 from skyward_core.owner import Owner
-from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, TYPE_TAG, Provider
+from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, IMAGE_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, TYPE_TAG, Provider
 from skyward_core.provisioning.metering import Meter
 from skyward_core.provisioning.purse import Grant
 from skyward_core.spec import PoolSpec
 
 if TYPE_CHECKING:
     from skyward_core.ledger import Ledger
+
+_log = logging.getLogger("skyward")
 
 NOTES, RENEWALS = "what the seconds went to", "the pool's lease"
 
@@ -142,8 +146,11 @@ class Book:
         )
 
     def _note_attempt(self, attempt: Attempt) -> None:
-        with self._kept("what became of the tries to rent machines"):
+        """Write down a try. What cannot be written is lost for `skyward why` and for who rests, and for nothing else: it ends no pool and hides no error."""
+        try:
             self._ledger.note_attempts([attempt])
+        except LedgerError as error:
+            _log.warning("the ledger does not take what became of a try to rent machines; `skyward why` will lack it: %s", error)
 
     def intend(self, offer: Offer, count: int, first_rank: int, grant: Grant) -> Launch:
         """Write down machines that are about to be asked for in one call. Raises LedgerError, and LeaseLost if the pool was judged dead."""
@@ -164,6 +171,8 @@ class Book:
             CREATED_TAG: str(int(now.timestamp())),
             TYPE_TAG: offer.instance_type,
         }
+        if self._spec.image.cache and self._provider.keeps_images:
+            tags[IMAGE_TAG] = self._spec.image.content_hash()
         if limit is not None:
             tags[EXPIRES_TAG] = str(int(limit.timestamp()) + 1)
         price = price_of(offer, self._provider)
@@ -195,11 +204,21 @@ class Book:
             for number in ids:
                 self._unbound.pop(number, None)
         for instance in instances:
-            self._meter.start(instance, launch.asked_at, launch.price)
+            self._meter.start(instance, launch.asked_at, self._price_as_rented(instance, launch))
+        as_rented = {
+            number: Rented(self._price_as_rented(instance, launch).per_hour, {TYPE_TAG: instance.instance_type})
+            for instance in instances
+            if self._provider.tells_what_is_paid and (number := launch.by_rank.get(instance.rank)) is not None
+        }
         with self._kept("the ids of what was launched"):
-            self._ledger.bind_all(ids)
+            self._ledger.bind_all(ids, as_rented)
         self._never_were(launch.by_rank.values() - ids.keys(), "fewer came than were asked for")
         self.found(instances)
+
+    def _price_as_rented(self, instance: Instance, launch: Launch) -> Price:
+        """What a machine costs: never more than what was set aside for it, and less if the provider says so."""
+        told = price_of(instance, self._provider).per_hour
+        return replace(launch.price, per_hour=min(told, launch.price.per_hour)) if self._provider.tells_what_is_paid and told else launch.price
 
     def refused(self, launch: Launch, why: str) -> None:
         """The provider had none of it, and says so: nothing was created."""

@@ -2,11 +2,12 @@
 
 A node's script prints a line `::skyward phase NAME` when it enters a phase and `::skyward failed ...` when it dies in one; everything else it prints is
 told only when it fails. At its end stands the node's supervisor, which takes the script's place; the head's scheduler prints
-`::skyward head GENERATION ADDRESS`.
+`::skyward head GENERATION ADDRESS`, and whoever listens on a spot machine `::skyward notice JSON`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 import time
@@ -18,6 +19,7 @@ import uv
 
 from skyward_core.errors import BootstrapFailed, CommandFailed, ProvisioningTimeout, Unreachable
 from skyward_core.events import BootstrapProgress, BootstrapStarting, SkywardEvent
+from skyward_core.image.image import FrozenEnv
 from skyward_core.image.mig_shell import partition_gpus
 from skyward_core.image.volume_shell import mount_volumes
 from skyward_core.instances import Instance
@@ -27,6 +29,7 @@ from skyward_core.provisioning.guard import guard_script
 from skyward_core.reach import Reach
 from skyward_core.shipping import shipped_archive, shipped_package
 from skyward_core.spec import PoolSpec
+from skyward_core.worker.notice import Notice
 from skyward_core.worker.settings import NodeSettings, this_process
 
 if TYPE_CHECKING:
@@ -35,8 +38,10 @@ if TYPE_CHECKING:
 MARK = "::skyward "
 GUARD_ENDS = "skyward: node ends: "
 LAST_LINES = 30
+KEEP_PHASE, IMAGE_ENV, REST = "keep", "image-env", "rest.sh"
 POLL_SECONDS = 0.01
 LOOK_SECONDS = 0.5
+LAST_PHASE = "server"
 
 # Until the supervisor watches, this does: a client killed while packages are being installed must not leave the installation running.
 WATCHER = """\
@@ -77,6 +82,21 @@ def node_script(spec: PoolSpec) -> str:
     return spec.image.bootstrap() + "\n" + _server(spec, f'"$SKYWARD_HOME/ship/{shipped_archive().name}"')
 
 
+def node_script_in_two(spec: PoolSpec) -> tuple[str, str]:
+    """Return the same in two pieces. The first one installs the packages, and holds nothing that is secret; it waits, in phase KEEP_PHASE, for the other one.
+
+    The node finds the second piece in its directory, as REST, and before that the image's `env` as IMAGE_ENV, if it has one.
+    """
+    packages = spec.image.model_copy(update={"env": FrozenEnv()})
+    first = ["#!/usr/bin/env bash", _awaited(IMAGE_ENV) if spec.image.env else "", packages.bootstrap(), "skyward_run sync", f"skyward_phase {KEEP_PHASE}"]
+    return "\n".join([*(line for line in first if line), _awaited(REST)]), _server(spec, f'"$SKYWARD_HOME/ship/{shipped_archive().name}"')
+
+
+def _awaited(name: str) -> str:
+    file = f'"$SKYWARD_INSTANCE_DIRECTORY/{name}"'
+    return f"until [ -e {file} ]; do sleep 0.1; done\n. {file}\n"
+
+
 def _server(spec: PoolSpec, package: str) -> str:
     lines = [f"export {name}={shlex.quote(value)}" for name, value in spec.node_environment.items()]
     lines += [
@@ -84,7 +104,7 @@ def _server(spec: PoolSpec, package: str) -> str:
         f"export PYTHONPATH={package}",
         mount_volumes(spec.volume),
         partition_gpus(spec.accelerator.mig, spec.accelerator.count) if spec.accelerator is not None else "",
-        f"echo '{MARK}phase server'",
+        f"echo '{MARK}phase {LAST_PHASE}'",
         'exec "$SKYWARD_ENV_PYTHON" -m skyward_core.worker.supervisor "$SKYWARD_INSTANCE_DIRECTORY"',
     ]
     return "\n".join(line for line in lines if line) + "\n"
@@ -106,7 +126,9 @@ class Role:
     ports: tuple[int, ...] = ()
 
 
-def settings_of(reach: Reach, role: Role, spec: PoolSpec, certificate: PoolCertificate, max_lifetime_seconds: float | None = None) -> NodeSettings:
+def settings_of(
+    reach: Reach, role: Role, spec: PoolSpec, certificate: PoolCertificate, max_lifetime_seconds: float | None = None, notice_url: str = ""
+) -> NodeSettings:
     """Return what a node is told."""
     limit = memory_gb(spec.memory) if spec.memory is not None else None
     accelerator = spec.accelerator
@@ -126,6 +148,7 @@ def settings_of(reach: Reach, role: Role, spec: PoolSpec, certificate: PoolCerti
         scheduler=role.scheduler,
         workers=tuple({} for _ in range(spec.workers_per_node)),
         accelerators=(accelerator.name,) * chips if accelerator is not None else (),
+        neuron_cores=spec.neuron_cores,
         memory_limit_bytes=int(limit * 1e9) if limit is not None else None,
         metrics_interval_seconds=2.0 if spec.collect_metrics else None,
         owner=this_process() if reach.is_here else None,
@@ -136,6 +159,7 @@ def settings_of(reach: Reach, role: Role, spec: PoolSpec, certificate: PoolCerti
         scheduler_port=role.ports[0] if role.ports else 0,
         worker_ports=role.ports[1:],
         generation=role.generation,
+        notice_url=notice_url,
     )
 
 
@@ -149,6 +173,8 @@ class Preparation:
         self.head: str | None = None
         """Address of the scheduler that listens on this node, as the node sees it."""
         self.has_ended = False
+        self.notices: tuple[Notice, ...] = ()
+        """What its machine was told of being taken back."""
         self._emit = emit
         self._generation = 0
         self._tail: list[str] = []
@@ -191,6 +217,9 @@ class Preparation:
                 generation, _, address = rest.partition(" ")
                 if int(generation) == self._generation:
                     self.head = address.strip()
+            elif kind == "notice":
+                with contextlib.suppress(ValueError):  # a line cut short by a full disk
+                    self.notices = (*self.notices, Notice.from_text(rest))
             elif kind == "failed":
                 raise self.failure(rest)
             elif kind == "exited":

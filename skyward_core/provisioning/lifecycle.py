@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -45,13 +45,25 @@ from skyward_core.instances import Instance, Lease, Node
 from skyward_core.market import Offer
 from skyward_core.providers.base import Provider
 from skyward_core.provisioning.book import Book, price_of
-from skyward_core.provisioning.bootstrap import LOOK_SECONDS, Preparation, Role, await_scheduler, node_script, raise_if_gone, settings_of, startup_script
+from skyward_core.provisioning.bootstrap import (
+    LAST_PHASE,
+    LOOK_SECONDS,
+    Preparation,
+    Role,
+    await_scheduler,
+    node_script,
+    raise_if_gone,
+    settings_of,
+    startup_script,
+)
 from skyward_core.provisioning.giving_back import give_back
+from skyward_core.provisioning.keeping import is_to_be_kept, start_and_keep
 from skyward_core.provisioning.metering import Meter
 from skyward_core.provisioning.placing import MEMORY_SECONDS, Candidate, ask, candidates, none_left, order, refusal, resting
-from skyward_core.provisioning.purse import Purse
+from skyward_core.provisioning.purse import Grant, Purse
 from skyward_core.reach import Reaches
 from skyward_core.spec import PoolSpec
+from skyward_core.worker.notice import Notice
 from skyward_core.worker.settings import NodeSettings
 
 if TYPE_CHECKING:
@@ -62,6 +74,7 @@ PORTS = range(20_000, 30_000)  # below Linux's ephemeral ports, ip(7)
 PORT_TRIES = 5
 GUARD_GRACE_SECONDS = 10.0
 ASK_SECONDS = 5.0
+RETIRED = -1  # the generation of a node that is to be none any more
 
 _log = logging.getLogger("skyward")
 
@@ -71,7 +84,7 @@ type Emit = Callable[[SkywardEvent], object]
 class Machines:
     """The machines of one opening of a pool: rents them, makes them nodes, puts others in the place of lost ones, gives them back.
 
-    `acquire` first, `release` last; between them `replace` (one thread for each rank) and `restart` may be called at the same time.
+    `acquire` first, `release` last; between them `stand_by` and `replace` (one thread for each rank) and `restart` may be called at the same time.
     """
 
     def __init__(
@@ -98,6 +111,8 @@ class Machines:
         self._purse = purse
         self.reaches = Reaches(spec.lease_seconds, emit, purse.paid_seconds)
         self._nodes: dict[int, Preparation] = {}
+        self._standing_by: dict[int, Preparation] = {}
+        """Machines that are prepared to take the place of one that is still there."""
         self._offers: dict[int, Offer] = {}
         """What each rank is rented as."""
         self._others: list[Offer] = []
@@ -117,8 +132,11 @@ class Machines:
         self._launched_at = 0.0
         self._is_launch_unsure = False
         """True once a launch was asked for and its answer lost: there may be machines that nobody here knows of."""
+        self._unsure = set[Grant]()
+        """What such launches were granted, until a listing that came late enough has nothing of the pool."""
         self.may_be_left = False
         """Whether something was asked for that is not known to be gone: whatever has cut off the giving back, somebody must go on with it."""
+        self._is_not_opening = threading.Event()
         self._telling = threading.Lock()
         self._closing = threading.Event()
         self._is_closing = False
@@ -137,6 +155,8 @@ class Machines:
         undo.callback(self._give_back)
         undo.callback(self.reaches.close)
         instances = self._rent(deadline)
+        if self._spec.image.cache and not self._provider.keeps_images:
+            _log.info("%s cannot keep the disks of machines: the image's packages are installed as if it had no cache=True", self._provider.name)
         self._head_port = _free_port() if self._provider.is_here else random.choice(PORTS)  # noqa: S311 - a port, no secret
         self._nodes = {instance.rank: Preparation(self.reaches.to(instance), instance.rank, self._emit) for instance in instances}
         self._prepare(deadline)
@@ -217,6 +237,7 @@ class Machines:
 
     def _end_all(self, presumed_gone: frozenset[str] = frozenset()) -> None:
         lag = self._provider.listing_lag_seconds
+        over = set(self._unsure)  # before the listing: a launch that another thread asks for meanwhile may come after it
         give_back(
             self._provider,
             self._pool_id,
@@ -227,6 +248,9 @@ class Machines:
         )
         self.may_be_left = False
         self._book.nothing_is_left()
+        for grant in over:  # what they made was found, ended and counted by then
+            self._purse.returned(grant)
+        self._unsure -= over
 
     def launch_no_more(self) -> None:
         """From now on rent nothing. Waits for nothing: a signal handler may call it."""
@@ -251,8 +275,7 @@ class Machines:
         """Let all nodes live for so many seconds from now. Raises Unreachable if one cannot be told, BadRequest if they need this client."""
         if self._ports:
             raise BadRequest("the nodes do not see each other, and talk through this client: the pool cannot be left alone")
-        for node in list(self._nodes.values()):
-            node.reach.extend_lease(seconds)
+        _side_by_side(lambda node: node.reach.extend_lease(seconds), list(self._nodes.values()))
 
     @property
     def lease(self) -> Lease:
@@ -315,10 +338,8 @@ class Machines:
         lost = self._nodes.pop(rank, None)
         ending = self._end_aside(lost) if lost is not None else None
         deadline = time.monotonic() + self._spec.provision_timeout
-        instance = self._launch_instead(rank, ending)
-        node = Preparation(self.reaches.to(instance), rank, self._emit)
+        node = self._standing_by.pop(rank, None) or self._rent_instead(rank, ending)
         try:
-            node.start(self._node_script(), self._spec.provision_timeout)
             with self._telling:
                 if self._ports:
                     self._ports[rank] = tuple(random.sample(PORTS, 1 + self._spec.workers_per_node))
@@ -339,6 +360,59 @@ class Machines:
                 del self._nodes[rank]
             self._end(node)
             raise
+
+    def stand_by(self, rank: int) -> None:
+        """Prepare a machine that the next `replace` of this rank will take; nothing to do if there is one. Raises what `acquire` raises, PoolClosed.
+
+        It waits for its settings, and gives up without (`supervisor.SETTINGS_DEADLINE_SECONDS`): then `replace` fails, and does better the next time. It bears
+        the pool's tags, as every machine: whatever becomes of this process, it is found and given back.
+        """
+        if rank in self._standing_by:
+            return
+        deadline = time.monotonic() + self._spec.provision_timeout
+        node = self._rent_instead(rank, None)
+        try:
+            looked = time.monotonic()
+            while node.phase != LAST_PHASE:
+                node.follow()
+                self._go_on_until(deadline, f"the machine that stands by for node {rank} was not ready in time")
+                if time.monotonic() - looked > LOOK_SECONDS:
+                    looked = time.monotonic()
+                    self._raise_if_lost(node)
+        except BaseException:
+            self._end(node)
+            raise
+        self._standing_by[rank] = node
+
+    def retire(self, rank: int, instance_id: str) -> None:
+        """Have a node end its workers for good, if it still is this machine; `replace` gives it back. What runs there is lost. Raises what a `Reach` raises."""
+        with self._telling:
+            node = self._nodes.get(rank)
+            if node is not None and node.instance.id == instance_id:
+                settings = replace(self._settings(node, rank, self._scheduler), workers=(), generation=RETIRED)
+                node.reach.write("settings.json", settings.to_json())
+
+    def notices(self, rank: int) -> tuple[Notice, ...]:
+        """Return what the machine of a node was told of being taken back."""
+        node = self._nodes.get(rank)
+        if node is None or not self._notice_url(node):
+            return ()
+        with contextlib.suppress(SkywardError):  # it has failed, which is noticed elsewhere
+            node.follow()
+        return node.notices
+
+    def _notice_url(self, node: Preparation) -> str:
+        return self._provider.notice_url if node.instance.is_spot else ""
+
+    def _rent_instead(self, rank: int, ending: threading.Thread | None) -> Preparation:
+        """Rent a machine and have it begin to become a node."""
+        node = Preparation(self.reaches.to(self._launch_instead(rank, ending)), rank, self._emit)
+        try:
+            node.start(self._node_script(), self._spec.provision_timeout)
+        except BaseException:
+            self._end(node)
+            raise
+        return node
 
     def _launch_instead(self, rank: int, ending: threading.Thread | None) -> Instance:
         """Rent a machine while the lost one is given back, which may take long; where it is the last of its kind, that must come first."""
@@ -391,9 +465,7 @@ class Machines:
             self._raise_if_lost(head)
 
         self._scheduler = await_scheduler(head, [head], look, deadline)
-        for rank, node in list(self._nodes.items()):
-            if rank:
-                self._tell_or_drop(rank, node)
+        _side_by_side(lambda ranked: self._tell_or_drop(*ranked), [(rank, node) for rank, node in self._nodes.items() if rank])
         return self.lease
 
     def _tell_or_drop(self, rank: int, node: Preparation) -> None:
@@ -472,7 +544,7 @@ class Machines:
             self._purse.returned(grant)
             raise
         self.may_be_left = True
-        began, is_refused = time.monotonic(), False
+        began, is_refused, is_unsure = time.monotonic(), False, False
         try:
             instances = self._provider.launch(offer, count, launch.tags, script)
         except NoCapacity as error:
@@ -484,12 +556,14 @@ class Machines:
         except BaseException as error:
             if isinstance(error, SkywardError):
                 self._book.tried(offer, time.monotonic() - began, error)
-            self._is_launch_unsure = True  # never taken back: another launch that went well says nothing of this one
-            raise  # the money stays set aside: what was launched lives as long as it was granted
+            self._is_launch_unsure = is_unsure = True  # never taken back: another launch that went well says nothing of this one
+            raise  # the money stays set aside: what was launched lives as long as it was granted, or until it is known to be gone
         finally:
             self._ask_at = time.monotonic() + ASK_SECONDS
             if not is_refused:
                 self._launched_at = time.monotonic()  # a machine may have been created as late as this
+            if is_unsure:  # last: whoever gives back what this one made has to know how late that may be
+                self._unsure.add(grant)
         self._book.bind(launch, instances)
         self._purse.launched([instance.id for instance in instances], grant)
         self._lifetimes |= {instance.id: lifetime for instance in instances}
@@ -526,13 +600,18 @@ class Machines:
             for node in nodes:
                 node.follow()
         except BaseException:
+            self._is_not_opening.set()
             self.reaches.close()  # whoever waits for a machine in one of the threads waits no longer
             raise
         finally:
             threads.shutdown()
 
     def _start(self, node: Preparation, deadline: float) -> None:
-        node.start(self._node_script(), max(1.0, deadline - time.monotonic()))
+        timeout = max(1.0, deadline - time.monotonic())
+        if node.rank == 0 and is_to_be_kept(self._spec, self._provider, node.instance):
+            start_and_keep(node, self._spec, self._provider, timeout, self._is_not_opening)
+        else:
+            node.start(self._node_script(), timeout)
         if node.rank == 0:
             self._tell(node, None)
 
@@ -576,7 +655,7 @@ class Machines:
         host = "127.0.0.1" if self._ports else node.instance.private_ip or "127.0.0.1"
         head_host = "127.0.0.1" if self._ports else self._nodes[0].instance.private_ip or "127.0.0.1"
         role = Role(rank, self._generation, host, head_host, self._head_port, scheduler, self._ports.get(rank, ()))
-        return settings_of(node.reach, role, self._spec, self._certificate.result(), self._lifetimes.get(node.instance.id))
+        return settings_of(node.reach, role, self._spec, self._certificate.result(), self._lifetimes.get(node.instance.id), self._notice_url(node))
 
     # ── nodes that do not see each other ─────────────────────────────────────────────────────────────────────────────
 
@@ -616,13 +695,15 @@ class Machines:
         wanted = [(self._nodes[rank], port) for rank, ports in self._ports.items() if rank in self._nodes for port in ports]
         if self._ports:
             wanted.append((self._nodes[0], self._head_port))
-        for target, port in wanted:
-            local = urlsplit(target.reach.address(f"tls://127.0.0.1:{port}")).port
-            assert local is not None
-            for node in self._nodes.values():
+        ways = [(target, port, urlsplit(target.reach.address(f"tls://127.0.0.1:{port}")).port or 0) for target, port in wanted]
+
+        def lead(node: Preparation) -> None:
+            for target, port, local in ways:
                 if node is not target and (node.instance.id, port) not in self._led:
                     node.reach.lead(port, local)
                     self._led.add((node.instance.id, port))
+
+        _side_by_side(lead, list(self._nodes.values()))
 
 
 def refuse(spec: PoolSpec, provider: Provider) -> None:
@@ -647,6 +728,13 @@ def able(spec: PoolSpec, providers: Sequence[Provider]) -> list[Provider]:
     if not found:
         raise reasons[0]
     return found
+
+
+def _side_by_side[T](work: Callable[[T], object], things: Sequence[T]) -> None:
+    """Do the same with several nodes at once: each takes some round trips. Raises the first one's error, when all are done."""
+    if things:
+        with ThreadPoolExecutor(len(things), thread_name_prefix="skyward-nodes") as threads:
+            list(threads.map(work, things))
 
 
 def _refused(one: Refusal) -> CandidateRefused:

@@ -24,6 +24,7 @@ from typing import Protocol
 
 from skyward_core.entries import MICRO_USD, SECONDS_PER_HOUR, Price, Reservation, micro_usd
 from skyward_core.errors import ZERO_USD, BudgetExceeded, LedgerError
+from skyward_core.narrator import digits
 
 FIRST_MINUTE_SECONDS = 60.0
 WARNING_SHARE = Decimal("0.8")
@@ -90,7 +91,8 @@ class Purse:
     """The money of one opening of a pool. Safe to use from several threads; times are on the meter's clock.
 
     `grant` before each launch, and `launched` or `returned` after it; of a launch whose answer was lost neither is said, for its machines may live as long as
-    they were granted. `turn` now and then. What is reserved at the end the book settles (`Book.close`).
+    they were granted, until it is known that nothing of it is there any more: then `returned`. `turn` now and then. What is reserved at the end the book
+    settles (`Book.close`). All that is kept here dies with the process: the ledger's rows are what others go by.
     """
 
     def __init__(
@@ -119,6 +121,8 @@ class Purse:
         self._pending: dict[Grant, _Asked] = {}
         self._settled = ZERO_USD
         self._paid_until: float | None = None
+        self._held = ZERO_USD
+        """What the account holds for us beyond `_settled`."""
         self._refusal: BudgetExceeded | None = None
         self._try_at = 0.0
 
@@ -160,7 +164,10 @@ class Purse:
                     self._own_ends[instance_id] = asked.at + grant.lifetime_seconds
 
     def returned(self, grant: Grant) -> None:
-        """Nothing came of it, for certain: it was never asked for, or the provider has refused."""
+        """Nothing of it is there, for certain: it was never asked for, the provider has refused, or what came is gone, and the meter has counted it.
+
+        What is reserved for it in the account is free with the next grant or renewal: nobody who gives machines back should wait for the ledger.
+        """
         with self._lock:
             self._pending.pop(grant, None)
 
@@ -185,14 +192,19 @@ class Purse:
     # ── accounts ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _reserve_for(self, asked: _Asked, now: float) -> None:
-        """Reserve for new machines up to where the others are paid for."""
+        """Reserve for new machines up to where the others are paid for, with what is held for launches that came to nothing first."""
         assert self._account is not None
         assert self._accounts is not None
         if self._paid_until is not None and self._is_low(now):
             self._renew(now)
+        elif self._paid_until is not None:
+            spent, following = self._needed(self._paid_until)
+            if spent - self._settled + following < self._held:
+                self._roll(self._paid_until)
         until = self._first_end(now) if self._paid_until is None else self._paid_until
         if usd := asked.cost(until):
             self._accounts.reserve(self._account, self._pool_id, usd)
+            self._held += usd
         with self._lock:
             self._paid_until = until
 
@@ -205,17 +217,25 @@ class Purse:
         return asked_at + LONGEST_BOOT_SECONDS + 2 * self._lease_seconds
 
     def _renew(self, now: float) -> None:
-        """Settle what is reserved with what was spent, and reserve for two leases from now; both or neither."""
+        """Reserve for two leases from now."""
+        assert self._paid_until is not None
+        self._roll(max(self._paid_until, now + 2 * self._lease_seconds))
+
+    def _roll(self, until: float) -> None:
+        """Settle what is reserved with what was spent, and reserve for what there is until then; both or neither."""
         assert self._account is not None
         assert self._accounts is not None
-        assert self._paid_until is not None
-        until = max(self._paid_until, now + 2 * self._lease_seconds)
+        spent, following = self._needed(until)
+        self._accounts.roll(self._account, self._pool_id, spent - self._settled, following)
+        with self._lock:
+            self._paid_until, self._settled, self._held = until, spent, following
+
+    def _needed(self, until: float) -> tuple[Decimal, Decimal]:
+        """Return what was spent so far, and what is spent from now on until then, with launches that are on their way."""
         with self._lock:  # before the bill: what is launched meanwhile is counted twice rather than not at all
             pending = sum((asked.cost(min(until, self._first_end(asked.at))) for asked in self._pending.values()), ZERO_USD)
         spent = self._meter.total()
-        self._accounts.roll(self._account, self._pool_id, spent - self._settled, self._meter.projected(until) - spent + pending)
-        with self._lock:
-            self._paid_until, self._settled = until, spent
+        return spent, self._meter.projected(until) - spent + pending
 
     # ── while it is open ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -238,7 +258,7 @@ class Purse:
         if self._limit is None:
             return Fill.FULL, ""
         spent, rate = self._meter.total(), self._meter.rate()
-        words = f"the pool has cost {spent:.4f} USD of max_cost={self._limit:f}"
+        words = f"the pool has cost {digits(spent)} USD of max_cost={self._limit:f}"
         if rate:
             margin = min(MARGIN_SHARE * float(self._limit / rate * SECONDS_PER_HOUR), LONGEST_MARGIN_SECONDS)
             for fill, seconds in ((Fill.USED_UP, margin / 2), (Fill.DRAINED, margin)):

@@ -375,6 +375,12 @@ class SweepReport:
     ended: tuple[Finding, ...] = ()
     """The findings of END that were carried out: their machines are known to be gone."""
     failures: tuple[Failure, ...] = ()
+    closed: tuple[Finding, ...] = ()
+    """Those of CLOSE that were carried out: the entries, and with them their pool's, say that nothing is left."""
+    adopted: tuple[Finding, ...] = ()
+    """Those of ADOPT that were: the ledger has the machines now."""
+    pruned: tuple[str, ...] = ()
+    """In words, what the providers have taken away that outlives pools and is of no use any more (`Provider.prune`), or would have if it was a dry run."""
 
     @property
     def to_do(self) -> tuple[Finding, ...]:
@@ -417,11 +423,22 @@ def sweep(
         return work
 
     done = _at_once(settle, view.places)
+    pruned = _at_once(lambda place: _pruned(place.provider, clock(), is_dry_run=is_dry_run), view.places)  # last: machines cost more
     return SweepReport(
         (*(finding for work in done for finding in work.findings), *view.left),
         tuple(finding for work in done for finding in work.ended),
-        (*view.failures, *(failure for work in done for failure in work.failures)),
+        (*view.failures, *(failure for work in done for failure in work.failures), *(one for one in pruned if isinstance(one, Failure))),
+        closed=tuple(finding for work in done for finding in work.closed),
+        adopted=tuple(finding for work in done for finding in work.adopted),
+        pruned=tuple(dict.fromkeys(line for lines in pruned if not isinstance(lines, Failure) for line in lines)),  # several places may be of one account
     )
+
+
+def _pruned(provider: Provider, now: datetime, *, is_dry_run: bool) -> list[str] | Failure:
+    try:
+        return [f"{provider.name}: {line}" for line in provider.prune(now, is_dry_run=is_dry_run)]
+    except Exception as error:  # whatever a provider raises, the sweep itself is done
+        return Failure(provider.name, "", error)
 
 
 def _at_once[T, R](do: Callable[[T], R], things: Sequence[T]) -> list[R]:
@@ -571,6 +588,8 @@ class _Work:
     ) -> None:
         self.findings = findings
         self.ended: list[Finding] = []
+        self.closed: list[Finding] = []
+        self.adopted: list[Finding] = []
         self.failures: list[Failure] = []
         self._ledger = ledger
         self._provider = place.provider
@@ -589,7 +608,8 @@ class _Work:
         closing = [finding for finding in self._of(Action.CLOSE) if finding.pool_id not in ending]
         self._close(closing)
         _at_once(self._end, ends)
-        self._end_entries({finding.pool_id for finding in (*closing, *self.ended)} & self._pools.keys())
+        over = self._end_entries({finding.pool_id for finding in (*closing, *self.ended)} & self._pools.keys())
+        self.closed = [finding for finding in closing if finding.pool_id in over]
 
     def _of(self, *actions: Action) -> list[Finding]:
         return [finding for finding in self.findings if finding.action in actions]
@@ -606,6 +626,8 @@ class _Work:
                 pass
             except LedgerError as error:
                 self._fail(finding.pool_id, error)
+            else:
+                self.adopted.append(finding)
 
     def _condemn(self, pool_ids: Iterable[str]) -> None:
         """Judge these dead for everybody to see; what has come back to life meanwhile, or could not be judged, is left."""
@@ -648,17 +670,19 @@ class _Work:
         listed = {instance.id for instance in self._provider.instances()}
         return [intent for intent in intents if intent.cloud_id not in listed]
 
-    def _end_entries(self, pool_ids: Iterable[str]) -> None:
-        """End the entries of those of these pools that have nothing open any more."""
+    def _end_entries(self, pool_ids: Iterable[str]) -> set[str]:
+        """End the entries of those of these pools that have nothing open any more, and return which those are."""
         wanted = set(pool_ids)
         if not wanted:
-            return
+            return set()
         assert self._ledger is not None
         try:
             over = sorted(wanted - {intent.pool_id for intent in self._ledger.open_intents()})
             _end_entries(self._ledger, [self._pools[pool_id] for pool_id in over])
         except LedgerError as error:
             self._fail("", error)
+            return set()
+        return set(over)
 
     def _end(self, finding: Finding) -> None:
         """End a pool's machines, those of its entries that are to be closed included."""

@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from skyward_core.errors import BadRequest
 
@@ -19,7 +19,8 @@ class InstanceInfo:
     `node` counts from 0 (the head) to `total_nodes - 1`, `worker` from 0 to `workers_per_node - 1` on its node. `accelerators` are the
     names of what this worker may use, one per device. `head_addr` and `head_port` are where the workers of this call can meet: an
     address that all nodes reach and a port that is free on the head. `job_id` is the same on all workers of one broadcast, and
-    different for each call.
+    different for each call. `neuron_cores` are the numbers of the NeuronCores (Trainium, Inferentia) that this process may use, also told to AWS's
+    runtime as NEURON_RT_VISIBLE_CORES: a part of the node's if calls run there at once. Empty elsewhere, and where the runtime is left the choice.
     """
 
     node: int
@@ -31,6 +32,7 @@ class InstanceInfo:
     job_id: str
     worker: int
     workers_per_node: int
+    neuron_cores: list[int] = field(default_factory=list[int])
 
     @property
     def rank(self) -> int:
@@ -62,7 +64,10 @@ def instance_info() -> InstanceInfo:
 
 def to_env(info: InstanceInfo) -> str:
     """Return the value for the environment variable `SKYWARD_INSTANCE_INFO` that `instance_info` reads."""
-    return json.dumps(asdict(info))
+    fields = asdict(info)
+    if not info.neuron_cores:  # a version from before there were any, in an environment of the user's own, reads it too
+        del fields["neuron_cores"]
+    return json.dumps(fields)
 
 
 def current_accelerator() -> str | None:

@@ -29,6 +29,7 @@ from distributed.spans import SpanMetadata  # noqa: TID253
 from distributed.versions import get_versions  # noqa: TID253
 
 from skyward_core.worker.calls import CANCEL, RAN, Calls, Ran
+from skyward_core.worker.holding import Holding
 from skyward_core.worker.metrics import Sampler
 from skyward_core.worker.settings import NodeSettings, write_atomically
 from skyward_core.worker.slot import Foundry, News, Slot
@@ -91,7 +92,7 @@ def run_scheduler(directory: Path, settings: NodeSettings) -> NoReturn:
             security=security(settings),
             dashboard=False,
             dashboard_address="127.0.0.1:0",
-            plugins=[Prompt(), Calls(settings.lease_seconds)],
+            plugins=[Prompt(), Calls(settings.lease_seconds), Holding(POOL_TOPIC)],
         )
         async with scheduler:
             write_atomically(directory / "head.json", str(scheduler.address))

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,13 @@ class NodeSettings:
     calls each of them runs at once, `accelerators` are those that one worker may use. `scheduler` is the address of the pool's scheduler; None on the head,
     which starts it. `value_directories` are folders for large values, the first in this machine's memory; the node makes and removes it. The client takes
     them from there. `tls_certificate` and `tls_key` are PEM texts. `memory_limit_bytes` bounds the process of a call.
+    `neuron_cores` are the NeuronCores of each slot; empty without any, and where Neuron's runtime is left the choice.
 
     `timeout_seconds` is how long the node lives without a running call, `max_lifetime_seconds` how long at most (None: no end), `lease_seconds` how long
     after its start without a sign of life from a client, unless one lengthens it (`watchdog.write_lease`). `is_guarded` says that a guard runs beside
     the supervisor, which ends the node then by writing the file `ended`. `scheduler_port` and `worker_ports`, one for each worker, are where to listen;
     0 and empty: wherever there is room. A client that writes settings with another `generation` has the node begin anew with them.
+    `notice_url` is where it asks whether its machine is to be taken back (`worker/notice.py`); empty: it does not ask. Without `workers` it runs no calls.
     """
 
     pool_id: str
@@ -52,6 +55,7 @@ class NodeSettings:
     scheduler: str | None = None
     workers: tuple[dict[str, str], ...] = ({},)
     accelerators: tuple[str, ...] = ()
+    neuron_cores: tuple[tuple[int, ...], ...] = ()
     memory_limit_bytes: int | None = None
     metrics_interval_seconds: float | None = 2.0
     owner: Owner | None = None
@@ -62,6 +66,16 @@ class NodeSettings:
     scheduler_port: int = 0
     worker_ports: tuple[int, ...] = ()
     generation: int = 0
+    notice_url: str = ""
+
+    def cores_of(self, slot: int) -> tuple[int, ...]:
+        """Return the NeuronCores that calls in this slot may use."""
+        return self.neuron_cores[slot] if self.neuron_cores else ()
+
+    def environment_of(self, worker: int, slot: int) -> dict[str, str]:
+        """Return what the processes of calls in this slot of this worker find in their environment, beside what the whole node has."""
+        cores = self.cores_of(slot)
+        return self.workers[worker] | ({"NEURON_RT_VISIBLE_CORES": _ranges(cores)} if cores else {})
 
     def to_json(self) -> str:
         """Return the text that `from_json` reads."""
@@ -74,19 +88,33 @@ class NodeSettings:
         owner = fields.pop("owner")
         for name in ("workers", "accelerators", "value_directories", "worker_ports"):
             fields[name] = tuple(fields[name])
+        fields["neuron_cores"] = tuple(tuple(cores) for cores in fields["neuron_cores"])
         return cls(**fields, owner=Owner(**owner) if owner else None)
 
 
 def with_partitions(settings: NodeSettings, text: str) -> NodeSettings:
     """Return settings that show each worker one partition of a GPU: the first worker the first UUID of a text of one a line, and so on.
 
-    Raises ValueError if there are not as many partitions as workers.
+    Raises ValueError if there are not as many partitions as workers, unless the node is to have no workers any more.
     """
+    if not settings.workers:
+        return settings
     partitions = text.split()
     if len(partitions) != len(settings.workers):
         raise ValueError(f"the node has {len(partitions)} partitions of GPUs for {len(settings.workers)} workers")
     shown = ({**worker, "CUDA_VISIBLE_DEVICES": partition} for worker, partition in zip(settings.workers, partitions, strict=True))
     return dataclasses.replace(settings, workers=tuple(shown))
+
+
+def _ranges(cores: Sequence[int]) -> str:
+    """Write numbers as Neuron's runtime reads them: "0-3,6", and a range alone where it is one, which is all that its older versions read."""
+    runs: list[list[int]] = []
+    for core in cores:
+        if runs and core == runs[-1][-1] + 1:
+            runs[-1].append(core)
+        else:
+            runs.append([core])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def memory_directory(instance_id: str) -> str:

@@ -1,9 +1,9 @@
 """The first process of a node: `python -m skyward_core.worker.supervisor DIRECTORY`.
 
-It imports Dask once and forks everything else from there: the scheduler (on the head), the workers, and the runners in which calls run. So a node
-starts with one import instead of one for each process, and a crashed runner is replaced within milliseconds. It stays single-threaded (forking is
-only safe so), never runs a user's code, reaps the dead, and is the node's watchdog: when its owner is gone, or one of its clocks has run out, it takes
-the whole node down.
+It imports Dask once and forks everything else from there: the scheduler (on the head), the workers, the runners in which calls run, and on spot machines
+who listens for the notice that they are taken back. So a node starts with one import instead of one for each process, and a crashed runner is replaced
+within milliseconds. It stays single-threaded (forking is only safe so), never runs a user's code, reaps the dead, and is the node's watchdog: when its
+owner is gone, or one of its clocks has run out, it takes the whole node down.
 
 Files of DIRECTORY: `settings.json` is written by the client, and written again to have the node begin anew as another; `lease` is written by whoever
 may lengthen it; `partitions`, if there is one, by the bootstrap script, and names the GPU of each worker; `supervisor` holds this process's pid;
@@ -25,7 +25,7 @@ import socket
 import sys
 import time
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from typing import NoReturn
 from skyward_core.worker import node  # the one costly import: everything forked from here has it already
 from skyward_core.worker.info import InstanceInfo, to_env
 from skyward_core.worker.invoke import JOB_PLACE, Line, run_calls
+from skyward_core.worker.notice import listen
 from skyward_core.worker.settings import NodeSettings, Owner, with_partitions, write_atomically
 from skyward_core.worker.slot import Exit
 from skyward_core.worker.watchdog import (
@@ -57,14 +58,16 @@ CRASH_LOOP_DEATHS = 5  # a worker process of the head that dies so often ...
 CRASH_LOOP_SECONDS = 60.0  # ... within this time takes the node down
 FIRST_PAUSE_SECONDS = 0.2
 LONGEST_PAUSE_SECONDS = 5.0
+LISTEN_AGAIN_SECONDS = 30.0  # what listens for notices raises nothing: somebody has killed it
 HELD_SIGNALS = (signal.SIGCHLD, signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """A process for calls: the worker that it belongs to, and the mark that says whether it has one."""
+    """A process for calls: the worker that it belongs to, which of that worker's slots it serves, and the mark that says whether it has a call."""
 
     index: int
+    slot: int
     busy: Busy
 
 
@@ -119,6 +122,8 @@ class Supervisor:
         self._workers: dict[int, int] = {}
         self._runners: dict[int, Runner] = {}
         self._scheduler_pid = 0
+        self._listener_pid = 0
+        self._listen_at = math.inf
         self._due: dict[int, float] = {}
         self._deaths: defaultdict[int, Deaths] = defaultdict(Deaths)
         self._settings_seen: tuple[int, int, int] | None = None
@@ -155,9 +160,13 @@ class Supervisor:
             self._scheduler_pid = self._fork(lambda: node.run_scheduler(self._directory, self._settings))
         for index in range(len(self._settings.workers)):
             self._start_worker(index)
+        self._listen_at = time.monotonic() if self._settings.notice_url and self._settings.workers else math.inf
 
     def _start_due(self) -> None:
         now = time.monotonic()
+        if self._listen_at <= now:
+            self._listen_at = math.inf
+            self._listener_pid = self._fork(lambda: listen(self._settings.notice_url))
         for index in [index for index, due in self._due.items() if due <= now]:
             del self._due[index]
             self._start_worker(index)
@@ -188,15 +197,25 @@ class Supervisor:
         descriptors = array.array("i")
         descriptors.frombytes(ancillary[0][2])
         busy = Busy()
-        pid = self._fork(lambda: self._become_runner(index, mark, list(descriptors), busy))
+        slot = self._free_slot(index)
+        pid = self._fork(lambda: self._become_runner(index, slot, mark, list(descriptors), busy))
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pid)
         for descriptor in descriptors:
             os.close(descriptor)
-        self._runners[pid] = Runner(index, busy)
+        self._runners[pid] = Runner(index, slot, busy)
         self._say(index, pid)
 
-    def _become_runner(self, index: int, mark: bytes, descriptors: list[int], busy: Busy) -> NoReturn:
+    def _free_slot(self, index: int) -> int:
+        """Return the first slot of a worker that no process serves.
+
+        A worker asks for another process when it was told that the one before has ended. If that could not be told in time, because one is stuck in the
+        kernel, there may be no free slot: then it is the one with the fewest processes, and what they hold is not to be had.
+        """
+        held = Counter(runner.slot for runner in self._runners.values() if runner.index == index)
+        return min(range(self._settings.slots), key=lambda slot: held[slot])
+
+    def _become_runner(self, index: int, slot: int, mark: bytes, descriptors: list[int], busy: Busy) -> NoReturn:
         os.setpgid(0, 0)
         calls, outcomes, stdout, stderr = descriptors
         settings = self._settings
@@ -210,6 +229,7 @@ class Supervisor:
             job_id=JOB_PLACE,
             worker=index,
             workers_per_node=len(settings.workers),
+            neuron_cores=list(settings.cores_of(slot)),
         )
         run_calls(
             Line(
@@ -220,7 +240,7 @@ class Supervisor:
                 mark,
                 to_env(info),
                 settings.value_directories,
-                settings.workers[index],
+                settings.environment_of(index, slot),
             )
         )
 
@@ -267,6 +287,9 @@ class Supervisor:
                 self._say(runner.index, Exit(pid, code))
             elif pid in self._workers:
                 self._bury_worker(self._workers.pop(pid), code)
+            elif pid == self._listener_pid:
+                self._log(f"the listener for notices died with {code}")
+                self._listener_pid, self._listen_at = 0, time.monotonic() + LISTEN_AGAIN_SECONDS
             elif pid == self._scheduler_pid:
                 self._end(f"the scheduler died with {code}")
 
@@ -324,7 +347,7 @@ class Supervisor:
             self._log(f"processes that outlive SIGKILL: {', '.join(str(birth.pid) for birth in sorted(stuck))}")
         for state in (self._controls, self._workers, self._runners, self._due, self._deaths):
             state.clear()
-        self._scheduler_pid = 0
+        self._scheduler_pid = self._listener_pid = 0
         (self._directory / "head.json").unlink(missing_ok=True)
         self._settings = settings
         self._watch.note_call()  # the client is there, and what it has lost will run again

@@ -94,7 +94,7 @@ class Airflow:
         return Ran(answer["state"], {(task, index, key): value for task, index, key, value in answer["xcoms"]}, log)
 
     def close(self) -> None:
-        self.process.communicate(timeout=30)
+        self.process.communicate(timeout=60)
 
     def _ask(self, request: dict[str, Any]) -> tuple[Any, str]:
         log = self.home / "log.txt"
@@ -114,6 +114,12 @@ def airflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Airflow]:
     airflow = Airflow(tmp_path_factory.mktemp("airflow"))
     yield airflow
     airflow.close()
+
+
+def slowness() -> float:
+    from tests import conftest  # not where this file is run as a program
+
+    return conftest.slowness()
 
 
 def left_by(pid: int) -> list[int]:
@@ -449,11 +455,12 @@ def test_a_killed_task_ends_its_pool_before_airflow_sends_sigkill(airflow: Airfl
         assert any(moment in line for line in process.stdout)
         os.killpg(process.pid, signal.SIGTERM)
         killed = time.monotonic()
-        said, _ = process.communicate(timeout=30)
-        assert time.monotonic() - killed < KILL_SECONDS
+        said, _ = process.communicate(timeout=60)
+        took = time.monotonic() - killed
     finally:
         process.kill()
         process.communicate()
+    assert took < KILL_SECONDS * slowness()
     assert left_by(process.pid) == []
     assert "raised AirflowException: the task was asked to stop" in said
     assert "skyward_cost" in said
@@ -471,9 +478,9 @@ def test_a_killed_task_whose_provider_does_not_answer_leaves_its_machines_to_the
         os.killpg(process.pid, signal.SIGTERM)
         killed = time.monotonic()
         assert any("handed over" in line for line in process.stdout)
-        assert time.monotonic() - killed < 1.0
+        assert time.monotonic() - killed < KILL_SECONDS * slowness()
         assert any("the provider does not answer" in line for line in process.stdout)
-        while left_by(process.pid) and time.monotonic() - killed < 30:
+        while left_by(process.pid) and time.monotonic() - killed < 60:
             time.sleep(0.05)
         assert left_by(process.pid) == []
         assert process.poll() is None, "the task should still hang"

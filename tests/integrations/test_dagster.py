@@ -331,7 +331,7 @@ def test_a_signal_during_provisioning_or_payload_leaves_nothing(tmp_path, moment
                 break
         assert moment in told[-1], "".join(told)
         process.send_signal(signal.SIGINT)
-        rest = process.communicate(timeout=30)[1]
+        rest = process.communicate(timeout=60)[1]
     finally:
         process.kill()
         process.wait()

@@ -299,13 +299,13 @@ def test_the_function_s_exception_arrives_as_itself_with_its_remote_traceback(ev
     failing()
 
 
-@task(timeout_seconds=1, cache_policy=NO_CACHE)
+@task(timeout_seconds=4, cache_policy=NO_CACHE)  # so long may it take to begin
 def sleeper(path: Path) -> None:
     path.write_text(str(os.getpid()))
     time.sleep(600)
 
 
-@task(timeout_seconds=1, cache_policy=NO_CACHE)
+@task(timeout_seconds=4, cache_policy=NO_CACHE)  # so long may it take to begin
 async def async_sleeper(path: Path) -> None:
     path.write_text(str(os.getpid()))  # noqa: ASYNC240
     await asyncio.sleep(600)
@@ -336,7 +336,8 @@ def test_a_timeout_stops_the_work_on_the_node(events: list[Any], tmp_path: Path)
 
 @task(cache_policy=NO_CACHE)
 def hang(path: Path) -> None:
-    path.write_text(str(os.getpid()))
+    path.with_suffix(".new").write_text(str(os.getpid()))
+    path.with_suffix(".new").rename(path)  # whole or not at all: it may be stopped at any moment
     time.sleep(600)
 
 

@@ -71,7 +71,7 @@ class RunningService:
         assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
-        self._process.wait(10)
+        self._process.wait(60)
         self.clock.close()
 
     @property

@@ -142,7 +142,7 @@ def test_an_outage_ends_on_the_services_own_clock(rental: RunningService) -> Non
 def test_a_hung_call_raises_and_may_have_taken_effect(rental: RunningService) -> None:
     """A request that is never answered ends with the provider's own time-out, whether it took effect or not."""
     provider = HttpRental(url=rental.url, timeout_seconds=0.2)
-    sold = offer(provider)
+    sold = offer(HttpRental(url=rental.url))
     for faults, billed in (({"hangs": 1}, 0), ({"hangs_after": 1}, 1)):
         rental.break_down(verb="create", **faults)
         with pytest.raises(httpx.ReadTimeout):

@@ -1,7 +1,8 @@
 """A fake AWS: moto's server on this machine, with what moto lacks and with faults on demand.
 
 moto knows instances, tags, subnets, security groups and types of machines. Here are added: client tokens (moto launches twice), a machine that is pending and
-gets its public address some listings later, the images' SSM parameters, spot prices by zone, the price list, a service that tells one's address, and failures.
+gets its public address some listings later, the images' SSM parameters, spot prices by zone, the price list, a service that tells one's address, sessions of
+Session Manager with `agents` (the address of each machine's port 22 as a URL, once it has registered), and failures.
 One at a time: moto's state is the process's.
 """
 
@@ -27,8 +28,12 @@ from moto.ec2.models import elastic_network_interfaces, instances
 from moto.server import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from werkzeug.serving import make_server
 
+from tests.providers.fake_fleet import FakeFleets
+from tests.providers.fake_images import FakeImages
+
 ACCOUNT = "123456789012"
 OUR_ADDRESS = "203.0.113.7"
+SESSION_TOKEN = "AAEAAfJ3SESSIONTOKENEXAMPLE"
 XML = 'xmlns="http://ec2.amazonaws.com/doc/2016-11-15/"'
 PAGE = 2
 
@@ -91,6 +96,9 @@ class FakeAWS:
         self.spot: dict[tuple[str, str], float] = {}
         self.list_prices: dict[tuple[str, str], float] | None = {("us-east-1", "g4dn.xlarge"): 0.526, ("us-east-1", "c7i.xlarge"): 0.1785}
         self.address = OUR_ADDRESS
+        self.agents: dict[str, str] = {}
+        self.images = FakeImages(SNAPSHOT_GB, self._disk_of)
+        self.fleets = FakeFleets(self)
         self.on_listing: Callable[[], None] = lambda: None
         self._young: dict[str, list[Any]] = {}
         self._answers: dict[str, tuple[dict[str, Any], Answer]] = {}
@@ -212,11 +220,17 @@ class FakeAWS:
             "RunInstances": self._run_instances,
             "TerminateInstances": self._terminate,
             "DescribeInstances": self._describe_instances,
-            "DescribeImages": self._describe_images,
             "DescribeSpotPriceHistory": self._spot_prices,
             "GetParameter": self._parameter,
             "GetProducts": self._products,
+            "StartSession": self._start_session,
+            "TerminateSession": lambda _, asked: _json({"SessionId": asked.words["SessionId"]}),
         }
+        if (told := self.images.answer(asked.action, asked.words, asked.region)) is not None:
+            return _refusal("ec2", told[0], 400, told[0]) if told[1] is None else _xml(asked.action, told[1])
+        told = self.fleets.answer(asked.action, asked.words, asked.region, lambda words: self._run(environ, words, asked.region))
+        if told is not None:
+            return _refusal("ec2", told[0], 400, told[0]) if told[1] is None else _xml(asked.action, told[1])
         if asked.action in own:
             return own[asked.action](environ, asked)
         return self._ask_moto(environ, asked)
@@ -245,9 +259,19 @@ class FakeAWS:
             self._answers[token] = (asked.words, answer)
         return answer
 
+    def _run(self, environ: dict[str, Any], words: dict[str, Any], region: str) -> list[str]:
+        """Make the machines of a fleet."""
+        before = {machine.id for machine in self._machines()}
+        answer = self._make(environ, Asked("ec2", "RunInstances", dict(words), region))
+        assert answer[0] == 200, answer
+        return [machine.id for machine in self._machines() if machine.id not in before]
+
     def _make(self, environ: dict[str, Any], asked: Asked) -> Answer:
+        if (code := self.fleets.refusal_of(asked.words, asked.region)) is not None:
+            return _refusal("ec2", code, 400, code)
         before = {machine.id for machine in self._machines()}
         answer = self._ask_moto(environ, asked)
+        self.fleets.came_up(asked.words, asked.region, [machine for machine in self._machines() if machine.id not in before])
         for machine in self._machines():
             if machine.id not in before:
                 self._young[machine.id] = [self.hidden_listings, self.pending_listings, machine.nics[0].public_ip]
@@ -279,22 +303,15 @@ class FakeAWS:
                     machine._state = instances.InstanceState("running", 16)
                     machine.nics[0].public_ip = young[2]
                 del self._young[machine_id]
+        asked = self.fleets.by_group(asked)
         reservations = dict(self.backend(asked.region).reservations)
         shown = {name: _without(reservation, hidden) for name, reservation in reservations.items()}
         with mock.patch.object(self.backend(asked.region), "reservations", shown):
             return self._ask_moto(environ, asked)
 
-    def _describe_images(self, _: dict[str, Any], asked: Asked) -> Answer:
-        image = asked.words["ImageId.1"]
-        if image not in SNAPSHOT_GB:
-            return _refusal("ec2", "InvalidAMIID.NotFound", 400, f"The image id '[{image}]' does not exist")
-        size = SNAPSHOT_GB[image]
-        return _xml(
-            "DescribeImages",
-            f"<imagesSet><item><imageId>{image}</imageId><rootDeviceName>/dev/sda1</rootDeviceName><blockDeviceMapping>"
-            f"<item><deviceName>/dev/sda1</deviceName><ebs><volumeSize>{size}</volumeSize></ebs></item>"
-            "<item><deviceName>/dev/sdb</deviceName><virtualName>ephemeral0</virtualName></item></blockDeviceMapping></item></imagesSet>",
-        )
+    def _disk_of(self, machine_id: str) -> tuple[str, int]:
+        device = self.machine(machine_id).block_device_mapping["/dev/sda1"]
+        return str(device.volume_id), int(device.size)
 
     def _spot_prices(self, _: dict[str, Any], asked: Asked) -> Answer:
         types = {value for name, value in asked.words.items() if name.startswith("InstanceType.")}
@@ -317,6 +334,14 @@ class FakeAWS:
         if asked.words["Name"] not in IMAGES:
             return _refusal("ssm", "ParameterNotFound", 400, "")
         return _json({"Parameter": {"Name": asked.words["Name"], "Type": "String", "Value": IMAGES[asked.words["Name"]]}})
+
+    def _start_session(self, _: dict[str, Any], asked: Asked) -> Answer:
+        if (asked.words.get("DocumentName"), asked.words.get("Parameters")) != ("AWS-StartSSHSession", {"portNumber": ["22"]}):
+            return _refusal("ssm", "InvalidDocument", 400, "Document with this name or these parameters does not exist.")
+        target = asked.words["Target"]
+        if (url := self.agents.get(target)) is None:
+            return _refusal("ssm", "TargetNotConnected", 400, f"{target} is not connected.")
+        return _json({"SessionId": f"ann-{target}", "TokenValue": SESSION_TOKEN, "StreamUrl": url})
 
     def _products(self, _: dict[str, Any], asked: Asked) -> Answer:
         if self.list_prices is None:

@@ -116,7 +116,8 @@ class FakeRunPod(FakeCloud):
 
     def alive(self) -> set[str]:
         """All pods that are, or may be, paid for."""
-        return {pod for pod, row in self.pods.items() if row["status"] != "TERMINATED"}
+        with self.lock:
+            return {pod for pod, row in self.pods.items() if row["status"] != "TERMINATED"}
 
     def stranger(self, name: str) -> None:
         """Rent a pod as somebody else of the account does."""
@@ -126,8 +127,9 @@ class FakeRunPod(FakeCloud):
 
     def halt(self, pod: str, status: str = "EXITED") -> None:
         """A pod is stopped, or breaks: it is there, and costs no GPU."""
-        self.steps[pod] = 100
-        self.pods[pod] |= {"status": status, "cost": 0.0, "runtime": None, "ssh": {"proxy": None, "direct": None}}
+        with self.lock:
+            self.steps[pod] = 100
+            self.pods[pod] |= {"status": status, "cost": 0.0, "runtime": None, "ssh": {"proxy": None, "direct": None}}
 
     def refuse(self, request: Request) -> Reply | None:
         if self.is_down:

@@ -95,7 +95,8 @@ class FakeVerda(FakeCloud):
 
     def alive(self) -> set[str]:
         """Return the ids of the machines that are not on their way out."""
-        return {machine_id for machine_id, machine in self.machines.items() if machine["status"] not in ("deleting", "discontinued")}
+        with self.lock:
+            return {machine_id for machine_id, machine in self.machines.items() if machine["status"] not in ("deleting", "discontinued")}
 
     def stop(self, machine_id: str) -> None:
         """Somebody has shut it down."""
@@ -103,11 +104,12 @@ class FakeVerda(FakeCloud):
 
     def preempt(self, machine_id: str) -> None:
         """Take it back: it vanishes from the list, and its disk fares as was asked for."""
-        self.machines[machine_id]["status"] = "discontinued"
-        volume = self.volumes[self.machines[machine_id]["os_volume_id"]]
-        self._detach(volume)
-        if volume["on_spot_discontinue"] == "delete_permanently":
-            del self.volumes[volume["id"]]
+        with self.lock:
+            self.machines[machine_id]["status"] = "discontinued"
+            volume = self.volumes[self.machines[machine_id]["os_volume_id"]]
+            self._detach(volume)
+            if volume["on_spot_discontinue"] == "delete_permanently":
+                del self.volumes[volume["id"]]
 
     def strangers(self) -> None:
         """Machines of other people of the team, some named as ours might be."""

@@ -28,6 +28,8 @@ class Hosting:
         self._fleet = fleet
         self._prepare = prepare
         self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._ended: set[str] = set()
         self.hosts: dict[str, Host] = {}
         self.failures: list[BaseException] = []
 
@@ -52,7 +54,11 @@ class Hosting:
                 place.write_text(RESTART)
                 place.chmod(0o755)
             boot(host)
-            self.hosts[machine_id] = host
+            with self._lock:
+                self.hosts[machine_id] = host
+                is_ended = machine_id in self._ended
+            if is_ended:
+                host.crash()
         except BaseException as error:
             self.failures.append(error)
             raise
@@ -68,15 +74,18 @@ class Hosting:
         return host is not None and not host.is_up
 
     def end(self, machine_id: str) -> None:
-        """Cut its power; nothing to do for one that has none."""
-        if (host := self.hosts.get(machine_id)) is not None and host.is_up:
+        """Cut its power, as soon as it has any; nothing to do for one that has none any more."""
+        with self._lock:
+            self._ended.add(machine_id)
+            host = self.hosts.get(machine_id)
+        if host is not None and host.is_up:
             host.crash()
 
     def close(self) -> None:
         """End all of them. Raises what went wrong with one on its way up."""
-        for thread in self._threads:
+        for thread in list(self._threads):
             thread.join(60)
-        for machine_id in self.hosts:
+        for machine_id in list(self.hosts):
             self.end(machine_id)
         if self.failures:
             raise self.failures[0]
@@ -92,6 +101,11 @@ def cloud_init(host: Host, instance_id: str, user_data: str) -> None:
     config = json.loads(text)
     assert config["disable_root"] is False
     assert config["ssh_deletekeys"] is True
+    for command in config.get("bootcmd", []):
+        assert command[:2] == ["cloud-init-per", "instance"]
+        as_boot(host, shlex.join(command[3:]))
+    if not (host.root / "root/.ssh/authorized_keys").exists():  # the test bed's own way in, which no cloud's machine has
+        (host.root / "root/.ssh/authorized_keys").write_text(host.key_path.with_suffix(".pub").read_text())
     data = host.root / "var/lib/cloud/data"
     data.mkdir(parents=True, exist_ok=True)
     (data / "instance-id").write_text(f"{instance_id}\n")

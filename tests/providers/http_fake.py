@@ -72,7 +72,8 @@ class FakeCloud:
     """A server on a free port, a thread a request, one request's handler at a time. A context manager.
 
     `refuse` answers before any route does, for instance a request without credentials. `requests` are all that came, faults included.
-    `delay_seconds` is how long each answer is withheld, outside of the lock: the latency of a call. `address` is where it listens.
+    `delay_seconds` is how long each answer is withheld, outside of the lock: the latency of a call; `most_at_once` how many were withheld at the same time.
+    `address` is where it listens.
     """
 
     address = "127.0.0.1"
@@ -81,7 +82,9 @@ class FakeCloud:
         self.requests: list[Request] = []
         self.faults: list[Fault] = []
         self.delay_seconds = 0.0
+        self.most_at_once = 0
         self.lock = threading.RLock()
+        self._under_way = 0
         self._routes = [(*handle.route, handle) for kind in reversed(type(self).__mro__) for handle in vars(kind).values() if hasattr(handle, "route")]
         fake = self
 
@@ -152,16 +155,21 @@ class FakeCloud:
             if fault is not None:
                 fault.times -= 1
             reply = self._reply(request) if fault is None or fault.is_done else None
+            if fault is not None:
+                reply = fault.reply
+            content = b"" if reply is None else _content(reply)  # under the lock: it may hold rows that the next request changes
+            self._under_way += 1
+            self.most_at_once = max(self.most_at_once, self._under_way)
         if self.delay_seconds:
             time.sleep(self.delay_seconds)
-        if fault is not None:
-            reply = fault.reply
+        with self.lock:
+            self._under_way -= 1
         if reply is None:
             handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             handler.close_connection = True
             handler.connection.close()
             return
-        _send(handler, reply)
+        _send(handler, reply, content)
 
     def _reply(self, request: Request) -> Reply:
         if (refusal := self.refuse(request)) is not None:
@@ -172,8 +180,11 @@ class FakeCloud:
         return Reply(404, {"message": f"no route for {request.method} {request.path}"})
 
 
-def _send(handler: BaseHTTPRequestHandler, reply: Reply) -> None:
-    content = b"" if reply.body is None else str(reply.body).encode() if reply.is_text else json.dumps(reply.body).encode()
+def _content(reply: Reply) -> bytes:
+    return b"" if reply.body is None else str(reply.body).encode() if reply.is_text else json.dumps(reply.body).encode()
+
+
+def _send(handler: BaseHTTPRequestHandler, reply: Reply, content: bytes) -> None:
     handler.send_response(reply.status)
     handler.send_header("Content-Type", "text/plain" if reply.is_text else "application/json")
     handler.send_header("Content-Length", str(len(content)))

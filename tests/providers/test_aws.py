@@ -16,7 +16,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.accelerators import parse
-from skyward_core.errors import CredentialsError, InstancesLeft, NoCapacity, NotYetSupported, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
+from skyward_core.errors import CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
 from skyward_core.instances import InstanceState
 from skyward_core.market import Offer, Requirements, matches
 from skyward_core.providers import _aws_account, _aws_launch, _aws_offers, _aws_prices, aws
@@ -295,23 +295,6 @@ def test_the_creating_call_says_it_all(cloud: FakeAWS) -> None:
     assert cloud.alive() == set()
 
 
-def test_a_spot_machine_is_asked_for_once_and_told_as_spot(cloud: FakeAWS) -> None:
-    """One-time, so that nothing comes back after it; in the cheapest zone first, and with that zone's price."""
-    cloud.spot = {("g4dn.xlarge", "us-east-1d"): 0.21, ("g4dn.xlarge", "us-east-1b"): 0.25}
-    cloud.fail("RunInstances", "InsufficientInstanceCapacity", 500)
-    (machine,) = make(cloud).launch(SPOT.model_copy(update={"price_per_hour": 0.25}), 1, tags(), STARTUP)
-    assert zones_asked(cloud) == ["us-east-1d", "us-east-1b"]
-    (listed,) = make(cloud).instances(POOL)
-    for instance in (machine, listed):
-        assert (instance.is_spot, instance.price_per_hour, instance.on_demand_price_per_hour) == (True, 0.25, 0.526)
-    words = cloud.words("RunInstances")[0]
-    assert {name.rpartition(".")[2]: value for name, value in words.items() if name.startswith("InstanceMarketOptions")} == {
-        "MarketType": "spot",
-        "SpotInstanceType": "one-time",
-        "InstanceInterruptionBehavior": "terminate",
-    }
-
-
 def test_a_zone_that_is_sold_out_is_asked_once(cloud: FakeAWS) -> None:
     """Its answer is a 500, which the SDK would repeat; the next zone has them all, or none of them."""
     cloud.fail("RunInstances", "InsufficientInstanceCapacity", 500, times=9, when=lambda asked: cloud.subnet_zone(asked) < "us-east-1c")
@@ -363,7 +346,7 @@ def test_machines_of_another_call_are_not_taken_for_those_of_a_lost_one(cloud: F
     """The same launch asked for on demand and then as spot: what is looked for is what this call has made."""
     cloud.spot = {("g4dn.xlarge", "us-east-1a"): 0.2}
     (there,) = make(cloud).launch(OFFER, 1, tags(), STARTUP)
-    cloud.fail("RunInstances", "InternalError", 500, times=99)
+    cloud.fail("CreateFleet", "InternalError", 500, times=99)
     with pytest.raises(ProviderFailed, match="0 of 1 machines are listed"):
         make(cloud).launch(SPOT, 1, tags(), STARTUP)
     assert cloud.alive() == {there.id}
@@ -388,26 +371,12 @@ def test_throttling_of_the_creating_call_is_waited_out(cloud: FakeAWS) -> None:
     assert caught.value.code == "RequestLimitExceeded"
 
 
-def test_no_zone_that_is_dearer_than_the_offer_is_asked(cloud: FakeAWS) -> None:
-    """The bill counts the offer's price: a machine in a dearer zone would cost more than anybody notes. What has become dearer since is no capacity."""
-    cloud.spot = {("g4dn.xlarge", "us-east-1a"): 0.2, ("g4dn.xlarge", "us-east-1b"): 0.25}
-    cloud.fail("RunInstances", "InsufficientInstanceCapacity", 500, times=9)
-    with pytest.raises(NoCapacity):
-        make(cloud).launch(SPOT, 1, tags(), STARTUP)
-    assert zones_asked(cloud) == ["us-east-1a"]
-    cloud.spot = {("g4dn.xlarge", "us-east-1a"): 0.21}
-    with pytest.raises(NoCapacity) as caught:
-        make(cloud).launch(SPOT, 1, tags(), STARTUP)
-    assert caught.value.code == "SpotPriceTooHigh"
-    assert zones_asked(cloud) == ["us-east-1a"]
-
-
 def test_a_token_is_of_launch_place_and_market(cloud: FakeAWS) -> None:
     """With other words than before, EC2 refuses a token."""
     cloud.spot = {("g4dn.xlarge", "us-east-1a"): 0.2}
     for offer, count, launch in ((OFFER, 1, "L1"), (OFFER, 1, "L2"), (SPOT, 1, "L1"), (OFFER, 2, "L1"), (of_type("g4dn.2xlarge"), 1, "L1")):
         make(cloud).launch(offer, count, tags(launch=launch), STARTUP)
-    assert len({words["ClientToken"] for words in cloud.words("RunInstances")}) == 5
+    assert len({words["ClientToken"] for action in ("RunInstances", "CreateFleet") for words in cloud.words(action)}) == 5
 
 
 def test_many_machines_are_one_call(cloud: FakeAWS) -> None:
@@ -848,16 +817,6 @@ def test_an_endpoint_of_its_own(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch)
 
 
 # ── as a value ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_session_manager_is_refused_before_anything_is_asked(cloud: FakeAWS) -> None:
-    """With the reason and another way."""
-    provider = make(cloud, use_ssm=True)
-    for verb in (lambda: provider.offers(T4), lambda: provider.launch(OFFER, 1, tags(), STARTUP)):
-        with pytest.raises(NotYetSupported, match="use_private_ip"):
-            verb()
-    assert cloud.asked == []
-    assert make(cloud, use_ssm=False).offers(T4)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ import skyward_core as sky
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited
 from skyward_core.instances import InstanceState
 from skyward_core.market import Offer, Requirements, matches
-from skyward_core.providers import digitalocean
+from skyward_core.providers import _http, digitalocean
 from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, load
 from skyward_core.providers.digitalocean import DigitalOcean, doctl_token, from_tags, image_of, name_of, state_of, tags_of, to_offers, to_tags
 from skyward_core.providers.login import host_key, our_key
@@ -588,6 +589,32 @@ def test_too_many_creating_calls_are_no_unknown_outcome(cloud: FakeDigitalOcean,
     with pytest.raises(RateLimited):
         provider.launch(offer, 1, tags(launch="L2"), STARTUP)
     assert len(cloud.asked("GET", "/v2/droplets")) == before
+
+
+@pytest.mark.parametrize(
+    ("headers", "at"),
+    [
+        ({"ratelimit-remaining": "0", "ratelimit-reset": "1790000030"}, 1790000030.0),
+        ({"ratelimit-reset": " 1790000030 "}, 1790000030.0),
+        ({"ratelimit-remaining": "4711", "ratelimit-reset": "1790000030"}, None),
+        ({"ratelimit-remaining": "0"}, None),
+        ({"ratelimit-reset": "soon"}, None),
+        ({"ratelimit-reset": "9" * 400}, None),
+        ({}, None),
+    ],
+)
+def test_when_the_hourly_limit_has_room_again(headers: dict[str, str], at: float | None) -> None:
+    """In seconds since 1970 (fact sheet, 2); what cannot be read, or is about another limit, says nothing."""
+    assert digitalocean._reset(headers) == at
+
+
+def test_the_hourly_limit_is_waited_out_until_it_has_room(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No Retry-After comes with it."""
+    pauses: list[float] = []
+    monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=pauses.append, monotonic=lambda: sum(pauses), time=lambda: 1790000000.0))
+    cloud.fail("GET", "/v2/account", Reply(429, {"id": "too_many_requests"}, {"ratelimit-remaining": "0", "ratelimit-reset": "1790000021"}))
+    make().account()
+    assert pauses == [21.0]
 
 
 # ── ending ───────────────────────────────────────────────────────────────────────────────────────────────────────────

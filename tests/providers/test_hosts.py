@@ -335,7 +335,7 @@ def test_a_node_whose_guard_is_dead_is_listed_with_what_its_processes_carry(mach
 
 
 @pytest.mark.slow
-def test_terminate_leaves_the_host_as_it_was(machines) -> None:
+def test_terminate_leaves_the_host_as_it_was(machines, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes deaf to signals, folders in memory and the directory are gone when terminate returns; what is cached stays. Doing it again is silent."""
     (host,) = machines(1)
     provider = provider_of([host])
@@ -346,9 +346,11 @@ def test_terminate_leaves_the_host_as_it_was(machines) -> None:
         f"mkdir -p /dev/shm/skyward-node-{instance.id} ~/.cache/skyward/envs/e && dd if=/dev/zero of=/dev/shm/skyward-node-{instance.id}/v bs=1M count=1 2>/dev/null",
     )
     start_in(host, instance, "trap '' TERM; sleep 300; sleep 300")
+    assert "patience=100\n" in hosts.END
+    monkeypatch.setattr(hosts, "END", hosts.END.replace("patience=100\n", "patience=2000\n"))  # 40 s, before it is done from outside
     begun = time.monotonic()
     provider.terminate([instance.id, "host-000000000000"])
-    assert time.monotonic() - begun < 1.9, "the guard did not do it"
+    assert time.monotonic() - begun < 30, "the guard did not do it"
     assert sorted(left_on(host)) == sorted([*CACHE_ONLY, "/root/.cache/skyward/envs", "/root/.cache/skyward/envs/e"])
     provider.terminate([instance.id, "host-000000000000"])
     provider.terminate([])
@@ -442,9 +444,9 @@ def test_a_lease_that_runs_out_ends_the_node(machines) -> None:
     """A client that never comes back: the guard ends all of the node by itself, and the host is free and as it was."""
     (host,) = machines(1)
     provider = provider_of([host])
-    (instance,) = launch(provider, lease_seconds=2)
+    (instance,) = launch(provider, lease_seconds=6)
     start_in(host, instance, "sleep 1234")
-    wait_until(lambda: provider.instances(POOL) == [], "the lease to run out", 10)
+    wait_until(lambda: provider.instances(POOL) == [], "the lease to run out", 60)
     assert sorted(left_on(host)) == CACHE_ONLY
 
 
@@ -469,7 +471,7 @@ def test_another_host_key_is_refused(machines) -> None:
     assert caught.value.ids == (instance.id,)
     assert isinstance(caught.value.__cause__, sky.HostKeyChanged)
     with pytest.raises(sky.HostKeyChanged), Connection(instance.endpoint.model_copy(update={"known_hosts": "/dev/null"})) as connection:
-        connection.connect(5)
+        connection.connect(30)
 
 
 @pytest.mark.slow

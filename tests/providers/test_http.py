@@ -248,12 +248,14 @@ def test_a_connection_that_was_never_made_is_tried_again(clock: Clock, method: s
 
 def test_who_comes_up_meanwhile_is_found(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next try after the server has begun to listen succeeds, with a creating call too."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    server = socket.socket()
+    server.bind(("127.0.0.1", 0))  # nobody else gets the port; connections are refused until it listens
+    port = server.getsockname()[1]
     accepted: list[bytes] = []
 
     def serve() -> None:
-        with socket.create_server(("127.0.0.1", port)) as server:
+        with server:
+            server.listen()
             ready.set()
             wire, _ = server.accept()
             with wire:
@@ -266,12 +268,12 @@ def test_who_comes_up_meanwhile_is_found(clock: Clock, monkeypatch: pytest.Monke
         clock.pauses.append(seconds)
         if len(clock.pauses) == 2:
             thread.start()
-            ready.wait(10)
+            ready.wait(30)
 
     monkeypatch.setattr(clock, "sleep", pause)
     with Api("Acme", f"http://127.0.0.1:{port}") as api:
         assert api.ask("POST", "/things") == {}
-    thread.join(10)
+    thread.join(30)
     assert len(accepted) == 1
 
 
@@ -374,6 +376,40 @@ def test_patience_has_an_end(api: Api, cloud: FakeThings, clock: Clock, told: st
     assert (type(error), error.code) == (RateLimited, "slow")
     assert len(cloud.asked("POST")) == tries
     assert sum(clock.pauses) <= _http.PATIENCE_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "pauses"),
+    [
+        (429, {"acme-reset": "+25"}, [25.0]),
+        (429, {"ACME-Reset": "+59"}, [59.0]),
+        (429, {"acme-reset": "+25", "Retry-After": "3"}, [3.0]),
+        (429, {"acme-reset": "+0.1"}, [0.5]),
+        (429, {"acme-reset": "-5"}, [0.5, 1.0]),  # it is over, and we are still refused: as if nothing were told
+        (503, {"acme-reset": "+25"}, [0.5]),
+        (429, {}, [0.5]),
+    ],
+)
+def test_a_cloud_may_say_in_its_own_way_when_it_has_room_again(
+    cloud: FakeThings, clock: Clock, status: int, headers: dict[str, str], pauses: list[float]
+) -> None:
+    """A time, in a header of its own. Retry-After counts more, and other refusals have nothing to do with it."""
+
+    def reset(told: Mapping[str, str]) -> float | None:
+        return clock.time() + float(told["acme-reset"]) if "acme-reset" in told else None
+
+    cloud.fail("GET", "/things", Reply(status, None, headers), times=len(pauses))
+    with Api("Acme", cloud.url, reset=reset) as api:
+        api.ask("GET", "/things")
+    assert clock.pauses == pytest.approx(pauses)
+
+
+def test_room_that_comes_too_late_is_not_waited_for(cloud: FakeThings, clock: Clock) -> None:
+    """An hour is more than anybody's patience: RateLimited at once, and no storm until then."""
+    cloud.reply = Reply(429)
+    with Api("Acme", cloud.url, reset=lambda _: clock.time() + 3000) as api:
+        assert type(refused(api)) is RateLimited
+    assert (clock.pauses, len(cloud.asked("GET"))) == ([], 1)
 
 
 def test_the_clouds_wish_counts_after_a_failure_too(api: Api, cloud: FakeThings, clock: Clock) -> None:

@@ -9,10 +9,12 @@ import gzip
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from configparser import ConfigParser
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from skyward_core.providers import userdata
 from skyward_core.providers.base import POOL_TAG, RANK_TAG
 from skyward_core.providers.login import HostKey, Key, host_key, our_key
 from skyward_core.providers.tagging import TAGS_VARIABLE, from_word
+from skyward_core.provisioning.bootstrap import GUARD_ENDS
 from skyward_core.provisioning.guard import guard_script
 from skyward_core.remote import Wires
 from skyward_core.ssh import Connection
@@ -62,7 +65,7 @@ def moved(script: str, tmp_path: Path) -> str:
     (tmp_path / "run").mkdir(exist_ok=True)
     (tmp_path / "root").mkdir(exist_ok=True)
     (tmp_path / "etc/ssh").mkdir(exist_ok=True, parents=True)
-    for place in ("/root", "/etc/ssh", "/run/"):
+    for place in ("/root", "/etc/ssh", "/etc/systemd", "/run/"):
         script = script.replace(place, f"{tmp_path}{place}")
     return script
 
@@ -178,6 +181,90 @@ def test_a_machine_tries_to_end_itself_until_it_has(tmp_path: Path, monkeypatch:
     done = subprocess.run(["sh", "-c", f"PPID_OF_TEST=$$; export PPID_OF_TEST; {command}"], capture_output=True, text=True, check=False, timeout=30)
     assert (done.returncode, done.stderr) == (-15, "")
     assert (tmp_path / "tries").read_text() == "tried\n" * 3
+
+
+# ── started anew ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+QUIET = 'touch "$SKYWARD_INSTANCE_DIRECTORY/up"\n'
+BOOT_ID = Path(userdata.BOOT_ID).read_text().strip()
+LATER = "00000000-0000-4000-8000-000000000000"
+"""Another boot's id."""
+
+
+def units(tmp_path: Path) -> Path:
+    """Make it a machine whose first process is systemd; return where its units are."""
+    (tmp_path / "run/systemd/system").mkdir(parents=True)
+    return tmp_path / "etc/systemd/system"
+
+
+def started_anew(tmp_path: Path, *, is_another_boot: bool = True) -> bool:
+    """Do what the unit does in this boot or, by what was noted, in a later one; return whether the machine has ended itself."""
+    script = (tmp_path / "root/.cache/skyward/rebooted").read_text()
+    assert BOOT_ID in script
+    script = script.replace(BOOT_ID, LATER) if is_another_boot else script
+    done = subprocess.run(["sh", "-c", f"TEST=$$; export TEST; {script}"], capture_output=True, text=True, check=False, timeout=30)
+    assert done.stderr == ""
+    assert done.returncode in (0, -15)
+    return done.returncode == -15
+
+
+@pytest.mark.parametrize(
+    ("told", "again", "ends"),
+    [
+        ("m-1", "m-1", True),
+        ("m-1", "", True),  # nobody tells it now
+        ("m-1", "<html>", True),
+        ("m-1", "..", True),
+        ("", "m-1", True),  # nobody told it then
+        ("a b", "m-1", True),
+        ("m-1", "m-2", False),  # somebody's machine with a copy of the disk
+        ("m-1", "m-10", False),
+    ],
+)
+def test_a_machine_that_is_started_anew_ends_itself(tmp_path: Path, told: str, again: str, ends: bool) -> None:
+    """In every boot but the first, whatever its lease was; and only the machine that was rented. Its log says why, as a guard does."""
+    units(tmp_path)
+    who = tmp_path / "who"
+    who.write_text(told)
+    directory = booted(tmp_path, userdata.boot_script(QUIET, TAGS, f"cat {who}", 'kill "$TEST"'))
+    assert not started_anew(tmp_path, is_another_boot=False)
+    assert (directory / "log").read_text() == ""
+    who.write_text(again)
+    assert started_anew(tmp_path) == ends
+    assert (directory / "log").read_text() == (f"{GUARD_ENDS}its machine was started anew\n" if ends else "")
+
+
+def test_a_machine_whose_node_has_ended_ends_again_when_it_is_switched_on(tmp_path: Path) -> None:
+    """The guard has taken the node's directory away, and somebody has switched the machine on."""
+    units(tmp_path)
+    shutil.rmtree(booted(tmp_path, userdata.boot_script(QUIET, TAGS, "echo m-1", 'kill "$TEST"')))
+    assert started_anew(tmp_path)
+
+
+def test_systemd_runs_that_at_each_boot(tmp_path: Path) -> None:
+    """By a unit that the target of a boot wants, and that everybody may read; it is plain sh, and does nothing once the disk has forgotten whose it was."""
+    place = units(tmp_path)
+    booted(tmp_path, userdata.boot_script(QUIET, TAGS, "cat /var/lib/cloud/data/instance-id 2>/dev/null || echo m-1"))
+    script = tmp_path / "root/.cache/skyward/rebooted"
+    unit = ConfigParser(delimiters="=", interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read_string((place / "skyward-guard.service").read_text())
+    assert unit["Service"]["ExecStart"] == f"/bin/sh {script}"
+    assert unit["Unit"]["ConditionPathExists"] == str(script)
+    wanted = place / f"{unit['Install']['WantedBy']}.wants/skyward-guard.service"
+    assert (wanted.read_text(), wanted.stat().st_mode & 0o777) == ((place / "skyward-guard.service").read_text(), 0o644)
+    assert script.stat().st_mode & 0o777 == 0o600
+    told = subprocess.run([SHELLCHECK, "--shell=sh", script], capture_output=True, text=True, check=False)
+    assert told.stdout == ""
+    assert run(moved(userdata.FORGET, tmp_path).replace("/home/", f"{tmp_path}/home/")).returncode == 0
+    assert not script.exists()
+
+
+def test_without_systemd_there_is_no_unit(tmp_path: Path) -> None:
+    """A container's main script is run again, and the guard with it."""
+    booted(tmp_path, userdata.boot_script(QUIET, TAGS, "echo m-1"))
+    assert not (tmp_path / "etc/systemd").exists()
+    assert not (tmp_path / "root/.cache/skyward/rebooted").exists()
 
 
 # ── cloud-config ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -378,21 +465,21 @@ def test_a_machine_becomes_who_we_take_it_for(machine: Host, key: Key, host: Hos
     """Before its script has run it is a stranger; whoever is patient gets in when it has, with our key and under the host key that was derived."""
     stranger = Connection(endpoint(machine, key))
     with pytest.raises(HostKeyChanged):
-        stranger.connect(5)
+        stranger.connect(30)
     stranger.close()
     caught: list[object] = []
     connection = Connection(endpoint(machine, key))
 
     def connect() -> None:
         try:
-            caught.append(connection.connect(30, auth_grace_seconds=30))
+            caught.append(connection.connect(60, auth_grace_seconds=60))
         except Exception as error:
             caught.append(error)
 
     thread = threading.Thread(target=connect)
     thread.start()
     bring_up(machine, userdata.script(userdata.boot_script(GUARD, TAGS, "echo m-1"), key, host))
-    thread.join(40)
+    thread.join(80)
     assert caught == [connection]
     try:
         assert connection.run("id -u").output.strip() == "0"
@@ -408,8 +495,8 @@ def test_a_machine_becomes_who_we_take_it_for(machine: Host, key: Key, host: Hos
 def test_a_machine_that_calls_itself_otherwise_is_started_and_ended(machine: Host, key: Key, host: HostKey, reach: Callable[..., Any]) -> None:
     """The node carries the id of its guard, not the cloud's, and its tags; with the lease the guard ends all of it, and then the machine as it was told to."""
     end = "for place in /proc/[0-9]*; do tr '\\0' ' ' <\"$place/cmdline\"; echo; done >/root/alive 2>/dev/null; mv /root/alive /root/ended; sleep 100"
-    bring_up(machine, userdata.script(userdata.boot_script(guard_script(3, None, userdata.END_COMMAND), TAGS, "echo m-1", end), key, host))
-    way = reach(machine, "m-1", lease_seconds=3)
+    bring_up(machine, userdata.script(userdata.boot_script(guard_script(8, None, userdata.END_COMMAND), TAGS, "echo m-1", end), key, host))
+    way = reach(machine, "m-1", lease_seconds=8)
     way.start('echo "$SKYWARD_INSTANCE_ID $SKYWARD_TAGS"\nsleep 4711 &\nwait\n', timeout_seconds=30, emit=Told())
     lines: list[str] = []
 
@@ -436,6 +523,20 @@ def test_a_machine_ends_itself_when_its_lease_is_over(machine: Host, key: Key, h
 
 
 @pytest.mark.slow
+def test_a_machine_that_is_started_anew_powers_itself_off(machine: Host) -> None:
+    """All of its processes are gone, and what the boot runs ends it, though its lease is long. Called in the first boot it does nothing."""
+    machine.run("mkdir -p /run/systemd/system")
+    bring_up(machine, userdata.boot_script(guard_script(3600, None, userdata.END_COMMAND), TAGS, "echo m-1"))
+    guard = inside(machine, userdata.directory_of("m-1")) / "guard"
+    wait_until(guard.exists, "the guard")
+    unit = 'sh -c "$(sed -n s/^ExecStart=//p /etc/systemd/system/multi-user.target.wants/skyward-guard.service)" </dev/null'
+    assert machine.run(unit).returncode == 0
+    assert machine.run(f"kill -KILL $(cat {userdata.directory_of('m-1')}/guard); sed -i s/{BOOT_ID}/{LATER}/ {userdata.REBOOTED}").returncode == 0
+    machine.run(f"setsid {unit} >/dev/null 2>&1 &")
+    wait_until(lambda: not machine.is_up, "the machine to power itself off")
+
+
+@pytest.mark.slow
 def test_a_container_lets_us_in_and_stays(machine: Host, key: Key, host: HostKey) -> None:
     """Its main script, packed as for a cloud with little room, stays; it lets go of dead processes that nobody waits for, and ends when it is told to."""
     boot = userdata.boot_script(GUARD, TAGS, "echo m-1")
@@ -443,7 +544,7 @@ def test_a_container_lets_us_in_and_stays(machine: Host, key: Key, host: HostKey
     bring_up(machine, f"SKYWARD_BOOT={shlex.quote(word)}; export SKYWARD_BOOT\n{userdata.UNPACKED}\n")
     connection = Connection(endpoint(machine, key))
     try:
-        connection.connect(30, auth_grace_seconds=30)
+        connection.connect(60, auth_grace_seconds=60)
         wait_until(lambda: connection.run(f"cat {userdata.directory_of('m-1')}/guard").exit_code == 0, "the guard")
         assert connection.run("pgrep -f /run/skyward-boot").exit_code == 0
         assert connection.run("stat -c %a /run/skyward-boot").output.strip() == "600"
@@ -465,7 +566,7 @@ def test_a_container_lets_us_in_and_stays(machine: Host, key: Key, host: HostKey
 def test_sshd_is_started_where_none_runs(machine: Host, key: Key, host: HostKey) -> None:
     """In a container nobody else does that: one that is there comes up with our keys, in a network and with processes of its own."""
     script = userdata.container_script(userdata.boot_script(":\n", TAGS, "echo m-1"), key, host)
-    alone = "ip link set lo up; sh /root/script & sleep 2; ssh-keyscan -t ed25519 127.0.0.1 2>/dev/null >/root/seen.part; mv /root/seen.part /root/seen"
+    alone = "ip link set lo up; sh /root/script & for try in $(seq 100); do ssh-keyscan -t ed25519 127.0.0.1 2>/dev/null >/root/seen; [ -s /root/seen ] && break; sleep 0.2; done"
     machine.run("cat >/root/script", text=script)
     done = machine.run(f"unshare --net --pid --fork --mount-proc sh -c {shlex.quote(alone)} </dev/null 2>&1; cat /root/seen")
     assert done.stdout.split()[-2:] == host.public.split(), done.stdout

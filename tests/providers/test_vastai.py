@@ -608,7 +608,7 @@ def test_a_label_carries_all_tags(fake: FakeVast) -> None:
         OWNER_TAG: "jo@workstation",
         EXPIRES_TAG: "1790003600",
     }
-    label, more = vastai._label(real)
+    label, more = vastai.LABELS.pack(real)
     assert more == {}
     assert len(label) <= 256
     assert label.startswith("skyward:sky-0123456789ab-12:lsky-0123456789ab-3:c1790000000:e1790003600:p")

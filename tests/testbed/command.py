@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 
 
-def run(*argv: str, text: str | None = None, seconds: float = 20.0) -> str:
+def run(*argv: str, text: str | None = None, seconds: float = 60.0) -> str:
     """Return what the command wrote on stdout; `text` is its stdin. Raises RuntimeError with what it wrote on stderr."""
     done = subprocess.run(argv, input=text or "", text=True, capture_output=True, timeout=seconds, check=False)
     if done.returncode:
@@ -18,7 +18,7 @@ def ip(lines: Sequence[str]) -> None:
     run("ip", "-batch", "-", text="\n".join(lines) + "\n")
 
 
-def wait_until(condition: Callable[[], object], what: str, seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
     """Wait until the condition holds. Raises TimeoutError with what was waited for."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -65,7 +65,7 @@ class Fleet:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def create(self, *, isolated: bool = False, memory: str | None = None, disk: str = "4G", clock_ahead_seconds: int = 0, seconds: float = 20.0) -> Host:
+    def create(self, *, isolated: bool = False, memory: str | None = None, disk: str = "4G", clock_ahead_seconds: int = 0, seconds: float = 60.0) -> Host:
         """Return a new host, once its `sshd` listens.
 
         Args:
@@ -94,7 +94,7 @@ class Fleet:
                 raise RuntimeError(f"{host.name} did not come up: {_console(folder)}")
         except BaseException:
             process.kill()
-            process.wait(10)
+            process.wait(60)
             raise
         finally:
             process.stdin.close()
@@ -105,7 +105,7 @@ class Fleet:
     def close(self) -> None:
         """Remove everything. Raises RuntimeError with what would not go."""
         with contextlib.ExitStack() as undo:  # from the last to the first, each whatever became of the one before
-            undo.callback(self.watcher.wait, 20)
+            undo.callback(self.watcher.wait, 60)
             undo.callback(sweeping.release, self.number, self._lock)
             for host in self.hosts:
                 undo.callback(host.crash)

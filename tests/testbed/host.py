@@ -67,7 +67,7 @@ class Host:
         flags = [item for option in (*options, *fixed) for item in ("-o", option)]
         return ["ssh", "-F", "none", "-i", str(self.key_path), *flags, f"{self.user}@{self.ip}"]
 
-    def run(self, command: str, *, text: str = "", seconds: float = 20.0, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    def run(self, command: str, *, text: str = "", seconds: float = 60.0, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
         """Run a shell command through OpenSSH and return whatever came of it (255: ssh itself failed); `text` is its stdin."""
         argv = [*self.ssh(*options), "--", command]
         return subprocess.run(argv, input=text, capture_output=True, text=True, timeout=seconds, check=False)
@@ -84,7 +84,7 @@ class Host:
         if self.is_up:  # else its pid may be somebody else's by now
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(60)
 
     def partition(self) -> None:
         """Let every packet from and to it vanish; it runs on."""
@@ -142,7 +142,7 @@ class Host:
 
     def _presented(self) -> str:
         argv = ["ssh-keyscan", "-t", "ed25519", "-T", "2", self.ip]
-        return subprocess.run(argv, capture_output=True, text=True, timeout=20, check=False).stdout
+        return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False).stdout
 
     def _processes(self) -> list[int]:
         """Return the living processes of its process namespace, its first one first."""

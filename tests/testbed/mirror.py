@@ -103,10 +103,10 @@ class Mirror:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         try:
-            self._process.wait(10)
+            self._process.wait(30)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait(10)
+            self._process.wait(30)
         self._process.stdout.close()
 
     def _asked(self, word: str) -> str:

@@ -42,7 +42,7 @@ def why_not() -> str | None:
         ["unshare", *NAMESPACES, "sh", "-c", REHEARSAL, "rehearsal", "/mnt"],
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=60,
         check=False,
         stdin=subprocess.DEVNULL,
     )

@@ -63,7 +63,7 @@ def sweep_abandoned() -> list[int]:
     return swept
 
 
-def sweep(number: int, seconds: float = 10.0) -> None:
+def sweep(number: int, seconds: float = 60.0) -> None:
     """Kill and remove everything of this fleet. The caller holds its number. Raises RuntimeError with what would not go in time."""
     deadline = time.monotonic() + seconds
     while True:

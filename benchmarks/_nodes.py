@@ -1,0 +1,115 @@
+"""A fake DigitalOcean whose droplets can be logged in to and join the pool, in a process of its own: real SSH, a real scheduler, one light worker a node.
+
+Prints the address of its API; ends when its stdin does, whoever has started it. Droplets are at 127.77.x.y, port 22.
+
+    python -m benchmarks._nodes --latency 0.3 --install 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from typing import Any
+
+import dask.config
+from distributed import Worker
+
+from skyward_core.worker import node as real
+from skyward_core.worker.calls import Calls
+from skyward_core.worker.settings import NodeSettings
+from tests.fake_nodes import FakeNode, FakeNodes, Played, slowly
+from tests.providers.fake_digitalocean import Droplet, FakeDigitalOcean
+from tests.providers.http_fake import Reply, Request, route
+
+SSH_PORT = 22
+
+
+class Cluster:
+    """What the nodes do once they are told their place: the head's scheduler, and a worker of Dask's for each node, without runners.
+
+    They end with this process and not before: a machine that is gone says no goodbye.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._members: list[object] = []
+
+    async def serve(self, node: FakeNode, settings: NodeSettings) -> None:
+        address = settings.scheduler
+        if address is None:
+            scheduler = await real.PoolScheduler(
+                host=settings.host,
+                port=settings.scheduler_port,
+                protocol="tls",
+                security=real.security(settings),
+                dashboard=False,
+                dashboard_address="127.0.0.1:0",
+                plugins=[real.Prompt(), Calls(settings.lease_seconds)],
+            )
+            address = str(scheduler.address)
+            node.say(f"::skyward head {settings.generation} {address}")
+            self._members.append(scheduler)
+        self._members.append(
+            await Worker(
+                address,
+                host=settings.host,
+                name=f"{settings.rank}-0",
+                nthreads=settings.slots,
+                memory_limit=0,
+                security=real.security(settings),
+                local_directory=self._folder,
+                dashboard=False,
+                dashboard_address="127.0.0.1:0",
+                extensions={},
+            )
+        )
+
+
+class Rented(FakeDigitalOcean):
+    """Each droplet is a fake node."""
+
+    def __init__(self, nodes: FakeNodes) -> None:
+        super().__init__()
+        self._nodes = nodes
+
+    def add(self, name: str, found: dict[str, Any] | None, wish: dict[str, Any]) -> Droplet:
+        droplet = super().add(name, found, wish)
+        droplet.ip = f"127.77.{droplet.id >> 8 & 255}.{droplet.id & 255}"
+        config = json.loads(wish["user_data"].partition("\n")[2])
+        self._nodes.add(str(droplet.id), droplet.ip, SSH_PORT, config["ssh_keys"]["ed25519_private"], "\n".join(config["ssh_authorized_keys"]))
+        return droplet
+
+    @route("DELETE", "/v2/droplets/{id}")
+    def destroy(self, request: Request) -> Reply:
+        self._nodes.end(request.words["id"])
+        return super().destroy(request)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--latency", type=float, default=0.3)
+    parser.add_argument("--install", type=float, default=20.0)
+    parser.add_argument("--has-uv", action="store_true")
+    asked = parser.parse_args()
+    for name in ("distributed", "asyncio"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    folder = tempfile.mkdtemp()
+    with dask.config.set(real.DASK_CONFIG):
+        nodes = FakeNodes(Played(asked.install, asked.has_uv), before=slowly(asked.latency), serve=Cluster(folder).serve)
+        cloud = Rented(nodes)
+        cloud.delay_seconds = asked.latency
+        print(json.dumps({"url": cloud.url}), flush=True)
+        sys.stdin.read()
+    shutil.rmtree(folder, ignore_errors=True)
+    if nodes.unknown:
+        print(f"nodes were asked what they do not know: {nodes.unknown[:3]}", file=sys.stderr, flush=True)
+    os._exit(1 if nodes.unknown else 0)
+
+
+if __name__ == "__main__":
+    main()

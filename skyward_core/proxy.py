@@ -1,0 +1,105 @@
+"""A command that is the way to a machine, as OpenSSH's ProxyCommand: it is started, listened to, and ended with the connection that it carries.
+
+    started ──our end of its socket is closed──▶ ending ──it exits, or is killed CLOSE_SECONDS later──▶ ended
+
+Its stdin and stdout are one end of a pair of sockets; the other end is given to asyncssh. asyncssh's own `proxy_command` is not used: it takes what a command
+says on stderr for words of the machine, in the middle of the stream, and kills the command without a chance to say goodbye.
+
+Whoever starts one owns it and ends it. If this process is killed, the kernel closes our end: a command that reads the end of its input has to end by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import Sequence
+from typing import Self, cast
+
+from skyward_core.errors import BadRequest, CredentialsError, SkywardError
+
+PYTHON = "{python}"
+"""As a word of a command: the interpreter of the process that connects, which need not be where the one was that wrote the endpoint."""
+REFUSED, WRONG = os.EX_NOPERM, os.EX_CONFIG
+"""Exit codes that trying again does not mend, from sysexits.h: credentials are refused, or what was asked for cannot be."""
+CLOSE_SECONDS = 1.0
+KILL_SECONDS = 2.0
+TAIL_BYTES = 4096
+
+
+class Proxy(asyncio.SubprocessProtocol):
+    """A running command. `socket` is our end of the way, for one connection. To be used on one loop."""
+
+    def __init__(self, ours: socket.socket) -> None:
+        self.socket = ours
+        self._said = b""
+        self._has_exited = asyncio.Event()
+        self._is_finished = asyncio.Event()
+        self._transport: asyncio.SubprocessTransport
+
+    @classmethod
+    async def start(cls, command: Sequence[str]) -> Self:
+        """Start a command. Raises BadRequest if it cannot be started."""
+        words = [sys.executable or "python3" if word == PYTHON else word for word in command]
+        ours, theirs = socket.socketpair()
+        proxy = cls(ours)
+        try:
+            loop = asyncio.get_running_loop()
+            await loop.subprocess_exec(lambda: proxy, *words, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=PIPE, start_new_session=True)
+        except BaseException as error:
+            ours.close()
+            if isinstance(error, OSError):
+                raise BadRequest(f"{words[0]}, the command that leads to the machine, cannot be started: {error}") from error
+            raise
+        finally:
+            theirs.close()
+        return proxy
+
+    async def end(self) -> None:
+        """Close its socket, whose connection is at its end, and wait until it has exited; kill it, with what it has started, if that takes too long."""
+        self.socket.close()
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await self._is_finished.wait()
+            self._kill()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(KILL_SECONDS):
+                    await self._has_exited.wait()
+        finally:
+            self._kill()
+            self._transport.close()
+
+    def verdict(self) -> SkywardError | None:
+        """Return what an ended command has refused for good; None if trying again may help."""
+        kind = {REFUSED: CredentialsError, WRONG: BadRequest}.get(self._transport.get_returncode() or 0)
+        return kind(self.last_words() or f"it ended with {self._transport.get_returncode()}") if kind else None
+
+    def last_words(self) -> str:
+        """Return the last line that it has said on stderr; "" if there was none."""
+        lines = [line.strip() for line in self._said.decode(errors="replace").splitlines()]
+        return next((line for line in reversed(lines) if line), "")
+
+    def _kill(self) -> None:
+        if self._transport.get_returncode() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._transport.get_pid(), signal.SIGKILL)
+
+    # ── told by the loop ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.SubprocessTransport", transport)
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        self._said = (self._said + data)[-TAIL_BYTES:]
+
+    def process_exited(self) -> None:
+        self._has_exited.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Note that it has exited and that its stderr is at the end."""
+        self._is_finished.set()

@@ -1,0 +1,205 @@
+"""The notice before a spot machine is taken back, asked for on the machine itself.
+
+EC2 tells it at the machine's metadata service (IMDSv2; facts: AWS's user guide, "Spot Instance interruption notices" and "rebalance recommendations"):
+`spot/instance-action` is 404 until about two minutes before the machine is taken, then JSON with action and time, on a best effort basis;
+`events/recommendations/rebalance` may say earlier that the risk has grown. AWS recommends to ask every five seconds.
+
+The asking is a process of its own, forked by the node's supervisor: a service that hangs holds up nothing, and it ends with the supervisor. What it
+hears it prints, a line `::skyward notice JSON` of the node's log, which the client follows: that way does not lead through the head. A failure to ask is
+no notice. It is printed once, without the mark of the node's last words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from enum import StrEnum
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from typing import Any, NoReturn, cast
+from urllib.parse import urlsplit
+
+MARK = "::skyward notice "
+ASK_EVERY_SECONDS = 5.0
+ANSWER_SECONDS = 2.0
+TOKEN_SECONDS = 21_600
+"""The longest life of a token that EC2 grants."""
+ANSWER_BYTES = 65_536
+NOTICE_SECONDS = 120.0
+"""How long before a machine is taken AWS says so; what is told as more than that is a clock gone wrong."""
+
+TOKEN = "/latest/api/token"  # noqa: S105 - a path
+INTERRUPTION = "/latest/meta-data/spot/instance-action"
+REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
+ACTIONS = frozenset({"terminate", "stop", "hibernate"})
+
+
+class Kind(StrEnum):
+    """What is announced."""
+
+    INTERRUPTION = "interruption"
+    """The machine is taken back."""
+    REBALANCE = "rebalance"
+    """It is more likely than before that it will be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """What a machine was told. `action` is what will be done with it ("terminate", "stop", "hibernate"; "" if nothing is said).
+
+    `at` is when, in seconds since 1970 (of a recommendation: when it was made), `seconds_left` how long that was off when it was heard, by the metadata
+    service's own clock: 0 to NOTICE_SECONDS.
+    """
+
+    kind: Kind
+    action: str
+    at: float
+    seconds_left: float = 0.0
+
+    def to_text(self) -> str:
+        """Return the text that `from_text` reads."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Notice:
+        """Rebuild a notice. Raises ValueError for any other text."""
+        try:
+            fields = dict(json.loads(text))
+            return cls(Kind(fields["kind"]), str(fields["action"]), float(fields["at"]), _within_a_notice(float(fields["seconds_left"])))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"no notice: {text!r}") from error
+
+
+class Metadata:
+    """A metadata service in the manner of EC2's, at an address such as `http://169.254.169.254`. Follows no proxy. One caller at a time."""
+
+    def __init__(self, url: str, answer_seconds: float = ANSWER_SECONDS) -> None:
+        parts = urlsplit(url)
+        self._place = (str(parts.hostname), parts.port or 80)
+        self._answer_seconds = answer_seconds
+        self._token = ""
+
+    def interruption(self) -> Notice | None:
+        """Return whether the machine is to be taken back. Raises OSError, HTTPException or ValueError for any answer that does not tell."""
+        told = self._told(INTERRUPTION)
+        return None if told is None else _interruption(*told)
+
+    def rebalance(self) -> Notice | None:
+        """Return whether that is more likely than before. Raises the same."""
+        told = self._told(REBALANCE)
+        return None if told is None else _rebalance(told[0])
+
+    def _told(self, path: str) -> tuple[bytes, float] | None:
+        """Return what is said there, and the service's time; None if nothing is."""
+        status, body, now = self._get(path)
+        if status not in (200, 404):
+            raise HTTPException(f"{path}: status {status}")
+        return (body, now) if status == 200 else None
+
+    def _get(self, path: str) -> tuple[int, bytes, float]:
+        """Ask with the token that we have; with a new one if it is not taken any more."""
+        if self._token:
+            answer = self._send("GET", path, {"X-aws-ec2-metadata-token": self._token})
+            if answer[0] != 401:
+                return answer
+        status, body, _ = self._send("PUT", TOKEN, {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS)})
+        if status != 200:
+            raise HTTPException(f"{TOKEN}: status {status}")
+        self._token = body.decode("ascii").strip()
+        return self._send("GET", path, {"X-aws-ec2-metadata-token": self._token})
+
+    def _send(self, method: str, path: str, headers: dict[str, str]) -> tuple[int, bytes, float]:
+        """Return status, body, and what time it is by the service's clock, in seconds since 1970."""
+        with contextlib.closing(HTTPConnection(*self._place, timeout=self._answer_seconds)) as connection:
+            connection.request(method, path, headers=headers)
+            response = connection.getresponse()
+            return response.status, response.read(ANSWER_BYTES), _time_of(response)
+
+
+class Listener:
+    """Asks a metadata service, and tells each notice once. `complain` is told of the first failure to ask, and of no other."""
+
+    def __init__(self, metadata: Metadata, tell: Callable[[Notice], object], complain: Callable[[str], object]) -> None:
+        self._metadata = metadata
+        self._tell = tell
+        self._complain = complain
+        self._told: set[tuple[Kind, str, float]] = set()
+        self._has_complained = False
+
+    def look(self) -> None:
+        """Ask once for each kind: that one cannot be had hides nothing of the other. Raises nothing but what `tell` and `complain` raise."""
+        for ask in (self._metadata.interruption, self._metadata.rebalance):
+            try:
+                notice = ask()
+            except (OSError, HTTPException, ValueError) as error:
+                if not self._has_complained:
+                    self._has_complained = True
+                    self._complain(f"spot notices: the metadata service does not tell ({error!r}); it is asked again every {ASK_EVERY_SECONDS:g} s")
+                continue
+            if notice is not None and (mark := (notice.kind, notice.action, notice.at)) not in self._told:
+                self._tell(notice)
+                self._told.add(mark)
+
+
+def listen(url: str) -> NoReturn:
+    """Ask for ever, and print what is told: the main function of a process that dies with its parent."""
+    listener = Listener(Metadata(url), lambda notice: print(MARK + notice.to_text(), flush=True), lambda text: print(text, flush=True))
+    while True:
+        listener.look()
+        time.sleep(ASK_EVERY_SECONDS)
+
+
+def _interruption(body: bytes, now: float) -> Notice:
+    """Read `{"action": "terminate", "time": "2026-11-21T08:22:00Z"}`. One that does not say when counts as far off as AWS promises.
+
+    Raises ValueError for what is no such thing.
+    """
+    told = _object(body)
+    action = str(told.get("action"))
+    if action not in ACTIONS:
+        raise ValueError(f"{INTERRUPTION}: {body[:200]!r}")
+    at = _seconds_since_1970(told.get("time"))
+    return Notice(Kind.INTERRUPTION, action, now + NOTICE_SECONDS if at is None else at, NOTICE_SECONDS if at is None else _within_a_notice(at - now))
+
+
+def _rebalance(body: bytes) -> Notice:
+    """Read `{"noticeTime": "2026-11-21T08:20:00Z"}`. Raises ValueError for what is no such thing."""
+    at = _seconds_since_1970(_object(body).get("noticeTime"))
+    if at is None:
+        raise ValueError(f"{REBALANCE}: {body[:200]!r}")
+    return Notice(Kind.REBALANCE, "", at)
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    match json.loads(body):
+        case dict() as told:
+            return cast("dict[str, Any]", told)
+        case _:
+            raise ValueError(f"no JSON object: {body[:200]!r}")
+
+
+def _seconds_since_1970(text: object) -> float | None:
+    try:
+        moment = datetime.fromisoformat(str(text))
+    except ValueError:
+        return None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _within_a_notice(seconds: float) -> float:
+    if not math.isfinite(seconds):
+        raise ValueError(f"no number of seconds: {seconds}")
+    return min(max(0.0, seconds), NOTICE_SECONDS)
+
+
+def _time_of(response: HTTPResponse) -> float:
+    """What the service says that time it is: the machine's own clock may be wrong. The machine's own if it says nothing."""
+    try:
+        return parsedate_to_datetime(str(response.getheader("Date"))).timestamp()
+    except ValueError:
+        return time.time()

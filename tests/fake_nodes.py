@@ -1,0 +1,337 @@
+"""Machines whose SSH is real and whose work is not: as many as wanted in one process, each on an address of its own.
+
+nodes = FakeNodes(Played(install_seconds=20, has_uv=False), before=slowly(0.3))
+nodes.add("fake-0", "127.77.0.1", 22, host_key, login)
+
+A node answers what `remote.RemoteReach` asks of one, understood by its text and not run: no process, no file, so that the client's share of the work is all
+that takes time. Its bootstrap is played: phases on its log, the installation a pause of so many seconds, then a wait for its settings. What a node does with
+them is up to `serve`. A command that is not known is refused and stands in `unknown`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shlex
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import asyncssh
+
+from skyward_core import remote, ssh
+from skyward_core.worker.settings import NodeSettings
+
+GUARD = "4711"
+PHASES_BEFORE, PHASES_AFTER = ("uv", "deps"), ("skyward", "server")
+
+type Before = Callable[[str, "FakeNode"], Awaitable[object]]
+"""Awaited before a node does what it is asked: "login", "look", "start", "lease", "follow", "read", "reach", "lead", "kill", or "put NAME"."""
+type Serve = Callable[["FakeNode", NodeSettings], Awaitable[object]]
+"""What a node does with its settings, each time it is told some."""
+
+
+def slowly(seconds: float) -> Before:
+    """Let every login and every command take so much longer, at no cost of processor time."""
+
+    async def wait(what: str, node: FakeNode) -> None:
+        if what != "kill":
+            await asyncio.sleep(seconds)
+
+    return wait
+
+
+async def lead(node: FakeNode, settings: NodeSettings) -> None:
+    """The head says that its scheduler listens; nobody does."""
+    if settings.rank == 0:
+        node.say(f"::skyward head {settings.generation} tls://{settings.host}:7700")
+
+
+@dataclass(frozen=True)
+class Played:
+    """How nodes behave. `install_seconds` is how long it takes to install what the image asks for, on each of them alike."""
+
+    install_seconds: float = 0.0
+    has_uv: bool = True
+    sees_others: bool = True
+    """Whether nodes get through to each other."""
+
+
+@dataclass
+class FakeNode:
+    """One machine, touched on the loop's thread only."""
+
+    id: str
+    played: Played
+    serve: Serve
+    log: list[str] = field(default_factory=list)
+    files: dict[str, bytes] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+    """What it was asked, in order; see `Before`."""
+    is_started: bool = False
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    told: asyncio.Event = field(default_factory=asyncio.Event)
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    def say(self, line: str) -> None:
+        """Write a line of its log."""
+        self.log.append(line)
+        self.news.set()
+        self.news = asyncio.Event()
+
+    def write(self, name: str, content: bytes) -> None:
+        """Keep a file, by its last name."""
+        self.files[name] = content
+        if name == "settings.json":
+            self.told.set()
+
+    def start(self) -> None:
+        """Begin to play the bootstrap, once however often it is asked for."""
+        if not self.is_started:
+            self.is_started = True
+            self.spawn(self._boot())
+
+    def spawn(self, work: Coroutine[Any, Any, object]) -> None:
+        """Run something that ends with the node."""
+        task = asyncio.ensure_future(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _boot(self) -> None:
+        for phase in PHASES_BEFORE:
+            self.say(f"::skyward phase {phase}")
+        await asyncio.sleep(self.played.install_seconds)
+        for phase in PHASES_AFTER:
+            self.say(f"::skyward phase {phase}")
+        while True:
+            await self.told.wait()
+            self.told.clear()
+            await self.serve(self, NodeSettings.from_json(self.files["settings.json"].decode()))
+
+
+class FakeNodes:
+    """All of them, on a loop and a thread of their own. `close` ends them."""
+
+    def __init__(self, played: Played = Played(), *, before: Before = slowly(0), serve: Serve = lead) -> None:
+        self.unknown: list[str] = []
+        self.nodes: dict[str, FakeNode] = {}
+        self._played = played
+        self._before = before
+        self._serve = serve
+        self._doors: dict[str, asyncssh.SSHAcceptor] = {}
+        self._connections: dict[str, list[asyncssh.SSHServerConnection]] = {}
+        self._options: dict[tuple[str, str], asyncssh.SSHServerConnectionOptions] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="fake-nodes", daemon=True)
+        self._thread.start()
+
+    def add(self, node_id: str, host: str, port: int, host_key: str, login: str) -> int:
+        """Bring a node up that shows this host key (private, OpenSSH's format) and lets in whoever has the login key (public); return its port."""
+        return self.do(self._add(node_id, host, port, host_key, login))
+
+    def end(self, node_id: str) -> None:
+        """Cut a node's power."""
+        self.do(self._end(node_id))
+
+    def do[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the nodes' loop and return its result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
+
+    def close(self) -> None:
+        """End all nodes and the loop."""
+
+        async def end() -> None:
+            for node_id in list(self.nodes):
+                await self._end(node_id)
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._loop.shutdown_default_executor()
+
+        self.do(end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _add(self, node_id: str, host: str, port: int, host_key: str, login: str) -> int:
+        node = self.nodes[node_id] = FakeNode(node_id, self._played, self._serve)
+        self._connections[node_id] = []
+        self._doors[node_id] = door = await asyncssh.listen(
+            host,
+            port,
+            options=self._options_for(host_key, login),
+            server_factory=lambda: _Door(self, node),
+            reuse_address=True,
+            backlog=16,
+        )
+        return door.get_port()
+
+    def _options_for(self, host_key: str, login: str) -> asyncssh.SSHServerConnectionOptions:
+        """The same for all machines of a launch: to read keys and make options costs more than to listen."""
+        if (host_key, login) not in self._options:
+            self._options[host_key, login] = asyncssh.SSHServerConnectionOptions(
+                server_host_keys=[asyncssh.import_private_key(host_key)],
+                authorized_client_keys=asyncssh.import_authorized_keys(login),
+                encoding=None,
+                allow_scp=False,
+            )
+        return self._options[host_key, login]
+
+    async def _end(self, node_id: str) -> None:
+        node = self.nodes.pop(node_id, None)
+        if node is None:
+            return
+        self._doors.pop(node_id).close()
+        for connection in self._connections.pop(node_id):
+            connection.abort()
+        for task in list(node.tasks):
+            task.cancel()
+        await asyncio.gather(*node.tasks, return_exceptions=True)
+
+    # ── for its doors and commands ───────────────────────────────────────────────────────────────────────────────────
+
+    async def begin(self, what: str, node: FakeNode) -> None:
+        """Note what a node is asked, and wait as long as that takes."""
+        node.asked.append(what)
+        await self._before(what, node)
+
+    def connected(self, node: FakeNode, connection: asyncssh.SSHServerConnection) -> None:
+        """Somebody has called."""
+        self._connections.setdefault(node.id, []).append(connection)
+
+
+class _Door(asyncssh.SSHServer):
+    """One connection to a node."""
+
+    def __init__(self, nodes: FakeNodes, node: FakeNode) -> None:
+        self._nodes = nodes
+        self._node = node
+
+    def connection_made(self, conn: asyncssh.SSHServerConnection) -> None:
+        self._nodes.connected(self._node, conn)
+
+    async def begin_auth(self, username: str) -> bool:  # type: ignore[override]
+        await self._nodes.begin("login", self._node)
+        return True
+
+    def session_requested(self) -> _Command:
+        return _Command(self._nodes, self._node)
+
+    def connection_requested(self, dest_host: str, dest_port: int, orig_host: str, orig_port: int) -> bool:
+        return True
+
+    async def server_requested(self, listen_host: str, listen_port: int) -> asyncssh.SSHListener:  # type: ignore[override]
+        await self._nodes.begin("lead", self._node)
+        return _Nobody(listen_port)
+
+
+class _Nobody(asyncssh.SSHListener):
+    """A port of a node that nobody listens on: they would all be ports of this machine."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__()
+        self._port = port
+
+    def get_port(self) -> int:
+        return self._port
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    async def wait_closed(self) -> None:
+        """Nothing to wait for."""
+
+
+class _Command(asyncssh.SSHServerSession[bytes]):
+    """One command: all of its input, then what it does."""
+
+    def __init__(self, nodes: FakeNodes, node: FakeNode) -> None:
+        self._nodes = nodes
+        self._node = node
+        self._input: list[bytes] = []
+        self._is_whole = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._words: list[str] = []
+
+    def connection_made(self, chan: asyncssh.SSHServerChannel[bytes]) -> None:
+        self._channel = chan
+
+    def exec_requested(self, command: str) -> bool:
+        words = shlex.split(command)
+        if words[:3] == ["exec", "sh", "-c"] and words[3] == ssh.LEADER:  # as root: a command in a group with a name
+            words = shlex.split(words[-1])
+        self._words = words
+        return True
+
+    def session_started(self) -> None:
+        self._task = asyncio.ensure_future(self._run())
+
+    def data_received(self, data: bytes, datatype: int | None) -> None:
+        self._input.append(data)
+
+    def eof_received(self) -> bool:
+        self._is_whole.set()
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        code = 255
+        with contextlib.suppress(OSError, asyncssh.Error):
+            try:
+                code, said = await self._answer()
+                self._channel.write(said.encode())
+            finally:
+                self._channel.exit(code)
+
+    async def _answer(self) -> tuple[int, str]:
+        """Return exit code and output."""
+        text, arguments = (self._words[2], self._words[4:]) if self._words[:2] == ["sh", "-c"] else ("", [])
+        known = {remote.LOOK: "look", remote.START: "start", remote.LEASE: "lease", remote.FOLLOW: "follow", ssh.KILL: "kill", 'cat -- "$1/$2"': "read"}
+        what = f"put {arguments[0].rpartition('/')[2]}" if text == ssh.PUT else "reach" if self._words[0] == "timeout" else known.get(text)
+        if what is None:
+            self._nodes.unknown.append(shlex.join(self._words))
+            return 127, "this is a fake\n"
+        await self._nodes.begin(what, self._node)
+        match what:
+            case "look":
+                return 0, f"guard {GUARD}\nsystem Linux x86_64\nmemory\n" + "uv\n" * self._node.played.has_uv
+            case "read":
+                content = self._node.files.get(arguments[1])
+                return (1, "no such file\n") if content is None else (0, content.decode())
+            case "start":
+                return await self._start(int(arguments[4]))
+            case "follow":
+                return await self._follow(int(arguments[2]))
+            case "reach":
+                return (0, "") if self._node.played.sees_others else (124, "")
+            case _:
+                return await self._put(what.removeprefix("put "), int(arguments[1]), is_packed=bool(arguments[4])) if text == ssh.PUT else (0, "")
+
+    async def _start(self, size: int) -> tuple[int, str]:
+        await self._is_whole.wait()
+        if sum(map(len, self._input)) != size:
+            return 1, "only a part of the script arrived\n"
+        self._node.start()
+        return 0, ""
+
+    async def _put(self, name: str, size: int, *, is_packed: bool) -> tuple[int, str]:
+        await self._is_whole.wait()
+        came = int.from_bytes(b"".join(self._input[-4:])[-4:], "little") if is_packed else sum(map(len, self._input))  # RFC 1952: ISIZE comes last
+        if came != size:
+            return 1, "only a part arrived\n"
+        self._node.write(name, b"".join(self._input) if name.endswith(".json") else b"")
+        return 0, ""
+
+    async def _follow(self, line: int) -> tuple[int, str]:
+        told = line - 1
+        while True:
+            news = self._node.news
+            if lines := self._node.log[told:]:
+                told += len(lines)
+                self._channel.write("".join(f"{line}\n" for line in lines).encode())
+            await news.wait()

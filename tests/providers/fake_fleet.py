@@ -1,0 +1,240 @@
+"""What moto lacks of EC2 for `fake_aws`: instant fleets that choose a pool and fail with status 200, launch templates that are applied, placement groups.
+
+A fleet becomes a RunInstances in the pool that is chosen, so that machines come up as all others do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from xml.sax.saxutils import escape
+
+PAGE = 2
+UNTRIED = ("UnfulfillableCapacity", "Failed to fulfill capacity. Please review errors in the response.")
+
+type Words = Mapping[str, str]
+type Told = tuple[str, str | None]
+"""A code and None, or anything and what stands in the answer."""
+
+
+@dataclass
+class Group:
+    """A placement group, and the machines that were ever in it."""
+
+    tags: dict[str, str]
+    machines: set[str] = field(default_factory=set)
+
+
+class FakeFleets:
+    """Fleets, templates and placement groups of all regions.
+
+    `refusals` says with which code and message a pool (type and zone) refuses, `untried` which ones EC2 says it has not tried; `short_of` how many machines a
+    fleet gets fewer than asked, in spite of everything; with `is_split` each of its machines comes from a call of its own, with the same index.
+    """
+
+    def __init__(self, cloud: Any) -> None:
+        self._cloud = cloud
+        self.refusals: dict[tuple[str, str], tuple[str, str]] = {}
+        self.untried: set[tuple[str, str]] = set()
+        self.short_of = 0
+        self.is_split = False
+        self.says_no_zone = False
+        self.templates: dict[tuple[str, str], Words] = {}
+        self.groups: dict[tuple[str, str], Group] = {}
+        self._answers: dict[str, tuple[Words, str]] = {}
+
+    def answer(self, action: str, words: Words, region: str, run: Callable[[Words], list[str]]) -> Told | None:
+        """Answer one action, with `run` as RunInstances; None for what is not ours."""
+        own: dict[str, Callable[..., Told]] = {
+            "CreateFleet": lambda: self._create_fleet(words, region, run),
+            "CreateLaunchTemplate": lambda: self._create_template(words, region),
+            "DescribeLaunchTemplates": lambda: self._describe_templates(words, region),
+            "DeleteLaunchTemplate": lambda: self._delete_template(words, region),
+            "CreatePlacementGroup": lambda: self._create_group(words, region),
+            "DescribePlacementGroups": lambda: self._describe_groups(words, region),
+            "DeletePlacementGroup": lambda: self._delete_group(words, region),
+        }
+        return own[action]() if action in own else None
+
+    # ── fleets ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _create_fleet(self, words: Words, region: str, run: Callable[[Words], list[str]]) -> Told:
+        token = words["ClientToken"]
+        if token in self._answers:
+            before, told = self._answers[token]
+            return ("", told) if before == words else ("IdempotentParameterMismatch", None)
+        count = int(words["TargetCapacitySpecification.TotalTargetCapacity"])
+        is_single = words.get("SpotOptions.SingleInstanceType") == words.get("SpotOptions.SingleAvailabilityZone") == "true"
+        if words["Type"] != "instant" or not is_single or words.get("SpotOptions.MinTargetCapacity") != str(count) or len(token) > 64:
+            return "InvalidParameterCombination", None
+        pools = list(self._pools(words, region))
+        if len({(name, zone) for name, zone, _, _ in pools}) < len(pools):
+            return "InvalidFleetConfig", None  # the same pool twice
+        if any((region, template) not in self.templates for _, _, _, template in pools):
+            return "InvalidLaunchTemplateName.NotFoundException", None
+        errors: list[str] = []
+        machines: list[str] = []
+        chosen = ""
+        for name, zone, subnet, template in sorted(pools, key=lambda pool: self._cloud.spot.get(pool[:2], float("inf"))):
+            refusal = UNTRIED if (name, zone) in self.untried else self.refusals.get((name, zone), self.refusals.get(("*", "*")))
+            if refusal is not None:
+                errors.append(self._error(refusal, name, subnet))
+                continue
+            given = count - self.short_of
+            call = self._run_words(words, self.templates[region, template], name, subnet)
+            parts = [1] * given if self.is_split else [given] if given else []
+            for part in parts:
+                machines += run({**call, "MinCount": str(part), "MaxCount": str(part)})
+            if self.short_of:
+                errors.append(self._error(("InsufficientInstanceCapacity", "There is no Spot capacity available that matches your request."), name, subnet))
+            chosen = self._got(machines, name, subnet)
+            break
+        told = f"<fleetId>fleet-1</fleetId><errorSet>{'' if machines and not self.short_of else ''.join(errors)}</errorSet>"
+        told += f"<fleetInstanceSet>{chosen if machines else ''}</fleetInstanceSet>"
+        self._answers[token] = (words, told)
+        return "", told
+
+    def _pools(self, words: Words, region: str) -> Iterator[tuple[str, str, str, str]]:
+        """Yield type, zone, subnet and template of each override."""
+        for key, subnet in words.items():
+            if match := re.fullmatch(r"LaunchTemplateConfigs\.(\d+)\.Overrides\.(\d+)\.SubnetId", key):
+                config = f"LaunchTemplateConfigs.{match[1]}"
+                name = words[f"{config}.Overrides.{match[2]}.InstanceType"]
+                zone = str(self._cloud.backend(region).get_subnet(subnet).availability_zone)
+                yield name, zone, subnet, words[f"{config}.LaunchTemplateSpecification.LaunchTemplateName"]
+
+    def _run_words(self, words: Words, template: Words, name: str, subnet: str) -> dict[str, str]:
+        """Return the words of RunInstances that do what the fleet says, all tags together."""
+        call = {key.removeprefix("LaunchTemplateData."): value for key, value in template.items() if key.startswith("LaunchTemplateData.")}
+        tags = {key: value for source in (call, words) for key, value in source.items() if key.startswith("TagSpecification.")}
+        if len(tags) < sum(key.startswith("TagSpecification.") for source in (call, words) for key in source):
+            moved = sum(bool(re.fullmatch(r"TagSpecification\.\d+\.ResourceType", key)) for key in words)
+            tags = {key: value for key, value in words.items() if key.startswith("TagSpecification.")}
+            for key, value in call.items():
+                if match := re.fullmatch(r"TagSpecification\.(\d+)(\..+)", key):
+                    tags[f"TagSpecification.{int(match[1]) + moved}{match[2]}"] = value
+        cards = {key.split(".")[1] for key in call if key.startswith("NetworkInterface.")}
+        call = {key: value for key, value in call.items() if not key.startswith("TagSpecification.")}
+        call |= {f"NetworkInterface.{card}.SubnetId": subnet for card in cards}
+        return {**call, **tags, "InstanceType": name, "InstanceMarketOptions.MarketType": "spot"}
+
+    def _overrides(self, name: str, subnet: str) -> str:
+        where = "" if self.says_no_zone else f"<subnetId>{subnet}</subnetId>"
+        return f"<launchTemplateAndOverrides><overrides><instanceType>{name}</instanceType>{where}</overrides></launchTemplateAndOverrides>"
+
+    def _error(self, refusal: tuple[str, str], name: str, subnet: str) -> str:
+        code, message = refusal
+        place = self._overrides(name, subnet)
+        return f"<item>{place}<lifecycle>spot</lifecycle><errorCode>{code}</errorCode><errorMessage>{escape(message)}</errorMessage></item>"
+
+    def _got(self, machines: list[str], name: str, subnet: str) -> str:
+        ids = "".join(f"<item>{machine}</item>" for machine in machines)
+        place = self._overrides(name, subnet)
+        return f"<item>{place}<lifecycle>spot</lifecycle><instanceIds>{ids}</instanceIds><instanceType>{name}</instanceType></item>"
+
+    # ── launch templates ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _create_template(self, words: Words, region: str) -> Told:
+        name = words["LaunchTemplateName"]
+        if words["ClientToken"] in self._answers:
+            return ("", self._answers[words["ClientToken"]][1]) if self._answers[words["ClientToken"]][0] == words else ("IdempotentParameterMismatch", None)
+        if not re.fullmatch(r"[A-Za-z0-9().\-/_]{3,128}", name):
+            return "InvalidLaunchTemplateName.MalformedException", None
+        if (region, name) in self.templates:
+            return "InvalidLaunchTemplateName.AlreadyExistsException", None
+        if any(key.startswith("LaunchTemplateData.InstanceMarketOptions") for key in words):
+            return "InvalidParameterCombination", None
+        self.templates[region, name] = dict(words)
+        return "", f"<launchTemplate>{self._template(name)}</launchTemplate>"
+
+    def _describe_templates(self, words: Words, region: str) -> Told:
+        found = [(name, _tags(template)) for (place, name), template in self.templates.items() if place == region]
+        found = [(name, tags) for name, tags in found if words["Filter.1.Value.1"] in tags]
+        start = int(words.get("NextToken") or 0)
+        items = "".join(f"<item>{self._template(name)}{_tag_set(tags)}</item>" for name, tags in found[start : start + PAGE])
+        more = f"<nextToken>{start + PAGE}</nextToken>" if start + PAGE < len(found) else ""
+        return "", f"<launchTemplates>{items}</launchTemplates>{more}"
+
+    def _delete_template(self, words: Words, region: str) -> Told:
+        if self.templates.pop((region, words["LaunchTemplateName"]), None) is None:
+            return "InvalidLaunchTemplateName.NotFoundException", None
+        return "", ""
+
+    def _template(self, name: str) -> str:
+        return f"<launchTemplateId>lt-1</launchTemplateId><launchTemplateName>{name}</launchTemplateName>"
+
+    # ── placement groups ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _create_group(self, words: Words, region: str) -> Told:
+        if (region, words["GroupName"]) in self.groups:
+            return "InvalidPlacementGroup.Duplicate", None
+        assert words["Strategy"] == "cluster"
+        self.groups[region, words["GroupName"]] = Group(_tags(words))
+        return "", ""
+
+    def _describe_groups(self, words: Words, region: str) -> Told:
+        found = [(name, group.tags) for (place, name), group in self.groups.items() if place == region and words["Filter.1.Value.1"] in group.tags]
+        items = "".join(
+            f"<item><groupName>{name}</groupName><strategy>cluster</strategy><state>available</state>{_tag_set(tags)}</item>" for name, tags in found
+        )
+        return "", f"<placementGroupSet>{items}</placementGroupSet>"
+
+    def _delete_group(self, words: Words, region: str) -> Told:
+        group = self.groups.get((region, words["GroupName"]))
+        if group is None:
+            return "InvalidPlacementGroup.Unknown", None
+        if any(self._cloud.machine(machine)._state.name != "terminated" for machine in group.machines):
+            return "InvalidPlacementGroup.InUse", None
+        del self.groups[region, words["GroupName"]]
+        return "", ""
+
+    # ── of every launch ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def refusal_of(self, words: Words, region: str) -> str | None:
+        """Return the code that EC2 refuses a RunInstances with, for its network interfaces or its place."""
+        cards = {key.split(".")[1] for key in words if key.startswith("NetworkInterface.")}
+        if len(cards) > 1 and any(key.endswith("AssociatePublicIpAddress") for key in words):
+            return "InvalidParameterCombination"
+        name = words.get("Placement.GroupName")
+        if name is None:
+            return None
+        group = self.groups.get((region, name))
+        if group is None:
+            return "InvalidPlacementGroup.Unknown"
+        zone = str(self._cloud.backend(region).get_subnet(words["NetworkInterface.1.SubnetId"]).availability_zone)
+        there = [self._cloud.machine(machine) for machine in group.machines]
+        return "Unsupported" if any(one._state.name != "terminated" and one._placement.zone != zone for one in there) else None
+
+    def by_group(self, asked: Any) -> Any:
+        """Return a DescribeInstances that moto understands: it does not know the filter for placement groups."""
+        if asked.words.get("Filter.1.Name") != "placement-group-name":
+            return asked
+        names = {value for key, value in asked.words.items() if key.startswith("Filter.1.Value.")}
+        found = sorted({machine for (_, name), group in self.groups.items() if name in names for machine in group.machines}) or ["i-0"]
+        words = {key: value for key, value in asked.words.items() if not key.startswith("Filter.")}
+        words |= {"Filter.1.Name": "instance-id", **{f"Filter.1.Value.{n}": machine for n, machine in enumerate(found, 1)}}
+        return dataclasses.replace(asked, words=words)
+
+    def came_up(self, words: Words, region: str, machines: list[Any]) -> None:
+        """Put new machines into their placement group, and take the public address from those that AWS gives none."""
+        for machine in machines:
+            if "NetworkInterface.2.DeviceIndex" in words:
+                machine.nics[0].public_ip = None
+            if name := words.get("Placement.GroupName"):
+                machine._placement.group_name = name
+                self.groups[region, name].machines.add(machine.id)
+            if self.is_split and "InstanceMarketOptions.MarketType" in words:
+                machine.ami_launch_index = 0
+
+
+def _tags(words: Words) -> dict[str, str]:
+    keys = {key: value for key, value in words.items() if re.fullmatch(r"TagSpecification\.1\.Tag\.\d+\.Key", key)}
+    return {name: words[key.removesuffix("Key") + "Value"] for key, name in keys.items()}
+
+
+def _tag_set(tags: Mapping[str, str]) -> str:
+    items = "".join(f"<item><key>{escape(key)}</key><value>{escape(value)}</value></item>" for key, value in tags.items())
+    return f"<tagSet>{items}</tagSet>"

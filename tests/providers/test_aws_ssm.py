@@ -1,0 +1,505 @@
+"""AWS(use_ssm=True): SSH through Session Manager, with AWS's plugin played by a script that joins what the fake's session names."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import asyncssh
+import pytest
+
+import skyward_core as sky
+from skyward_core.errors import BadRequest, ConnectionLost, CredentialsError, Unreachable
+from skyward_core.instances import Endpoint, InstanceState
+from skyward_core.providers import _aws_launch, _aws_session, aws
+from skyward_core.providers.base import LAUNCH_TAG, load
+from skyward_core.providers.login import host_key, our_key
+from skyward_core.proxy import PYTHON
+from skyward_core.ssh import Connection
+from tests.conftest import Told, wait_until
+from tests.providers.contract import STARTUP, tags
+from tests.providers.fake_aws import SESSION_TOKEN, FakeAWS
+from tests.providers.hosted import Hosting
+from tests.providers.test_aws import OFFER, T4
+from tests.providers.test_end_to_end import HostedAWS, square, where
+from tests.test_ssh import Echo, Server, echo, key, own_home, say, server  # noqa: F401 - fixtures
+from tests.testbed import Fleet
+from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
+from tests.testbed.mirror import Mirror
+
+SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
+
+pytestmark = pytest.mark.slow
+
+PLUGIN = """\
+#!{python}
+import json, os, socket, sys, threading
+
+if sys.argv[1:] == ["--version"]:
+    print("{version}")
+    sys.exit()
+answer = json.loads(os.environ.pop(sys.argv[1]))
+with open(f"{{os.environ['PLUGIN_NOTES']}}/{{os.getpid()}}", "w") as notes:
+    json.dump({{"argv": sys.argv[1:], "answer": answer}}, notes)
+print(f"\\nStarting session with SessionId: {{answer['SessionId']}}", flush=True)
+host, port = answer["StreamUrl"].removeprefix("wss://").split(":")
+peer = socket.create_connection((host, int(port)))
+
+def back():
+    while piece := peer.recv(65536):
+        os.write(1, piece)
+    os._exit(0)
+
+threading.Thread(target=back, daemon=True).start()
+while piece := os.read(0, 65536):
+    peer.sendall(piece)
+{last}
+"""
+
+
+class Plugin:
+    """AWS's plugin, as a script on PATH. `notes` are what its processes were called with, by their ids."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._notes = folder / "notes"
+        self._notes.mkdir(parents=True)
+        self.install()
+
+    @property
+    def path(self) -> str:
+        """For the environment."""
+        return f"{self._folder}{os.pathsep}{os.environ['PATH']}"
+
+    def install(self, version: str = "1.2.707.0", last: str = "") -> None:
+        """Put it there. `last` is what it does when its input has ended."""
+        part = self._folder / "part"
+        part.write_text(PLUGIN.format(python=sys.executable, version=version, last=last))
+        part.chmod(0o755)
+        part.rename(self._folder / _aws_session.PLUGIN)
+
+    def remove(self) -> None:
+        (self._folder / _aws_session.PLUGIN).unlink()
+
+    @property
+    def notes(self) -> dict[int, dict[str, Any]]:
+        return {int(path.name): json.loads(text) for path in self._notes.iterdir() if (text := path.read_text()).endswith("}")}
+
+    @property
+    def living(self) -> set[int]:
+        """Processes that are the proxy command or the plugin of a machine."""
+        return {pid for pid in processes() if b"i-" in (words := arguments(pid)) and (b"_aws_session" in words or str(self._folder).encode() in words)}
+
+
+def processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def arguments(pid: int) -> bytes:
+    """Return the command line of a process; nothing of one that has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plugin:
+    plugin = Plugin(tmp_path / "plugin")
+    monkeypatch.setenv("PATH", plugin.path)
+    monkeypatch.setenv("PLUGIN_NOTES", str(tmp_path / "plugin" / "notes"))
+    return plugin
+
+
+@pytest.fixture
+def cloud(monkeypatch: pytest.MonkeyPatch, plugin: Plugin) -> Iterator[FakeAWS]:
+    with FakeAWS() as fake:
+        as_us(fake, monkeypatch)
+        yield fake
+
+
+def as_us(fake: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let AWS be the fake, and nobody's credentials but the test's be there."""
+    for name in ("AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", fake.url)
+    monkeypatch.setattr(aws, "FIRST_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(_aws_launch, "AGAIN_SECONDS", (0.0, 0.0))
+
+
+@pytest.fixture
+def endpoint(server: Server, key: str, cloud: FakeAWS) -> Endpoint:  # noqa: F811
+    """The server, as a machine whose agent has registered."""
+    cloud.agents["i-0a"] = f"wss://127.0.0.1:{server.port}"
+    return reached_by(server, key, _aws_session.command("i-0a", "us-east-1", None, None))
+
+
+def reached_by(server: Server, key: str, command: tuple[str, ...]) -> Endpoint:  # noqa: F811
+    public = server.host_key.export_public_key().decode()
+    return Endpoint(host="i-0a", port=22, user="ann", key=key, host_key=public, known_hosts="/dev/null", config="/dev/null", proxy_command=command)
+
+
+def group_of(cloud: FakeAWS, machine_id: str) -> Any:
+    (name,) = cloud.machine(machine_id).nics[0].group_set
+    return name
+
+
+# ── how machines are launched ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_no_port_is_opened_and_nobody_is_asked_for_an_address(cloud: FakeAWS) -> None:
+    """The machine's group lets in what is in it; the group of the other pools stays as it is."""
+    sky.AWS(ssh_cidr="198.51.100.0/24").launch(OFFER, 1, tags(launch="another"), STARTUP)
+    (machine,) = sky.AWS(use_ssm=True).launch(OFFER, 1, tags(), STARTUP)
+    group = group_of(cloud, machine.id)
+    assert group.name == "skyward-ssm"
+    assert [(rule.ip_protocol, rule.ip_range, rule.prefix_list_id, rule.source_group["GroupId"]) for rule in group.ingress_rules] == [
+        ("-1", {}, None, group.id)
+    ]
+    assert {word["GroupName"] for word in cloud.words("CreateSecurityGroup")} == {"skyward-ssh", "skyward-ssm"}
+    assert cloud.words("checkip") == []
+
+
+def test_a_machine_is_reached_by_its_id(cloud: FakeAWS) -> None:
+    """With a host key that was known before, a command without secrets, and the same from any process."""
+    wish, provider = tags(), sky.AWS(use_ssm=True)
+    (machine,) = provider.launch(OFFER, 1, wish, STARTUP)
+    ours = our_key()
+    assert machine.state is InstanceState.RUNNING
+    assert machine.endpoint == Endpoint(
+        host=machine.id,
+        port=22,
+        user="root",
+        key=str(ours.path),
+        host_key=host_key(wish[LAUNCH_TAG], ours).public,
+        known_hosts="/dev/null",
+        config="/dev/null",
+        proxy_command=("{python}", "-m", "skyward_core.providers._aws_session", machine.id, "us-east-1"),
+    )
+    assert SECRET not in machine.model_dump_json()
+    assert Endpoint.model_validate_json(machine.endpoint.model_dump_json()) == machine.endpoint
+    assert load(provider.to_json()).instances(machine.pool_id) == [machine]
+
+
+def test_a_machine_without_a_public_address_needs_no_network_of_ours(cloud: FakeAWS) -> None:
+    """As long as it has one in its own network."""
+    cloud.pending_listings = 2
+    (machine,) = sky.AWS(use_ssm=True, use_private_ip=True).launch(OFFER, 1, tags(), STARTUP)
+    assert cloud.words("RunInstances")[0]["NetworkInterface.1.AssociatePublicIpAddress"] == "false"
+    assert len(cloud.words("DescribeInstances")) == 3
+    assert machine.endpoint is not None
+    assert machine.endpoint.host == machine.id
+
+
+@pytest.mark.parametrize(("version", "reason"), [(None, "needs AWS's session-manager-plugin on PATH"), ("1.2.497.0", "after 1.2.497.0"), ("what?", "after")])
+def test_without_a_plugin_that_keeps_tokens_nothing_is_launched(cloud: FakeAWS, plugin: Plugin, version: str | None, reason: str) -> None:
+    """Where to get it is told."""
+    provider = sky.AWS(use_ssm=True)
+    assert provider.offers(T4)
+    cloud.asked.clear()
+    plugin.remove() if version is None else plugin.install(version)
+    with pytest.raises(BadRequest, match=reason) as refused:
+        provider.launch(OFFER, 1, tags(), STARTUP)
+    assert "docs.aws.amazon.com" in str(refused.value)
+    assert cloud.asked == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"access_key_id": "AKIAIOSFODNN7EXAMPLE", "secret_access_key": SECRET}, "environment or a profile"),
+        ({"ssh_cidr": "203.0.113.0/24"}, "opens no port"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(fields: dict[str, Any], reason: str) -> None:
+    """When it is written, without telling a secret."""
+    with pytest.raises(BadRequest, match=reason) as refused:
+        load({"name": "aws", "use_ssm": True, **fields})
+    assert SECRET not in str(refused.value)
+
+
+# ── how they are connected to ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_commands_files_and_ports_go_through_the_plugin(endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin, echo: Echo, tmp_path: Path) -> None:  # noqa: F811
+    """It is called as AWS's CLI calls it; no process has a secret among its arguments; none is left."""
+    with Connection(endpoint).connect(30) as connection:
+        assert connection.run("echo hello").output == "hello\n"
+        connection.put(os.urandom(1 << 20), "big")
+        assert len(connection.fetch(str(tmp_path / "big"))) == 1 << 20
+        assert say(connection.forward_local("127.0.0.1", echo.port), b"hello") == b"HELLO"
+        ((pid, called),) = plugin.notes.items()
+        assert plugin.living == {pid}
+        asked = {"Target": "i-0a", "DocumentName": "AWS-StartSSHSession", "Parameters": {"portNumber": ["22"]}}
+        assert called["argv"] == ["AWS_SSM_START_SESSION_RESPONSE", "us-east-1", "StartSession", "", json.dumps(asked), cloud.url]
+        assert called["answer"]["TokenValue"] == SESSION_TOKEN
+        assert not [words for words in map(arguments, processes()) if SESSION_TOKEN.encode() in words or SECRET.encode() in words]
+    assert plugin.living == set()
+    assert cloud.words("StartSession") == [asked]
+
+
+def test_a_machine_whose_agent_comes_late_is_waited_for(endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through refusals, throttling and an outage, by one process."""
+    cloud.fail("StartSession", "TargetNotConnected", message="i-0a is not connected.")
+    cloud.fail("StartSession", "ThrottlingException")
+    cloud.fail("StartSession", "InternalServerError", 500)
+    with Connection(endpoint).connect(60) as connection:
+        assert connection.run("true").exit_code == 0
+    assert len(cloud.words("StartSession")) == 4
+    assert len(plugin.notes) == 1
+
+
+def test_a_machine_whose_agent_never_comes(endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin) -> None:
+    """What is missing is told at the end, and nothing is left waiting."""
+    cloud.agents.clear()
+    with Connection(endpoint) as connection, pytest.raises(Unreachable, match=r"TargetNotConnected.*AmazonSSMManagedInstanceCore.*internet"):
+        connection.connect(4)
+    assert cloud.words("StartSession")
+    assert plugin.living == set()
+
+
+@pytest.mark.parametrize(("code", "kind"), [("AccessDeniedException", CredentialsError), ("InvalidDocument", BadRequest)])
+def test_what_waiting_does_not_mend_is_told_at_once(endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin, code: str, kind: type[Exception]) -> None:
+    """In AWS's words."""
+    cloud.fail("StartSession", code, message="User ann may not do ssm:StartSession", times=99)
+    with Connection(endpoint) as connection, pytest.raises(kind, match=f"{code}: User ann may not do ssm:StartSession"):
+        connection.connect(60)
+    assert len(cloud.words("StartSession")) == 1
+    assert plugin.living == set()
+
+
+def test_no_credentials(endpoint: Endpoint, cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever attaches has some of its own, or is told so."""
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with Connection(endpoint) as connection, pytest.raises(CredentialsError, match="AWS_PROFILE"):
+        connection.connect(60)
+
+
+def test_a_process_without_the_plugin_cannot_attach(endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin) -> None:
+    """No session is asked for."""
+    plugin.remove()
+    with Connection(endpoint) as connection, pytest.raises(BadRequest, match="on PATH"):
+        connection.connect(60)
+    assert cloud.words("StartSession") == []
+
+
+def test_a_session_that_nobody_joins_is_ended(endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin, tmp_path: Path) -> None:
+    """The plugin tells its version, and is gone when it is to be run."""
+    place = tmp_path / "plugin" / _aws_session.PLUGIN
+    place.write_text(f"#!/bin/sh\nrm -f {place}\necho 1.2.707.0\n")
+    with Connection(endpoint) as connection, pytest.raises(BadRequest, match="cannot be run"):
+        connection.connect(60)
+    assert cloud.words("TerminateSession") == [{"SessionId": "ann-i-0a"}]
+
+
+def test_a_session_that_breaks_is_made_anew(endpoint: Endpoint, plugin: Plugin) -> None:
+    """With another process."""
+    lost = threading.Event()
+    with Connection(endpoint, on_lost=lambda _: lost.set()).connect(30) as connection:
+        (first,) = plugin.living
+        os.kill(first, 9)
+        assert lost.wait(10)
+        with pytest.raises(ConnectionLost):
+            connection.run("true")
+        connection.reconnect(30)
+        assert connection.run("true").exit_code == 0
+        assert len(plugin.living) == 1
+        assert plugin.living != {first}
+    assert plugin.living == set()
+
+
+# ── proxy commands of any kind ───────────────────────────────────────────────────────────────────────────────────────
+
+RELAY = """\
+import os, socket, sys, threading
+peer = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+def back():
+    while piece := peer.recv(65536):
+        os.write(1, piece)
+        if len(sys.argv) > 2:
+            print("chatter", file=sys.stderr, flush=True)
+    os._exit(0)
+threading.Thread(target=back, daemon=True).start()
+while piece := os.read(0, 65536):
+    peer.sendall(piece)
+if len(sys.argv) > 2:
+    import time
+    time.sleep(600)
+"""
+
+
+def shell(text: str) -> tuple[str, ...]:
+    return ("sh", "-c", text)
+
+
+def test_what_a_proxy_says_aside_does_not_disturb(server: Server, key: str, own_home: None) -> None:  # noqa: F811
+    """And one that does not go by itself is killed."""
+    endpoint = reached_by(server, key, (PYTHON, "-c", RELAY, str(server.port), "stays"))
+    before = set(processes())
+    with Connection(endpoint).connect(30) as connection:
+        assert connection.run("head -c 1000000 /dev/zero | wc -c").output.strip() == "1000000"
+        ours = {pid for pid in set(processes()) - before if b"stays" in arguments(pid)}
+        assert len(ours) == 1
+        started = time.monotonic()
+    assert time.monotonic() - started < 10
+    assert not [pid for pid in ours if arguments(pid)]
+
+
+def test_a_proxy_that_fails_is_tried_again(server: Server, key: str, tmp_path: Path) -> None:  # noqa: F811
+    """Its last words are told."""
+    counted = f"echo x >>{tmp_path}/tries; echo no way >&2; echo through >&2; exit 1"
+    with Connection(reached_by(server, key, shell(counted))) as connection, pytest.raises(Unreachable, match=r"last try ended with: through$"):
+        connection.connect(1)
+    assert (tmp_path / "tries").read_text().count("x") > 1
+
+
+def test_what_it_has_said_once_is_not_forgotten(server: Server, key: str, tmp_path: Path) -> None:  # noqa: F811
+    """A last try that is cut short before it can say a word tells nothing of why."""
+    text = f"[ -e {tmp_path}/tried ] || {{ touch {tmp_path}/tried; echo no agent yet >&2; exit 1; }}; exec sleep 600"
+    with Connection(reached_by(server, key, shell(text))) as connection, pytest.raises(Unreachable, match="no agent yet"):
+        connection.connect(1)
+
+
+def test_a_silent_one_is_named(server: Server, key: str) -> None:  # noqa: F811
+    with Connection(reached_by(server, key, shell("exit 0"))) as connection, pytest.raises(Unreachable, match="said nothing"):
+        connection.connect(0.5)
+
+
+def test_one_that_cannot_be_started_is_not_tried_again(server: Server, key: str) -> None:  # noqa: F811
+    with Connection(reached_by(server, key, ("/no/such/command",))) as connection, pytest.raises(BadRequest, match="/no/such/command"):
+        connection.connect(60)
+
+
+def test_a_machine_that_shows_another_key_is_refused(server: Server, key: str) -> None:  # noqa: F811
+    """The proxy changes nothing of whom is trusted, nor who is let in."""
+    command = (PYTHON, "-c", RELAY, str(server.port))
+    other = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ3R1nVJ0uC1Vd9b4v2m8QkN2d1b7vYw3X0pJxv4m5sP"
+    with Connection(reached_by(server, key, command).model_copy(update={"host_key": other})) as connection, pytest.raises(sky.HostKeyChanged):
+        connection.connect(60)
+    stranger = server.folder / "stranger"
+    asyncssh.generate_private_key("ssh-ed25519").write_private_key(stranger)
+    with Connection(reached_by(server, str(stranger), command)) as connection, pytest.raises(CredentialsError, match="refuses our keys"):
+        connection.connect(60)
+
+
+class Newborn(list[str]):
+    """The users of a server that does not know any key when the first one comes."""
+
+    def __init__(self, server: Server) -> None:  # noqa: F811
+        super().__init__()
+        self._server = server
+        asyncssh.generate_private_key("ssh-ed25519").write_public_key(server.folder / "strangers")
+
+    def append(self, user: str) -> None:
+        if not self:
+            self._server.connections[-1].set_authorized_keys(str(self._server.folder / "strangers"))
+        super().append(user)
+
+
+def test_the_grace_of_a_machine_begins_when_it_answers(server: Server, key: str, tmp_path: Path) -> None:  # noqa: F811
+    """Its agent may come later than the whole grace; without any, a refusal is final."""
+    late = f"[ -e {tmp_path}/late ] || {{ touch {tmp_path}/late; sleep 1.5; }}; exec {sys.executable} -c '{RELAY}' {server.port}"
+    server.users = Newborn(server)
+    with Connection(reached_by(server, key, shell(late))).connect(60, auth_grace_seconds=1.4) as connection:
+        assert connection.run("true").exit_code == 0
+    assert len(server.users) == 2
+
+
+def test_closing_in_the_middle_leaves_no_process(server: Server, key: str, tmp_path: Path) -> None:  # noqa: F811
+    """A proxy that has not said a word, and does not listen."""
+    note = tmp_path / "pid"
+    endpoint = reached_by(server, key, shell(f"trap '' TERM HUP PIPE; echo $$ >{note}.part; mv {note}.part {note}; sleep 600 & wait; sleep 600"))
+    connection = Connection(endpoint)
+    failures: list[BaseException] = []
+
+    def connect() -> None:
+        try:
+            connection.connect(60)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    wait_until(note.exists, "the proxy to run")
+    pid = int(note.read_text())
+    connection.close()
+    thread.join()
+    assert [type(error) for error in failures] == [ConnectionLost]
+    assert not arguments(pid)
+    assert not [one for one in processes() if group(one) == pid and arguments(one)]  # a dead one that nobody has buried has none
+
+
+def group(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def test_a_proxy_ends_when_its_client_is_killed(endpoint: Endpoint, plugin: Plugin, tmp_path: Path) -> None:
+    """By the end of its input."""
+    text = "from skyward_core.ssh import Connection; from skyward_core.instances import Endpoint; import sys, time\n"
+    text += "connection = Connection(Endpoint.model_validate_json(sys.argv[1])).connect(60); print('there', flush=True); time.sleep(600)"
+    reading, writing = os.pipe()
+    pid = os.posix_spawn(sys.executable, [sys.executable, "-c", text, endpoint.model_dump_json()], os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, writing, 1)])
+    os.close(writing)
+    with open(reading) as told:
+        assert told.readline() == "there\n"
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+    wait_until(lambda: plugin.living == set(), "the plugin to end")
+
+
+# ── a whole pool ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class ManagedAWS(HostedAWS):
+    """Hosts whose agents register some time after they are up: at the second request for a session."""
+
+    def _start_session(self, environ: dict[str, Any], asked: Any) -> Any:
+        target = asked.words["Target"]
+        if len([one for one in self.words("StartSession") if one["Target"] == target]) > 1 and (ip := self._hosting.ip(target)) is not None:
+            self.agents[target] = f"wss://{ip}:22"
+        return super()._start_session(environ, asked)
+
+
+@pytest.mark.timeout(180)
+def test_a_pool_lives_behind_session_manager(
+    fleet: Fleet,  # noqa: F811
+    mirror: Mirror,  # noqa: F811
+    plugin: Plugin,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Bare machines are prepared and used through sessions alone, and nothing is left of machines, sessions or ports."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
+    hosting, told = Hosting(fleet, mirror.configure), Told()
+    try:
+        with ManagedAWS(hosting) as cloud:
+            as_us(cloud, monkeypatch)
+            with sky.ComputePool(provider=sky.AWS(use_ssm=True), nodes=2, cpu=4, image=sky.Image(), on_event=told, display="quiet", lease_seconds=30) as pool:
+                assert sorted(where() @ pool) == sorted(host.name for host in hosting.hosts.values())
+                assert [future.result(60) for future in pool.submit_all([square(number) for number in range(8)])] == [number**2 for number in range(8)]
+                assert {note["argv"][4].partition("i-")[2][:17] for note in plugin.notes.values()} == {machine[2:] for machine in hosting.hosts}
+                assert len(plugin.living) == 2
+                assert all(node.instance.endpoint.host == node.instance.id for node in pool.lease.nodes)
+                written = pool.lease.model_dump_json()
+                assert not any(rule.ip_range for machine in hosting.hosts for rule in group_of(cloud, machine).ingress_rules)
+            assert cloud.alive() == set()
+            assert cloud.words("checkip") == []
+            assert plugin.living == set()
+    finally:
+        hosting.close()
+    assert SECRET not in written + repr(told.events)
+    assert SESSION_TOKEN not in written + repr(told.events)

@@ -1,0 +1,338 @@
+"""`Image(cache=True)`: the disk of the first machine is kept before anything secret comes to it, and the next machines start from that."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.errors import BootstrapFailed, ConnectionLost, PoolClosed
+from skyward_core.image.image import Image
+from skyward_core.instances import Instance
+from skyward_core.ledger import Ledger
+from skyward_core.providers import _aws_images
+from skyward_core.providers.base import IMAGE_TAG, STARTED_FROM_TAG
+from skyward_core.provisioning.book import Book
+from skyward_core.provisioning.bootstrap import IMAGE_ENV, KEEP_PHASE, REST, Preparation, node_script_in_two
+from skyward_core.provisioning.keeping import is_to_be_kept, start_and_keep
+from skyward_core.provisioning.metering import Meter
+from skyward_core.provisioning.purse import Grant
+from skyward_core.spec import PoolSpec
+from tests.conftest import Told
+from tests.fakes import FakeProvider
+from tests.providers.hosted import Hosting
+from tests.providers.test_end_to_end import AWS_SECRET, HostedAWS
+from tests.testbed import Fleet, Host
+from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
+from tests.testbed.mirror import Mirror
+
+IMAGE_SECRET, POOL_SECRET = "image-secret-7d1f", "pool-secret-9c2e"
+SPEC = PoolSpec(image=Image(cache=True, env={"INDEX_TOKEN": IMAGE_SECRET}), env={"HF_TOKEN": POOL_SECRET})
+SHELLCHECK = Path(sys.executable).with_name("shellcheck")
+
+
+# ── as a value ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_whether_it_is_kept_changes_nothing_of_what_is_installed() -> None:
+    """So that a disk that was kept fits both."""
+    assert Image().cache is False
+    assert Image(cache=True).content_hash() == Image().content_hash()
+    assert Image(cache=True) != Image()
+    assert Image.model_validate_json(Image(cache=True).model_dump_json()) == Image(cache=True)
+
+
+@pytest.mark.parametrize(("cache", "keeps", "is_tagged"), [(True, True, True), (False, True, False), (True, False, False)])
+def test_a_launch_says_which_packages_are_wanted(tmp_path: Path, cache: bool, keeps: bool, is_tagged: bool) -> None:
+    """To those who keep disks, if it was asked for: elsewhere tags have little room."""
+    kind = type("Keeping", (FakeProvider,), {"keeps_images": keeps, "name": "keeping"})
+    image = Image(cache=cache)
+    with Ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
+        book = Book(ledger, "sky-1", PoolSpec(image=image), kind(folder=str(tmp_path)), Meter(), lambda _: None)
+        book.open()
+        tags = book.intend(OFFER, 1, 0, Grant(None, None)).tags
+    assert tags.get(IMAGE_TAG) == (image.content_hash() if is_tagged else None)
+
+
+OFFER = sky.Offer(provider="keeping", instance_type="big", region="here", price_per_hour=1.0, vcpus=4, memory_gb=8)
+
+
+# ── the script in two pieces ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_first_piece_holds_no_value_of_the_environment() -> None:
+    """The second one holds them all."""
+    first, rest = node_script_in_two(SPEC)
+    for secret in (IMAGE_SECRET, POOL_SECRET):
+        assert secret not in first
+        assert secret in rest
+    assert SPEC.image.content_hash() in first
+    assert "skyward_core.worker.supervisor" in rest
+
+
+@pytest.mark.parametrize("spec", [SPEC, PoolSpec(image=Image(cache=True, apt=["git"]))], ids=["env", "no env"])
+def test_both_pieces_pass_shellcheck(spec: PoolSpec) -> None:
+    """As the whole does; what the first one reads is not there yet (SC1090, SC1091), and what it has literally it says at the head of the whole (SC2016)."""
+    for piece in node_script_in_two(spec):
+        done = subprocess.run([SHELLCHECK, "-s", "bash", "-e", "SC1090,SC1091,SC2016,SC2154", "-"], input=piece, capture_output=True, text=True, check=False)
+        assert done.stdout == ""
+
+
+def test_the_first_piece_waits_for_the_second(tmp_path: Path) -> None:
+    """It takes the image's environment from the file that it is told of, which is gone then; and the second piece runs in the same shell."""
+    first, _ = node_script_in_two(PoolSpec(image=Image(env={"INDEX_TOKEN": "x"}, cache=True)))
+    head, installs, tail = first.partition("\n#!/usr/bin/env bash\n")
+    wait = tail[tail.index("skyward_run sync") :]
+    script = f'{head}{installs}skyward_run() {{ "$@"; }}\nskyward_phase() {{ echo "::skyward phase $1"; }}\necho "token $INDEX_TOKEN"\n{wait}'
+    process = subprocess.Popen(
+        ["bash", "-euo", "pipefail"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "SKYWARD_INSTANCE_DIRECTORY": str(tmp_path)},
+    )
+    with process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(script)
+        process.stdin.close()
+        memory = tmp_path / "memory"
+        memory.write_text("export INDEX_TOKEN='to ken'\n")
+        (tmp_path / "partial").write_text(f". {memory}; rm -f -- {memory}\n")
+        (tmp_path / "partial").rename(tmp_path / IMAGE_ENV)
+        assert process.stdout.readline() == "token to ken\n"
+        assert process.stdout.readline() == f"::skyward phase {KEEP_PHASE}\n"
+        assert not memory.exists()
+        (tmp_path / "partial").write_text('echo "rest $INDEX_TOKEN"\n')
+        (tmp_path / "partial").rename(tmp_path / REST)
+        assert process.stdout.readline() == "rest to ken\n"
+        assert process.wait(30) == 0
+
+
+# ── the order of things ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Machine:
+    """A machine that notes what it is given, and in which order."""
+
+    def __init__(self, *, has_memory: bool = True, keep: Callable[[], str | None] = lambda: "ami-1") -> None:
+        self.given: list[tuple[str, str]] = []
+        self.has_memory = has_memory
+        self.instance = cast("Instance", SimpleNamespace(id="i-1", tags={}))
+        self._keep_disk = keep
+        self.is_cut = False
+        self.node = Preparation(cast("Any", self), 0, lambda _: None)
+        self.provider = cast("Any", SimpleNamespace(name="keeping", keeps_images=True, keep_image=self.keep_image))
+
+    def start(self, script: str, **_: object) -> None:
+        self.given.append(("start", script))
+
+    def write_in_memory(self, name: str, text: str) -> str | None:
+        if not self.has_memory:
+            return None
+        self.given.append((f"memory {name}", text))
+        return f"/dev/shm/x/{name}"
+
+    def write(self, name: str, text: str) -> None:
+        if self.is_cut:
+            raise ConnectionLost("cut")
+        self.given.append((name, text))
+        if name == IMAGE_ENV:
+            self.node.phase = KEEP_PHASE
+
+    def keep_image(self, instance: Instance, image_hash: str) -> str | None:
+        self.given.append(("keep", image_hash))
+        return self._keep_disk()
+
+    def prepare(self) -> list[str]:
+        start_and_keep(self.node, SPEC, self.provider, 10.0, threading.Event())
+        return [name for name, _ in self.given]
+
+
+def test_a_disk_is_kept_before_anything_secret_is_on_it(caplog: pytest.LogCaptureFixture) -> None:
+    """What is written to it until then holds nothing of the environment."""
+    caplog.set_level(logging.INFO)
+    machine = Machine()
+    assert machine.prepare() == ["start", f"memory {IMAGE_ENV}", IMAGE_ENV, "keep", REST]
+    written = dict(machine.given)
+    for name in ("start", IMAGE_ENV):
+        assert IMAGE_SECRET not in written[name]
+        assert POOL_SECRET not in written[name]
+    assert written["keep"] == SPEC.image.content_hash()
+    assert written[IMAGE_ENV] == f". /dev/shm/x/{IMAGE_ENV}; rm -f -- /dev/shm/x/{IMAGE_ENV}\n"
+    assert "is being kept as ami-1" in caplog.text
+    assert IMAGE_SECRET not in caplog.text
+
+
+@pytest.mark.parametrize("error", [sky.ProviderFailed("out"), sky.CredentialsError("may not"), OSError("whatever")])
+def test_a_disk_that_cannot_be_kept_costs_no_pool(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    """It is told, and the machine goes on."""
+
+    def keep() -> str | None:
+        raise error
+
+    assert Machine(keep=keep).prepare()[-2:] == ["keep", REST]
+    assert f"is not kept, and later pools install the packages of image {SPEC.image.content_hash()} again: {error}" in caplog.text
+
+
+def test_one_that_is_kept_already_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Another pool was quicker."""
+    caplog.set_level(logging.INFO)
+    assert Machine(keep=lambda: None).prepare()[-1] == REST
+    assert "is being kept" not in caplog.text
+
+
+def test_a_machine_without_room_in_memory_is_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+    """Its environment has to stand on its disk."""
+    machine = Machine(has_memory=False)
+    assert machine.prepare() == ["start", IMAGE_ENV, REST]
+    assert IMAGE_SECRET in dict(machine.given)[IMAGE_ENV]
+    assert "its disk is not kept" in caplog.text
+
+
+def test_it_waits_no_longer_when_the_pool_is_not_going_to_open() -> None:
+    """Another node has failed meanwhile."""
+    machine, is_over = Machine(), threading.Event()
+    is_over.set()
+    spec = PoolSpec(image=Image(cache=True))
+    with pytest.raises(PoolClosed):
+        start_and_keep(machine.node, spec, machine.provider, 10.0, is_over)
+    assert [name for name, _ in machine.given] == ["start"]
+
+
+def test_a_machine_that_does_not_answer_any_more_is_told_as_such() -> None:
+    """As everywhere while a node is prepared."""
+    machine = Machine()
+    machine.is_cut = True
+    with pytest.raises(BootstrapFailed, match="it does not answer any more: cut"):
+        machine.prepare()
+
+
+@pytest.mark.parametrize(("cache", "keeps", "tags", "is_kept"), [(True, True, {}, True), (False, True, {}, False), (True, False, {}, False)])
+def test_which_disks_are_of_use(cache: bool, keeps: bool, tags: dict[str, str], is_kept: bool) -> None:
+    """Those that are wanted and can be had; and not that of a machine that was started from one itself."""
+    spec, provider = PoolSpec(image=Image(cache=cache)), cast("Any", SimpleNamespace(keeps_images=keeps))
+    assert is_to_be_kept(spec, provider, cast("Any", SimpleNamespace(tags=tags))) is is_kept
+    assert not is_to_be_kept(spec, provider, cast("Any", SimpleNamespace(tags={STARTED_FROM_TAG: "ami-1"})))
+
+
+@pytest.mark.slow
+def test_elsewhere_it_is_said_that_it_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """It is no error: a disk that is kept saves time, and that is all."""
+    caplog.set_level(logging.INFO)
+    with sky.ComputePool(provider=sky.Local(), image=sky.Image(cache=True), display="quiet") as pool:
+        assert tuple(value() @ pool) == ((None, None),)
+    assert [record.getMessage() for record in caplog.records if "cache=True" in record.getMessage()] == [
+        "local cannot keep the disks of machines: the image's packages are installed as if it had no cache=True"
+    ]
+
+
+# ── end to end ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@sky.compute
+def value() -> tuple[str | None, str | None]:
+    """What the environment of a call holds."""
+    return os.environ.get("INDEX_TOKEN"), os.environ.get("HF_TOKEN")
+
+
+class Disks(Hosting):
+    """Hosts of which some start from another one's disk: as much of it as Skyward has written."""
+
+    def __init__(self, fleet: Fleet, prepare: Callable[[Host], object], folder: Path) -> None:  # noqa: F811
+        super().__init__(fleet, prepare)
+        self.folder = folder
+        self.origin: Callable[[str], str] = lambda _: ""
+
+    def copy(self, machine_id: str) -> None:
+        """Take a copy of a disk."""
+        root = self.hosts[machine_id].root
+        self.folder.mkdir()
+        for place in ("root/.cache/skyward", "root/.ssh", "var/lib/cloud", "var/log", "etc/ssh"):
+            if (root / place).exists():
+                (self.folder / place).parent.mkdir(parents=True, exist_ok=True)
+                subprocess.run(["cp", "-a", "--", root / place, self.folder / place], check=True)
+
+    def rent(self, machine_id: str, boot: Callable[[Host], object]) -> None:
+        def boot_from_copy(host: Host) -> None:
+            if self.origin(machine_id):
+                (host.root / "root/.cache").mkdir(exist_ok=True)
+                subprocess.run(["cp", "-a", "--", self.folder / "root/.cache/skyward", host.root / "root/.cache/skyward"], check=True)
+                with (host.root / "root/.ssh/authorized_keys").open("a") as allowed:
+                    allowed.write("ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIKeyOfWhoeverMadeTheImage stranger\n")
+            boot(host)
+
+        super().rent(machine_id, boot_from_copy)
+
+
+@pytest.fixture
+def cloud(fleet: Fleet, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HostedAWS]:  # noqa: F811
+    """AWS, whose machines are hosts that install from the mirror."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
+    hosting = Disks(fleet, mirror.configure, tmp_path / "disk")
+    try:
+        with HostedAWS(hosting) as fake:
+            hosting.origin = lambda machine_id: "" if fake.machine(machine_id).image_id not in fake.images.images else machine_id
+            fake.images.on_create = hosting.copy
+            fake.images.now = datetime.now(UTC)
+            monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
+            monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", AWS_SECRET)
+            monkeypatch.setenv("AWS_ENDPOINT_URL", fake.url)
+            yield fake
+    finally:
+        hosting.close()
+
+
+def pool(told: Told) -> sky.ComputePool:
+    return sky.ComputePool(
+        provider=sky.AWS(ssh_cidr="203.0.113.0/24"),
+        cpu=4,
+        image=sky.Image(cache=True, env={"INDEX_TOKEN": IMAGE_SECRET}),
+        env={"HF_TOKEN": POOL_SECRET},
+        on_event=told,
+        display="quiet",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_the_second_pool_starts_from_the_disk_of_the_first(cloud: HostedAWS, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing secret is on it, nothing is installed again, nobody who could log in to the first can log in to the second, and both compute."""
+    monkeypatch.setattr(_aws_images, "LOOK_SECONDS", 0.05)
+    first = Told()
+    with pool(first) as running:
+        assert tuple(value() @ running) == ((IMAGE_SECRET, POOL_SECRET),)
+        assert [image.machine for image in cloud.images.images.values()] == [running.lease.nodes[0].instance.id]
+    steps = [event.step for event in first.of(sky.BootstrapProgress)]
+    assert steps.index("deps") < steps.index("keep") < steps.index("server")
+    disk = tmp_path / "disk"
+    (environment,) = (disk / "root/.cache/skyward/envs").glob("*/.skyward-complete")
+    assert environment.parent.name == sky.Image().content_hash()
+    (directory,) = (disk / "root/.cache/skyward/instances").iterdir()
+    assert {"bootstrap.sh", "log", IMAGE_ENV} <= {path.name for path in directory.iterdir()}
+    assert not {"settings.json", REST} & {path.name for path in directory.iterdir()}
+    for secret in (IMAGE_SECRET, POOL_SECRET, AWS_SECRET):
+        assert subprocess.run(["grep", "-rlF", "-e", secret, disk], capture_output=True, text=True, check=False).stdout == ""
+    cloud.images.finish()
+    second = Told()
+    with pool(second) as running:
+        (node,) = running.lease.nodes
+        assert node.instance.tags[STARTED_FROM_TAG] in cloud.images.images
+        assert tuple(value() @ running) == ((IMAGE_SECRET, POOL_SECRET),)
+        root = cast("Disks", cloud._hosting).hosts[node.instance.id].root
+        assert [path.name for path in (root / "root/.cache/skyward/instances").iterdir()] == [node.instance.id]
+        assert "stranger" not in (root / "root/.ssh/authorized_keys").read_text()
+    assert not {"uv", "deps", "keep"} & {event.step for event in second.of(sky.BootstrapProgress)}
+    assert len(cloud.words("CreateImage")) == 1
+    assert cloud.alive() == set()

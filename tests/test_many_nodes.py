@@ -1,0 +1,256 @@
+"""Many nodes are made, told and led at once, and not one after the other.
+
+Each node waits with what it is asked until all of them have been asked the same: whoever goes from one to the next comes no further than the first. No clock
+tells it. How long 64 take is for `benchmarks/clouds.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import os
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, ClassVar
+
+import asyncssh
+import pytest
+import uv
+from pydantic import PrivateAttr
+
+import skyward_core as sky
+from skyward_core import remote, shipping
+from skyward_core.certificates import make_certificate
+from skyward_core.instances import Endpoint, Instance
+from skyward_core.ledger import Ledger
+from skyward_core.market import Offer
+from skyward_core.provisioning import lifecycle
+from skyward_core.provisioning.book import Book
+from skyward_core.provisioning.metering import Meter
+from skyward_core.provisioning.purse import Purse
+from skyward_core.worker.settings import NodeSettings
+from tests.conftest import Told
+from tests.fake_nodes import FakeNode, FakeNodes, Played
+from tests.fakes import FakeProvider
+
+NODES = 16
+PATIENCE_SECONDS = 15.0
+"""How long a node waits for the others; only one that waits in vain waits so long."""
+
+pytestmark = pytest.mark.slow
+CERTIFICATE = make_certificate("sky-many")
+
+
+class Together:
+    """Lets nodes do something only when so many of them have been asked for it. `alone` tells of those that waited for others in vain."""
+
+    def __init__(self) -> None:
+        self.wanted: dict[str, int] = {}
+        self.met: set[str] = set()
+        self.alone: list[str] = []
+        self._excused = ""
+        self._there: defaultdict[str, set[str]] = defaultdict(set)
+        self._all_there: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+
+    def begin(self, wanted: dict[str, int], excused: str) -> None:
+        """Wait for these from now on."""
+        self.met, self._excused = set(), excused
+        self._there.clear()
+        self._all_there.clear()
+        self.wanted = wanted
+
+    async def __call__(self, what: str, node: FakeNode) -> None:
+        """Wait for the others, if this is something that all are asked for."""
+        what = "put settings" if what == "put settings.json" else what
+        wanted = self.wanted.get(what)
+        if wanted is None or what in self.met or (node.id == self._excused and wanted < NODES):
+            return
+        self._there[what].add(node.id)
+        if len(self._there[what]) == wanted:
+            self.met.add(what)
+            self._all_there[what].set()
+        try:
+            await asyncio.wait_for(self._all_there[what].wait(), PATIENCE_SECONDS)
+        except TimeoutError:
+            self.alone.append(f"{node.id}, asked to {what}, with {len(self._there[what])} of {wanted}")
+            self._all_there[what].set()  # one wait in vain is enough
+
+
+class Cloud(FakeProvider):
+    """Rents out fake nodes of this process."""
+
+    name: ClassVar[str] = "many"
+    is_here: ClassVar[bool] = False
+    key: str
+    host_key: str
+    host_key_text: str
+    login: str
+    _nodes: FakeNodes = PrivateAttr()
+
+    def launch(self, offer: Offer, count: int, tags: Mapping[str, str], startup: str) -> list[Instance]:
+        return [self._at_an_address(instance) for instance in super().launch(offer, count, tags, startup)]
+
+    def terminate(self, ids: Sequence[str]) -> None:
+        super().terminate(ids)
+        for instance_id in ids:
+            self._nodes.end(instance_id)
+
+    def _at_an_address(self, instance: Instance) -> Instance:
+        port = self._nodes.add(instance.id, "127.0.0.1", 0, self.host_key_text, self.login)
+        endpoint = Endpoint(host="127.0.0.1", port=port, user="root", key=self.key, host_key=self.host_key, known_hosts=os.devnull)
+        there = instance.model_copy(update={"endpoint": endpoint, "directory": f"/root/.cache/skyward/instances/{instance.id}"})
+        self.machines.running[instance.id] = there
+        return there
+
+
+class Many:
+    """The machines of a pool of NODES nodes, and what they wait for."""
+
+    def __init__(self, nodes: FakeNodes, together: Together, machines: lifecycle.Machines, told: Told) -> None:
+        self.nodes = nodes
+        self.together = together
+        self.machines = machines
+        self.told = told
+
+    def expect(self, *what: str, excused: str = "", **others: int) -> None:
+        """From now on nodes wait for each other with these, all of them but one that may be excused; `others` are asked of fewer."""
+        self.together.begin(dict.fromkeys(what, NODES) | {name.replace("_", " "): count for name, count in others.items()}, excused)
+
+    def told_of(self, instance_id: str) -> NodeSettings:
+        """Return what a node was told last."""
+        return NodeSettings.from_json(self.nodes.nodes[instance_id].files["settings.json"].decode())
+
+
+type Rent = Callable[..., Many]
+
+
+@pytest.fixture
+def rent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rent]:
+    """Make the machines of a pool, which are not rented yet; they are given back at the end."""
+    monkeypatch.setattr(remote, "LONGEST_BEAT_SECONDS", 600.0)  # nobody's lease is extended but by the test
+    with ExitStack() as undo:
+
+        def rent(played: Played = Played(has_uv=False)) -> Many:
+            together, told = Together(), Told()
+            nodes = FakeNodes(played, before=together)
+            undo.callback(nodes.close)
+            host_key, login = (asyncssh.generate_private_key("ssh-ed25519") for _ in range(2))
+            login.write_private_key(tmp_path / "id")
+            cloud = Cloud(
+                folder=str(tmp_path),
+                key=str(tmp_path / "id"),
+                host_key=host_key.export_public_key().decode(),
+                host_key_text=host_key.export_private_key().decode(),
+                login=login.export_public_key().decode(),
+            )
+            cloud._nodes = nodes
+            certificate = Future[Any]()
+            certificate.set_result(CERTIFICATE)
+            spec, meter = sky.PoolSpec.of(nodes=NODES, lease_seconds=3600), Meter()
+            ledger = undo.enter_context(Ledger(f"sqlite:///{tmp_path / 'ledger.db'}"))
+            book = Book(ledger, "sky-many", spec, cloud, meter, told)
+            book.open()
+            machines = lifecycle.Machines(spec, [cloud], "sky-many", certificate, emit=told, meter=meter, book=book, purse=Purse("sky-many", meter))
+            undo.callback(machines.release)
+            return Many(nodes, together, machines, told)
+
+        yield rent
+
+
+# ── up ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_nodes_are_reached_prepared_and_told_all_at_once(rent: Rent) -> None:
+    """Login, a look around, both uploads, the start, the way to the head, the settings: each of these is outstanding on all nodes before one goes on."""
+    many = rent()
+    many.expect("login", "look", "put uv", "put ship.tar.gz", "start", excused="fake-0", reach=NODES - 1, put_settings=NODES - 1)
+    with ExitStack() as undo:
+        lease = many.machines.acquire(undo)
+        undo.pop_all()
+    assert many.together.alone == []
+    assert many.together.met == many.together.wanted.keys()
+    assert many.nodes.unknown == []
+    assert [node.rank for node in lease.nodes] == list(range(NODES))
+    assert {many.told_of(node.instance.id).scheduler for node in lease.nodes} == {None, lease.scheduler}
+    phases = Counter(event.instance_id for event in many.told.of(sky.BootstrapProgress))
+    assert phases == {node.instance.id: 4 for node in lease.nodes}
+
+
+def test_nodes_that_do_not_see_each_other_are_led_all_at_once(rent: Rent) -> None:
+    """The first of the ports that lead to the others is asked for on all nodes before the second one on any."""
+    many = rent(Played(sees_others=False))
+    many.expect("lead")
+    with ExitStack() as undo:
+        lease = many.machines.acquire(undo)
+        undo.pop_all()
+    assert many.together.alone == []
+    assert many.together.met == {"lead"}
+    asked = {node.instance.id: many.nodes.nodes[node.instance.id].asked.count("lead") for node in lease.nodes}
+    assert asked == {node.instance.id: 2 * (NODES - 1) + (node.rank > 0) for node in lease.nodes}  # two ports for each other node, the head's rendezvous
+
+
+# ── afterwards ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_leases_are_extended_and_a_new_head_is_told_of_all_at_once(rent: Rent) -> None:
+    """So a pool is let go of in a moment, and goes on soon after it has lost its head."""
+    many = rent()
+    with ExitStack() as undo:
+        many.machines.acquire(undo)
+        undo.pop_all()
+    many.expect("lease")
+    many.machines.extend_leases(7200.0)
+    many.expect(excused="fake-1", put_settings=NODES - 2)
+    lease = many.machines.restart(lambda instance: True)
+    assert many.together.alone == []
+    assert many.together.met == {"put settings"}
+    assert [node.instance.id for node in lease.nodes] == [f"fake-{number}" for number in range(1, NODES)]
+    told = [many.told_of(node.instance.id) for node in lease.nodes]
+    assert [(settings.generation, settings.scheduler) for settings in told] == [(1, None)] + [(1, lease.scheduler)] * (NODES - 2)
+
+
+def test_a_node_that_cannot_be_told_of_a_new_head_is_given_back_and_the_others_go_on(rent: Rent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many are told at the same time."""
+    many = rent()
+    with ExitStack() as undo:
+        many.machines.acquire(undo)
+        undo.pop_all()
+    monkeypatch.setattr(remote, "PATIENCE_SECONDS", 0.1)
+    lost = ["fake-3", "fake-7"]
+    for instance_id in lost:
+        many.nodes.end(instance_id)
+    lease = many.machines.restart(lambda instance: True)
+    assert [node.instance.id for node in lease.nodes] == [f"fake-{number}" for number in range(1, NODES) if f"fake-{number}" not in lost]
+    assert {event.instance_id for event in many.told.of(sky.InstanceStopping)} >= set(lost)
+
+
+# ── what they are sent ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_all_are_sent_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that ask for it at once, before it is there, wait for the first of them."""
+    made: list[str] = []
+    compile_all, caches = shipping.compileall.compile_dir, (shipping._archive, shipping._compressed_uv, shipping._package)
+    monkeypatch.setattr(shipping, "user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setattr(shipping.compileall, "compile_dir", lambda folder, **how: made.append(folder) or compile_all(folder, **how))
+    for cached in caches:
+        cached.cache_clear()
+    try:
+        at_once = threading.Barrier(NODES)
+        with ThreadPoolExecutor(NODES) as threads:
+            archives = list(threads.map(lambda _: (at_once.wait(), shipping.shipped_archive())[1], range(NODES)))
+            uvs = list(threads.map(lambda _: (at_once.wait(), shipping.shipped_uv())[1], range(NODES)))
+    finally:
+        for cached in caches:
+            cached.cache_clear()
+    assert len(made) == 1
+    assert len({archive.path for archive in archives}) == len(set(uvs)) == 1
+    with gzip.open(uvs[0].path) as content:
+        unpacked = content.read()
+    assert unpacked == Path(uv.find_uv_bin()).read_bytes()
+    assert len(unpacked) == uvs[0].unpacked_bytes
+    assert not [path for path in (tmp_path / "skyward" / "ship").iterdir() if path.name.count(".") > path.name.count(".tar") + 1]

@@ -1,0 +1,191 @@
+"""NeuronCores: which of them the calls of a node may use, and what each process of a call is told.
+
+Expected numbers are those of AWS's Neuron documentation ("Neuron Runtime configuration", "Logical NeuronCore configuration") and of EC2's own
+descriptions of its types; nothing here has met a Trainium.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.accelerators.catalog import CHIPS, find
+from skyward_core.accelerators.neuron import slot_cores
+from skyward_core.certificates import PoolCertificate
+from skyward_core.instances import Instance, InstanceState
+from skyward_core.provisioning.bootstrap import Role, settings_of
+from skyward_core.reach import Reaches
+from skyward_core.worker.info import ENV, InstanceInfo, instance_info, to_env
+from skyward_core.worker.settings import NodeSettings
+from tests.conftest import wait_until
+
+Trainium, Inferentia = sky.Accelerator.AWS.Trainium, sky.Accelerator.AWS.Inferentia
+NEURON = ("Trainium1", "Trainium2", "Inferentia1", "Inferentia2")
+
+
+def numbers(*ends: int) -> tuple[tuple[int, ...], ...]:
+    """Rows of numbers from each end to the next."""
+    return tuple(tuple(range(first, last)) for first, last in pairwise(ends))
+
+
+# ── which cores ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "environment", "slots", "cores"),
+    [
+        (Trainium(1), {}, 1, numbers(0, 2)),  # trn1.2xlarge
+        (Trainium(1, 16), {}, 1, numbers(0, 32)),  # trn1.32xlarge
+        (Trainium(2), {}, 1, numbers(0, 4)),  # trn2.3xlarge: 8 cores, two of which are one by default
+        (Trainium(2, 16), {}, 1, numbers(0, 64)),  # trn2.48xlarge "presents 64 available NeuronCores"
+        (Trainium(2, 16), {"NEURON_LOGICAL_NC_CONFIG": "1"}, 1, numbers(0, 128)),  # ... and 128
+        (Trainium(2, 16), {"NEURON_RT_VIRTUAL_CORE_SIZE": "1"}, 1, numbers(0, 128)),
+        (Trainium(2), {"NEURON_LOGICAL_NC_CONFIG": "2", "NEURON_RT_VIRTUAL_CORE_SIZE": "1"}, 1, numbers(0, 4)),
+        (Trainium(1), {"NEURON_LOGICAL_NC_CONFIG": "2"}, 1, numbers(0, 2)),  # for Trn2 and Trn3 only
+        (Inferentia(1, 4), {}, 1, numbers(0, 16)),  # inf1.6xlarge, "16 NeuronCores maximum"
+        (Inferentia(2, 12), {}, 1, numbers(0, 24)),  # inf2.48xlarge
+        (Trainium(1, 16), {}, 4, numbers(0, 8, 16, 24, 32)),
+        (Trainium(1, 16), {}, 3, numbers(0, 10, 21, 32)),
+        (Trainium(1), {}, 2, numbers(0, 1, 2)),
+        (Trainium(1, 16), {"NEURON_RT_VISIBLE_CORES": "4-7,9"}, 1, ((4, 5, 6, 7, 9),)),
+        (Trainium(1, 16), {"NEURON_RT_VISIBLE_CORES": " 4-7, 9 , 2"}, 2, ((4, 5, 6), (7, 9, 2))),
+        (Trainium(1, 16), {"NEURON_RT_VISIBLE_CORES": "3", "NEURON_RT_NUM_CORES": "2"}, 1, ((3,),)),  # the exact ones take precedence
+        (Trainium(1, 16), {"NEURON_RT_NUM_CORES": "2"}, 40, ()),  # "Neuron Runtime selects free NeuronCores"
+        (sky.Accelerator.NVIDIA.H100(), {"NEURON_RT_VISIBLE_CORES": "0"}, 4, ()),
+        (None, {"NEURON_RT_VISIBLE_CORES": "garbage"}, 4, ()),
+    ],
+    ids=str,
+)
+def test_the_cores_of_each_call(accelerator: sky.Accelerator | None, environment: dict[str, str], slots: int, cores: tuple[tuple[int, ...], ...]) -> None:
+    """All cores of the chips that were asked for, in rows among the calls that run at once; what the environment says goes before."""
+    assert slot_cores(accelerator, environment, slots) == cores
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "environment", "slots", "advice"),
+    [
+        (Trainium(1), {}, 3, "concurrency=2 or less"),
+        (Trainium(2), {}, 5, "Trainium2 96GB has 4 NeuronCores"),
+        (Trainium(1, 16), {"NEURON_RT_VISIBLE_CORES": "5"}, 2, "5 has 1 NeuronCore:"),
+        (Trainium(1), {}, 3, "NEURON_RT_NUM_CORES"),
+        (Trainium(1), {"NEURON_RT_VISIBLE_CORES": ""}, 1, '"0-3"'),
+        (Trainium(1), {"NEURON_RT_VISIBLE_CORES": "3-1"}, 1, '"0-3"'),
+        (Trainium(1), {"NEURON_RT_VISIBLE_CORES": "0-3,2"}, 1, "twice"),
+        (Trainium(2), {"NEURON_LOGICAL_NC_CONFIG": "4"}, 1, 'write "1"'),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_rented(accelerator: sky.Accelerator, environment: dict[str, str], slots: int, advice: str) -> None:
+    """The pool cannot be made, and the message says what would do."""
+    with pytest.raises(sky.BadRequest) as refusal:
+        sky.ComputePool(provider=sky.AWS(), accelerator=accelerator, env=environment, concurrency=slots)
+    assert advice in str(refusal.value)
+
+
+def test_the_catalogues_cores_are_those_that_ec2_describes() -> None:
+    """Each type with Neuron devices, by the number of cores in its description; other chips have none."""
+    from moto.ec2.models.instance_types import INSTANCE_TYPES
+
+    told = {
+        find(device["Name"]).name: device["CoreInfo"]["Count"]
+        for kind in INSTANCE_TYPES.values()
+        for device in (kind.get("NeuronInfo") or {}).get("NeuronDevices", [])
+    }
+    assert told == {chip.name: chip.neuron_cores for chip in CHIPS if chip.neuron_cores}
+    assert {*told} == {*NEURON} == {chip.name for chip in CHIPS if chip.vendor == "AWS"}
+    assert {chip.name for chip in CHIPS if chip.neuron_cores_in_one > 1} == {"Trainium2"}
+
+
+# ── what a node is told ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def told(**wishes: Any) -> NodeSettings:
+    """What the first node of such a pool is told, as it reads it."""
+    instance = Instance(id="i-1", provider="aws", pool_id="p", rank=0, state=InstanceState.RUNNING, region="r", instance_type="t", directory="/nowhere")
+    reaches = Reaches(60.0, lambda _: None)
+    try:
+        role = Role(0, 0, "10.0.0.1", "10.0.0.1", 29500)
+        settings = settings_of(reaches.to(instance), role, sky.PoolSpec.of(provider=sky.AWS(), **wishes), PoolCertificate("pem", "key"))
+    finally:
+        reaches.close()
+    assert NodeSettings.from_json(settings.to_json()) == settings
+    return settings
+
+
+def test_each_slot_is_told_its_cores_in_the_runtimes_own_words() -> None:
+    """A range where it is one, as the runtime's older versions want it; the accelerators stay one name for each chip."""
+    settings = told(accelerator=Trainium(1, 16), concurrency=3)
+    assert settings.accelerators == ("Trainium1",) * 16
+    assert [settings.environment_of(0, slot) for slot in range(3)] == [{"NEURON_RT_VISIBLE_CORES": cores} for cores in ("0-9", "10-20", "21-31")]
+    odd = told(accelerator=Trainium(1, 16), image=sky.Image(env={"NEURON_RT_VISIBLE_CORES": "7"}), env={"NEURON_RT_VISIBLE_CORES": "0-2,5,7-8"})
+    assert odd.environment_of(0, 0) == {"NEURON_RT_VISIBLE_CORES": "0-2,5,7-8"}, "the pool's environment stands over the image's"
+    assert told(accelerator=Inferentia(), concurrency=2).environment_of(0, 1) == {"NEURON_RT_VISIBLE_CORES": "1"}
+
+
+def test_elsewhere_nothing_is_told() -> None:
+    """Without NeuronCores, and where the runtime chooses, the environment is as it was."""
+    for wishes in ({}, {"accelerator": "H100"}, {"accelerator": Trainium(), "env": {"NEURON_RT_NUM_CORES": "1"}}):
+        settings = told(**wishes, concurrency=2)
+        assert (settings.neuron_cores, settings.cores_of(1), settings.environment_of(0, 1)) == ((), (), {})
+
+
+INFO = InstanceInfo(node=0, total_nodes=1, is_head=True, accelerators=["Trainium1"], head_addr="h", head_port=1, job_id="j", worker=0, workers_per_node=1)
+
+
+def test_the_cores_travel_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any the text is what versions without them read; a text without them is read too."""
+    assert INFO.neuron_cores == []
+    assert "neuron_cores" not in json.loads(to_env(INFO))
+    for info in (INFO, InstanceInfo(**{**json.loads(to_env(INFO)), "neuron_cores": [4, 5]})):
+        monkeypatch.setenv(ENV, to_env(info))
+        assert instance_info() == info
+
+
+# ── a pool, on a machine that says it has them ───────────────────────────────────────────────────────────────────────
+
+
+class NeuronBox(sky.Local):
+    """This machine, as if two Trainium chips were in it."""
+
+    def offers(self, want: sky.Requirements) -> list[sky.Offer]:
+        (offer,) = super().offers(sky.Requirements())
+        return [offer.model_copy(update={"accelerator": "Trainium1", "accelerators": 2, "accelerator_memory_gb": 32.0})]
+
+
+@sky.compute
+def seen(folder: str, calls: int) -> tuple[str, list[int], list[str], str, int]:
+    """Wait until so many calls run at once; return what this one may use, by the environment, by us, and by a program that it starts."""
+    (Path(folder) / str(os.getpid())).touch()
+    wait_until(lambda: len(os.listdir(folder)) >= calls, "the other calls")
+    code = "import os, skyward_core; print(os.environ['NEURON_RT_VISIBLE_CORES'], skyward_core.instance_info().neuron_cores)"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    info = sky.instance_info()
+    return os.environ["NEURON_RT_VISIBLE_CORES"], info.neuron_cores, info.accelerators, child, os.getpid()
+
+
+@sky.compute
+def crash() -> None:
+    """End the process of the call."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_calls_at_once_have_cores_of_their_own(tmp_path: Path) -> None:
+    """Three calls share four cores without meeting; a process that takes the place of a crashed one gets the cores that are free, and no others."""
+    rows = {"0": [0], "1": [1], "2-3": [2, 3]}
+    with sky.ComputePool(provider=NeuronBox(), accelerator=Trainium(1, 2), concurrency=3, retries=0, display="quiet") as pool:
+        for round_ in range(3):
+            folder = tmp_path / str(round_)
+            folder.mkdir()
+            found = list(pool.map(seen, [str(folder)] * 3, [3] * 3))
+            assert {visible: cores for visible, cores, *_ in found} == rows
+            assert {tuple(names) for _, _, names, *_ in found} == {("Trainium1", "Trainium1")}
+            assert all(child == f"{visible} {cores}" for visible, cores, _, child, _ in found)
+            with pytest.raises(sky.CallCrashed):
+                crash() >> pool

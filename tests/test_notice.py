@@ -1,0 +1,479 @@
+"""The notice before a spot machine is taken back: heard on the machine, told to the client, and what the pool does before the machine is gone."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.instances import Instance
+from skyward_core.narrator import Narrator
+from skyward_core.provisioning.bootstrap import Preparation
+from skyward_core.provisioning.lifecycle import Machines
+from skyward_core.recovery import HOLD_SECONDS, LATE_SECONDS, LOOKS_AT_REST
+from skyward_core.worker.notice import MARK, NOTICE_SECONDS, Kind, Listener, Metadata, Notice
+from skyward_core.worker.settings import NodeSettings, with_partitions
+from tests.conftest import Told, wait_until
+from tests.providers.fake_metadata import FakeMetadata, instance_action, stamp
+from tests.test_recovery import World
+
+INTERRUPTED = Notice(Kind.INTERRUPTION, "terminate", 1e9, 120.0)
+QUICK = 0.2
+"""How long an answer may take where the test is about one that does not come, in seconds."""
+
+
+class Heard:
+    """A listener, what it has told, and what it has complained of."""
+
+    def __init__(self, url: str, answer_seconds: float = 10.0) -> None:
+        self.notices: list[Notice] = []
+        self.complaints: list[str] = []
+        self._listener = Listener(Metadata(url, answer_seconds), self.notices.append, self.complaints.append)
+
+    def look(self, times: int = 1) -> None:
+        for _ in range(times):
+            self._listener.look()
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[FakeMetadata]:
+    """A metadata service that serves what a test puts into its folder."""
+    with FakeMetadata(tmp_path) as service:
+        yield service
+
+
+# ── on the machine ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_without_a_notice_nothing_is_told(service: FakeMetadata) -> None:
+    """404 means that nothing is announced: no notice, and no complaint. One token serves all questions."""
+    heard = Heard(service.url)
+    heard.look(3)
+    assert (heard.notices, heard.complaints) == ([], [])
+    assert service.tokens_given == 1
+    assert len(service.asked) == 1 + 3 * 2
+
+
+def test_a_notice_is_told_once(service: FakeMetadata, tmp_path: Path) -> None:
+    """However often it is served; the time that is left is counted by the service's clock."""
+    heard = Heard(service.url)
+    heard.look()
+    (tmp_path / "instance-action").write_text(instance_action(110))
+    heard.look(3)
+    (notice,) = heard.notices
+    assert (notice.kind, notice.action) == (Kind.INTERRUPTION, "terminate")
+    assert 100 < notice.seconds_left <= 110
+    assert notice.at == pytest.approx(time.time() + 110, abs=10)
+
+
+def test_a_recommendation_is_one_of_its_own(service: FakeMetadata, tmp_path: Path) -> None:
+    """It may come before the notice."""
+    heard = Heard(service.url)
+    (tmp_path / "rebalance").write_text('{"noticeTime": "2026-11-21T08:20:00Z"}')
+    heard.look(2)
+    (tmp_path / "instance-action").write_text(instance_action(60, "stop"))
+    heard.look(2)
+    assert [(notice.kind, notice.action) for notice in heard.notices] == [(Kind.REBALANCE, ""), (Kind.INTERRUPTION, "stop")]
+    assert heard.notices[0].at == 1795249200.0
+
+
+def test_a_token_that_has_run_out_is_replaced(service: FakeMetadata, tmp_path: Path) -> None:
+    """401 is not taken for an answer: with a new token the notice is there."""
+    heard = Heard(service.url)
+    heard.look()
+    service.tokens.clear()
+    (tmp_path / "instance-action").write_text(instance_action(60))
+    heard.look()
+    assert len(heard.notices) == 1
+    assert (service.tokens_given, heard.complaints) == (2, [])
+
+
+@pytest.mark.parametrize("body", ["", "no JSON", "[]", "null", '{"action": "dance"}', '{"time": "2026-11-21T08:20:00Z"}', '{"action": ["terminate"]}'])
+def test_what_cannot_be_read_is_no_notice(service: FakeMetadata, tmp_path: Path, body: str) -> None:
+    """It is complained of once, and asked for again: the next answer counts."""
+    heard = Heard(service.url)
+    (tmp_path / "instance-action").write_text(body)
+    heard.look(3)
+    assert (heard.notices, len(heard.complaints)) == ([], 1)
+    (tmp_path / "instance-action").write_text(instance_action(60))
+    heard.look()
+    assert len(heard.notices) == 1
+
+
+def test_a_recommendation_that_cannot_be_read_hides_no_notice(service: FakeMetadata, tmp_path: Path) -> None:
+    """Nor the other way round."""
+    heard = Heard(service.url)
+    (tmp_path / "rebalance").write_text("no JSON")
+    (tmp_path / "instance-action").write_text(instance_action(60))
+    heard.look()
+    (tmp_path / "rebalance").write_text('{"noticeTime": "2026-11-21T08:20:00Z"}')
+    (tmp_path / "instance-action").write_text("no JSON")
+    heard.look()
+    assert [notice.kind for notice in heard.notices] == [Kind.INTERRUPTION, Kind.REBALANCE]
+
+
+@pytest.mark.parametrize("time_told", ["soon", None])
+def test_a_notice_without_a_time_counts(service: FakeMetadata, tmp_path: Path, time_told: str | None) -> None:
+    """Then the machine has as long as AWS promises at most."""
+    heard = Heard(service.url)
+    (tmp_path / "instance-action").write_text(json.dumps({"action": "terminate", "time": time_told}))
+    heard.look()
+    assert heard.notices[0].seconds_left == NOTICE_SECONDS
+
+
+@pytest.mark.parametrize(("seconds", "left"), [(-600, 0.0), (86_400, NOTICE_SECONDS)])
+def test_a_clock_gone_wrong_is_bounded(service: FakeMetadata, tmp_path: Path, seconds: float, left: float) -> None:
+    """Nobody waits for ever for a machine that is taken in two minutes, and nothing is due before it is heard of."""
+    heard = Heard(service.url)
+    (tmp_path / "instance-action").write_text(instance_action(seconds))
+    heard.look()
+    assert heard.notices[0].seconds_left == left
+
+
+def test_the_time_left_is_by_the_clock_of_the_service(service: FakeMetadata, tmp_path: Path) -> None:
+    """The machine's own clock may be wrong by hours."""
+    now = 1795249200.0
+    service.date = "Sat, 21 Nov 2026 08:20:00 GMT"
+    (tmp_path / "instance-action").write_text(json.dumps({"action": "terminate", "time": stamp(now + 90)}))
+    heard = Heard(service.url)
+    heard.look()
+    assert heard.notices == [Notice(Kind.INTERRUPTION, "terminate", now + 90, 90.0)]
+
+
+@pytest.mark.parametrize("status", [400, 403, 500, 503])
+def test_an_outage_is_no_notice_and_no_absence(service: FakeMetadata, tmp_path: Path, status: int) -> None:
+    """It is complained of once, and the asking goes on."""
+    heard = Heard(service.url)
+    service.status = status
+    heard.look(3)
+    assert (heard.notices, len(heard.complaints)) == ([], 1)
+    service.status = 0
+    (tmp_path / "instance-action").write_text(instance_action(60))
+    heard.look()
+    assert len(heard.notices) == 1
+
+
+def test_a_service_that_hangs_or_is_not_there_does_no_harm(service: FakeMetadata) -> None:
+    """Each question ends by itself."""
+    service.hangs = True
+    heard = Heard(service.url, QUICK)
+    heard.look(2)
+    assert (heard.notices, len(heard.complaints)) == ([], 1)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        heard = Heard(f"http://127.0.0.1:{nobody.getsockname()[1]}", QUICK)
+        heard.look(2)
+    assert (heard.notices, len(heard.complaints)) == ([], 1)
+    assert not heard.complaints[0].startswith("skyward: "), "that would be taken for the node's last words"
+
+
+def test_no_proxy_is_asked(service: FakeMetadata, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address means the machine itself."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    heard = Heard(service.url)
+    heard.look()
+    assert heard.complaints == []
+
+
+# ── on its way ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_notice_travels_as_text() -> None:
+    """What is printed is read again; anything else is refused."""
+    assert Notice.from_text(INTERRUPTED.to_text()) == INTERRUPTED
+    for text in ("", "null", "{}", "7", INTERRUPTED.to_text()[:-5], INTERRUPTED.to_text().replace("interruption", "party"), '{"kind": "rebalance"}'):
+        with pytest.raises(ValueError, match=r".*"):
+            Notice.from_text(text)
+    with pytest.raises(ValueError, match="no number of seconds"):
+        Notice.from_text(INTERRUPTED.to_text().replace("120.0", "NaN"))
+
+
+class FakeReach:
+    """A node's log and nothing else."""
+
+    is_here = False
+
+    def __init__(self, *lines: str) -> None:
+        self.instance = Instance.model_construct(id="i-1")
+        self._lines = list(lines)
+
+    def new_lines(self) -> list[str]:
+        lines, self._lines = self._lines, []
+        return lines
+
+
+def test_the_log_tells_the_notices_of_a_machine() -> None:
+    """A line that was cut short is passed over."""
+    node = Preparation(FakeReach("hello", MARK + '{"kind": "inter', MARK + INTERRUPTED.to_text(), "bye"), 1, lambda _: None)  # type: ignore[arg-type]
+    node.follow()
+    assert node.notices == (INTERRUPTED,)
+
+
+def test_a_node_without_workers_needs_no_partitions(tmp_path: Path) -> None:
+    """One that is retired has as many partitions of GPUs as before, and nobody to give them to."""
+    settings = NodeSettings("pool", "i-1", 1, 2, 1, "127.0.0.1", "127.0.0.1", 1, "", "", (str(tmp_path),), workers=({}, {}))
+    retired = replace(settings, workers=())
+    assert with_partitions(retired, "MIG-a\nMIG-b\n") == retired
+    assert NodeSettings.from_json(retired.to_json()) == retired
+
+
+# ── what the pool decides ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+AT_REST_SECONDS = (LOOKS_AT_REST + 2) * HOLD_SECONDS
+
+
+def test_a_node_without_calls_is_replaced_at_once(world: World) -> None:
+    """Told once, held, relieved, retired, replaced by the machine that stands by: all before its time is up, and no call is lost."""
+    machine = world.announce(1)
+    world.go_on(AT_REST_SECONDS)
+    assert [(event.instance_id, event.node, event.action) for event in world.told.of(sky.PreemptionNoticed)] == [(machine.id, 1, "terminate")]
+    assert world.machines.retired == [machine.id]
+    assert machine.id in world.former
+    (lost,) = world.told.of(sky.InstanceLost)
+    assert "announced" in lost.reason
+    assert world.all_are_there()
+    assert world.machines.standing_by == {}
+
+
+def test_a_node_with_calls_is_waited_for(world: World) -> None:
+    """It is held from the first moment, stays until its calls have ended, and is retired then."""
+    machine = world.announce(1, calls_left=1)
+    world.go_on(60)
+    assert machine.is_held
+    assert list(world.machines.standing_by) == [1]
+    assert world.machines.retired == []
+    machine.calls_left = 0
+    world.go_on(AT_REST_SECONDS)
+    assert world.machines.retired == [machine.id]
+    assert world.all_are_there()
+
+
+def test_one_look_without_calls_is_not_enough(world: World) -> None:
+    """What the last call has told may still be on its way."""
+    machine = world.announce(1, calls_left=1)
+    world.go_on(10)
+    machine.calls_left = 0
+    world.go_on(HOLD_SECONDS)
+    machine.calls_left = 1
+    world.go_on(20)
+    assert world.machines.retired == []
+
+
+def test_when_the_time_is_up_a_node_goes_with_its_calls(world: World) -> None:
+    """Not before, and not much later."""
+    machine = world.announce(1, seconds_left=30, calls_left=1)
+    world.go_on(30)
+    assert world.machines.retired == []
+    world.go_on(LATE_SECONDS + 2 * HOLD_SECONDS)
+    assert world.machines.retired == [machine.id]
+    assert world.all_are_there()
+
+
+def test_a_machine_that_goes_early_is_an_ordinary_loss(world: World) -> None:
+    """It is replaced by who stands by, and the reason says that it was announced."""
+    world.announce(1, calls_left=1)
+    world.go_on(5)
+    (standing_by,) = world.machines.standing_by.values()
+    world.kill(1)
+    world.go_on(5)
+    assert world.nodes[1] is standing_by
+    (lost,) = world.told.of(sky.InstanceLost)
+    assert "announced" in lost.reason
+    assert world.machines.retired == []
+
+
+def test_while_somebody_is_being_prepared_no_second_machine_is_rented(world: World) -> None:
+    """The vacancy waits for the machine that is on its way."""
+    world.announce(1)
+    world.turn()
+    world.kill(1)
+    for _ in range(100):
+        world.turn(0.25)
+    assert [name for name, _ in world.aside if name != "skyward-ask"] == ["skyward-relieve-1"]
+    world.go_on(1)
+    assert world.machines.standing_by == {}
+    assert world.all_are_there()
+
+
+def test_without_another_machine_the_node_stays_until_its_end(world: World) -> None:
+    """It is told why nobody stands by, tried again, and the node is not given up for nothing."""
+    world.has_capacity = False
+    machine = world.announce(1)
+    world.go_on(60)
+    assert world.machines.retired == []
+    assert any("nobody stands by for node 1" in event.message for event in world.told.of(sky.Error))
+    world.has_capacity = True
+    world.go_on(60)
+    assert world.machines.retired == [machine.id]
+    assert world.all_are_there()
+
+
+def test_a_second_notice_changes_nothing(world: World) -> None:
+    """A node that begins anew tells its machine's notice again."""
+    machine = world.announce(1, seconds_left=60, calls_left=1)
+    world.go_on(30)
+    machine.notices = (*machine.notices, Notice(Kind.INTERRUPTION, "terminate", 1e9, 60.0))
+    world.go_on(30 + LATE_SECONDS + 2 * HOLD_SECONDS)
+    assert len(world.told.of(sky.PreemptionNoticed)) == 1
+    assert world.machines.retired == [machine.id]
+
+
+def test_the_head_stays(world: World) -> None:
+    """Its notice is told; nothing is done ahead, and when it is lost the reason says so."""
+    head = world.announce(0)
+    world.go_on(200)
+    assert [event.node for event in world.told.of(sky.PreemptionNoticed)] == [0]
+    assert not head.is_held
+    assert (world.machines.retired, world.machines.standing_by, world.machines.restarts) == ([], {}, 0)
+    world.kill(0, "asked to")
+    world.go_on(10)
+    assert "announced" in world.told.of(sky.InstanceLost)[0].reason
+    assert world.machines.restarts == 1
+
+
+def test_who_is_leaving_does_not_become_the_head(world: World) -> None:
+    """Of the others, the lowest rank does."""
+    leaving = world.announce(1, calls_left=1)
+    heir = world.nodes[2]
+    world.go_on(5)
+    world.kill(0, "gone")
+    world.go_on(10)
+    assert world.nodes[0] is heir
+    leaving.calls_left = 0
+    world.go_on(20)
+    assert world.machines.retired == [leaving.id]
+    assert world.all_are_there()
+
+
+def test_a_recommendation_is_told_and_no_more(world: World) -> None:
+    """The machine may stay for days."""
+    world.nodes[1].notices = (Notice(Kind.REBALANCE, "", 1e9),)
+    world.go_on(200)
+    assert [(event.node, event.at) for event in world.told.of(sky.RebalanceRecommended)] == [(1, 1e9)]
+    assert not world.nodes[1].is_held
+    assert world.lost() == []
+
+
+def test_a_node_that_cannot_be_told_is_told_later(world: World) -> None:
+    """As long as it is there."""
+    machine = world.announce(1)
+    machine.is_wired = False  # the way to the client, and not the one to the scheduler
+    world.go_on(20)
+    assert world.machines.retired == []
+    machine.is_wired = True
+    world.go_on(5)
+    assert world.machines.retired == [machine.id]
+    assert world.all_are_there()
+
+
+def test_the_notices_in_words() -> None:
+    """They say what happens next."""
+    told = [
+        Narrator().tell(event)
+        for event in (
+            sky.PreemptionNoticed("i-1", 1, "terminate", 1e9, 118.0),
+            sky.PreemptionNoticed("i-0", 0, "stop", 1e9, 118.0),
+            sky.RebalanceRecommended("i-1", 1, 1e9),
+        )
+    ]
+    assert [line and line[1] for line in told] == [
+        "node 1 is taken back by its provider in 1 min 58 s (terminate): it takes no more calls, and another machine is prepared",
+        "node 0 is taken back by its provider in 1 min 58 s (stop): it is the head, and the cluster comes up anew without it then",
+        "node 1 may be taken back by its provider soon",
+    ]
+
+
+# ── nodes of this machine ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@sky.compute
+def wait_for_go(folder: str, mark: str) -> int:
+    """Note where this runs, wait for the file `go-MARK`, return the node."""
+    node = sky.instance_info().node
+    Path(folder, f"{mark}-on-{node}").touch()
+    while not Path(folder, f"go-{mark}").exists():
+        time.sleep(0.01)
+    return node
+
+
+@sky.compute
+def where() -> int:
+    return sky.instance_info().node
+
+
+@sky.compute
+def square(number: int) -> int:
+    return number * number
+
+
+@pytest.fixture
+def noticed(service: FakeMetadata, monkeypatch: pytest.MonkeyPatch) -> FakeMetadata:
+    """The service of the first machine that is node 1; the others have none."""
+    first: list[str] = []
+
+    def url_of(_: Machines, node: Preparation) -> str:
+        if node.rank == 1 and not first:
+            first.append(node.instance.id)
+        return service.url if node.instance.id in first else ""
+
+    monkeypatch.setattr(Machines, "_notice_url", url_of)
+    return service
+
+
+@pytest.mark.slow
+def test_calls_end_where_they_run_and_no_others_begin_there(noticed: FakeMetadata, tmp_path: Path) -> None:
+    """From the notice on node 1 is given no more calls; its running one ends there, and a machine that was ready takes its rank. Without retries nothing is lost."""
+    told, folder = Told(), str(tmp_path)
+    with sky.ComputePool(provider=sky.Local(), nodes=2, concurrency=2, display="quiet", on_event=told, retries=0) as pool:
+        running = [pool.submit(wait_for_go(folder, mark)) for mark in "abcd"]
+        wait_until(lambda: len([*tmp_path.glob("?-on-?")]) == 4, "a call in each slot")
+        on = {node: sorted(path.name[0] for path in tmp_path.glob(f"?-on-{node}")) for node in range(2)}
+        (tmp_path / "instance-action").write_text(instance_action(110))
+        wait_until(lambda: told.of(sky.PreemptionNoticed), "the notice")
+        old = told.of(sky.PreemptionNoticed)[0].instance_id
+        assert [event.node for event in told.of(sky.PreemptionNoticed)] == [1]
+        wait_until(lambda: any(event.step == "server" and event.instance_id not in ids(pool) for event in told.of(sky.BootstrapProgress)), "who stands by")
+        for mark in (*on[0], on[1][0]):
+            (tmp_path / f"go-{mark}").touch()
+        wait_until(lambda: sum(future.done() for future in running) == 3, "a free slot on node 1")
+        assert [future.result(60) for future in pool.submit_all([where() for _ in range(10)])] == [0] * 10
+        assert old in ids(pool)
+        with ThreadPoolExecutor(1) as thread:
+            everywhere = thread.submit(lambda: where() @ pool)
+            (tmp_path / f"go-{on[1][1]}").touch()
+            assert sorted(future.result(60) for future in running) == [0, 0, 1, 1]
+            assert list(everywhere.result(60)) == [0, 1]
+        assert old not in ids(pool)
+        assert pool.map(square, range(20)) == [number * number for number in range(20)]
+    assert told.of(sky.CallRetrying) == []
+    assert [(event.instance_id, event.node) for event in told.of(sky.InstanceLost)] == [(old, 1)]
+    assert len(told.of(sky.InstanceProvisioned)) == 3
+
+
+@pytest.mark.slow
+def test_a_service_that_hangs_holds_up_no_node(noticed: FakeMetadata) -> None:
+    """Calls run as ever, and the node ends as ever."""
+    told = Told()
+    with sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", on_event=told) as pool:
+        wait_until(lambda: noticed.asked, "the first question")
+        noticed.hangs = True
+        asked = len(noticed.asked)
+        wait_until(lambda: len(noticed.asked) > asked, "a question without an answer")
+        assert pool.map(square, range(20)) == [number * number for number in range(20)]
+    assert told.of(sky.InstanceLost) == []
+
+
+def ids(pool: sky.ComputePool) -> set[str]:
+    return {node.instance.id for node in pool.lease.nodes}
