@@ -370,7 +370,7 @@ class Cluster:
 
     def _count_in(self) -> None:
         known = list(self._workers.items())  # before asking: one that joins meanwhile misses in the answer, and has not left
-        workers = self.client.scheduler_info(n_workers=-1)["workers"]
+        workers = members(self.client)
         there = {str(worker["name"]): address for address, worker in workers.items()}
         is_held = {str(worker["name"]): worker["status"] == HELD for worker in workers.values()}
         for name, address in known:
@@ -1007,6 +1007,15 @@ def connect(address: str, certificate: PoolCertificate, timeout_seconds: float) 
         client = PoolClient(address, security=security, set_as_default=False, timeout=timeout_seconds, name="skyward")
     send_at_once(client.scheduler_comm)  # our calls are grouped before they come here: no waiting for more
     return client
+
+
+def members(client: distributed.Client) -> dict[str, Any]:
+    """Return what the scheduler knows of its workers, by address.
+
+    `Client.scheduler_info` may return the answer to a question that the client itself asks every two seconds, of another thread: about no workers at all.
+    """
+    it: Any = client  # Dask's types say too little
+    return it.sync(it.scheduler.identity, n_workers=-1)["workers"]
 
 
 def _packed_function(fn: Callable[..., Any], replace_object: pickling.Replace | None) -> tuple[str, Parcel]:

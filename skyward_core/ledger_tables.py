@@ -325,8 +325,12 @@ def opened(url: URL, busy_timeout_seconds: float) -> Engine:
     """Return the engine for a ledger's URL; in SQLite, what has the execution option `skyward_writes` takes the lock as it begins."""
     with told(url):
         if url.get_backend_name() == "postgresql":
-            options = f"-c lock_timeout={round(busy_timeout_seconds * 1000)}"
-            return create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": CONNECT_TIMEOUT_SECONDS, "options": options})
+            settings = {
+                "connect_timeout": CONNECT_TIMEOUT_SECONDS,
+                "options": f"-c lock_timeout={round(busy_timeout_seconds * 1000)}",
+                "client_encoding": "utf8",  # a server that was set up under LC_ALL=C has none, and its texts would come as bytes
+            }
+            return create_engine(url, pool_pre_ping=True, connect_args=settings)
         Path(str(url.database)).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         engine = create_engine(url, connect_args={"timeout": busy_timeout_seconds})
     event.listen(engine, "connect", lambda connection, _: _prepare_sqlite(connection, busy_timeout_seconds))

@@ -14,6 +14,7 @@ from typing import Protocol, cast
 
 from skyward_core.events import SkywardEvent
 from skyward_core.instances import Instance
+from skyward_core.side_by_side import side_by_side
 from skyward_core.worker.settings import memory_directory, write_atomically
 from skyward_core.worker.watchdog import uptime, write_busy, write_lease, write_paid
 from skyward_core.worker.wire import Parcel
@@ -220,8 +221,7 @@ class Reaches:
             self._is_closed = True
             reaches, self._reaches = list(self._reaches.values()), {}
             wires, self._wires = self._wires, None
-        for reach in reaches:
-            reach.close()
+        side_by_side(lambda reach: reach.close(), reaches, "skyward-close", len(reaches))  # one that is silent takes its time
         if wires is not None:
             wires.close()
 

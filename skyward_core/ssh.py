@@ -52,6 +52,7 @@ from asyncssh.public_key import get_default_public_key_algs  # noqa: TID253
 from skyward_core.errors import BadRequest, CommandFailed, CommandTimedOut, ConnectionLost, CredentialsError, HostKeyChanged, Unreachable
 from skyward_core.instances import Endpoint
 from skyward_core.proxy import Proxy
+from skyward_core.side_by_side import PlainExecutor
 
 CIPHERS = "^aes128-gcm@openssh.com,aes256-gcm@openssh.com"
 """Preferred where ~/.ssh/config has no opinion: with AES in the processor two to three times faster than chacha20 (shared/facts/testbed.md, section 3)."""
@@ -133,6 +134,8 @@ class Loop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        # machines are also given back when the interpreter ends, and asyncio's own executor takes nothing any more then
+        self._loop.set_default_executor(PlainExecutor("skyward-ssh-work"))
         self._lock = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=_turn, args=(self._loop,), name="skyward-ssh", daemon=True)

@@ -21,6 +21,7 @@ from pydantic import PrivateAttr
 
 import skyward_core as sky
 from skyward_core import remote
+from skyward_core.cluster import members
 from skyward_core.events import BootstrapProgress, InstanceProvisioned, compose
 from skyward_core.instances import Instance
 from skyward_core.market import Offer
@@ -349,7 +350,7 @@ def test_hosts_that_do_not_see_each_other_are_one_pool(fleet, mirror):  # noqa: 
         values = np.arange(4 * MIB, dtype=np.int64)
         assert (raised(values) >> pool == values + 1).all()
         client = pool.dask_client()
-        addresses = sorted(client.scheduler_info(-1)["workers"])
+        addresses = sorted(members(client))
         assert len(addresses) == 3
         parts = [client.submit(bytes, MIB, workers=[address], pure=False) for address in addresses]
         for address in addresses:
@@ -403,7 +404,7 @@ def test_strangers_are_refused_by_the_scheduler_and_the_workers(rented_pool, fle
     client = rented_pool.dask_client()
     for name, text in (("pool-certificate", client.security.tls_client_cert), ("pool-key", client.security.tls_client_key)):
         stranger.run(f"cat >/root/{name}", text=text)
-    for address in [rented_pool.lease.scheduler, *client.scheduler_info(-1)["workers"]]:
+    for address in [rented_pool.lease.scheduler, *members(client)]:
         host, _, port = address.removeprefix("tls://").rpartition(":")
         heard = [
             stranger.run(f"python3 -c '{STRANGER}' {host} {port} {certificate}").stdout

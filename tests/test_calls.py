@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from skyward_core import sources
 from skyward_core.certificates import PoolCertificate, make_certificate
+from skyward_core.cluster import members
 from skyward_core.worker.calls import KEEP, NAME, RETRIES, Calls, Following, Resumed, Topic, cancel, detached_key, let_go
 from skyward_core.worker.node import DASK_CONFIG, SILENCE_CHECK_SECONDS, PoolScheduler, Prompt, Silence, run_batch
 from skyward_core.worker.settings import NodeSettings, memory_directory, this_process
@@ -640,11 +641,11 @@ def test_a_frozen_worker_is_given_up_and_joins_again_when_it_thaws(tmp_path: Pat
         os.kill(pid, signal.SIGSTOP)
         began = time.monotonic()
         try:
-            wait_until(lambda: address not in client.scheduler_info(n_workers=-1)["workers"], "the frozen worker to be given up", limit)
+            wait_until(lambda: address not in members(client), "the frozen worker to be given up", limit)
             assert time.monotonic() - began > 5
         finally:
             os.kill(pid, signal.SIGCONT)
-        wait_until(lambda: any(worker["name"] == "1-0" for worker in client.scheduler_info(n_workers=-1)["workers"].values()), "a worker in its place")
+        wait_until(lambda: any(worker["name"] == "1-0" for worker in members(client).values()), "a worker in its place")
         (tmp_path / "go").touch()
 
 
@@ -659,7 +660,7 @@ def test_a_worker_that_was_cut_off_joins_again(tmp_path: Path) -> None:
             (log,) = [path for path in tmp_path.glob("*/log") if not (path.parent / "head.json").exists()]
 
             def is_there() -> bool:
-                return any(worker["name"] == "1-0" for worker in client.scheduler_info(n_workers=-1)["workers"].values())
+                return any(worker["name"] == "1-0" for worker in members(client).values())
 
             wait_until(is_there, "the worker")
             hosts[1].partition()
@@ -670,4 +671,4 @@ def test_a_worker_that_was_cut_off_joins_again(tmp_path: Path) -> None:
 
 
 def _worker(client: distributed.Client, address: str) -> dict[str, Any]:
-    return client.scheduler_info(n_workers=-1)["workers"][address]
+    return members(client)[address]

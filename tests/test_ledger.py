@@ -1180,6 +1180,18 @@ def test_postgresql_migrates_whole_or_not_at_all(postgresql_url: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_database_without_an_encoding_serves_too(postgresql_server: str) -> None:
+    """As those have that were set up under LC_ALL=C."""
+    run_on(postgresql_server, "CREATE DATABASE ascii ENCODING 'SQL_ASCII' LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0")
+    try:
+        with Ledger(postgresql_server.replace("/postgres?", "/ascii?")) as ledger:
+            ledger.set_account(Account("Müller", Decimal(1), Period.DAY))
+            assert [account.name for account in ledger.accounts()] == ["Müller"]
+    finally:
+        run_on(postgresql_server, "DROP DATABASE ascii WITH (FORCE)")
+
+
+@pytest.mark.slow
 def test_a_row_that_stays_locked_is_told(postgresql_url: str, clock: Clock) -> None:
     """Another's transaction that does not end is the cause of an error, not of a wait without end; readers do not mind it."""
     with Ledger(postgresql_url, clock=clock, busy_timeout_seconds=0.05) as impatient:

@@ -18,6 +18,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.providers import base
+from skyward_core.worker import watchdog
 from tests.conftest import processes_by_tag, wait_until
 
 SCRIPT = "env -0 >env; touch started; sleep 300 & sleep 300"
@@ -147,6 +148,16 @@ def test_each_instance_has_a_session_a_directory_and_a_log(pool_id: str) -> None
     for rank, instance in enumerate(instances):
         assert (folder_of(instance) / "log").read_text() == f"hello from {rank}\n"
         assert folder_of(instance).stat().st_mode & 0o077 == 0
+
+
+def test_a_process_that_cannot_be_seen_for_a_moment_is_not_taken_for_gone(pool_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of execve(2) a process shows no environment: one look that finds nothing proves nothing."""
+    (instance,) = launch(pool_id, script="touch started; exec sleep 300")
+    look, looks = watchdog.tagged_processes, iter([False])
+    monkeypatch.setattr(watchdog, "tagged_processes", lambda: look() if next(looks, True) else iter(()))
+    sky.Local().terminate([instance.id])
+    assert processes_of(instance.id) == []
+    assert not folder_of(instance).exists()
 
 
 def test_terminate_ends_every_process_and_removes_the_directory(pool_id: str) -> None:

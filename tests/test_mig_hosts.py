@@ -15,6 +15,7 @@ import pytest
 from distributed.diagnostics import nvml
 
 import skyward_core as sky
+from skyward_core.cluster import members
 from skyward_core.events import BootstrapProgress, InstanceLost
 from tests.conftest import Told, wait_until
 from tests.testbed import Fleet, Host
@@ -155,10 +156,10 @@ def test_a_worker_that_dies_comes_back_with_its_own_partition(machines, gpus, tm
         assert [visible for visible, _ in seen() @ pool] == before
         client = pool.dask_client()
         pids = client.run(os.getpid)
-        names = {worker["name"]: address for address, worker in client.scheduler_info(-1)["workers"].items()}
+        names = {worker["name"]: address for address, worker in members(client).items()}
         machines[0].run(f"kill -KILL {pids[names['0-1']]}")
-        wait_until(lambda: names["0-1"] not in client.scheduler_info(-1)["workers"], "the worker to be missed")
-        wait_until(lambda: len(client.scheduler_info(-1)["workers"]) == 2, "the worker to be back")
+        wait_until(lambda: names["0-1"] not in members(client), "the worker to be missed")
+        wait_until(lambda: len(members(client)) == 2, "the worker to be back")
         wait_until(lambda: [visible for visible, _ in seen() @ pool] == before, "both workers to take part")
         assert told.of(InstanceLost) == []
     assert as_before(gpus)
@@ -175,14 +176,14 @@ def test_hosts_that_do_not_see_each_other(fleet, mirror, tmp_path):  # noqa: F81
         first = [visible for visible, _ in seen() @ pool]
         assert first == [uuid for one in gpus for uuid in one.uuids]
         client = pool.dask_client()
-        names = {worker["name"]: address for address, worker in client.scheduler_info(-1)["workers"].items()}
+        names = {worker["name"]: address for address, worker in members(client).items()}
         parents = client.run(os.getppid)
         assert len({address.rpartition(":")[2] for address in names.values()}) == 4
         assert {address.rpartition(":")[0] for address in names.values()} == {"tls://127.0.0.1"}
         hosts[1].run(f"kill -KILL {parents[names['1-0']]}")
         wait_until(lambda: told.of(InstanceLost), "the node to be lost", seconds=60)
         wait_until(lambda: len(pool.lease.nodes) == 2 and pool.lease.nodes[1].instance.id != told.of(InstanceLost)[0].instance_id, "another node", seconds=60)
-        wait_until(lambda: len(client.scheduler_info(-1)["workers"]) == 4, "its workers", seconds=60)
+        wait_until(lambda: len(members(client)) == 4, "its workers", seconds=60)
         again = [visible for visible, _ in seen() @ pool]
         assert again == [uuid for one in gpus for uuid in one.uuids]
         assert again[:2] == first[:2]

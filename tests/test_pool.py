@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 
 import skyward_core as sky
+from skyward_core.cluster import members
 from skyward_core.entries import Bucket, CostBy
 from skyward_core.ledger import Ledger, default_url
 from skyward_core.worker.slot import TERM_SECONDS
@@ -997,7 +998,7 @@ def test_dask_itself_can_be_used(pool: sky.ComputePool) -> None:
     client = pool.dask_client()
     total = dask.delayed(sum)([dask.delayed(pow)(n, 2) for n in range(10)])
     assert client.compute(total).result(timeout=30) == 285
-    assert len(client.scheduler_info()["workers"]) == 2
+    assert len(members(client)) == 2
     assert double(1) >> pool == 2
 
 

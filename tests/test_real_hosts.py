@@ -405,6 +405,15 @@ def test_the_client_and_its_reaper_are_killed_and_the_hosts_end_by_themselves(ho
     assert executions(hosts) == Counter(range(10))
 
 
+def test_a_script_that_ends_without_closing_its_pool_gives_the_hosts_back(hosts, owned):
+    """While the interpreter ends, when much of Python works no more; nothing waits for a reaper or a lease."""
+    with client("leave", *owned.addresses, owned.key, owned.known_hosts) as process:
+        output, _ = process.communicate(timeout=120)
+    assert (process.returncode, output) == (0, "[1, 4]\n")
+    assert [names_of(tagged(host)) for host in hosts] == [[]] * 4
+    executions(hosts)
+
+
 def test_a_second_process_attaches(hosts, owned, timings, tmp_path):
     """Another process, with the lease and a copy of the key, uses the pool, and reads the result of a call that was started detached; the pool goes on."""
     key = tmp_path / "copied-key"
@@ -460,6 +469,14 @@ def open_and_wait(*arguments: str) -> None:
         time.sleep(60)
 
 
+def leave(*arguments: str) -> sky.ComputePool:
+    """Open a pool on hosts, use it, and leave it so."""
+    *addresses, key, known_hosts = arguments
+    pool = pool_on(sky.Hosts(*addresses, user="root", key=key, known_hosts=known_hosts, config="/dev/null"), lambda event: None).open()
+    print(pool.map(square, [1, 2]), flush=True)
+    return pool
+
+
 def attach(lease: str, key: str, call_id: str) -> None:
     """Use a pool of another process, and tell what it said."""
     started = time.monotonic()
@@ -471,4 +488,4 @@ def attach(lease: str, key: str, call_id: str) -> None:
 
 
 if __name__ == "__main__":
-    {"open": open_and_wait, "attach": attach}[sys.argv[1]](*sys.argv[2:])
+    left = {"open": open_and_wait, "leave": leave, "attach": attach}[sys.argv[1]](*sys.argv[2:])  # until the interpreter ends

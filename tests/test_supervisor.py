@@ -24,6 +24,7 @@ import pytest
 from distributed import Client, Security
 
 from skyward_core.certificates import make_certificate
+from skyward_core.cluster import members
 from skyward_core.worker.settings import NodeSettings, Owner, memory_directory, this_process, write_atomically
 from skyward_core.worker.supervisor import Deaths
 from skyward_core.worker.watchdog import write_lease
@@ -501,8 +502,8 @@ def workers_at(address: str, certificate: Any, names: set[str]) -> None:
     """Wait until these workers, and no others, are with the scheduler at an address."""
     pem, key = certificate.certificate, certificate.key
     security = Security(require_encryption=True, tls_ca_file=pem, tls_client_cert=pem, tls_client_key=key)
-    with Client(address, security=security, set_as_default=False, timeout=20) as client:
-        wait_until(lambda: {worker["name"] for worker in client.scheduler_info(n_workers=-1)["workers"].values()} == names, f"workers {names}")
+    with Client(address, security=security, set_as_default=False, timeout=60) as client:
+        wait_until(lambda: {worker["name"] for worker in members(client).values()} == names, f"workers {names}")
 
 
 def listens(address: str) -> bool:

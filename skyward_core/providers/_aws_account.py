@@ -7,7 +7,6 @@ import importlib
 import re
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any, Self
@@ -23,6 +22,7 @@ from skyward_core.errors import (
 )
 from skyward_core.instances import InstanceState
 from skyward_core.providers import _http
+from skyward_core.side_by_side import side_by_side
 
 PAGE = 100
 MOST_THREADS = 8
@@ -171,11 +171,8 @@ def meaning(code: str, status: int) -> type[SkywardError]:
 
 
 def each[T, R](things: Sequence[T], ask: Callable[[T], R]) -> list[R]:
-    """Ask about several things at once, in threads of their own if there are several; in their order. Raises the first failure when all are through."""
-    if len(things) == 1:
-        return [ask(things[0])]
-    with ThreadPoolExecutor(min(MOST_THREADS, max(1, len(things))), thread_name_prefix="skyward-aws") as threads:
-        return [future.result() for future in [threads.submit(ask, thing) for thing in things]]
+    """Ask about several things at once; the answers in their order. Raises the first failure when all are through."""
+    return side_by_side(ask, things, "skyward-aws", MOST_THREADS)
 
 
 def state_of(machine: Mapping[str, Any]) -> InstanceState:

@@ -16,8 +16,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import batched
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,6 +32,7 @@ from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider
 from skyward_core.providers.login import Key, host_key, our_key
 from skyward_core.providers.tagging import from_codes, launch_word, of_machine, to_codes
 from skyward_core.providers.userdata import END_COMMAND, boot_script, cloud_config, directory_of
+from skyward_core.side_by_side import side_by_side
 
 API_URL = "https://api.digitalocean.com"
 TOKEN_VARIABLES = ("DIGITALOCEAN_TOKEN", "DIGITALOCEAN_ACCESS_TOKEN")
@@ -44,7 +44,6 @@ MACHINE_ID = f"grep -xE '[0-9]+' /var/lib/cloud/data/instance-id || {METADATA_ID
 PER_PAGE = 200
 LISTING_TRIES = 5
 NAMES_PER_CALL = 10
-MOST_THREADS = 8
 ADDRESS_SECONDS = 600.0
 """How long a machine may take to get its address; one that has none by then is given back."""
 POLL_SECONDS, LONGEST_POLL_SECONDS = 1.0, 15.0
@@ -491,7 +490,7 @@ def _await_addresses(api: Api, created: Sequence[Row], *, is_gpu: bool) -> tuple
         rows.update({str(row["id"]): row for row in _droplets(api, is_gpu=is_gpu) if str(row["id"]) in rows})
         turn = sorted(waiting(), key=lambda machine_id: asked.get(machine_id, 0.0))[:ACTIONS_PER_POLL]
         asked |= dict.fromkeys(turn, time.monotonic())
-        reasons = _side_by_side(lambda machine_id: _failure(api, rows[machine_id]), turn)
+        reasons = dict(zip(turn, side_by_side(lambda machine_id: _failure(api, rows[machine_id]), turn, "skyward-digitalocean"), strict=True))
         failed |= {machine_id: reason for machine_id, reason in reasons.items() if reason}
     failed |= dict.fromkeys(waiting(), f"no address within {ADDRESS_SECONDS:g} s")
     return [row for machine_id, row in rows.items() if machine_id not in failed], failed
@@ -538,18 +537,10 @@ def _destroy(api: Api, ids: Sequence[str]) -> None:
             return error
         return None
 
-    failures = {machine_id: error for machine_id, error in _side_by_side(destroy, ids).items() if error}
+    failures = {machine_id: error for machine_id, error in zip(ids, side_by_side(destroy, ids, "skyward-digitalocean"), strict=True) if error}
     if not failures:
         return
     cause = next(iter(failures.values()))
     if len(failures) == len(ids) and all(isinstance(error, CredentialsError) for error in failures.values()):
         raise cause
     raise InstancesLeft(f"droplets {', '.join(sorted(failures))} may still run: {cause}", sorted(failures)) from cause
-
-
-def _side_by_side[T](function: Callable[[str], T], words: Sequence[str]) -> dict[str, T]:
-    """Call the function for each word in a few threads; return when all are done."""
-    if not words:
-        return {}
-    with ThreadPoolExecutor(min(MOST_THREADS, len(words)), thread_name_prefix="skyward-digitalocean") as threads:
-        return dict(zip(words, threads.map(function, words), strict=True))

@@ -15,7 +15,7 @@ import secrets
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar, Self
@@ -29,6 +29,7 @@ from skyward_core.market import Offer, Requirements, matches
 from skyward_core.providers.base import POOL_TAG, RANK_TAG, Provider, Tags
 from skyward_core.providers.ending import ENDING, UNPARTITION_SECONDS
 from skyward_core.providers.tagging import TAGS_VARIABLE, from_word, of_machine, to_word
+from skyward_core.side_by_side import Threads
 from skyward_core.ssh import Connection, Loop
 from skyward_core.worker.watchdog import INSTANCE_TAG
 from skyward_core.worker.watchdog import POOL_TAG as POOL_VARIABLE
@@ -40,7 +41,6 @@ STRAGGLER_SECONDS = 3.0
 COMMAND_SECONDS = 60.0
 END_SECONDS = COMMAND_SECONDS + 2 * UNPARTITION_SECONDS
 """For ending a node: its guard gives the GPUs back, and if it does not, then we do."""
-MOST_THREADS = 64
 MARK = "::skyward "
 MARK_DIGITS = 5
 ID_SHAPE = re.compile(r"host-[0-9a-f]{12}")
@@ -531,7 +531,7 @@ class _Lines:
 
     def __init__(self, endpoints: Mapping[str, Endpoint]) -> None:
         self._endpoints = endpoints
-        self._threads = ThreadPoolExecutor(min(MOST_THREADS, max(1, len(endpoints))), thread_name_prefix="skyward-hosts")
+        self._threads = Threads("skyward-hosts")
         self._loop = Loop()
         self._connections = {address: Connection(endpoint, loop=self._loop) for address, endpoint in endpoints.items()}
 
@@ -541,7 +541,7 @@ class _Lines:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for connection in self._connections.values():
             connection.close()  # which also ends what waits for it in the threads
-        self._threads.shutdown()
+        self._threads.join()
         self._loop.close()
 
     def connect(self, straggler_seconds: float | None = None) -> dict[str, SkywardError]:

@@ -98,14 +98,22 @@ class Local(Provider):
         return sorted(found.values(), key=lambda instance: (instance.pool_id, instance.rank))
 
     def terminate(self, ids: Sequence[str]) -> None:
-        """End every process of these instances, with SIGTERM and after a second with SIGKILL, and remove their directories."""
+        """End every process of these instances, with SIGTERM and after a second with SIGKILL, and remove their directories.
+
+        An instance is gone when two looks in a row find nothing of it: a process that is in the middle of execve(2) shows no environment.
+        """
         wanted = {instance_id for instance_id in ids if ID_SHAPE.fullmatch(instance_id)}  # others were never ours, and ids become paths below
         started = time.monotonic()
-        alive = _signal(wanted, signal.SIGTERM)
-        while alive := _signal(alive, signal.SIGKILL if time.monotonic() - started > TERM_SECONDS else 0):
-            if time.monotonic() - started > KILL_SECONDS:
+        left, told, unseen = set(wanted), set[str](), set[str]()
+        while left:
+            alive = _signal(left, signal.SIGKILL if time.monotonic() - started > TERM_SECONDS else 0)
+            _signal(alive - told, signal.SIGTERM)
+            told |= alive
+            if alive and time.monotonic() - started > KILL_SECONDS:
                 raise InstancesLeft(f"processes of {', '.join(sorted(alive))} outlive SIGKILL", sorted(alive))
-            time.sleep(0.01)
+            left, unseen = (left - unseen) | alive, left - alive
+            if left:
+                time.sleep(0.01)
         for instance_id in wanted:
             shutil.rmtree(_directory(instance_id), ignore_errors=True)
             shutil.rmtree(memory_directory(instance_id), ignore_errors=True)

@@ -19,7 +19,6 @@ import threading
 import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from math import ceil
 from pathlib import Path
@@ -37,10 +36,10 @@ from skyward_core.providers._http import Api, Classify
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags
 from skyward_core.providers.login import Key, host_key, our_key
 from skyward_core.providers.tagging import TagName, from_codes, of_machine, to_codes
+from skyward_core.side_by_side import side_by_side
 
 URL = "https://api.runpod.io"
 CONSOLE = "https://console.runpod.io/pods?id="
-THREADS = 8
 
 ADDRESS_SECONDS = 600.0
 """How long a pod may take until it runs and has an address: loading its image is most of it."""
@@ -444,12 +443,7 @@ def _create(creating: Api, api: Api, orders: Mapping[int, Row]) -> dict[int, str
         is_over.set()
         return error
 
-    with ThreadPoolExecutor(min(THREADS, len(orders)), thread_name_prefix="skyward-runpod") as threads:
-        try:
-            outcomes = dict(zip(orders, threads.map(create, orders.values()), strict=True))
-        except BaseException:
-            is_over.set()  # an interrupt: what is queued is not sent
-            raise
+    outcomes = dict(zip(orders, side_by_side(create, list(orders.values()), "skyward-runpod"), strict=True))
     made = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, str)}
     failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, SkywardError)}
     unsure = {rank: error for rank, error in failures.items() if isinstance(error, ProviderFailed) and not isinstance(error, RateLimited)}
@@ -496,9 +490,8 @@ def _end(api: Api, pods: Sequence[str]) -> dict[str, SkywardError]:
             return error
         return None
 
-    with ThreadPoolExecutor(min(THREADS, len(pods)), thread_name_prefix="skyward-runpod") as threads:
-        outcomes = dict(zip(pods, threads.map(end, pods), strict=True))
-    return {pod: error for pod, error in outcomes.items() if error is not None}
+    outcomes = zip(pods, side_by_side(end, pods, "skyward-runpod"), strict=True)
+    return {pod: error for pod, error in outcomes if error is not None}
 
 
 def _end_quietly(api: Api, pods: Sequence[str]) -> None:

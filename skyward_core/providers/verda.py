@@ -16,7 +16,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from http import HTTPStatus
@@ -35,12 +34,12 @@ from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, POOL_TAG, RANK_
 from skyward_core.providers.login import Key, host_key, our_key
 from skyward_core.providers.tagging import launch_word, of_machine
 from skyward_core.providers.userdata import END_COMMAND, boot_script, directory_of, script
+from skyward_core.side_by_side import side_by_side
 
 type Json = dict[str, Any]
 
 URL = "https://api.verda.com/v1"
 CONSOLE = "https://console.verda.com"
-MOST_THREADS = 8
 ADDRESS_SECONDS = 600.0
 """How long a machine may take from the creating call to its address."""
 HOST_KEY_SECONDS = 180.0
@@ -203,7 +202,7 @@ class Verda(Provider):
             listed = session.list("/instances")
             known = {machine["id"]: machine for machine in listed}
             hidden = [machine_id for machine_id in dict.fromkeys(ids) if machine_id not in known]
-            known |= {machine["id"]: machine for machine in _in_threads(session.machine, hidden) if machine is not None}
+            known |= {machine["id"]: machine for machine in side_by_side(session.machine, hidden, "skyward-verda") if machine is not None}
             named = [known[machine_id] for machine_id in dict.fromkeys(ids) if machine_id in known]
             left = _end(session, [machine for machine in named if machine["status"] not in ("deleting", "discontinued")])
             try:
@@ -410,7 +409,7 @@ def _create(session: _Session, orders: Mapping[int, Json]) -> dict[int, str]:
         except SkywardError as error:
             return error
 
-    outcomes = dict(zip(orders, _in_threads(create, list(orders.values())), strict=True))
+    outcomes = dict(zip(orders, side_by_side(create, list(orders.values()), "skyward-verda"), strict=True))
     made = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, str)}
     failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, SkywardError)}
     unsure = {rank: error for rank, error in failures.items() if isinstance(error, ProviderFailed) and not isinstance(error, RateLimited)}
@@ -503,7 +502,7 @@ def _end(session: _Session, machines: Sequence[Json]) -> dict[str, SkywardError]
     pause = PAUSE_SECONDS
     left: dict[str, SkywardError] = {}
     while wanted:
-        errors = _in_threads(lambda machine: _delete(session, machine), wanted)
+        errors = side_by_side(lambda machine: _delete(session, machine), wanted, "skyward-verda")
         failed = {machine["id"]: error for machine, error in zip(wanted, errors, strict=True) if error is not None}
         busy = {machine_id: error for machine_id, error in failed.items() if _speaks_of(str(error), BUSY_WORDS)}
         left |= {machine_id: error for machine_id, error in failed.items() if machine_id not in busy}
@@ -512,7 +511,7 @@ def _end(session: _Session, machines: Sequence[Json]) -> dict[str, SkywardError]
         if busy:
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-        again = _in_threads(session.machine, list(busy))  # it may have its disk by now, or be gone
+        again = side_by_side(session.machine, list(busy), "skyward-verda")  # it may have its disk by now, or be gone
         wanted = [machine for machine in again if machine is not None and machine["status"] not in ("deleting", "discontinued")]
     return left
 
@@ -719,11 +718,3 @@ def _seconds(moment: object) -> float:
 def _speaks_of(text: str, words: Sequence[str]) -> bool:
     told = text.lower().replace("’", "'")
     return any(word in told for word in words)
-
-
-def _in_threads[A, B](ask: Callable[[A], B], each: Sequence[A]) -> list[B]:
-    """Ask for several at once; returns when all have answered."""
-    if not each:
-        return []
-    with ThreadPoolExecutor(min(MOST_THREADS, len(each)), thread_name_prefix="skyward-verda") as threads:
-        return list(threads.map(ask, each))

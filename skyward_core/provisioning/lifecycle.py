@@ -62,6 +62,7 @@ from skyward_core.provisioning.metering import Meter
 from skyward_core.provisioning.placing import MEMORY_SECONDS, Candidate, ask, candidates, none_left, order, refusal, resting
 from skyward_core.provisioning.purse import Grant, Purse
 from skyward_core.reach import Reaches
+from skyward_core.side_by_side import side_by_side
 from skyward_core.spec import PoolSpec
 from skyward_core.worker.notice import Notice
 from skyward_core.worker.settings import NodeSettings
@@ -74,6 +75,7 @@ PORTS = range(20_000, 30_000)  # below Linux's ephemeral ports, ip(7)
 PORT_TRIES = 5
 GUARD_GRACE_SECONDS = 10.0
 ASK_SECONDS = 5.0
+ALL_AT_ONCE = 1000  # each node takes some round trips, and no processor
 RETIRED = -1  # the generation of a node that is to be none any more
 
 _log = logging.getLogger("skyward")
@@ -275,7 +277,7 @@ class Machines:
         """Let all nodes live for so many seconds from now. Raises Unreachable if one cannot be told, BadRequest if they need this client."""
         if self._ports:
             raise BadRequest("the nodes do not see each other, and talk through this client: the pool cannot be left alone")
-        _side_by_side(lambda node: node.reach.extend_lease(seconds), list(self._nodes.values()))
+        side_by_side(lambda node: node.reach.extend_lease(seconds), list(self._nodes.values()), "skyward-nodes", ALL_AT_ONCE)
 
     @property
     def lease(self) -> Lease:
@@ -465,7 +467,7 @@ class Machines:
             self._raise_if_lost(head)
 
         self._scheduler = await_scheduler(head, [head], look, deadline)
-        _side_by_side(lambda ranked: self._tell_or_drop(*ranked), [(rank, node) for rank, node in self._nodes.items() if rank])
+        side_by_side(lambda ranked: self._tell_or_drop(*ranked), [(rank, node) for rank, node in self._nodes.items() if rank], "skyward-nodes", ALL_AT_ONCE)
         return self.lease
 
     def _tell_or_drop(self, rank: int, node: Preparation) -> None:
@@ -703,7 +705,7 @@ class Machines:
                     node.reach.lead(port, local)
                     self._led.add((node.instance.id, port))
 
-        _side_by_side(lead, list(self._nodes.values()))
+        side_by_side(lead, list(self._nodes.values()), "skyward-nodes", ALL_AT_ONCE)
 
 
 def refuse(spec: PoolSpec, provider: Provider) -> None:
@@ -728,13 +730,6 @@ def able(spec: PoolSpec, providers: Sequence[Provider]) -> list[Provider]:
     if not found:
         raise reasons[0]
     return found
-
-
-def _side_by_side[T](work: Callable[[T], object], things: Sequence[T]) -> None:
-    """Do the same with several nodes at once: each takes some round trips. Raises the first one's error, when all are done."""
-    if things:
-        with ThreadPoolExecutor(len(things), thread_name_prefix="skyward-nodes") as threads:
-            list(threads.map(work, things))
 
 
 def _refused(one: Refusal) -> CandidateRefused:

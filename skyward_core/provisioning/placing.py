@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from heapq import nsmallest
@@ -19,6 +18,7 @@ from skyward_core.entries import Attempt
 from skyward_core.errors import BadRequest, CredentialsError, NoCapacity, ProviderFailed, Refusal, SkywardError
 from skyward_core.market import Offer, Requirements, describe, matches, why_none
 from skyward_core.providers.base import Provider
+from skyward_core.side_by_side import side_by_side
 from skyward_core.spec import PoolSpec
 
 MOST_CANDIDATES = 200
@@ -89,10 +89,7 @@ def ask(providers: Sequence[Provider], want: Requirements, clock: Callable[[], f
 
     An error that mending credentials or waiting may end is kept with its provider; any other is raised.
     """
-    if len(providers) == 1:
-        return [_asked(providers[0], want, clock)]
-    with ThreadPoolExecutor(len(providers), thread_name_prefix="skyward-offers") as threads:
-        return list(threads.map(lambda provider: _asked(provider, want, clock), providers))
+    return side_by_side(lambda provider: _asked(provider, want, clock), providers, "skyward-offers", len(providers))
 
 
 def _asked(provider: Provider, want: Requirements, clock: Callable[[], float]) -> Sold:

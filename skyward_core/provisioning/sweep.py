@@ -10,7 +10,6 @@ import json
 import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -24,12 +23,12 @@ from skyward_core.providers.base import Provider, load
 from skyward_core.provisioning.book import price_of
 from skyward_core.provisioning.giving_back import give_back
 from skyward_core.provisioning.judging import Action, Finding, Scene, answers, asked_by, can_see, judge, owners_of, unsure_seconds
+from skyward_core.side_by_side import side_by_side
 
 if TYPE_CHECKING:
     from skyward_core.ledger import Ledger
 
 MIN_AGE_SECONDS = 600.0
-MOST_THREADS = 8
 CONDEMN_TRIES = 20
 LEAST_NOTED_SECONDS = 1.0
 """Of terminating: less than that is not worth a transaction of its own."""
@@ -422,8 +421,8 @@ def sweep(
             work.do()
         return work
 
-    done = _at_once(settle, view.places)
-    pruned = _at_once(lambda place: _pruned(place.provider, clock(), is_dry_run=is_dry_run), view.places)  # last: machines cost more
+    done = side_by_side(settle, view.places, "skyward-sweep")
+    pruned = side_by_side(lambda place: _pruned(place.provider, clock(), is_dry_run=is_dry_run), view.places, "skyward-sweep")  # last: machines cost more
     return SweepReport(
         (*(finding for work in done for finding in work.findings), *view.left),
         tuple(finding for work in done for finding in work.ended),
@@ -439,13 +438,6 @@ def _pruned(provider: Provider, now: datetime, *, is_dry_run: bool) -> list[str]
         return [f"{provider.name}: {line}" for line in provider.prune(now, is_dry_run=is_dry_run)]
     except Exception as error:  # whatever a provider raises, the sweep itself is done
         return Failure(provider.name, "", error)
-
-
-def _at_once[T, R](do: Callable[[T], R], things: Sequence[T]) -> list[R]:
-    if not things:
-        return []
-    with ThreadPoolExecutor(min(len(things), MOST_THREADS), thread_name_prefix="skyward-sweep") as threads:
-        return list(threads.map(do, things))
 
 
 # ── looking ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -531,7 +523,7 @@ class _Survey:
         wanted: dict[str, Provider | Mapping[str, Any]] = {**{_key(entry.provider): entry.provider for entry in entries}, **self._given}
         new = {key: provider for key, provider in wanted.items() if key not in self._asked}
         self._asked |= new.keys()
-        for key, answer in zip(new, _at_once(_listed, list(new.values())), strict=True):
+        for key, answer in zip(new, side_by_side(_listed, list(new.values()), "skyward-sweep"), strict=True):
             if isinstance(answer, Failure):
                 self.failures.append(answer)
             else:
@@ -607,7 +599,7 @@ class _Work:
         ending = {finding.pool_id for finding in ends}
         closing = [finding for finding in self._of(Action.CLOSE) if finding.pool_id not in ending]
         self._close(closing)
-        _at_once(self._end, ends)
+        side_by_side(self._end, ends, "skyward-sweep")
         over = self._end_entries({finding.pool_id for finding in (*closing, *self.ended)} & self._pools.keys())
         self.closed = [finding for finding in closing if finding.pool_id in over]
 

@@ -276,6 +276,22 @@ class ProviderContract:
         """Return an id of the same form that no machine has."""
         return machine_id[:-3] + ("000" if machine_id[-3:] != "000" else "111")
 
+    def test_machines_are_ended_while_the_interpreter_ends(self, hands: Hands, offer: Offer) -> None:
+        """A pool that was left open is given back in an `atexit` callback, when the executors of concurrent.futures take nothing any more."""
+        provider = hands.provider()
+        mine = [provider.launch(offer, 1, tags(first_rank=rank, launch=f"{POOL}-{rank + 1}"), STARTUP)[0].id for rank in range(3)]
+        code = (
+            "import atexit, json, sys\n"
+            "from concurrent.futures import ThreadPoolExecutor\n"
+            "from skyward_core.providers.base import load\n"
+            "provider = load(json.loads(sys.argv[1]))\n"
+            "atexit.register(lambda: print(len(provider.instances(sys.argv[2])), provider.terminate(sys.argv[3:])))\n"
+        )
+        fields = json.dumps(provider.to_json())
+        done = subprocess.run([sys.executable, "-c", code, fields, POOL, *mine], capture_output=True, text=True, check=False, env=dict(os.environ))
+        assert done.stdout == "3 None\n", done.stderr
+        assert hands.alive() == set()
+
     def test_terminate_ends_nobody_else(self, hands: Hands, offer: Offer) -> None:
         """Only what it is told to."""
         hands.strangers()

@@ -351,7 +351,7 @@ def test_what_a_proxy_says_aside_does_not_disturb(server: Server, key: str, own_
         ours = {pid for pid in set(processes()) - before if b"stays" in arguments(pid)}
         assert len(ours) == 1
         started = time.monotonic()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     assert not [pid for pid in ours if arguments(pid)]
 
 

@@ -21,6 +21,7 @@ from skyward_core.market import Offer, Requirements, matches
 from skyward_core.providers import login, runpod, userdata
 from skyward_core.providers.base import EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, load
 from skyward_core.providers.runpod import RunPod
+from skyward_core.side_by_side import MOST_THREADS
 from tests.providers.contract import POOL, STARTUP, Hands, ProviderContract, tags
 from tests.providers.fake_runpod import HOST, KEY, NO_CAPACITY, FakeRunPod, cpu, gpu, problem
 from tests.providers.http_fake import Reply
@@ -340,7 +341,7 @@ def test_what_a_refusal_means(fake: FakeRunPod, status: int, error: type[Excepti
         RunPod().launch(offer, 30, tags(), STARTUP)
     assert type(caught.value) is error
     assert caught.value.code == code  # type: ignore[attr-defined]
-    assert len(fake.asked("POST")) <= runpod.THREADS
+    assert len(fake.asked("POST")) <= MOST_THREADS
     assert fake.alive() == set()
 
 

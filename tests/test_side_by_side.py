@@ -1,0 +1,130 @@
+"""Several things at once, in plain threads: in order, to the end, and also when the interpreter ends."""
+
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+
+import pytest
+
+from skyward_core.side_by_side import PlainExecutor, Threads, side_by_side
+
+
+def test_the_results_are_in_the_order_of_the_things() -> None:
+    """Whichever is done first."""
+    second_is_done = threading.Event()
+
+    def work(thing: int) -> int:
+        assert thing == 2 or second_is_done.wait(30)
+        second_is_done.set()
+        return thing * 10
+
+    assert side_by_side(work, [1, 2], "test") == [10, 20]
+    assert side_by_side(work, [], "test") == []
+    assert side_by_side(lambda _: threading.current_thread(), [1], "test") == [threading.current_thread()]
+
+
+def test_no_more_than_so_many_are_done_at_once() -> None:
+    """And so many are."""
+    at_once, most, gate = set[int](), list[int](), threading.Barrier(3)
+
+    def work(thing: int) -> None:
+        at_once.add(thing)
+        most.append(len(at_once))
+        gate.wait(30)
+        at_once.discard(thing)
+        gate.wait(30)
+
+    side_by_side(work, range(6), "test", 3)
+    assert max(most) == 3
+
+
+def test_the_first_things_error_is_raised_when_all_are_done() -> None:
+    """Not the first error in time."""
+    done: list[int] = []
+    third_has_failed = threading.Event()
+
+    def work(thing: int) -> None:
+        if thing == 3:
+            third_has_failed.set()
+            raise KeyError(thing)
+        if thing == 2:
+            assert third_has_failed.wait(30)
+            raise ValueError(thing)
+        done.append(thing)
+
+    with pytest.raises(ValueError, match="2"):
+        side_by_side(work, [1, 2, 3, 4, 5], "test")
+    assert sorted(done) == [1, 4, 5]
+
+
+def test_an_interrupt_begins_no_more_and_waits_for_what_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing goes on behind the caller's back."""
+    begun, ended, may_end = list[int](), list[int](), threading.Event()
+    one_has_begun = threading.Event()
+    joins = iter([True, False])
+    join = Threads.join
+
+    def work(thing: int) -> None:
+        begun.append(thing)
+        one_has_begun.set()
+        assert may_end.wait(30)
+        ended.append(thing)
+
+    def interrupted(threads: Threads) -> None:
+        if next(joins):
+            assert one_has_begun.wait(30)
+            raise KeyboardInterrupt
+        may_end.set()
+        join(threads)
+
+    monkeypatch.setattr(Threads, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        side_by_side(work, [1, 2, 3], "test", 1)
+    assert begun == ended == [1]
+
+
+def test_where_no_thread_can_be_started_it_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some Pythons start none at their end."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    threads = Threads("test")
+    outcome: Future[threading.Thread] = threads.submit(threading.current_thread)
+    threads.join()
+    assert outcome.result() is threading.current_thread()
+    assert side_by_side(lambda thing: -thing, [1, 2, 3], "test") == [-1, -2, -3]
+
+
+def test_what_insists_on_an_executor_gets_plain_threads() -> None:
+    """Asyncio's loops do; it ends with what it was given."""
+    may_end, ended = threading.Event(), threading.Event()
+
+    def work() -> str:
+        assert may_end.wait(30)
+        ended.set()
+        return threading.current_thread().name
+
+    executor = PlainExecutor("plain")
+    outcome = executor.submit(work)
+    assert not outcome.done()
+    may_end.set()
+    executor.shutdown()
+    assert ended.is_set()
+    assert outcome.result() == "plain-0"
+
+
+def test_it_works_while_the_interpreter_ends() -> None:
+    """Where an executor takes nothing any more."""
+    code = (
+        "import atexit\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from skyward_core.side_by_side import side_by_side\n"
+        "atexit.register(lambda: print(side_by_side(str, [1, 2, 3], 'test')))\n"
+        "atexit.register(lambda: ThreadPoolExecutor(1).submit(str))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "['1', '2', '3']\n"
+    assert "cannot schedule new futures" in done.stderr  # or there would be nothing to test
