@@ -38,6 +38,8 @@ def skyward_sweep():
         report = sky.sweep(providers=PROVIDERS, is_dry_run=params["dry_run"])
         for finding in report.findings:
             log.info("%s", in_words(finding))
+        for line in report.pruned:
+            log.info("of no use any more: %s", line)
         if report.failures:
             raise AirflowFailException("not everything could be seen or ended; the next sweep tries again: " + "; ".join(map(str, report.failures)))
         return [in_words(finding) for finding in report.ended]

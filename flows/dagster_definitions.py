@@ -98,6 +98,8 @@ def end_what_is_left_running(context: dg.OpExecutionContext) -> None:
     report = sky.sweep(providers=PROVIDERS, is_dry_run=context.op_config["is_dry_run"])
     for finding in report.findings:
         context.log.info("%s", in_words(finding))
+    for line in report.pruned:
+        context.log.info("of no use any more: %s", line)
     told = {"findings": len(report.findings), "ended": [in_words(finding) for finding in report.ended]}
     if report.failures:
         raise dg.Failure("not everything could be seen or ended; the next sweep tries again: " + "; ".join(map(str, report.failures)), metadata=told)

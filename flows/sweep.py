@@ -27,6 +27,8 @@ def skyward_sweep(is_dry_run: bool = False) -> list[str]:
     report = sky.sweep(providers=PROVIDERS, is_dry_run=is_dry_run)
     for finding in report.findings:
         get_run_logger().info("%s", in_words(finding))
+    for line in report.pruned:
+        get_run_logger().info("of no use any more: %s", line)
     rows = [{"provider": each.provider, "pool": each.pool_id, "machines": ", ".join(each.resource_ids), "reason": each.reason} for each in report.ended]
     create_table_artifact(rows, key="skyward-sweep", description="What the sweep has ended")
     if report.failures:
