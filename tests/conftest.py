@@ -112,7 +112,7 @@ def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
         deadline = time.monotonic() + SETTLE_SECONDS
         while left := check():
             if time.monotonic() > deadline:
-                pytest.fail(f"left behind: {left}")
+                pytest.fail(f"left behind: {left}" + (f"; the shared pool's scheduler is at {_shared_scheduler[0]:04X}" if _shared_scheduler else ""))
             gc.collect()
             time.sleep(0.02)
 
@@ -125,7 +125,7 @@ def _new_threads(before: set[threading.Thread], request: pytest.FixtureRequest) 
 
 def _new_descriptors(before: dict[int, str], request: pytest.FixtureRequest) -> dict[int, str]:
     new = {number: what for number, what in _descriptors(request).items() if number not in before}
-    return {number: what for number, what in new.items() if not (what.startswith("socket:") and _is_to_shared_pool(what))}
+    return {number: _told(what) for number, what in new.items() if not (what.startswith("socket:") and _is_to_shared_pool(what))}
 
 
 def _descriptors(request: pytest.FixtureRequest) -> dict[int, str]:
@@ -141,6 +141,13 @@ def _descriptors(request: pytest.FixtureRequest) -> dict[int, str]:
         if not (shares and what.startswith("socket:")) and what != ledger:
             found[int(entry)] = what
     return found
+
+
+def _told(what: str) -> str:
+    """What a descriptor is; of a TCP socket both ends and its state (/proc/net/tcp: in hexadecimal, 01 is established, 08 waits for us to close it)."""
+    inode = what.removeprefix("socket:[").removesuffix("]")
+    lines = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    return next((f"{what} {fields[1]} -> {fields[2]} in state {fields[3]}" for fields in lines if fields[9] == inode), what)
 
 
 def _is_to_shared_pool(socket: str) -> bool:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -420,11 +421,12 @@ def square(number: int) -> int:
 
 @pytest.fixture
 def noticed(service: FakeMetadata, monkeypatch: pytest.MonkeyPatch) -> FakeMetadata:
-    """The service of the first machine that is node 1; the others have none."""
+    """The service of the first machine that is node 1; the others have none, nor has the pool that tests share."""
     first: list[str] = []
+    begun = datetime.now(UTC)
 
-    def url_of(_: Machines, node: Preparation) -> str:
-        if node.rank == 1 and not first:
+    def url_of(machines: Machines, node: Preparation) -> str:
+        if node.rank == 1 and not first and machines._created_at > begun:
             first.append(node.instance.id)
         return service.url if node.instance.id in first else ""
 

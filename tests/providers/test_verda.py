@@ -19,6 +19,7 @@ from skyward_core.providers import _http, verda
 from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, load
 from skyward_core.providers.tagging import launch_word
 from skyward_core.providers.verda import Verda
+from skyward_core.side_by_side import side_by_side
 from tests.providers.contract import POOL, STARTUP, Hands, ProviderContract, tags
 from tests.providers.fake_verda import CLIENT_ID, CLIENT_SECRET, STRANGE_SCRIPT, TYPES, FakeVerda, error
 from tests.providers.http_fake import Reply
@@ -536,7 +537,7 @@ def test_threads_whose_token_has_run_out_fetch_one_between_them(mine: Verda, fak
     with mine._session() as session:
         session.list("/instances")
         fake.tokens.clear()
-        assert verda._in_threads(session.list, ["/instances"] * 8) == [[]] * 8
+        assert side_by_side(session.list, ["/instances"] * 8, "test") == [[]] * 8
     assert len(fake.asked("POST", "/v1/oauth2/token")) == 2
 
 
