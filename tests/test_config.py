@@ -105,6 +105,7 @@ def test_a_misspelt_variable_is_not_ignored_in_silence(project: Path, monkeypatc
     assert any("SKYWARD_NODES" in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.slow
 def test_the_log_says_which_provider_was_taken(project: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the program names no provider, the log of the opening pool says which one it is and where it was found."""
     caplog.set_level("INFO", "skyward")

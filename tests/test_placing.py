@@ -277,6 +277,7 @@ def test_a_lost_answer_keeps_no_money_from_the_next(folder: str, wishes: dict[st
     assert dear.machines.launched == ["fake-0", "fake-1"]
 
 
+@pytest.mark.slow
 def test_a_lost_answer_keeps_its_money_while_its_machines_may_run(folder: str) -> None:
     """The listing tells that one of them is still there: nobody else is asked, and nothing is granted twice."""
 
@@ -290,6 +291,7 @@ def test_a_lost_answer_keeps_its_money_while_its_machines_may_run(folder: str) -
     assert dear.machines.launched == []
 
 
+@pytest.mark.slow
 def test_fewer_than_asked_for_are_given_back_before_the_next(folder: str) -> None:
     """Half a pool here and half of it elsewhere is no pool."""
     cheap = Refusing(folder=folder + "/cheap", price_per_hour=1.0, launches_first=1)
@@ -309,6 +311,7 @@ def test_who_cannot_be_asked_is_left_out(folder: str) -> None:
     assert [(one.provider, one.instance_type, one.error, one.code) for one in seen.of(sky.CandidateRefused)] == [("refusing", "", "CredentialsError", "401")]
 
 
+@pytest.mark.slow
 def test_machines_that_do_not_go_end_the_search(folder: str) -> None:
     """As long as the first may have machines nobody else is asked: InstancesLeft."""
 
@@ -380,6 +383,7 @@ def test_providers_are_asked_at_the_same_time(folder: str) -> None:
     assert [one.offers[0].price_per_hour for one in sold] == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.slow
 def test_one_that_failed_again_and_again_is_asked_last(folder: str) -> None:
     """The ledger remembers it for all pools."""
     cheap = Refusing(folder=folder + "/cheap", price_per_hour=1.0).with_error(NoCapacity("none"))

@@ -227,6 +227,7 @@ def test_a_running_call_that_is_cancelled_is_stopped(pool: sky.ComputePool, tmp_
     assert not other.cancel()
 
 
+@pytest.mark.slow
 def test_a_call_that_ends_as_it_is_stopped_does_not_take_the_next_one_along() -> None:
     """A call returns because of the very signal that is to stop it: the runner that was to die gets no other call, so the next one is not stopped with it."""
 
@@ -255,6 +256,7 @@ def test_a_call_that_ends_as_it_is_stopped_does_not_take_the_next_one_along() ->
         assert pool.run(sky.compute(nap)()) == "slept"
 
 
+@pytest.mark.slow
 def test_a_call_that_ignores_sigterm_is_stopped_too(pool: sky.ComputePool, tmp_path: Path) -> None:
     """A cancelled call that ignores SIGTERM, and what it has started, are killed."""
 

@@ -367,6 +367,7 @@ def test_a_shell_answers_command_after_command(connection, server):
         unused.close()
 
 
+@pytest.mark.slow
 def test_a_shell_past_a_deadline_is_started_anew(connection, server, tmp_path):
     """A command that takes too long is killed, and who waits for a turn is told in time."""
     late: list[str] = []
@@ -430,6 +431,7 @@ def test_a_connection_that_dies_under_a_command_is_an_error(endpoint, server, tm
     assert len(losses) == 1
 
 
+@pytest.mark.slow
 def test_a_machine_that_falls_silent_is_noticed(server, key, tmp_path):
     """Without a word from the machine the connection is lost after (count + 1) intervals: here 1.2 s."""
     with (
@@ -572,6 +574,7 @@ def test_ports_are_forwarded_both_ways_and_across_a_reconnect(connection, echo):
 # ── trust ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_a_wrong_key_is_refused_at_once(endpoint, server, tmp_path):
     """A refusal is not tried again, unless the machine is said to be new."""
     asyncssh.generate_private_key("ssh-ed25519").write_private_key(tmp_path / "other")

@@ -298,6 +298,7 @@ def test_the_same_launch_has_the_same_user_data(key: Key) -> None:
     assert userdata.packed(text()) == userdata.packed(text())
 
 
+@pytest.mark.slow
 def test_cloud_config_has_room_on_every_cloud(tmp_path: Path) -> None:
     """With the real guard, all tags and an RSA key of the user's own it is below the 16 KiB of AWS, the smallest limit, before base64."""
     path = tmp_path / "rsa"
