@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import PrivateAttr
 
 import skyward_core as sky
+from skyward_core import Instance, Offer, Requirements
 from skyward_core.certificates import make_certificate
+from skyward_core.errors import CredentialsError
 from skyward_core.ledger import Ledger
 from skyward_core.provisioning import giving_back, lifecycle
 from skyward_core.provisioning.book import Book
@@ -66,6 +69,27 @@ def test_nothing_sold_is_no_capacity(make: Make) -> None:
     with pytest.raises(sky.NoCapacity):
         open_pool(provider, Told())
     assert provider.machines.launched == []
+
+
+class StrangersProvider(FakeProvider):
+    """Does not let us in, whatever it is asked; counts what it was asked for a second time."""
+
+    _asked: list[str] = PrivateAttr(default_factory=list)
+
+    def offers(self, want: Requirements) -> list[Offer]:
+        raise CredentialsError("who are you?")
+
+    def instances(self, pool_id: str | None = None) -> list[Instance]:
+        self._asked.append("instances")
+        raise CredentialsError("who are you?")
+
+
+def test_without_credentials_the_caller_is_told_so_at_once(make: Make) -> None:
+    """Where nothing was ever launched nobody is asked whether it is gone: that fails too, for two minutes, and would be what the caller is told."""
+    provider = make(StrangersProvider)
+    with pytest.raises(CredentialsError, match="who are you"):
+        open_pool(provider, Told())
+    assert provider._asked == []
 
 
 def test_what_no_offer_meets_is_told_with_reasons(make: Make) -> None:

@@ -136,6 +136,8 @@ class Machines:
         """True once a launch was asked for and its answer lost: there may be machines that nobody here knows of."""
         self._unsure = set[Grant]()
         """What such launches were granted, until a listing that came late enough has nothing of the pool."""
+        self._has_asked = False
+        """Whether any launch was begun at all."""
         self.may_be_left = False
         """Whether something was asked for that is not known to be gone: whatever has cut off the giving back, somebody must go on with it."""
         self._is_not_opening = threading.Event()
@@ -231,6 +233,8 @@ class Machines:
         self._give_back()
 
     def _give_back(self) -> None:
+        if not self._has_asked:
+            return  # nothing can be there, and whoever would be asked for it may be the one who has just refused us
         over = time.monotonic() - self._spec.lease_seconds - GUARD_GRACE_SECONDS
         ended = frozenset(machine for machine, since in self._lost_at.items() if since < over)
         for machine in ended & self._meter.rented():
@@ -541,6 +545,7 @@ class Machines:
             lifetime = min((seconds for seconds in (self._spec.max_lifetime, grant.lifetime_seconds) if seconds is not None), default=None)
             script = startup_script(self._spec, self._provider, lifetime)
             self._emit(InstanceLaunching(count, offer.instance_type, self._provider.name))
+            self._has_asked = True
             launch = self._book.intend(offer, count, first_rank, grant)
         except BaseException:
             self._purse.returned(grant)
