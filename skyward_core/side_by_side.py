@@ -23,8 +23,9 @@ class Threads:
         self._threads: list[threading.Thread] = []
 
     def submit[**P, R](self, work: Callable[P, R], *args: P.args, **words: P.kwargs) -> Future[R]:
-        """Begin a piece of work; here and now, where no thread can be started any more."""
+        """Begin a piece of work; here and now, where no thread can be started any more. It has begun, and cannot be cancelled."""
         outcome: Future[R] = Future()
+        outcome.set_running_or_notify_cancel()  # one that was cancelled, as asyncio does with what it waits for, would take no result
 
         def run() -> None:
             try:

@@ -1,5 +1,6 @@
 """Several things at once, in plain threads: in order, to the end, and also when the interpreter ends."""
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -114,6 +115,39 @@ def test_what_insists_on_an_executor_gets_plain_threads() -> None:
     executor.shutdown()
     assert ended.is_set()
     assert outcome.result() == "plain-0"
+
+
+def test_what_has_begun_cannot_be_cancelled() -> None:
+    """Asyncio tries to, when its task is; the thread goes on, and its result must find a place."""
+    may_end = threading.Event()
+    threads = Threads("test")
+    outcome = threads.submit(may_end.wait, 30)
+    assert not outcome.cancel()
+    may_end.set()
+    threads.join()
+    assert outcome.result()
+
+
+def test_a_cancelled_task_leaves_no_error_behind() -> None:
+    """What its thread comes to is nobody's any more."""
+    may_end = threading.Event()
+
+    async def cancelled() -> None:
+        loop, begun = asyncio.get_running_loop(), asyncio.Event()
+        loop.set_default_executor(PlainExecutor("plain"))
+
+        def work() -> None:
+            loop.call_soon_threadsafe(begun.set)
+            assert may_end.wait(30)
+
+        task = asyncio.ensure_future(loop.run_in_executor(None, work))
+        await begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        may_end.set()
+
+    asyncio.run(cancelled())  # an error in a thread would fail this test
 
 
 def test_it_works_while_the_interpreter_ends() -> None:
