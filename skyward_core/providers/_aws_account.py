@@ -170,6 +170,15 @@ def meaning(code: str, status: int) -> type[SkywardError]:
     return ProviderFailed if status >= HTTPStatus.INTERNAL_SERVER_ERROR else BadRequest
 
 
+@contextmanager
+def collected(failures: list[SkywardError]) -> Generator[None]:
+    """Keep what one step fails with, so that the next one is taken."""
+    try:
+        yield
+    except SkywardError as error:
+        failures.append(error)
+
+
 def each[T, R](things: Sequence[T], ask: Callable[[T], R]) -> list[R]:
     """Ask about several things at once; the answers in their order. Raises the first failure when all are through."""
     return side_by_side(ask, things, "skyward-aws", MOST_THREADS)

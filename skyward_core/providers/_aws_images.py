@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
 from skyward_core.errors import BadRequest, CredentialsError, ProviderFailed, SkywardError
-from skyward_core.providers._aws_account import Account, number
+from skyward_core.providers._aws_account import Account, collected, number
 from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, IMAGE_TAG, OWNER_TAG
 
 BASE_TAG = "skyward-image-base"
@@ -191,28 +190,19 @@ def prune(account: Account, region: str, now: datetime, keep_days: float, *, is_
     failures: list[SkywardError] = []
     for image, why in doomed:
         line = f"image {image['ImageId']} in {region}, {root_gb(image)} GiB with the packages of {_tags(image)[IMAGE_TAG]}: {why}"
-        with _collected(failures):
+        with collected(failures):
             if not is_dry_run:
                 _remove(account, region, image)
                 log.info("taken away: %s", line)
             told.append(line)
     for snapshot in orphans:
         line = f"snapshot {snapshot['SnapshotId']} in {region}, {snapshot.get('VolumeSize', '?')} GiB: its image is gone"
-        with _collected(failures):
+        with collected(failures):
             if is_dry_run or _deleted(account, region, snapshot["SnapshotId"]):
                 told.append(line)
     if failures:
         raise failures[0]
     return told
-
-
-@contextmanager
-def _collected(failures: list[SkywardError]) -> Generator[None]:
-    """Keep what one step fails with, so that the next one is taken."""
-    try:
-        yield
-    except SkywardError as error:
-        failures.append(error)
 
 
 def _doomed(images: Sequence[dict[str, Any]], now: datetime, keep_for: timedelta) -> Iterator[tuple[dict[str, Any], str]]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from http import HTTPStatus
 from ipaddress import ip_network
@@ -20,7 +19,7 @@ from skyward_core.errors import (
     SkywardError,
 )
 from skyward_core.market import Offer
-from skyward_core.providers._aws_account import COMING, Account, meaning, number, state_of
+from skyward_core.providers._aws_account import COMING, Account, collected, meaning, number, state_of
 from skyward_core.providers._aws_offers import WITHOUT_IMAGE
 from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, POOL_TAG, Tags
 
@@ -194,27 +193,19 @@ def prune_launches(account: Account, region: str, now: datetime, *, is_dry_run: 
     for template in templates:
         name, tags = template["LaunchTemplateName"], {tag["Key"]: tag["Value"] for tag in template.get("Tags", [])}
         if created_at(tags) < oldest_kept:
-            with _kept(failures):
+            with collected(failures):
                 if not is_dry_run:
                     template_deleted(account, region, name)
                 gone.append(f"launch template {name} in {region}")
     old = [name for name, tags in groups.items() if created_at(tags) < oldest_kept]
     used = _used(account, region, old) if is_dry_run and old else set[str]()
     for name in old:
-        with _kept(failures):
+        with collected(failures):
             if name not in used and (is_dry_run or placement_group_deleted(account, region, name)):
                 gone.append(f"placement group {name} in {region}")
     if failures:
         raise failures[0]
     return gone
-
-
-@contextmanager
-def _kept(failures: list[SkywardError]) -> Generator[None]:
-    try:
-        yield
-    except SkywardError as error:
-        failures.append(error)
 
 
 def _used(account: Account, region: str, names: Sequence[str]) -> set[str]:
