@@ -14,10 +14,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from ipaddress import ip_address, ip_network
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import pytest
@@ -40,8 +40,8 @@ connections: list[object] = []
 """Every address that something in this process has connected to."""
 _launched: list[tuple[str, str]] = []
 """Id and directory of every local instance that this process has started."""
-_shared_scheduler: list[int] = []
-"""The port of the shared pool's scheduler, once there is one."""
+_shared_schedulers: set[int] = set()
+"""The ports of the schedulers of the pools that tests share just now."""
 _home: Path | None = None
 
 
@@ -112,7 +112,7 @@ def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
         deadline = time.monotonic() + SETTLE_SECONDS
         while left := check():
             if time.monotonic() > deadline:
-                pytest.fail(f"left behind: {left}" + (f"; the shared pool's scheduler is at {_shared_scheduler[0]:04X}" if _shared_scheduler else ""))
+                pytest.fail(f"left behind: {left}; the schedulers of the pools that tests share are at {sorted(f'{port:04X}' for port in _shared_schedulers)}")
             gc.collect()
             time.sleep(0.02)
 
@@ -151,12 +151,10 @@ def _told(what: str) -> str:
 
 
 def _is_to_shared_pool(socket: str) -> bool:
-    """Whether a socket leads to the scheduler of the pool that tests share: its client may open one more at any time, whichever test runs."""
-    if not _shared_scheduler:
-        return False
+    """Whether a socket leads to the scheduler of a pool that tests share: its client may open one more at any time, whichever test runs."""
     inode = socket.removeprefix("socket:[").removesuffix("]")
     lines = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
-    return any(fields[9] == inode and int(fields[2].rpartition(":")[2], 16) == _shared_scheduler[0] for fields in lines)
+    return any(fields[9] == inode and int(fields[2].rpartition(":")[2], 16) in _shared_schedulers for fields in lines)
 
 
 def _ledger() -> Path:
@@ -226,13 +224,23 @@ class Told:
         return [event.line for event in self.of(sky.LogLine) if event.call_id == call_id and event.stream == stream]
 
 
+@contextmanager
+def shared(pool: sky.ComputePool) -> Iterator[sky.ComputePool]:
+    """Open a pool that several tests share: its client's connections, which come and go with its own clock, are nobody's leak."""
+    with pool:
+        port = urlsplit(cast(Any, pool)._open.cluster.client.scheduler.address).port or 0  # over SSH that of the forward
+        _shared_schedulers.add(port)
+        try:
+            yield pool
+        finally:
+            _shared_schedulers.discard(port)
+
+
 @pytest.fixture(scope="session")
 def _shared() -> Iterator[tuple[sky.ComputePool, Told]]:
     told = Told()
-    with sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", on_event=told) as pool:
-        _shared_scheduler.append(urlsplit(pool.lease.scheduler).port or 0)
+    with shared(sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", on_event=told)) as pool:
         yield pool, told
-    _shared_scheduler.clear()
 
 
 @pytest.fixture

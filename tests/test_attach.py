@@ -22,7 +22,7 @@ import pytest
 import skyward_core as sky
 from skyward_core import remote
 from skyward_core.instances import Lease
-from tests.conftest import Told, processes_by_tag, wait_until
+from tests.conftest import Told, processes_by_tag, shared, wait_until
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
@@ -94,7 +94,7 @@ def crashing() -> None:
 @pytest.fixture(scope="module")
 def opened_pool() -> Iterator[sky.ComputePool]:
     """Two local nodes, opened by whoever is not the one that attaches."""
-    with sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", lease_seconds=30) as pool:
+    with shared(sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", lease_seconds=30)) as pool:
         yield pool
 
 
@@ -336,7 +336,7 @@ def rented_pool(fleet: Fleet, mirror: Mirror) -> Iterator[sky.ComputePool]:  # n
     """Two machines of a cloud."""
     cloud = Cloud(fleet, prepare=mirror.configure)
     image = sky.Image(pip=["numpy"])
-    with sky.ComputePool(provider=cloud.provider(), nodes=2, image=image, display="quiet", provision_timeout=90) as pool:
+    with shared(sky.ComputePool(provider=cloud.provider(), nodes=2, image=image, display="quiet", provision_timeout=90)) as pool:
         yield pool
     cloud.close()
 

@@ -23,7 +23,7 @@ from skyward_core.futures import CallFuture
 from skyward_core.provisioning.metering import PHASES, Meter
 from skyward_core.worker.streams import Told as Outcomes
 from skyward_core.worker.wire import Ending, Outcome
-from tests.conftest import Told, wait_until
+from tests.conftest import Told, shared, wait_until
 
 NOTHING = dict.fromkeys(Bucket, 0.0)
 
@@ -424,7 +424,7 @@ class Bought:
 def bought() -> Iterator[Bought]:
     """One for all tests here."""
     told = Told()
-    with sky.ComputePool(provider=sky.Local(price_per_hour=7200.0), concurrency=2, display="quiet", on_event=told) as pool:
+    with shared(sky.ComputePool(provider=sky.Local(price_per_hour=7200.0), concurrency=2, display="quiet", on_event=told)) as pool:
         meter = cast(Any, pool)._open.meter
         (instance_id,) = meter.rented()
         yield Bought(pool, told, meter, instance_id)

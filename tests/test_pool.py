@@ -29,7 +29,7 @@ from skyward_core.cluster import members
 from skyward_core.entries import Bucket, CostBy
 from skyward_core.ledger import Ledger, default_url
 from skyward_core.worker.slot import TERM_SECONDS
-from tests.conftest import Told, connections, wait_until
+from tests.conftest import Told, connections, shared, wait_until
 from tests.fakes import DyingLocal, NoCapacityProvider, UnpreparableLocal
 
 FACTOR = 3
@@ -598,7 +598,7 @@ def test_interrupting_oneself_is_an_error_of_the_call(pool: sky.ComputePool) -> 
 @pytest.fixture(scope="module")
 def _crashing() -> Iterator[tuple[sky.ComputePool, Told]]:
     told = Told()
-    with sky.ComputePool(
+    crashed = sky.ComputePool(
         provider=sky.Local(),
         concurrency=2,
         memory="300MB",
@@ -606,7 +606,8 @@ def _crashing() -> Iterator[tuple[sky.ComputePool, Told]]:
         image=sky.Image(env={"FLAVOUR": "salt", "CUP": "1"}),
         display="quiet",
         on_event=told,
-    ) as pool:
+    )
+    with shared(crashed) as pool:
         yield pool, told
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import skyward_core as sky
-from tests.conftest import wait_until
+from tests.conftest import shared, wait_until
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror
 from tests.testbed.mirror import Mirror
@@ -25,7 +25,7 @@ def far_pool(fleet: Fleet, mirror: Mirror) -> Iterator[sky.ComputePool]:
     for host in hosts:
         mirror.configure(host)
     provider = sky.Hosts(*[host.ip for host in hosts], user="root", key=str(fleet.key_path), known_hosts="/dev/null", config="/dev/null")
-    with sky.ComputePool(provider=provider, nodes=2, image=sky.Image(pip=["numpy"]), display="quiet") as pool:
+    with shared(sky.ComputePool(provider=provider, nodes=2, image=sky.Image(pip=["numpy"]), display="quiet")) as pool:
         yield pool
 
 
