@@ -11,11 +11,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 
 from skyward_core import accelerators, spot
 from skyward_core.accelerators import Accelerator
+from skyward_core.accelerators.catalog import find
 from skyward_core.accelerators.neuron import slot_cores
 from skyward_core.errors import BadRequest
 from skyward_core.image.image import Image
 from skyward_core.image.volume import Volume, refuse_overlaps
-from skyward_core.market import Requirements, memory_gb
+from skyward_core.market import Offer, Requirements, memory_gb
 from skyward_core.providers import base
 from skyward_core.providers.base import Provider
 
@@ -123,10 +124,19 @@ class PoolSpec(BaseModel):
         """How many workers one machine holds: one for each MIG partition of its GPUs, or one."""
         return self.accelerator.count * len(self.accelerator.mig) if self.accelerator is not None and self.accelerator.mig else 1
 
-    @property
-    def neuron_cores(self) -> tuple[tuple[int, ...], ...]:
+    def accelerator_on(self, offer: Offer) -> Accelerator | None:
+        """What the calls on such a machine may use: the accelerators that were asked for, or all that it has if none were."""
+        if self.accelerator is not None or offer.accelerator is None:
+            return self.accelerator
+        chip = find(offer.accelerator)
+        choices = chip.memory_choices(None)
+        told = offer.accelerator_memory_gb or choices[0]
+        nearest = min(choices, key=lambda gb: abs(gb - told))  # clouds tell GiB for GB, and leave out what is reserved
+        return Accelerator(chip.name, nearest, offer.accelerators)
+
+    def neuron_cores(self, accelerator: Accelerator | None) -> tuple[tuple[int, ...], ...]:
         """The NeuronCores of each call that runs at once on a machine; empty where there are none, or the runtime chooses. Raises BadRequest if too few."""
-        return slot_cores(self.accelerator, self.node_environment, self.concurrency)
+        return slot_cores(accelerator, self.node_environment, self.concurrency)
 
     @property
     def node_environment(self) -> dict[str, str]:
@@ -142,7 +152,7 @@ class PoolSpec(BaseModel):
                 f'sides. Run this program with Python {self.image.python}, or leave Image(python=...) out (it is then "{here}")'
             )
         refuse_overlaps(self.volume)
-        _ = self.neuron_cores  # raises
+        self.neuron_cores(self.accelerator)
 
 
 def _loaded(wish: Any) -> Provider | tuple[Provider, ...]:

@@ -76,7 +76,8 @@ def told(wanted: sky.PoolSpec, ports: tuple[int, ...] = ()) -> NodeSettings:
     instance = Instance(id="host-1", provider="hosts", pool_id="p", rank=0, state=InstanceState.RUNNING, region="r", instance_type="t", directory="/nowhere")
     reaches = Reaches(60.0, lambda _: None)
     try:
-        return settings_of(reaches.to(instance), Role(0, 0, "10.0.0.1", "10.0.0.1", 29500, ports=ports), wanted, PoolCertificate("pem", "key"))
+        role = Role(0, 0, "10.0.0.1", "10.0.0.1", 29500, ports=ports)
+        return settings_of(reaches.to(instance), role, wanted, PoolCertificate("pem", "key"), wanted.accelerator)
     finally:
         reaches.close()
 

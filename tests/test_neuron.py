@@ -20,6 +20,7 @@ from skyward_core.accelerators.catalog import CHIPS, find
 from skyward_core.accelerators.neuron import slot_cores
 from skyward_core.certificates import PoolCertificate
 from skyward_core.instances import Instance, InstanceState
+from skyward_core.market import Offer
 from skyward_core.provisioning.bootstrap import Role, settings_of
 from skyward_core.reach import Reaches
 from skyward_core.worker.info import ENV, InstanceInfo, instance_info, to_env
@@ -102,16 +103,31 @@ def test_the_catalogues_cores_are_those_that_ec2_describes() -> None:
     assert {chip.name for chip in CHIPS if chip.neuron_cores_in_one > 1} == {"Trainium2"}
 
 
+CPUS = Offer(provider="aws", instance_type="c7i.large", region="us-east-1", price_per_hour=0.09, vcpus=2, memory_gb=4.3)
+TRN1 = Offer(
+    provider="aws",
+    instance_type="trn1.32xlarge",
+    region="us-east-1",
+    price_per_hour=21.5,
+    vcpus=128,
+    memory_gb=549.8,
+    accelerator="Trainium1",
+    accelerators=16,
+    accelerator_memory_gb=34.4,
+)
+
+
 # ── what a node is told ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def told(**wishes: Any) -> NodeSettings:
-    """What the first node of such a pool is told, as it reads it."""
+def told(offer: Offer = CPUS, **wishes: Any) -> NodeSettings:
+    """What the first node of such a pool is told, as it reads it, on such a machine."""
     instance = Instance(id="i-1", provider="aws", pool_id="p", rank=0, state=InstanceState.RUNNING, region="r", instance_type="t", directory="/nowhere")
     reaches = Reaches(60.0, lambda _: None)
     try:
         role = Role(0, 0, "10.0.0.1", "10.0.0.1", 29500)
-        settings = settings_of(reaches.to(instance), role, sky.PoolSpec.of(provider=sky.AWS(), **wishes), PoolCertificate("pem", "key"))
+        spec = sky.PoolSpec.of(provider=sky.AWS(), **wishes)
+        settings = settings_of(reaches.to(instance), role, spec, PoolCertificate("pem", "key"), spec.accelerator_on(offer))
     finally:
         reaches.close()
     assert NodeSettings.from_json(settings.to_json()) == settings
@@ -126,6 +142,22 @@ def test_each_slot_is_told_its_cores_in_the_runtimes_own_words() -> None:
     odd = told(accelerator=Trainium(1, 16), image=sky.Image(env={"NEURON_RT_VISIBLE_CORES": "7"}), env={"NEURON_RT_VISIBLE_CORES": "0-2,5,7-8"})
     assert odd.environment_of(0, 0) == {"NEURON_RT_VISIBLE_CORES": "0-2,5,7-8"}, "the pool's environment stands over the image's"
     assert told(accelerator=Inferentia(), concurrency=2).environment_of(0, 1) == {"NEURON_RT_VISIBLE_CORES": "1"}
+
+
+def test_a_machine_asked_for_by_its_type_is_told_what_it_has() -> None:
+    """`machine=` alone is enough: its chips, and its cores divided; accelerators that are asked for by name are those that are told."""
+    settings = told(TRN1, machine="trn1.32xlarge", concurrency=2)
+    assert settings.accelerators == ("Trainium1",) * 16
+    assert [settings.environment_of(0, slot)["NEURON_RT_VISIBLE_CORES"] for slot in range(2)] == ["0-15", "16-31"]
+    assert told(TRN1, machine="trn1.32xlarge", accelerator=Trainium(1, 2)).accelerators == ("Trainium1",) * 2
+    assert told(machine="c7i.large").accelerators == ()
+
+
+@pytest.mark.parametrize(("name", "told_gb", "gb"), [("A100", 42.9, 40), ("A100", 80.0, 80), ("H100", None, 80), ("T4", 15.0, 16)])
+def test_what_a_machine_has_is_a_chip_of_the_catalogue(name: str, told_gb: float | None, gb: int) -> None:
+    """Clouds tell its memory in other units, or not at all."""
+    offer = CPUS.model_copy(update={"accelerator": name, "accelerators": 2, "accelerator_memory_gb": told_gb})
+    assert sky.PoolSpec.of(machine="x").accelerator_on(offer) == sky.Accelerator(name, gb, 2)
 
 
 def test_elsewhere_nothing_is_told() -> None:
@@ -189,3 +221,20 @@ def test_calls_at_once_have_cores_of_their_own(tmp_path: Path) -> None:
             assert all(child == f"{visible} {cores}" for visible, cores, _, child, _ in found)
             with pytest.raises(sky.CallCrashed):
                 crash() >> pool
+
+
+@pytest.mark.slow
+def test_a_pool_that_asks_for_no_chips_is_told_those_that_its_machine_has() -> None:
+    """As with `machine="trn1.2xlarge"`; more calls at once than cores are refused before anything is rented."""
+    events: list[Any] = []
+    with sky.ComputePool(provider=NeuronBox(), display="quiet", on_event=events.append) as pool:
+        assert (told_here() >> pool) == ("Trainium1", ["Trainium1", "Trainium1"], [0, 1, 2, 3])
+    with pytest.raises(sky.BadRequest, match="4 NeuronCores"):
+        sky.ComputePool(provider=NeuronBox(), concurrency=5, display="quiet", on_event=events.append).open()
+    assert len([event for event in events if isinstance(event, sky.InstanceLaunching)]) == 1
+
+
+@sky.compute
+def told_here() -> tuple[str | None, list[str], list[int]]:
+    """What a call is told of chips."""
+    return sky.current_accelerator(), sky.instance_info().accelerators, sky.instance_info().neuron_cores

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import uv
 
+from skyward_core.accelerators import Accelerator
 from skyward_core.errors import BootstrapFailed, CommandFailed, ProvisioningTimeout, Unreachable
 from skyward_core.events import BootstrapProgress, BootstrapStarting, SkywardEvent
 from skyward_core.image.image import FrozenEnv
@@ -127,11 +128,16 @@ class Role:
 
 
 def settings_of(
-    reach: Reach, role: Role, spec: PoolSpec, certificate: PoolCertificate, max_lifetime_seconds: float | None = None, notice_url: str = ""
+    reach: Reach,
+    role: Role,
+    spec: PoolSpec,
+    certificate: PoolCertificate,
+    accelerator: Accelerator | None,
+    max_lifetime_seconds: float | None = None,
+    notice_url: str = "",
 ) -> NodeSettings:
-    """Return what a node is told."""
+    """Return what a node is told. `accelerator` is what its calls may use (`PoolSpec.accelerator_on`)."""
     limit = memory_gb(spec.memory) if spec.memory is not None else None
-    accelerator = spec.accelerator
     chips = 0 if accelerator is None else 1 if accelerator.mig else accelerator.count
     return NodeSettings(
         pool_id=reach.instance.pool_id,
@@ -148,7 +154,7 @@ def settings_of(
         scheduler=role.scheduler,
         workers=tuple({} for _ in range(spec.workers_per_node)),
         accelerators=(accelerator.name,) * chips if accelerator is not None else (),
-        neuron_cores=spec.neuron_cores,
+        neuron_cores=spec.neuron_cores(accelerator),
         memory_limit_bytes=int(limit * 1e9) if limit is not None else None,
         metrics_interval_seconds=2.0 if spec.collect_metrics else None,
         owner=this_process() if reach.is_here else None,

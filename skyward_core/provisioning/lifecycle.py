@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from skyward_core import spot
+from skyward_core.accelerators import Accelerator
 from skyward_core.errors import (
     BadRequest,
     CommandFailed,
@@ -131,6 +132,8 @@ class Machines:
         self._missed = set[str]()
         self._silent: dict[str, float] = {}
         self._lifetimes: dict[str, float | None] = {}
+        self._accelerators: dict[str, Accelerator | None] = {}
+        """What the calls on each machine may use."""
         self._launched_at = 0.0
         self._is_launch_unsure = False
         """True once a launch was asked for and its answer lost: there may be machines that nobody here knows of."""
@@ -540,6 +543,8 @@ class Machines:
         """Rent machines; the meter counts from the moment they are asked for. Raises NoCapacity if fewer came than were asked for."""
         if self._is_closing or self._closing.is_set():
             raise PoolClosed("the pool is closing")
+        accelerator = self._spec.accelerator_on(offer)
+        self._spec.neuron_cores(accelerator)  # refuses what would be refused when the machine has been paid for
         grant = self._purse.grant(count, price_of(offer, self._provider))
         try:
             lifetime = min((seconds for seconds in (self._spec.max_lifetime, grant.lifetime_seconds) if seconds is not None), default=None)
@@ -574,6 +579,7 @@ class Machines:
         self._book.bind(launch, instances)
         self._purse.launched([instance.id for instance in instances], grant)
         self._lifetimes |= {instance.id: lifetime for instance in instances}
+        self._accelerators |= {instance.id: accelerator for instance in instances}
         for instance in instances:
             self._emit(_provisioned(instance))
         if self._is_closing or self._closing.is_set():  # the pool's own giving back may be over already
@@ -662,7 +668,9 @@ class Machines:
         host = "127.0.0.1" if self._ports else node.instance.private_ip or "127.0.0.1"
         head_host = "127.0.0.1" if self._ports else self._nodes[0].instance.private_ip or "127.0.0.1"
         role = Role(rank, self._generation, host, head_host, self._head_port, scheduler, self._ports.get(rank, ()))
-        return settings_of(node.reach, role, self._spec, self._certificate.result(), self._lifetimes.get(node.instance.id), self._notice_url(node))
+        machine = node.instance.id
+        certificate, lifetime = self._certificate.result(), self._lifetimes.get(machine)
+        return settings_of(node.reach, role, self._spec, certificate, self._accelerators.get(machine), lifetime, self._notice_url(node))
 
     # ── nodes that do not see each other ─────────────────────────────────────────────────────────────────────────────
 
