@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +234,37 @@ def test_the_only_node_of_a_pool_is_replaced(tmp_path: Path) -> None:
     assert final.ondemand_count == 2
     assert 0.0 < final.total_cost < 0.015 * final.total_seconds + 0.02
     assert pool.cost == final.total_cost
+
+
+class Scarce(sky.Local):
+    """This machine as two types, of which the cheaper one is sold once and never again."""
+
+    def offers(self, want: sky.Requirements) -> list[sky.Offer]:
+        (offer,) = super().offers(want)
+        return [offer.model_copy(update={"instance_type": name, "price_per_hour": price}) for name, price in (("rare", 1.0), ("common", 2.0))]
+
+    def launch(self, offer: sky.Offer, count: int, tags: Mapping[str, str], startup: str) -> list[sky.Instance]:
+        if offer.instance_type == "rare" and sold.get("rare"):
+            raise sky.NoCapacity("there are no more of these")
+        sold[offer.instance_type] += 1
+        return super().launch(offer, count, tags, startup)
+
+
+sold = Counter[str]()
+
+
+@pytest.mark.slow
+def test_the_only_node_of_a_pool_is_replaced_by_another_type_where_its_own_is_sold_out(tmp_path: Path) -> None:
+    """What any lost node may be replaced with, the only one may be too: it is spot machines of one type and zone that go all at once."""
+    told = Told()
+    sold.clear()
+    with open_pool(told, nodes=1, provider=Scarce()) as pool:
+        future = pool.submit(wait_for_go(str(tmp_path)))
+        kill(supervisor_of(tmp_path, 0))
+        wait_until(lambda: len(told.of(sky.PoolReady)) == 2, "the cluster to be up")
+        (tmp_path / "go").touch()
+        assert future.result(timeout=LOSS_SECONDS) == 0
+    assert sold == {"rare": 1, "common": 1}
 
 
 @pytest.mark.slow

@@ -454,11 +454,7 @@ class Machines:
             self._end_aside(lost)
         left = [rank for rank, node in sorted(self._nodes.items()) if rank and is_left(node.instance)]
         deadline = time.monotonic() + self._spec.provision_timeout
-        if left:
-            head = self._nodes.pop(left[0])
-        else:
-            (instance,) = self._launch(self._offers[0], 1, 0)
-            head = Preparation(self.reaches.to(instance), 0, self._emit)
+        head = self._nodes.pop(left[0]) if left else Preparation(self.reaches.to(self._launch_instead(0, None)), 0, self._emit)
         self._nodes[0] = head
         if self._ports:
             self._choose_ports()
