@@ -134,8 +134,13 @@ class PoolSpec(BaseModel):
         nearest = min(choices, key=lambda gb: abs(gb - told))  # clouds tell GiB for GB, and leave out what is reserved
         return Accelerator(chip.name, nearest, offer.accelerators)
 
-    def neuron_cores(self, accelerator: Accelerator | None) -> tuple[tuple[int, ...], ...]:
+    @property
+    def neuron_cores(self) -> tuple[tuple[int, ...], ...]:
         """The NeuronCores of each call that runs at once on a machine; empty where there are none, or the runtime chooses. Raises BadRequest if too few."""
+        return self.neuron_cores_of(self.accelerator)
+
+    def neuron_cores_of(self, accelerator: Accelerator | None) -> tuple[tuple[int, ...], ...]:
+        """The same on a machine whose calls may use these (`accelerator_on`)."""
         return slot_cores(accelerator, self.node_environment, self.concurrency)
 
     @property
@@ -152,7 +157,7 @@ class PoolSpec(BaseModel):
                 f'sides. Run this program with Python {self.image.python}, or leave Image(python=...) out (it is then "{here}")'
             )
         refuse_overlaps(self.volume)
-        self.neuron_cores(self.accelerator)
+        _ = self.neuron_cores  # raises
 
 
 def _loaded(wish: Any) -> Provider | tuple[Provider, ...]:

@@ -27,10 +27,6 @@ from __future__ import annotations
 
 # ruff: noqa: ASYNC109, ASYNC240  deadlines span several awaits; small local files are read before the first packet
 import asyncio
-import codecs
-import concurrent.futures
-import logging
-import mmap
 import os
 import posixpath
 import secrets
@@ -39,20 +35,21 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import AsyncGenerator, AsyncIterator, Buffer, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Buffer, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import asyncssh  # noqa: TID253  this file owns it
 from asyncssh.public_key import get_default_public_key_algs  # noqa: TID253
 
+from skyward_core._ssh_channels import Download, Inbox, Session, Text
+from skyward_core._ssh_loop import Loop
 from skyward_core.errors import BadRequest, CommandFailed, CommandTimedOut, ConnectionLost, CredentialsError, HostKeyChanged, Unreachable
 from skyward_core.instances import Endpoint
 from skyward_core.proxy import Proxy
-from skyward_core.side_by_side import PlainExecutor
 
 CIPHERS = "^aes128-gcm@openssh.com,aes256-gcm@openssh.com"
 """Preferred where ~/.ssh/config has no opinion: with AES in the processor two to three times faster than chacha20 (shared/facts/testbed.md, section 3)."""
@@ -64,15 +61,10 @@ KILL_SECONDS = 2.0
 REFUSED_SECONDS = 5.0  # sshd counts a session a moment longer than we do; where MaxSessions is below ours, one of ours may end
 SESSIONS = 10
 """Commands at once on one connection; further ones wait. OpenSSH's default for MaxSessions, sshd_config(5)."""
-PIECE_BYTES = 256 * 1024
-WRITE_AHEAD_BYTES = 1 << 20
-READ_AHEAD_BYTES = 1 << 20
 FETCH_WINDOW_BYTES = 16 << 20
 """What the machine may send before we have told it that we took some: 16 MiB fill 1 Gbit/s over 130 ms. asyncssh's own 2 MiB are enough for lines."""
-TAIL_CHARACTERS = 64 * 1024
 VERDICTS = (asyncssh.PermissionDenied, asyncssh.HostKeyNotVerifiable, asyncssh.KeyExchangeFailed, asyncssh.IllegalUserName)
 """What a machine itself has said of us, or we of it: not the fault of the way to it."""
-LARGE_BYTES = 4 << 20  # from here on memory comes in pages of its own, given back with the last view of them
 
 PUT = """\
 set -e
@@ -127,74 +119,6 @@ class Completed:
 
     exit_code: int
     output: str
-
-
-class Loop:
-    """A thread that runs an asyncio loop, for one connection or shared by many; whoever makes it closes it."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        # machines are also given back when the interpreter ends, and asyncio's own executor takes nothing any more then
-        self._loop.set_default_executor(PlainExecutor("skyward-ssh-work"))
-        self._lock = threading.Lock()
-        self._closed = False
-        self._thread = threading.Thread(target=_turn, args=(self._loop,), name="skyward-ssh", daemon=True)
-        self._thread.start()
-
-    def call[T](self, coroutine: Coroutine[Any, Any, T], timeout_seconds: float | None = None) -> T:
-        """Run a coroutine on the loop and return its result; raises TimeoutError, with the coroutine cancelled, when it takes longer."""
-        with self._lock:
-            if self._closed or threading.current_thread() is self._thread:
-                coroutine.close()
-                raise Unreachable("the SSH loop is closed" if self._closed else "a callback of an SSH connection must not wait for SSH")
-            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result(timeout_seconds)
-        except concurrent.futures.CancelledError:
-            raise ConnectionLost("the SSH connection was closed meanwhile") from None
-        finally:
-            future.cancel()
-
-    def close(self) -> None:
-        """Cancel what still runs and end the thread. May be called twice."""
-        with self._lock:
-            first, self._closed = not self._closed, True
-        if first:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-
-def _turn(loop: asyncio.AbstractEventLoop) -> None:
-    """The life of the loop's thread. Knows the loop alone, so that an abandoned `Loop` can be collected."""
-    log = logging.getLogger("asyncssh")
-    if log.level == logging.NOTSET:
-        log.setLevel(logging.WARNING)  # it tells each connection and channel at INFO, into the task logs of orchestrators
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-        loop.run_until_complete(_settle())
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.run_until_complete(loop.shutdown_default_executor())
-    finally:
-        asyncio.set_event_loop(None)
-        loop.close()
-
-
-async def _settle() -> None:
-    """Cancel all tasks, then let transports that were told to close do so."""
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    for _ in range(3):
-        await asyncio.sleep(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +234,7 @@ class Connection:
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         content = stdin.encode() if isinstance(stdin, str) else stdin
-        text = _Text(on_line)
+        text = Text(on_line)
         ended = False
         inbox = self._within(deadline, self._start(command, content), command, text)
         try:
@@ -398,7 +322,7 @@ class Connection:
         finally:
             self._tasks.discard(task)
 
-    def _within[T](self, deadline: float | None, coroutine: Coroutine[Any, Any, T], command: str, text: _Text, *, begun: bool = False) -> T:
+    def _within[T](self, deadline: float | None, coroutine: Coroutine[Any, Any, T], command: str, text: Text, *, begun: bool = False) -> T:
         try:
             return self._call(coroutine, None if deadline is None else max(0.0, deadline - time.monotonic()))
         except TimeoutError as error:
@@ -612,8 +536,8 @@ class Connection:
 
     # ── on the loop: commands ────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _start(self, command: str, content: bytes | Path | None, *, stays: bool = False) -> _Inbox:
-        inbox = _Inbox()
+    async def _start(self, command: str, content: bytes | Path | None, *, stays: bool = False) -> Inbox:
+        inbox = Inbox()
         await self._open(command, inbox)
         if content is not None:
             inbox.feeding = asyncio.ensure_future(inbox.send(content))
@@ -622,7 +546,7 @@ class Connection:
         return inbox
 
     async def _put(self, command: str, content: Path | Sequence[memoryview], failed: str) -> None:
-        async with self._running(command, _Inbox(), is_killed=False) as inbox:  # it would leave its part of a file: at the end of its input it tidies up
+        async with self._running(command, Inbox(), is_killed=False) as inbox:  # it would leave its part of a file: at the end of its input it tidies up
             await inbox.send(content)
             said = b""
             while piece := await inbox.read():
@@ -632,7 +556,7 @@ class Connection:
 
     async def _fetch(self, remote: str, into: memoryview | None, *, remove: bool) -> memoryview:
         mark = secrets.token_hex(8)
-        download = _Download(mark.encode(), into)
+        download = Download(mark.encode(), into)
         command = shlex.join(["sh", "-c", FETCH, "fetch", remote, mark, "remove" * remove])
         async with self._running(command, download, window=FETCH_WINDOW_BYTES):
             await download.settled.wait()
@@ -649,7 +573,7 @@ class Connection:
             return download.content
 
     @asynccontextmanager
-    async def _running[S: _Session](self, command: str, session: S, *, window: int | None = None, is_killed: bool = True) -> AsyncGenerator[S, None]:
+    async def _running[S: Session](self, command: str, session: S, *, window: int | None = None, is_killed: bool = True) -> AsyncGenerator[S, None]:
         """Start a command; afterwards it has ended, or is killed, or at least sees the end of its input."""
         ended = False
         await self._open(command, session, window=window)
@@ -659,7 +583,7 @@ class Connection:
         finally:
             await self._leave(session, kill=is_killed and not ended)
 
-    async def _open(self, command: str, session: _Session, *, window: int | None = None) -> None:
+    async def _open(self, command: str, session: Session, *, window: int | None = None) -> None:
         self._living()
         await self._sessions.acquire()
         try:
@@ -674,7 +598,7 @@ class Connection:
                 session.channel.close()
             raise
 
-    async def _create(self, ssh: asyncssh.SSHClientConnection, command: str, session: _Session, window: int | None) -> None:
+    async def _create(self, ssh: asyncssh.SSHClientConnection, command: str, session: Session, window: int | None) -> None:
         """Start a command on the machine, trying again for REFUSED_SECONDS while it takes no further one."""
         arguments: dict[str, Any] = {"encoding": None, "request_pty": False, "x11_forwarding": False} | ({"window": window} if window else {})
         refusal: asyncssh.ChannelOpenError | None = None
@@ -691,14 +615,14 @@ class Connection:
             raise ConnectionLost(f"the SSH connection to {self.endpoint} is gone: {refusal}") from refusal
         raise refusal
 
-    async def _exit_code(self, session: _Session, command: str) -> int:
+    async def _exit_code(self, session: Session, command: str) -> int:
         await session.ended.wait()
         exit_code = session.channel.get_returncode()
         if exit_code is None:  # asyncssh tells a connection that died just like this, whatever `check` says
             raise ConnectionLost(f"{self.endpoint} went away under: {_short(command)}" + f" ({self._lost})" * bool(self._lost))
         return exit_code
 
-    async def _leave(self, session: _Session, *, kill: bool) -> None:
+    async def _leave(self, session: Session, *, kill: bool) -> None:
         self._sessions.release()
         if session.feeding:
             session.feeding.cancel()
@@ -713,7 +637,7 @@ class Connection:
 
     async def _kill(self, name: str) -> None:
         """Kill what runs under a name; a machine that cannot be asked within KILL_SECONDS keeps it."""
-        killer = _Inbox()
+        killer = Inbox()
         try:
             async with asyncio.timeout(KILL_SECONDS):
                 await self._open(shlex.join(["sh", "-c", KILL, "kill", name]), killer)
@@ -737,7 +661,7 @@ class Shell:
         self._turn = threading.Lock()
         self._mark = secrets.token_hex(16)
         self._commands = 0
-        self._inbox: _Inbox | None = None
+        self._inbox: Inbox | None = None
 
     def run(self, command: str, *, timeout_seconds: float | None = None) -> Completed:
         """Run a command of POSIX sh in the user's home and return how it ended, whatever its exit code.
@@ -750,7 +674,7 @@ class Shell:
         if not self._turn.acquire(timeout=-1 if timeout_seconds is None else timeout_seconds):
             raise CommandTimedOut(f"the shell on {self._connection.endpoint} was busy until the deadline of: {_short(command)}", output="")
         try:
-            return self._connection._within(deadline, self._ask(command), command, _Text(None))  # pyright: ignore[reportPrivateUsage]
+            return self._connection._within(deadline, self._ask(command), command, Text(None))  # pyright: ignore[reportPrivateUsage]
         finally:
             self._turn.release()
 
@@ -789,235 +713,6 @@ class Shell:
             if not answered:
                 self._inbox = None if self._inbox is inbox else self._inbox
                 await connection._leave(inbox, kill=True)  # pyright: ignore[reportPrivateUsage]
-
-
-class _Session(asyncssh.SSHClientSession[bytes]):
-    """A command on the machine, as asyncssh tells of it. Its callbacks must not raise: that would end the connection."""
-
-    channel: asyncssh.SSHClientChannel[bytes]
-
-    def __init__(self) -> None:
-        self.name = ""  # what KILL finds it by
-        self.is_made = False
-        self.feeding: asyncio.Task[None] | None = None
-        self.ended = asyncio.Event()
-        self._may_write = asyncio.Event()
-        self._may_write.set()
-
-    def connection_made(self, chan: asyncssh.SSHClientChannel[bytes]) -> None:
-        self.channel, self.is_made = chan, True
-        chan.set_write_buffer_limits(WRITE_AHEAD_BYTES)
-
-    def eof_received(self) -> bool:
-        """Let what we still send go on."""
-        return True
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._may_write.set()
-        self.ended.set()
-
-    def pause_writing(self) -> None:
-        self._may_write.clear()
-
-    def resume_writing(self) -> None:
-        self._may_write.set()
-
-    async def send(self, content: Path | bytes | Sequence[memoryview], *, end: bool = True) -> None:
-        """Send the command's input, no faster than it reads, and, unless more is to come, that this was all."""
-        try:
-            for piece in _pieces(content):
-                self.channel.write(piece)
-                if not self._may_write.is_set():
-                    await self._may_write.wait()
-        except OSError:
-            pass  # the command ended without reading all of it, or the connection did: the reading side tells which
-        if end:
-            self.finish()
-
-    def finish(self) -> None:
-        """Tell the command that its input is at its end."""
-        try:
-            self.channel.write_eof()
-        except OSError:
-            pass  # likewise
-
-
-class _Inbox(_Session):
-    """A command whose output is read piece by piece; it waits when it is too far ahead of its reader."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._pieces: list[bytes] = []
-        self._size = 0
-        self._is_paused = False
-        self._is_at_end = False
-        self._news = asyncio.Event()
-
-    def data_received(self, data: bytes, datatype: int | None) -> None:
-        self._pieces.append(data)
-        self._size += len(data)
-        self._news.set()
-        if self._size > READ_AHEAD_BYTES and not self._is_paused:
-            self._is_paused = True
-            self.channel.pause_reading()
-
-    def eof_received(self) -> bool:
-        self._is_at_end = True
-        self._news.set()
-        return super().eof_received()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self.eof_received()
-
-    async def read(self) -> bytes:
-        """Return what has come since the last time, waiting for some; nothing at the end."""
-        while not self._pieces and not self._is_at_end:
-            self._news.clear()
-            await self._news.wait()
-        whole = b"".join(self._pieces)
-        self._pieces.clear()
-        self._size = 0
-        if self._is_paused:
-            self._is_paused = False
-            self.channel.resume_reading()
-        return whole
-
-    async def read_until(self, mark: bytes) -> tuple[bytes, int | None]:
-        """Return what comes before a mark and the number after it, up to the end of that line; None if the end comes first."""
-        said, seen = bytearray(), 0
-        while piece := await self.read():
-            said += piece
-            found = said.find(mark, seen)
-            if found >= 0 and said.endswith(b"\n"):
-                return bytes(said[:found]), int(said[found + len(mark) :])
-            seen = found if found >= 0 else max(0, len(said) - len(mark))
-        return bytes(said), None
-
-
-class _Download(_Session):
-    """FETCH: the bytes of a file go to their place as they come."""
-
-    def __init__(self, mark: bytes, into: memoryview | None) -> None:
-        super().__init__()
-        self.settled = asyncio.Event()
-        self.problem: Exception | None = None
-        self.said = bytearray()
-        self.content = memoryview(b"")
-        self._mark = mark
-        self._into = into
-        self._head: bytes | None = b""
-        self._filled = 0
-        self._overflow = 0
-
-    @property
-    def is_begun(self) -> bool:
-        return self._head is None
-
-    @property
-    def is_whole(self) -> bool:
-        return self.is_begun and self._filled == len(self.content) and not self._overflow
-
-    def data_received(self, data: bytes, datatype: int | None) -> None:
-        if datatype is not None:
-            self.said += data
-            return
-        if self.problem:
-            return
-        if self._head is not None:
-            data = self._begin(data)
-        taken = min(len(data), len(self.content) - self._filled)
-        if taken:
-            self.content[self._filled : self._filled + taken] = data[:taken]
-        self._filled += taken
-        self._overflow += len(data) - taken
-        if self.problem or (self._head is None and self._filled == len(self.content)):
-            self.settled.set()
-
-    def eof_received(self) -> bool:
-        self.settled.set()
-        return super().eof_received()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self.settled.set()
-
-    def _begin(self, data: bytes) -> bytes:
-        """Look for the line with the size, past what a login shell may say; return what comes after it."""
-        assert self._head is not None
-        *lines, self._head = (self._head + data).split(b"\n")
-        for number, line in enumerate(lines):
-            word, _, size = line.partition(b" ")
-            if word == self._mark:
-                rest = b"\n".join([*lines[number + 1 :], self._head])
-                self._head = None
-                try:
-                    self.content = self._room(int(size))
-                except (MemoryError, OSError, BadRequest) as error:
-                    self.problem = error
-                    return b""
-                return rest
-        return b""
-
-    def _room(self, size: int) -> memoryview:
-        if self._into is None:
-            return _memory(size)
-        if size > len(self._into):
-            raise BadRequest(f"the file has {size} bytes, more than there is room for: {len(self._into)}")
-        return self._into[:size]
-
-
-def _memory(size: int) -> memoryview:
-    """Return new, writable memory. In huge pages where the kernel has them: touching 100 MiB for the first time then takes 15 ms, not 70."""
-    if size < LARGE_BYTES:
-        return memoryview(bytearray(size))
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel built without them
-    return memoryview(memory)
-
-
-def _pieces(content: Path | bytes | Iterable[memoryview]) -> Iterator[bytes]:
-    """Cut the content into pieces. Views pass for bytes: asyncssh copies what it is given in any case."""
-    if isinstance(content, Path):
-        with content.open("rb") as file:
-            while piece := file.read(PIECE_BYTES):
-                yield piece
-        return
-    for view in [memoryview(content)] if isinstance(content, bytes) else content:
-        for start in range(0, len(view), PIECE_BYTES):
-            yield cast(bytes, view[start : start + PIECE_BYTES])
-
-
-class _Text:
-    """A command's output: bytes in, lines out. The whole of it is kept, or its end if the lines are told."""
-
-    def __init__(self, on_line: Callable[[str], None] | None) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._on_line = on_line
-        self._parts: list[str] = []
-        self._open_line = ""
-        self._size = 0
-
-    @property
-    def whole(self) -> str:
-        return "".join(self._parts)
-
-    def feed(self, piece: bytes, *, last: bool = False) -> None:
-        text = self._decoder.decode(piece, last)
-        self._parts.append(text)
-        if self._on_line:
-            self._size += len(text)
-            while self._size - len(self._parts[0]) >= TAIL_CHARACTERS:
-                self._size -= len(self._parts.pop(0))
-            *lines, self._open_line = (self._open_line + text).split("\n")
-            if last and self._open_line:
-                lines.append(self._open_line)
-            for line in lines:
-                self._on_line(line.removesuffix("\r"))
 
 
 class _Guard(asyncssh.SSHClient):

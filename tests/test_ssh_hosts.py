@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from skyward_core import ssh
+from skyward_core import _ssh_channels, ssh
 from skyward_core.errors import BadRequest, CommandFailed, CommandTimedOut, ConnectionLost, CredentialsError, HostKeyChanged, Unreachable
 from skyward_core.instances import Endpoint
 from skyward_core.ssh import Connection
@@ -233,7 +233,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(connection, host, monk
         return memoryview(bytearray(size))
 
     connection.put(bytes(40 * MIB), "/dev/shm/file")
-    monkeypatch.setattr(ssh, "_memory", shrinking)
+    monkeypatch.setattr(_ssh_channels, "memory", shrinking)
     with pytest.raises(CommandFailed, match="changed"):
         connection.fetch("/dev/shm/file", remove=True)
     assert connection.run("ls /dev/shm").output == "file\n"
@@ -246,7 +246,7 @@ def test_a_value_stays_there_if_the_connection_dies_before_all_of_it_is_here(hos
         host.partition()
         return memoryview(bytearray(size))
 
-    monkeypatch.setattr(ssh, "_memory", cut)
+    monkeypatch.setattr(_ssh_channels, "memory", cut)
     with reach(host, keepalive_seconds=0.3, keepalive_count=1).connect(60) as connection:
         connection.put(bytes(MIB), "/dev/shm/value")
         with pytest.raises(ConnectionLost):
@@ -258,7 +258,7 @@ def test_a_value_stays_there_if_the_connection_dies_before_all_of_it_is_here(hos
 
 def test_a_file_whose_rest_never_comes_leaves_the_old_one(connection, host, monkeypatch):
     """A transfer that is broken off replaces nothing, and its part is removed."""
-    pieces = ssh._pieces
+    pieces = _ssh_channels.pieces
 
     def breaking_off(content):
         yield next(pieces(content))
@@ -266,7 +266,7 @@ def test_a_file_whose_rest_never_comes_leaves_the_old_one(connection, host, monk
 
     connection.put(b"old", "folder/file")
     with monkeypatch.context() as patch, pytest.raises(ArithmeticError):
-        patch.setattr(ssh, "_pieces", breaking_off)
+        patch.setattr(_ssh_channels, "pieces", breaking_off)
         connection.put(bytes(8 * MIB), "folder/file")
     wait_until(lambda: connection.run("ls folder").output == "file\n", "the part to be removed")
     assert connection.fetch("folder/file") == b"old"

@@ -154,7 +154,7 @@ def settings_of(
         scheduler=role.scheduler,
         workers=tuple({} for _ in range(spec.workers_per_node)),
         accelerators=(accelerator.name,) * chips if accelerator is not None else (),
-        neuron_cores=spec.neuron_cores(accelerator),
+        neuron_cores=spec.neuron_cores_of(accelerator),
         memory_limit_bytes=int(limit * 1e9) if limit is not None else None,
         metrics_interval_seconds=2.0 if spec.collect_metrics else None,
         owner=this_process() if reach.is_here else None,

@@ -540,7 +540,7 @@ class Machines:
         if self._is_closing or self._closing.is_set():
             raise PoolClosed("the pool is closing")
         accelerator = self._spec.accelerator_on(offer)
-        self._spec.neuron_cores(accelerator)  # refuses what would be refused when the machine has been paid for
+        self._spec.neuron_cores_of(accelerator)  # refuses what would be refused when the machine has been paid for
         grant = self._purse.grant(count, price_of(offer, self._provider))
         try:
             lifetime = min((seconds for seconds in (self._spec.max_lifetime, grant.lifetime_seconds) if seconds is not None), default=None)
