@@ -3,8 +3,8 @@
     AIRFLOW__CORE__DAGS_FOLDER=dags airflow dags test skyward_sweep                           ends what it finds
     AIRFLOW__CORE__DAGS_FOLDER=dags airflow dags test skyward_sweep -c '{"dry_run": true}'    tells what it would end
 
-The task asks the providers of all pools in the ledger, and those below for machines that the ledger does not know. Machines of living pools are never
-touched. Workers on several computers need a ledger that all of them see: SKYWARD_LEDGER=postgresql+psycopg://...
+The task asks the providers of all pools in the ledger, and those that the settings name (SKYWARD_PROVIDER, skyward.toml) for machines that the ledger does not
+know. Machines of living pools are never touched. Workers on several computers need a ledger that all of them see: SKYWARD_LEDGER=postgresql+psycopg://...
 """
 
 import logging
@@ -15,7 +15,7 @@ from airflow.sdk.exceptions import AirflowFailException
 
 import skyward_core as sky
 
-PROVIDERS = [sky.Local()]
+PROVIDERS = None  # those of the settings; or name them here: [sky.AWS(region="us-east-1"), sky.RunPod()]
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,9 @@ import skyward_core as sky
 from dagster_skyward import SkywardResource
 
 FOLDS = 5
-PROVIDERS = [sky.Local()]
-"""Asked by the sweep, beside those of the pools in the ledger, for machines that the ledger does not know."""
+PROVIDERS = None
+"""Asked by the sweep, beside those of the pools in the ledger, for machines that the ledger does not know. None: those of the settings (SKYWARD_PROVIDER,
+skyward.toml); or name them here: [sky.AWS(region="us-east-1"), sky.RunPod()]."""
 
 
 @dataclass(frozen=True)

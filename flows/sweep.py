@@ -3,8 +3,8 @@
     python flows/sweep.py            sweeps once
     python flows/sweep.py serve      sweeps every ten minutes, as a deployment of the server that PREFECT_API_URL names
 
-The flow asks the providers of all pools in the ledger, and those below for machines that the ledger does not know. Machines of living pools are never
-touched. Workers on several computers need a ledger that all of them see: SKYWARD_LEDGER=postgresql+psycopg://...
+The flow asks the providers of all pools in the ledger, and those that the settings name (SKYWARD_PROVIDER, skyward.toml) for machines that the ledger does not
+know. Machines of living pools are never touched. Workers on several computers need a ledger that all of them see: SKYWARD_LEDGER=postgresql+psycopg://...
 """
 
 import sys
@@ -14,7 +14,7 @@ from prefect.artifacts import create_table_artifact
 
 import skyward_core as sky
 
-PROVIDERS = [sky.Local()]
+PROVIDERS = None  # those of the settings; or name them here: [sky.AWS(region="us-east-1"), sky.RunPod()]
 
 
 def in_words(finding) -> str:

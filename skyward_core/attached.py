@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
+import os
 import pickle
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from skyward_core.certificates import PoolCertificate
-from skyward_core.errors import CallCrashed, CommandFailed, LeaseLost, LedgerError, NodeLost, SkywardError
+from skyward_core.errors import CallCrashed, CommandFailed, CredentialsError, HostKeyChanged, LeaseLost, LedgerError, NodeLost, SkywardError
 from skyward_core.events import CostFinal, SkywardEvent
-from skyward_core.instances import Lease
+from skyward_core.instances import Lease, Node
 from skyward_core.reach import Reaches
-from skyward_core.worker.settings import write_atomically
+from skyward_core.side_by_side import side_by_side
 from skyward_core.worker.wire import Ending, Outcome, Output, Report
 
 if TYPE_CHECKING:
@@ -30,7 +31,10 @@ _log = logging.getLogger("skyward")
 KEY_BEGINS = "-----BEGIN "
 POLL_SECONDS = 0.2
 GUARD_SECONDS = 2.0  # a node that was opened has had its guard for long
+JOIN_SECONDS = 5.0  # a worker that has crashed is back in one or two
+ALL_AT_ONCE = 1000
 FIRST_POLL_SECONDS = 0.01
+REPLACED_SECONDS = 300.0  # for which a broadcast waits for a lost node's successor
 RESUME_SECONDS = 2.0
 ENDED = frozenset({"ended", "cancelled", "lost"})
 
@@ -47,7 +51,7 @@ class Attached:
     ) -> None:
         self.lease = lease
         self._key = key
-        self._key_folder: tempfile.TemporaryDirectory[str] | None = None
+        self._key_in_memory: int | None = None
         self.cluster: Cluster | None = None
         self.is_running = False
         self.emit = emit
@@ -57,11 +61,15 @@ class Attached:
         self._reaches = Reaches(lease_seconds, emit)
         self._stopping = threading.Lock()
         self._ended = threading.Event()
-        self._ledger: Ledger | None = None
-        """The ledger that knows the pool, if this process has it."""
+        self._away: dict[int, float] = {}
+        """Since when nodes are not there, by rank."""
+        self._entry = KeptEntry(lease.pool_id, lease_seconds)
 
     def start(self, timeout_seconds: float) -> None:
-        """Reach all nodes and connect. Raises Unreachable, CredentialsError, HostKeyChanged or NodeLost; then nothing is left open."""
+        """Reach the nodes and connect; without those that are not there, but for the head, which has the scheduler and what it keeps.
+
+        Raises Unreachable, CredentialsError, HostKeyChanged or NodeLost; then nothing is left open.
+        """
         deadline = time.monotonic() + timeout_seconds
         try:
             if self._key is not None:
@@ -71,7 +79,11 @@ class Attached:
             certificate = PoolCertificate(settings["tls_certificate"], settings["tls_key"])
             module = importlib.import_module("skyward_core.cluster")
             self.cluster = cluster = cast("Cluster", module.Cluster(self.lease, certificate, self._reaches, self.emit, self._retries))
-            cluster.start(head.address(self.lease.scheduler), deadline, lambda: None)
+            cluster.start(head.address(self.lease.scheduler), deadline, lambda: None, min(JOIN_SECONDS, self._lease_seconds / 2))
+            for node in self.lease.nodes:
+                if node.rank and len(cluster.missing(node.rank)) == node.workers:
+                    cluster.forget(node.rank)
+                    self._go_on_without(node, "its workers are not in the pool")
             cluster.watch(self)
             self.is_running = True
         except BaseException as error:
@@ -79,28 +91,55 @@ class Attached:
             if isinstance(error, NodeLost):
                 raise NodeLost(f"pool {self.lease.pool_id} is not there any more, or has another head than its lease tells of: {error}") from error
             raise
-        self._ledger = _ledger_of(self.lease.pool_id)
+        self._entry.renew()
         threading.Thread(target=self._keep, name="skyward-clock", daemon=True).start()
 
     def _key_path(self, key: str) -> str:
-        """Return the path of a key that is given by its path or its text."""
+        """Return the path of a key that is given by its path or its text. The text stays in this process's memory: a kill leaves nothing of it on a disk."""
         if KEY_BEGINS not in key:
             return key
-        self._key_folder = tempfile.TemporaryDirectory(prefix="skyward-key-")  # of mode 0700
-        path = Path(self._key_folder.name) / "key"
-        write_atomically(path, key.strip() + "\n")
-        return str(path)
+        self._key_in_memory = os.memfd_create("skyward-key")
+        path = f"/proc/{os.getpid()}/fd/{self._key_in_memory}"
+        Path(path).write_text(key.strip() + "\n")
+        return path
 
     def _reach_all(self, deadline: float) -> Mapping[str, Any]:
-        """Reach all nodes; return what the head was told by its opener. Raises NodeLost if a node has ended, which its machine may outlive."""
+        """Reach the head, then the others; return what the head was told by its opener.
+
+        Raises NodeLost if the head has ended, which its machine may outlive.
+        """
         if not self.lease.nodes:
             raise NodeLost("its lease names no node")
+        head, *others = self.lease.nodes
         try:
-            for node in self.lease.nodes:
-                self._reaches.to(node.instance).join(timeout_seconds=max(1.0, deadline - time.monotonic()), guard_seconds=GUARD_SECONDS)
-            return json.loads(self._reaches.to(self.lease.nodes[0].instance).read("settings.json"))
+            self._reach(head, deadline - time.monotonic())
+            settings = json.loads(self._reaches.to(head.instance).read("settings.json"))
         except (CommandFailed, OSError) as error:
-            raise NodeLost("a node has ended, for the pool was closed or its lease has run out") from error
+            raise NodeLost("its head has ended, for the pool was closed, its lease has run out, or the head alone was lost") from error
+        seconds = (deadline - time.monotonic()) / 2  # what is left then is the scheduler's
+        for node, failure in zip(others, side_by_side(lambda node: self._why_out_of_reach(node, seconds), others, "skyward-attach", ALL_AT_ONCE), strict=True):
+            if failure is not None:
+                self._go_on_without(node, str(failure))
+        self._keep_here()
+        return settings
+
+    def _reach(self, node: Node, seconds: float) -> None:
+        self._reaches.to(node.instance).join(timeout_seconds=max(1.0, seconds), guard_seconds=GUARD_SECONDS)
+
+    def _why_out_of_reach(self, node: Node, seconds: float) -> Exception | None:
+        """Reach a node that is not the head; return why it cannot be reached. Raises what is wrong with our key, or with the host's."""
+        try:
+            self._reach(node, seconds)
+        except (CredentialsError, HostKeyChanged):
+            raise
+        except (SkywardError, OSError) as error:
+            self._reaches.forget(node.instance)
+            return error
+        return None
+
+    def _go_on_without(self, node: Node, why: str) -> None:
+        _log.warning("node %d of pool %s (%s) is not there, and the pool is attached to without it: %s", node.rank, self.lease.pool_id, node.instance.id, why)
+        self.lease = self.lease.model_copy(update={"nodes": tuple(other for other in self.lease.nodes if other is not node)})
 
     def stop(self, reason: str) -> None:
         """Leave; the pool lives on until its lease runs out."""
@@ -120,41 +159,43 @@ class Attached:
                 self.cluster.leave(reason)
         finally:
             self._reaches.close()
-            if self._ledger is not None:
-                self._ledger.close()
-            if self._key_folder is not None:
-                self._key_folder.cleanup()
+            self._entry.close()
+            if self._key_in_memory is not None:
+                os.close(self._key_in_memory)
+                self._key_in_memory = None
             self._close_display()
 
     def _keep(self) -> None:
         """Signs of life for nodes of this machine (over SSH each way sees to its own), and for the pool's entry in the ledger."""
         while not self._ended.wait(min(5.0, self._lease_seconds / 6)):
-            self._renew()
-            self._reaches.is_busy = self.cluster is not None and self.cluster.has_work()
-            for reach in self._reaches.here():
-                try:
-                    reach.extend_lease(self._lease_seconds)
-                except OSError:
-                    continue  # it has ended, which the cluster tells
+            try:
+                self._keep_here()
+                self._reaches.is_busy = self.cluster is not None and self.cluster.has_work()
+                self._give_up_absent()
+                self._entry.renew()  # last: a ledger that does not answer may hold it up
+            except Exception:  # whatever it is: the nodes would end when nobody keeps their leases
+                _log.exception("pool %s could not be kept alive; it is tried again", self.lease.pool_id)
 
-    def _renew(self) -> None:
-        if self._ledger is None:
-            return
-        try:
-            self._ledger.renew(self.lease.pool_id, datetime.now(UTC) + timedelta(seconds=self._lease_seconds))
-        except LeaseLost as error:
-            _log.error("%s", error)
-            self._ledger = None
-        except LedgerError as error:
-            _log.debug("the pool's lease could not be renewed in the ledger: %s", error)  # the next beat tries again
+    def _keep_here(self) -> None:
+        for reach in self._reaches.here():
+            with contextlib.suppress(OSError):  # it has ended, which the cluster tells
+                reach.extend_lease(self._lease_seconds)
 
     # ── what the cluster tells ───────────────────────────────────────────────────────────────────────────────────────
 
     def joined(self, rank: int) -> None:
         """Nodes come and go by their opener's doing."""
+        self._away.pop(rank, None)
 
     def left(self, rank: int) -> None:
         """Likewise."""
+        self._away.setdefault(rank, time.monotonic())
+
+    def _give_up_absent(self) -> None:
+        """A broadcast waits for the node in the place of a lost one, which only the opener can get: not without end."""
+        for rank, since in list(self._away.items()):
+            if self.cluster is not None and time.monotonic() - since > REPLACED_SECONDS:
+                self.cluster.give_up(NodeLost(f"node {rank} is lost, and the pool's opener has put none in its place"), rank)
 
     def cut(self) -> None:
         """The scheduler is out of reach: try to reach it again as long as the lease may live."""
@@ -175,6 +216,8 @@ class Attached:
         lost = NodeLost("the head of the pool is gone: its opener may have brought the cluster up anew, attach with the pool's present lease")
         lost.__cause__ = error
         self.cluster.give_up(lost)
+        self._ended.set()
+        self._reaches.close()  # nobody can use the nodes from here any more: their leases are not kept by this one
 
 
 class DetachedCall[R]:
@@ -245,19 +288,53 @@ class DetachedCall[R]:
             return known
 
 
-def _ledger_of(pool_id: str) -> Ledger | None:
-    """Return this process's ledger if the pool is in it: whoever uses a pool keeps a sweep from taking it for dead."""
-    module = importlib.import_module("skyward_core.ledger")
-    try:
-        ledger = cast("Ledger", module.Ledger(module.default_url()))
-    except LedgerError as error:
-        _log.warning("pool %s is not kept alive in the ledger, and a sweep may take it for dead: %s", pool_id, error)
-        return None
-    try:
-        is_known = ledger.pool(pool_id) is not None
-    except LedgerError:
-        is_known = False
-    if not is_known:
-        ledger.close()
-        return None
-    return ledger
+class KeptEntry:
+    """The pool's entry in this process's ledger: whoever uses a pool keeps a sweep from taking it for dead.
+
+    A ledger that cannot be used is asked again at each beat; only its answer that it has no such pool, or that nobody may spend for it any more, is believed.
+    """
+
+    def __init__(self, pool_id: str, lease_seconds: float) -> None:
+        self._pool_id = pool_id
+        self._lease_seconds = lease_seconds
+        self._ledger: Ledger | None = None
+        self._is_known = False
+        self._is_told = False
+        self._is_over = False
+
+    def renew(self) -> None:
+        """Move the end of the pool's lease. Raises nothing."""
+        if self._is_over:
+            return
+        was_known = self._is_known
+        try:
+            ledger = self._opened()
+            if self._is_over:
+                return
+            self._is_known = was_known or ledger.pool(self._pool_id) is not None
+            if self._is_known:
+                ledger.renew(self._pool_id, datetime.now(UTC) + timedelta(seconds=self._lease_seconds))
+            else:
+                self.close()
+        except LeaseLost as error:
+            _log.error("%s", error)
+            self.close()
+        except LedgerError as error:  # the next beat tries again
+            level = logging.DEBUG if was_known or self._is_told else logging.WARNING
+            _log.log(level, "pool %s is not kept alive in the ledger, and a sweep may take it for dead: %s", self._pool_id, error)
+            self._is_told = True
+        finally:
+            if self._is_over and self._ledger is not None:  # closed meanwhile, by who could not see what was being opened
+                self._ledger.close()
+
+    def _opened(self) -> Ledger:
+        if self._ledger is None:
+            module = importlib.import_module("skyward_core.ledger")
+            self._ledger = cast("Ledger", module.Ledger(module.default_url()))
+        return self._ledger
+
+    def close(self) -> None:
+        """Renew no more. May be called twice, and from another thread."""
+        self._is_over = True
+        if self._ledger is not None:
+            self._ledger.close()

@@ -267,9 +267,10 @@ def _added_up(key: str, rows: Iterable[CostRow]) -> dict[str, Any]:
 
 
 def _sweep(ledger: Ledger, asked: argparse.Namespace) -> int:
+    from skyward_core.housekeeping import configured_providers
     from skyward_core.provisioning.sweep import sweep
 
-    providers = _from_settings() if asked.provider is None else [_provider(name) for name in asked.provider]
+    providers = configured_providers() if asked.provider is None else [_provider(name) for name in asked.provider]
     report = sweep(ledger, providers, is_dry_run=not asked.yes, min_age_seconds=asked.min_age, include_unknown=asked.unknown)
     if asked.json:
         _print_json(
@@ -342,13 +343,6 @@ def _some(ids: Sequence[str], most: int = 4) -> str:
     return ", ".join(ids) if len(ids) <= most else f"{', '.join(ids[:most])} and {len(ids) - most} more"
 
 
-def _from_settings() -> list[Provider]:
-    from skyward_core.config import Settings
-    from skyward_core.providers.base import load_all
-
-    return [*load_all(Settings.read().fields.get("provider") or "local")]
-
-
 def _provider(text: str) -> Provider:
     """A provider by its name, or as JSON with its fields."""
     from skyward_core.providers.base import load
@@ -381,11 +375,11 @@ def _offers(_: Ledger, asked: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from skyward_core.accelerators import parse
-    from skyward_core.housekeeping import offers
+    from skyward_core.housekeeping import configured_providers, offers
     from skyward_core.narrator import digits
 
     chip = None if asked.accelerator is None else replace(parse(asked.accelerator), count=asked.count)
-    providers = _from_settings() if asked.provider is None else [_provider(name) for name in asked.provider]
+    providers = configured_providers() if asked.provider is None else [_provider(name) for name in asked.provider]
     found = offers(providers, accelerator=chip, cpu=asked.cpu, memory=asked.memory, max_price_per_hour=asked.max_price, max_age_seconds=asked.max_age)
     shown = found.offers[: asked.limit]
     if asked.json:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import math
 import os
 import pickle
 import queue
@@ -23,26 +24,36 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-import dask  # noqa: TID253 - likewise
-import dask.config  # noqa: TID253 - this file and worker/node.py own Dask
-import distributed  # noqa: TID253
-from distributed.client import done_callback  # noqa: TID253
+import distributed  # noqa: TID253 - this file, its closet and worker/node.py own Dask
+from distributed.client import ClosedClientError, done_callback  # noqa: TID253
 from distributed.scheduler import KilledWorker  # noqa: TID253
 
 from skyward_core import pickling, sources
+from skyward_core._cluster_client import PoolClient, asked, connect, members
 from skyward_core.certificates import PoolCertificate
 from skyward_core.compute import PendingCompute
 from skyward_core.dispatch import Entry, Queue, Shipment
-from skyward_core.errors import BadRequest, CallCrashed, CallOutOfMemory, CommandFailed, NodeLost, PoolClosed, RemoteError, SkywardError, Unreachable
+from skyward_core.errors import (
+    BadRequest,
+    CallCrashed,
+    CallOutOfMemory,
+    CommandFailed,
+    ConnectionLost,
+    NodeLost,
+    PoolClosed,
+    RemoteError,
+    SkywardError,
+    Unreachable,
+)
 from skyward_core.events import BootstrapCompleted, CallProgress, CallRetrying, LogLine, Metrics, SkywardEvent
 from skyward_core.futures import CallFuture
-from skyward_core.instances import Lease
+from skyward_core.instances import Lease, Node
 from skyward_core.reach import Reach, Reaches
 from skyward_core.worker.calls import NAME, RAN, RETRIES, Following, Ran, Resumed, cancel, detached_key, let_go
 from skyward_core.worker.holding import HELD, HOLD, WorkerHeld
-from skyward_core.worker.node import POOL_TOPIC, RUN_BATCH, WorkerJoined, WorkerLeft, run_batch
-from skyward_core.worker.streams import Told, send_at_once
-from skyward_core.worker.wire import INLINE_BYTES, Batch, Call, Ending, Outcome, Output, Parcel, Report, Sealed
+from skyward_core.worker.node import POOL_TOPIC, RUN_BATCH, START_DETACHED, WorkerJoined, WorkerLeft
+from skyward_core.worker.streams import Told
+from skyward_core.worker.wire import INLINE_BYTES, Batch, Call, Ending, Outcome, Output, Parcel, Report
 
 PROGRESS_SECONDS = 0.1
 TICK_SECONDS = 0.5
@@ -50,8 +61,11 @@ JOIN_POLL_SECONDS = 0.01
 CONNECT_SECONDS = 30.0
 PING_SECONDS = 4.0
 PINGS = 3  # unanswered in a row
+BUSY_SECONDS = 2.0
 ACKNOWLEDGED_TOGETHER = 1000
 TAKERS = 4  # large results fetched at once
+TAKE_SECONDS = 120.0  # for which a result whose wire is cut is asked for again, while its node lives: as long as a lease
+DETACH_SECONDS = 60.0  # for which a detached call that is being handed over waits for a scheduler that is out of reach: a wire that heals, or a new head
 HEARD_SECONDS = 1.0
 MANY = 1_000_000  # more calls than a worker has slots
 _log = logging.getLogger("skyward")
@@ -59,17 +73,17 @@ _log = logging.getLogger("skyward")
 
 @dataclass(slots=True)
 class _Given:
-    """A call that was taken in: its future, its arguments, which are ours to remove when it has ended, and how often it has been sent out and lost.
+    """A call that was taken in: its future, its arguments, which are ours to remove when it has ended, and its place in the queue.
 
-    `aside` is where its arguments lie on a node, `lies_at` the path of its outcome there while that is being fetched.
+    `aside` is where its arguments lie on a node, `lies_at` the path of its outcome there while that is being fetched, until time.monotonic says `take_until`.
     """
 
     future: CallFuture[Any]
     arguments: Parcel
     entry: Entry
-    losses: int = 0
     aside: tuple[Reach, Parcel] | None = None
     lies_at: str = ""
+    take_until: float = 0.0
 
 
 class Watcher(Protocol):
@@ -100,8 +114,18 @@ class Counts(Protocol):
         ...
 
 
-class WorkerGone(Exception):
-    """The worker that a batch was meant for has left before it was sent."""
+@dataclass(frozen=True, slots=True)
+class _CutOff:
+    """A large outcome that could not be fetched, as the wire to its node was cut: tried again until time.monotonic says `until`."""
+
+    outcome: Outcome
+    node: int
+    error: Exception
+    until: float
+
+
+class NotSent(Exception):
+    """A batch has not gone out: the worker that it was meant for has left, or the scheduler is out of reach."""
 
 
 class Cluster:
@@ -121,6 +145,9 @@ class Cluster:
         counts: Counts | None = None,
     ) -> None:
         self._nodes = {node.rank: node for node in lease.nodes}
+        self._ranks = sorted(self._nodes)
+        """Those of the pool: one that is lost has somebody in its place before long."""
+        self._workers_per_node = max((node.workers for node in lease.nodes), default=1)
         self._certificate = certificate
         self._reaches = reaches
         self._emit = emit
@@ -137,15 +164,18 @@ class Cluster:
         self._queue.workers = ()
         self._given: dict[str, _Given] = {}
         self._taking: dict[str, _Given] = {}
+        self._cut_off: dict[str, _CutOff] = {}
+        """Those of `_taking` that wait for the way to their node."""
         self._workers: dict[str, str] = {}
         self._held: dict[str, int] = {}
         """Addresses of workers that are given no more calls, and how many slots of theirs are still at work."""
-        self._busy: Counter[str] = Counter()
         self._to_stop: set[str] = set()
+        self._is_stopping = False
+        """Whether Dask's thread has been asked to tell the workers of those."""
         self._tasks: dict[int, distributed.Future[Any]] = {}
         self._shipments: dict[int, Shipment] = {}
         self._sent_to: dict[int, tuple[str, str]] = {}
-        """Name and address of the worker that a shipment was sent to, where that is not the scheduler's choice."""
+        """Name and address of the worker that a shipment was sent to, or is being laid down for, where that is not the scheduler's choice."""
         self._putting = threading.Lock()
         self._functions_at: dict[tuple[str, str], Parcel] = {}
         """Large functions by instance id and name, as they lie in that node's memory."""
@@ -170,19 +200,22 @@ class Cluster:
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def start(self, address: str, deadline: float, check: Callable[[], None]) -> None:
+    def start(self, address: str, deadline: float, check: Callable[[], None], patience_seconds: float = math.inf) -> None:
         """Connect to the scheduler and wait for all workers. `check` is called now and then and raises if a node will not come.
 
-        Raises NodeLost at the deadline (of time.monotonic).
+        Raises NodeLost at the deadline (of time.monotonic). Where the patience ends before, it goes on without those that are not there.
         """
         self._thread.start()
         self._connect(address, min(CONNECT_SECONDS, max(1.0, deadline - time.monotonic())))
-        expected = {f"{node.rank}-{index}" for node in self._nodes.values() for index in range(node.workers)}
+        expected = set(self._names())
         checked = time.monotonic()
+        patience = checked + patience_seconds
         while missing := expected - set(self._workers):
             self._count_in()
             if not missing - set(self._workers):
                 continue
+            if time.monotonic() > min(patience, deadline) and patience_seconds < math.inf:
+                return
             if time.monotonic() > deadline:
                 raise NodeLost(f"workers {', '.join(sorted(missing))} have not joined the pool in time")
             if time.monotonic() - checked > TICK_SECONDS:
@@ -246,7 +279,7 @@ class Cluster:
         if not self.is_idle:
             return True
         try:
-            return bool(self._ask("skyward_busy"))
+            return bool(self._ask("skyward_busy", BUSY_SECONDS))  # whoever asks has leases to keep, and cannot wait for a silent head
         except (SkywardError, OSError):
             return False  # it is out of reach, which is noticed elsewhere
 
@@ -255,9 +288,10 @@ class Cluster:
         node = self._nodes.get(rank)
         return node is not None and sum(_rank(name)[0] == rank for name in list(self._workers)) == node.workers
 
-    def has_any(self) -> bool:
-        """Tell whether any worker is there."""
-        return bool(self._workers)
+    def missing(self, rank: int) -> list[int]:
+        """Return the indexes of the workers of a node that are not there."""
+        node = self._nodes.get(rank)
+        return [index for index in range(node.workers if node else 0) if f"{rank}-{index}" not in self._workers]
 
     def hold(self, rank: int) -> int:
         """Give a node no more calls, whoever has them; return how many it still has. May be asked again, and must be for a worker that has come anew.
@@ -276,12 +310,13 @@ class Cluster:
 
     def resume(self, address: str, timeout_seconds: float) -> None:
         """Connect again to the same scheduler, and take in what it has to tell since. Raises NodeLost if it does not answer."""
-        self._disconnect()
+        self._disconnect(is_to_return=True)
         with self._lock:
             self._before = list(self._shipments.values())
             self._unheard.clear()
         self._connect(address, timeout_seconds)
         self._count_in()
+        self._stop_all_cancelled()
         self._inbox.put(self._ship)
 
     def restart(self, lease: Lease, address: str, timeout_seconds: float) -> None:
@@ -291,7 +326,6 @@ class Cluster:
             self._nodes = {node.rank: node for node in lease.nodes}
             self._workers.clear()
             self._held.clear()
-            self._busy.clear()
             self._sent_to.clear()
             self._count_slots()
             self._tasks.clear()
@@ -305,6 +339,7 @@ class Cluster:
         self._inbox.put(lambda: self._lose_calls([*dict.fromkeys([*out, *gone])], "the head of the pool was lost"))
         self._connect(address, timeout_seconds)
         self._count_in()
+        self._stop_all_cancelled()
         self._inbox.put(self._ship)
 
     def know(self, lease: Lease) -> None:
@@ -313,13 +348,19 @@ class Cluster:
             self._nodes = {**self._nodes, **{node.rank: node for node in lease.nodes}}
             self._count_slots()
 
+    def forget(self, rank: int) -> None:
+        """Have nothing to do with a node that is not there, nor with whoever comes in its place."""
+        with self._lock:
+            self._nodes = {other: node for other, node in self._nodes.items() if other != rank}
+            self._ranks = sorted(self._nodes)
+            self._count_slots()
+
     def give_up(self, error: SkywardError, rank: int | None = None) -> None:
         """Wait no longer for a node that is not replaced, or (None) for any: the calls that only it could run raise the error."""
         if rank is None:
             self._inbox.put(lambda: self._lose(error))
             return
-        node = self._nodes.get(rank)
-        names = [f"{rank}-{index}" for index in range(node.workers if node else 1)]
+        names = self._names_at(rank)
 
         def fail() -> None:
             with self._lock:
@@ -361,10 +402,15 @@ class Cluster:
         if self._client is not None:
             cast(Any, self._client)._send_to_scheduler(message)
 
-    def _disconnect(self) -> None:
-        client, self._client = self._client, None
+    def _disconnect(self, *, is_to_return: bool = False) -> None:
+        """Close the connection. `is_to_return`: there will be another one to the same scheduler, which is to keep what it has for us."""
+        with self._lock:  # what is sent has been noted by now, and nothing more is sent on this connection
+            client, self._client = self._client, None
+            if is_to_return and isinstance(client, PoolClient):
+                client.is_to_return = True
+            if client is not None:
+                self._tasks.clear()
         if client is not None:
-            self._tasks.clear()
             with contextlib.suppress(Exception):  # the nodes may be gone already, and it is they who cost money
                 client.close(timeout=2)
 
@@ -393,32 +439,63 @@ class Cluster:
         return self._take_in([(call, None) for call in calls], replace_object, None, is_awaited)
 
     def broadcast(self, call: PendingCompute[Any], replace_object: pickling.Replace | None = None) -> list[CallFuture[Any]]:
-        """Hand a call over once for each worker that is there; returns the futures in the order of the workers."""
-        with self._lock:
-            workers = sorted(self._workers or (f"{node.rank}-{index}" for node in self._nodes.values() for index in range(node.workers)), key=_rank)
-        return self._take_in([(call, worker) for worker in workers], replace_object, uuid.uuid4().hex, is_awaited=True)
+        """Hand a call over once for each worker of the pool; returns the futures in the order of the workers.
+
+        Those of a node that is away wait for the one in its place: left out, they would take their share of the data along.
+        """
+        return self._take_in([(call, worker) for worker in self._names()], replace_object, uuid.uuid4().hex, is_awaited=True)
+
+    def _names(self) -> list[str]:
+        """Names of all workers of the pool, whether they are there or not, in their order."""
+        return [name for rank in self._ranks for name in self._names_at(rank)]
+
+    def _names_at(self, rank: int) -> list[str]:
+        node = self._nodes.get(rank)
+        return [f"{rank}-{index}" for index in range(node.workers if node is not None else self._workers_per_node)]
 
     # ── calls that outlive their client ──────────────────────────────────────────────────────────────────────────────
 
     def start_detached(self, pending: PendingCompute[Any], replace_object: pickling.Replace | None = None) -> str:
-        """Hand a call over to the cluster, which keeps it and what becomes of it until it is to be forgotten; return its id."""
-        if self._lost is not None:
-            raise self._lost
+        """Hand a call over to the cluster, which keeps it and what becomes of it until it is to be forgotten; return its id.
+
+        A scheduler that is out of reach is waited for, and asked again: it takes a call of an id in once. Raises NodeLost if that cannot be, which says
+        whether the call may have begun.
+        """
+        if (refusal := self._lost or self._drained) is not None:
+            raise refusal
         name, function = _packed_function(pending.fn, replace_object)
         pickled = sources.pack((pending.args, dict(pending.kwargs)), label=("args", "kwargs"), replace=replace_object)
         call_id = uuid.uuid4().hex
         key = detached_key(call_id)
         call = Call(call_id, name, Parcel(pickled.data, tuple(bytes(buffer) for buffer in pickled.buffers)), call_id)
-        sealed = Sealed(pickle.dumps(Batch(key, (call,), {name: function}), protocol=5))
-        with cast(Any, dask).annotate(**{RETRIES: self._retries, NAME: getattr(pending.fn, "__name__", "")}):
-            future = self.client.submit(run_batch, sealed, key=key, pure=False)
-        deadline = time.monotonic() + CONNECT_SECONDS
-        while self._ask("skyward_call", call_id=call_id) is None:  # the question overtakes the call: they go separate ways
-            if time.monotonic() > deadline:
-                raise NodeLost("the pool's scheduler did not take the call in")
-            time.sleep(JOIN_POLL_SECONDS)
-        future.release()
+        batch = pickle.dumps(Batch(key, (call,), {name: function}), protocol=5)
+        self._hand_over(call_id, {"batch": batch, "annotations": {RETRIES: self._retries, NAME: getattr(pending.fn, "__name__", "")}})
         return call_id
+
+    def _hand_over(self, call_id: str, message: Mapping[str, Any]) -> None:
+        """Have the scheduler take a detached call in. Asked again on a connection to the same one only: with the one before, a call may have begun."""
+        deadline = time.monotonic() + DETACH_SECONDS
+        asked_at: str | None = None
+        error: Exception | None = None
+        while True:
+            with self._lock:
+                client, scheduler = self._client, self._topic  # a topic of its own for each scheduler
+            if asked_at not in (None, scheduler) or self._lost is not None or time.monotonic() > deadline:
+                break
+            if client is not None:
+                asked_at = scheduler
+                try:
+                    self._ask_on(client, START_DETACHED, deadline, {"call_id": call_id, **message})
+                except NodeLost as failure:
+                    error = failure
+                else:
+                    return
+            time.sleep(JOIN_POLL_SECONDS)
+        if asked_at is None:
+            raise self._lost or NodeLost("the pool's scheduler is out of reach just now: try again")
+        raise NodeLost(f"the pool's scheduler does not answer, and call {call_id} may have begun: look for it by this id (detached_call)") from (
+            self._lost or error
+        )
 
     def detached_calls(self) -> list[Mapping[str, Any]]:
         """Return what is known of the calls that were started detached, in the order in which they came."""
@@ -437,8 +514,8 @@ class Cluster:
         return _value(outcome, parcel, -1)
 
     def cancel_detached(self, call_id: str) -> None:
-        """Stop a detached call, or do not begin it."""
-        self._tell_scheduler(cancel([call_id]))
+        """Stop a detached call, or do not begin it. Raises NodeLost if the scheduler could not be told."""
+        self._ask("skyward_cancel", call_id=call_id)
 
     def forget_detached(self, call_id: str, outcome: Outcome | None) -> None:
         """Drop all there is of a detached call, its result too."""
@@ -446,11 +523,11 @@ class Cluster:
             self._reach_of(outcome.parcel).release(outcome.parcel)
         self._ask("skyward_forget", call_id=call_id)
 
-    def _ask(self, operation: str, **what: Any) -> Any:
-        try:
-            return cast(Any, self.client).sync(getattr(cast(Any, self.client).scheduler, operation), **what)
-        except OSError as error:
-            raise NodeLost(f"the pool's scheduler does not answer: {error}") from error
+    def _ask(self, operation: str, timeout_seconds: float = math.inf, **what: Any) -> Any:
+        return self._ask_on(self.client, operation, time.monotonic() + timeout_seconds, what)
+
+    def _ask_on(self, client: distributed.Client, operation: str, until: float, what: Mapping[str, Any]) -> Any:
+        return asked(client, operation, lambda: self._client is client and time.monotonic() < until, what)
 
     def _take_in(
         self, calls: Sequence[tuple[PendingCompute[Any], str | None]], replace_object: pickling.Replace | None, job_id: str | None, is_awaited: bool
@@ -493,18 +570,35 @@ class Cluster:
     def _ship(self) -> None:
         with self._lock:
             self._to_stop -= self._queue.drop(self._to_stop) if self._to_stop else set()
-            shipments = self._queue.ship() if not self._is_closing and not self._is_cut else []
+            shipments = self._wanted() if not self._is_closing and not self._is_cut else []
         for shipment in shipments:
             try:
                 self._send(shipment)
             except Exception as error:  # whoever waits for these calls must hear of it, whichever thread this is
                 self._on_unsent(shipment, error)
 
+    def _wanted(self) -> list[Shipment]:
+        """What should go out now, without the calls that nobody waits for: cancelled while they were out, and handed back."""
+        wanted = list[Shipment]()
+        while shipments := self._queue.ship():
+            for shipment in shipments:
+                calls = shipment.batch.calls
+                kept = tuple(call for call in calls if call.call_id in self._given)
+                if len(kept) < len(calls):
+                    shipment.batch = shipment.batch._replace(calls=kept)
+                    for call_id in {call.call_id for call in calls} - {call.call_id for call in kept}:
+                        self._queue.ended(call_id)
+                if kept:
+                    wanted.append(shipment)
+        return wanted
+
     def _on_unsent(self, shipment: Shipment, error: Exception) -> None:
+        """A batch has not gone out. It waits again, if it is not its own fault."""
         call_ids = [call.call_id for call in shipment.batch.calls]
-        if self._is_cut or isinstance(error, WorkerGone | OSError | Unreachable):  # it has not gone out: it waits again
+        with self._lock:
+            self._sent_to.pop(shipment.number, None)
+        if self._is_cut or isinstance(error, NotSent | OSError | Unreachable):
             with self._lock:
-                self._shipments.pop(shipment.number, None)
                 self._queue.returned(call_ids)
         else:
             failure = NodeLost(f"the call could not be sent: {error}")
@@ -512,53 +606,106 @@ class Cluster:
             self._end_with(call_ids, failure)
 
     def _send(self, shipment: Shipment) -> None:
+        """Send a batch. Whatever is raised, it has not gone out."""
         batch, worker = shipment.batch, shipment.worker
         if self._is_here:
             batch = self._with_functions_in(batch, self._reaches.to(self._nodes[0].instance))
         elif any(parcel.nbytes > INLINE_BYTES for parcel in (*batch.functions.values(), *(call.arguments for call in batch.calls))):
-            batch, worker = self._laid_down(batch, worker)
+            batch, worker = self._laid_down(shipment)
         address = self._workers.get(worker) if worker else None
         if worker and address is None:
-            raise WorkerGone
-        client, key, workers = self.client, self._key(shipment), [address] if address else None
-        task = distributed.Future[Any](key, client)
-        message = {"op": RUN_BATCH, "key": key, "batch": pickle.dumps(batch, protocol=5), "annotations": {"workers": workers} if workers else {}}
-        cast(Any, client)._send_to_scheduler(message)
-        self._follow(shipment, task)
-        if worker and address:
-            with self._lock:
+            raise NotSent
+        message = {
+            "op": RUN_BATCH,
+            "key": self._key(shipment),
+            "batch": pickle.dumps(batch, protocol=5),
+            "annotations": {"workers": [address]} if address else {},
+        }
+        with self._lock:  # sent and noted at once: a connection that is cut leaves no batch of which it is not known whether it has gone out
+            client = self._client
+            if client is None or (worker and self._workers.get(worker) != address):
+                raise NotSent
+            task = distributed.Future[Any](self._key(shipment), client)
+            try:
+                cast(Any, client)._send_to_scheduler(message)  # hands it to Dask's thread, and does not wait
+            except ClosedClientError as error:
+                raise NotSent from error
+            self._note(shipment, task)
+            if worker and address:
                 self._sent_to[shipment.number] = (worker, address)
-                is_gone = self._workers.get(worker) != address
-            if is_gone:
-                self._inbox.put(lambda: self._take_back_from(address))
+        self._follow(shipment, task, client)
 
     def _key(self, shipment: Shipment) -> str:
-        return f"skyward-{shipment.number}-{self._topic[-8:]}"
+        return f"skyward-{shipment.number}{self._key_end}"
 
-    def _follow(self, shipment: Shipment, task: distributed.Future[Any]) -> None:
+    @property
+    def _key_end(self) -> str:
+        return f"-{self._topic[-8:]}"
+
+    def _note(self, shipment: Shipment, task: distributed.Future[Any]) -> None:
         self._tasks[shipment.number] = task
         self._shipments[shipment.number] = shipment
-        # Not task.add_done_callback: that starts a thread which stays with the process for good.
-        cast(Any, self.client.loop).add_callback(done_callback, task, lambda done: self._inbox.put(lambda: self._on_task_end(shipment, done)))
 
-    def _laid_down(self, batch: Batch, worker: str | None) -> tuple[Batch, str]:
+    def _follow(self, shipment: Shipment, task: distributed.Future[Any], client: distributed.Client) -> None:
+        # Not task.add_done_callback: that starts a thread which stays with the process for good.
+        call: Callable[..., object] = cast(Any, client.loop).add_callback
+        with contextlib.suppress(RuntimeError):  # its thread has ended: whoever connects next asks what has become of this one
+            call(done_callback, task, lambda done: self._inbox.put(lambda: self._on_task_end(shipment, done)))
+
+    def _laid_down(self, shipment: Shipment) -> tuple[Batch, str]:
         """Put the large arguments of a batch into the memory of the node that is to run it; return the batch without them, and that node's worker."""
+        batch = shipment.batch
+        load = self._load() if shipment.worker is None else {}
         with self._lock:
-            worker = worker or min(self._queue.workers or (), key=lambda name: self._busy[name], default=None)
+            worker = shipment.worker or self._freest(load)
             node = self._nodes.get(_rank(worker)[0]) if worker else None
             if worker is None or node is None:
-                raise WorkerGone
-            self._busy[worker] += 1
+                raise NotSent
+            self._sent_to[shipment.number] = (worker, self._workers.get(worker, ""))
             reach = self._reaches.to(node.instance)
         calls = list[Call]()
         for call in batch.calls:
             if call.arguments.nbytes > INLINE_BYTES:
                 there = reach.put(call.arguments)
                 if (given := self._given.get(call.call_id)) is not None:
+                    self._clear_aside(given)
                     given.aside = (reach, there)
                 call = call._replace(arguments=there)  # noqa: PLW2901
             calls.append(call)
         return self._with_functions_in(batch._replace(calls=tuple(calls)), reach), worker
+
+    def _load(self) -> Mapping[str, Sequence[str]]:
+        """The keys of the batches that each worker has, as the scheduler knows it: asked only where some are out to workers of its own choice."""
+        with self._lock:
+            is_known = self._shipments.keys() <= self._sent_to.keys() or len(self._queue.workers or ()) < 2
+        if is_known:
+            return {}
+        try:
+            return self._ask("skyward_load", PING_SECONDS)
+        except (SkywardError, OSError):
+            return {}  # it is out of reach, which is noticed elsewhere
+
+    def _freest(self, load: Mapping[str, Sequence[str]]) -> str | None:
+        """The worker with most slots free, by what the scheduler has said, and by what is on its way there.
+
+        Of a batch whose last call has ended we know before the scheduler does.
+        """
+        unended = {self._key(shipment) for shipment in self._shipments.values() if shipment.unended}
+        ours = Counter(name for number, (name, _) in self._sent_to.items() if (shipment := self._shipments.get(number)) is None or shipment.unended)
+
+        def free(name: str) -> int:
+            node = self._nodes.get(_rank(name)[0])
+            there = sum(key in unended or not key.endswith(self._key_end) for key in load.get(name, ()))
+            return (node.slots if node is not None else 0) - max(there, ours[name])
+
+        return max(self._queue.workers or (), key=free, default=None)
+
+    def _clear_aside(self, given: _Given) -> None:
+        """Remove arguments that lie on a node and are not needed there any more."""
+        if given.aside is not None:
+            reach, there = given.aside
+            given.aside = None
+            self._takers.submit(reach.release, there)
 
     def _with_functions_in(self, batch: Batch, reach: Reach) -> Batch:
         """Put large functions into the memory of a node, once each: they stay there for the calls to come. Those without room travel in the message."""
@@ -578,20 +725,38 @@ class Cluster:
 
     def _cancel(self, call_id: str) -> None:
         with self._lock:
-            is_first = not self._to_stop
             self._to_stop.add(call_id)
-        if is_first and not self._is_closing and (client := self._client) is not None:
-            cast(Any, client.loop).add_callback(self._stop_on_workers)
+        self._stop_soon()
         self._inbox.put(lambda: self._on_cancelled(call_id))
+
+    def _stop_soon(self) -> None:
+        with self._lock:
+            client = self._client
+            if client is None or self._is_stopping or self._is_cut or self._is_closing:
+                return
+            self._is_stopping = True
+        cast(Any, client.loop).add_callback(self._stop_on_workers)
 
     def _stop_on_workers(self) -> None:
         """Stop all calls that are to be stopped by now, with one message, however many they are."""
         with self._lock:
+            self._is_stopping = False
+            if self._client is None or self._is_cut or self._is_closing:
+                return  # told when the scheduler answers again
             calls = self._to_stop - self._queue.drop(self._to_stop)
             self._to_stop.clear()
-        calls = {call_id for call_id in calls if self._queue.is_out(call_id)}
-        if calls and not self._is_closing:
-            self._tell_scheduler(cancel(calls))
+            calls = {call_id for call_id in calls if self._queue.is_out(call_id)}
+            if calls:
+                self._tell_scheduler(cancel(calls))
+
+    def _stop_all_cancelled(self) -> None:
+        """The scheduler answers again: tell it of all calls that are out and nobody waits for, as it may have heard of none of them."""
+        with self._lock:
+            self._is_stopping = False  # by a thread that has ended with the connection before
+            self._to_stop.update(call_id for call_id in self._queue.all_out() if call_id not in self._given)
+            is_any = bool(self._to_stop)
+        if is_any:
+            self._stop_soon()
 
     # ── news in, all in the inbox thread ─────────────────────────────────────────────────────────────────────────────
 
@@ -659,6 +824,7 @@ class Cluster:
             self._settle(given, outcome, outcome.parcel, node)
         else:
             given.lies_at = str(outcome.parcel.path)
+            given.take_until = time.monotonic() + TAKE_SECONDS
             self._taking[outcome.call_id] = given
             self._takers.submit(self._take, given, outcome, node)  # it may take seconds, and other calls' news must not wait
 
@@ -676,9 +842,12 @@ class Cluster:
         """Fetch a large outcome from the node's memory. In a thread of its own."""
         try:
             parcel = self._reach_of(outcome.parcel).take(outcome.parcel)
+        except ConnectionLost as error:
+            cut_off = _CutOff(outcome, node, error, given.take_until)
+            self._inbox.put(lambda: self._cut_off.update({outcome.call_id: cut_off}))
         except Exception as error:
-            reason, cause = f"the call ended, but its result could not be fetched: {error}", error
-            self._inbox.put(lambda: self._on_untaken(given, reason, cause))
+            cause = error
+            self._inbox.put(lambda: self._on_untaken(given, cause))
         else:
             self._inbox.put(lambda: self._on_taken(given, outcome._replace(parcel=Parcel(b"")), parcel, node))
 
@@ -686,23 +855,40 @@ class Cluster:
         if self._taking.pop(outcome.call_id, None) is not None:
             self._settle(given, outcome, parcel, node)
 
-    def _on_untaken(self, given: _Given, reason: str, cause: BaseException) -> None:
-        call_id = given.future.call_id
+    def _take_again(self) -> None:
+        """Ask for the outcomes that could not be fetched once more, where the way to their node is there again; give up those whose node is lost."""
+        for call_id, cut_off in list(self._cut_off.items()):
+            given = self._taking.get(call_id)
+            node = self._node_of(cut_off.outcome.parcel)
+            if given is None or node is None or time.monotonic() > cut_off.until:
+                del self._cut_off[call_id]
+                if given is not None:
+                    self._on_untaken(given, cut_off.error)
+            elif self._reaches.to(node.instance).is_connected:
+                del self._cut_off[call_id]
+                self._takers.submit(self._take, given, cut_off.outcome, cut_off.node)
+            elif not any(_rank(name)[0] == node.rank for name in list(self._workers)):
+                del self._cut_off[call_id]
+                self._on_untaken(given, cut_off.error)
+
+    def _on_untaken(self, given: _Given, cause: BaseException) -> None:
+        call_id, entry = given.future.call_id, given.entry
+        reason = f"the call ended, but its result could not be fetched: {cause}"
         if self._taking.pop(call_id, None) is None:
             return
-        if given.losses < self._retries and not self._is_closing:
-            given.losses += 1
-            self._emit(CallRetrying(call_id, given.losses + 1, self._retries + 1, reason))
+        entry.losses += 1
+        if entry.losses <= self._retries and not self._is_closing:
+            self._emit(CallRetrying(call_id, entry.losses + 1, self._retries + 1, reason))
             with self._lock:
                 self._given[call_id] = given
-                self._queue.add([given.entry])
+                self._queue.add([entry])
             self._ship()
         else:
-            given.losses += 1
             self._end(given, error=self._node_lost(given, reason, cause))
 
     def _abandon(self, error: SkywardError) -> None:
         """The pool ends: results that are on their way come too late."""
+        self._cut_off.clear()
         taking, self._taking = list(self._taking.values()), {}
         for given in taking:
             self._end(given, error=error)
@@ -717,11 +903,14 @@ class Cluster:
 
     def _reach_of(self, parcel: Parcel) -> Reach:
         """The way to the node in whose memory a parcel lies: its folders bear the instance's id."""
-        path = str(parcel.path)
-        instance = next((node.instance for node in list(self._nodes.values()) if node.instance.id in path), None)
-        if instance is None:
+        node = self._node_of(parcel)
+        if node is None:
             raise NodeLost("the value lies on a node that this client does not know: it came in the place of another one, or is lost")
-        return self._reaches.to(instance)
+        return self._reaches.to(node.instance)
+
+    def _node_of(self, parcel: Parcel) -> Node | None:
+        path = str(parcel.path)
+        return next((node for node in list(self._nodes.values()) if node.instance.id in path), None)
 
     def _on_task_end(self, shipment: Shipment, task: distributed.Future[Any]) -> None:
         """The truth about a batch: whatever its reports have not told is in the task's result, or lost with its worker."""
@@ -732,8 +921,7 @@ class Cluster:
         with self._lock:
             self._tasks.pop(shipment.number, None)
             self._shipments.pop(shipment.number, None)
-            if (sent_to := self._sent_to.pop(shipment.number, None)) is not None:
-                self._busy[sent_to[0]] -= 1
+            self._sent_to.pop(shipment.number, None)
             left = self._queue.unended(shipment)
         if left and task.status == "finished":
             self._fetch(task, left)
@@ -798,7 +986,6 @@ class Cluster:
                 return  # its successor is there already
             del self._workers[name]
             self._held.pop(address, None)
-            self._busy.pop(name, None)
             self._count_slots()
         self._take_back_from(address)
         if self._watcher is not None:
@@ -825,6 +1012,10 @@ class Cluster:
             self._lost = self._lost or error
             left = self._queue.clear()
         self._fail(left, error)
+        for call_id in list(self._cut_off):
+            self._cut_off.pop(call_id)
+            if (given := self._taking.pop(call_id, None)) is not None:
+                self._end(given, error=error)
 
     def _count_slots(self) -> None:
         here = {name: node for name in self._workers if (node := self._nodes.get(_rank(name)[0])) is not None}
@@ -849,10 +1040,10 @@ class Cluster:
                 if given is None:
                     self._queue.ended(call_id)
                     continue
-                given.losses += 1
-                if given.losses <= self._retries and not self._is_closing and self._drained is None and given.arguments.path is None:
+                losses = given.entry.losses = given.entry.losses + 1
+                if losses <= self._retries and not self._is_closing and self._drained is None and given.arguments.path is None:
                     given.aside = None
-                    again.append((call_id, given.losses + 1))
+                    again.append((call_id, losses + 1))
                 else:
                     if not self._queue.ended(call_id):
                         self._queue.drop({call_id})
@@ -870,7 +1061,7 @@ class Cluster:
         elif given.arguments.path is not None:
             advice = "its arguments went with it, being too large to be kept here: submit it again"
         else:
-            advice = f"it has run {given.losses} times (ComputePool(retries={self._retries}))"
+            advice = f"it was lost {given.entry.losses} times (ComputePool(retries={self._retries}))"
         error = NodeLost(f"{reason}; {advice}")
         error.__cause__ = cause
         return error
@@ -898,9 +1089,7 @@ class Cluster:
         else:
             given.future.set_result(value)
         given.arguments.release()  # last: freeing a hundred megabytes takes longer than the rest together
-        if given.aside is not None:
-            reach, there = given.aside
-            self._takers.submit(reach.release, there)
+        self._clear_aside(given)
 
     def _tick(self) -> None:
         """Now and then: look whether the head is still there."""
@@ -911,6 +1100,7 @@ class Cluster:
         client = self._client
         if client is None or self._is_closing or self._is_cut:
             return
+        self._take_again()
         if not self._is_pinging and time.monotonic() - self._pinged_at > PING_SECONDS:
             self._is_pinging, self._pinged_at = True, time.monotonic()
             cast(Any, client.loop).add_callback(self._ping, client)
@@ -942,21 +1132,41 @@ class Cluster:
         Called in Dask's loop thread: what becomes of a task is told right after this, to futures that are there by then.
         """
         with self._lock:
+            client = self._client
+            if client is None:
+                return  # it is cut again, and asked again
             out = {self._key(shipment): shipment for shipment in self._before}
             self._before = []
+            tasks = {key: distributed.Future[Any](key, client) for key in out if key in resumed.tasks}
+            for key, task in tasks.items():
+                self._note(out[key], task)
+            gone = {address for name, address in self._sent_to.values() if self._workers.get(name) != address}
         for key, shipment in out.items():
-            if key in resumed.tasks:
-                self._follow(shipment, distributed.Future(key, self.client))
+            if key in tasks:
+                self._follow(shipment, tasks[key], client)
+            elif resumed.is_known and key not in resumed.gone:
+                self._inbox.put(lambda shipment=shipment: self._on_not_come(shipment))
             else:
                 self._unheard[shipment.number] = shipment  # lost, unless what was reported of it is still on its way here
+        for address in gone:  # their leaving was noticed before their tasks were here
+            self._inbox.put(lambda address=address: self._take_back_from(address))
         if done := resumed.tasks.keys() - out.keys():
             self._tell_scheduler(let_go(done))
+
+    def _on_not_come(self, shipment: Shipment) -> None:
+        """A batch went out when nothing came through any more: the scheduler has never heard of it, and it is sent again."""
+        with self._lock:
+            if self._shipments.pop(shipment.number, None) is not None:
+                self._sent_to.pop(shipment.number, None)
+                self._queue.returned(self._queue.unended(shipment))
+        self._ship()
 
     def _lose_unheard(self) -> None:
         unheard, self._unheard = self._unheard, {}
         for number, shipment in unheard.items():
             with self._lock:
                 self._shipments.pop(number, None)
+                self._sent_to.pop(number, None)
                 left = self._queue.unended(shipment)
             self._lose_calls(left, "it was lost while its scheduler could not be reached")
 
@@ -972,50 +1182,6 @@ class Cluster:
         if counts != self._progress_counts and (now - self._progress_told > PROGRESS_SECONDS or self._done == self._submitted):
             self._progress_told, self._progress_counts = now, counts
             self._emit(CallProgress(*counts))
-
-
-class PoolClient(distributed.Client):
-    """Dask's client, which does not connect again by itself: whether the scheduler is lost is for the pool to find out."""
-
-    def start(self, **kwargs: Any) -> None:
-        """Connect; what was started for it ends if that fails."""
-        try:
-            super().start(**kwargs)
-        except BaseException:
-            cast(Any, self)._loop_runner.stop()
-            raise
-
-    async def _reconnect(self) -> None:
-        self.scheduler_comm = None
-        self.status = "connecting"
-        for state in self.futures.values():
-            state.cancel(reason="scheduler-connection-lost", msg="the pool's scheduler does not answer any more")
-        self.futures.clear()
-
-
-def connect(address: str, certificate: PoolCertificate, timeout_seconds: float) -> distributed.Client:
-    """Return a Dask client of the pool's cluster, over TLS with the pool's certificate. Its caller closes it."""
-    security = distributed.Security(
-        require_encryption=True, tls_ca_file=certificate.certificate, tls_client_cert=certificate.certificate, tls_client_key=certificate.key
-    )
-    settings = {
-        "distributed.admin.low-level-log-length": 0,  # else the last thousand messages stay in memory, payloads included
-        "distributed.admin.event-loop": "uvloop",
-        "distributed.comm.timeouts.tcp": "18s",
-    }
-    with dask.config.set(settings):
-        client = PoolClient(address, security=security, set_as_default=False, timeout=timeout_seconds, name="skyward")
-    send_at_once(client.scheduler_comm)  # our calls are grouped before they come here: no waiting for more
-    return client
-
-
-def members(client: distributed.Client) -> dict[str, Any]:
-    """Return what the scheduler knows of its workers, by address.
-
-    `Client.scheduler_info` may return the answer to a question that the client itself asks every two seconds, of another thread: about no workers at all.
-    """
-    it: Any = client  # Dask's types say too little
-    return it.sync(it.scheduler.identity, n_workers=-1)["workers"]
 
 
 def _packed_function(fn: Callable[..., Any], replace_object: pickling.Replace | None) -> tuple[str, Parcel]:

@@ -2,7 +2,8 @@
 
 Sending one call costs Dask about a millisecond of work, whatever the call does. So calls that have been seen to be short travel together, in batches of
 some twenty milliseconds; unknown and long ones travel alone, one for each slot, so that no slot waits while another has work queued behind a long call.
-A slot hands back what it has not begun (`Ending.RETURNED`); it is sent again, first in the queue.
+A slot hands back what it has not begun (`Ending.RETURNED`); it is sent again, first in the queue. What was lost with its node travels alone from then on:
+it may be what takes nodes down.
 
 Pure bookkeeping: nothing here knows Dask or a thread. The owner holds a lock around every method.
 """
@@ -26,11 +27,12 @@ SMOOTHING = 0.2
 
 @dataclass(slots=True)
 class Entry:
-    """One call and the name of the worker where it must run (None: anywhere)."""
+    """One call, the name of the worker where it must run (None: anywhere), and how often it has been sent out and lost."""
 
     call: Call
     function: Parcel
     worker: str | None = None
+    losses: int = 0
 
 
 @dataclass(slots=True)
@@ -53,6 +55,8 @@ class Queue:
         self._pinned: deque[Entry] = deque()
         self._out: dict[str, tuple[Entry, Shipment]] = {}
         self._shipments: dict[int, Shipment] = {}
+        self._suspects: set[int] = set()
+        """Those with a call that was lost before: nothing waits behind them."""
         self._seconds: dict[str, float] = {}
         self.slots = 1
         self.workers: Collection[str] | None = None
@@ -83,6 +87,7 @@ class Queue:
         shipment.unended.discard(call_id)
         if not shipment.unended:
             self._shipments.pop(shipment.number, None)
+            self._suspects.discard(shipment.number)
         if seconds is not None:
             before = self._seconds.get(entry.call.function)
             self._seconds[entry.call.function] = seconds if before is None else before + SMOOTHING * (seconds - before)
@@ -115,6 +120,7 @@ class Queue:
     def forget_shipments(self) -> None:
         """Take note that whatever is out will not be heard of; its calls must be given back or ended by the caller."""
         self._shipments.clear()
+        self._suspects.clear()
 
     def is_out(self, call_id: str) -> bool:
         """Tell whether a call has gone out and not ended."""
@@ -131,6 +137,7 @@ class Queue:
         self._pinned.clear()
         self._out.clear()
         self._shipments.clear()
+        self._suspects.clear()
         return ids
 
     def withdraw(self) -> list[str]:
@@ -142,7 +149,7 @@ class Queue:
 
     def _limit(self, entry: Entry) -> int:
         """Many short calls: a batch at work and one on its way, for each slot. Few, long or unknown ones: one for each slot."""
-        are_many = len(self._waiting) > 2 * self.slots
+        are_many = len(self._waiting) > 2 * self.slots and not entry.losses and not self._suspects
         return self.slots * 2 if are_many and self._seconds.get(entry.call.function, 1.0) < TARGET_SECONDS else self.slots
 
     def _next_group(self) -> list[Entry]:
@@ -152,7 +159,7 @@ class Queue:
         while self._waiting and len(group) < most:
             entry = self._waiting[0]
             expected = self._seconds.get(entry.call.function)
-            if group and (expected is None or seconds + expected > TARGET_SECONDS or size > BATCH_BYTES):
+            if group and (group[-1].losses or entry.losses or expected is None or seconds + expected > TARGET_SECONDS or size > BATCH_BYTES):
                 break
             group.append(self._waiting.popleft())
             seconds += TARGET_SECONDS if expected is None else max(expected, LEAST_SECONDS)
@@ -165,5 +172,7 @@ class Queue:
         shipment = Shipment(next(self._numbers), batch, worker, {entry.call.call_id for entry in entries})
         if worker is None:  # calls for a given worker do not take part in the sharing out
             self._shipments[shipment.number] = shipment
+            if entries[0].losses:
+                self._suspects.add(shipment.number)
         self._out.update((entry.call.call_id, (entry, shipment)) for entry in entries)
         return shipment

@@ -108,6 +108,8 @@ class Attempt:
     error: str = ""
     code: str = ""
     message: str = ""
+    nodes: int = 1
+    """How many machines its pool wants: what is known of the pool, not written down with each try."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,8 @@ class NoCapacity(SkywardError):
     """Nobody sells, or can deliver, what was asked for right now. `refusals` are the candidates that were tried, in their order."""
 
     refusals: tuple[Refusal, ...] = ()
+    mistake = ""
+    """What the provider said, without the names of one offer, where it may be the request that is wrong: it has one status for both."""
 
 
 class QuotaExceeded(NoCapacity):

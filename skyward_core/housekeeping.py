@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from platformdirs import user_cache_path
 
 from skyward_core.accelerators import Accelerator, parse
+from skyward_core.config import Settings
 from skyward_core.instances import Lease
 from skyward_core.market import Requirements, memory_gb
 from skyward_core.providers.base import Provider, load_all
@@ -33,7 +34,8 @@ def offers(
 ) -> PriceList:
     """Return what these providers sell now that fits, cheapest first. They are asked at the same time, unless an answer is kept that is young enough.
 
-    Prices are USD per hour for one machine, which has all that is asked for. One that cannot be asked is in `refusals`, and hides no other.
+    Prices are USD per hour for one machine, which has all that is asked for. One that cannot be asked is in `refusals`, and hides no other. Raises BadRequest
+    for a wish that nothing can meet, and if it is all that there is to be heard.
 
     >>> import skyward_core as sky
     >>> sky.offers("local", cpu=1)[0].provider
@@ -46,8 +48,13 @@ def offers(
     return lists.price_list(load_all(providers), want, user_cache_path("skyward") / "offers", max_age_seconds=max_age_seconds)
 
 
+def configured_providers() -> tuple[Provider, ...]:
+    """Return whom the settings name (`SKYWARD_PROVIDER`, `skyward.toml`); this computer if they name nobody. Raises BadRequest for what they cannot mean."""
+    return load_all(Settings.read().fields.get("provider") or "local")
+
+
 def sweep(
-    providers: Sequence[Provider] = (),
+    providers: Sequence[Provider] | None = None,
     *,
     is_dry_run: bool = True,
     min_age_seconds: float = MIN_AGE_SECONDS,
@@ -56,18 +63,21 @@ def sweep(
 ) -> SweepReport:
     """Find machines that nobody answers for any more, at these providers and at those of all open pools of the ledger; end them unless it is a dry run.
 
-    What else of ours they have that is of no use any more, such as old images of AWS's, goes with them (`pruned` of the report).
+    `providers` are those of the settings if not given (`SKYWARD_PROVIDER`, `skyward.toml`; this computer where they name nobody): a machine that the ledger
+    does not know is found only at those that are named. What else of ours they have that is of no use any more, such as old images of AWS's, goes with them
+    (`pruned` of the report).
 
     `ledger_url` is that of the settings if not given (`SKYWARD_LEDGER`, or a file of this user). See `provisioning.sweep.sweep` for the rest.
-    Raises LedgerError if the ledger cannot be read; all else that fails is in the report's `failures`.
+    Raises LedgerError if the ledger cannot be read, and BadRequest if the settings cannot; all else that fails is in the report's `failures`.
 
     >>> import skyward_core as sky
     >>> sky.sweep([sky.Local()]).failures
     ()
     """
+    asked = configured_providers() if providers is None else providers
     sweeping, ledgers = importlib.import_module("skyward_core.provisioning.sweep"), importlib.import_module("skyward_core.ledger")
     with ledgers.Ledger(ledger_url or ledgers.default_url()) as ledger:
-        return sweeping.sweep(ledger, providers, is_dry_run=is_dry_run, min_age_seconds=min_age_seconds, include_unknown=include_unknown)
+        return sweeping.sweep(ledger, asked, is_dry_run=is_dry_run, min_age_seconds=min_age_seconds, include_unknown=include_unknown)
 
 
 def release(pool: Lease | str, *, credentials: Provider | None = None, ledger_url: str | None = None) -> None:

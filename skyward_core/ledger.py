@@ -260,7 +260,7 @@ class Ledger:
 
     def attempts(self, *, pool_id: str | None = None, since: datetime | None = None) -> list[Attempt]:
         """Return tries to rent machines, oldest first: those of a pool, those since a time, or all."""
-        wanted = select(ATTEMPTS).order_by(ATTEMPTS.c.at_microseconds, ATTEMPTS.c.id)
+        wanted = select(ATTEMPTS, POOLS.c.spec_json).join(POOLS).order_by(ATTEMPTS.c.at_microseconds, ATTEMPTS.c.id)
         if pool_id is not None:
             wanted = wanted.where(ATTEMPTS.c.pool_id == pool_id)
         if since is not None:
@@ -291,7 +291,7 @@ class Ledger:
         Allowed for a pool that is condemned or has ended: it is the truth, and what is there has to be ended. Errors as of `intend_all` and `bind`.
         """
         with self._write() as connection:
-            _known_pool(connection, pool_id)
+            _known_pool(connection, pool_id, is_alone=True)  # two sweeps may have found the same
             intent = _written(connection, [self._row_of(pool_id, wish)])[0]
             return self._change_all(connection, [intent.id], self._binding({intent.id: cloud_id}, []))[0]
 
@@ -373,10 +373,11 @@ class Ledger:
         """Write down that one thing is gone; see `close_all`."""
         return self.close_all([_number(intent)], evidence, fill=fill)[0]
 
-    def close_all(self, numbers: Iterable[int], evidence: str, *, fill: Bucket | None = None) -> list[Intent]:
+    def close_all(self, numbers: Iterable[int], evidence: str, *, fill: Bucket | None = None, paid_until: Mapping[int, datetime] | None = None) -> list[Intent]:
         """Write down that these are gone, or never were, and how we know; the first evidence stands.
 
-        With `fill`, what of the time since its intent no bucket has yet is put into that one, for what was bound: every second is in a bucket.
+        With `fill`, what of the time since its intent no bucket has yet is put into that one, for what was bound: every second is in a bucket. `paid_until`
+        tells of some that they cost nothing any more since then, long before it was known that they are gone.
         """
         if not evidence.strip():
             raise BadRequest("An intent is closed with the evidence that the thing is gone; none was given.")
@@ -388,7 +389,8 @@ class Ledger:
             closed: dict[str, Any] = {"gone_microseconds": gone, "evidence": evidence}
             if fill is None or row["cloud_id"] is None:
                 return closed
-            missing = max(0, (gone - row["intended_microseconds"]) // 1000 - sum(row[milliseconds_of(bucket)] for bucket in Bucket))
+            end = min(gone, stamp(paid_until[row["id"]])) if paid_until and row["id"] in paid_until else gone
+            missing = max(0, (end - row["intended_microseconds"]) // 1000 - sum(row[milliseconds_of(bucket)] for bucket in Bucket))
             filled = {milliseconds_of(fill): row[milliseconds_of(fill)] + missing, "filled_bucket": fill.name, "filled_milliseconds": missing}
             return closed | filled
 
@@ -637,8 +639,9 @@ def _must_live(connection: Connection, pool_id: str) -> None:
         )
 
 
-def _known_pool(connection: Connection, pool_id: str) -> PoolEntry:
-    row = connection.execute(select(POOLS).where(POOLS.c.id == pool_id).with_for_update(read=True)).mappings().first()
+def _known_pool(connection: Connection, pool_id: str, *, is_alone: bool = False) -> PoolEntry:
+    """Return a pool that stays as it is until the transaction is over; alone, nobody else can write down anything of it either."""
+    row = connection.execute(select(POOLS).where(POOLS.c.id == pool_id).with_for_update(read=not is_alone)).mappings().first()
     if row is None:
         raise _no_pool(pool_id)
     return pool_of(row)

@@ -225,7 +225,7 @@ def pool_of(row: Values) -> PoolEntry:
 
 
 def attempt_of(row: Values) -> Attempt:
-    """Return the attempt of a row of ATTEMPTS."""
+    """Return the attempt of a row of ATTEMPTS with the `spec_json` of its pool."""
     return Attempt(
         pool_id=row["pool_id"],
         at=moment(row["at_microseconds"]),
@@ -237,6 +237,7 @@ def attempt_of(row: Values) -> Attempt:
         error=row["error"],
         code=row["code"],
         message=row["message"],
+        nodes=json.loads(row["spec_json"]).get("nodes", 1),
     )
 
 

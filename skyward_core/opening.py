@@ -1,7 +1,10 @@
 """One opening of a pool: what is rented, written down, running and told between `open` and `close`, and everything that must be undone.
 
-States: new -> started -> running -> stopped -> released; `start` undoes everything if it fails, `stop` and `release` may be called again. Between any two of
-its lines the process may be killed: the reaper, which is started before anything is asked for, then does what `release` would have done.
+States: new -> started -> running -> stopped -> released -> written down; `start` undoes everything if it fails, `stop` and `release` may be called again.
+Between any two of its lines the process may be killed: the reaper, which is started before anything is asked for, then does what `release` would have done.
+
+In a fork of the process an opening is nobody's: its threads, its reaper and its machines are those of the process that has opened it, and whatever would end
+them does nothing there, however the fork ends.
 """
 
 from __future__ import annotations
@@ -10,19 +13,22 @@ import atexit
 import contextlib
 import importlib
 import logging
+import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, override
 
 from skyward_core import console
-from skyward_core.entries import Bucket
-from skyward_core.errors import BudgetExceeded, LeaseLost, NotPicklable, PoolClosed, SkywardError
+from skyward_core.entries import SECONDS_PER_HOUR, Bucket, ResourceKind
+from skyward_core.errors import BudgetExceeded, LeaseLost, LedgerError, NotPicklable, PoolClosed, SkywardError
 from skyward_core.events import (
     BootstrapCompleted,
     BootstrapProgress,
@@ -41,12 +47,12 @@ from skyward_core.instances import Lease
 from skyward_core.providers.base import Provider
 from skyward_core.provisioning import lifecycle
 from skyward_core.provisioning.book import Book
+from skyward_core.provisioning.leaving import living_alone
 from skyward_core.provisioning.metering import Meter
 from skyward_core.provisioning.purse import Fill, Purse
 from skyward_core.reaper import Charge, Reaper
 from skyward_core.recovery import Recovery
 from skyward_core.spec import PoolSpec
-from skyward_core.worker.watchdog import DETACHED
 
 if TYPE_CHECKING:
     from skyward_core.certificates import PoolCertificate
@@ -59,7 +65,36 @@ JOIN_SECONDS = 10.0
 """How long `stop` waits for another thread that is stopping the pool; not for ever, for that may wait for a callback in which this one is."""
 LEDGER_BUSY_SECONDS = 10.0
 """How long a pool waits for a ledger that another process has locked, at each step; a write takes milliseconds."""
+GONE_EVIDENCE = "it was confirmed gone when its pool was closed; the ledger could not be written then"
 _log = logging.getLogger("skyward")
+
+
+@dataclass(slots=True)
+class _Clock:
+    """What the pool's clock remembers from one look to the next; times are of `time.monotonic`, in seconds."""
+
+    began: float
+    beat: float
+    told: float
+    asked: float
+    renewed: float
+    is_busy: bool = False
+    trouble: str = ""
+    """The last error that was told: one that comes with every look is told once."""
+
+
+class _Undo(ExitStack[None]):
+    """Undoes what was begun, but not when it is left in a fork, which a callback or a signal handler has made: its parent goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._process = os.getpid()
+
+    @override
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if os.getpid() != self._process:
+            self.pop_all()
+        super().__exit__(kind, error, trace)
 
 
 class Opening:
@@ -78,6 +113,7 @@ class Opening:
         self.has_detached = False
         """Whether a call was started detached: from then on nodes of this machine live by their lease and not with this process."""
         self.is_released = False
+        """Whether the machines are gone, or live on by their lease."""
         self.why_ended: SkywardError | None = None
         """Why the pool has ended itself, if it has: what its calls raise from then on."""
         self.receipt: Mapping[str, Any] | None = None
@@ -87,6 +123,12 @@ class Opening:
         self._reaper: Reaper | None = None
         self._charge: Charge | None = None
         self._fill = Fill.FULL
+        self._process = os.getpid()
+        self._is_to_end = False
+        """Whether `terminate_now` was called."""
+        self._is_written_down = False
+        self._refusal: LedgerError | None = None
+        """What the ledger has refused of the end, as long as it was not written anew."""
         self._display = console.display(spec.display)
         sinks = [callback for callback in (registered_callback(), on_event) if callback is not None]
         self._callback = compose(*sinks, self._display)
@@ -97,6 +139,11 @@ class Opening:
         self._is_over.set()
         """Cleared while somebody stops the pool."""
         self._ended = threading.Event()
+
+    @property
+    def is_fork(self) -> bool:
+        """Whether this is another process than the one that has opened the pool, and uses it."""
+        return os.getpid() != self._process
 
     @property
     def lease(self) -> Lease | None:
@@ -117,7 +164,7 @@ class Opening:
         certificate: Future[PoolCertificate] = Future()
         dask = threading.Thread(target=_make_ready, args=(self.pool_id, certificate), name="skyward-import", daemon=True)
         try:
-            with ExitStack() as undo:
+            with _Undo() as undo:
                 undo.callback(self._settle_bill)
                 undo.push(self._tell_error)
                 dask.start()  # half a second that passes while the nodes come up
@@ -125,6 +172,8 @@ class Opening:
                 self.machines = machines = lifecycle.Machines(
                     self.spec, self.providers, self.pool_id, certificate, emit=self.emit, meter=self.meter, book=book, purse=purse
                 )
+                if self._is_to_end:  # the other half of this is in `terminate_now`
+                    machines.launch_no_more()
                 over = self._keep_while_opening(undo, machines)
                 lease = machines.acquire(undo)
                 dask.join()
@@ -166,6 +215,8 @@ class Opening:
             _log.warning("the pool has no reaper, for its provider cannot travel to another process (%s): after a kill, `skyward sweep` ends it", error)
         book.open()  # after the reaper is there: from the first word on somebody ends what is written down here
         undo.callback(self._close_book_unless_left)
+        if self._is_to_end:
+            raise PoolClosed("terminate_now() was called while the pool opened: nothing was rented")
         return book, purse
 
     def _keep_while_opening(self, undo: ExitStack, machines: lifecycle.Machines) -> Callable[[], None]:
@@ -190,6 +241,9 @@ class Opening:
                 fill, reason = self._purse.turn()
             except LeaseLost as error:
                 self.why_ended = error
+            except Exception:  # whatever it is: who else would renew the lease?
+                _log.exception("the lease of a pool that opens could not be looked after, and is again in a moment")
+                continue
             else:
                 if fill < Fill.USED_UP:
                     continue
@@ -198,14 +252,20 @@ class Opening:
             return
 
     def _let_reaper_go_or_work(self) -> None:
-        """After a start that has left machines the reaper goes on as if this process were gone: there is no pool that could be closed again.
+        """After a start that has left machines, or books that are open, the reaper goes on as if this process were gone: nobody can close such a pool again.
 
-        It may be InstancesLeft that has left them, or a second interrupt that has cut off the giving back.
+        It may be InstancesLeft that has left machines, or a second interrupt that has cut off the giving back.
         """
-        if self._are_machines_left and self._reaper is not None:
-            self._reaper.hang_up()
+        if self._are_machines_left or self._refusal is not None:
+            self._leave_to_reaper()
         else:
             self._let_reaper_go()
+
+    def _leave_to_reaper(self) -> None:
+        if self._reaper is not None:
+            if self.has_detached:  # it would take it for a pool that lives on by its lease
+                self._reaper.terminate_now()
+            self._reaper.hang_up()
 
     @property
     def _are_machines_left(self) -> bool:
@@ -220,22 +280,46 @@ class Opening:
             self._close_book()
 
     def _close_book(self) -> None:
-        """Write down the end of the pool, and take its receipt. Raises LedgerError if the ledger has refused something; the machines are gone."""
+        """Write down the end of the pool, and take its receipt. Raises LedgerError if the ledger still refuses some of it; the machines are gone.
+
+        May be called again then. What was refused is written anew.
+        """
         assert self._book is not None
         assert self._ledger is not None
         try:
-            self._book.close()
+            if self._refusal is None:
+                try:
+                    self._book.close()
+                except LedgerError as error:  # of now, or of an hour ago: it may have been mended since then
+                    self._refusal = error
+            if self._refusal is not None:
+                self._write_anew(self._book, self._ledger, self._refusal)
+                self._refusal = None
         finally:
             receipt = importlib.import_module("skyward_core.receipt")
             with contextlib.suppress(SkywardError):  # what the ledger has refused is raised already
                 self.receipt = receipt.receipt(self._ledger, self.pool_id)
 
+    def _write_anew(self, book: Book, ledger: Ledger, refusal: LedgerError) -> None:
+        """Write down the end of all that is open in the ledger still: it is gone, and the meter knows since when. Raises `refusal` if it cannot."""
+        try:
+            open_still = [intent.id for intent in ledger.open_intents(pool_id=self.pool_id) if intent.kind is ResourceKind.INSTANCE]
+            if open_still:
+                ledger.close_all(open_still, GONE_EVIDENCE)
+            book.note()  # after that: seconds that are noted take the place of those that somebody else has filled in meanwhile
+            book.close()
+        except LedgerError as error:
+            raise refusal from (None if error is refusal else error)
+        _log.warning("the ledger had refused some of the end of %s, and has it now: %s", self.pool_id, refusal)
+
     def stop(self, reason: str, error: SkywardError | None = None) -> None:
         """Close everything, in the order cluster, machines, bill; each is tried whatever happened to the one before.
 
         Calls that have not ended raise `error`, or PoolClosed with the reason. If another thread is at it (the clock, when the money has run out), it is
-        waited for, so that bill and receipt are there.
+        waited for, so that bill and receipt are there. Does nothing in a fork: the pool is its parent's, who goes on to use it.
         """
+        if self.is_fork:
+            return
         with self._stopping:
             is_ours = self.is_running
             if is_ours:
@@ -266,7 +350,13 @@ class Opening:
                 self._is_over.set()
 
     def terminate_now(self) -> None:
-        """Have somebody else end the machines. Waits for nothing."""
+        """Have somebody else end the machines, and rent none from now on, if the pool is only about to open. Waits for nothing.
+
+        Does nothing in a fork, which inherits its parent's signal handlers: whoever ends a forked helper does not mean the pool.
+        """
+        if self.is_fork:
+            return
+        self._is_to_end = True  # first: `start` makes the machines, then looks at this, so that one of the two sees the other
         if self.machines is not None:
             self.machines.launch_no_more()
         if self._reaper is not None and self._reaper.is_alive:
@@ -275,24 +365,27 @@ class Opening:
             threading.Thread(target=self.machines.end_now, name="skyward-terminate", daemon=True).start()
 
     def detach(self, lease_seconds: float) -> Lease:
-        """Let the machines live on under their lease, and let go of them."""
+        """Let the machines live on under their lease, and let go of them; after an error the pool is open as before.
+
+        Killed between any two lines it is a pool that its reaper ends, or one that lives as long as its lease says (`provisioning.leaving`). Raises
+        Unreachable, BadRequest, LedgerError, LeaseLost, and BudgetExceeded if its account does not pay for the whole lease.
+        """
         assert self.cluster is not None
         assert self.machines is not None
         assert self.recovery is not None
         assert self._book is not None
         longest = max(lease_seconds, self.spec.lease_seconds)  # a lease is never shortened: somebody else may be attached
-        self._book.live_by_lease(longest)
+        now = datetime.now(UTC)
+        with self._paid_for(longest) as paid_seconds, living_alone(self.machines, longest, self.spec.lease_seconds):
+            self._book.live_by_lease(paid_seconds)
         if self._reaper is not None:
             self._reaper.live_by_lease()
-        self.machines.extend_leases(lease_seconds)
-        for reach in self.machines.reaches.here():
-            reach.write(DETACHED, "")
         with self._stopping:
             self.is_running = False
         self._ended.set()
-        self.is_released = True
+        self.is_released = self._is_written_down = True
         atexit.unregister(self._at_exit)
-        lease = self.machines.lease.model_copy(update={"expires_at": datetime.now(UTC) + timedelta(seconds=longest)})
+        lease = self.machines.lease.model_copy(update={"expires_at": now + timedelta(seconds=paid_seconds)})
         try:
             self.recovery.stop()
             self.cluster.leave("the pool was detached: attach to it")
@@ -306,6 +399,29 @@ class Opening:
             self._display.close()
         return lease
 
+    @contextlib.contextmanager
+    def _paid_for(self, seconds: float) -> Generator[float]:
+        """Reserve for a lease of so many seconds; tell for how many of them the machines are paid: `max_cost` may end them earlier.
+
+        If what is done within fails, as much is reserved again as an attended pool needs.
+        """
+        assert self._purse is not None
+        usual = 2 * self.spec.lease_seconds
+        try:
+            self._purse.pay_for(max(seconds, usual))
+        except BudgetExceeded as error:
+            rate = self.meter.rate()
+            lasts = int(error.left_usd * SECONDS_PER_HOUR / rate) if rate else 0
+            words = f"the pool was not detached: {error} That pays for {lasts} s: detach(lease_seconds=...) for less, or raise the account's limit"
+            raise BudgetExceeded(words, error.account, error.left_usd) from error
+        try:
+            paid = self._purse.paid_seconds()
+            yield seconds if paid is None else min(seconds, paid)
+        except BaseException:
+            with contextlib.suppress(SkywardError):  # then it is reserved until the pool is closed
+                self._purse.pay_for(usual)
+            raise
+
     def live_by_lease(self) -> None:
         """From now on nodes of this machine live by their lease, and no longer with this process."""
         assert self._book is not None
@@ -316,16 +432,26 @@ class Opening:
         self._keep_here()
 
     def release(self) -> None:
-        """Give the machines back unless that was done. Called again, by `close` or at the interpreter's end, if a second interrupt has cut it off."""
-        if self.recovery is not None and self.machines is not None and not self.is_running and not self.is_released:
+        """Give the machines back and write that down, unless that was done; nothing in a fork.
+
+        Called again, by `close` or at the interpreter's end, if a second interrupt has cut it off; and by `close` if the ledger has refused something: the
+        reaper tries to write it down too, for two minutes.
+        """
+        if self.recovery is None or self.machines is None or self.is_running or self.is_fork:
+            return
+        if not self.is_released:
             self.machines.release()
             self.is_released = True
             atexit.unregister(self._at_exit)
+        if not self._is_written_down:
             try:
                 self._close_book()
-            finally:
-                self._let_reaper_go()  # after the book: killed in between, the reaper finds that the pool has ended
-                self._close_ledger()
+            except LedgerError:
+                self._leave_to_reaper()
+                raise
+            self._is_written_down = True
+            self._let_reaper_go()  # after the book: killed in between, the reaper finds that the pool has ended
+            self._close_ledger()
 
     def _close_ledger(self) -> None:
         if self._ledger is not None:
@@ -355,42 +481,57 @@ class Opening:
             self.emit(final)
 
     def _watch_clock(self, began: float) -> None:
-        """Tell the cost now and then, renew the lease, look at the money, and end a pool that is too old, or was idle for too long."""
-        told = asked = renewed = time.monotonic()
-        is_busy = False
-        beat = min(self.spec.lease_seconds / 6, COST_SECONDS)
-        while not self._ended.wait(min(CLOCK_SECONDS, beat)):
-            cluster = self.cluster
-            assert cluster is not None
-            assert self.machines is not None
-            assert self._book is not None
-            now = time.monotonic()
-            if now - told >= COST_SECONDS:
-                told = now
-                self.emit(self.meter.update())
-                self._book.note()
-                self._keep_here()
-                self._mind_reaper()
-            if now - asked >= COST_SECONDS or cluster.is_idle == is_busy:
-                asked, is_busy = now, cluster.has_work()
-                self.machines.reaches.is_busy = is_busy
+        """Renew the lease, look at the money, tell the cost now and then, and end a pool that is too old, or was idle for too long.
+
+        What goes wrong with one of these is told, and the others go on, and it is tried again: nobody else renews the lease of a pool that is used.
+        """
+        now = time.monotonic()
+        clock = _Clock(began, min(self.spec.lease_seconds / 6, COST_SECONDS), told=now, asked=now, renewed=now)
+        while not self._ended.wait(min(CLOCK_SECONDS, clock.beat)):
+            for step in self._due(clock, time.monotonic()):
+                self._take(step, clock)
+
+    def _due(self, clock: _Clock, now: float) -> list[Callable[[], object]]:
+        """Return what is to be done at this look."""
+        assert self.cluster is not None
+        assert self._book is not None
+        steps: list[Callable[[], object]] = []
+        if now - clock.renewed >= clock.beat:
+            clock.renewed = now
+            steps.append(self._book.renew)
+        steps += [partial(self._mind_money, self.cluster), partial(self._mind_work, self.cluster, clock, now)]
+        if now - clock.told >= COST_SECONDS:
+            clock.told = now
+            steps += [self._keep_here, self._mind_reaper, self._book.note, lambda: self.emit(self.meter.update())]
+        return steps
+
+    def _take(self, step: Callable[[], object], clock: _Clock) -> None:
+        try:
             try:
-                if now - renewed >= beat:
-                    renewed = now
-                    self._book.renew()
-                self._mind_money(cluster)
+                if not self._ended.is_set():
+                    step()
             except LeaseLost as error:
                 _log.error("%s", error)
                 self.stop(str(error), error)
-                return
-            if self.spec.max_lifetime is not None and now - began > self.spec.max_lifetime:
-                _log.warning("the pool has lived for %.0f s (max_lifetime) and ends itself", self.spec.max_lifetime)
-                self.stop(f"the pool has lived for {self.spec.max_lifetime:.0f} s (ComputePool(max_lifetime=...)) and has ended itself")
-            elif is_busy:
-                cluster.busy_at = now
-            elif now - cluster.busy_at > self.spec.timeout:
-                _log.warning("the pool was idle for %.0f s (timeout) and ends itself", self.spec.timeout)
-                self.stop(f"the pool was idle for {self.spec.timeout:.0f} s (ComputePool(timeout=...)) and has ended itself")
+        except Exception as error:
+            if repr(error) != clock.trouble:
+                clock.trouble = repr(error)
+                _log.exception("the clock of %s goes on", self.pool_id)
+
+    def _mind_work(self, cluster: Cluster, clock: _Clock, now: float) -> None:
+        """Let the nodes know whether there are calls; end the pool if it is too old, or was idle for too long."""
+        assert self.machines is not None
+        if now - clock.asked >= COST_SECONDS or cluster.is_idle == clock.is_busy:
+            clock.asked, clock.is_busy = now, cluster.has_work()
+            self.machines.reaches.is_busy = clock.is_busy
+        if self.spec.max_lifetime is not None and now - clock.began > self.spec.max_lifetime:
+            _log.warning("the pool has lived for %.0f s (max_lifetime) and ends itself", self.spec.max_lifetime)
+            self.stop(f"the pool has lived for {self.spec.max_lifetime:.0f} s (ComputePool(max_lifetime=...)) and has ended itself")
+        elif clock.is_busy:
+            cluster.busy_at = now
+        elif now - cluster.busy_at > self.spec.timeout:
+            _log.warning("the pool was idle for %.0f s (timeout) and ends itself", self.spec.timeout)
+            self.stop(f"the pool was idle for {self.spec.timeout:.0f} s (ComputePool(timeout=...)) and has ended itself")
 
     def _mind_money(self, cluster: Cluster) -> None:
         """Warn, take no more calls, or end the pool, as the money goes."""

@@ -10,8 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
-from skyward_core.worker.settings import Owner as Process
-from skyward_core.worker.settings import this_process
+from skyward_core.worker.settings import process_start, this_process
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PID_NAMESPACE = Path("/proc/self/ns/pid")
@@ -22,7 +21,7 @@ class OwnerState(StrEnum):
 
     ALIVE = "alive"
     DEAD = "dead"
-    UNKNOWN = "unknown"  # of another host, another boot of this one, or another container: nobody here can see its process
+    UNKNOWN = "unknown"  # of another host, another boot of this one, or another container, or hidden: nobody here can see its process
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,10 @@ class Owner:
         """Tell whether the process lives; UNKNOWN if it is none that could be seen from here."""
         if (self.host, self.boot, self.namespace) != (socket.gethostname(), _boot(), _namespace()) or not self.boot:
             return OwnerState.UNKNOWN
-        return OwnerState.ALIVE if Process(self.pid, self.started).is_alive() else OwnerState.DEAD
+        started = process_start(self.pid)
+        if started is None or not self.started:
+            return OwnerState.UNKNOWN
+        return OwnerState.ALIVE if started == self.started else OwnerState.DEAD
 
 
 def _user() -> str:

@@ -3,11 +3,15 @@
 States: new -> opening -> open -> closing -> closed. `open` and `close` are the only ways between them; `close` may be called in any state and twice. Whoever
 is stopped on the way from new to open has given back what was rented (`lifecycle.acquire`); from there on `close` is the undo. Whoever is killed has a reaper,
 which was started before anything was asked for (docs/decisions/0008).
+
+A pool belongs to the process that has opened it. In a fork of that its object is a memory: it says so when it is used, and leaving or forgetting it there
+does nothing.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import warnings
 import weakref
@@ -30,7 +34,7 @@ from skyward_core.providers import base
 from skyward_core.providers.base import Provider
 from skyward_core.providers.local import Local
 from skyward_core.provisioning import lifecycle
-from skyward_core.spec import PoolSpec
+from skyward_core.spec import LONGEST_SECONDS, PoolSpec
 
 if TYPE_CHECKING:
     import distributed
@@ -85,7 +89,7 @@ class ComputePool:
         """Use a pool that another process has opened, from its `lease` (or the JSON of it); several may at once. Returns it open, for `with` or `close`.
 
         Closing it leaves the pool as it is. As long as it is open it keeps the nodes' lease, `lease_seconds` ahead. `key` is the path of the SSH key that the
-        nodes know, if it is not where it was for the opener, or its text, which is kept in a private file until the pool is left.
+        nodes know, if it is not where it was for the opener, or its text, which is kept in memory alone.
         Raises Unreachable, CredentialsError or HostKeyChanged, and NodeLost if the scheduler that the lease names is gone.
         """
         claim = lease if isinstance(lease, Lease) else Lease.model_validate_json(lease) if isinstance(lease, str) else Lease.model_validate(lease)
@@ -98,7 +102,8 @@ class ComputePool:
         attached.start(timeout_seconds)
         pool._was_opened = True
         pool._open = attached
-        pool._finalizer = weakref.finalize(pool, attached.stop, "the pool object was collected")
+        pool._process = os.getpid()
+        pool._finalizer = weakref.finalize(pool, _left, attached, pool._process)
         return pool
 
     def _settle(
@@ -117,7 +122,11 @@ class ComputePool:
         self._replace_object = replace_object
         self._opening = threading.RLock()
         self._open: Opening | Attached | None = None
+        self._process = 0
+        """The process that has opened it."""
         self._was_opened = False
+        self._terminations = 0
+        """How often `terminate_now` was called."""
         self._final: CostFinal | None = None
         self._receipt: Mapping[str, Any] | None = None
         self._why_ended: SkywardError | None = None
@@ -130,11 +139,16 @@ class ComputePool:
 
         Raises NoCapacity, BootstrapFailed, ProvisioningTimeout or what the provider raises; then nothing is left running.
         """
+        self._raise_in_a_fork()
+        terminations = self._terminations
         with self._opening:
             if self._open is None:
                 self._was_opened = True
                 self._final = self._receipt = self._why_ended = None
+                self._process = os.getpid()
                 self._open = opened = Opening(self._spec, self._providers, self._on_event)
+                if self._terminations != terminations:  # by a signal handler, when there was nothing yet that could be told
+                    opened.terminate_now()
                 if self._why_provider:
                     _log.info("%s", self._why_provider)  # now, because before the display has opened nobody may be listening
                 try:
@@ -151,8 +165,11 @@ class ComputePool:
     def close(self) -> None:
         """Give the machines back and make sure that they are gone. Calls that still run are stopped. May be called twice, from any thread.
 
-        Raises InstancesLeft if some could not be confirmed gone.
+        Raises InstancesLeft if some could not be confirmed gone, and LedgerError if the ledger could not be told that all are: then the reaper tries that
+        for two minutes, and closing again tries it at once. In a fork of the process that has opened the pool it does nothing.
         """
+        if self._is_in_a_fork:
+            return
         with self._opening:
             opened = self._open
             if opened is None:
@@ -162,7 +179,7 @@ class ComputePool:
                 opened.release()
             finally:
                 self._final, self._receipt, self._why_ended = opened.final, opened.receipt, opened.why_ended
-            self._open = None  # only now: after an interrupt or InstancesLeft, closing again tries again
+            self._open = None  # only now: after an interrupt, InstancesLeft or LedgerError, closing again tries again
             if self._finalizer is not None:
                 self._finalizer.detach()
                 self._finalizer = None
@@ -170,8 +187,10 @@ class ComputePool:
     def terminate_now(self) -> None:
         """Hand the ending of the machines to the reaper and return at once, in well under a second; for kill hooks and signal handlers.
 
-        Waits for nothing and raises nothing. Calls fail as their machines go. `close` may follow, and says whether all are gone; it need not.
+        Waits for nothing and raises nothing. Calls fail as their machines go. `close` may follow, and says whether all are gone; it need not. A pool that is
+        about to open rents nothing more, and `open` raises. In a fork of the process that has opened the pool it does nothing.
         """
+        self._terminations += 1
         opened = self._open
         if isinstance(opened, Opening):
             opened.terminate_now()
@@ -243,8 +262,12 @@ class ComputePool:
 
         Whoever attaches keeps it alive for longer. When the lease runs out the nodes end themselves, and `skyward sweep` ends what does not. Calls that were
         not started detached are given up. `cost` is what was spent so far; the ledger goes on counting, and has the whole bill once the pool is ended.
-        A pool with a budget lives no longer than what is reserved for it. Raises Unreachable if a node cannot be told; the pool is open then as before.
+        The account of a pool with a budget pays for the whole lease now: BudgetExceeded says what is left if it cannot. With `max_cost` the lease ends when
+        that is used up. Raises Unreachable if a node cannot be told, and LedgerError. After an error the pool is open as before.
         """
+        self._raise_in_a_fork()
+        if lease_seconds is not None and not 0 < lease_seconds <= LONGEST_SECONDS:
+            raise BadRequest(f"lease_seconds={lease_seconds!r}: write the seconds that nodes may live on without a sign of life, at most {LONGEST_SECONDS:.0f}")
         with self._opening:
             opened = self._open
             if not isinstance(opened, Opening) or not opened.is_running:
@@ -270,8 +293,8 @@ class ComputePool:
 
     @property
     def is_active(self) -> bool:
-        """True while the pool is open."""
-        return self._open is not None and self._open.is_running
+        """True while the pool is open, in the process that has opened it."""
+        return self._open is not None and self._open.is_running and not self._is_in_a_fork
 
     @property
     def instance_count(self) -> int:
@@ -307,7 +330,19 @@ class ComputePool:
         return f"<ComputePool {state}, {self._spec.nodes} x {self._spec.accelerator or 'node'} on {' or '.join(provider.name for provider in self._providers)}>"
 
     @property
+    def _is_in_a_fork(self) -> bool:
+        return self._open is not None and self._process != os.getpid()
+
+    def _raise_in_a_fork(self) -> None:
+        if self._is_in_a_fork:
+            raise PoolClosed(
+                f"process {os.getpid()} is a fork of the one that has opened the pool, {self._process}, and has no connection to it. Make the calls there;"
+                " or start this process anew (multiprocessing's 'spawn') and let it attach: ComputePool.attach(pool.lease)"
+            )
+
+    @property
     def _cluster(self) -> Cluster:
+        self._raise_in_a_fork()
         if self._open is None or self._open.cluster is None:
             if self._why_ended is not None:
                 raise type(self._why_ended)(*self._why_ended.args)
@@ -387,8 +422,14 @@ def _results(futures: Sequence[Future[Any]] | Sequence[CallFuture[Any]]) -> list
             future.cancel()
 
 
+def _left(attached: Attached, process: int) -> None:
+    """Called in forks of the process too, when they end."""
+    if process == os.getpid():
+        attached.stop("the pool object was collected")
+
+
 def _collected(opened: Opening) -> None:
-    if opened.is_running:
+    if opened.is_running and not opened.is_fork:
         ids = ", ".join(node.instance.id for node in opened.lease.nodes) if opened.lease else "none"
         try:
             warnings.warn(f"a ComputePool was collected while open ({ids}): use `with`, or close() it", ResourceWarning, stacklevel=2)

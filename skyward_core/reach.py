@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, cast
 
+from skyward_core.errors import SkywardError
 from skyward_core.events import SkywardEvent
 from skyward_core.instances import Instance
 from skyward_core.side_by_side import side_by_side
@@ -109,6 +110,8 @@ class LocalReach:
         self._is_busy = is_busy
         self._paid_seconds = paid_seconds
         self._directory = Path(instance.directory)
+        self._telling = threading.Lock()
+        """Held from asking for how long the node is paid until it is told: what was asked for later is what stands there."""
         self._read = 0
         self._partial = b""
 
@@ -170,8 +173,9 @@ class LocalReach:
 
     def say_busy(self) -> None:
         """Let the node know until when it is paid for, and that the pool has calls to run, if it has: other nodes' count for this one's `timeout` too."""
-        if (paid := self._paid_seconds()) is not None:
-            write_paid(self._directory, uptime() + paid)
+        with self._telling:
+            if (paid := self._paid_seconds()) is not None:
+                write_paid(self._directory, uptime() + paid)
         if self._is_busy():
             write_busy(self._directory)
 
@@ -207,6 +211,32 @@ class Reaches:
         """Return the ways to nodes of this machine: nothing keeps their lease by itself."""
         with self._lock:
             return [reach for reach in self._reaches.values() if isinstance(reach, LocalReach)]
+
+    def tell_paid(self) -> set[str]:
+        """Tell the nodes anew for how long they are paid; return the ids of those that have heard it."""
+        with self._lock:
+            reaches = list(self._reaches.values())
+
+        def tell(reach: Reach) -> None:
+            try:
+                if isinstance(reach, LocalReach):
+                    reach.say_busy()
+                elif reach.is_connected:
+                    reach.extend_lease(self._lease_seconds)
+                else:
+                    return
+            except (SkywardError, OSError):
+                return  # lost, or not to be reached now
+            heard.add(reach.instance.id)
+
+        heard = set[str]()
+        side_by_side(tell, reaches, "skyward-paid", max(1, len(reaches)))
+        return heard
+
+    def all(self) -> list[Reach]:
+        """Return the ways to all nodes that were asked for and not forgotten."""
+        with self._lock:
+            return list(self._reaches.values())
 
     def forget(self, instance: Instance) -> None:
         """Let go of an instance that is lost."""

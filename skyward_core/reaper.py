@@ -6,6 +6,7 @@ It is held by a pipe that only the driver writes to. What it does is in `reaping
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import pickle
@@ -16,7 +17,7 @@ import threading
 import time
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, BinaryIO, Self
 
 from platformdirs import user_state_path
 
@@ -87,9 +88,9 @@ _unreaped: list[_Child] = []
 class Reaper:
     """A reaper that was started by this process. Means nothing in a fork of it: there, every method does nothing."""
 
-    def __init__(self, process: _Child | None, pipe: int) -> None:
+    def __init__(self, process: _Child | None, pipe: int | None) -> None:
         self._process = process
-        self._pipe = os.fdopen(pipe, "wb", buffering=0, closefd=False)  # never by the garbage collector: its end means that the driver is gone
+        self._pipe = _closed() if pipe is None else os.fdopen(pipe, "wb", buffering=0, closefd=False)  # not by the garbage collector: its end tells our death
         self._driver = os.getpid()
         self._hanging_up = threading.RLock()
         self._is_on_its_own = False
@@ -98,7 +99,11 @@ class Reaper:
     def start(cls, charge: Charge) -> Self:
         """Start a reaper and hand it its charge, without waiting for it. Never raises: one that could not be started is not alive, and the log says why."""
         _unreaped[:] = [process for process in _unreaped if process.poll() is None]
-        theirs, ours = os.pipe2(os.O_CLOEXEC)
+        try:
+            theirs, ours = os.pipe2(os.O_CLOEXEC)
+        except OSError as error:  # no more descriptors
+            _log.warning("the pool's reaper could not be started: %s", error)
+            return cls(None, None)
         os.set_blocking(ours, False)
         try:
             reaper = cls(_spawned(charge.pool_id, theirs), ours)
@@ -169,6 +174,13 @@ class Reaper:
         if self._driver == os.getpid():
             with contextlib.suppress(OSError, ValueError):  # it is gone; the pipe is closed
                 self._pipe.write(line)
+
+
+def _closed() -> BinaryIO:
+    """Stand for a pipe that there is none of."""
+    pipe = io.BytesIO()
+    pipe.close()
+    return pipe
 
 
 def _spawned(pool_id: str, pipe: int) -> _Child:

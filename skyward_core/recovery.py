@@ -17,6 +17,12 @@ The head: connected ──cut──▶ silent ──it answers──▶ connecte
                               └──the provider says gone, it has ended, or it is silent for too long──▶ lost ──restart──▶ connected
                                                                                                         └──not to be had──▶ lost (tried again later)
 
+How long is too long: HEAD_PATIENCE_SECONDS where another node answers, or half the lease if that is less. Where none does, it is rather this client that is
+cut off, and all of them live: the lease is waited out, with which the head ends in any case.
+
+A head whose scheduler answers and whose workers stay away (they stand still) has them killed and begun anew by its supervisor; if that brings none back within
+HEAD_WORKERS_SECONDS, it is lost.
+
 All of it changes in one thread. What may take minutes (a machine that comes up) runs in a thread of its own and leaves its outcome for the next turn.
 
 Nothing here owns a machine: what is rented or given back is `Machines`' business, and when this thread is stopped between two lines the pool's release finds
@@ -29,7 +35,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -41,7 +47,10 @@ from skyward_core.worker.notice import Kind, Notice
 TICK_SECONDS = 0.25
 JOIN_SECONDS = 60.0
 REJOIN_SECONDS = 2.0  # a worker process that has crashed is back in one
+ROUSE_SECONDS, ROUSE_AGAIN_SECONDS = 2.0, 10.0  # on top of REJOIN_SECONDS and the 14 s after which the scheduler gives a silent worker up: within 20 in all
+HEAD_WORKERS_SECONDS = 60.0  # a supervisor that is asked so long to begin them anew does not
 HEAD_PATIENCE_SECONDS = 45.0  # a wire that was cut for 30 s, and the tries to connect again
+LISTINGS = 2  # in a row without a machine, before a cloud is believed that it is gone; of processes of this machine one is enough
 ASK_SECONDS = 2.0
 RESUME_SECONDS = 2.0
 RESTART_SECONDS = 30.0
@@ -70,6 +79,7 @@ class Machines(Protocol):
     def notices(self, rank: int) -> tuple[Notice, ...]: ...
     def stand_by(self, rank: int) -> None: ...
     def retire(self, rank: int, instance_id: str) -> None: ...
+    def rouse(self, rank: int, workers: Sequence[int]) -> None: ...
     def replace(self, rank: int, is_there: Callable[[], bool]) -> None: ...
     def restart(self, is_left: Callable[[Instance], bool]) -> Lease: ...
 
@@ -80,7 +90,7 @@ class Cluster(Protocol):
     @property
     def slots(self) -> int: ...
     def has(self, rank: int) -> bool: ...
-    def has_any(self) -> bool: ...
+    def missing(self, rank: int) -> list[int]: ...
     def hold(self, rank: int) -> int: ...
     def resume(self, address: str, timeout_seconds: float) -> None: ...
     def restart(self, lease: Lease, address: str, timeout_seconds: float) -> None: ...
@@ -111,13 +121,22 @@ class _Retry:
 
 @dataclass(slots=True)
 class _Silence:
-    """The head is out of reach, and what its provider was asked meanwhile."""
+    """The head is out of reach, since when, and in how many listings in a row its provider had it no more.
+
+    `alone_since` is when it fell silent, or when last no other node answered either.
+    """
 
     since: float
-    head_id: str | None
+    alone_since: float
+    head: Instance | None
     ask_at: float
     is_asking: bool = False
-    is_gone: bool = False
+    misses: int = 0
+
+    @property
+    def is_gone(self) -> bool:
+        """Tell whether the provider is believed that there is no such machine: a cloud may leave one out once."""
+        return self.head is not None and self.misses >= (1 if self.head.endpoint is None else LISTINGS)
 
 
 @dataclass(slots=True)
@@ -177,6 +196,7 @@ class Recovery:
         self._machines = machines
         self._cluster = cluster
         self._ranks = range(nodes)
+        self._lease_seconds = lease_seconds
         self._patience = min(HEAD_PATIENCE_SECONDS, lease_seconds / 2)
         self._emit = emit
         self._clock = clock
@@ -186,6 +206,7 @@ class Recovery:
         self._was_cut = threading.Event()
         self._outcomes: queue.SimpleQueue[tuple[int, _Retry, Exception | None]] = queue.SimpleQueue()
         self._lost_by: dict[int, float] = {}
+        self._rouse_at = 0.0
         self._vacant: dict[int, _Retry] = {}
         self._head: _Silence | _Lost | None = None
         self._told_lost: set[str] = set()
@@ -263,7 +284,8 @@ class Recovery:
         if self._was_cut.is_set():
             self._was_cut.clear()
             if self._head is None:
-                self._head = _Silence(self._clock(), self._id_of(0), self._clock())
+                now = self._clock()
+                self._head = _Silence(now, now, self._instance_of(0), now)
         if isinstance(self._head, _Silence):
             self._listen(self._head)
         if isinstance(self._head, _Lost):
@@ -287,11 +309,31 @@ class Recovery:
             lost_by = self._lost_by.setdefault(rank, now + REJOIN_SECONDS)
             leaving = self._leaving.get(rank)
             is_retired = leaving is not None and leaving.is_retired
-            if rank and (now > lost_by or is_retired or self._machines.has_ended(rank)):  # the head is lost when its scheduler is
+            if rank == 0:  # the head is lost when its scheduler is, which answers
+                self._mind_workers_of_head(now - lost_by)
+            elif now > lost_by or is_retired or self._machines.has_ended(rank):
                 del self._lost_by[rank]
                 self._leaving.pop(rank, None)
                 self._tell_lost(rank, "it was retired" if is_retired else "its worker has left the pool")
                 self._vacant[rank] = _Retry(now, now)
+
+    def _mind_workers_of_head(self, overdue_seconds: float) -> None:
+        """Workers of the head are away: have them begun anew by and by, for one that stands still is not dead; in the end the head is lost."""
+        now = self._clock()
+        if overdue_seconds > HEAD_WORKERS_SECONDS:
+            self._lose_head(f"its scheduler answers, but its workers have stayed away for {overdue_seconds:.0f} s")
+        elif overdue_seconds > ROUSE_SECONDS and now >= self._rouse_at:
+            self._rouse_at = now + ROUSE_AGAIN_SECONDS
+            missing = self._cluster.missing(0)
+            self._emit(Error("the scheduler of node 0 answers, but its workers stay away: they are killed and begun anew", self._id_of(0)))
+            self._aside("skyward-rouse-0", lambda: self._rouse(missing))
+
+    def _rouse(self, workers: Sequence[int]) -> None:
+        """Aside, for the machine may not answer; then it is tried again."""
+        try:
+            self._machines.rouse(0, workers)
+        except Exception as error:
+            _log.debug("the workers of node 0 could not be begun anew: %s", error)
 
     def _fill(self) -> None:
         """Begin to replace those that are lost."""
@@ -327,10 +369,7 @@ class Recovery:
             return
         self._emit(Error(f"no node in the place of node {rank} yet: {failure}"))
         self._cluster.give_up(_lost(f"node {rank} is lost and not replaced: {failure}", failure), rank)
-        now = self._clock()
-        if self._head is None and not self._cluster.has_any() and now - vacancy.since > NOBODY_LEFT_SECONDS:
-            self._give_up(f"all nodes of the pool are lost, and others are not to be had: {failure}", failure)
-        vacancy.put_off(now)
+        vacancy.put_off(self._clock())  # without end: while the head lives somebody works, and without its workers it is lost
 
     def _give_up(self, message: str, cause: Exception) -> None:
         """Nobody is left: all calls raise, and no machine is rented any more for which there would be nothing to do."""
@@ -433,32 +472,43 @@ class Recovery:
         """The scheduler is out of reach: wait for it while it may live."""
         reason = self._why_lost(silence)
         if reason:
-            self._tell_lost(0, reason)
-            self._emit(ClusterRestarting(reason))
-            now = self._clock()
-            self._head = _Lost(_Retry(now, now))
+            self._lose_head(reason)
         elif self._resumed():
             self._head = None
             self._lost_by.clear()  # who is not there has as long as ever to come back
 
+    def _lose_head(self, reason: str) -> None:
+        self._tell_lost(0, reason)
+        self._emit(ClusterRestarting(reason))
+        now = self._clock()
+        self._head = _Lost(_Retry(now, now))
+
     def _why_lost(self, silence: _Silence) -> str:
         self._ask(silence)
-        silent_seconds = self._clock() - silence.since
+        now = self._clock()
+        if not self._hears_anybody():
+            silence.alone_since = now
+        silent_seconds = now - silence.since
+        is_too_long = now - silence.alone_since > self._patience or silent_seconds > self._lease_seconds
         if self._machines.has_ended(0):
             return "it has ended"
         if silence.is_gone:
             return "its provider lists it no more"
-        return f"it has been silent for {silent_seconds:.0f} s" if silent_seconds > self._patience else ""
+        return f"it has been silent for {silent_seconds:.0f} s" if is_too_long else ""
+
+    def _hears_anybody(self) -> bool:
+        """Tell whether any node answers. Those that fell silent with the head are taken to answer until their connection is known to be gone."""
+        return any(self._machines.is_connected(node.rank) for node in self._machines.lease.nodes)
 
     def _ask(self, silence: _Silence) -> None:
         """Ask the provider now and then whether the head exists. Aside, for an answer may take as long as the machine is silent; an outage says nothing."""
-        now = self._clock()
-        if silence.is_asking or now < silence.ask_at or silence.head_id is None:
+        now, head = self._clock(), silence.head
+        if silence.is_asking or now < silence.ask_at or head is None:
             return
 
         def ask() -> None:
             try:
-                silence.is_gone = silence.head_id not in self._machines.living()
+                silence.misses = 0 if head.id in self._machines.living() else silence.misses + 1
             except Exception as error:
                 _log.debug("the provider does not say whether the head exists: %s", error)
             silence.is_asking = False
@@ -539,7 +589,11 @@ class Recovery:
                 self._emit(InstanceLost(node.instance.id, node.rank, "it could not be told of the new head"))
 
     def _id_of(self, rank: int) -> str | None:
-        return next((node.instance.id for node in self._machines.lease.nodes if node.rank == rank), None)
+        instance = self._instance_of(rank)
+        return instance.id if instance is not None else None
+
+    def _instance_of(self, rank: int) -> Instance | None:
+        return next((node.instance for node in self._machines.lease.nodes if node.rank == rank), None)
 
 
 def _lost(message: str, cause: BaseException) -> NodeLost:

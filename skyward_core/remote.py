@@ -12,6 +12,7 @@ with `close`, which does not touch the node: that ends when its lease does.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import platform
 import shlex
@@ -30,6 +31,7 @@ from skyward_core.shipping import shipped_archive, shipped_uv
 from skyward_core.ssh import Connection, Loop
 from skyward_core.worker.wire import Parcel
 
+_log = logging.getLogger("skyward")
 AUTH_GRACE_SECONDS = 60.0  # cloud-init may install our key after sshd has begun to answer
 RECONNECT_SECONDS, KEEPALIVE_SECONDS = 5.0, 5.0
 PROXIED_RECONNECT_SECONDS = 30.0  # a proxy command has to be started, and to find the machine, before the first word is said
@@ -46,6 +48,7 @@ LOOK_AGAIN_SECONDS = 0.05  # where inotify does not work, as on overlay file sys
 
 LEASE = """\
 cd "$1" || exit 3
+{ exec 8<. && flock -w 5 8; } 2>/dev/null
 read -r now rest </proc/uptime
 until=$((${now%.*} + $2))
 old=0
@@ -54,8 +57,9 @@ old=0
 [ -z "$3" ] || { echo "$now" >"busy.$$" && mv -f "busy.$$" busy; }
 [ -z "$4" ] || { echo "$((${now%.*} + $4))" >"paid.$$" && mv -f "paid.$$" paid; }
 """
-"""Extends a lease to $2 seconds from now, on the node's own clock; never shortens it. With $3, says that the pool has calls to run; with $4, for how
-many seconds from now the node is paid for, which may be less than before."""
+"""Extends a lease to $2 seconds from now, on the node's own clock; never shortens it, for which clients take turns (as in `watchdog.write_lease`; one that
+cannot have its turn goes ahead, for the node is to live). With $3, says that the pool has calls to run; with $4, for how many seconds from now the node is
+paid for, which may be less than before."""
 
 LOOK = """\
 i=0
@@ -152,6 +156,8 @@ class RemoteReach:
         self._emit = emit
         self._is_busy = is_busy
         self._paid_seconds = paid_seconds
+        self._telling = threading.Lock()
+        """Held from asking for how long the node is paid until it is told: what was asked for later is what stands there."""
         self._wake = threading.Event()
         self._closed = threading.Event()
         is_direct = instance.endpoint.proxy_command is None
@@ -290,7 +296,8 @@ class RemoteReach:
     def take(self, parcel: Parcel, *, keep: bool = False) -> Parcel:
         if parcel.path is None:
             return parcel
-        return parcel.cut(self._connection.fetch(parcel.path, remove=not keep))
+        path = parcel.path  # it stays until we have said that we have it: it may be asked for again
+        return parcel.cut(self._patiently(lambda: self._connection.fetch(path, remove=not keep)))
 
     def release(self, parcel: Parcel) -> None:
         if parcel.path is not None:
@@ -300,13 +307,15 @@ class RemoteReach:
     # ── the lease ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def extend_lease(self, seconds: float) -> None:
-        paid = self._paid_seconds()
-        self._command(LEASE, [self._directory, str(math.ceil(seconds)), "busy" if self._is_busy() else "", "" if paid is None else str(math.floor(paid))])
+        with self._telling:
+            paid = self._paid_seconds()
+            self._command(LEASE, [self._directory, str(math.ceil(seconds)), "busy" if self._is_busy() else "", "" if paid is None else str(math.floor(paid))])
 
     def _keep(self) -> None:
         """The keeper: signs of life, and the connection made anew when it is lost."""
         beat = min(self._lease_seconds / 6, LONGEST_BEAT_SECONDS)
         silent_since: float | None = None
+        is_told = False
         while not self._closed.is_set():
             try:
                 if not self._connection.is_connected:
@@ -315,8 +324,11 @@ class RemoteReach:
                 if silent_since is not None:
                     self._emit(ContactRegained(self.instance.id, self.instance.rank, time.monotonic() - silent_since))
                     silent_since = None
-                pause = beat
-            except SkywardError as error:
+                pause, is_told = beat, False
+            except Exception as error:  # whatever it is: the node would end when nobody keeps its lease
+                if not is_told and not isinstance(error, SkywardError):
+                    is_told = True
+                    _log.exception("the lease of node %d could not be extended; it is tried again and again", self.instance.rank)
                 pause = AGAIN_SECONDS
                 if silent_since is None and not self._closed.is_set() and not self._connection.is_connected:
                     silent_since = time.monotonic()

@@ -60,7 +60,9 @@ class PoolSpec(BaseModel):
     spot: AnySpot | None = Field(default=None, description="Spot strategy; None: spot where it is sold, on demand elsewhere.")
     timeout: float = Field(default=3600, gt=0, description="Auto-shutdown: seconds without a running call after which the pool ends itself.")
     max_lifetime: float | None = Field(default=None, gt=0, le=LONGEST_SECONDS, description="Hard limit of the pool's life, in seconds.")
-    lease_seconds: float = Field(default=120, ge=5, description="Seconds without a sign of life from a client after which a node ends itself.")
+    lease_seconds: float = Field(
+        default=120, ge=5, le=LONGEST_SECONDS, description="Seconds without a sign of life from a client after which a node ends itself."
+    )
     retries: int = Field(default=3, ge=0, description="How often a call runs again when its node is lost under it; 0: never twice.")
     max_cost: float | None = Field(default=None, gt=0, allow_inf_nan=False, description="Hard limit of the pool's cost, in USD.")
     budget: str | None = Field(default=None, min_length=1, description="Account of the ledger that pays; all pools that name it share its limit.")

@@ -36,7 +36,7 @@ import threading
 import time
 import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Buffer, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -563,10 +563,16 @@ class Connection:
             if download.problem:
                 raise download.problem
             if download.is_whole and remove:
-                download.channel.write(b"\n")
+                with suppress(BrokenPipeError):  # it went away: the file stays there, and all of it is here
+                    download.channel.write(b"\n")
             download.finish()
             failed = f"{remote} could not be read from {self.endpoint}"
-            exit_code = await self._exit_code(download, failed)
+            try:
+                exit_code = await self._exit_code(download, failed)
+            except ConnectionLost:
+                if not download.is_whole:
+                    raise
+                return download.content  # asked for again it might not be there any more
             if exit_code or not download.is_whole:
                 changed = ": it changed meanwhile" * (download.is_begun and not download.is_whole)
                 raise CommandFailed(failed + changed, exit_code, download.said.decode(errors="replace"))

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -165,6 +164,14 @@ def test_the_calls_of_a_killed_client_give_their_slots_back(tmp_path: Path) -> N
             assert pool.submit(doubled(4)).result(LEASE_SECONDS + 40) == 8
 
 
+@pytest.mark.parametrize("lease_seconds", [0.0, -1.0, float("inf"), float("nan"), 1e12])
+def test_a_lease_that_is_no_time_is_refused(opened_pool: sky.ComputePool, lease_seconds: float) -> None:
+    """Before anything is done: the pool is as it was."""
+    with pytest.raises(sky.BadRequest, match="lease_seconds="):
+        opened_pool.detach(lease_seconds)
+    assert opened_pool.is_active
+
+
 # ── detached calls ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -283,6 +290,52 @@ def test_a_call_outlives_its_killed_submitter(tmp_path: Path) -> None:
         sky.ComputePool.attach(lease, timeout_seconds=5)
 
 
+def test_after_its_opener_a_node_is_lost_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The head is enough: its results are there, and what is left is used; the node that misses is told."""
+    with other_process("open", str(tmp_path / "go")) as opener:
+        assert opener.stdout is not None
+        text, call_id = opener.stdout.readline(), opener.stdout.readline().strip()
+        opener.send_signal(signal.SIGKILL)
+        opener.wait(60)
+    lease = Lease.model_validate_json(text)
+    ids = {node.instance.id for node in lease.nodes}
+    (tmp_path / "go").touch()
+    with sky.ComputePool.attach(lease, lease_seconds=LEASE_SECONDS) as pool:  # else the nodes end while we look
+        supervisor_of(lease, 1, signal.SIGKILL)
+        wait_until(lambda: len(living(ids)) == 1, "the node to be gone")
+        with sky.ComputePool.attach(lease, lease_seconds=30) as another:
+            assert another.detached_call(call_id).result(30) == "end"
+            assert [node.rank for node in another.lease.nodes] == [0]
+            assert rank() @ another == (0,)
+            assert doubled(4) >> another == 8
+        assert "node 1 of pool" in caplog.text
+        assert "its workers are not in the pool" in caplog.text
+        assert pool.detached_call(call_id).result(30) == "end"
+        supervisor_of(lease, 0, signal.SIGKILL)
+        with pytest.raises(sky.NodeLost, match="is not there any more, or has another head"):
+            sky.ComputePool.attach(lease, timeout_seconds=5)
+
+
+def test_after_the_head_is_lost_no_lease_is_kept(tmp_path: Path) -> None:
+    """Who cannot use the nodes any more does not keep them alive: when nobody has answered for as long as a lease they end, though the client is still attached."""
+    with other_process("open", str(tmp_path / "go")) as opener:
+        assert opener.stdout is not None
+        text = opener.stdout.readline()
+        opener.stdout.readline()
+        opener.send_signal(signal.SIGKILL)
+        opener.wait(60)
+    lease = Lease.model_validate_json(text)
+    ids = {node.instance.id for node in lease.nodes}
+    with sky.ComputePool.attach(lease, lease_seconds=LEASE_SECONDS):
+        supervisor_of(lease, 0, signal.SIGKILL)
+        wait_until(lambda: not living(ids), "the other node to end itself", 3 * LEASE_SECONDS + 40)
+
+
+def supervisor_of(lease: Lease, node: int, number: signal.Signals) -> None:
+    """Send a signal to a node's first process."""
+    os.kill(int(Path(str(lease.nodes[node].instance.directory), "supervisor").read_text()), number)
+
+
 def test_a_pool_is_detached_and_found_again() -> None:
     """The opener goes away in peace: its pool lives for the lease that it leaves, another process uses it, and without anybody it ends."""
     pool = sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", lease_seconds=LEASE_SECONDS).open()
@@ -342,14 +395,13 @@ def rented_pool(fleet: Fleet, mirror: Mirror) -> Iterator[sky.ComputePool]:  # n
 
 
 def test_over_ssh_the_key_may_be_given(rented_pool: sky.ComputePool, fleet: Fleet) -> None:  # noqa: F811
-    """`key=` may be the key itself; no file of it is left when the pool is left, and the lease does not hold it."""
-    before = set(Path(tempfile.gettempdir()).glob("skyward-key-*"))
+    """`key=` may be the key itself; it is in no file, which a kill could leave, and the lease does not hold it."""
     with sky.ComputePool.attach(rented_pool.lease.with_key("/nonexistent"), key=fleet.key_path.read_text()) as pool:
         assert rank() @ pool == (0, 1)
-        (folder,) = set(Path(tempfile.gettempdir()).glob("skyward-key-*")) - before
-        assert (folder / "key").stat().st_mode & 0o077 == 0
+        (path,) = {str(node.instance.endpoint.key) for node in pool.lease.nodes if node.instance.endpoint}
+        assert os.readlink(path).startswith("/memfd:")
         assert "PRIVATE" not in pool.lease.model_dump_json()
-    assert set(Path(tempfile.gettempdir()).glob("skyward-key-*")) == before
+    assert not os.path.exists(path)
 
 
 def test_over_ssh_the_key_may_lie_elsewhere(rented_pool: sky.ComputePool, fleet: Fleet, tmp_path: Path) -> None:  # noqa: F811
@@ -387,6 +439,17 @@ def test_over_ssh_a_wrong_key_is_refused(rented_pool: sky.ComputePool, tmp_path:
     with pytest.raises(sky.HostKeyChanged):
         sky.ComputePool.attach(rented_pool.lease.model_dump_json().replace(endpoint.host_key, other))
     assert doubled(2) >> rented_pool == 4
+
+
+def test_over_ssh_a_node_that_has_ended_is_left_out(rented_pool: sky.ComputePool, caplog: pytest.LogCaptureFixture) -> None:
+    """The lease speaks of another node on the second machine: the head is used without it, for every call that goes to all."""
+    lease = rented_pool.lease.model_dump_json().replace(rented_pool.lease.nodes[1].instance.id, "rental-000000000000")
+    with sky.ComputePool.attach(lease) as pool:
+        assert [node.rank for node in pool.lease.nodes] == [0]
+        assert rank() @ pool == (0,)
+        assert doubled(2) >> pool == 4
+    assert "(rental-000000000000) is not there, and the pool is attached to without it" in caplog.text
+    assert rank() @ rented_pool == (0, 1)
 
 
 def test_over_ssh_a_stale_lease_is_told(rented_pool: sky.ComputePool) -> None:

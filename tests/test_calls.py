@@ -27,7 +27,7 @@ from skyward_core import sources
 from skyward_core.certificates import PoolCertificate, make_certificate
 from skyward_core.cluster import members
 from skyward_core.worker.calls import KEEP, NAME, RETRIES, Calls, Following, Resumed, Topic, cancel, detached_key, let_go
-from skyward_core.worker.node import DASK_CONFIG, SILENCE_CHECK_SECONDS, PoolScheduler, Prompt, Silence, run_batch
+from skyward_core.worker.node import DASK_CONFIG, RUN_BATCH, SILENCE_CHECK_SECONDS, PoolScheduler, Prompt, Silence, run_batch
 from skyward_core.worker.settings import NodeSettings, memory_directory, this_process
 from skyward_core.worker.watchdog import kill_instance
 from skyward_core.worker.wire import Batch, Call, Ending, Outcome, Output, Parcel, Sealed
@@ -81,6 +81,7 @@ class FakeScheduler:
         self.stream_handlers: dict[str, Any] = {}
         self.handlers: dict[str, Any] = {}
         self.wires: dict[str, Wire] = {}
+        self.clients = self.wires
         self.broker = Broker(0, self)  # type: ignore[arg-type]
         self.log_event, self.subscribe_topic, self.unsubscribe_topic = self.broker.publish, self.broker.subscribe, self.broker.unsubscribe
 
@@ -331,6 +332,79 @@ def test_a_release_by_dask_after_a_reconnect_lets_nothing_go(tmp_path: Path) -> 
         client._send_to_scheduler(let_go(["skyward-1"]))
         await head.until(lambda: "skyward-1" not in head.scheduler.tasks, "the task to be let go")
         (tmp_path / "go").touch()
+
+    with_head(test)
+
+
+def test_a_client_that_comes_back_is_told_what_has_come(tmp_path: Path) -> None:
+    """What has a task, what came and has none any more, and nothing of the rest: that is not taken any more from the client before it."""
+
+    async def test(head: Head) -> None:
+        answers = list[Resumed]()
+        following = Following(TOPIC, lambda _: None, answers.append)
+        first, second = await head.client(), await head.client()
+        follow(first, following)
+        await head.until(lambda: answers, "an answer")
+        async with distributed.Worker(head.scheduler.address, nthreads=1, host="127.0.0.1", dashboard=False, dashboard_address=":0", memory_limit=0):
+            (tmp_path / "go").touch()
+            ended = first.submit(note_and_wait, str(tmp_path), key="skyward-1", pure=False)
+            assert await ended == 1
+        await head.until(lambda: not head.scheduler.tasks, "Dask to forget what is lost")
+        batch = {"op": RUN_BATCH, "batch": b"", "annotations": {}}
+        first._send_to_scheduler({**batch, "key": "skyward-2"})
+        await head.until(lambda: head.scheduler.tasks, "the batch")
+        follow(second, following)
+        await head.until(lambda: len(answers) == 2, "an answer")
+        assert (set(answers[1].tasks), answers[1].gone, answers[1].is_known) == ({"skyward-2"}, {"skyward-1"}, True)
+        seen = list[str]()
+
+        def take_batch(client: str, key: str, **rest: Any) -> None:
+            head.scheduler.take_batch(client, key, **rest)
+            seen.append(key)
+
+        head.scheduler.stream_handlers[RUN_BATCH] = take_batch
+        first._send_to_scheduler({**batch, "key": "skyward-3"})
+        second._send_to_scheduler({**batch, "key": "skyward-4"})
+        await head.until(lambda: len(seen) == 2, "both to come")
+        await head.lose(first)
+        assert set(head.scheduler.tasks) == {"skyward-2", "skyward-4"}
+        assert not head.calls.is_replaced(first.id)
+
+    with_head(test)
+
+
+def test_a_detached_call_begins_once_however_often_it_is_asked_for() -> None:
+    """Who did not hear the answer asks again; what the workers have is told to whoever chooses one."""
+
+    async def test(head: Head) -> None:
+        client = await head.client()
+        for _ in range(2):
+            await client.scheduler.skyward_start_detached(call_id="d", batch=b"", annotations={RETRIES: 1, NAME: "train"})
+        (known,) = await client.scheduler.skyward_calls()
+        assert (known["call_id"], known["name"], known["state"]) == ("d", "train", "waiting")
+        assert await client.scheduler.skyward_load() == {}
+        await client.scheduler.skyward_cancel(call_id="d")
+        assert (await client.scheduler.skyward_call(call_id="d"))["state"] == "cancelled"
+        await client.scheduler.skyward_start_detached(call_id="d", batch=b"", annotations={})
+        assert not head.scheduler.tasks
+
+    with_head(test)
+
+
+def test_the_load_of_workers_is_told(tmp_path: Path) -> None:
+    """By name, with the keys of what each has."""
+
+    async def test(head: Head) -> None:
+        client = await head.client()
+        worker = await head.worker()
+        future = client.submit(wait_for_file, str(tmp_path / "go"), key="skyward-1", pure=False)
+        await head.until(lambda: "skyward-1" in worker.state.tasks, "the task to be there")
+        assert {name: list(keys) for name, keys in (await client.scheduler.skyward_load()).items()} == {str(worker.name): ["skyward-1"]}
+        (tmp_path / "go").touch()
+        await future
+        assert not any((await client.scheduler.skyward_load()).values())
+        future.release()
+        await head.until(lambda: not head.scheduler.tasks, "nothing to be left")
 
     with_head(test)
 

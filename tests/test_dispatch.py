@@ -47,6 +47,22 @@ def test_unknown_calls_travel_alone_one_for_each_slot() -> None:
     assert [ids_of(shipment) for shipment in queue.ship()] == [["3"]]
 
 
+def test_what_was_lost_travels_alone() -> None:
+    """A call that was lost with its node may be what took it down: no other one shares its fate, in its batch or behind it in its slot."""
+    queue = learned(0.0001)
+    entries = [entry(str(n)) for n in range(40)]
+    for lost in entries[1:3]:
+        lost.losses = 1
+    queue.add(entries)
+    assert [ids_of(shipment) for shipment in queue.ship()] == [["0"], ["1"]]
+    queue.ended("0", 0.0001)
+    assert [ids_of(shipment) for shipment in queue.ship()] == [["2"]]
+    queue.ended("1", 0.0001)
+    assert len(queue.ship()) == 1
+    queue.ended("2", 0.0001)
+    assert len(queue.ship()) == 3
+
+
 def test_long_calls_travel_alone() -> None:
     """Calls known to be long go out singly, one for each slot, however many wait."""
     queue = learned(1.0)

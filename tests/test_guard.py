@@ -80,7 +80,7 @@ def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     monkeypatch.setattr(guard, "PAUSE_SECONDS", 0.02)
     made: list[Node] = []
 
-    def make(max_lifetime: float | None = None, end_command: str = "", locked: Path | None = None, **environ: str) -> Node:
+    def make(max_lifetime: float | None = None, end_command: str = "", locked: Path | None = None, paid_seconds: float | None = None, **environ: str) -> Node:
         instance_id = f"host-{uuid.uuid4().hex[:12]}"
         clock = tmp_path / "clock"
         clock.write_text("1000.99 5.00\n")
@@ -91,7 +91,7 @@ def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
             "SKYWARD_POOL_ID": "sky-x",
         }
         script = tmp_path / "guard.sh"
-        script.write_text(guard_script(LEASE_SECONDS, max_lifetime, end_command))
+        script.write_text(guard_script(LEASE_SECONDS, max_lifetime, end_command, paid_seconds))
         full = fields | {"SKYWARD_UPTIME_FILE": str(clock)} | environ
         argv = ["dash", "-c", 'exec 9<"$2"; flock -n 9; exec dash "$1"', "lock", str(script), str(locked)] if locked else ["dash", str(script)]
         process = subprocess.Popen(argv, env=full, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -225,6 +225,22 @@ def test_the_end_of_what_is_paid(guarded):
     node.set_uptime(1299.9)
     node.looked()
     node.set_uptime(1300.3)
+    node.ended()
+    assert last_words(node) == "skyward: node ends: the money is used up (max_cost, budget)\n"
+
+
+@pytest.mark.parametrize("told", [None, 1200.0, 4000.0])
+def test_what_is_paid_from_the_start(guarded, told):
+    """Until somebody says anything else the node lives for as long as it was launched for; what is said counts, more or less than that."""
+    node = guarded(paid_seconds=300.9, SKYWARD_KEEP_DIRECTORY="1")
+    node.write("lease", "90000\n")
+    if told is not None:
+        write_paid(node.directory, told)
+    end = told or 1300
+    node.looked()
+    node.set_uptime(end - 1)
+    node.looked()
+    node.set_uptime(end)
     node.ended()
     assert last_words(node) == "skyward: node ends: the money is used up (max_cost, budget)\n"
 

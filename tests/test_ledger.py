@@ -439,6 +439,18 @@ def test_what_nobody_noted_is_filled_in_at_the_close(ledger: Ledger, clock: Cloc
     assert seconds_of(ledger) == [{Bucket.LAUNCHING: 60, Bucket.IDLE: 540.5}, {Bucket.IDLE: 600.5}, {}, {Bucket.LAUNCHING: 60}]
 
 
+def test_what_was_gone_long_before_it_was_known_is_filled_in_until_then(ledger: Ledger, clock: Clock) -> None:
+    """The close tells when it was known; never more is filled in than until then, and nothing that is known is taken back."""
+    early, late, short = ledger.intend_all("p", [wish(token) for token in "abc"])
+    ledger.bind_all({early.id: "i-1", late.id: "i-2", short.id: "i-3"})
+    ledger.note_all({short.id: {Bucket.IDLE: 90}})
+    clock.time = NOON + timedelta(seconds=600)
+    ends = {early.id: NOON + timedelta(seconds=240), late.id: LATER, short.id: NOON + timedelta(seconds=60)}
+    closed = ledger.close_all([early.id, late.id, short.id], "not listed", fill=Bucket.IDLE, paid_until=ends)
+    assert seconds_of(ledger) == [{Bucket.IDLE: 240}, {Bucket.IDLE: 600}, {Bucket.IDLE: 90}]
+    assert {its.gone_at for its in closed} == {clock.time}
+
+
 def test_what_is_noted_late_takes_the_place_of_what_was_filled_in(ledger: Ledger, clock: Clock) -> None:
     """An owner that was taken for dead knows better what the seconds went to, but the machine had no more of them."""
     intent = ledger.bind(intend(ledger), "i-1")
@@ -1204,6 +1216,109 @@ def test_a_row_that_stays_locked_is_told(postgresql_url: str, clock: Clock) -> N
             assert len(impatient.pools()) == 1
         holder.dispose()
         impatient.renew("p", LATER + timedelta(hours=1))
+
+
+EVERYBODY_AT_ONCE = """
+import os, random, sys, threading, traceback
+from datetime import datetime, timedelta
+from decimal import Decimal
+from skyward_core.entries import Account, Bucket, Period, ResourceKind, Wish
+from skyward_core.errors import BudgetExceeded, LeaseLost, LedgerConflict
+from skyward_core.ledger import Ledger
+
+url, now = sys.argv[1], datetime.fromisoformat(sys.argv[2])
+POOLS, LATER = [f"p{number}" for number in range(6)], now + timedelta(hours=1)
+
+def wish(name, token):
+    return Wish(ResourceKind.INSTANCE, "x", "r", name, token, {}, LATER)
+
+def cents(draw, most):
+    return Decimal(draw.randrange(most)) / 100
+
+def settle_one(ledger, draw, pool, account):
+    if made := ledger.open_reservations(pool_id=pool):
+        try:
+            ledger.settle(draw.choice(made), Decimal("0.01"))
+        except LedgerConflict:
+            pass  # somebody else has settled it with another sum
+
+def rent_three(ledger, draw, pool, account):
+    token = f"{os.getpid()}-{draw.random()}"
+    intents = [intent.id for intent in ledger.intend_all(pool, [wish(f"n{rank}", f"{token}-{rank}") for rank in range(3)])]
+    ledger.bind_all({number: f"c{number}" for number in reversed(intents)})
+    ledger.note_all({number: {Bucket.IDLE: 5} for number in intents})
+    ledger.close_all(intents[::-1], "gone")
+
+def adopt_one(ledger, draw, pool, account):
+    number = draw.randrange(30)
+    ledger.adopt(POOLS[number % 6], wish("n", f"found-{number}"), f"same-{number}")
+
+VERBS = [
+    lambda ledger, draw, pool, account: ledger.reserve(account, pool, cents(draw, 49) + Decimal("0.01")),
+    lambda ledger, draw, pool, account: ledger.roll(account, pool, cents(draw, 10), cents(draw, 50)),
+    lambda ledger, draw, pool, account: ledger.settle_pool(pool, cents(draw, 100)),
+    settle_one,
+    lambda ledger, draw, pool, account: ledger.renew(pool, LATER + timedelta(seconds=draw.randrange(1000))),
+    lambda ledger, draw, pool, account: ledger.condemn_all({name: LATER if name == "p5" else now for name in draw.sample(POOLS, 6)}),
+    lambda ledger, draw, pool, account: ledger.set_account(Account(draw.choice("ab"), Decimal(5), Period.DAY)),
+    rent_three,
+    adopt_one,
+]
+
+def work(ledger, seed, faults):
+    draw = random.Random(seed)
+    for verb in draw.sample(VERBS * 3, len(VERBS) * 3):
+        try:
+            verb(ledger, draw, draw.choice(POOLS), draw.choice("ab"))
+        except (BudgetExceeded, LeaseLost):
+            pass
+        except Exception:
+            faults.append(traceback.format_exc())
+
+def drive(process):
+    faults = []
+    with Ledger(url, clock=lambda: now, busy_timeout_seconds=60) as ledger:
+        threads = [threading.Thread(target=work, args=(ledger, process * 100 + number, faults)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    print(*faults, sep="", end="", flush=True)
+    return min(len(faults), 255)
+
+children = []
+for process in range(3):
+    if not (pid := os.fork()):
+        os._exit(drive(process))
+    children.append(pid)
+print(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children))
+"""
+
+COMMITTED_AND_TOLD = """
+SELECT b.account, b.committed_micro_usd,
+       SUM(CASE WHEN r.settled_microseconds IS NULL THEN r.reserved_micro_usd ELSE r.spent_micro_usd END),
+       SUM(GREATEST(0, COALESCE(r.spent_micro_usd, 0) - r.reserved_micro_usd))
+FROM skyward_balances b JOIN skyward_reservations r ON r.account = b.account AND r.scope = b.scope GROUP BY b.account, b.committed_micro_usd
+"""
+
+
+@pytest.mark.slow
+def test_on_a_server_all_verbs_at_once_neither_overdraw_nor_lock_each_other_out(postgresql_url: str, clock: Clock) -> None:
+    """Three processes of six threads: no deadlock, no other error; each balance is what its reservations say, and above the limit only by overspending."""
+    with Ledger(postgresql_url, clock=clock) as ledger:
+        for account in "ab":
+            ledger.set_account(Account(account, USD(5), Period.DAY))
+        for number in range(6):
+            open_pool(ledger, f"p{number}")
+        done = run_script(EVERYBODY_AT_ONCE, postgresql_url, NOON.isoformat())
+        assert done.stdout == "0 0 0\n", done.stdout + done.stderr
+        with ledger._read() as connection:
+            balances = connection.exec_driver_sql(COMMITTED_AND_TOLD).all()
+        assert [row[0] for row in sorted(balances)] == ["a", "b"]
+        for _, committed, told, overspent in balances:
+            assert committed == told
+            assert committed - overspent <= 5_000_000
+        assert len([intent for intent in ledger.open_intents() if intent.cloud_id is None]) == 0
 
 
 @pytest.mark.slow

@@ -1,9 +1,10 @@
 """Machines that fake clouds rent out: whatever goes wrong, they are given back, or named."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from pydantic import PrivateAttr
@@ -11,13 +12,17 @@ from pydantic import PrivateAttr
 import skyward_core as sky
 from skyward_core import Instance, Offer, Requirements
 from skyward_core.certificates import make_certificate
-from skyward_core.errors import CredentialsError
+from skyward_core.errors import CommandFailed, ConnectionLost, CredentialsError
 from skyward_core.ledger import Ledger
-from skyward_core.provisioning import giving_back, lifecycle
+from skyward_core.providers.base import EXPIRES_TAG
+from skyward_core.provisioning import ending, giving_back, lifecycle
 from skyward_core.provisioning.book import Book
+from skyward_core.provisioning.bootstrap import Preparation
 from skyward_core.provisioning.metering import Meter
 from skyward_core.provisioning.purse import Purse
-from tests.conftest import Told
+from skyward_core.reach import Reach, Reaches
+from skyward_core.worker.watchdog import read_paid, uptime
+from tests.conftest import Told, wait_until
 from tests.fakes import (
     BlindProvider,
     FakeProvider,
@@ -262,6 +267,144 @@ def test_a_mixed_wish_rents_both_kinds(make: Make) -> None:
         assert told.of(sky.InstanceLaunching) == []
         return
     assert [(event.node, event.spot) for event in told.of(sky.InstanceProvisioned)] == [(0, False), (1, True)]
+
+
+def test_a_mixed_wish_with_a_limit_rents_both_kinds(make: Make) -> None:
+    """The money is for both parts, and the second is not refused because the first has all of it."""
+    told = Told()
+    with pytest.raises(sky.ProvisioningTimeout):
+        open_pool(make(NeverReadyProvider, spot_is_sold=True), told, spot=0.5, max_cost=5.0)
+    assert [(event.node, event.spot) for event in told.of(sky.InstanceProvisioned)] == [(0, False), (1, True)]
+    refused = Told()
+    with pytest.raises(sky.BudgetExceeded, match=r"1 x 36.0 USD per hour and 1 x 12.0 .* 60 s that giving them back may take"):
+        open_pool(make(NeverReadyProvider, spot_is_sold=True), refused, spot=0.5, max_cost=1.5)
+    assert refused.of(sky.InstanceLaunching) == []
+
+
+@pytest.fixture
+def opened(make: Make, tmp_path: Path) -> Iterator[Callable[..., tuple[lifecycle.Machines, Purse, Meter]]]:
+    """Make the machines of a pool that is open already, and end them."""
+    with ExitStack() as stack:
+
+        def open_one(provider: FakeProvider, **wishes: Any) -> tuple[lifecycle.Machines, Purse, Meter]:
+            meter, spec, told = Meter(), sky.PoolSpec.of(**wishes), Told()
+            ledger = stack.enter_context(Ledger(f"sqlite:///{tmp_path / 'ledger.db'}"))
+            book = Book(ledger, "sky-1", spec, provider, meter, told)
+            book.open()
+            purse = Purse("sky-1", meter, max_cost=spec.max_cost)
+            machines = lifecycle.Machines(spec, [provider], "sky-1", Future[Any](), emit=told, meter=meter, book=book, purse=purse)
+            stack.callback(machines.stop)
+            (offer,) = provider.offers(sky.Requirements())
+            machines._offers = {0: offer, 1: offer}
+            return machines, purse, meter
+
+        yield open_one
+
+
+def node_of(machines: lifecycle.Machines, rank: int) -> Preparation:
+    (instance,) = machines._launch(machines._offers[rank], 1, rank)
+    return Preparation(machines.reaches.to(instance), rank, machines._emit)
+
+
+class UnheardOf(FakeProvider):
+    """Has its first request for an end fail, and then machines that are listed a few times more."""
+
+    _listings: int = PrivateAttr(default=3)
+
+    def terminate(self, ids: Sequence[str]) -> None:
+        self.machines.terminated.extend(ids)
+        if len(self.machines.terminated) == 1:
+            raise ConnectionError("503")
+
+    def instances(self, pool_id: str | None = None) -> list[Instance]:
+        self._listings -= 1
+        if not self._listings:
+            super().terminate(self.machines.terminated[:1])
+        return super().instances(pool_id)
+
+
+def test_a_lost_machine_is_ended_while_the_pool_goes_on(make: Make, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever becomes of the first request: until it is gone, which the bill is told; the other machine is not touched."""
+    monkeypatch.setattr(ending, "FIRST_PAUSE_SECONDS", 0.01)
+    provider = make(UnheardOf)
+    machines, _, meter = opened(provider)
+    lost, _ = node_of(machines, 0), node_of(machines, 1)
+    machines._end_aside(lost)
+    wait_until(lambda: meter.rented() == {"fake-1"}, "it to be gone")
+    assert set(provider.machines.terminated) == {"fake-0"}
+    assert list(provider.machines.running) == ["fake-1"]
+
+
+def test_a_replacement_waits_for_the_money_of_the_lost_one(make: Make, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was all for one machine, which hears nothing any more; when that is gone there is as much for another."""
+    monkeypatch.setattr(ending, "FIRST_PAUSE_SECONDS", 0.01)
+    provider = make(UnheardOf)
+    machines, purse, meter = opened(provider, max_cost=5.0)
+    lost = node_of(machines, 0)
+    paid = purse.paid_seconds()
+    assert machines._launch_instead(0, machines._end_aside(lost)).id == "fake-1"
+    assert meter.rented() == {"fake-1"}
+    assert purse.paid_seconds() > paid - 60
+
+
+def test_a_machine_that_stands_by_shortens_the_other_one(make: Make, opened: Any) -> None:
+    """The node is told so, and for longer again when the one that was to be taken back is gone; its tags say how long at the most."""
+    provider = make(FakeProvider)
+    machines, purse, _ = opened(provider, max_cost=10.0)  # a cent each second, and a minute for the end
+    there = node_of(machines, 0)
+    other = machines._launch_instead(0, None)
+    directory = Path(there.instance.directory or "")
+    assert 430 < (read_paid(directory) or 0) - uptime() <= 440
+    assert (end_of(other) - end_of(there.instance)) in (0, 1)
+    machines._end(there)
+    purse.turn()
+    assert 930 < purse.paid_seconds() <= 940
+
+
+class Way:
+    """To a node that is reached over the network."""
+
+    def __init__(self, name: str, *, is_connected: bool = True, error: Exception | None = None) -> None:
+        self.instance = Instance(id=name, provider="fake", pool_id="sky-1", rank=0, state=sky.InstanceState.RUNNING, region="r", instance_type="t")
+        self.is_connected = is_connected
+        self.error = error
+        self.leases: list[float] = []
+
+    def extend_lease(self, seconds: float) -> None:
+        self.leases.append(seconds)
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+def test_only_who_answers_has_heard_for_how_long_it_is_paid() -> None:
+    """With a sign of life, which tells it; one that is silent is not waited for."""
+    reaches = Reaches(60.0, lambda _: None)
+    assert reaches.tell_paid() == set()
+    ways = [Way("a"), Way("b", is_connected=False), Way("c", error=ConnectionLost("cut")), Way("d", error=CommandFailed("full", 1, "")), Way("e")]
+    reaches._reaches = {way.instance.id: cast("Reach", way) for way in ways}
+    assert reaches.tell_paid() == {"a", "e"}
+    assert [way.leases for way in ways] == [[60.0], [], [60.0], [60.0], [60.0]]
+    reaches.close()
+
+
+def end_of(instance: Instance) -> int:
+    return int(instance.tags[EXPIRES_TAG])
+
+
+def test_ending_at_once_ends_what_is_known_though_nothing_can_be_listed(make: Make, opened: Any) -> None:
+    """And then what a listing tells of besides."""
+    provider = make(BlindProvider)
+    machines, _, _ = opened(provider)
+    node_of(machines, 0)
+    machines.end_now()
+    assert provider.machines.terminated == ["fake-0"]
+    provider.see()
+    provider._start(provider.offers(sky.Requirements())[0], "sky-1", 1)
+    machines.end_now()
+    assert provider.machines.terminated == ["fake-0", "fake-0", "fake-1"]
 
 
 def test_the_certificate_is_made_for_one_pool() -> None:

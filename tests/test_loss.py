@@ -208,7 +208,7 @@ def test_a_call_that_is_lost_too_often_says_how_often(tmp_path: Path) -> None:
             kill(supervisor_of(tmp_path, 0))
             (tmp_path / "node-0").unlink()
             wait_until(lambda count=count: len(told.of(sky.InstanceLost)) == count, "the loss to be told", LOSS_SECONDS)
-        with pytest.raises(sky.NodeLost, match=r"it has run 2 times .*retries=1"):
+        with pytest.raises(sky.NodeLost, match=r"it was lost 2 times .*retries=1"):
             future.result(timeout=LOSS_SECONDS)
     assert [(event.attempt, event.attempts) for event in told.of(sky.CallRetrying)] == [(2, 2)]
 
@@ -325,11 +325,11 @@ def test_a_function_with_much_baggage_survives_a_loss(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("retries", [0, 1])
-def test_a_broadcast_waits_for_the_node_in_the_place_of_a_lost_one(tmp_path: Path, retries: int) -> None:
-    """A broadcast whose node is lost runs again on the node that takes its place, or raises NodeLost without retries."""
+@pytest.mark.parametrize(("retries", "wishes"), [(0, {}), (1, {}), (1, {"provider": sky.Local(price_per_hour=3.6), "max_cost": 50.0})])
+def test_a_broadcast_waits_for_the_node_in_the_place_of_a_lost_one(tmp_path: Path, retries: int, wishes: dict[str, Any]) -> None:
+    """A broadcast whose node is lost runs again on the node that takes its place, or raises NodeLost without retries. A limit of the cost is no obstacle."""
     told = Told()
-    with open_pool(told, retries=retries) as pool:
+    with open_pool(told, retries=retries, **wishes) as pool:
         results = list[object]()
 
         def broadcast() -> None:
@@ -398,6 +398,29 @@ def test_a_frozen_node_is_noticed(tmp_path: Path, victim: int) -> None:
         assert {future.result(timeout=LOSS_SECONDS) for future in futures} <= {0, 1}
         await_replacement(told)
     assert [event.node for event in told.of(sky.InstanceLost)] == [victim]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_worker_of_the_head_that_stands_still_is_begun_anew(tmp_path: Path) -> None:
+    """Its scheduler answers, so that the head is not lost: that is told within twenty seconds, its supervisor kills it, and the call runs on its successor."""
+    told = Told()
+    with open_pool(told, nodes=1) as pool:
+        supervisor = dict(node_pid() @ pool)[0]
+        address = next(iter(pool.dask_client().scheduler_info()["workers"]))
+        os.kill(listener(supervisor, int(address.rpartition(":")[2])), signal.SIGSTOP)
+        future = pool.submit(double(4))
+        wait_until(lambda: told.of(sky.Error), "it to be told", 20 * slowness())
+        assert future.result(timeout=LOSS_SECONDS) == 8
+    assert (told.of(sky.InstanceLost), told.of(sky.ClusterRestarting)) == ([], [])
+
+
+def listener(supervisor: int, port: int) -> int:
+    """The pid of the supervisor's child that listens on this port."""
+    children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+    sockets = {f"socket:[{fields[9]}]" for fields in map(str.split, Path("/proc/net/tcp").read_text().splitlines()[1:]) if fields[1].endswith(f":{port:04X}")}
+    (found,) = [pid for pid in children if any(os.readlink(link) in sockets for link in Path(f"/proc/{pid}/fd").iterdir())]
+    return int(found)
 
 
 @pytest.mark.slow

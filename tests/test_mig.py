@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
+from skyward_core.accelerators.mig import CHANGED_BY_RESET, TABLES, profiles
 from skyward_core.certificates import PoolCertificate
 from skyward_core.image import shell
 from skyward_core.image.mig_shell import UNPARTITION, partition_gpus
@@ -22,7 +23,7 @@ from skyward_core.market import Offer
 from skyward_core.providers import ending, hosts
 from skyward_core.provisioning.bootstrap import Role, node_script, settings_of
 from skyward_core.provisioning.guard import guard_script
-from skyward_core.provisioning.lifecycle import refuse
+from skyward_core.provisioning.lifecycle import refuse, warn
 from skyward_core.reach import Reaches
 from skyward_core.worker.settings import NodeSettings, with_partitions
 from skyward_core.worker.supervisor import read_settings
@@ -99,6 +100,31 @@ def test_this_machine_is_not_partitioned() -> None:
         refuse(wish, sky.Local())
     refuse(wish, sky.Hosts("gpu-1"))
     refuse(sky.PoolSpec.of(accelerator="H100"), sky.Local())
+
+
+@pytest.mark.parametrize("chip", [sky.Accelerator.NVIDIA.A100(mig="3g.40gb"), sky.Accelerator.NVIDIA.A30(mig="1g.6gb")])
+def test_of_amperes_on_rented_machines_one_is_warned(caplog: pytest.LogCaptureFixture, chip: sky.Accelerator) -> None:
+    """A virtual machine may refuse the reset that they need: said before one is paid for. Machines of one's own, whole chips and later ones need no warning."""
+    warn(sky.PoolSpec.of(accelerator=chip), [sky.Hosts("gpu-1")])
+    warn(sky.PoolSpec.of(accelerator=sky.Accelerator(chip.name, chip.memory_gb, 1)), [sky.AWS()])
+    warn(sky.PoolSpec.of(accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb")), [sky.AWS()])
+    assert caplog.messages == []
+    warn(sky.PoolSpec.of(accelerator=chip), [sky.Hosts("gpu-1"), sky.AWS()])
+    assert "H100, H200 and B200 need no reset" in caplog.text
+
+
+@pytest.mark.parametrize("provider", [sky.AWS(), sky.Verda(), sky.DigitalOcean()])
+@pytest.mark.parametrize("chip", ["H100", "H200", "B200", "B300", "RTX_PRO_6000"])
+def test_later_chips_are_partitioned_where_they_are_rented(provider: sky.Provider, chip: str) -> None:
+    """They change to MIG mode without a reset."""
+    make = getattr(sky.Accelerator.NVIDIA, chip)
+    name, memory = make().name, make().memory_gb
+    refuse(sky.PoolSpec.of(accelerator=make(mig=profiles(name, memory)[0].name)), provider)
+
+
+def test_every_chip_that_is_partitioned_is_one_of_the_catalogue() -> None:
+    """What is said of some of them is said of names that there are."""
+    assert set(CHANGED_BY_RESET) < {table.chip for table in TABLES}
 
 
 def test_local_pools_say_so_before_they_start() -> None:
@@ -374,6 +400,7 @@ def test_a_reset_that_is_refused_is_told_with_a_way_out(tmp_path: Path) -> None:
     assert "pending enable state" in said
     assert "could not be reset" in said
     assert 'Run "sudo nvidia-smi -i 0 -mig 1", reboot the machine, and open the pool again' in said
+    assert "there, choose an H100 or a later chip" in said
     assert machine.give_back() == ""
     assert (machine.gpus.modes, machine.gpus.partitions) == (DISABLED, WHOLE)
     for gpu in (0, 1):

@@ -16,7 +16,9 @@ from skyward_core.entries import ResourceKind, Wish
 from skyward_core.errors import CredentialsError
 from skyward_core.ledger import Ledger
 from skyward_core.owner import Owner
+from skyward_core.provisioning.judging import Action
 from skyward_core.provisioning.sweep import release, sweep
+from tests.test_sweep import DEAD, ELSEWHERE, CloudProvider, Time, World
 
 POOL = "sky-1"
 
@@ -101,3 +103,55 @@ def test_an_account_that_cannot_be_told_stops_the_sweep_of_its_provider(ledger: 
     report = sweep(ledger, [Quiet()], is_dry_run=False)
     assert states(ledger) == (False, True)
     assert [type(failure.error) for failure in report.failures] == [sky.ProviderFailed]
+
+
+class Keyed(CloudProvider):
+    """Names the account after its key, as RunPod and Verda do: with a new key it is another one, and lists the same machines."""
+
+    name: ClassVar[str] = "keyed"
+    _key: str = PrivateAttr(default="old")
+
+    def account(self) -> str:
+        return self._key
+
+
+def rotated(tmp_path: Path, owner: Owner, *, lease_seconds: float, lives_by_lease: bool) -> tuple[Ledger, Keyed]:
+    """A pool with one machine, and the provider with a key that is newer than the pool."""
+    provider = Keyed(folder=str(tmp_path))
+    ledger = Ledger(f"sqlite:///{tmp_path / 'keyed.db'}")
+    now = datetime.now(UTC)
+    ledger.open_pool(POOL, owner=owner, provider=provider.to_json(), spec_json="{}", lease_expires_at=now + timedelta(seconds=lease_seconds))
+    ledger.turn_to(POOL, provider.to_json(), "old")
+    if lives_by_lease:
+        ledger.live_by_lease(POOL, now + timedelta(seconds=lease_seconds))
+    world = World(ledger, provider, Time())
+    world.rent(POOL, owner=owner)
+    provider._key = "new"
+    return ledger, provider
+
+
+@pytest.mark.parametrize("include_unknown", [False, True])
+@pytest.mark.parametrize("owner", [DEAD, ELSEWHERE], ids=["its opener has ended", "its opener is elsewhere"])
+def test_a_live_pool_is_left_when_the_key_was_changed(tmp_path: Path, owner: Owner, include_unknown: bool) -> None:
+    """Its tags name a process that is dead or unknown, as those of every detached pool do; the ledger has its lease."""
+    ledger, provider = rotated(tmp_path, owner, lease_seconds=3600, lives_by_lease=owner is DEAD)
+    with ledger:
+        report = sweep(ledger, [provider], is_dry_run=False, min_age_seconds=0, include_unknown=include_unknown)
+        assert [finding.action for finding in report.findings] == [Action.LEAVE]
+        assert "'old'" in report.findings[0].reason
+        assert "'new'" in report.findings[0].reason
+        assert len(provider.instances()) == 1
+
+
+def test_a_dead_pool_is_ended_when_the_key_was_changed(tmp_path: Path) -> None:
+    """By what the ledger says of it; its entry stays open, for what the new key does not list may be there all the same."""
+    ledger, provider = rotated(tmp_path, ELSEWHERE, lease_seconds=-1, lives_by_lease=True)
+    with ledger:
+        report = sweep(ledger, [provider], is_dry_run=False)
+        assert [finding.action for finding in report.ended] == [Action.END]
+        assert provider.instances() == []
+        assert states(ledger) == (False, True)
+        entry = ledger.pool(POOL)
+        assert entry is not None
+        assert entry.condemned_at is not None
+        assert [type(failure.error) for failure in report.failures] == [CredentialsError]

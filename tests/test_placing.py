@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -14,10 +15,12 @@ from pydantic import PrivateAttr
 
 import skyward_core as sky
 from skyward_core.entries import Account, Attempt, Period
-from skyward_core.errors import CredentialsError, NoCapacity, ProviderFailed, QuotaExceeded, Refusal, SkywardError
+from skyward_core.errors import BudgetExceeded, CredentialsError, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, Refusal, SkywardError
 from skyward_core.ledger import Ledger, default_url
 from skyward_core.market import Offer, Requirements, matches
 from skyward_core.provisioning import giving_back, placing
+from skyward_core.provisioning.ending import Ending
+from skyward_core.provisioning.lifecycle import Machines
 from skyward_core.provisioning.placing import Sold, candidates, key_of, none_left, order, refusal, resting
 from tests.conftest import Told
 from tests.fakes import FakeProvider
@@ -96,6 +99,16 @@ def test_who_has_nothing_is_told_with_the_reason() -> None:
     assert "no spot machine" in refusals[2].message
 
 
+def test_a_region_that_could_not_be_asked_is_told_beside_what_the_others_sell() -> None:
+    """And like a provider that could not be asked, it may sell what is demanded."""
+    part = Sold(CHEAP, (offer("a"),), seconds=2.0, unasked={"far": CredentialsError("not enabled").coded("AuthFailure")})
+    found, refusals = candidates(sky.PoolSpec.of(), [part])
+    assert told(found) == [[("a", False, 1, 0)]]
+    assert refusals == [Refusal("local", "far", "", False, "CredentialsError", "AuthFailure", "not enabled", 2.0)]  # noqa: FBT003 - spot
+    assert [str(error) for error in part.errors] == ["not enabled"]
+    assert candidates(sky.PoolSpec.of(spot="always"), [part])[0] == []
+
+
 def test_spot_that_nobody_sells_is_a_bad_request() -> None:
     """Demanded where offers fit and none is spot."""
     with pytest.raises(sky.BadRequest, match="if-available"):
@@ -103,11 +116,90 @@ def test_spot_that_nobody_sells_is_a_bad_request() -> None:
     assert candidates(sky.PoolSpec.of(spot="always", cpu=99), [Sold(CHEAP, (offer(),))])[0] == []
 
 
+class Market(sky.Local):
+    """Lists spot machines only while one is free."""
+
+    name: ClassVar[str] = "market"
+
+    def may_sell_spot(self, want: Requirements) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (Sold(DEAR, error=ProviderFailed("down").coded("503")), "down"),
+        (Sold(DEAR, error=CredentialsError("who")), "who"),
+        (Sold(Market(), (offer(),)), "no spot machine free"),
+        (Sold(Market()), "there are no offers at all"),
+    ],
+    ids=["outage", "credentials", "none free", "nothing now"],
+)
+def test_spot_that_somebody_may_sell_is_no_bad_request(other: Sold, words: str) -> None:
+    """One has not answered, or sells spot when a machine is free: whoever asks for it may ask again."""
+    found, refusals = candidates(sky.PoolSpec.of(spot="always"), [Sold(CHEAP, (offer(),)), other])
+    assert found == []
+    assert "sells no spot machine" in refusals[0].message
+    assert words in refusals[1].message
+
+
+@pytest.mark.parametrize(
+    ("cloud", "wish", "expected"),
+    [
+        (sky.RunPod(), {"accelerator": sky.Accelerator.NVIDIA.H100()}, False),
+        (sky.AWS(), {"accelerator": sky.Accelerator.NVIDIA.H100()}, False),
+        (sky.Verda(), {"accelerator": sky.Accelerator.NVIDIA.H100()}, True),
+        (sky.VastAI(), {"accelerator": sky.Accelerator.NVIDIA.H100()}, True),
+        (sky.DigitalOcean(), {"accelerator": sky.Accelerator.NVIDIA.H100()}, False),
+        (sky.DigitalOcean(), {"accelerator": sky.Accelerator.NVIDIA.B300()}, True),
+        (sky.DigitalOcean(), {"instance_type": "gpu-mi350x1-288gb"}, True),
+        (sky.DigitalOcean(), {}, False),
+    ],
+    ids=str,
+)
+def test_who_lists_spot_only_while_it_is_free(cloud: sky.Provider, wish: dict[str, Any], expected: bool) -> None:
+    """AWS tells a price whether a machine is free or not, RunPod sells none, DigitalOcean three chips (fact sheet)."""
+    assert cloud.may_sell_spot(Requirements(**wish)) is expected
+
+
+def gpus(kind: str, price: float, chips: int, **fields: Any) -> Offer:
+    return offer(kind, price, accelerator="H100", accelerators=chips, accelerator_memory_gb=80, **fields)
+
+
+def test_one_chip_is_not_eight() -> None:
+    """More chips than were asked for are taken where they cost no more than the fewest do, and not when those are sold out."""
+    aws, market = sky.Local(price_per_hour=3.0), sky.Local(price_per_hour=4.0)
+    sold = [
+        Sold(aws, (gpus("one", 4.0, 1), gpus("eight", 31.0, 8), gpus("two", 3.5, 2), gpus("one", 1.5, 1, is_spot=True), gpus("eight", 9.0, 8, is_spot=True))),
+        Sold(market, (gpus("only-eight", 16.0, 8), gpus("only-eight", 17.0, 8, region="r-2"))),
+    ]
+
+    def types(**wishes: Any) -> list[str]:
+        found, _ = candidates(sky.PoolSpec.of(**wishes), sold)
+        return [one.parts[0].offer.instance_type for one in found]
+
+    assert types(accelerator="H100") == ["one", "two", "one", "only-eight", "only-eight"]
+    assert types(accelerator="H100", spot="always") == ["one"]
+    assert types(accelerator="H100", spot=0.5, nodes=2) == ["one"]
+    assert types(accelerator=sky.Accelerator.NVIDIA.H100(count=4)) == ["eight", "only-eight", "only-eight", "eight"]
+    assert types(machine="eight") == ["eight", "eight"]
+    assert types(accelerator="H100", machine="eight") == ["eight", "eight"]
+    assert "eight" in types()
+
+
+def test_chips_that_cost_nothing_are_taken() -> None:
+    """Hosts of one's own."""
+    found, _ = candidates(sky.PoolSpec.of(accelerator="H100"), [Sold(CHEAP, (gpus("one", 0.0, 1), gpus("eight", 0.0, 8)))])
+    assert len(found) == 2
+
+
 # ── what is remembered ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def attempt(seconds_ago: float, error: str = "NoCapacity", kind: str = "a") -> Attempt:
-    return Attempt("p", NOW - timedelta(seconds=seconds_ago), "local", "r-1", kind, is_spot=False, seconds=1.0, error=error)
+def attempt(seconds_ago: float, error: str = "NoCapacity", kind: str = "a", pool: str = "", nodes: int = 1) -> Attempt:
+    """A try of a pool of its own, if it is not told of which."""
+    at = NOW - timedelta(seconds=seconds_ago)
+    return Attempt(pool or f"p{seconds_ago}", at, "local", "r-1", kind, is_spot=False, seconds=1.0, error=error, nodes=nodes)
 
 
 @pytest.mark.parametrize(
@@ -121,19 +213,48 @@ def attempt(seconds_ago: float, error: str = "NoCapacity", kind: str = "a") -> A
         ([attempt(9, error=""), attempt(3), attempt(2), attempt(1)], 59),
         ([attempt(100 + n) for n in range(3)], None),
         ([attempt(100 + n) for n in range(40)], 1700),
+        ([attempt(n, pool="p") for n in range(40)], None),
+        ([*(attempt(10 + n, pool="p") for n in range(9)), attempt(8), attempt(5)], 55),
+        ([attempt(n, error) for n, error in enumerate(("ProviderFailed", "RateLimited", "QuotaExceeded"))], 60),
+        ([attempt(n, error) for error in ("BadRequest", "CredentialsError", "OfferGone", "BudgetExceeded", "NotYetSupported") for n in range(3)], None),
+        ([attempt(3), attempt(2, "BadRequest"), attempt(1), attempt(0)], 60),
+        ([attempt(n, nodes=3) for n in range(9)], None),
+        ([attempt(n, nodes=2) for n in range(3)], 60),
+        ([*(attempt(n, nodes=2) for n in (4, 3, 2)), attempt(1, error="", nodes=64)], None),
     ],
 )
 def test_what_fails_again_and_again_rests(attempts: list[Attempt], rest_seconds: float | None) -> None:
-    """From the third failure in a row on, each time twice as long and half an hour at most; a success ends it."""
-    found = resting(attempts, NOW)
+    """From the third failure in a row on, each time twice as long and half an hour at most; a success ends it.
+
+    One for each pool that wanted no more machines than the two that are wanted now, and of those errors that are not the pool's own.
+    """
+    found = resting(attempts, NOW, 2)
     assert found == ({} if rest_seconds is None else {key_of(attempts[0]): NOW + timedelta(seconds=rest_seconds)})
 
 
-def test_who_rests_is_asked_last() -> None:
-    """And is not left out."""
-    found, _ = candidates(sky.PoolSpec.of(nodes=1), [Sold(CHEAP, (offer("a", 1.0), offer("b", 2.0), offer("c", 3.0)))])
-    rest = resting([attempt(n) for n in (1, 2, 3)], NOW)
-    assert [one.parts[0].offer.instance_type for one in order(found, rest)] == ["b", "c", "a"]
+def test_who_rests_is_asked_after_what_costs_little_more() -> None:
+    """And is not left out, nor behind what costs much more."""
+    found, _ = candidates(sky.PoolSpec.of(nodes=1), [Sold(CHEAP, (offer("a", 1.0), offer("b", 1.2), offer("c", 1.5), offer("d", 1.6), offer("e", 9.0)))])
+    rest = resting([attempt(n, kind=kind) for n in (1, 2, 3) for kind in ("a", "d")], NOW)
+    assert [one.parts[0].offer.instance_type for one in order(found, rest)] == ["b", "c", "a", "d", "e"]
+    assert order(found, {}) == found
+
+
+def test_who_asks_stubbornly_puts_nothing_to_rest(folder: str) -> None:
+    """All rounds of a pool that wants spot only count once: the next pool has spot."""
+
+    class Scarce(Refusing):
+        def launch(self, offer: Offer, count: int, tags: Mapping[str, str], startup: str) -> list[sky.Instance]:
+            if offer.is_spot and self._error is not None:
+                raise self._error
+            return FakeProvider.launch(self, offer, count, tags, startup)
+
+    scarce = Scarce(folder=folder, spot_is_sold=True).with_error(NoCapacity("none"))
+    run([scarce], expected=NoCapacity, spot=sky.Spot.Always(retries=4, interval=0.0))
+    with Ledger(default_url()) as ledger:
+        tries = ledger.attempts()
+        assert [(one.error, one.nodes) for one in tries] == [("NoCapacity", 2)] * 5
+        assert resting(tries, datetime.now(UTC), 2) == {}
 
 
 # ── what is raised ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -146,6 +267,10 @@ def test_who_rests_is_asked_last() -> None:
         ([QuotaExceeded("no"), QuotaExceeded("neither")], QuotaExceeded),
         ([QuotaExceeded("no"), NoCapacity("neither")], NoCapacity),
         ([CredentialsError("no"), ProviderFailed("neither")], NoCapacity),
+        ([BudgetExceeded("no"), BudgetExceeded("neither")], BudgetExceeded),
+        ([BudgetExceeded("no"), NoCapacity("neither")], NoCapacity),
+        ([sky.BadRequest("no"), sky.NotYetSupported("neither")], sky.BadRequest),
+        ([sky.BadRequest("no"), RateLimited("neither")], NoCapacity),
     ],
 )
 def test_all_reasons_are_told(errors: list[SkywardError], kind: type[SkywardError]) -> None:
@@ -166,6 +291,17 @@ def test_one_that_was_alone_says_it_itself() -> None:
     alone = QuotaExceeded("too many")
     assert none_left(Requirements(), 1, [refusal(CHEAP, offer(), alone, 0.1)], [alone]) is alone
     assert len(alone.refusals) == 1
+
+
+def test_money_that_is_missing_is_told_as_such() -> None:
+    """If it is in the way of all that fits, whoever else sells nothing; with the account and what is left of it."""
+    errors = [BudgetExceeded("no", "team", Decimal(3)), BudgetExceeded("neither", "team", Decimal(2))]
+    nothing = refusal(DEAR, None, NoCapacity("nothing fits"), 0.1)
+    error = none_left(Requirements(), 1, [nothing, *(refusal(CHEAP, offer(), one, 0.1) for one in errors)], errors)
+    assert isinstance(error, BudgetExceeded)
+    assert (error.account, error.left_usd) == ("team", Decimal(2))
+    assert "nothing fits" in str(error)
+    assert "BudgetExceeded" in str(error)
 
 
 # ── failing over ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -311,6 +447,140 @@ def test_who_cannot_be_asked_is_left_out(folder: str) -> None:
     assert [(one.provider, one.instance_type, one.error, one.code) for one in seen.of(sky.CandidateRefused)] == [("refusing", "", "CredentialsError", "401")]
 
 
+WRONG = sky.BadRequest("region nowhere-1 has no default subnet")
+
+
+@pytest.mark.parametrize("errors", [{"error": WRONG}, {"error": None, "of_offers": sky.BadRequest("its SDK is not installed")}], ids=["launch", "offers"])
+def test_a_bad_request_of_one_is_a_refusal_of_that_one(folder: str, errors: dict[str, Any]) -> None:
+    """The others are asked; its other machines are not. It is raised if nobody else is there, or all say so."""
+
+    class Twice(Refusing):
+        def offers(self, want: Requirements) -> list[Offer]:
+            (one,) = super().offers(want)
+            return [one, one.model_copy(update={"instance_type": "fake.2"})]
+
+    def bad(at: str) -> Refusing:
+        return Twice(folder=folder + at, price_per_hour=1.0).with_error(**errors)
+
+    up = Elsewhere(folder=folder + "/up", price_per_hour=2.0)
+    _, seen = run([bad("/1"), up])
+    assert up.machines.launched == ["fake-0", "fake-1"]
+    assert [(one.provider, one.error) for one in seen.of(sky.CandidateRefused)] == [("refusing", "BadRequest")]
+    with Ledger(default_url()) as ledger:
+        assert [(one.provider, one.error) for one in ledger.attempts()] == [("refusing", "BadRequest"), ("elsewhere", "")]
+    alone, _ = run([bad("/2")], expected=sky.BadRequest)
+    assert alone in (errors["error"], errors.get("of_offers"))
+    both, seen = run([bad("/3"), bad("/4")], expected=sky.BadRequest)
+    assert "/3" not in str(both)
+    assert len(seen.of(sky.CandidateRefused)) == 2
+
+
+def test_money_for_one_is_money_for_another(folder: str) -> None:
+    """The cheaper one bills ten minutes at once, which is more than there is; nothing was asked of it, and nothing is given back to it."""
+
+    class TenMinutes(Refusing):
+        name: ClassVar[str] = "ten"
+        billing_minimum_seconds: ClassVar[int] = 600
+
+        def instances(self, pool_id: str | None = None) -> list[sky.Instance]:
+            raise AssertionError("nothing was asked of it")
+
+    ten = TenMinutes(folder=folder + "/ten", price_per_hour=36.0)
+    fits = Elsewhere(folder=folder + "/fits", price_per_hour=37.0)
+    _, seen = run([ten, fits], max_cost=5.0)
+    assert (ten.machines.launched, fits.machines.launched) == ([], ["fake-0", "fake-1"])
+    assert [(one.provider, one.error) for one in seen.of(sky.CandidateRefused)] == [("ten", "BudgetExceeded")]
+    with Ledger(default_url()) as ledger:
+        assert [(one.provider, one.error) for one in ledger.attempts()] == [("ten", "BudgetExceeded"), ("elsewhere", "")]
+    error, _ = run([ten, Elsewhere(folder=folder + "/dear", price_per_hour=3700.0)], expected=BudgetExceeded, max_cost=5.0)
+    assert "billed 600 s at least" in str(error)
+    assert "3700" in str(error)
+
+
+def test_money_that_is_out_after_half_of_it_gives_that_half_back(folder: str) -> None:
+    """The on-demand part of a mixed candidate was rented when the account turned out to have nothing for its spot part."""
+    with Ledger(default_url()) as ledger:
+        ledger.set_account(Account("team", Decimal(4), Period.MONTH))
+
+    class Dear(FakeProvider):
+        def offers(self, want: Requirements) -> list[Offer]:
+            return [one.model_copy(update={"price_per_hour": 300.0}) if one.is_spot else one for one in super().offers(want)]
+
+    dear = Dear(folder=folder, price_per_hour=3.0, spot_is_sold=True)
+    error, seen = run([dear], expected=BudgetExceeded, spot=0.5, budget="team")
+    assert (dear.machines.launched, dear.machines.running) == (["fake-0"], {})
+    assert [(one.spot, one.error) for one in seen.of(sky.CandidateRefused)] == [(True, "BudgetExceeded")]
+    assert (error.account, error.left_usd < 4) == ("team", True)
+
+
+@pytest.mark.parametrize("is_spot", [False, True])
+def test_the_part_that_was_refused_is_blamed(folder: str, is_spot: bool) -> None:
+    """Event, refusal and ledger name the same part of a mixed candidate."""
+
+    class Half(FakeProvider):
+        def launch(self, offer: Offer, count: int, tags: Mapping[str, str], startup: str) -> list[sky.Instance]:
+            if offer.is_spot is is_spot:
+                raise NoCapacity("none").coded("x")
+            return super().launch(offer, count, tags, startup)
+
+    error, seen = run([Half(folder=folder, spot_is_sold=True)], expected=NoCapacity, spot=0.5)
+    with Ledger(default_url()) as ledger:
+        written = [one.is_spot for one in ledger.attempts() if one.error]
+    assert [one.spot for one in seen.of(sky.CandidateRefused)] == [one.spot for one in error.refusals] == written == [is_spot]
+
+
+class Shelf(Machines):
+    """Launches nothing: each type answers with its error."""
+
+    def __init__(self, own: Offer, others: Sequence[Offer], answers: Mapping[str, SkywardError]) -> None:
+        self._spec, self._provider = sky.PoolSpec.of(), CHEAP
+        self._offers, self._others = {0: own}, list(others)
+        self.answers, self.asked = answers, list[str]()
+
+    def _launch(self, offer: Offer, count: int, first_rank: int, along: Sequence[placing.Part] = ()) -> list[sky.Instance]:
+        self.asked.append(offer.instance_type)
+        raise self.answers[offer.instance_type]
+
+
+def test_a_replacement_that_is_too_dear_is_passed_over() -> None:
+    """What stands after it may be paid for, and the lost one's own type may be free once that is gone."""
+    a, b, c = offer("a", 1.0), offer("b", 9.0), offer("c", 2.0)
+    shelf = Shelf(a, [a, b, c], {"a": NoCapacity("none"), "b": BudgetExceeded("too dear"), "c": QuotaExceeded("none")})
+    ended = Ending("a-1", CHEAP)
+    ended.over.set()
+    with pytest.raises(NoCapacity):
+        shelf._launch_instead(0, ended)
+    assert shelf.asked == ["a", "b", "c", "a"]
+
+
+def test_machines_left_by_a_launch_end_the_search(folder: str) -> None:
+    """Nobody else is asked while one that was made may run."""
+    left = Refusing(folder=folder + "/1", price_per_hour=1.0).with_error(sky.InstancesLeft("could not delete x", ["x"]))
+    other = Elsewhere(folder=folder + "/2", price_per_hour=2.0)
+    run([left, other], expected=sky.InstancesLeft)
+    assert other.machines.launched == []
+
+
+@pytest.mark.parametrize(
+    ("wishes", "is_sold", "price", "is_told"),
+    [
+        ({}, False, 3.6, True),
+        ({"spot": "if-available"}, False, 3.6, True),
+        ({"spot": "never"}, False, 3.6, False),
+        ({}, True, 3.6, False),
+        ({}, False, 0.0, False),
+    ],
+)
+def test_on_demand_for_want_of_spot_is_said_once(
+    folder: str, caplog: pytest.LogCaptureFixture, wishes: dict[str, Any], is_sold: bool, price: float, is_told: bool
+) -> None:
+    """Where the choice was left to us; of machines that cost nothing there is nothing to say."""
+    with caplog.at_level(logging.INFO, "skyward"):
+        run([Elsewhere(folder=folder, spot_is_sold=is_sold, price_per_hour=price)], **wishes)
+    said = [record.getMessage() for record in caplog.records if "has no spot offer" in record.getMessage()]
+    assert said == (["elsewhere/nowhere-1 fake.1 has no spot offer: it is rented on demand"] if is_told else [])
+
+
 @pytest.mark.slow
 def test_machines_that_do_not_go_end_the_search(folder: str) -> None:
     """As long as the first may have machines nobody else is asked: InstancesLeft."""
@@ -356,6 +626,49 @@ def test_spot_is_asked_for_again(folder: str) -> None:
     assert len(error.refusals) == 1
 
 
+class Fickle(Refusing):
+    """Lists spot machines from its third answer on, or for ever not; `fails` with an outage until then."""
+
+    asked_first: int = 2
+    fails: bool = False
+    _asked: list[Requirements] = PrivateAttr(default_factory=list)
+
+    def may_sell_spot(self, want: Requirements) -> bool:
+        return True
+
+    def offers(self, want: Requirements) -> list[Offer]:
+        self._asked.append(want)
+        if len(self._asked) > self.asked_first:
+            return super().offers(want)
+        if self.fails:
+            raise ProviderFailed("down").coded("503")
+        return [one for one in super().offers(want) if not one.is_spot]
+
+    def instances(self, pool_id: str | None = None) -> list[sky.Instance]:
+        return []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_spot_that_is_not_free_this_minute_is_asked_for_again(folder: str, fails: bool) -> None:
+    """Offers are asked for anew in each round; an outage is not read as "not sold"."""
+    fickle = Fickle(folder=folder, spot_is_sold=True, fails=fails, launches_first=2)
+    _, seen = run([fickle], spot=sky.Spot.Always(retries=3, interval=0.0))
+    assert len(fickle._asked) == 3
+    assert [one.spot for one in seen.of(sky.InstanceProvisioned)] == [True, True]
+    assert {one.error for one in seen.of(sky.CandidateRefused)} == {"ProviderFailed" if fails else "NoCapacity"}
+
+
+def test_spot_that_never_becomes_free_is_no_capacity(folder: str) -> None:
+    """With the reasons of the last round; a share of spot is asked for once."""
+    fickle = Fickle(folder=folder, spot_is_sold=True, asked_first=99)
+    plain = Elsewhere(folder=folder + "/plain")
+    error, _ = run([fickle, plain], expected=NoCapacity, spot=sky.Spot.Always(retries=2, interval=0.0))
+    assert (len(fickle._asked), len(error.refusals)) == (3, 2)
+    run([fickle, plain], expected=NoCapacity, spot=0.5)
+    assert len(fickle._asked) == 4
+    run([plain], expected=sky.BadRequest, spot=sky.Spot.Always(retries=2, interval=9.0))
+
+
 def test_what_nobody_can_do_is_refused_and_what_one_can_is_asked_of_it(folder: str) -> None:
     """A provider that never does what is asked for is left out, if another does it."""
 
@@ -384,14 +697,16 @@ def test_providers_are_asked_at_the_same_time(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_one_that_failed_again_and_again_is_asked_last(folder: str) -> None:
-    """The ledger remembers it for all pools."""
+def test_one_that_failed_again_and_again_is_asked_later(folder: str) -> None:
+    """The ledger remembers it for all pools that want as many machines."""
     cheap = Refusing(folder=folder + "/cheap", price_per_hour=1.0).with_error(NoCapacity("none"))
-    dear = Elsewhere(folder=folder + "/dear", price_per_hour=2.0)
+    dear = Elsewhere(folder=folder + "/dear", price_per_hour=1.4)
     for _ in range(3):
         run([cheap, dear])
     _, seen = run([cheap, dear])
     assert [event.provider for event in seen.of(sky.InstanceLaunching)] == ["elsewhere"]
+    _, seen = run([cheap, dear], nodes=1)
+    assert [event.provider for event in seen.of(sky.InstanceLaunching)] == ["refusing", "elsewhere"]
 
 
 # ── several in a spec ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import ctypes
 import dataclasses
+import errno
 import gc
 import logging
 import os
+import pydoc
 import random
 import signal
 import subprocess
@@ -16,8 +18,11 @@ import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
+from datetime import UTC, datetime
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dask
@@ -25,10 +30,15 @@ import numpy as np
 import pytest
 
 import skyward_core as sky
+from skyward_core import opening
 from skyward_core.cluster import members
-from skyward_core.entries import Bucket, CostBy
+from skyward_core.entries import Account, Bucket, CostBy, Period
 from skyward_core.ledger import Ledger, default_url
+from skyward_core.opening import Opening
+from skyward_core.pool import _left
+from skyward_core.provisioning.lifecycle import Machines
 from skyward_core.worker.slot import TERM_SECONDS
+from skyward_core.worker.watchdog import DETACHED, read_lease, read_paid, uptime
 from tests.conftest import Told, connections, shared, wait_until
 from tests.fakes import DyingLocal, NoCapacityProvider, UnpreparableLocal
 
@@ -940,6 +950,202 @@ def test_a_pool_is_in_the_ledger_while_it_is_open_and_after_it() -> None:
         assert entry.ended_at is not None
     assert pool.receipt is not None
     assert (pool.receipt["pool_id"], pool.receipt["left"], pool.receipt["total_cost_usd"]) == (pool_id, [], pool.cost)
+
+
+@pytest.fixture
+def outage(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """While it is set, the ledger takes nothing from this process."""
+    is_away = threading.Event()
+    real = Ledger._write
+
+    @contextlib.contextmanager
+    def write(self: Ledger) -> Iterator[Any]:
+        if is_away.is_set():
+            raise sky.LedgerError("the ledger's server is away")
+        with real(self) as connection:
+            yield connection
+
+    monkeypatch.setattr(Ledger, "_write", write)
+    return is_away
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_back_soon", [True, False])
+def test_a_ledger_that_is_away_while_a_pool_closes_learns_of_its_end(outage: threading.Event, caplog: pytest.LogCaptureFixture, *, is_back_soon: bool) -> None:
+    """What it has refused is written anew, by this `close` if it is back, or by the next; the bill is what was spent, and nothing stays reserved."""
+    with Ledger(default_url()) as ledger:
+        ledger.set_account(Account("outage", Decimal(2000), Period.MONTH))
+        pool = sky.ComputePool(provider=sky.Local(price_per_hour=3600), display="quiet", budget="outage").open()
+        pool_id = pool.lease.pool_id
+        opened = pool._open
+        assert isinstance(opened, Opening)
+        machines, reaper = opened.machines, opened._reaper
+        assert machines is not None
+        assert reaper is not None
+        release = machines.release
+        outage.set()
+        if is_back_soon:
+            machines.release = lambda: (release(), outage.clear())[0]  # type: ignore[method-assign]
+            pool.close()
+            assert "has it now: the ledger's server is away" in caplog.text
+        else:
+            with pytest.raises(sky.LedgerError, match="server is away"):
+                pool.close()
+            assert not reaper.is_alive  # as this process sees it: it was left on its own, to write it down
+            assert ledger.pool(pool_id) is not None
+            outage.clear()
+            pool.close()
+        entry = ledger.pool(pool_id)
+        assert entry is not None
+        assert entry.ended_at is not None
+        assert ledger.open_intents(pool_id=pool_id) == []
+        assert ledger.open_reservations(pool_id=pool_id) == []
+        (row,) = ledger.cost_rows(CostBy.POOL, pool_id=pool_id)
+        assert float(row.cost_usd) == pool.cost
+        assert pool.receipt is not None
+        assert pool.receipt["left"] == []
+        assert reaper._process is not None
+        reaper._process.wait(60)
+
+
+@pytest.mark.slow
+def test_a_detach_that_fails_leaves_the_pool_as_it_was(outage: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fails, a node, the ledger, or the account: no lease is longer than before, nothing more is reserved, and the pool can be detached later."""
+
+    def unreachable(self: Machines, seconds: float) -> None:
+        extend(self, seconds)
+        raise sky.Unreachable("node 1 does not answer")
+
+    extend, roll = Machines.extend_leases, Ledger.roll
+    with Ledger(default_url()) as ledger, contextlib.ExitStack() as undo:
+        ledger.set_account(Account("leaving", Decimal(2), Period.MONTH))
+        pool = sky.ComputePool(provider=sky.Local(price_per_hour=3.6), display="quiet", budget="leaving", lease_seconds=60).open()
+        undo.callback(pool.close)
+        (node,) = pool.lease.nodes
+        directory = Path(node.instance.directory or "")
+        pool_id = pool.lease.pool_id
+
+        def raises(error: type[sky.SkywardError], words: str, seconds: float) -> None:
+            with pytest.raises(error, match=words):
+                pool.detach(lease_seconds=seconds)
+            entry = ledger.pool(pool_id)
+            assert entry is not None
+            assert not entry.lives_by_lease
+            assert (entry.lease_expires_at - datetime.now(UTC)).total_seconds() <= 60
+            assert not (directory / DETACHED).exists()
+            assert (read_lease(directory) or 0.0) <= uptime() + 60
+            assert sum(reservation.reserved_usd for reservation in ledger.open_reservations(pool_id=pool_id)) < Decimal("0.5")
+            assert pool.is_active
+            assert double(1) >> pool == 2
+
+        raises(sky.BudgetExceeded, r"has .* USD left of .* pays for 19\d\d s: detach\(lease_seconds=", 86_400)
+        with monkeypatch.context() as patch:
+            patch.setattr(Machines, "extend_leases", unreachable)
+            raises(sky.Unreachable, "node 1 does not answer", 1800)
+        with monkeypatch.context() as patch:
+            patch.setattr(Ledger, "roll", lambda *given: (roll(*given), outage.set())[0])  # away from then on
+            undo.callback(outage.clear)
+            with pytest.raises(sky.LedgerError, match="server is away"):
+                pool.detach(lease_seconds=1800)
+        outage.clear()
+        assert not (directory / DETACHED).exists()
+        assert (read_lease(directory) or 0.0) <= uptime() + 60
+        before = datetime.now(UTC)
+        lease = pool.detach(lease_seconds=1800)
+        undo.callback(sky.release, pool_id)
+        entry = ledger.pool(pool_id)
+        assert entry is not None
+        assert entry.lives_by_lease
+        assert lease.expires_at is not None
+        assert 1799 <= (lease.expires_at - before).total_seconds() < 1805
+        seconds_left = (lease.expires_at - datetime.now(UTC)).total_seconds()
+        assert (read_paid(directory) or 0.0) - uptime() >= seconds_left - 0.2
+        assert (read_lease(directory) or 0.0) - uptime() >= seconds_left - 0.2
+        assert sum(reservation.reserved_usd for reservation in ledger.open_reservations(pool_id=pool_id)) >= Decimal("1.8")
+
+
+def test_a_lease_is_not_longer_than_max_cost_lasts() -> None:
+    """A pool that may cost no more than a few minutes is detached for those, whatever was asked for."""
+    pool = sky.ComputePool(provider=sky.Local(price_per_hour=36), display="quiet", max_cost=5).open()
+    lease = pool.detach(lease_seconds=86_400)
+    try:
+        assert lease.expires_at is not None
+        assert 300 < (lease.expires_at - datetime.now(UTC)).total_seconds() <= 500
+    finally:
+        sky.release(lease.pool_id)
+
+
+@pytest.mark.parametrize(
+    "place", ["skyward_core.opening.Meter", "skyward_core.opening.Charge.of", "skyward_core.opening.Book.open", "skyward_core.opening.lifecycle.Machines"]
+)
+def test_a_pool_that_is_to_end_before_it_has_opened_rents_nothing(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal handler may call `terminate_now` at any moment of `open`; afterwards the pool may be opened again."""
+    provider = NoCapacityProvider(folder=str(tmp_path))
+    pool = sky.ComputePool(provider=provider, display="quiet")
+    owner, _, name = place.rpartition(".")
+    real = pydoc.locate(place)
+    asked: list[str] = []
+
+    def interrupted(*given: Any, **named: Any) -> Any:
+        pool.terminate_now()
+        return real(*given, **named)
+
+    for verb in ("offers", "launch"):
+        monkeypatch.setattr(NoCapacityProvider, verb, lambda *given, verb=verb, real=getattr(NoCapacityProvider, verb): (asked.append(verb), real(*given))[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(pydoc.locate(owner), name, interrupted)
+        with pytest.raises(sky.PoolClosed):
+            pool.open()
+    assert asked == (["offers"] if name == "Machines" else [])
+    assert not pool.is_active
+    monkeypatch.undo()
+    with pytest.raises(sky.NoCapacity):
+        pool.open()
+
+
+def test_the_clock_of_a_pool_goes_on_whatever_happens(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """What fails at every look is told once, and keeps nothing else from being done, in this look and in the next."""
+    monkeypatch.setattr(opening, "CLOCK_SECONDS", 0.001)
+    opened = Opening(sky.PoolSpec.of(display="quiet"), [sky.Local()], None)
+    looks: list[int] = []
+
+    def fails() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def looks_around() -> None:
+        looks.append(1)
+        if len(looks) == 5:
+            opened._ended.set()
+
+    monkeypatch.setattr(opened, "_due", lambda *_: [fails, looks_around])
+    opened._watch_clock(time.monotonic())
+    assert len(looks) == 5
+    assert caplog.text.count("the clock of sky-") == 1
+    assert "Too many open files" in caplog.text
+
+
+def test_what_is_due_is_done_even_if_the_rest_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease comes first and nothing of a look may be missing: whoever renews it, tells the nodes, and looks for the reaper."""
+    opened = Opening(sky.PoolSpec.of(display="quiet", lease_seconds=60), [sky.Local()], None)
+    done: list[str] = []
+    for name in ("_mind_money", "_mind_work", "_keep_here", "_mind_reaper", "emit"):
+        monkeypatch.setattr(opened, name, lambda *_, name=name: done.append(name))
+    opened._book = SimpleNamespace(renew=lambda: done.append("renew"), note=lambda: done.append("note"))  # type: ignore[assignment]
+    opened.cluster = SimpleNamespace()  # type: ignore[assignment]
+    clock = opening._Clock(0.0, 5.0, told=0.0, asked=0.0, renewed=0.0)
+    for now in (1.0, 5.0, 6.0):
+        for step in opened._due(clock, now):
+            opened._take(step, clock)
+    look = ["_mind_money", "_mind_work"]
+    assert done == [*look, "renew", *look, "_keep_here", "_mind_reaper", "note", "emit", *look]
+
+
+@pytest.mark.parametrize(("process", "stopped"), [(os.getpid(), 1), (os.getpid() + 1, 0)])
+def test_an_attached_pool_that_is_forgotten_in_a_fork_is_not_left(process: int, stopped: int) -> None:
+    """Its connections are those of the process that has attached."""
+    reasons: list[str] = []
+    _left(SimpleNamespace(stop=reasons.append), process)  # type: ignore[arg-type]
+    assert len(reasons) == stopped
 
 
 def test_a_forgotten_pool_warns_and_is_closed() -> None:

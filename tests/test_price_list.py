@@ -12,8 +12,9 @@ from pydantic import PrivateAttr
 
 import skyward_core as sky
 from skyward_core import housekeeping
-from skyward_core.errors import CredentialsError, ProviderFailed, SkywardError
+from skyward_core.errors import BadRequest, CredentialsError, ProviderFailed, SkywardError
 from skyward_core.market import Offer, Requirements
+from skyward_core.providers.base import Sale
 from skyward_core.provisioning.price_list import price_list
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
@@ -44,6 +45,16 @@ class Shop(sky.Provider):
             Offer(provider=self.name, instance_type=f"t{price:g}", region=self.at, price_per_hour=price, vcpus=4 * price, memory_gb=16)
             for price in self._prices
         ]
+
+
+class Market(Shop):
+    """Tells only what is near a wish: machines of at most the CPUs that are asked for."""
+
+    name: ClassVar[str] = "market"
+    sells_by_wish: ClassVar[bool] = True
+
+    def offers(self, want: Requirements) -> list[Offer]:
+        return [offer for offer in super().offers(want) if offer.vcpus <= (want.vcpus or 4)]
 
 
 def prices(found: Any) -> list[float]:
@@ -77,7 +88,11 @@ def test_an_answer_is_kept_for_a_while(tmp_path: Path) -> None:
     assert shop._asked == [Requirements()] * 3
 
 
-@pytest.mark.parametrize("error", [ProviderFailed("down").coded("503"), CredentialsError("who").coded("401")], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error",
+    [ProviderFailed("down").coded("503"), CredentialsError("who").coded("401"), BadRequest("its SDK is not installed")],
+    ids=lambda error: type(error).__name__,
+)
 def test_who_cannot_be_asked_hides_no_other(tmp_path: Path, error: SkywardError) -> None:
     """It is told with the reason, and asked again the next time."""
     down, up = Shop(at="down").selling(1.0).failing(error), Shop(at="up").selling(2.0)
@@ -86,6 +101,50 @@ def test_who_cannot_be_asked_hides_no_other(tmp_path: Path, error: SkywardError)
     assert [(one.provider, one.error, one.code) for one in found.refusals] == [("shop", type(error).__name__, error.code)]
     down.failing(None)
     assert prices(price_list([down, up], Requirements(), tmp_path)) == [1.0, 2.0]
+
+
+class Wide(Shop):
+    """Has two regions, of which one cannot be asked as long as `_error` says why."""
+
+    name: ClassVar[str] = "wide"
+
+    def offers(self, want: Requirements) -> list[Offer]:
+        error, self._error = self._error, None
+        sold = super().offers(want)
+        self._error = error
+        return sold if error is None else Sale(sold, {"far": error})
+
+
+def test_a_region_that_cannot_be_asked_is_told_and_asked_again(tmp_path: Path) -> None:
+    """What the others sell is in the list, and is not kept as if it were all."""
+    shop = Wide().selling(1.0).failing(ProviderFailed("down"))
+    for _ in range(2):
+        found = price_list([shop], Requirements(), tmp_path)
+        assert (prices(found), [(one.region, one.message) for one in found.refusals]) == ([1.0], [("far", "down")])
+    assert len(price_list([shop], Requirements(vcpus=99), tmp_path).refusals) == 2
+    shop.failing(None)
+    assert price_list([shop], Requirements(), tmp_path).refusals == ()
+    assert len(shop._asked) == 4
+
+
+def test_a_bad_request_that_is_all_there_is_to_hear_is_raised(tmp_path: Path) -> None:
+    """Of one provider, or of all."""
+    wrong = BadRequest("its SDK is not installed")
+    one, other = Shop(at="one").failing(wrong), Shop(at="other").failing(wrong)
+    for providers in ([one], [one, other]):
+        with pytest.raises(BadRequest, match="SDK"):
+            price_list(providers, Requirements(), tmp_path)
+
+
+def test_a_market_is_asked_with_the_wish(tmp_path: Path) -> None:
+    """And what it says is kept for that wish alone, beside one who tells all that he sells."""
+    market, shop = Market().selling(1.0, 2.0, 4.0), Shop().selling(3.0)
+    for _ in range(2):
+        assert prices(price_list([market, shop], Requirements(vcpus=8), tmp_path)) == [2.0, 3.0]
+        assert prices(price_list([market, shop], Requirements(vcpus=16), tmp_path)) == [4.0]
+        assert prices(price_list([market, shop], Requirements(instance_type="t1"), tmp_path)) == [1.0]
+    assert market._asked == [Requirements(vcpus=8), Requirements(vcpus=16), Requirements(instance_type="t1")]
+    assert shop._asked == [Requirements()]
 
 
 def test_who_sells_nothing_that_fits_says_why(tmp_path: Path) -> None:

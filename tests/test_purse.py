@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -241,6 +242,134 @@ def test_money_for_longer_than_there_are_dates(max_cost: float, price: str) -> N
     assert grant.hard_end is None or START + timedelta(seconds=grant.hard_end) < datetime(2037, 1, 1, tzinfo=UTC)
 
 
+# ── max_cost: machines that share what there is ──────────────────────────────────────────────────────────────────────
+
+SPOT, ON_DEMAND = usd("1"), usd("3")
+
+
+def granted(it: Pool, price: Price = ON_DEMAND, heard: set[str] | None = None, **words: Any) -> Grant:
+    """Launch one machine; of those that there are these hear for how long they are paid, all if not given."""
+    grant = it.purse.grant(1, price, tell=lambda: it.meter.rented() if heard is None else heard, **words)
+    it.came(1, price, grant)
+    return grant
+
+
+def test_the_parts_of_a_pool_are_granted_together() -> None:
+    """An on-demand and a spot machine at 3 and 1 USD last for 25 hours of 100 USD, both until the same moment; the second is asked for a little later."""
+    it = pool(100.0)
+    first = granted(it, along=[(1, SPOT)])
+    began = it.clock()
+    it.clock.seconds += 30
+    second = granted(it, SPOT)
+    assert (first.hard_end, second.hard_end) == (began + 25 * HOUR, began + 25 * HOUR)
+
+
+def test_parts_that_are_too_dear_together_are_refused_before_the_first() -> None:
+    """The message counts all of them."""
+    it = pool(5.0)
+    with pytest.raises(BudgetExceeded, match=r"1 x 3 USD per hour and 2 x 200 cost 6\.7166.. USD in their first minute"):
+        it.purse.grant(1, ON_DEMAND, along=[(2, usd("200"))])
+    granted(it)
+
+
+def test_another_machine_shortens_the_others_until_one_is_gone() -> None:
+    """One that stands by has what it needs, and when the one that is taken back is gone the rest lasts for as long as before."""
+    it = pool(3.0)
+    granted(it)
+    horizon = it.clock() + HOUR
+    grant = granted(it)
+    assert (grant.hard_end, grant.latest_end) == (it.clock() + HOUR / 2, horizon)
+    assert it.purse.paid_seconds() == HOUR / 2
+    it.clock.seconds += 60
+    it.purse.turn()
+    assert it.purse.paid_seconds() == HOUR / 2 - 60
+    it.meter.end("m-0")
+    assert it.purse.turn() == (Fill.FULL, "")
+    assert it.purse.paid_seconds() == HOUR - 120  # both have cost a minute
+    it.go_until(Fill.USED_UP)
+    assert HOUR - 120 < it.clock() - 1000.0 <= HOUR - 60, "not when the second one would have ended at first"
+
+
+def test_who_does_not_hear_it_keeps_its_end_and_its_money() -> None:
+    """A lost machine that nobody reaches costs what it may until its own end; the others make room, or there is none."""
+    it = pool(6.0)
+    it.launch(2, ON_DEMAND)
+    grant = granted(it, heard={"m-1"})
+    assert grant.hard_end == it.clock() + HOUR / 2  # 3 USD are the lost one's
+    assert it.purse.paid_seconds() == HOUR / 2
+    it.clock.seconds += 600
+    it.meter.end("m-2")  # half a USD
+    it.purse.turn()
+    assert it.purse.paid_seconds() == 3000 - 600, "of 6 USD 3 are the lost one's to its own end"
+    alone = pool(6.0)
+    alone.launch(1, ON_DEMAND)
+    with pytest.raises(BudgetExceeded):
+        granted(alone, heard=set())
+    alone.purse.turn()
+    assert alone.purse.paid_seconds() == 2 * HOUR, "it was to make room, and there is nobody to make it for"
+    alone.meter.end("m-0")
+    granted(alone)
+
+
+def test_those_that_hear_too_late_count_for_as_long_as_they_are_there() -> None:
+    """Telling them has taken longer than they were to live: they end now, and are billed until that is done."""
+    it = pool(0.3)  # 300 s of one machine
+    price = usd("3.6")
+    it.came(1, price, it.purse.grant(1, price, ending_seconds=60))
+
+    def tell() -> set[str]:
+        it.clock.seconds += 100
+        assert it.purse.paid_seconds() == 0
+        return {"m-0"}
+
+    grant = it.purse.grant(1, price, ending_seconds=60, tell=tell)
+    assert grant.hard_end == it.clock() + 140  # of 300 s the first one has 100, and 60 for its end
+
+
+def test_no_machine_lives_longer_than_its_tags_say() -> None:
+    """The first hard end is the last word for all that come later, however much is left: a sweep that knows nothing else goes by it."""
+    it = pool(10.0)
+    it.launch(2, usd("5"))
+    horizon = it.clock() + HOUR
+    it.clock.seconds += 600
+    it.meter.end("m-0")
+    grant = granted(it, SPOT)
+    assert grant.hard_end == grant.latest_end == horizon
+    it.clock.seconds += HOUR - 630
+    with pytest.raises(BudgetExceeded, match=r"end in 30 s"):
+        granted(it, SPOT)
+    it.meter.end_all()
+    assert granted(it, SPOT).hard_end > horizon  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("max_cost", "machines", "per_hour"), [(1.0, 1, "1"), (2.0, 3, "1.7"), (0.65, 1, "18")])
+def test_what_ending_takes_is_set_aside(max_cost: float, machines: int, per_hour: str) -> None:
+    """A cloud that bills for 45 s more: nodes are told to end so much earlier, and the pool closes before that."""
+    it = pool(max_cost)
+    price, ending = usd(per_hour), 45.0
+    it.came(machines, price, grant := it.purse.grant(machines, price, ending_seconds=ending))
+    assert grant.hard_end is not None
+    assert grant.lifetime_seconds is not None
+    paid = it.purse.paid_seconds()
+    assert paid is not None
+    assert 0 < grant.lifetime_seconds < paid == grant.hard_end - it.clock() - ending
+    it.meter.start(machine("found"), it.clock(), usd("0.000001"))  # without a grant
+    it.go_until(Fill.USED_UP, 3 * HOUR)
+    paid = it.purse.paid_seconds()
+    assert paid is not None
+    assert paid > 0
+    it.clock.seconds += 1 + ending
+    it.meter.end_all()
+    assert it.meter.total() <= Decimal(repr(max_cost))
+
+
+def test_ending_is_part_of_the_least_that_is_covered() -> None:
+    """One that could not be given back in time is not rented."""
+    with pytest.raises(BudgetExceeded, match=r"in their first minute and the 60 s that giving them back may take"):
+        pool(1.9).purse.grant(1, usd("60"), ending_seconds=60)
+    assert pool(2.0).purse.grant(1, usd("60"), ending_seconds=60).lifetime_seconds == 54.0
+
+
 # ── max_cost: over any history ───────────────────────────────────────────────────────────────────────────────────────
 
 prices = st.builds(
@@ -318,6 +447,150 @@ def test_if_all_machines_ran_until_their_hard_end_the_bill_would_be_within_max_c
         assert bill <= Decimal(limit) / 1_000_000
         paid = it.purse.paid_seconds()
         assert paid is None or all(it.clock() + paid <= lives[name][1] for name in it.meter.rented())
+
+
+@dataclass
+class World:
+    """Machines as they are: each ends when it was told to, and is billed for `ending` seconds more; nobody else may end it, for the client may be dead."""
+
+    it: Pool
+    limit: Decimal
+    ending: float
+    began: dict[str, float] = field(default_factory=dict)
+    ends: dict[str, float] = field(default_factory=dict)
+    price: dict[str, Price] = field(default_factory=dict)
+    gone: set[str] = field(default_factory=set)
+    deaf: set[str] = field(default_factory=set)
+    asked: list[tuple[Grant, int, float, Price]] = field(default_factory=list)
+    pauses: int = 0
+
+    def tell(self) -> set[str]:
+        """All that can hear are told, one after the other, which takes time; whoever is killed on the way has told some of them."""
+        heard = set[str]()
+        for name in sorted(self.there - self.deaf):
+            self.it.clock.seconds += self.pauses
+            self._end_what_is_due()
+            if name in self.gone or self.ends[name] - self.ending <= self.it.clock():
+                continue  # on its way to its end, and deaf
+            paid = self.it.purse.paid_seconds()
+            if paid is not None:
+                self.ends[name] = self.it.clock() + paid + self.ending
+            heard.add(name)
+            self.check()
+        return heard
+
+    @property
+    def there(self) -> set[str]:
+        return self.began.keys() - self.gone
+
+    def launch(self, count: int, price: Price, along: Sequence[tuple[int, Price]] = ()) -> Grant:
+        return self.it.purse.grant(count, price, along=along, ending_seconds=self.ending, tell=self.tell)
+
+    def came(self, count: int, began: float, price: Price, grant: Grant) -> None:
+        ids = [f"m-{len(self.began) + index}" for index in range(count)]
+        for name in ids:
+            self.it.meter.start(machine(name), began, price)
+            self.began[name], self.price[name], self.ends[name] = began, price, grant.hard_end or 0.0
+            assert (grant.hard_end or 0.0) <= (grant.latest_end or 0.0)
+        self.it.purse.launched(ids, grant)
+
+    def end(self, name: str, at: float) -> None:
+        self.ends[name] = at
+        self.it.meter.end(name)
+        self.gone.add(name)
+
+    def pass_time(self, seconds: int) -> None:
+        """No machine outlives what it was told."""
+        moments = [self.ends[name] for name in self.there] + [grant.hard_end or 0.0 for grant, *_ in self.asked]
+        self.it.clock.seconds = min([self.it.clock.seconds + seconds, *(at for at in moments if at >= self.it.clock.seconds)])
+        self._end_what_is_due()
+
+    def _end_what_is_due(self) -> None:
+        for name in [name for name in self.there if self.ends[name] <= self.it.clock.seconds]:
+            self.end(name, self.ends[name])
+
+    def check(self) -> None:
+        now = self.it.clock()
+        bill = sum((self.price[name].cost((end if name in self.gone else max(end, now)) - self.began[name]) for name, end in self.ends.items()), Decimal(0))
+        bill += sum((count * its.cost((grant.hard_end or 0.0) - began) for grant, count, began, its in self.asked), Decimal(0))
+        assert bill <= self.limit
+
+
+world_steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("stand by"), st.integers(1, 2)),
+        st.tuples(st.just("stand by"), st.integers(1, 2)),
+        st.tuples(st.just("slow"), st.integers(1, 2)),
+        st.tuples(st.just("answer"), st.integers(0, 2)),
+        st.tuples(st.just("refusal"), st.just(0)),
+        st.tuples(st.just("gone"), st.integers(0, 20)),
+        st.tuples(st.just("deaf"), st.integers(0, 20)),
+        st.tuples(st.just("hears"), st.integers(0, 20)),
+        st.tuples(st.just("turn"), st.just(0)),
+        st.tuples(st.just("beat"), st.just(0)),
+        st.tuples(st.just("pass"), st.sampled_from([1, 59, 600, 4000]) | st.integers(0, 20_000)),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    limit=st.integers(1, 50_000_000) | st.integers(1, 3_000_000),
+    price=prices,
+    other=prices,
+    ending=st.sampled_from([0.0, 0.0, 1.0, 60.0]),
+    pauses=st.sampled_from([0, 0, 1, 40]),
+    steps=world_steps,
+)
+def test_no_history_of_parts_replacements_and_stand_bys_can_cost_more(
+    limit: int, price: Price, other: Price, ending: float, pauses: int, steps: list[tuple[str, int]]
+) -> None:
+    """At no moment, those included in which only some have been told their new end, could the machines cost more if nobody ended them any more."""
+    it = pool(limit / 1_000_000)
+    world = World(it, Decimal(limit) / 1_000_000, ending)
+    try:
+        first = world.launch(2, price, [(1, other)])
+    except BudgetExceeded:
+        return
+    world.came(2, it.clock(), price, first)
+    world.check()
+    second = world.launch(1, other)
+    assert second.hard_end == first.hard_end
+    world.came(1, it.clock(), other, second)
+    world.check()
+    world.pauses = pauses
+    for step, (what, number) in enumerate(steps):
+        its = price if step % 3 else other
+        names = sorted(world.there)
+        try:
+            if what == "stand by":
+                grant = world.launch(number, its)
+                world.came(number, it.clock(), its, grant)
+            elif what == "slow":
+                world.asked.append((world.launch(number, its), number, it.clock(), its))
+        except BudgetExceeded:
+            pass
+        if what == "answer" and world.asked:
+            grant, wanted, began, its = world.asked.pop(0)
+            world.came(min(number, wanted), began, its, grant)
+        elif what == "refusal" and world.asked:
+            it.purse.returned(world.asked.pop()[0])
+        elif what == "gone" and names:
+            world.end(names[number % len(names)], it.clock())
+        elif what == "deaf" and names:
+            world.deaf.add(names[number % len(names)])
+        elif what == "hears":
+            world.deaf.clear()
+        elif what == "turn":
+            it.purse.turn()
+        elif what == "beat":
+            world.pauses = 0
+            world.tell()
+            world.pauses = pauses
+        elif what == "pass":
+            world.pass_time(number)
+        world.check()
 
 
 # ── max_cost: as time passes ─────────────────────────────────────────────────────────────────────────────────────────

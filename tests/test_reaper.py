@@ -4,6 +4,7 @@ Drivers and reapers are real processes here. Machines are files, and a `Pool` is
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import pickle
@@ -606,15 +607,24 @@ def test_a_provider_that_cannot_travel_by_value_travels_by_name(pool: Pool, star
     wait_until(pool.is_ended, "the machines to end")
 
 
-@pytest.mark.parametrize("how", ["no such program", "no process"])
+@pytest.mark.parametrize("how", ["no such program", "no process", "no descriptor"])
 def test_a_reaper_that_cannot_be_started_is_not_alive(
     pool: Pool, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, start: Start
 ) -> None:
     """The pool goes on without it, and may try again: nothing is raised, and every method may be called."""
-    monkeypatch.setattr(sys, "executable", "/nonexistent" if how == "no such program" else "")
+
+    def none_left(flags: int) -> tuple[int, int]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    if how == "no descriptor":
+        monkeypatch.setattr(os, "pipe2", none_left)
+    else:
+        monkeypatch.setattr(sys, "executable", "/nonexistent" if how == "no such program" else "")
     reaper = start(pool.charge())
     assert (reaper.is_alive, reaper.pid) == (False, 0)
     reaper.terminate_now()
+    reaper.live_by_lease()
+    reaper.hang_up()
     reaper.leave()
     assert "could not be started" in caplog.text
 

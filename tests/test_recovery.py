@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -14,8 +14,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import skyward_core as sky
 from skyward_core.errors import NoCapacity, NodeLost, PoolClosed, SkywardError, Unreachable
-from skyward_core.instances import Instance, InstanceState, Lease, Node
-from skyward_core.recovery import FIRST_PAUSE_SECONDS, HEAD_PATIENCE_SECONDS, LONGEST_PAUSE_SECONDS, NOBODY_LEFT_SECONDS, REJOIN_SECONDS, Recovery
+from skyward_core.instances import Endpoint, Instance, InstanceState, Lease, Node
+from skyward_core.recovery import (
+    FIRST_PAUSE_SECONDS,
+    HEAD_PATIENCE_SECONDS,
+    HEAD_WORKERS_SECONDS,
+    LONGEST_PAUSE_SECONDS,
+    NOBODY_LEFT_SECONDS,
+    REJOIN_SECONDS,
+    ROUSE_SECONDS,
+    Recovery,
+)
 from skyward_core.worker.notice import Kind, Notice
 from tests.conftest import Told, wait_until
 
@@ -30,6 +39,8 @@ class Machine:
     lives: bool = True
     is_wired: bool = True
     last_words: str = ""
+    is_missed: bool = False
+    """Whether the provider leaves it out of its lists, though it may live."""
     notices: tuple[Notice, ...] = ()
     calls_left: int = 0
     is_held: bool = False
@@ -51,6 +62,7 @@ class World:
         self.former: set[str] = set()
         self.has_capacity = True
         self.is_asked_in_vain = False
+        self.is_cloud = False
         self.aside: list[tuple[str, Callable[[], None]]] = []
         self.told = Told()
         self.machines = FakeMachines(self)
@@ -130,13 +142,14 @@ class FakeMachines:
         self.replaced: list[tuple[float, int]] = []
         self.standing_by: dict[int, Machine] = {}
         self.retired: list[str] = []
+        self.roused: list[tuple[float, int, list[int]]] = []
         self.restarts = 0
         self.fails_to_restart = 0
         self.on_restart: Callable[[], None] = lambda: None
 
     @property
     def lease(self) -> Lease:
-        nodes = tuple(Node(instance=instance(machine.id, rank), rank=rank) for rank, machine in sorted(self.world.nodes.items()))
+        nodes = tuple(Node(instance=instance(machine.id, rank, self.world.is_cloud), rank=rank) for rank, machine in sorted(self.world.nodes.items()))
         return Lease(pool_id="pool", provider={}, nodes=nodes, created_at=datetime(2026, 1, 1, tzinfo=UTC))
 
     @property
@@ -146,7 +159,7 @@ class FakeMachines:
     def living(self) -> set[str]:
         if self.world.is_asked_in_vain:
             raise ConnectionError("the provider's API is down")
-        return {machine.id for machine in self.world.nodes.values() if machine.lives}
+        return {machine.id for machine in self.world.nodes.values() if machine.lives and not machine.is_missed}
 
     def has_ended(self, rank: int) -> bool:
         machine = self.world.nodes.get(rank)
@@ -179,6 +192,9 @@ class FakeMachines:
         machine.is_retired = True
         self.retired.append(instance_id)
         self.world.cluster.leaves(rank)
+
+    def rouse(self, rank: int, workers: Sequence[int]) -> None:
+        self.roused.append((self.world.now, rank, list(workers)))
 
     def replace(self, rank: int, is_there: Callable[[], bool]) -> None:
         self.replaced.append((self.world.now, rank))
@@ -239,8 +255,8 @@ class FakeCluster:
     def has(self, rank: int) -> bool:
         return rank in self.there
 
-    def has_any(self) -> bool:
-        return bool(self.there)
+    def missing(self, rank: int) -> list[int]:
+        return [] if self.has(rank) else [0]
 
     def hold(self, rank: int) -> int:
         machine = self.world.nodes.get(rank)
@@ -282,8 +298,9 @@ class FakeCluster:
         self.there = {rank for rank, machine in self.world.nodes.items() if machine.answers}
 
 
-def instance(instance_id: str, rank: int) -> Instance:
-    return Instance(id=instance_id, provider="fake", pool_id="pool", rank=rank, state=InstanceState.RUNNING, region="r", instance_type="t")
+def instance(instance_id: str, rank: int, is_cloud: bool) -> Instance:
+    endpoint = Endpoint(host="h") if is_cloud else None
+    return Instance(id=instance_id, provider="fake", pool_id="pool", rank=rank, state=InstanceState.RUNNING, region="r", instance_type="t", endpoint=endpoint)
 
 
 @pytest.fixture
@@ -416,26 +433,48 @@ def test_when_nobody_is_left_for_long_everything_fails(world: World) -> None:
     world.has_capacity = False
     world.kill(1)
     world.kill(2)
-    world.cluster.there.discard(0)  # the head's scheduler lives, its worker does not come back
+    world.cluster.there.discard(0)  # the head's scheduler lives, its worker does not come back: in the end it is lost too
     world.go_on(NOBODY_LEFT_SECONDS - 10)
     assert None not in {rank for rank, _ in world.cluster.given_up}
-    world.go_on(2 * LONGEST_PAUSE_SECONDS)
+    world.go_on(HEAD_WORKERS_SECONDS + 2 * LONGEST_PAUSE_SECONDS)
     (error,) = [error for rank, error in world.cluster.given_up if rank is None]
     assert isinstance(error, NodeLost)
-    assert "others are not to be had" in str(error)
+    assert "could not come up anew: sold out" in str(error)
     tries = len(world.machines.replaced)
     world.has_capacity = True
     world.go_on(600, step=10)
     assert len(world.machines.replaced) == tries
 
 
-def test_a_head_without_its_worker_is_not_lost(world: World) -> None:
-    """The machine of a living scheduler is not given back because its worker is away: its supervisor will bring that back."""
+def test_a_head_without_its_worker_has_it_begun_anew(world: World) -> None:
+    """The machine of a living scheduler is not given back because its worker stands still: that is told, and its supervisor kills it and brings it back."""
     world.cluster.leaves(0)
-    world.go_on(60)
-    assert (world.told.events, world.machines.replaced) == ([], [])
-    world.cluster.joins(0)
+    world.go_on(REJOIN_SECONDS + ROUSE_SECONDS)
+    assert (world.told.events, world.machines.roused) == ([], [])  # a worker that has died is back by then
     world.go_on(1)
+    ((at, rank, workers),) = world.machines.roused
+    assert (rank, workers) == (0, [0])
+    assert at < 5, "with the 14 s of the scheduler that is within twenty"
+    assert [type(event) for event in world.told.events] == [sky.Error]
+    world.go_on(20)
+    assert len(world.machines.roused) == 3  # it may not have been heard
+    world.cluster.joins(0)
+    world.go_on(100)
+    assert len(world.machines.roused) == 3
+    assert (world.lost(), world.machines.replaced, world.machines.restarts) == ([], [], 0)
+    assert world.all_are_there()
+
+
+def test_a_head_whose_worker_never_comes_back_is_lost(world: World) -> None:
+    """Where the supervisor does not bring the worker back either, another node becomes the head, and the machine is replaced."""
+    lost = world.nodes[0].id
+    world.cluster.leaves(0)
+    world.go_on(HEAD_WORKERS_SECONDS)
+    assert world.lost() == []
+    world.go_on(20)
+    assert world.lost() == [(lost, 0)]
+    assert world.told.of(sky.InstanceLost)[0].reason == "its scheduler answers, but its workers have stayed away for 60 s"
+    assert len(world.told.of(sky.ClusterRestarting)) == len(world.told.of(sky.PoolReady)) == 1
     assert world.all_are_there()
 
 
@@ -523,6 +562,59 @@ def test_a_lost_head_is_succeeded_by_a_node_that_is_left(world: World, how: str,
     assert [rank for _, rank in world.machines.replaced] == [1]
     assert world.all_are_there()
     assert world.told.of(sky.PoolReady)[0].nodes == NODES - 1
+
+
+def test_where_no_node_answers_it_is_the_client_that_is_cut_off(world: World) -> None:
+    """Nobody is given up while nobody answers: all of them live until their leases run out. Then the head is lost."""
+    world = World(lease_seconds=120)
+    for rank in world.nodes:
+        world.cut(rank)
+    world.go_on(119)
+    for rank in world.nodes:
+        world.mend(rank)
+    world.go_on(1)
+    assert (world.told.events, world.cluster.resumed) == ([], 1)
+    for rank in world.nodes:
+        world.cut(rank)
+    world.go_on(121)
+    assert next(event.reason for event in world.told.of(sky.InstanceLost)) == "it has been silent for 120 s"
+
+
+def test_the_only_node_has_its_whole_lease() -> None:
+    """There is no other that could tell whether it or the client is cut off."""
+    world = World(nodes=1, lease_seconds=120)
+    world.cut(0)
+    world.go_on(119)
+    assert world.told.events == []
+    world.mend(0)
+    world.go_on(1)
+    assert (world.told.events, world.cluster.resumed) == ([], 1)
+
+
+def test_a_head_that_answers_last_after_a_cut_is_not_lost(world: World) -> None:
+    """When another node answers again first, the head has its patience from then on, within the lease."""
+    for rank in world.nodes:
+        world.cut(rank)
+    world.go_on(100)
+    world.mend(1)
+    world.go_on(HEAD_PATIENCE_SECONDS - 1)
+    assert world.lost() == []
+    world.go_on(2)
+    assert next(rank for _, rank in world.lost()) == 0
+
+
+def test_a_cloud_may_leave_a_machine_out_once(world: World) -> None:
+    """One listing without the head is no loss where lists may be incomplete; the second in a row is."""
+    world.is_cloud = True
+    head = world.cut(0)
+    head.is_missed = True
+    world.go_on(1)
+    head.is_missed = False
+    world.go_on(10)
+    assert world.lost() == []
+    head.is_missed = True
+    world.go_on(5)
+    assert [event.reason for event in world.told.of(sky.InstanceLost)] == ["its provider lists it no more"]
 
 
 def test_an_outage_of_the_provider_is_not_absence(world: World) -> None:

@@ -2,6 +2,7 @@
 
 import pickle
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from skyward_core.instances import Instance
 from skyward_core.provisioning.guard import guard_script
 from skyward_core.remote import RemoteReach, Wires
 from skyward_core.shipping import shipped_archive
-from skyward_core.worker.watchdog import uptime
+from skyward_core.worker.watchdog import uptime, write_lease
 from skyward_core.worker.wire import Parcel
 from tests.conftest import Told, wait_until
 from tests.testbed import Fleet, Host
@@ -220,6 +221,37 @@ def test_the_node_lives_as_long_as_its_lease_is_extended_and_ends_itself_then(le
     wait_until(lambda: int((way.directory / "lease").read_text()) >= first + 6, "signs of life for longer than a lease")
     way.reach.close()
     wait_until(lambda: not way.host.is_up, "the host to turn itself off")
+
+
+def test_a_lease_is_not_shortened_by_who_comes_at_the_same_time(tmp_path: Path) -> None:
+    """Several clients extend the lease of one node at once: the longest one holds, from sh and from Python."""
+    lease = tmp_path / "lease"
+    for interpreter in ("sh", "bash"):
+        for _ in range(30):
+            lease.write_text(f"{int(uptime()) + 1}\n")
+            others = [subprocess.Popen([interpreter, "-c", remote.LEASE, "skyward", str(tmp_path), seconds, "", ""]) for seconds in ("5", "300", "5")]
+            write_lease(tmp_path, uptime() + 10)
+            assert [other.wait(30) for other in others] == [0, 0, 0]
+            assert float(lease.read_text()) > uptime() + 200
+    assert [path.name for path in tmp_path.iterdir()] == ["lease"]
+
+
+def test_the_keeper_goes_on_after_whatever_has_happened(lead, monkeypatch, caplog):
+    """An error that nobody has thought of does not end it: it is told, and the lease is extended the next time."""
+    way = lead(lease_seconds=5)
+    extend, tries = way.reach.extend_lease, []
+
+    def fail_first(seconds: float) -> None:
+        tries.append(seconds)
+        if len(tries) < 3:
+            raise ValueError("nobody has thought of this")
+        extend(seconds)
+
+    monkeypatch.setattr(way.reach, "extend_lease", fail_first)
+    way.reach.join(timeout_seconds=60)
+    wait_until(lambda: len(tries) > 4, "it to go on")
+    assert caplog.text.count("the lease of node 0 could not be extended") == 1
+    assert way.told.of(ContactLost) == []
 
 
 def test_the_node_learns_with_each_sign_of_life_until_when_it_is_paid_for(lead):

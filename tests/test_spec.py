@@ -79,6 +79,14 @@ def test_a_spec_is_a_value() -> None:
         spec.nodes = 4  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.parametrize("seconds", [4.9, 1e12, float("inf"), float("nan")])
+def test_a_lease_is_a_time_that_can_be_told(seconds: float) -> None:
+    """Neither shorter than a sign of life may take, nor longer than any machine lives: what is no date is refused here."""
+    with pytest.raises(sky.BadRequest, match="lease_seconds"):
+        sky.PoolSpec.of(lease_seconds=seconds)
+    assert sky.PoolSpec.of(lease_seconds=86_400).lease_seconds == 86_400
+
+
 def test_a_wider_wish_is_a_new_spec() -> None:
     """`with_` gives a new spec, validated anew, and leaves the old one."""
     spec = sky.PoolSpec.of(nodes=2)

@@ -449,6 +449,22 @@ def test_without_a_scheduler_workers_are_started_again_and_again(start: Start) -
     machine.await_ready()
 
 
+def test_a_worker_that_stands_still_is_killed_when_the_pool_misses_it(start: Start) -> None:
+    """Only the one that is missed; and not again while its successor may be on its way."""
+    machine = start(workers=({}, {}), rank=1)
+    wait_until(lambda: machine.text("workers").count("\n") == 2, "two workers")
+    machine.await_ready()
+    write_atomically(machine.directory / "missed", "1")
+    wait_until(lambda: machine.text("workers").count("\n") == 3, "the successor of the second")
+    assert "worker 1 is missed by the pool, and is killed\nskyward: node 1: worker 1 died with -9" in machine.text("log")
+    write_atomically(machine.directory / "missed", "1")
+    wait_until(lambda: not (machine.directory / "missed").exists(), "the supervisor to look")
+    machine.await_looks()
+    assert machine.text("workers").count("\n") == 3
+    assert "worker 0" not in machine.text("log")
+    assert machine.is_alive
+
+
 def test_a_crash_loop_on_the_head_ends_it(start: Start) -> None:
     """There the scheduler is near: a worker that dies five times in a minute will not come up."""
     machine = start(DRIVER + "(directory / 'no-scheduler').touch()", rank=0, scheduler=None)

@@ -24,7 +24,7 @@ from skyward_core.ledger import Ledger
 from skyward_core.owner import Owner, OwnerState
 from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, load
 from skyward_core.provisioning import sweep as sweeping
-from skyward_core.provisioning.judging import Action, Scene, judge
+from skyward_core.provisioning.judging import BOOT_SECONDS, Action, Scene, judge, paid_until
 from skyward_core.provisioning.sweep import end_pool, release, sweep
 from tests.fakes import BlindProvider, FakeProvider, FlakyProvider, SlowToGoProvider, StuckProvider
 
@@ -66,6 +66,15 @@ class CloudProvider(FakeProvider):
 
     name: ClassVar[str] = "cloud"
     is_here: ClassVar[bool] = False
+
+
+class SelfEndingProvider(CloudProvider):
+    """A cloud whose machines end themselves for good, at the latest two minutes after they should."""
+
+    name: ClassVar[str] = "self-ending"
+
+    def ends_for_good(self) -> bool:
+        return True
 
 
 class LaggingProvider(CloudProvider):
@@ -514,6 +523,100 @@ def test_the_time_of_terminating_is_counted_as_that(ledger: Ledger, tmp_path: Pa
     assert its.seconds[Bucket.LAUNCHING] == pytest.approx(10, abs=0.01)
     assert its.seconds[Bucket.TERMINATING] == pytest.approx(hands.paused, abs=0.01)
     assert hands.paused > 3
+
+
+UP = {Bucket.LAUNCHING: 30.0, Bucket.IDLE: 30.0}
+
+
+@pytest.mark.parametrize(
+    ("known", "lease_seconds", "seconds"),
+    [
+        pytest.param({"seconds": UP}, 120, 240, id="its lease, and two minutes to go"),
+        pytest.param({"seconds": {Bucket.LAUNCHING: 30.0}}, 120, 240 + BOOT_SECONDS, id="it was never seen up, and counts its lease from then"),
+        pytest.param({"seconds": UP, "end_asked_at": START + timedelta(seconds=300)}, 120, 420, id="asked for later than its lease"),
+        pytest.param(
+            {"seconds": UP, "tags": {EXPIRES_TAG: "0"}, "expires_at": START + timedelta(seconds=60)}, 3600, 210, id="its hard end, counted from when it was up"
+        ),
+        pytest.param({"seconds": UP, "tags": {}, "expires_at": START + timedelta(seconds=60)}, 3600, 3720, id="an end that is no hard one"),
+        pytest.param({"seconds": {**UP, Bucket.RUNNING_CALLS: 9000}}, 120, 9060, id="what was noted is known"),
+        pytest.param({"seconds": UP, "bound_at": START + timedelta(seconds=500)}, 120, 500, id="when it answered it was there"),
+        pytest.param({"seconds": UP}, 10**6, 10**5, id="never later than now"),
+    ],
+)
+def test_a_machine_that_is_found_gone_is_paid_for_until_it_must_have_ended(known: dict[str, Any], lease_seconds: float, seconds: float) -> None:
+    """Seconds since it was asked for; where machines do not end themselves for good, it may have been there until now."""
+    its, now = intent(1, cloud_id="a", age_seconds=0, **known), START + timedelta(seconds=10**5)
+    pool = entry(lease_seconds=lease_seconds)
+    assert paid_until(SelfEndingProvider(folder="/nowhere"), pool, its, now) == START + timedelta(seconds=seconds)
+    assert paid_until(CLOUD, pool, its, now) == now
+
+
+@pytest.mark.parametrize("is_alone", [True, False], ids=["nothing of the pool is left", "another machine of the pool runs"])
+def test_a_sweep_that_comes_late_bills_no_machine_that_is_gone(ledger: Ledger, tmp_path: Path, hands: Time, is_alone: bool) -> None:
+    """Its guard has ended it when the lease ran out, 62 hours ago; one that still runs is billed until the sweep ends it."""
+    world = of_kind(SelfEndingProvider, ledger, tmp_path, hands)
+    ledger.set_account(Account("team-a", Decimal(10_000), Period.MONTH))
+    gone, *others = world.rent(world.pool(account="team-a"), 1 if is_alone else 2)
+    ledger.reserve("team-a", "sky-1", Decimal(10))
+    ledger.note_all({its.id: UP for its in ledger.open_intents()})
+    world.provider.terminate([gone.id])
+    hands.go(62 * 3600)
+    assert world.sweep().failures == ()
+    assert ledger.open_intents() == []
+    first, *rest = ledger.intents()
+    assert sum(first.seconds.values()) == pytest.approx(240, abs=0.01)
+    assert "estimated" in str(first.evidence)
+    assert first.gone_at == hands.now
+    for its in rest:
+        assert sum(its.seconds.values()) == pytest.approx(62 * 3600, abs=1)
+        assert "estimated" not in str(its.evidence)
+    assert ledger.left_usd("team-a", "another") == pytest.approx(10_000 - Decimal("2.4") - 36 * 62 * len(others), abs=Decimal("0.02"))
+
+
+def test_what_was_asked_to_end_was_not_terminating_until_a_late_sweep(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
+    """Its owner had asked for its end, and was killed before it saw it gone."""
+    world = of_kind(SelfEndingProvider, ledger, tmp_path, hands)
+    (gone,) = world.rent(world.pool())
+    (its,) = ledger.open_intents()
+    ledger.note_all({its.id: UP})
+    hands.go(60)
+    ledger.ask_end_all([its.id])
+    world.provider.terminate([gone.id])
+    hands.go(62 * 3600)
+    world.sweep()
+    (its,) = ledger.intents()
+    assert {bucket: seconds for bucket, seconds in its.seconds.items() if seconds} == {**UP, Bucket.TERMINATING: pytest.approx(180, abs=0.01)}
+
+
+def test_where_machines_are_paid_for_when_they_are_off_a_sweep_bills_all_the_time(world: World) -> None:
+    """It may have been there until a moment ago, when somebody has terminated it by hand."""
+    (gone,) = world.rent(world.pool())
+    world.provider.terminate([gone.id])
+    world.hands.go(3600)
+    world.sweep()
+    (its,) = world.ledger.intents()
+    assert sum(its.seconds.values()) == pytest.approx(3600, abs=0.01)
+    assert "estimated" not in str(its.evidence)
+
+
+@pytest.mark.parametrize(
+    ("wish", "is_sure"),
+    [
+        ({"name": "aws"}, True),
+        ({"name": "runpod"}, True),
+        ({"name": "vastai"}, True),
+        ({"name": "local"}, True),
+        ({"name": "digitalocean"}, False),
+        ({"name": "digitalocean", "node_token": "t"}, True),
+        ({"name": "verda"}, False),
+        ({"name": "verda", "node_client_id": "i", "node_client_secret": "s"}, True),
+        ({"name": "hosts", "addresses": ["ada@somewhere"]}, False),
+    ],
+    ids=str,
+)
+def test_who_ends_for_good(wish: dict[str, Any], is_sure: bool) -> None:
+    """Where an end of its own leaves a machine that is off and paid for, nothing is said."""
+    assert load(wish).ends_for_good() is is_sure
 
 
 def test_a_launch_that_never_was_costs_nothing(world: World) -> None:

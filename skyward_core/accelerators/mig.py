@@ -13,6 +13,15 @@ from typing import Protocol
 from skyward_core.accelerators.catalog import find, nearest
 from skyward_core.errors import BadRequest
 
+CHANGED_BY_RESET = ("A100", "A30")
+"""Chips, those of Ampere, that change to MIG mode with a reset of the GPU; later ones change by themselves (fact sheet of 2026-11-20, section 7.4)."""
+
+RESET_MAY_BE_REFUSED = (
+    "an A100 or A30 changes to MIG mode with a reset of the GPU, which a virtual machine may be refused: then the pool fails when its machines have been "
+    "prepared and paid for. H100, H200 and B200 need no reset"
+)
+"""NVIDIA: "VM reboot is required" where passthrough hides the reset (NVML, nvmlDeviceSetMigMode); a rented machine does not come back from a reboot."""
+
 
 @dataclass(frozen=True, slots=True)
 class MigProfile:
@@ -35,6 +44,8 @@ class _Table:
 
 
 class _Partitioned(Protocol):
+    @property
+    def name(self) -> str: ...
     @property
     def mig(self) -> tuple[str, ...]: ...
 
@@ -84,6 +95,11 @@ def split(name: str, memory_gb: int, wish: str | Iterable[str]) -> tuple[str, ..
     if isinstance(wish, str):
         return (wish,) * known[wish].count_that_fit
     return tuple(profile.name for profile in sorted((known[each] for each in wanted), key=_largest_first))
+
+
+def needs_reset(accelerator: _Partitioned) -> bool:
+    """Tell whether a GPU is reset, or its machine rebooted, to be split as this accelerator wishes."""
+    return bool(accelerator.mig) and accelerator.name in CHANGED_BY_RESET
 
 
 def partitions(accelerator: _Partitioned) -> tuple[str, ...]:

@@ -98,7 +98,8 @@ skyward_why_not_enabled() { # index
     printf 'GPU %s cannot change to MIG mode while processes use it: %s. End them and open the pool again\n' "$1" "${busy//$'\n'/; }"
   elif [ "$(skyward_mig_mode "$1")" = 'Disabled Enabled' ]; then
     printf 'GPU %s would be in MIG mode after a reset, which is refused here, as an A100 in a virtual machine does. ' "$1"
-    printf 'Run "sudo nvidia-smi -i %s -mig 1", reboot the machine, and open the pool again: a GPU that is in MIG mode needs no reset\n' "$1"
+    printf 'Run "sudo nvidia-smi -i %s -mig 1", reboot the machine, and open the pool again: a GPU that is in MIG mode needs no reset. ' "$1"
+    printf 'A rented machine does not come back from a reboot: there, choose an H100 or a later chip\n'
   else
     printf 'GPU %s cannot change to MIG mode. Something may hold it that is no process of its list: ' "$1"
     printf 'stop monitoring (nvidia-dcgm) and displays, or reboot, and open the pool again\n'

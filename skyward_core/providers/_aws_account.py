@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import re
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from skyward_core.errors import (
     BadRequest,
@@ -52,6 +53,8 @@ MEANINGS: Mapping[type[SkywardError], str] = {
     RateLimited: r"RequestLimitExceeded|(Request)?Throttl(ing|ed)(Exception)?|SlowDown|EC2ThrottledException|TooManyRequestsException",
 }
 """Error codes of EC2, SSM, STS and the price list (fact sheet, 0.2). What follows a dot in a code counts for nothing; a 5xx with another code is an outage."""
+
+log = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -182,6 +185,34 @@ def collected(failures: list[SkywardError]) -> Generator[None]:
 def each[T, R](things: Sequence[T], ask: Callable[[T], R]) -> list[R]:
     """Ask about several things at once; the answers in their order. Raises the first failure when all are through."""
     return side_by_side(ask, things, "skyward-aws", MOST_THREADS)
+
+
+def each_region[R](regions: Sequence[str], ask: Callable[[str], R]) -> tuple[list[R], dict[str, SkywardError]]:
+    """Ask regions of which one may be done without, all at once; return the answers, and what was in the way of the others, which the log tells.
+
+    Not for machines that may be there: a region that cannot be asked for those is no empty one. What neither credentials nor waiting may mend is raised.
+    """
+
+    def answer(region: str) -> tuple[R | None, SkywardError | None]:
+        try:
+            return ask(region), None
+        except (CredentialsError, NoCapacity, ProviderFailed) as error:
+            return None, error
+
+    told = dict(zip(regions, each(regions, answer), strict=True))
+    failures = {region: error for region, (_, error) in told.items() if error is not None}
+    return [cast("R", found) for found, error in told.values() if error is None], failures
+
+
+def why_no_region(failures: Mapping[str, SkywardError]) -> SkywardError:
+    """Return what to raise where all regions, or all that count, have failed: the error of the only one, or one that tells of each.
+
+    Its kind is that of the first; none is told as sold out as long as another could not be asked.
+    """
+    errors = list(failures.values())
+    worst = next((error for error in errors if not isinstance(error, NoCapacity)), errors[0])
+    texts = list(dict.fromkeys(str(error) for error in errors))
+    return worst if len(texts) == 1 else type(worst)("; ".join(texts)).coded(worst.code)
 
 
 def state_of(machine: Mapping[str, Any]) -> InstanceState:

@@ -48,6 +48,15 @@ def image_parameter(accelerator: str | None, architectures: Sequence[str]) -> st
     return NEURON_IMAGE if find(accelerator).vendor == "AWS" else NVIDIA_IMAGE.format(architecture=architecture)
 
 
+def credit_of(kind: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a creating call says of a type's CPU credits, by what DescribeInstanceTypes says of it: that there are to be no more than it earns.
+
+    Left out, T3, T3a and T4g are "unlimited": what they use beyond their share is billed beside their price, by the vCPU-hour (EC2 guide, "Unlimited mode").
+    Other types refuse the word.
+    """
+    return {"CreditSpecification": {"CpuCredits": "standard"}} if kind.get("BurstablePerformanceSupported") else {}
+
+
 def placed(subnet_id: str, interfaces: Iterable[Mapping[str, Any]], count: int) -> dict[str, Any]:
     return {"MinCount": count, "MaxCount": count, "NetworkInterfaces": [{**interface, "SubnetId": subnet_id} for interface in interfaces]}
 

@@ -27,6 +27,8 @@ The shortest where it names one: "again in 0 s" must not become a storm.
 """
 LONGEST_PAUSE_SECONDS = 15.0
 TOLD_CHARACTERS = 500
+SECRET_FIELD = re.compile(r"(.*[_-])?(key|token|secret|password)", re.IGNORECASE)
+"""What fields are called whose values are told in no message: an answer may have a secret in it that nobody has given us before."""
 
 NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 NEVER_TO_BE_SENT = (httpx.UnsupportedProtocol, httpx.LocalProtocolError)
@@ -96,8 +98,8 @@ class Api:
 
         Repeated within PATIENCE_SECONDS are requests that the cloud refused for their number (429), and after failures of cloud or wire those that may be:
         `is_repeatable`, by default GET, HEAD and DELETE. A connection that was never made is tried again in any case.
-        With `missing_is_none` a 404 or 410 is None. Raises CredentialsError (401, 403), RateLimited, ProviderFailed (5xx, or no answer), BadRequest for every
-        other refusal, and before all of them what `classify` returns.
+        With `missing_is_none` a 404 or 410 is None, and a GET of nothing is no answer. Raises CredentialsError (401, 403), RateLimited, ProviderFailed (5xx, or
+        no answer), BadRequest for every other refusal, and before all of them what `classify` returns.
         """
         may_repeat = method in ("GET", "HEAD", "DELETE") if is_repeatable is None else is_repeatable
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -114,7 +116,10 @@ class Api:
                 again = may_repeat or isinstance(error, NEVER_SENT)
             else:
                 if answer.is_success:
-                    return _content(answer)
+                    content = _content(answer)
+                    if content is None and missing_is_none and method == "GET":
+                        raise ProviderFailed(self._clean(f"{self._name} answered {method} {path} with nothing"))
+                    return content
                 if missing_is_none and answer.status_code in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
                     return None
                 failure = self._failure(method, path, answer)
@@ -137,13 +142,54 @@ class Api:
 
     def _told(self, content: object) -> str:
         """What the cloud said, in one line: without secrets first, so that the cut leaves no half of one."""
-        text = "" if content is None else content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        text = "" if content is None else content if isinstance(content, str) else json.dumps(_without_secrets(content), ensure_ascii=False)
         return " ".join(self._clean(text).split())[:TOLD_CHARACTERS]
 
     def _clean(self, text: str) -> str:
         for secret in self._secrets:
             text = text.replace(secret, "***")
         return text
+
+
+type Row = Mapping[str, Any]
+"""A JSON object as a cloud tells it."""
+
+
+def field_of[T](answer: object, name: str, kind: type[T], who: str) -> T:
+    """Return a field of an answer, which is of this kind. `who` has answered what: "RunPod answered GET /v2/pods".
+
+    Raises ProviderFailed for what is no JSON object, or has no such field: the page of a proxy, with status 200, is no answer. Nor is it a refusal: a creating
+    call that is answered so may have created something.
+    """
+    value = cast("Row", answer).get(name) if isinstance(answer, dict) else None
+    if not isinstance(value, kind):
+        raise ProviderFailed(f"{who} without {name!r}")
+    return value
+
+
+def rows_of(answer: object, name: str, who: str) -> list[Row]:
+    """Return the list of JSON objects in a field of an answer. Raises ProviderFailed like `field_of`: an answer without it says nothing of what there is."""
+    return rows_in(field_of(answer, name, list, who), who)
+
+
+def rows_in(answer: object, who: str) -> list[Row]:
+    """Return an answer that is a list of JSON objects. Raises ProviderFailed for any other."""
+    if not isinstance(answer, list) or not all(isinstance(row, dict) for row in cast("list[object]", answer)):
+        raise ProviderFailed(f"{who} with no list of things")
+    return cast("list[Row]", answer)
+
+
+def nothing_in(answer: object, who: str) -> None:
+    """Raise ProviderFailed for an answer that says something, of a cloud that says nothing when it has done what it was asked."""
+    if answer is not None:
+        raise ProviderFailed(f"{who} with what is none of its answers")
+
+
+def _without_secrets(content: object) -> object:
+    if isinstance(content, dict):
+        fields = cast("dict[str, object]", content).items()
+        return {name: "***" if isinstance(value, str) and SECRET_FIELD.fullmatch(name) else _without_secrets(value) for name, value in fields}
+    return [_without_secrets(one) for one in cast("list[object]", content)] if isinstance(content, list) else content
 
 
 def _meaning(status: int, message: str) -> SkywardError:

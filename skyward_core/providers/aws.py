@@ -21,6 +21,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 
 from skyward_core.errors import (
     BadRequest,
+    CredentialsError,
     InstancesLeft,
     NoCapacity,
     ProviderFailed,
@@ -30,7 +31,7 @@ from skyward_core.errors import (
 from skyward_core.instances import Endpoint, Instance, InstanceState
 from skyward_core.market import Offer, Requirements, matches
 from skyward_core.providers import _aws_images, _http, userdata
-from skyward_core.providers._aws_account import COMING, Account, each, number, state_of, terminated
+from skyward_core.providers._aws_account import COMING, Account, each, each_region, number, state_of, terminated, why_no_region
 from skyward_core.providers._aws_cluster import Cluster, has_efa, kinds_of
 from skyward_core.providers._aws_fleet import Pool, launched, ranked, settled
 from skyward_core.providers._aws_launch import (
@@ -38,6 +39,7 @@ from skyward_core.providers._aws_launch import (
     ON_DEMAND_PRICE_TAG,
     PRICE_TAG,
     created,
+    credit_of,
     group_of,
     image_parameter,
     placed,
@@ -47,7 +49,7 @@ from skyward_core.providers._aws_launch import (
 )
 from skyward_core.providers._aws_offers import WITHOUT_IMAGE, Prices, machine_of, prices_of, sold_as, spot_prices, spread, with_others
 from skyward_core.providers._aws_session import command, plugin
-from skyward_core.providers.base import IMAGE_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, RANK_TAG, STARTED_FROM_TAG, Provider, Tags
+from skyward_core.providers.base import IMAGE_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, RANK_TAG, STARTED_FROM_TAG, Provider, Sale, Tags
 from skyward_core.providers.login import Key, host_key, our_key
 from skyward_core.providers.tagging import of_machine
 
@@ -56,6 +58,8 @@ ADDRESS_SECONDS = 300.0
 FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.5, 5.0
 USER_DATA_BYTES = 16 * 1024
 DISK_GB = 100
+LEAST_MEMORY_GB = 2.0
+"""What a machine has at least if nobody has said how much it needs: the system, a node of ours and a call want some."""
 IMAGE_KEEP_DAYS = 14
 MACHINE_ID = "cat /var/lib/cloud/data/instance-id"
 
@@ -94,8 +98,11 @@ class AWS(Provider):
     end_command: ClassVar[str] = userdata.END_COMMAND
     notice_url: ClassVar[str] = "http://169.254.169.254"
     listing_lag_seconds: ClassVar[float] = 15.0
+    ending_seconds: ClassVar[float] = 30.0
+    """Until one that shuts down by itself is `shutting-down`, which is not billed (EC2 user guide, instance life cycle)."""
     billing_minimum_seconds: ClassVar[int] = 60
     tells_what_is_paid: ClassVar[bool] = True
+    sells_by_wish: ClassVar[bool] = True
     keeps_images: ClassVar[bool] = True
 
     region: str | tuple[str, ...] = "us-east-1"
@@ -119,9 +126,18 @@ class AWS(Provider):
     # ── the four verbs ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def offers(self, want: Requirements) -> list[Offer]:
-        """Return what the regions sell. Prices on demand are those of AWS's price list, or of our own table where we may not ask for it."""
+        """Return what the regions sell. Prices on demand are those of AWS's price list, or of our own table where we may not ask for it.
+
+        A region that cannot be asked is left out, which the log tells; raised if it might have had what no other one has.
+        """
         with self._account() as account:
-            return [offer for offers in each(self._regions, lambda region: self._offers_in(account, region, want)) for offer in offers]
+            answers, failures = each_region(self._regions, lambda region: self._offers_in(account, region, want))
+        sold = Sale((offer for offers in answers for offer in offers), failures)
+        if failures and not any(matches(offer, want) is None for offer in sold):
+            raise why_no_region(failures)
+        for region, error in failures.items():
+            log.warning("%s is left out: %s. Pools are known to be gone when all of region= can be asked for their machines", region, error)
+        return sold
 
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
         """Rent all `count` machines in one zone, trying one after the other, or all at once for spot; return those that have an address.
@@ -193,10 +209,20 @@ class AWS(Provider):
             found = each(steps, lambda one: one[0](one[1]))
         return [line for lines in found for line in lines]
 
+    def ends_for_good(self) -> bool:
+        """Power off terminates it."""
+        return True
+
     def account(self) -> str:
-        """Return the number of the AWS account."""
+        """Return the number of the AWS account, which is the same in all regions: the first one that answers tells it."""
+        failures: dict[str, SkywardError] = {}
         with self._account() as account:
-            return str(account.ask(self._regions[0], "sts", "get_caller_identity")["Account"])
+            for region in self._regions:
+                try:
+                    return str(account.ask(region, "sts", "get_caller_identity")["Account"])
+                except (CredentialsError, ProviderFailed) as error:
+                    failures[region] = error
+        raise why_no_region(failures)
 
     def console_url(self, instance: Instance) -> str | None:
         """Return the machine's page in the console of its region."""
@@ -214,13 +240,14 @@ class AWS(Provider):
         log.debug("%s has %d types of machine with chips that the catalogue does not know, or with parts of one", region, len(kinds) - len(machines))
         if self.ami is None:
             machines = [(offer, classes) for offer, classes in machines if offer.accelerator not in WITHOUT_IMAGE]
-        any_price = want.model_copy(update={"max_price_per_hour": None})
+        any_price = want.model_copy(update={"max_price_per_hour": None, "memory_gb": _least_memory_gb(want)})
         machines = [(offer, classes) for offer, classes in machines if matches(offer, any_price) is None]
+        # a region of several that has no place for machines is left out here, rather than refused for each of its types when they are launched
+        zones = {subnet["AvailabilityZone"] for subnet in self._subnets(account, region)} if self.subnet_ids or len(self._regions) > 1 else None
         prices = prices_of(account, region, [offer.instance_type for offer, _ in machines])
-        zones = {subnet["AvailabilityZone"] for subnet in self._subnets(account, region)} if self.subnet_ids else None
         spot_types = [offer.instance_type for offer, classes in machines if "spot" in classes]
         spot: dict[str, set[float]] = {}
-        for (instance_type, zone), price in spot_prices(account, region, spot_types).items():
+        for (instance_type, zone), price in self._spot_prices(account, region, spot_types).items():
             if zones is None or zone in zones:
                 spot.setdefault(instance_type, set()).add(price)
         sold = [
@@ -231,6 +258,16 @@ class AWS(Provider):
         # with EFA all machines of a pool have it, or none: what is between them chooses one network for all
         alike = {kind["InstanceType"]: ("arm64" in kind["ProcessorInfo"]["SupportedArchitectures"], want.nodes > 1 and has_efa(kind)) for kind in kinds}
         return sold if want.instance_type is not None else with_others(sold, spot, alike)
+
+    def _spot_prices(self, account: Account, region: str, types: Sequence[str]) -> Prices:
+        """Return what spot machines cost; nothing where we may not ask for it: what is sold on demand is offered all the same."""
+        try:
+            return spot_prices(account, region, types)
+        except CredentialsError as error:
+            if error.code.partition(".")[0] != "UnauthorizedOperation":
+                raise
+            log.warning("%s is offered on demand only: the credentials lack ec2:DescribeSpotPriceHistory. %s", region, error)
+            return {}
 
     # ── how it is launched ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -245,16 +282,17 @@ class AWS(Provider):
 
     def _run_from_what_is_kept(self, account: Account, offer: Offer, count: int, tags: Tags, user_data: bytes, prices: Prices) -> list[str]:
         """Start machines from a kept image that fits, if there is one; from what it was made from, if somebody takes it away at that moment."""
-        base = self._image(account, offer)
+        kinds = kinds_of(account, offer.region, (offer.instance_type, *offer.or_types))
+        base = self._image(account, offer, kinds)
         if (image := self._kept_image(account, offer.region, tags, base)) is None:
-            return self._run(account, offer, count, tags, user_data, base, prices)
+            return self._run(account, offer, count, tags, user_data, base, prices, kinds)
         try:
-            made = self._run(account, offer, count, {**tags, STARTED_FROM_TAG: image["ImageId"]}, user_data, image, prices)
+            made = self._run(account, offer, count, {**tags, STARTED_FROM_TAG: image["ImageId"]}, user_data, image, prices, kinds)
         except BadRequest as error:
             if error.code not in _aws_images.GONE:
                 raise
             log.info("%s is gone, %s is taken: %s", image["ImageId"], base["ImageId"], error)
-            return self._run(account, offer, count, tags, user_data, base, prices)
+            return self._run(account, offer, count, tags, user_data, base, prices, kinds)
         _aws_images.lengthen(account, offer.region, image, datetime.now(UTC) + timedelta(days=self.image_keep_days))
         return made
 
@@ -268,13 +306,23 @@ class AWS(Provider):
             return None
         return found[0] if found else None
 
-    def _run(self, account: Account, offer: Offer, count: int, tags: Tags, user_data: bytes, image: Mapping[str, Any], prices: Prices) -> list[str]:
+    def _run(
+        self,
+        account: Account,
+        offer: Offer,
+        count: int,
+        tags: Tags,
+        user_data: bytes,
+        image: Mapping[str, Any],
+        prices: Prices,
+        kinds: Sequence[Mapping[str, Any]],
+    ) -> list[str]:
         """Find out what a launch needs, and ask for the machines; return their ids."""
         region = offer.region
         types = (offer.instance_type, *offer.or_types)
         words = self._words(offer, user_data, image)
-        kinds = kinds_of(account, region, types) if max(count, offer.nodes) > 1 else []
-        cluster = Cluster(account, region, tags, kinds, is_public=not self.use_private_ip)
+        credit = {str(kind["InstanceType"]): credit_of(kind) for kind in kinds}
+        cluster = Cluster(account, region, tags, kinds if max(count, offer.nodes) > 1 else [], is_public=not self.use_private_ip)
         zones = cluster.zones()
         subnets = [subnet for subnet in self._subnets(account, region) if not zones or subnet["AvailabilityZone"] in zones]
         if not subnets:
@@ -282,9 +330,9 @@ class AWS(Provider):
         zone = None
         try:
             if offer.is_spot:
-                ids, zone = self._run_fleet(account, offer, count, tags, words, _pools(types, subnets, prices, offer), cluster)
+                ids, zone = self._run_fleet(account, offer, count, tags, words, credit, _pools(types, subnets, prices, offer), cluster)
             else:
-                ids, zone = self._run_in_turn(account, offer, count, tags, words, subnets, cluster)
+                ids, zone = self._run_in_turn(account, offer, count, tags, {**words, **credit.get(offer.instance_type, {})}, subnets, cluster)
         except NoCapacity:
             cluster.tidy(None)
             raise
@@ -299,10 +347,11 @@ class AWS(Provider):
         count: int,
         tags: Tags,
         words: Mapping[str, Any],
+        credit: Mapping[str, Mapping[str, Any]],
         places: Sequence[tuple[str, Mapping[str, Any]]],
         cluster: Cluster,
     ) -> tuple[list[str], str]:
-        """Rent spot machines in one of these places, a type and a subnet each; return their ids, and the zone if it is known."""
+        """Rent spot machines in one of these places, a type and a subnet each; return their ids, and the zone if it is known. `credit` is what types add."""
         region = offer.region
         if not places:
             raise NoCapacity(f"no zone of {region} sells {offer.instance_type} as spot for ${offer.price_per_hour:g} any more").coded("SpotPriceTooHigh")
@@ -316,6 +365,7 @@ class AWS(Provider):
                 subnet["SubnetId"],
                 {
                     **common,
+                    **credit.get(instance_type, {}),
                     "NetworkInterfaces": cluster.interfaces(instance_type, groups[subnet["VpcId"]]),
                     **cluster.placement(instance_type, subnet["AvailabilityZone"]),
                 },
@@ -372,15 +422,13 @@ class AWS(Provider):
             words["IamInstanceProfile"] = {"Arn" if self.instance_profile.startswith("arn:") else "Name": self.instance_profile}
         return words
 
-    def _image(self, account: Account, offer: Offer) -> dict[str, Any]:
+    def _image(self, account: Account, offer: Offer, kinds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         image_id = self.ami
         if image_id is None:
-            kinds = account.pages(
-                offer.region, "ec2", "describe_instance_types", "InstanceTypes", Filters=[{"Name": "instance-type", "Values": [offer.instance_type]}]
-            )
-            if not kinds:
+            kind = next((kind for kind in kinds if kind["InstanceType"] == offer.instance_type), None)
+            if kind is None:
                 raise BadRequest(f"there is no {offer.instance_type} in {offer.region}")
-            parameter = image_parameter(offer.accelerator, kinds[0]["ProcessorInfo"]["SupportedArchitectures"])
+            parameter = image_parameter(offer.accelerator, kind["ProcessorInfo"]["SupportedArchitectures"])
             image_id = str(account.ask(offer.region, "ssm", "get_parameter", Name=parameter)["Parameter"]["Value"])
         images = account.ask(offer.region, "ec2", "describe_images", ImageIds=[image_id])["Images"]
         if not images:
@@ -391,10 +439,12 @@ class AWS(Provider):
         wanted = {"Name": "subnet-id", "Values": list(self.subnet_ids)} if self.subnet_ids else {"Name": "default-for-az", "Values": ["true"]}
         subnets = account.pages(region, "ec2", "describe_subnets", "Subnets", Filters=[wanted])
         missing = set(self.subnet_ids) - {subnet["SubnetId"] for subnet in subnets}
-        if missing and (not subnets or len(self._regions) == 1):  # several regions have each their own
+        if missing and len(self._regions) == 1:  # several regions have each their own
             raise BadRequest(f"{region} has no subnet {', '.join(sorted(missing))}")
         if not subnets:
-            raise BadRequest(f"{region} has no default subnets: name some with subnet_ids=, or make a default VPC (`aws ec2 create-default-vpc`)")
+            what = f"subnet {', '.join(sorted(missing))}" if missing else "default subnets"
+            told = f"{region} has no {what}: name some with subnet_ids=, or make a default VPC (`aws ec2 create-default-vpc --region {region}`)"
+            raise BadRequest(told) if len(self._regions) == 1 else NoCapacity(told).coded("VPCIdNotSpecified")
         return subnets
 
     def _ssh_cidr(self) -> str:
@@ -509,6 +559,11 @@ class AWS(Provider):
         if self.use_ssm and self.access_key_id is not None:
             raise ValueError("use_ssm=True takes credentials from the environment or a profile: every connection asks AWS anew, in a process of its own")
         return self
+
+
+def _least_memory_gb(want: Requirements) -> float | None:
+    """Return how much memory is needed: what was asked for, or enough for a node; any will do where a type was named."""
+    return LEAST_MEMORY_GB if want.memory_gb is None and want.instance_type is None else want.memory_gb
 
 
 def _pools(types: Sequence[str], subnets: Sequence[Mapping[str, Any]], prices: Prices, offer: Offer) -> list[tuple[str, Mapping[str, Any]]]:

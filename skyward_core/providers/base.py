@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from difflib import get_close_matches
 from importlib.metadata import entry_points
@@ -16,7 +16,7 @@ from typing import Any, ClassVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from skyward_core.errors import BadRequest
+from skyward_core.errors import BadRequest, SkywardError
 from skyward_core.instances import Instance
 from skyward_core.market import Offer, Requirements
 
@@ -38,6 +38,14 @@ IMAGE_TAG = "skyward-image"
 STARTED_FROM_TAG = "skyward-started-from"
 """The provider's id of the kept disk that a machine was started from."""
 ENTRY_POINTS = "skyward.providers"
+
+
+class Sale(list[Offer]):
+    """Offers of a provider some of whose regions could not be asked: `unasked` says why, by region. Of any other list all could."""
+
+    def __init__(self, offers: Iterable[Offer], unasked: Mapping[str, SkywardError]) -> None:
+        super().__init__(offers)
+        self.unasked = dict(unasked)
 
 
 class Provider(BaseModel):
@@ -71,15 +79,33 @@ class Provider(BaseModel):
     billing_minimum_seconds: ClassVar[int] = 0
     """What is paid for at least, however short a machine lived."""
 
+    ending_seconds: ClassVar[float] = 60.0
+    """How long a machine usually goes on being billed once its end was asked for, or it ends itself: `max_cost` has that set aside for each."""
+
+    sells_by_wish: ClassVar[bool] = False
+    """True if `offers` returns a part of what is sold, the one for that wish: it says nothing of another's."""
+
     keeps_images: ClassVar[bool] = False
     """True if it can keep the disk of a prepared machine, and start others from it: `keep_image` does the former, `launch` the latter."""
+
+    def for_pool(self) -> Provider:
+        """Return the provider as one pool uses it while it lives: equal to this one, and free to remember what it has seen. Itself where there is nothing."""
+        return self
 
     def offers(self, want: Requirements) -> list[Offer]:
         """Return what is sold now that could serve. A read, safe to repeat; may return more than matches, the caller filters.
 
-        Raises CredentialsError if the provider refuses us, and lets an outage through: an empty list means that nothing is sold.
+        Raises CredentialsError if the provider refuses us, and lets an outage through: an empty list means that nothing is sold. With several regions, of
+        which some cannot be asked, a `Sale`.
         """
         raise NotImplementedError
+
+    def may_sell_spot(self, want: Requirements) -> bool:
+        """Tell whether spot machines that fit may be sold at another moment, though `offers` has none of them now. Asks nobody.
+
+        True where they are listed only while one is free. False where spot is never sold, or is listed whether one is free or not: who demands it is refused.
+        """
+        return False
 
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
         """Rent up to `count` machines, tagged in the creating call, that run the shell script `startup` when they come up. Returns at once.
@@ -116,6 +142,10 @@ class Provider(BaseModel):
         Nothing that machines are made of: those are `instances`. Raises the first failure once everything else is done.
         """
         return []
+
+    def ends_for_good(self) -> bool:
+        """Tell whether a machine that has ended itself is gone, and paid for no more. Asks nobody; False where that cannot be told."""
+        return False
 
     def account(self) -> str:
         """Return whose machines `launch` and `instances` are about, in the provider's own words; "" where there are no accounts.

@@ -27,7 +27,7 @@ from skyward_core.accelerators.catalog import Chip, find
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
 from skyward_core.instances import Endpoint, Instance, InstanceState
 from skyward_core.market import Offer, Requirements
-from skyward_core.providers._http import Api
+from skyward_core.providers._http import Api, Row, field_of, nothing_in, rows_of
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags
 from skyward_core.providers.login import Key, host_key, our_key
 from skyward_core.providers.tagging import from_codes, launch_word, of_machine, to_codes
@@ -53,6 +53,8 @@ KEY_SECONDS, KEY_PAUSE_SECONDS = 60.0, 2.0
 """How long a key that was registered may be unknown to the creating call: some seconds, as others report."""
 
 SPOT_SUFFIX = "-spot"
+SPOT_CHIPS = ("B300", "MI350X", "MI355X")
+"""All that is sold as spot (fact sheet, 2.4); listed only while it can be ordered."""
 CPU_IMAGE, NVIDIA_IMAGE, NVIDIA_8_IMAGE, AMD_IMAGE = "ubuntu-24-04-x64", "gpu-h100x1-base", "gpu-h100x8-base", "gpu-amd-base"
 """The image of one H100 is also that of every other single NVIDIA GPU; that of eight has the fabric manager. All let root in."""
 
@@ -69,20 +71,15 @@ TAG = "skyward"
 TAG_CHARACTERS = 255
 TAG_PART = re.compile(rf"{TAG}:([0-9]{{1,2}})-([0-9]{{1,2}}):([a-z0-9:_-]*)")
 
-type Row = Mapping[str, Any]
-"""A thing as the API tells it."""
-
 log = logging.getLogger(__name__)
 
 SELF_DELETION = """\
+command -v curl >/dev/null || exec poweroff
 id=$({metadata_id})
-for pause in 5 15 30 60 120; do
-  printf 'header = "Authorization: Bearer %s"\\n' {token} | curl -sf -m 30 -o /dev/null -X DELETE -K - {url}/v2/droplets/"$id" && sleep 60
-  sleep "$pause"
-done
-poweroff
+case $id in '' | *[!0-9]*) exit 1 ;; esac
+printf 'header = "Authorization: Bearer %s"\\n' {token} | curl -sf -m 30 -o /dev/null -X DELETE -K - {url}/v2/droplets/"$id" && sleep 60
 """
-"""How a machine ends itself for good; if it cannot, it at least runs nothing any more. The token is on no command line."""
+"""Is run again until the machine is gone: one that were off would be paid for as well, and try no more. The token is on no command line."""
 
 
 class DigitalOcean(Provider):
@@ -127,6 +124,11 @@ class DigitalOcean(Provider):
         regions = {self.region} if isinstance(self.region, str) else set(self.region or ())
         return [offer for offer in to_offers(sizes) if not regions or offer.region in regions]
 
+    def may_sell_spot(self, want: Requirements) -> bool:
+        """Of three chips only, by the names of the machines or of the chips."""
+        named = want.accelerator.name if want.accelerator is not None else (want.instance_type or "").upper()
+        return any(chip in named for chip in SPOT_CHIPS)
+
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
         """Rent up to `count` machines, ten a call, and return when each has an address. Those that fail meanwhile are given back and left out."""
         key = our_key(self.ssh_key)
@@ -158,11 +160,16 @@ class DigitalOcean(Provider):
             with self._api() as api:
                 _destroy(api, ours)
 
+    def ends_for_good(self) -> bool:
+        """Only with a token of its own it can delete itself; one that is off is paid for."""
+        return self.node_token is not None
+
     def account(self) -> str:
         """Return the id of the token's team, or of its user if there is none."""
         with self._api() as api:
-            account = api.ask("GET", "/v2/account")["account"]
-        return str((account.get("team") or account)["uuid"])
+            who = "DigitalOcean answered GET /v2/account"
+            account = field_of(api.ask("GET", "/v2/account"), "account", dict, who)
+        return field_of(account.get("team") or account, "uuid", str, who)
 
     def console_url(self, instance: Instance) -> str:
         """Return the droplet's page in the control panel."""
@@ -416,7 +423,7 @@ def _pages(api: Api, path: str, kind: str, **query: Any) -> list[Row]:
         while is_more:
             page += 1
             answer = api.ask("GET", path, query={**query, "per_page": PER_PAGE, "page": page})
-            rows += answer[kind]
+            rows += rows_of(answer, kind, f"DigitalOcean answered GET {path}")
             totals.add((answer.get("meta") or {}).get("total"))
             is_more = "next" in ((answer.get("links") or {}).get("pages") or {})
         if len(totals) == 1:
@@ -465,12 +472,13 @@ def _created(api: Api, body: Mapping[str, Any]) -> list[Row]:
     while True:
         try:
             answer = api.ask("POST", "/v2/droplets", body=body)
+            who = "DigitalOcean answered POST /v2/droplets"
+            created: list[Row] = rows_of(answer, "droplets", who) if "names" in body else [field_of(answer, "droplet", dict, who)]
+            return [row for row in created if field_of(row, "id", int, who)]
         except BadRequest as error:
             if KEY_IS_UNKNOWN not in str(error) or time.monotonic() > deadline:
                 raise
             time.sleep(KEY_PAUSE_SECONDS)
-        else:
-            return answer["droplets"] if "droplets" in answer else [answer["droplet"]]
 
 
 def _await_addresses(api: Api, created: Sequence[Row], *, is_gpu: bool) -> tuple[list[Row], dict[str, str]]:
@@ -498,10 +506,12 @@ def _await_addresses(api: Api, created: Sequence[Row], *, is_gpu: bool) -> tuple
 
 def _failure(api: Api, row: Row) -> str:
     """Why a machine without an address will never have one; "" while it may."""
-    told = api.ask("GET", f"/v2/droplets/{row['id']}/actions", missing_is_none=True)
-    if told is None:
+    path = f"/v2/droplets/{row['id']}/actions"
+    answer = api.ask("GET", path, missing_is_none=True)
+    if answer is None:
         return "it is gone"
-    status = next((action["status"] for action in told["actions"] if action["type"] == "create"), None)
+    actions = rows_of(answer, "actions", f"DigitalOcean answered GET {path}")
+    status = next((action["status"] for action in actions if action["type"] == "create"), None)
     if status == "errored":
         return "its creation is errored"
     return f"it is {row['status']}" if status == "completed" and state_of(row) is InstanceState.STOPPING else ""
@@ -531,7 +541,8 @@ def _destroy(api: Api, ids: Sequence[str]) -> None:
 
     def destroy(machine_id: str) -> SkywardError | None:
         try:
-            api.ask("DELETE", f"/v2/droplets/{machine_id}", missing_is_none=True, is_repeatable=not troubled)
+            path = f"/v2/droplets/{machine_id}"
+            nothing_in(api.ask("DELETE", path, missing_is_none=True, is_repeatable=not troubled), f"DigitalOcean answered DELETE {path}")
         except SkywardError as error:
             troubled.append(machine_id)
             return error

@@ -2,8 +2,8 @@
 
 An instance is the set of processes on a host that carry its tag in the environment they were started with; the first of them is the guard
 (`provisioning.guard`), which the provider starts and which ends all the others. A host carries one instance at a time: the guard holds a lock of the whole
-machine, on descriptor 9, and the kernel frees it when the guard is dead, however it died. The provider keeps nothing in memory: which host an id
-may be on is told by the first digits of its number.
+machine, on descriptor 9, and the kernel frees it when the guard is dead, however it died. The provider keeps no instances in memory: which host an id
+may be on is told by the first digits of its number. What it does keep, for the life of a pool, is the host keys that it has seen (`for_pool`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from skyward_core.accelerators import parse
 from skyward_core.errors import BadRequest, CommandFailed, HostKeyChanged, InstancesLeft, NoCapacity, SkywardError, Unreachable
@@ -182,6 +182,21 @@ Then tells who is left."""
 SWEEP = ENDING + PLACES + "skyward_places\nskyward_sweep\n"
 
 
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """The host keys that were seen, by address; None: they are not remembered. No part of the provider's value: any two are equal."""
+
+    seen: dict[str, str] | None = field(default=None, compare=False)
+
+    def of(self, address: str) -> str | None:
+        return None if self.seen is None else self.seen.get(address)
+
+    def note(self, address: str, key: str | None) -> None:
+        """Remember a key that was verified, or seen first. Raises HostKeyChanged if another one was seen meanwhile, by another connection."""
+        if self.seen is not None and key is not None and (before := self.seen.setdefault(address, key)) != key:
+            raise HostKeyChanged(f"{address} has shown two host keys: {before} and {key}")
+
+
 class Hosts(Provider):
     """Run nodes on machines of your own: any Linux with sshd, sh, coreutils, grep and util-linux; one node a host.
 
@@ -202,6 +217,7 @@ class Hosts(Provider):
     name: ClassVar[str] = "hosts"
     terminate_confirms: ClassVar[bool] = True
     gone_deadline_seconds: ClassVar[float] = 20.0
+    ending_seconds: ClassVar[float] = 5.0
 
     addresses: tuple[str, ...] = Field(min_length=1)
     """Each `[user@]host[:port]`, with IPv6 addresses in brackets; `host` may be an alias of the SSH configuration. Used in this order."""
@@ -212,6 +228,7 @@ class Hosts(Provider):
     config: str | None = Field(default=None, min_length=1)
     price_per_hour: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     keep_environments: bool = True
+    _keys: _Keys = PrivateAttr(default_factory=_Keys)
 
     def __init__(self, *addresses: str, **fields: Any) -> None:
         if addresses and "addresses" in fields:
@@ -232,6 +249,12 @@ class Hosts(Provider):
         if twice:
             raise ValueError(f"{', '.join(twice)} is named more than once: a host carries one node")
         return self
+
+    def for_pool(self) -> Self:
+        """Return a copy that pins each host's key when it first sees it, and from then on refuses another one. A pool has one for its life."""
+        copy = self.model_copy()
+        copy._keys = _Keys({})
+        return copy
 
     # ── the four verbs ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -342,7 +365,9 @@ class Hosts(Provider):
         )
 
     def _lines(self, addresses: Sequence[str]) -> _Lines:
-        return _Lines({address: self._endpoint(address) for address in addresses})
+        endpoints = {address: self._endpoint(address) for address in addresses}
+        pinned = {address: endpoint.model_copy(update={"host_key": self._keys.of(address)}) for address, endpoint in endpoints.items()}
+        return _Lines(pinned, self._keys)
 
     def _look(self, lines: _Lines, *, is_for_gpus: bool) -> tuple[dict[str, _Host], dict[str, SkywardError]]:
         """Ask what the hosts are; return that, and the errors of those that do not answer. Raises HostKeyChanged, and BadRequest for our own files."""
@@ -529,8 +554,9 @@ class _Told:
 class _Lines:
     """SSH connections to several hosts, used side by side; closed at the end of its context, whatever still waits on them."""
 
-    def __init__(self, endpoints: Mapping[str, Endpoint]) -> None:
+    def __init__(self, endpoints: Mapping[str, Endpoint], keys: _Keys) -> None:
         self._endpoints = endpoints
+        self._keys = keys
         self._threads = Threads("skyward-hosts")
         self._loop = Loop()
         self._connections = {address: Connection(endpoint, loop=self._loop) for address, endpoint in endpoints.items()}
@@ -546,7 +572,7 @@ class _Lines:
 
     def connect(self, straggler_seconds: float | None = None) -> dict[str, SkywardError]:
         """Connect to all; return the errors of those that do not answer, with a limit: some time after the first that does."""
-        futures = {address: self._threads.submit(self._connections[address].connect, CONNECT_SECONDS) for address in self._endpoints}
+        futures = {address: self._threads.submit(self._connect, address) for address in self._endpoints}
         if straggler_seconds is not None:
             pending = set(futures.values())
             while pending and not any(future.done() and future.exception() is None for future in futures.values()):
@@ -557,6 +583,11 @@ class _Lines:
             futures = {address: future for address, future in futures.items() if address not in failures}
             return failures | _settled(futures)[1]
         return _settled(futures)[1]
+
+    def _connect(self, address: str) -> None:
+        connection = self._connections[address]
+        connection.connect(CONNECT_SECONDS)
+        self._keys.note(address, connection.host_key)
 
     def ask(
         self, script: str, words: Mapping[str, Sequence[str]], *, stdin: str | None = None, timeout_seconds: float = COMMAND_SECONDS

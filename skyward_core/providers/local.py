@@ -61,6 +61,7 @@ class Local(Provider):
     }
 
     is_here: ClassVar[bool] = True
+    ending_seconds: ClassVar[float] = 1.0
 
     price_per_hour: float = Field(default=0.0, ge=0)
 
@@ -96,6 +97,10 @@ class Local(Provider):
             if pool is not None and pool_id in (None, pool):
                 found[instance_id] = _told_by(environ, pool, instance_id)
         return sorted(found.values(), key=lambda instance: (instance.pool_id, instance.rank))
+
+    def ends_for_good(self) -> bool:
+        """Its processes are all that it is."""
+        return True
 
     def terminate(self, ids: Sequence[str]) -> None:
         """End every process of these instances, with SIGTERM and after a second with SIGKILL, and remove their directories.

@@ -32,7 +32,7 @@ from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoC
 from skyward_core.instances import Endpoint, Instance, InstanceState
 from skyward_core.market import Offer, Requirements
 from skyward_core.providers import userdata
-from skyward_core.providers._http import Api, Classify
+from skyward_core.providers._http import Api, Classify, Row, field_of, nothing_in, rows_of
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags
 from skyward_core.providers.login import Key, host_key, our_key
 from skyward_core.providers.tagging import TagName, from_codes, of_machine, to_codes
@@ -61,8 +61,8 @@ STATES = {
 
 IN_STOCK = {"include": "AVAILABILITY", "product": "POD"}
 """Without these the catalogue tells prices only."""
-SOLD_COUNTS = (1, 2, 4, 8)
-"""A pod may have any number of GPUs up to the type's `maxCount`; others than these are offered to whoever asks for so many."""
+USUAL_COUNTS = (1, 2, 4, 8)
+"""A pod may have any number of GPUs up to the type's `maxCount`. Who names a chip is offered the number that he names, for he can have it; others these."""
 LEAST_CPU_COUNT = 2
 OTHER_NAMES = {
     "NVIDIA H100 80GB HBM3": "H100-SXM",
@@ -89,6 +89,8 @@ AMD_IMAGE = "runpod/pytorch:2.4.0-py3.10-rocm6.1.0-ubuntu22.04"
 CPU_IMAGE = "ubuntu:24.04"
 
 SECURE, COMMUNITY = "SECURE", "COMMUNITY"
+SOLD_OUT = re.compile("availab|capacit|stock|suppl|resource|instance|machine|host|sold|again")
+"""Words of a refusal that may mean that there is none left: how RunPod says so is documented nowhere."""
 ANYWHERE = "any"
 """The region of machines that RunPod places as it likes: others' ones are in no data centre."""
 GPU_TYPE = re.compile(r"(?P<id>.+) x(?P<count>[1-9][0-9]*)(?P<community> community)?")
@@ -105,18 +107,20 @@ command -v curl >/dev/null || { apt-get update -qq; DEBIAN_FRONTEND=noninteracti
 """What the end needs and small images lack; there may be no network when it is needed."""
 END = """\
 told() {{ tr '\\0' '\\n' </proc/1/environ | sed -n "s/^$1=//p"; }} # what is started over SSH does not inherit them
-id=${{RUNPOD_POD_ID:-$(told RUNPOD_POD_ID)}} key=${{RUNPOD_API_KEY:-$(told RUNPOD_API_KEY)}} tries=5
-while [ -n "$id" ] && [ -n "$key" ] && [ "$tries" -gt 0 ]; do
-  printf 'Authorization: Bearer %s' "$key" | curl -fsS -m 20 -o /dev/null -X DELETE -H @- {url}/v2/pods/"$id" && sleep 60
+id=${{RUNPOD_POD_ID:-$(told RUNPOD_POD_ID)}} key=${{RUNPOD_API_KEY:-$(told RUNPOD_API_KEY)}} patience=120
+while [ -n "$id" ] && [ -n "$key" ] && [ "$patience" -gt 0 ]; do
+  status=$(printf 'Authorization: Bearer %s' "$key" | curl -sS -m 20 -o /dev/null -w '%{{http_code}}' -X DELETE -H @- {url}/v2/pods/"$id")
+  case $status in 2??) sleep 60 ;; esac
   if command -v runpodctl >/dev/null; then RUNPOD_API_KEY=$key runpodctl remove pod "$id" && sleep 60; fi
-  tries=$((tries - 1))
-  sleep 5
+  case $status in
+    000 | 408 | 429 | 5??) patience=$((patience - 1)) && sleep 30 ;; # it is out
+    *) patience=$((patience - 24)) && sleep 5 ;; # it refuses, or there is no curl
+  esac
 done
 kill 1"""
-"""RunPod's own tool is in its images, and is a second way. The last one ends the main process: the GPU may cost nothing then."""
-
-type Row = Mapping[str, Any]
-"""A thing as the API tells it."""
+"""RunPod's own tool is in its images, and is a second way. An outage is waited out for an hour, a refusal tried five times. Then the main process ends, and
+nothing tries again: the GPU of a pod that is off costs nothing, as far as is known (fact sheet, 0.1), and its disk is wiped.
+"""
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +136,7 @@ class RunPod(Provider):
         "mig": "its containers do not own the GPU's driver; ask for a smaller GPU",
     }
     end_command: ClassVar[str] = userdata.END_COMMAND
+    sells_by_wish: ClassVar[bool] = True
     listing_lag_seconds: ClassVar[float] = 30.0
     """Nothing is promised."""
 
@@ -157,9 +162,10 @@ class RunPod(Provider):
     # ── offers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def offers(self, want: Requirements) -> list[Offer]:
-        """Return what is in stock, for each data centre. A chip is offered in the number that is wanted and in 1, 2, 4 and 8 above it, all at its price."""
+        """Return what is in stock, for each data centre. A chip that is named is offered in the number that is wanted, all of them in 1, 2, 4 and 8."""
         gpu = GPU_TYPE.fullmatch(want.instance_type or "")
         count = int(gpu["count"]) if gpu else want.accelerator.count if want.accelerator else 1
+        counts = (count,) if gpu or want.accelerator else USUAL_COUNTS
         has_gpus = gpu is not None or want.instance_type is None
         has_cpus = want.accelerator is None and gpu is None and self.cloud != "community" and not self.global_networking
         clouds = [cloud for cloud in (SECURE, COMMUNITY) if self.cloud in (None, cloud.lower())] if has_gpus else []
@@ -168,7 +174,7 @@ class RunPod(Provider):
             networked = _networked(api) if self.global_networking else None
             for cloud in clouds:
                 rows = _rows(api, "/v2/catalog/gpus", "gpus", {**IN_STOCK, "count": count, "cloud": cloud})
-                offers += [offer for row in rows for offer in self._gpu_offers(row, cloud, count)]
+                offers += [offer for row in rows for offer in self._gpu_offers(row, cloud, counts)]
             if has_cpus:
                 offers += [offer for row in _rows(api, "/v2/catalog/cpus", "cpus", IN_STOCK) for offer in _cpu_offers(row)]
         wanted = {self.region} if isinstance(self.region, str) else set(self.region or ())
@@ -178,7 +184,7 @@ class RunPod(Provider):
             if (not wanted or offer.region in wanted) and (networked is None or offer.region in networked) and want.instance_type in (None, offer.instance_type)
         ]
 
-    def _gpu_offers(self, row: Row, cloud: str, count: int) -> Iterator[Offer]:
+    def _gpu_offers(self, row: Row, cloud: str, counts: Sequence[int]) -> Iterator[Offer]:
         """Offers of a type of GPU in a cloud. Both clouds' prices are told where it is sold in one: the flag decides."""
         accelerator = _accelerator(str(row["id"]))
         price = float((row.get("price") or {}).get(cloud.lower()) or 0)
@@ -189,7 +195,7 @@ class RunPod(Provider):
             return
         most = int((row.get("maxCount") or {}).get(cloud.lower()) or 1)
         vcpus, memory_gb = self._floor(str(row["id"]))
-        for number in sorted({count, *(sold for sold in SOLD_COUNTS if sold > count)}):
+        for number in counts:
             for region in _regions(row, cloud) if number <= most else ():
                 yield Offer(
                     provider=RunPod.name,
@@ -217,7 +223,7 @@ class RunPod(Provider):
         key = our_key(self.ssh_key)
         first = int(tags.get(RANK_TAG, "0"))
         orders = {rank: self._order(offer, of_machine(tags, rank), startup, key) for rank in range(first, first + count)}
-        with self._api() as api, self._api(_refusal) as creating:
+        with self._api() as api, self._api(_refusal(offer)) as creating:
             _check_stock(api, offer)
             created = _create(creating, api, orders)
             up, down = self._await(api, created, offer)
@@ -275,7 +281,7 @@ class RunPod(Provider):
             rows = {row["id"]: row for row in _pods(api)}
             is_late = time.monotonic() >= deadline
             for rank, pod in list(waiting.items()):
-                row: Row = rows.get(pod) or api.ask("GET", _path(pod), missing_is_none=True) or {}
+                row: Row = rows.get(pod) or _thing(api, _path(pod)) or {}
                 missed[rank] = 0 if row else missed[rank] + 1
                 trouble = _trouble(pod, row, offer.region, is_gone=missed[rank] >= MISSES)
                 if trouble is None and self._is_up(row):
@@ -317,10 +323,14 @@ class RunPod(Provider):
             left, why = sorted(errors), next(iter(errors.values()))
             raise InstancesLeft(f"RunPod did not delete {', '.join(left)}: {why}", left) from why
 
+    def ends_for_good(self) -> bool:
+        """It deletes itself."""
+        return True
+
     def account(self) -> str:
         """Return a name made of a part of the key's hash: the API tells none, so two keys of one account are two accounts here."""
         with self._api() as api:
-            api.ask("GET", "/v2/pods")
+            rows_of(api.ask("GET", "/v2/pods"), "pods", "RunPod answered GET /v2/pods")
         return f"key-{hashlib.sha256(self._key().encode()).hexdigest()[:12]}"
 
     def console_url(self, instance: Instance) -> str:
@@ -365,23 +375,38 @@ def _meaning(status: int, _: Row, message: str) -> SkywardError | None:
     return QuotaExceeded(message) if status == HTTPStatus.PAYMENT_REQUIRED else None
 
 
-def _refusal(status: int, body: Row, message: str) -> SkywardError | None:
+def _refusal(offer: Offer) -> Classify:
     """The same for a creating call: 400 is a broken rule or that nothing is left, which no code tells apart, and 403 that this cloud is not for us."""
-    if status in (HTTPStatus.BAD_REQUEST, HTTPStatus.FORBIDDEN):
-        return NoCapacity(message)
-    return _meaning(status, body, message)
+
+    def meaning(status: int, body: Row, message: str) -> SkywardError | None:
+        if status not in (HTTPStatus.BAD_REQUEST, HTTPStatus.FORBIDDEN):
+            return _meaning(status, body, message)
+        error = NoCapacity(message)
+        if status == HTTPStatus.BAD_REQUEST:
+            error.mistake = _mistake(str(body.get("detail") or ""), offer)
+        return error
+
+    return meaning
+
+
+def _mistake(detail: str, offer: Offer) -> str:
+    """What a refusal says without the names of this offer and without numbers, so that others can say the same; "" if it speaks of what there is to rent."""
+    text = detail.casefold()
+    for name in (offer.instance_type, offer.instance_type.rpartition(" x")[0], offer.region):
+        text = text.replace(name.casefold(), "...") if name else text
+    return "" if SOLD_OUT.search(text) else " ".join(re.sub(r"\S*[0-9]\S*", "...", text).split())
 
 
 def _rows(api: Api, path: str, name: str, query: Row) -> list[Row]:
-    return _list(api.ask("GET", path, query=query), path, name)
+    return rows_of(api.ask("GET", path, query=query), name, f"RunPod answered GET {path}")
 
 
-def _list(answer: Any, path: str, name: str) -> list[Row]:
-    """The list in an answer. One without it says nothing of what there is."""
-    rows = cast("Row", answer).get(name) if isinstance(answer, dict) else None
-    if not isinstance(rows, list):
-        raise ProviderFailed(f"RunPod answered GET {path} without {name!r}")
-    return cast("list[Row]", rows)
+def _thing(api: Api, path: str, query: Row | None = None) -> Row | None:
+    """One thing of RunPod's, None if there is no such thing."""
+    answer = api.ask("GET", path, query=query, missing_is_none=True)
+    if answer is not None:
+        field_of(answer, "id", str, f"RunPod answered GET {path}")
+    return answer
 
 
 def _pods(api: Api) -> Iterator[Row]:
@@ -391,7 +416,7 @@ def _pods(api: Api) -> Iterator[Row]:
     while cursor not in seen:
         seen.add(cursor)
         answer = api.ask("GET", "/v2/pods", query={"cursor": cursor})
-        yield from _list(answer, "/v2/pods", "pods")
+        yield from rows_of(answer, "pods", "RunPod answered GET /v2/pods")
         pages: Row = answer.get("pagination") or {}
         cursor = pages.get("nextCursor")
         if cursor is None and not pages.get("hasNextPage"):
@@ -415,7 +440,7 @@ def _check_stock(api: Api, offer: Offer) -> None:
     else:
         gpu = _gpu_of(offer)
         path, query = f"/v2/catalog/gpus/{quote(gpu['id'], safe='')}", {"count": int(gpu["count"]), "cloud": COMMUNITY if gpu["community"] else SECURE}
-    row = api.ask("GET", path, query={**IN_STOCK, **query}, missing_is_none=True)
+    row = _thing(api, path, {**IN_STOCK, **query})
     if row is None:
         raise NoCapacity(f"RunPod sells no {offer.instance_type} any more").coded("Not Found")
     place = next((place for place in row.get("dataCenters") or [] if place["id"] == offer.region), row)
@@ -485,7 +510,7 @@ def _end(api: Api, pods: Sequence[str]) -> dict[str, SkywardError]:
 
     def end(pod: str) -> SkywardError | None:
         try:
-            api.ask("DELETE", _path(pod), missing_is_none=True)
+            nothing_in(api.ask("DELETE", _path(pod), missing_is_none=True), f"RunPod answered DELETE {_path(pod)}")
         except SkywardError as error:
             return error
         return None

@@ -32,7 +32,7 @@ from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoC
 from skyward_core.instances import Endpoint, Instance, InstanceState
 from skyward_core.market import Offer, Requirements
 from skyward_core.providers import userdata
-from skyward_core.providers._http import Api, Classify
+from skyward_core.providers._http import Api, Classify, Row, field_of, rows_of
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags
 from skyward_core.providers.login import Key, host_key, our_key
 from skyward_core.providers.tagging import TagName, of_machine
@@ -42,6 +42,7 @@ CONSOLE = "https://cloud.vast.ai/instances/"
 GB_OF_A_MB = 1e-3
 SECONDS_OF_AN_HOUR = 3600
 
+SEARCH, LISTING, USER = "/api/v0/bundles/", "/api/v1/instances/", "/api/v0/users/current/"
 SEARCH_ROWS = 64
 """The most that one search tells, whatever limit is asked for; the next page begins at the last one's price."""
 SEARCH_PAGES = 4
@@ -61,6 +62,8 @@ POLL_SECONDS = 3.0
 LONGEST_POLL_SECONDS = 15.0
 MISSES = 2
 """So many listings in a row do not tell a container that they have told before: it is gone."""
+GONE = "gone"
+"""The code for that."""
 LOOK_SECONDS = (0.0, 5.0, 15.0)
 """Pauses before the looks for what a creating call without an answer may have made: a listing is some seconds behind."""
 
@@ -108,18 +111,22 @@ command -v curl >/dev/null || { apt-get update -qq; DEBIAN_FRONTEND=noninteracti
 """What the end needs and small images lack; there may be no network when it is needed."""
 END = f"""\
 told() {{ tr '\\0' '\\n' </proc/1/environ | sed -n "s/^$1=//p"; }} # what is started over SSH does not inherit them
-id=${{CONTAINER_ID:-$(told CONTAINER_ID)}} key=${{CONTAINER_API_KEY:-$(told CONTAINER_API_KEY)}} tries=5
+id=${{CONTAINER_ID:-$(told CONTAINER_ID)}} key=${{CONTAINER_API_KEY:-$(told CONTAINER_API_KEY)}} patience=120
 [ -n "$id" ] || {{ id=$(told VAST_CONTAINERLABEL) && id=${{id#C.}}; }}
-while [ -n "$key" ] && [ "$tries" -gt 0 ]; do
-  printf 'Authorization: Bearer %s' "$key" |
-    curl -fsS -m 20 -X DELETE -H @- -H 'Content-Type: application/json' -d '{{}}' "{URL}/api/v0/instances/$id/" && sleep 60
-  tries=$((tries - 1))
-  sleep 5
+while [ -n "$id" ] && [ -n "$key" ] && [ "$patience" -gt 0 ]; do
+  status=$(printf 'Authorization: Bearer %s' "$key" |
+    curl -sS -m 20 -o /dev/null -w '%{{http_code}}' -X DELETE -H @- -H 'Content-Type: application/json' -d '{{}}' "{URL}/api/v0/instances/$id/")
+  case $status in
+    000 | 408 | 429 | 5??) patience=$((patience - 1)) && sleep 30 ;; # it is out
+    2??) patience=$((patience - 24)) && sleep 60 ;;
+    *) patience=$((patience - 24)) && sleep 5 ;; # it refuses, or there is no curl
+  esac
 done
 kill 1"""
+"""An outage is waited out for an hour, a refusal tried five times. Then the first process ends, and nothing tries again: a container that is off costs its disk
+and, as far as is known, not its GPU (fact sheet, 0.1), and one that has no way to Vast for so long, on a stranger's machine, will have none.
+"""
 
-type Row = Mapping[str, Any]
-"""An ask or a container as Vast tells it."""
 type Filters = Mapping[str, Mapping[str, Any]]
 """Field to {operator: value}."""
 
@@ -142,6 +149,8 @@ class VastAI(Provider):
         "private network": "its machines see each other only through mapped ports; nodes talk through the client, or ask for one machine with more GPUs",
     }
     end_command: ClassVar[str] = userdata.END_COMMAND
+    sells_by_wish: ClassVar[bool] = True
+    """Who names no accelerator sees the cheapest of all machines."""
     listing_lag_seconds: ClassVar[float] = 30.0
     """A container was seen to be missing in the list right after it was rented; for how long is told nowhere."""
 
@@ -220,10 +229,10 @@ class VastAI(Provider):
         for _ in range(SEARCH_PAGES):
             fitting = {**filters, **({price: limits} if limits else {})}
             rest = {"type": "bid" if is_spot else "on-demand", "order": [[price, "asc"]], "limit": SEARCH_ROWS, "allocated_storage": self.disk_gb}
-            answer = api.ask("POST", "/api/v0/bundles/", body={**fitting, **rest}, is_repeatable=True)
-            rows = [row for row in answer["offers"] if row["id"] not in found]
+            told = rows_of(api.ask("POST", SEARCH, body={**fitting, **rest}, is_repeatable=True), "offers", f"Vast.ai answered POST {SEARCH}")
+            rows = [row for row in told if row["id"] not in found]
             found |= {row["id"]: _ask(row, is_spot=is_spot) if _holds(row, fitting) else None for row in rows}
-            if len(answer["offers"]) < SEARCH_ROWS or not rows:
+            if len(told) < SEARCH_ROWS or not rows:
                 break
             limits = {**limits, "gte": rows[-1][price]}
         asks = [ask for ask in found.values() if ask is not None]
@@ -232,10 +241,15 @@ class VastAI(Provider):
 
     # ── launch ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def may_sell_spot(self, want: Requirements) -> bool:
+        """A market: bids are taken only while a machine is free."""
+        return True
+
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
         """Rent machines of the offer's class, at its price at most and `price_tolerance` above it, neighbours first; return those that have an address.
 
-        Hosts that cannot start the container are given back, and the next ones tried. Spot: the bid is the offer's price.
+        Hosts that cannot start the container are given back, and the next ones tried. A container that was there and is gone ends the launch: somebody may be
+        giving the pool back, and would not see what is rented after that. Spot: the bid is the offer's price.
         """
         key = our_key(self.ssh_key)
         made = _Made()
@@ -253,8 +267,9 @@ class VastAI(Provider):
                 made.known |= set(created.values())
                 up, down = self._await(api, created, deadline, made)
                 rows |= up
-                is_over = refusal is not None and type(refusal) is not NoCapacity
-                trouble = (refusal if is_over else next(reversed(down.values()), refusal)) or trouble
+                is_refused = refusal is not None and type(refusal) is not NoCapacity
+                is_over = is_refused or any(error.code == GONE for error in down.values())
+                trouble = (refusal if is_refused else next(reversed(down.values()), refusal)) or trouble
                 wanted = [] if is_over else sorted(down)
         if not rows and made.stuck:  # not NoCapacity, which says that there is nothing
             raise ProviderFailed(f"Vast.ai did not destroy {sorted(made.stuck)}, which did not start") from trouble
@@ -355,7 +370,7 @@ class VastAI(Provider):
                 if _state(row) is InstanceState.RUNNING and _address(row) is not None:
                     up[rank] = row
                 elif _state(row) is InstanceState.STOPPING or is_late or missed.get(contract, 0) >= MISSES:
-                    word = str(row.get("actual_status") or ("created" if row else "gone"))
+                    word = str(row.get("actual_status") or ("created" if row else GONE))
                     down[rank] = NoCapacity(f"Vast.ai could not start {contract}: {word} {row.get('status_msg') or ''}".strip()).coded(word)
                 else:
                     continue
@@ -389,10 +404,14 @@ class VastAI(Provider):
             left = sorted(map(str, errors))
             raise InstancesLeft(f"Vast.ai did not destroy {', '.join(left)}: {next(iter(errors.values()))}", left) from next(iter(errors.values()))
 
+    def ends_for_good(self) -> bool:
+        """It destroys itself."""
+        return True
+
     def account(self) -> str:
         """Return the number of the user whose key it is."""
         with self._api() as api:
-            return f"user {api.ask('GET', '/api/v0/users/current/')['id']}"
+            return f"user {field_of(api.ask('GET', USER), 'id', int, f'Vast.ai answered GET {USER}')}"
 
     def console_url(self, instance: Instance) -> str:
         """Return the page with all containers; one alone has none."""
@@ -475,8 +494,9 @@ def _contract(answer: Any, left: list[int]) -> int:
     if contract:
         left.append(int(contract))
     if not body.get("error") and not body.get("msg"):
-        raise ProviderFailed(f"Vast.ai does not say what it has created: {answer}")
-    message = f"Vast.ai did not rent it: {body.get('error')}: {body.get('msg')}"
+        fields = f"an object with {', '.join(map(repr, body)) or 'nothing'}" if isinstance(answer, dict) else "no object"
+        raise ProviderFailed(f"Vast.ai does not say what it has created: {fields}")  # not what is in them: one may be a key
+    message = f"Vast.ai did not rent it: {_said(body)}"
     raise (_meaning(200, body, message) or NoCapacity(message)).coded(str(body.get("error") or "success: false"))
 
 
@@ -486,8 +506,8 @@ def _listing(api: Api) -> Iterator[Row]:
     seen: set[str | None] = set()
     while token not in seen:
         seen.add(token)
-        answer = api.ask("GET", "/api/v1/instances/", query={"limit": LISTING_ROWS, "after_token": token})
-        yield from answer["instances"]
+        answer = api.ask("GET", LISTING, query={"limit": LISTING_ROWS, "after_token": token})
+        yield from rows_of(answer, "instances", f"Vast.ai answered GET {LISTING}")
         token = answer.get("next_token") or None
         if token is None:
             return
@@ -515,7 +535,7 @@ def _end(api: Api, contracts: Sequence[int]) -> dict[int, SkywardError]:
     for some in batched(contracts, DESTROYED_AT_ONCE):
         try:
             answer = api.ask("DELETE", "/api/v0/instances/", body={"instance_ids": list(some)}, missing_is_none=True)
-            is_done = answer is None or answer.get("success", True)
+            is_done = answer is None or _is_done(answer)
         except BadRequest:
             is_done = False
         except SkywardError as error:
@@ -538,11 +558,22 @@ def _end_each(api: Api, contracts: Iterable[int]) -> dict[int, SkywardError]:
     for contract in contracts:
         try:
             answer = api.ask("DELETE", f"/api/v0/instances/{contract}/", body={}, missing_is_none=True)
-            if answer is not None and not answer.get("success", True):
-                errors[contract] = ProviderFailed(f"Vast.ai answered: {answer}")
+            if answer is not None and not _is_done(answer):
+                errors[contract] = ProviderFailed(f"Vast.ai was asked to destroy {contract}: {_said(answer)}")
         except SkywardError as error:
             errors[contract] = error
     return errors
+
+
+def _is_done(answer: object) -> bool:
+    """Whether an answer says that something was done; what is no object, or an empty one, says nothing."""
+    return isinstance(answer, dict) and bool(cast("Row", answer).get("success", bool(answer)))
+
+
+def _said(answer: object) -> str:
+    """What an answer says in words; of its other fields one may be a key."""
+    body = cast("Row", answer) if isinstance(answer, dict) else {}
+    return f"{body.get('error')}: {body.get('msg')}"
 
 
 # ── asks ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -581,6 +612,7 @@ def _ask(row: Row, *, is_spot: bool) -> _Ask | None:
         accelerator=accelerator.name,
         accelerators=int(row.get("num_gpus") or 1),
         accelerator_memory_gb=_chip_memory_gb(row, accelerator),
+        form_factor=accelerator.form_factor,
     )
     return _Ask(int(row["id"]), machine, f"machine {machine}" if cluster is None else f"cluster {cluster}", offer)
 

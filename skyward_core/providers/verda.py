@@ -29,7 +29,7 @@ from skyward_core.accelerators.catalog import find
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
 from skyward_core.instances import Endpoint, Instance, InstanceState
 from skyward_core.market import Offer, Requirements
-from skyward_core.providers._http import Api
+from skyward_core.providers._http import Api, field_of, rows_in
 from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags
 from skyward_core.providers.login import Key, host_key, our_key
 from skyward_core.providers.tagging import launch_word, of_machine
@@ -162,6 +162,10 @@ class Verda(Provider):
             if name in sold and (offer := _offer(sold[name], place["location_code"], is_spot=is_spot)) is not None
         ]
 
+    def may_sell_spot(self, want: Requirements) -> bool:
+        """Spot is listed only while a machine is free."""
+        return True
+
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
         """Rent machines, a call for each, and wait until they have their addresses; those that come to nothing meanwhile are ended and left out."""
         key = our_key(self.ssh_key)
@@ -211,13 +215,17 @@ class Verda(Provider):
                 if left:
                     raise _left(left)
 
+    def ends_for_good(self) -> bool:
+        """Only with credentials of its own it can delete itself; one that is off is paid for."""
+        return self.node_client_id is not None
+
     def account(self) -> str:
         """Return a name made of the client id, half a credential: a part of its hash.
 
         Verda tells nothing better, so two credentials of one team are two accounts here.
         """
         with self._session() as session:
-            session.ask("GET", "/balance")
+            field_of(session.ask("GET", "/balance"), "currency", str, "Verda answered GET /balance")
             return f"client-{hashlib.sha256(session.credentials.client_id.encode()).hexdigest()[:12]}"
 
     def console_url(self, instance: Instance) -> str | None:
@@ -327,31 +335,31 @@ class _Session:
 
     def list(self, path: str, **query: Any) -> list[Json]:
         """Return all of a kind: Verda has no pages."""
-        found = self.ask("GET", path, query=query or None)
-        if not isinstance(found, list):
-            raise ProviderFailed(f"Verda answered GET {path} with no list")
-        return cast("list[Json]", found)
+        return cast("list[Json]", rows_in(self.ask("GET", path, query=query or None), f"Verda answered GET {path}"))
 
     def machine(self, machine_id: str) -> Json | None:
         """Return a machine, one that is discontinued as well; None if there is none."""
+        path = f"/instances/{quote(machine_id, safe='')}"
         try:
-            return self.ask("GET", f"/instances/{quote(machine_id, safe='')}", missing_is_none=True)
+            machine = self.ask("GET", path, missing_is_none=True)
         except BadRequest as error:
             if _speaks_of(str(error), GONE_WORDS):
                 return None
             raise
+        if machine is not None:
+            field_of(machine, "status", str, f"Verda answered GET {path}")
+        return machine
 
     def make(self, path: str, name: str, fields: Json, is_it: Callable[[Json, str], bool], *, is_kept: bool = False) -> str:
         """Make an object and return its id. One that `is_kept` is made once; one that may be there already, for all we know, is looked for."""
         if is_kept and (found := self._look(path, name, is_it)) is not None:
             return found
         try:
-            answer = self.ask("POST", path, body={"name": name, **fields})
+            return _id(self.ask("POST", path, body={"name": name, **fields}), path)
         except (ProviderFailed, BadRequest):  # the answer was lost, or another process has made it meanwhile
             if (found := self._look(path, name, is_it)) is None:
                 raise
             return found
-        return _id(answer)
 
     def _look(self, path: str, name: str, is_it: Callable[[Json, str], bool]) -> str | None:
         return next((str(one["id"]) for one in self.list(path) if is_it(one, name)), None)
@@ -365,7 +373,7 @@ class _Session:
                     told = self._api.ask("POST", "/oauth2/token", body={"grant_type": "client_credentials", **halves}, is_repeatable=True)
                 except (BadRequest, CredentialsError) as error:  # OAuth's word for a wrong secret is 400 as well
                     raise CredentialsError(f"Verda refuses the client id or its secret: {error}").coded(error.code) from None
-                self._token = str(told["access_token"])
+                self._token = field_of(told, "access_token", str, "Verda answered POST /oauth2/token")
             return self._token
 
 
@@ -405,7 +413,7 @@ def _create(session: _Session, orders: Mapping[int, Json]) -> dict[int, str]:
 
     def create(order: Json) -> str | SkywardError:
         try:
-            return _id(session.ask("POST", "/instances", body=order))
+            return _id(session.ask("POST", "/instances", body=order), "/instances")
         except SkywardError as error:
             return error
 
@@ -453,8 +461,8 @@ def _await_addresses(session: _Session, made: Mapping[int, str]) -> dict[str, Js
     if failed:
         log.warning("machines at Verda came to nothing: %s", failed)
         left = _end(session, [machine for machine_id in failed if (machine := session.machine(machine_id)) is not None])
-        if left and not up:
-            raise _left(left)
+        if left and not up:  # neither NoCapacity, which says that there is nothing, nor InstancesLeft, which is `terminate`'s: the next provider is asked
+            raise ProviderFailed(f"none of {len(made)} machines at Verda came up ({failed}): {_left(left)}") from next(iter(left.values()))
         if left:
             log.warning("and could not be deleted: %s", _left(left))
     if not up:
@@ -530,7 +538,10 @@ def _delete(session: _Session, machine: Json) -> SkywardError | None:
         answer = session.ask("PUT", "/instances", body=body, is_repeatable=True, missing_is_none=True)
     except SkywardError as error:
         return None if _speaks_of(str(error), GONE_WORDS) else error
-    told = cast("list[Json]", answer) if isinstance(answer, list) else []
+    try:
+        told = [] if answer is None else rows_in([answer] if isinstance(answer, dict) and answer else answer, "Verda answered PUT /instances")
+    except ProviderFailed as error:
+        return error
     for one in told:  # 207: each has a status of its own
         code = int(one.get("statusCode") or 0)
         if (one.get("error") or code >= HTTPStatus.BAD_REQUEST) and code != HTTPStatus.NOT_FOUND and not _speaks_of(str(one.get("error")), GONE_WORDS):
@@ -691,12 +702,12 @@ def _description(name: str) -> str:
     return f"skyward {name}"
 
 
-def _id(answer: object) -> str:
+def _id(answer: object, path: str) -> str:
     """The id in an answer to a creating call: plain text, sometimes in quotes, sometimes a field."""
     told = cast("Json", answer).get("id") if isinstance(answer, dict) else answer
     word = str(told or "").strip().strip('"')
-    if not word:
-        raise ProviderFailed("Verda answered a creating call without an id")
+    if not re.fullmatch(r"[\w-]+", word):
+        raise ProviderFailed(f"Verda answered POST {path} without an id")
     return word
 
 

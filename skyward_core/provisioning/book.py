@@ -158,7 +158,8 @@ class Book:
             self._launches += 1
             token = f"{self._pool_id}-{self._launches}"
         now = self._now()
-        limit = None if grant.hard_end is None else now + timedelta(seconds=grant.hard_end - self._meter.now())
+        latest = grant.hard_end if grant.latest_end is None else grant.latest_end
+        limit = None if latest is None else now + timedelta(seconds=latest - self._meter.now())
         if self._spec.max_lifetime is not None:
             end = now + timedelta(seconds=self._spec.max_lifetime + self._spec.provision_timeout)
             limit = end if limit is None else min(limit, end)

@@ -59,13 +59,13 @@ export SKYWARD_BOOT_WATCHER=$!
 """
 
 
-def startup_script(spec: PoolSpec, provider: Provider, max_lifetime_seconds: float | None = None) -> str:
+def startup_script(spec: PoolSpec, provider: Provider, paid_seconds: float | None = None) -> str:
     """Return what the provider has a machine run when it comes up: the guard, or on this machine all that makes it a node.
 
-    `max_lifetime_seconds` is how long it may live by its own clock, whatever anybody says.
+    `paid_seconds` is how long it may live by its own clock until somebody says for how long it is paid; on this machine it is told that before it is a node.
     """
     if not provider.is_here:
-        return guard_script(spec.lease_seconds, max_lifetime_seconds, provider.end_command)
+        return guard_script(spec.lease_seconds, spec.max_lifetime, provider.end_command, paid_seconds)
     lines = ["#!/usr/bin/env bash", WATCHER]
     if spec.image.is_bare:
         lines.append(f"export SKYWARD_ENV_PYTHON={shlex.quote(sys.executable)}")

@@ -3,7 +3,7 @@
 Run as the provider's `startup`, with SKYWARD_INSTANCE_ID and SKYWARD_INSTANCE_DIRECTORY in its environment, it keeps these files in that directory:
 
     lease       read     the machine's uptime in seconds at which the lease runs out, one line; the guard writes the first one
-    paid        read     the machine's uptime in seconds until which it is paid for, one line; without it there is no such limit
+    paid        read     the machine's uptime in seconds until which it is paid for, one line; without it what the guard was started with holds
     guard       written  its pid, once it watches
     supervisor  read     the pid of the node's supervisor: when that process is gone, so is the node
     ended       read     why somebody says that the node has ended, one line
@@ -25,17 +25,19 @@ PAUSE_SECONDS = 1.0
 """Between two looks."""
 
 
-def guard_script(lease_seconds: float, max_lifetime_seconds: float | None, end_command: str = "") -> str:
+def guard_script(lease_seconds: float, max_lifetime_seconds: float | None, end_command: str = "", paid_seconds: float | None = None) -> str:
     """Return the POSIX sh text of a guard.
 
     Args:
         lease_seconds: how long the node lives without a sign of life, counted from now; whoever extends the lease writes the file `lease`.
-        max_lifetime_seconds: how long it lives at most, the smaller of what was asked for and what the money allows; None: no end.
+        max_lifetime_seconds: how long it lives at most; None: no end.
         end_command: shell text that is run when the node has ended; empty where the machine lives on without us.
+        paid_seconds: for how long it is paid, counted from now, as long as nobody has said anything else (the file `paid`); None: no such limit.
     """
     values = {
         "skyward_lease_seconds": str(math.ceil(lease_seconds)),
         "skyward_max_lifetime": "" if max_lifetime_seconds is None else str(math.ceil(max_lifetime_seconds)),
+        "skyward_paid_seconds": "" if paid_seconds is None else str(math.floor(paid_seconds)),
         "skyward_pause": f"{PAUSE_SECONDS:g}",
         "skyward_end_command": end_command,
     }
@@ -122,6 +124,7 @@ skyward_clock
 : "${skyward_now:?the machine does not tell its uptime}"
 skyward_started=$skyward_now
 skyward_lease=$((skyward_now + skyward_lease_seconds))
+[ -z "$skyward_paid_seconds" ] || skyward_paid=$((skyward_now + skyward_paid_seconds))
 if ! { mkdir -p -- "$skyward_directory" && skyward_write lease "$skyward_lease" && skyward_write guard "$$"; }; then
   echo "skyward: the guard cannot write to $skyward_directory" >&2
   skyward_end "its guard cannot write"
@@ -134,4 +137,4 @@ while ! skyward_verdict; do
 done
 skyward_end "$skyward_reason"
 """
-"""The program, after ENDING and the four values. One `sleep` a look is all that it starts; `wait`, unlike a command, is cut short by a signal."""
+"""The program, after ENDING and the five values. One `sleep` a look is all that it starts; `wait`, unlike a command, is cut short by a signal."""

@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 
-from skyward_core.entries import Intent, PoolEntry, ResourceKind
+from skyward_core.entries import Bucket, Intent, PoolEntry, ResourceKind
 from skyward_core.instances import Instance
 from skyward_core.owner import Owner, OwnerState
 from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, PROCESS_TAG, RANK_TAG, Provider
 
 IN_FLIGHT_SECONDS = 10.0
 """How long a creating call may still be at work after its caller was killed."""
+BOOT_SECONDS = 1800.0
+"""How long a machine may take to come up; before that nothing on it counts its lease."""
 
 
 class Action(StrEnum):
@@ -48,7 +50,9 @@ class Finding:
 class Scene:
     """What is known of one provider's pools and machines. `pools` are the ledger's, `intents` those of them that are open, read before `machines` were listed.
 
-    `states` tells of every owner, of entries and of tags, whether it lives; who is not in it, is UNKNOWN. `here` is who asks.
+    `states` tells of every owner, of entries and of tags, whether it lives; who is not in it, is UNKNOWN. `here` is who asks. `of_others` are the pools of the
+    ledger whose machines it says are another account's, each with why these credentials are not the right ones: what they list of them may be ended, but
+    what they do not list says nothing.
     """
 
     provider: Provider
@@ -58,6 +62,7 @@ class Scene:
     now: datetime
     here: Owner
     states: Mapping[Owner, OwnerState] = field(default_factory=dict[Owner, OwnerState])
+    of_others: Mapping[str, tuple[PoolEntry, str]] = field(default_factory=dict[str, tuple[PoolEntry, str]])
 
     def state(self, owner: Owner) -> OwnerState:
         """Tell whether an owner lives."""
@@ -76,7 +81,9 @@ def judge(scene: Scene, *, min_age_seconds: float = 0.0, include_unknown: bool =
     findings: list[Finding] = []
     for pool_id in sorted({*scene.pools, *machines}):
         entry = scene.pools.get(pool_id)
-        if entry is None:
+        if pool_id in scene.of_others:
+            findings.append(_judge_other(scene, *scene.of_others[pool_id], machines[pool_id]))
+        elif entry is None:
             findings.append(_judge_stranger(scene, pool_id, machines[pool_id], min_age_seconds, include_unknown=include_unknown))
         elif why := entry.why_dead(scene.now, scene.state(entry.owner)):
             findings += _judge_dead(scene, entry, why, machines[pool_id], intents[pool_id])
@@ -127,6 +134,23 @@ def unsure_seconds(provider: Provider) -> float:
     return max(provider.listing_lag_seconds, 0.0 if provider.is_here else IN_FLIGHT_SECONDS)
 
 
+def paid_until(provider: Provider, entry: PoolEntry, intent: Intent, now: datetime) -> datetime:
+    """Return when a machine that is found gone has cost money at the latest.
+
+    Nobody has seen it end. Where machines end themselves for good, it was when its lease had run out or it was asked to, or at its hard end if that came
+    first, each with the time that it takes to come up and to go; never before what is known of its life. Elsewhere, and at the latest, now.
+    """
+    if not provider.ends_for_good():
+        return now
+    was_up = any(intent.seconds.get(bucket) for bucket in (Bucket.BOOTSTRAPPING, Bucket.RUNNING_CALLS, Bucket.IDLE, Bucket.LOST))
+    grace = timedelta(seconds=provider.gone_deadline_seconds + (0.0 if was_up else BOOT_SECONDS))
+    end = max(entry.lease_expires_at, intent.end_asked_at or intent.intended_at) + grace
+    if EXPIRES_TAG in intent.tags:  # counted on the machine from when it was up
+        end = min(end, intent.expires_at + timedelta(seconds=intent.seconds.get(Bucket.LAUNCHING, 0.0)) + grace)
+    known = max(intent.bound_at or intent.intended_at, intent.intended_at + timedelta(seconds=sum(intent.seconds.values())))
+    return min(now, max(end, known))
+
+
 # ── pools that the ledger knows ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -172,6 +196,12 @@ def _judge_dead(scene: Scene, entry: PoolEntry, why: str, machines: Sequence[Ins
         yield Finding(Action.CLOSE, entry.id, name, names, f"{why}; {name} does not list it", _numbers(absent))
     elif not ids and not waiting and not others and entry.ended_at is None:
         yield Finding(Action.CLOSE, entry.id, name, (), f"{why}; nothing of it is left")
+
+
+def _judge_other(scene: Scene, entry: PoolEntry, trouble: str, machines: Sequence[Instance]) -> Finding:
+    """Of a pool that the ledger knows, tags prove nothing: who has detached it is dead, and it lives on. Only the ledger may call it dead."""
+    why = entry.why_dead(scene.now, scene.state(entry.owner))
+    return Finding(Action.END if why else Action.LEAVE, entry.id, scene.provider.name, tuple(machine.id for machine in machines), why or trouble)
 
 
 def _known_since(intent: Intent) -> datetime:

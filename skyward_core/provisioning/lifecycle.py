@@ -26,8 +26,10 @@ from urllib.parse import urlsplit
 
 from skyward_core import spot
 from skyward_core.accelerators import Accelerator
+from skyward_core.accelerators.mig import RESET_MAY_BE_REFUSED, needs_reset
 from skyward_core.errors import (
     BadRequest,
+    BudgetExceeded,
     CommandFailed,
     ConnectionLost,
     CredentialsError,
@@ -57,16 +59,31 @@ from skyward_core.provisioning.bootstrap import (
     settings_of,
     startup_script,
 )
+from skyward_core.provisioning.ending import Ending, Endings
 from skyward_core.provisioning.giving_back import give_back
 from skyward_core.provisioning.keeping import is_to_be_kept, start_and_keep
 from skyward_core.provisioning.metering import Meter
-from skyward_core.provisioning.placing import MEMORY_SECONDS, Candidate, ask, candidates, none_left, order, refusal, resting
+from skyward_core.provisioning.placing import (
+    MEMORY_SECONDS,
+    Candidate,
+    Part,
+    ask,
+    candidates,
+    is_sold_as_spot,
+    may_come,
+    none_left,
+    order,
+    own_mistake,
+    refusal,
+    resting,
+)
 from skyward_core.provisioning.purse import Grant, Purse
-from skyward_core.reach import Reaches
+from skyward_core.reach import LocalReach, Reaches
 from skyward_core.side_by_side import side_by_side
 from skyward_core.spec import PoolSpec
 from skyward_core.worker.notice import Notice
 from skyward_core.worker.settings import NodeSettings
+from skyward_core.worker.watchdog import MISSED
 
 if TYPE_CHECKING:
     from skyward_core.certificates import PoolCertificate
@@ -78,6 +95,8 @@ GUARD_GRACE_SECONDS = 10.0
 ASK_SECONDS = 5.0
 ALL_AT_ONCE = 1000  # each node takes some round trips, and no processor
 RETIRED = -1  # the generation of a node that is to be none any more
+ON_TO_THE_NEXT = (NoCapacity, CredentialsError, ProviderFailed, OfferGone, BudgetExceeded, BadRequest)
+"""What one candidate may fail with, and the next is tried. Not InstancesLeft: nobody else is asked while machines may be there."""
 
 _log = logging.getLogger("skyward")
 
@@ -103,7 +122,7 @@ class Machines:
         purse: Purse,
     ) -> None:
         self._spec = spec
-        self._providers = tuple(providers)
+        self._providers = tuple(provider.for_pool() for provider in providers)
         self._provider = self._providers[0]
         """Who rents the machines: one at a time, and another only when this one has nothing of ours."""
         self._pool_id = pool_id
@@ -128,10 +147,9 @@ class Machines:
         self._created_at = datetime.now(UTC)
         self._ask_at = 0.0
         self._lost_at: dict[str, float] = {}
-        self._endings: list[threading.Thread] = []
+        self._endings = Endings(pool_id, book)
         self._missed = set[str]()
         self._silent: dict[str, float] = {}
-        self._lifetimes: dict[str, float | None] = {}
         self._accelerators: dict[str, Accelerator | None] = {}
         """What the calls on each machine may use."""
         self._launched_at = 0.0
@@ -175,29 +193,39 @@ class Machines:
         """Rent all machines from the first candidate that has them. Each refusal is told, written down and kept.
 
         What of a candidate's machines came is given back, and known to be gone, before the next one is asked. Raises NoCapacity with the refusals, or the
-        error itself if all have refused for the same reason; BadRequest if nobody can do what is asked for.
+        error itself if all have refused for the same reason; BadRequest if nobody can do what is asked for, BudgetExceeded if only the money is missing.
         """
         providers = able(self._spec, self._providers)
+        warn(self._spec, providers)
         strategy = self._spec.spot
         rounds, interval = (strategy.retries + 1, strategy.interval) if isinstance(strategy, spot.Always) else (1, 0.0)
         while True:
             rounds -= 1
             found, refusals, errors = self._candidates(providers)
+            unable: list[Provider] = []
             for candidate in found:
-                began = time.monotonic()
+                if candidate.provider in unable:
+                    continue
                 try:
-                    instances = self._rent_from(candidate)
-                    near = [other for other in found if other.provider is candidate.provider and other.region == candidate.region]
-                    self._others = [part.offer for other in near for part in other.parts]
+                    instances = self._rent_from(candidate, refusals)
+                    self._settle_for(candidate, found)
                     return instances
-                except (NoCapacity, CredentialsError, ProviderFailed, OfferGone) as error:
+                except ON_TO_THE_NEXT as error:
                     if self._is_closing or self._closing.is_set() or time.monotonic() > deadline:
                         raise
-                    self._end_all()  # an error does not prove that nothing was launched
-                    refusals.append(self._note_refusal(candidate, error, time.monotonic() - began))
-                    errors.append(error)
-            if not rounds or not found or time.monotonic() + interval > deadline:
-                refused = none_left(self._spec.requirements, self._spec.nodes, refusals, errors)
+                    ours = own_mistake([*errors, error])
+                    if isinstance(error, BadRequest) or ours:  # a setting of this provider's, as a rule: its other machines would say the same
+                        if len(providers) == 1 and ours:
+                            raise ours from error
+                        if len(providers) == 1:
+                            raise
+                        unable.append(candidate.provider)
+                    if self.may_be_left:
+                        self._end_all()  # an error does not prove that nothing was launched
+                    errors.append(ours or error)
+            want = self._spec.requirements
+            if not rounds or not may_come(providers, found, want, errors) or time.monotonic() + interval > deadline:
+                refused = own_mistake(errors, len(errors)) or none_left(want, self._spec.nodes, refusals, errors)
                 raise refused from next((error for error in reversed(errors) if error is not refused), None)
             self._go_on_until(deadline, "no spot machine became free in time", interval)
 
@@ -207,17 +235,26 @@ class Machines:
         for one in refusals:
             self._emit(_refused(one))
             self._book.was_refused(one)
-        rest = resting(self._book.recent_attempts(MEMORY_SECONDS), datetime.now(UTC)) if len(found) > 1 else {}
+        rest = resting(self._book.recent_attempts(MEMORY_SECONDS), datetime.now(UTC), self._spec.nodes) if len(found) > 1 else {}
         for key in {key for candidate in found for key in candidate.keys} & rest.keys():
-            _log.info("%s failed again and again, and is asked last until %s", "/".join(map(str, key[:3])), rest[key].isoformat(timespec="seconds"))
-        return order(found, rest), refusals, [one.error for one in sold if one.error is not None]
+            _log.info("%s failed again and again, and is asked later until %s", "/".join(map(str, key[:3])), rest[key].isoformat(timespec="seconds"))
+        return order(found, rest), refusals, [error for one in sold for error in one.errors]
 
-    def _note_refusal(self, candidate: Candidate, error: SkywardError, seconds: float) -> Refusal:
-        refused = refusal(candidate.provider, candidate.parts[-1].offer, error, seconds)
+    def _note_refusal(self, provider: Provider, offer: Offer, error: SkywardError, seconds: float) -> Refusal:
+        refused = refusal(provider, offer, error, seconds)
         self._emit(_refused(refused))
         return refused
 
-    def _rent_from(self, candidate: Candidate) -> list[Instance]:
+    def _settle_for(self, candidate: Candidate, found: Sequence[Candidate]) -> None:
+        """The machines are this candidate's: remember what may replace them, and say so if spot was left to us and is not sold."""
+        near = [other for other in found if other.provider is candidate.provider and other.region == candidate.region]
+        self._others = [part.offer for other in near for part in other.parts]
+        is_free = self._spec.spot is None or isinstance(self._spec.spot, spot.IfAvailable)
+        if is_free and candidate.price_per_hour and not is_sold_as_spot(candidate, found):
+            _log.info("%s has no spot offer: it is rented on demand", candidate.parts[0].offer.name)
+
+    def _rent_from(self, candidate: Candidate, refusals: list[Refusal]) -> list[Instance]:
+        """Rent all machines of a candidate. What refuses is told and put to the refusals under its own name: of a mixed one it may be either part."""
         self._book.turn_to(candidate.provider, candidate.account)
         if candidate.provider != self._provider:
             self._is_launch_unsure = False  # that was about the one before, which has been asked and has nothing of ours
@@ -225,8 +262,13 @@ class Machines:
         self._provider = candidate.provider
         self._emit(InfraCreated(candidate.region))
         instances: list[Instance] = []
-        for part in candidate.parts:
-            instances += self._launch(part.offer, part.count, part.first_rank)
+        for index, part in enumerate(candidate.parts):
+            began = time.monotonic()
+            try:
+                instances += self._launch(part.offer, part.count, part.first_rank, candidate.parts[index + 1 :])
+            except ON_TO_THE_NEXT as error:
+                refusals.append(self._note_refusal(candidate.provider, part.offer, error, time.monotonic() - began))
+                raise
         self._offers = {part.first_rank + index: part.offer for part in candidate.parts for index in range(part.count)}
         return instances
 
@@ -267,18 +309,20 @@ class Machines:
 
     def end_now(self) -> None:
         """Ask once for the end of all machines, and wait for nothing: for a pool without a reaper. Errors are left to `release`."""
-        try:
-            self._provider.terminate(sorted(self._meter.rented() | self.living()))
-        except Exception:
-            _log.exception("the machines could not be ended right away; closing the pool tries again")
+        asked = set[str]()
+        for known in (self._meter.rented, self.living):  # those that are known first: a listing may fail
+            try:
+                if ids := known() - asked:
+                    asked |= ids
+                    self._provider.terminate(sorted(ids))
+            except Exception:
+                _log.exception("the machines could not all be ended right away; closing the pool tries again")
 
     def stop(self) -> None:
         """Launch no more, and let whoever waits for a machine here wait no longer."""
         self._closing.set()
         self.reaches.close()
-        for ending in self._endings:
-            if ending is not threading.current_thread():
-                ending.join()
+        self._endings.stop()
 
     def extend_leases(self, seconds: float) -> None:
         """Let all nodes live for so many seconds from now. Raises Unreachable if one cannot be told, BadRequest if they need this client."""
@@ -401,6 +445,12 @@ class Machines:
                 settings = replace(self._settings(node, rank, self._scheduler), workers=(), generation=RETIRED)
                 node.reach.write("settings.json", settings.to_json())
 
+    def rouse(self, rank: int, workers: Sequence[int]) -> None:
+        """Have a node kill those of its workers and begin them anew: they stay away, though it is there. Raises what a `Reach` raises."""
+        node = self._nodes.get(rank)
+        if node is not None:
+            node.reach.write(MISSED, " ".join(map(str, workers)))
+
     def notices(self, rank: int) -> tuple[Notice, ...]:
         """Return what the machine of a node was told of being taken back."""
         node = self._nodes.get(rank)
@@ -413,7 +463,7 @@ class Machines:
     def _notice_url(self, node: Preparation) -> str:
         return self._provider.notice_url if node.instance.is_spot else ""
 
-    def _rent_instead(self, rank: int, ending: threading.Thread | None) -> Preparation:
+    def _rent_instead(self, rank: int, ending: Ending | None) -> Preparation:
         """Rent a machine and have it begin to become a node."""
         node = Preparation(self.reaches.to(self._launch_instead(rank, ending)), rank, self._emit)
         try:
@@ -423,19 +473,19 @@ class Machines:
             raise
         return node
 
-    def _launch_instead(self, rank: int, ending: threading.Thread | None) -> Instance:
-        """Rent a machine while the lost one is given back, which may take long; where it is the last of its kind, that must come first."""
+    def _launch_instead(self, rank: int, ending: Ending | None) -> Instance:
+        """Rent a machine while the lost one is given back, which may take long; where it is the last of its kind, or the money is, that must come first."""
         own = self._offers[rank]
         try:
             return self._launch(own, 1, rank)[0]
-        except NoCapacity:
+        except (NoCapacity, BudgetExceeded):
             for other in self._others:
                 if other != own and self._may_stand_for(other, own):
-                    with contextlib.suppress(NoCapacity):
+                    with contextlib.suppress(NoCapacity, BudgetExceeded):  # one that the money is not enough for has none for us
                         return self._launch(other, 1, rank)[0]
             if ending is None:
                 raise
-        ending.join()
+        ending.over.wait(min(self._provider.gone_deadline_seconds, self._spec.provision_timeout))
         return self._launch(own, 1, rank)[0]
 
     def _may_stand_for(self, other: Offer, own: Offer) -> bool:
@@ -450,11 +500,10 @@ class Machines:
     def _restart(self, is_left: Callable[[Instance], bool]) -> Lease:
         self._generation += 1
         lost = self._nodes.pop(0, None)
-        if lost is not None:
-            self._end_aside(lost)
+        ending = self._end_aside(lost) if lost is not None else None
         left = [rank for rank, node in sorted(self._nodes.items()) if rank and is_left(node.instance)]
         deadline = time.monotonic() + self._spec.provision_timeout
-        head = self._nodes.pop(left[0]) if left else Preparation(self.reaches.to(self._launch_instead(0, None)), 0, self._emit)
+        head = self._nodes.pop(left[0]) if left else Preparation(self.reaches.to(self._launch_instead(0, ending)), 0, self._emit)
         self._nodes[0] = head
         if self._ports:
             self._choose_ports()
@@ -484,26 +533,19 @@ class Machines:
             del self._nodes[rank]
             self._end(node)
 
-    def _end_aside(self, node: Preparation) -> threading.Thread:
+    def _end_aside(self, node: Preparation) -> Ending:
         """Give back a machine that is lost in a thread of its own: one that does not answer takes its time."""
-        ending = threading.Thread(target=self._end, args=(node,), name=f"skyward-end-{node.rank}", daemon=True)
-        ending.start()
-        self._endings = [*(thread for thread in self._endings if thread.is_alive()), ending]
-        return ending
+        return self._endings.end_aside(node.instance.id, self._provider, f"skyward-end-{node.rank}", lambda: self._let_go(node))
 
     def _end(self, node: Preparation) -> None:
-        """Give back a machine that is lost. What cannot be done now is done when the pool ends."""
+        """Give back a machine that is lost. What cannot be done now is tried again, and done in any case when the pool ends."""
+        self._let_go(node)
+        self._endings.end(node.instance.id, self._provider)
+
+    def _let_go(self, node: Preparation) -> None:
         self._lost_at[node.instance.id] = time.monotonic()
         self.reaches.forget(node.instance)
         self._emit(InstanceStopping(node.instance.id))
-        try:
-            self._provider.terminate([node.instance.id])
-            if self._provider.terminate_confirms:
-                self._book.gone([node.instance.id], f"{self._provider.name} confirmed its termination")
-            elif node.instance.id not in self.living():
-                self._book.gone([node.instance.id], f"{self._provider.name} lists it no more")
-        except Exception:  # noqa: S110 - the meter goes on; `give_back` asks again and does not let go
-            pass
 
     def _raise_if_cut_off(self, node: Preparation) -> None:
         if not self._ports and not self._sees_the_head(node):
@@ -535,16 +577,26 @@ class Machines:
 
     # ── from machines to nodes ───────────────────────────────────────────────────────────────────────────────────────
 
-    def _launch(self, offer: Offer, count: int, first_rank: int) -> list[Instance]:
-        """Rent machines; the meter counts from the moment they are asked for. Raises NoCapacity if fewer came than were asked for."""
+    def _launch(self, offer: Offer, count: int, first_rank: int, along: Sequence[Part] = ()) -> list[Instance]:
+        """Rent machines; the meter counts from the moment they are asked for. Raises NoCapacity if fewer came than were asked for.
+
+        `along` are the parts of the same candidate that are asked for next: the money has to be enough for all of them.
+        """
         if self._is_closing or self._closing.is_set():
             raise PoolClosed("the pool is closing")
-        accelerator = self._spec.accelerator_on(offer)
-        self._spec.neuron_cores_of(accelerator)  # refuses what would be refused when the machine has been paid for
-        grant = self._purse.grant(count, price_of(offer, self._provider))
+        began, is_refused, is_unsure = time.monotonic(), False, False
         try:
-            lifetime = min((seconds for seconds in (self._spec.max_lifetime, grant.lifetime_seconds) if seconds is not None), default=None)
-            script = startup_script(self._spec, self._provider, lifetime)
+            accelerator = self._spec.accelerator_on(offer)
+            self._spec.neuron_cores_of(accelerator)  # refuses what would be refused when the machine has been paid for
+            prices = [(part.count, price_of(part.offer, self._provider)) for part in along]
+            grant = self._purse.grant(
+                count, price_of(offer, self._provider), along=prices, ending_seconds=self._provider.ending_seconds, tell=self.reaches.tell_paid
+            )
+        except (BadRequest, BudgetExceeded) as error:
+            self._book.tried(offer, time.monotonic() - began, error)
+            raise
+        try:
+            script = startup_script(self._spec, self._provider, grant.lifetime_seconds)
             self._emit(InstanceLaunching(count, offer.instance_type, self._provider.name))
             self._has_asked = True
             launch = self._book.intend(offer, count, first_rank, grant)
@@ -552,7 +604,7 @@ class Machines:
             self._purse.returned(grant)
             raise
         self.may_be_left = True
-        began, is_refused, is_unsure = time.monotonic(), False, False
+        began = time.monotonic()
         try:
             instances = self._provider.launch(offer, count, launch.tags, script)
         except NoCapacity as error:
@@ -574,7 +626,6 @@ class Machines:
                 self._unsure.add(grant)
         self._book.bind(launch, instances)
         self._purse.launched([instance.id for instance in instances], grant)
-        self._lifetimes |= {instance.id: lifetime for instance in instances}
         self._accelerators |= {instance.id: accelerator for instance in instances}
         for instance in instances:
             self._emit(_provisioned(instance))
@@ -665,8 +716,10 @@ class Machines:
         head_host = "127.0.0.1" if self._ports else self._nodes[0].instance.private_ip or "127.0.0.1"
         role = Role(rank, self._generation, host, head_host, self._head_port, scheduler, self._ports.get(rank, ()))
         machine = node.instance.id
-        certificate, lifetime = self._certificate.result(), self._lifetimes.get(machine)
-        return settings_of(node.reach, role, self._spec, certificate, self._accelerators.get(machine), lifetime, self._notice_url(node))
+        certificate = self._certificate.result()
+        if isinstance(node.reach, LocalReach):
+            node.reach.say_busy()  # for how long it is paid: nothing else tells it before it can do without us
+        return settings_of(node.reach, role, self._spec, certificate, self._accelerators.get(machine), self._spec.max_lifetime, self._notice_url(node))
 
     # ── nodes that do not see each other ─────────────────────────────────────────────────────────────────────────────
 
@@ -724,6 +777,12 @@ def refuse(spec: PoolSpec, provider: Provider) -> None:
     for feature, reason in type(provider).refuses.items():
         if asked.get(feature):
             raise NotYetSupported(f"{provider.name} does not do {feature}: {reason}")
+
+
+def warn(spec: PoolSpec, providers: Sequence[Provider]) -> None:
+    """Log what may fail when machines have been paid for, and nobody knows before."""
+    if spec.accelerator is not None and needs_reset(spec.accelerator) and any(provider.end_command for provider in providers):
+        _log.warning("%s: %s", spec.accelerator, RESET_MAY_BE_REFUSED)
 
 
 def able(spec: PoolSpec, providers: Sequence[Provider]) -> list[Provider]:

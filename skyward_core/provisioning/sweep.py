@@ -22,7 +22,7 @@ from skyward_core.owner import Owner, OwnerState
 from skyward_core.providers.base import Provider, load
 from skyward_core.provisioning.book import price_of
 from skyward_core.provisioning.giving_back import give_back
-from skyward_core.provisioning.judging import Action, Finding, Scene, answers, asked_by, can_see, judge, owners_of, unsure_seconds
+from skyward_core.provisioning.judging import Action, Finding, Scene, answers, asked_by, can_see, judge, owners_of, paid_until, unsure_seconds
 from skyward_core.side_by_side import side_by_side
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ MIN_AGE_SECONDS = 600.0
 CONDEMN_TRIES = 20
 LEAST_NOTED_SECONDS = 1.0
 """Of terminating: less than that is not worth a transaction of its own."""
+ESTIMATED = "when it has ended nobody saw: its cost is estimated, up to when its lease must have ended it"
 
 type Clock = Callable[[], datetime]
 
@@ -173,6 +174,8 @@ class _Page:
         self._clock = clock
         self._entry: PoolEntry | None = None
         self._intents: dict[int, Intent] = {}
+        self._asked_before: dict[int, datetime | None] = {}
+        """When others had asked for the end of each entry's machine."""
         self._numbers: dict[str, int] = {}
         self._machines: dict[str, Instance] = {}
         self._asked: dict[str, datetime] = {}
@@ -186,6 +189,7 @@ class _Page:
         for intent in self._ledger.intents(pool_id=self._pool_id):
             if intent.kind is ResourceKind.INSTANCE and (intent.gone_at is None or intent.cloud_id is None):
                 self._intents[intent.id] = intent
+                self._asked_before.setdefault(intent.id, intent.end_asked_at)
                 if intent.cloud_id is not None:
                     self._numbers[intent.cloud_id] = intent.id
 
@@ -252,7 +256,15 @@ class _Page:
             if (number := self._numbers.get(instance_id)) is not None and self._intents[number].gone_at is None:
                 by_evidence.setdefault(evidence, []).append(self._intents[number])
         for evidence, intents in by_evidence.items():
-            self._take(_closed(self._ledger, intents, evidence, self._clock()))
+            now = self._clock()
+            self._take(_closed(self._ledger, intents, evidence, now, self._paid_until(intents, now)))
+
+    def _paid_until(self, intents: Iterable[Intent], now: datetime) -> dict[int, datetime]:
+        """What nobody has seen running here, was gone before its end was asked for here: when that was is estimated."""
+        if self._entry is None:
+            return {}
+        unseen = (intent for intent in intents if intent.cloud_id not in self._machines)
+        return {intent.id: paid_until(self._provider, self._entry, replace(intent, end_asked_at=self._asked_before.get(intent.id)), now) for intent in unseen}
 
     def close(self) -> PoolEntry | None:
         """The provider lists nothing of the pool: write down the end of everything, and return the pool's entry. Raises LedgerError."""
@@ -309,27 +321,32 @@ class _Page:
             self._trouble = error
 
 
-def _closed(ledger: Ledger, intents: Sequence[Intent], evidence: str, now: datetime) -> list[Intent]:
-    """Close entries, each second of their machines in a bucket: since its end was asked for it was terminating, and what nobody noted is as 0008 says."""
+def _closed(ledger: Ledger, intents: Sequence[Intent], evidence: str, now: datetime, ends: Mapping[int, datetime] | None = None) -> list[Intent]:
+    """Close entries, each second of their machines in a bucket: since its end was asked for it was terminating, and what nobody noted is as 0008 says.
+
+    `ends` are the times, by the entries' numbers, until which those are paid for that were gone before anybody looked (`judging.paid_until`).
+    """
+    early = {number: end for number, end in (ends or {}).items() if (now - end).total_seconds() >= LEAST_NOTED_SECONDS}
     ending = {
         intent.id: {**intent.seconds, Bucket.TERMINATING: seconds}
         for intent in intents
-        if (seconds := _terminating_seconds(intent, now)) >= LEAST_NOTED_SECONDS
+        if (seconds := _terminating_seconds(intent, early.get(intent.id, now))) >= LEAST_NOTED_SECONDS
     }
     if ending:
         ledger.note_all(ending)
-    by_bucket: dict[Bucket, list[int]] = {}
+    by_words: dict[tuple[Bucket, str], list[int]] = {}
     for intent in intents:
-        by_bucket.setdefault(_unnoted(intent), []).append(intent.id)
-    return [intent for fill, numbers in by_bucket.items() for intent in ledger.close_all(numbers, evidence, fill=fill)]
+        words = f"{evidence}; {ESTIMATED}" if intent.id in early and intent.cloud_id is not None else evidence
+        by_words.setdefault((_unnoted(intent), words), []).append(intent.id)
+    return [intent for (fill, words), numbers in by_words.items() for intent in ledger.close_all(numbers, words, fill=fill, paid_until=early)]
 
 
-def _terminating_seconds(intent: Intent, now: datetime) -> float:
+def _terminating_seconds(intent: Intent, until: datetime) -> float:
     """For how long its end has been asked for, as far as nothing else was noted for that time."""
     if intent.end_asked_at is None or intent.cloud_id is None:
         return 0.0
     others = sum(seconds for bucket, seconds in intent.seconds.items() if bucket is not Bucket.TERMINATING)
-    return max(0.0, min((now - intent.end_asked_at).total_seconds(), (now - intent.intended_at).total_seconds() - others))
+    return max(0.0, min((until - intent.end_asked_at).total_seconds(), (until - intent.intended_at).total_seconds() - others))
 
 
 def _unnoted(intent: Intent) -> Bucket:
@@ -415,7 +432,7 @@ def sweep(
     view = _look(ledger, providers)
 
     def settle(place: _Place) -> _Work:
-        scene = Scene(place.provider, place.machines, place.pools, place.intents, clock(), Owner.here(), _states(place))
+        scene = Scene(place.provider, place.machines, place.pools, place.intents, clock(), Owner.here(), _states(place), place.of_others)
         work = _Work(ledger, place, judge(scene, min_age_seconds=min_age_seconds, include_unknown=include_unknown), clock, monotonic, pause)
         if not is_dry_run:
             work.do()
@@ -452,6 +469,8 @@ class _Place:
     machines: list[Instance]
     pools: dict[str, PoolEntry] = field(default_factory=dict[str, PoolEntry])
     intents: list[Intent] = field(default_factory=list[Intent])
+    of_others: dict[str, tuple[PoolEntry, str]] = field(default_factory=dict[str, tuple[PoolEntry, str]])
+    """The ledger's pools of this provider that are of another account, each with that in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -478,6 +497,7 @@ def _look(ledger: Ledger | None, providers: Sequence[Provider]) -> _View:
         if (error := _other_account(entry, place.account)) is None:
             place.pools[entry.id] = entry
         else:  # what this account does not list may well be there
+            place.of_others[entry.id] = (entry, str(error))
             strange.append(Failure(place.provider.name, entry.id, error))
     for intent in intents:
         place = survey.places.get(_key(pools[intent.pool_id].provider))
@@ -560,7 +580,8 @@ def _keep_apart(places: Mapping[str, _Place], pools: Mapping[str, PoolEntry]) ->
 
 
 def _states(place: _Place) -> dict[Owner, OwnerState]:
-    return {owner: owner.state() for owner in {*(entry.owner for entry in place.pools.values()), *owners_of(place.machines)}}
+    entries = [*place.pools.values(), *(entry for entry, _ in place.of_others.values())]
+    return {owner: owner.state() for owner in {*(entry.owner for entry in entries), *owners_of(place.machines)}}
 
 
 # ── doing ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -586,6 +607,7 @@ class _Work:
         self._ledger = ledger
         self._provider = place.provider
         self._pools = place.pools
+        self._known = place.pools | {pool_id: entry for pool_id, (entry, _) in place.of_others.items()}
         self._intents = {intent.id: intent for intent in place.intents}
         self._clock = clock
         self._monotonic = monotonic
@@ -594,7 +616,7 @@ class _Work:
     def do(self) -> None:
         """Bind, condemn, close and end."""
         self._adopt(self._of(Action.ADOPT))
-        self._condemn({finding.pool_id for finding in self._of(Action.END, Action.CLOSE, Action.WAIT)} & self._pools.keys())
+        self._condemn({finding.pool_id for finding in self._of(Action.END, Action.CLOSE, Action.WAIT)} & self._known.keys())
         ends = self._of(Action.END)
         ending = {finding.pool_id for finding in ends}
         closing = [finding for finding in self._of(Action.CLOSE) if finding.pool_id not in ending]
@@ -623,7 +645,7 @@ class _Work:
 
     def _condemn(self, pool_ids: Iterable[str]) -> None:
         """Judge these dead for everybody to see; what has come back to life meanwhile, or could not be judged, is left."""
-        seen = {pool_id: entry.lease_expires_at for pool_id in pool_ids if (entry := self._pools[pool_id]).ended_at is None and entry.condemned_at is None}
+        seen = {pool_id: entry.lease_expires_at for pool_id in pool_ids if (entry := self._known[pool_id]).ended_at is None and entry.condemned_at is None}
         if not seen:
             return
         assert self._ledger is not None
@@ -649,8 +671,10 @@ class _Work:
         except Exception as error:  # nothing is closed on the strength of what could not be seen
             self._fail("", error)
             return
+        now = self._clock()
+        ends = {intent.id: paid_until(self._provider, self._pools[intent.pool_id], intent, now) for intent in intents}
         try:
-            _closed(self._ledger, intents, f"{self._provider.name} does not list it; a sweep has closed it", self._clock())
+            _closed(self._ledger, intents, f"{self._provider.name} does not list it; a sweep has closed it", now, ends)
         except LedgerError as error:
             self._fail("", error)
 
@@ -677,7 +701,7 @@ class _Work:
         return set(over)
 
     def _end(self, finding: Finding) -> None:
-        """End a pool's machines, those of its entries that are to be closed included."""
+        """End a pool's machines, those of its entries that are to be closed included. Entries of another account's machines are left as they are."""
         ledger = self._ledger if finding.pool_id in self._pools else None
         try:
             _end_machines(

@@ -70,12 +70,15 @@ class Resumed:
     `missed`: so many before them were dropped, for want of room. `is_known` is False if the scheduler had not heard of the topic, as a new head has not.
     `tasks`: the client's tasks that are still kept, and their states in Dask's words ("processing", "memory", "erred"); what is not there is lost. The new
     client wants them from here on: it makes a future of each at once (`distributed.Future(key, client)`), or sends `let_go` with those it is done with.
+    `gone`: those that came here, and of which there is no task any more. A key in neither has not come and will not, if the topic is known: what the client
+    before this one has sent and is still on its way is refused.
     """
 
     number: int
     missed: int
     is_known: bool
     tasks: Mapping[str, str]
+    gone: frozenset[str] = frozenset()
 
 
 class Following:
@@ -125,7 +128,7 @@ class Following:
         if answer["asked"] == self._asked:
             self._is_live = True
             self.number = answer["number"]
-            self._resumed(Resumed(answer["number"], answer["missed"], answer["is_known"], dict(answer["tasks"])))
+            self._resumed(Resumed(answer["number"], answer["missed"], answer["is_known"], dict(answer["tasks"]), frozenset(answer["gone"])))
 
 
 # ── the scheduler's side ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -197,6 +200,8 @@ class Calls(SchedulerPlugin):
         self._owners: dict[str, str] = {}  # of topics: ids of clients
         self._keys: dict[str, set[str]] = {}  # of tasks kept, by the id of their client
         self._absent: dict[str, asyncio.TimerHandle] = {}
+        self._replaced: set[str] = set()
+        """Clients whose topics others have resumed, as long as their streams stand."""
         self._detached: dict[str, Detached] = {}
         self._scheduler: Any = None  # Dask's types say too little
 
@@ -214,7 +219,8 @@ class Calls(SchedulerPlugin):
             }
         )
         scheduler.handlers.update({"skyward_calls": self.skyward_calls, "skyward_call": self.skyward_call, "skyward_forget": self.skyward_forget})
-        scheduler.handlers.update({"skyward_busy": self.skyward_busy, RAN: self.skyward_ran})
+        scheduler.handlers.update({"skyward_busy": self.skyward_busy, RAN: self.skyward_ran, "skyward_load": self.skyward_load})
+        scheduler.handlers.update({"skyward_cancel": self.skyward_cancel})
 
     async def close(self) -> None:
         """Stop the timers."""
@@ -238,8 +244,10 @@ class Calls(SchedulerPlugin):
             kept = kept or self._topics.setdefault(topic, Topic(self._topic_limit_bytes, number=after))
             self._give(topic, client)
         number, messages = kept.after(after) if kept is not None else (after, [])
-        tasks = {key: task.state for key in self._keys.get(client, ()) if (task := self._scheduler.tasks.get(key)) is not None}
-        answer = {"asked": asked, "number": number, "missed": max(0, number - after), "is_known": is_known, "tasks": tasks}
+        keys = self._keys.get(client, set())
+        tasks = {key: task.state for key in keys if (task := self._scheduler.tasks.get(key)) is not None}
+        gone = [key for key in keys if key not in tasks]
+        answer = {"asked": asked, "number": number, "missed": max(0, number - after), "is_known": is_known, "tasks": tasks, "gone": gone}
         now = time.time()
         events = [{"op": "event", "topic": topic, "event": (now, content)} for content in (answer, *messages)]
         self._scheduler.send_all({client: events}, {})
@@ -256,6 +264,8 @@ class Calls(SchedulerPlugin):
         if owner == client:
             return
         self._scheduler.unsubscribe_topic(topic, owner)
+        if owner in self._scheduler.clients:
+            self._replaced.add(owner)
         self._keys.setdefault(client, set()).update(self._keys.pop(owner, ()))
         if owner not in self._owners.values() and (timer := self._absent.pop(owner, None)):
             timer.cancel()
@@ -270,6 +280,10 @@ class Calls(SchedulerPlugin):
             self._abandon(client)
 
     # ── tasks ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def is_replaced(self, client: str) -> bool:
+        """Tell whether another client has resumed this one's topic: it was told what had come by then, and sends the rest again."""
+        return client in self._replaced
 
     def update_graph(self, scheduler: Scheduler, *, client: str, tasks: Any, keys: Collection[Any], annotations: Any, priority: Any, **_: Any) -> None:
         """Want our tasks as KEEP, from the moment they are known to Dask."""
@@ -295,6 +309,7 @@ class Calls(SchedulerPlugin):
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """Give a client whose connection is gone some time to come back."""
+        self._replaced.discard(client)
         if client in self._owners.values() or self._keys.get(client):
             if timer := self._absent.pop(client, None):
                 timer.cancel()
@@ -357,6 +372,14 @@ class Calls(SchedulerPlugin):
     def skyward_ran(self) -> list[Ran]:
         """Return for how long the slots of each worker were busy, as of its last heartbeat."""
         return [ran for worker in self._scheduler.workers.values() if (ran := worker.metrics.get(RAN)) is not None]
+
+    def skyward_load(self) -> dict[str, list[str]]:
+        """Return the keys of the tasks that each worker has and has not ended, whoever sent them, by the workers' names."""
+        return {str(worker.name): [str(task.key) for task in worker.processing] for worker in self._scheduler.workers.values()}
+
+    def skyward_cancel(self, call_id: str) -> None:
+        """Stop a call as CANCEL does, for one who wants to know that it was told."""
+        self._cancel("", [call_id])
 
     def skyward_calls(self) -> list[dict[str, Any]]:
         """Return what is known of every detached call, in the order in which they came."""

@@ -28,7 +28,7 @@ from distributed.scheduler import DEFAULT_EXTENSIONS, heartbeat_interval  # noqa
 from distributed.spans import SpanMetadata  # noqa: TID253
 from distributed.versions import get_versions  # noqa: TID253
 
-from skyward_core.worker.calls import CANCEL, RAN, Calls, Ran
+from skyward_core.worker.calls import CANCEL, KEEP, RAN, Calls, Ran, detached_key
 from skyward_core.worker.holding import Holding
 from skyward_core.worker.metrics import Sampler
 from skyward_core.worker.settings import NodeSettings, write_atomically
@@ -40,6 +40,8 @@ POOL_TOPIC = "skyward-pool"
 PLUGIN = "skyward-slots"
 RUN_BATCH = "skyward-run-batch"
 """The operation of a client's stream that makes a batch a task; see `PoolScheduler.take_batch`."""
+START_DETACHED = "skyward_start_detached"
+"""The operation that makes a batch a detached call; see `PoolScheduler.start_detached`."""
 
 SILENT_SECONDS = 14.0  # a worker not heard of for so long is lost; a wire that heals after 12 s carries again at TCP's try after 12.6 s
 SILENCE_CHECK_SECONDS = 1.0
@@ -200,6 +202,7 @@ class PoolScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs, extensions={**DEFAULT_EXTENSIONS, "spans": NoSpans})
         self.stream_handlers[RUN_BATCH] = self.take_batch
+        self.handlers[START_DETACHED] = self.start_detached
         self._silence = Silence()
         self._checked_at = time.monotonic()
         if check := self.periodic_callbacks.get("worker-ttl"):
@@ -209,25 +212,37 @@ class PoolScheduler(Scheduler):
         """Make a pickled batch a task of this key, wanted by the client, as `Client.submit` would. An error is told to the client as that of the task.
 
         A graph of one task costs more than all the rest of a tiny call: it is built, pickled, unpickled and looked through, in a thread of its own.
+        What a client has sent that another one has come in the place of is not taken: that one was told that it had not come.
         """
+        calls = self.plugins.get(Calls.name)
+        if isinstance(calls, Calls) and calls.is_replaced(client):
+            return
         try:
-            self._create_taskstate_from_graph(
-                start=time.time(),
-                dsk={key: Task(key, run_batch, Sealed(batch))},
-                keys={key},
-                ordered={key: 0},
-                client=client,
-                annotations_by_type={},
-                global_annotations=annotations,
-                stimulus_id=f"{RUN_BATCH}-{key}",
-                submitting_task=None,
-                span_metadata=SpanMetadata(collections=[]),
-            )
+            self._make_task(client, key, batch, annotations)
         except Exception as error:  # raised, it would end the client's stream, and with it all its other calls
             if key in self.tasks:
                 self.client_desires_keys([key], client)  # a task half made goes when the client releases it
             told = error_message(error)
             self.report({"op": "task-erred", "key": key, "exception": told["exception"], "traceback": told["traceback"]}, client=client)
+
+    def start_detached(self, call_id: str, batch: bytes, annotations: dict[str, Any]) -> None:
+        """Make a pickled batch a detached call of this id, unless there is one: whoever did not hear the answer asks again."""
+        if cast(Calls, self.plugins[Calls.name]).skyward_call(call_id) is None:
+            self._make_task(KEEP, detached_key(call_id), batch, annotations)
+
+    def _make_task(self, client: str, key: str, batch: bytes, annotations: dict[str, Any]) -> None:
+        self._create_taskstate_from_graph(
+            start=time.time(),
+            dsk={key: Task(key, run_batch, Sealed(batch))},
+            keys={key},
+            ordered={key: 0},
+            client=client,
+            annotations_by_type={},
+            global_annotations=annotations,
+            stimulus_id=f"{RUN_BATCH}-{key}",
+            submitting_task=None,
+            span_metadata=SpanMetadata(collections=[]),
+        )
 
     async def check_worker_ttl(self) -> None:
         """Remove the workers that have been silent for SILENT_SECONDS, or for three heartbeats where a large pool has them send fewer."""

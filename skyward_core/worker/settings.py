@@ -123,19 +123,33 @@ def memory_directory(instance_id: str) -> str:
     return str((base if base.is_dir() else Path(tempfile.gettempdir())) / f"skyward-{os.getuid()}-{instance_id}")
 
 
-def process_start(pid: int) -> str:
-    """Return a process's start time in clock ticks since boot (field 22 of proc(5) stat), or "" if it is gone or a zombie."""
+def process_start(pid: int) -> str | None:
+    """Return a process's start time in clock ticks since boot (field 22 of proc(5) stat), "" if it is gone or a zombie.
+
+    None if it is there and /proc does not show it, as where that is mounted with `hidepid` processes of other users.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return ""
+        return None if _is_there(pid) else ""
     state, *rest = stat.rpartition(") ")[2].split()
     return "" if state in "ZX" else rest[18]
 
 
+def _is_there(pid: int) -> bool:
+    """Tell whether there is a process, or a zombie, of that pid: the kernel says so of anybody's."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OverflowError):  # the latter: no pid at all
+        return False
+    return pid > 0
+
+
 def this_process() -> Owner:
     """Return the running process as an owner."""
-    return Owner(os.getpid(), process_start(os.getpid()))
+    return Owner(os.getpid(), process_start(os.getpid()) or "")
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -8,7 +8,7 @@ owner is gone, or one of its clocks has run out, it takes the whole node down.
 Files of DIRECTORY: `settings.json` is written by the client, and written again to have the node begin anew as another; `lease` is written by whoever
 may lengthen it; `partitions`, if there is one, by the bootstrap script, and names the GPU of each worker; `supervisor` holds this process's pid;
 `head.json` is written by the head when its scheduler listens; `ended` says to the guard, where there is one, why the node ends. The supervisor may be
-started before `settings.json` is there.
+started before `settings.json` is there. `missed` is written by the client when workers stay away from the scheduler, and taken away when they are dead.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from skyward_core.worker.settings import NodeSettings, Owner, with_partitions, w
 from skyward_core.worker.slot import Exit
 from skyward_core.worker.watchdog import (
     DETACHED,
+    MISSED,
     Birth,
     Busy,
     Watch,
@@ -58,6 +59,7 @@ CRASH_LOOP_DEATHS = 5  # a worker process of the head that dies so often ...
 CRASH_LOOP_SECONDS = 60.0  # ... within this time takes the node down
 FIRST_PAUSE_SECONDS = 0.2
 LONGEST_PAUSE_SECONDS = 5.0
+YOUNG_SECONDS = 8.0  # for so long after it was begun anew a worker that is missed may still be on its way
 LISTEN_AGAIN_SECONDS = 30.0  # what listens for notices raises nothing: somebody has killed it
 HELD_SIGNALS = (signal.SIGCHLD, signal.SIGTERM)
 
@@ -151,6 +153,7 @@ class Supervisor:
             if time.monotonic() - watched_at >= WATCH_SECONDS:
                 watched_at = time.monotonic()
                 self._look_at_settings()
+                self._look_for_missed()
                 self._look_at_clocks()
 
     # ── starting ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -337,6 +340,22 @@ class Supervisor:
             return
         if settings.generation != self._settings.generation:
             self._begin_anew(settings)
+
+    def _look_for_missed(self) -> None:
+        """Kill workers that the client misses: one that stands still does nothing, and does not die. Their successors come as after any death."""
+        path = self._directory / MISSED
+        try:
+            missed = path.read_text().split()
+            path.unlink()
+        except OSError:
+            return
+        now = time.monotonic()
+        for pid, index in self._workers.items():
+            died_at = max(self._deaths[index].times, default=-math.inf)
+            if str(index) in missed and now - died_at > YOUNG_SECONDS:
+                self._log(f"worker {index} is missed by the pool, and is killed")
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def _begin_anew(self, settings: NodeSettings) -> None:
         """Kill all that has been forked, forget it, and start with other settings: another rank, another head. Dask stays imported."""

@@ -33,6 +33,8 @@ BUSY = "busy"
 PAID = "paid"
 DETACHED = "detached"
 """Its opener has let go of the node: a living opener does not stand for the lease any more."""
+MISSED = "missed"
+"""Indexes of workers that stay away from the scheduler, as the pool's opener tells: they are killed, and begin anew."""
 LEASE_SHAPE = re.compile(rb"[0-9]+(\.[0-9]+)?\s*")  # what the guard, a shell script, can read too
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -141,9 +143,10 @@ def read_lease(directory: Path) -> float | None:
     return _read_uptime(directory / LEASE)
 
 
-def write_lease(directory: Path, until: float) -> None:
+def write_lease(directory: Path, until: float, *, may_shorten: bool = False) -> None:
     """Let a node's lease run until this uptime of its machine, in seconds, unless it runs longer already. Several clients may do so at once.
 
+    `may_shorten` takes back what was said in error: it runs until then even if it ran longer.
     Raises ValueError for what is not a point in time, OSError if the node's directory is gone.
     """
     _refuse_what_is_no_time(until)
@@ -151,7 +154,7 @@ def write_lease(directory: Path, until: float) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         present = read_lease(directory)
-        if present is None or present < until:
+        if may_shorten or present is None or present < until:
             write_atomically(directory / LEASE, f"{until:.3f}\n")
     finally:
         os.close(descriptor)

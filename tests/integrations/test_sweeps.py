@@ -113,11 +113,14 @@ sky.Local.instances = blind
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("orchestrator", ORCHESTRATORS)
 def test_a_sweep_that_could_not_see_everything_is_red(orchestrator: str, environ: dict[str, str], forgotten: sky.Instance, tmp_path: Path) -> None:
-    """When a provider does not answer, the run fails with its words, and nothing of it was ended."""
+    """When a provider of the settings does not answer, the run fails with its words, and nothing of it was ended. All that they name are asked."""
+    environ = {name: value for name, value in environ.items() if not name.startswith("DIGITALOCEAN")}
+    environ |= {"SKYWARD_PROVIDER": '["local", "digitalocean"]', "XDG_CONFIG_HOME": str(tmp_path)}
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(BLIND))
     code, said = run(ORCHESTRATORS[orchestrator], environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"})
     assert FAILURE in said
     assert "503 from the listing" in said
+    assert "DIGITALOCEAN_TOKEN" in said  # there is none
     assert code != 0 or orchestrator == "airflow", said  # `airflow dags test` tells the state in words alone
     assert "state=failed" in said or "DagRunState.FAILED" in said or orchestrator != "airflow", said
     assert sky.Local().instances(forgotten.pool_id) == [forgotten]

@@ -362,5 +362,5 @@ class _Cluster:
     def has(self, rank: int) -> bool:
         return True
 
-    def has_any(self) -> bool:
-        return True
+    def missing(self, rank: int) -> list[int]:
+        return []

@@ -462,15 +462,15 @@ def test_a_ledger_that_cannot_be_used_when_the_pool_opens(program: Program, trou
 
 
 def test_a_disk_that_is_full_while_the_pool_is_open(program: Program) -> None:
-    """The machines are given back all the same; that this could not be written down is told afterwards."""
+    """The machines are given back all the same; that this could not be written down is told afterwards, and the reaper, which has room, writes it down."""
     program.start(f"{WAITS}p.close()").come_to(lambda: program.has_said("ready"))
     resource.prlimit(program.pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
     program.go_on()
     assert program.status() == 1
-    program.wait_for(lambda: not program.living(), "everything to be gone")
+    assert not list(program.bill.glob("local-*"))
     assert FULL in program.stderr
     assert "not written down: " in program.stderr
-    assert program.reaper_log == ""
+    reaped(program)
 
 
 def test_a_ledger_that_is_damaged_while_the_pool_is_open(program: Program) -> None:
@@ -491,8 +491,8 @@ def test_a_lock_that_does_not_go(program: Program) -> None:
         program.go_on()
         assert program.status() == 1
         assert not list(program.bill.glob("local-*"))
-    program.wait_for(lambda: not program.living(), "everything to be gone")
     assert LOCKED in program.stderr
+    program.leaves_nothing()  # the reaper goes on trying, and it is all written down when the lock goes
 
 
 def test_a_lock_does_not_keep_the_machines(program: Program) -> None:
@@ -517,6 +517,58 @@ def test_a_kill_and_a_damaged_ledger(program: Program) -> None:
         file.unlink()
     program.status()
     program.leaves_nothing()
+
+
+# ── a fork ends, and nothing of the pool's does ──────────────────────────────────────────────────────────────────────
+
+FORKS = """
+import gc, multiprocessing
+
+def helper(end):
+    if (pid := os.fork()) == 0:
+        end()
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+def calls():
+    try:
+        quick_call() >> p
+    except sky.PoolClosed as error:
+        say(f"a fork calls: {error}")
+    say(f"a fork looks: {p.is_active}")
+
+def forgets():
+    global p
+    del p
+    gc.collect()
+
+p = pool(lease_seconds=30)
+signal.signal(signal.SIGTERM, lambda *_: p.terminate_now())  # the documented hook
+with p:
+    helper(lambda: signal.raise_signal(signal.SIGTERM))
+    helper(calls)
+    helper(p.close)
+    helper(forgets)
+    if (pid := os.fork()) == 0:
+        sys.exit(0)  # leaves the block, and runs what is registered for the interpreter's end
+    os.waitpid(pid, 0)
+    worker = multiprocessing.get_context("fork").Process(target=quick_call)
+    worker.start()
+    worker.terminate()
+    worker.join()
+    say(f"{quick_call() >> p} by {len(p.lease.nodes)}, active: {p.is_active}")
+"""
+
+
+def test_forks_of_a_program_that_end(program: Program) -> None:
+    """A helper that was forked while a pool is open may be killed, close the pool, forget it or exit: the pool is its parent's, and a call there says so."""
+    assert program.start(FORKS).status(OPEN_SECONDS) == 0, program.stderr
+    *told, last = program.stdout.splitlines()
+    assert any("a fork calls: process" in line and "is a fork of the one that has opened the pool" in line for line in told)
+    assert "a fork looks: False" in told
+    assert last == "done by 1, active: True"
+    assert len(program.machines()) == 1
+    tidied(program)
 
 
 # ── money ────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -12,6 +12,7 @@ import logging
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from skyward_core.instances import Instance, InstanceState
 from skyward_core.market import Offer, Requirements, matches
 from skyward_core.providers import _http
 from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, TYPE_TAG, Provider, load
+from tests.providers.http_fake import FakeCloud, Reply
 
 POOL = "sky-contract-a1b2c3"
 STARTUP = "#!/bin/sh\necho the guard, with 'quotes' and \"$SKYWARD_INSTANCE_ID\"\n"
@@ -379,4 +381,80 @@ class ProviderContract:
         assert load(provider.to_json()) == provider
 
 
-__all__ = ["POOL", "STARTUP", "Hands", "ProviderContract", "RateLimited", "tags"]
+NO_ANSWERS = {
+    "a page": Reply(200, "<html>Sign in to the hotel</html>", is_text=True),
+    "an empty object": Reply(200, {}),
+    "null": Reply(200, "null", is_text=True),
+}
+SECRET = "sk-instance-0a1b2c3d4e5f"
+
+
+class RestContract(ProviderContract):
+    """What the clouds behind `_http.Api` keep to as well. A subclass has the fixture `wire`, the fake's server, and says what its calls are.
+
+    Attributes:
+        creating: method and path of the creating call.
+        ending: the same of the call that ends a machine.
+        login: a path that is asked for before all others, if there is one.
+    """
+
+    creating: tuple[str, str] = ("POST", "")
+    ending: tuple[str, str] = ("DELETE", "")
+    login: str = "(?!)"
+
+    @pytest.mark.parametrize("what", NO_ANSWERS)
+    @pytest.mark.parametrize("is_let_in", [False, True])
+    def test_status_200_alone_is_no_answer(self, hands: Hands, wire: FakeCloud, offer: Offer, what: str, is_let_in: bool) -> None:
+        """A proxy's page, an object without what was asked for, null: of every verb ProviderFailed, which says nothing of the machines."""
+        provider = hands.provider()
+        (machine,) = provider.launch(offer, 1, tags(), STARTUP)
+        pattern = f"(?!{self.login}).*" if is_let_in else ""
+        for method in ("GET", "POST", "PUT", "DELETE"):
+            wire.fail(method, pattern, NO_ANSWERS[what], times=10**6)
+        verbs: dict[str, Callable[[], object]] = {
+            "offers": lambda: provider.offers(hands.wish),
+            "instances": lambda: provider.instances(POOL),
+            "launch": lambda: provider.launch(offer, 1, tags(launch=f"{POOL}-2"), STARTUP),
+            "account": provider.account,
+        }
+        for name, verb in verbs.items():
+            with pytest.raises(ProviderFailed):
+                print(name, verb())
+        if what != "null":  # where a cloud says nothing when it has done it, that is as little
+            with pytest.raises((ProviderFailed, InstancesLeft)):
+                provider.terminate([machine.id])
+        wire.faults.clear()
+        assert hands.alive() == {machine.id}
+
+    @pytest.mark.parametrize("what", NO_ANSWERS)
+    def test_a_creating_call_without_an_answer_may_have_created(self, hands: Hands, wire: FakeCloud, offer: Offer, what: str) -> None:
+        """What it has made is found; if it has made nothing that is ProviderFailed, never NoCapacity."""
+        provider = hands.provider()
+        wire.fail(*self.creating, NO_ANSWERS[what], is_done=True)
+        assert {machine.id for machine in provider.launch(offer, 1, tags(), STARTUP)} == hands.alive()
+        wire.fail(*self.creating, NO_ANSWERS[what])
+        with pytest.raises(ProviderFailed):
+            provider.launch(offer, 1, tags(launch=f"{POOL}-2"), STARTUP)
+        assert len(hands.alive()) == 1
+
+    @pytest.mark.parametrize("what", ["a page", "an empty object"])
+    def test_an_end_that_is_not_confirmed_is_told(self, hands: Hands, wire: FakeCloud, offer: Offer, what: str) -> None:
+        """Though all else is answered."""
+        provider = hands.provider()
+        (machine,) = provider.launch(offer, 1, tags(), STARTUP)
+        wire.fail(*self.ending, NO_ANSWERS[what], times=99)
+        with pytest.raises((ProviderFailed, InstancesLeft)):
+            provider.terminate([machine.id])
+
+    @pytest.mark.parametrize("status", [200, 400, 500])
+    def test_a_secret_in_an_answer_is_in_no_message(self, hands: Hands, wire: FakeCloud, offer: Offer, status: int, caplog: pytest.LogCaptureFixture) -> None:
+        """A creating call may be answered with a key of the machine's own, and without success."""
+        caplog.set_level(logging.DEBUG)
+        body = {"success": False, "instance_api_key": SECRET, "machine": [{"root_password": SECRET}]}
+        wire.fail(*self.creating, Reply(status, body), times=99)
+        with pytest.raises(SkywardError) as caught:
+            hands.provider().launch(offer, 1, tags(), STARTUP)
+        assert SECRET not in "".join(traceback.format_exception(caught.value)) + caplog.text
+
+
+__all__ = ["POOL", "STARTUP", "Hands", "ProviderContract", "RateLimited", "RestContract", "tags"]

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from xml.sax.saxutils import escape
 
+from moto.ec2.models.instance_types import INSTANCE_TYPES
+
 PAGE = 2
 UNTRIED = ("UnfulfillableCapacity", "Failed to fulfill capacity. Please review errors in the response.")
 
@@ -194,7 +196,9 @@ class FakeFleets:
     # ── of every launch ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def refusal_of(self, words: Words, region: str) -> str | None:
-        """Return the code that EC2 refuses a RunInstances with, for its network interfaces or its place."""
+        """Return the code that EC2 refuses a RunInstances with, for its network interfaces, its CPU credits or its place."""
+        if "CreditSpecification.CpuCredits" in words and not INSTANCE_TYPES[words["InstanceType"]]["BurstablePerformanceSupported"]:
+            return "InvalidParameterCombination"
         cards = {key.split(".")[1] for key in words if key.startswith("NetworkInterface.")}
         if len(cards) > 1 and any(key.endswith("AssociatePublicIpAddress") for key in words):
             return "InvalidParameterCombination"

@@ -20,8 +20,9 @@ from skyward_core.errors import CredentialsError, InstancesLeft, NoCapacity, Pro
 from skyward_core.instances import InstanceState
 from skyward_core.market import Offer, Requirements, matches
 from skyward_core.providers import _aws_account, _aws_launch, _aws_offers, _aws_prices, aws
-from skyward_core.providers.base import LAUNCH_TAG, RANK_TAG, Provider, load
+from skyward_core.providers.base import LAUNCH_TAG, RANK_TAG, Provider, Sale, load
 from skyward_core.providers.login import host_key, our_key
+from skyward_core.provisioning.price_list import price_list
 from tests.providers.contract import POOL, STARTUP, Hands, ProviderContract, tags
 from tests.providers.fake_aws import ACCOUNT, IMAGES, OUR_ADDRESS, FakeAWS
 
@@ -273,6 +274,97 @@ def test_offers_of_several_regions(cloud: FakeAWS) -> None:
     assert {offer.region: offer.price_per_hour for offer in sold} == {"us-east-1": 0.5, "us-west-2": 0.6}
 
 
+def take_subnets(cloud: FakeAWS, region: str) -> None:
+    for subnet in cloud.backend(region).describe_subnets():
+        cloud.backend(region).delete_subnet(subnet.id)
+
+
+BOTH = ("us-west-2", "us-east-1")
+
+
+@pytest.mark.parametrize(("code", "status"), [("AuthFailure", 401), ("Unavailable", 503), ("", 0)])
+def test_a_region_that_cannot_be_asked_takes_no_other_with_it(cloud: FakeAWS, caplog: pytest.LogCaptureFixture, code: str, status: int) -> None:
+    """One that the account has not enabled, one that is out, and one without a place for machines: the log tells it."""
+    if code:
+        cloud.fail("*", code, status, times=999, when=lambda asked: asked.region == "us-west-2")
+    else:
+        take_subnets(cloud, "us-west-2")
+    provider = make(cloud, region=BOTH)
+    sold = provider.offers(T4)
+    assert isinstance(sold, Sale)
+    assert ({offer.region for offer in sold}, [*sold.unasked]) == ({"us-east-1"}, ["us-west-2"])
+    assert "us-west-2 is left out: " in caplog.text
+    assert (code or "create-default-vpc --region us-west-2") in caplog.text
+    assert provider.account() == ACCOUNT
+
+
+@pytest.mark.parametrize(("code", "status", "error"), [("AuthFailure", 401, CredentialsError), ("Unavailable", 503, ProviderFailed)])
+def test_what_only_a_region_that_cannot_be_asked_may_have_is_not_told_as_sold_out(cloud: FakeAWS, code: str, status: int, error: type[SkywardError]) -> None:
+    """Nor when none can be asked; each of them is told."""
+    cloud.list_prices = {("us-west-2", "g4dn.xlarge"): 0.6, ("us-east-1", "g4dn.12xlarge"): 3.9}
+    cloud.fail("*", code, status, times=9999, when=lambda asked: asked.region == "us-west-2")
+    provider = make(cloud, region=BOTH)
+    with pytest.raises(error, match="in us-west-2") as caught:
+        provider.offers(T4)
+    assert caught.value.code == code
+    cloud.is_refusing = True
+    for verb in (lambda: provider.offers(T4), provider.account):
+        with pytest.raises(SkywardError, match=r"in us-west-2.*; .*in us-east-1"):
+            verb()
+
+
+def test_regions_without_a_place_and_an_outage_are_an_outage(cloud: FakeAWS) -> None:
+    """Whichever comes first: waiting may mend it. All without a place say what to do."""
+    take_subnets(cloud, "us-west-2")
+    cloud.fail("DescribeInstanceTypes", "Unavailable", 503, times=99, when=lambda asked: asked.region == "us-east-1")
+    with pytest.raises(ProviderFailed, match=r"us-west-2 has no default subnets.*; .*in us-east-1"):
+        make(cloud, region=BOTH).offers(T4)
+    cloud.faults.clear()
+    take_subnets(cloud, "us-east-1")
+    with pytest.raises(NoCapacity, match=r"subnet_ids=.*--region us-west-2.*--region us-east-1"):
+        make(cloud, region=BOTH).offers(T4)
+
+
+def test_a_mistake_in_a_region_is_told(cloud: FakeAWS) -> None:
+    """It is no reason to leave the region out."""
+    cloud.fail("DescribeInstanceTypes", "InvalidParameterValue", times=9, when=lambda asked: asked.region == "us-west-2")
+    with pytest.raises(sky.BadRequest, match="in us-west-2"):
+        make(cloud, region=BOTH).offers(T4)
+
+
+def test_without_the_right_to_ask_for_spot_prices_there_is_what_is_sold_on_demand(cloud: FakeAWS, caplog: pytest.LogCaptureFixture) -> None:
+    """The log names the right; any other refusal of the credentials is told."""
+    cloud.spot = {("g4dn.xlarge", "us-east-1a"): 0.2}
+    cloud.fail("DescribeSpotPriceHistory", "UnauthorizedOperation", 403)
+    assert [offer.is_spot for offer in make(cloud).offers(T4)] == [False]
+    assert "us-east-1 is offered on demand only: the credentials lack ec2:DescribeSpotPriceHistory" in caplog.text
+    cloud.fail("DescribeSpotPriceHistory", "ExpiredToken", 403)
+    with pytest.raises(CredentialsError):
+        make(cloud).offers(T4)
+
+
+@pytest.mark.parametrize(
+    ("wish", "names"),
+    [
+        ({}, {"t4g.small", "m7i.large"}),
+        ({"vcpus": 2, "nodes": 2}, {"t4g.small", "m7i.large"}),
+        ({"memory_gb": 0.5}, {"t4g.nano", "t3.micro", "t4g.small", "m7i.large"}),
+        ({"instance_type": "t4g.nano"}, {"t4g.nano"}),
+    ],
+)
+def test_who_says_nothing_of_memory_gets_enough_for_a_node(cloud: FakeAWS, wish: dict[str, Any], names: set[str]) -> None:
+    """2 GB; smaller ones are there for who asks for little, or for that type."""
+    cloud.list_prices = {("us-east-1", name): price for name, price in (("t4g.nano", 0.0042), ("t3.micro", 0.01), ("t4g.small", 0.017), ("m7i.large", 0.1))}
+    assert {offer.instance_type for offer in make(cloud).offers(Requirements(**wish))} == names
+
+
+def test_the_list_of_prices_has_what_is_asked_for_by_name(cloud: FakeAWS, tmp_path: Path) -> None:
+    """What is kept of an answer to all is no answer to who asks for little."""
+    cloud.list_prices = {("us-east-1", "t4g.nano"): 0.0042, ("us-east-1", "t4g.small"): 0.017}
+    for wish, name in (({}, "t4g.small"), ({"instance_type": "t4g.nano"}, "t4g.nano")):
+        assert [offer.instance_type for offer in price_list([make(cloud)], Requirements(**wish), tmp_path)] == [name]
+
+
 # ── the creating call ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -293,6 +385,20 @@ def test_the_creating_call_says_it_all(cloud: FakeAWS) -> None:
     assert {words[f"TagSpecification.{n}.ResourceType"] for n in (1, 2, 3)} == {"instance", "volume", "network-interface"}
     assert not [name for name in words if name.startswith(("KeyName", "InstanceMarketOptions", "TagSpecification.4"))]
     assert cloud.alive() == set()
+
+
+@pytest.mark.parametrize("name", ["t2.large", "t3.large", "t3a.large", "t4g.large"])
+def test_a_machine_uses_no_more_cpu_than_is_in_its_price(cloud: FakeAWS, name: str) -> None:
+    """AWS would bill what T3, T3a and T4g use beyond their credits, beside the price that the bill knows; with an image of one's own, too."""
+    make(cloud).launch(of_type(name, accelerator=None), 1, tags(), STARTUP)
+    make(cloud, ami="ami-0b0700000000000x8").launch(of_type(name, accelerator=None), 1, tags(launch="L1"), STARTUP)
+    assert [words["CreditSpecification.CpuCredits"] for words in cloud.words("RunInstances")] == ["standard", "standard"]
+
+
+def test_a_machine_without_cpu_credits_is_not_asked_for_with_them(cloud: FakeAWS) -> None:
+    """AWS refuses the word for it."""
+    make(cloud).launch(of_type("m7i.large", accelerator=None), 1, tags(), STARTUP)
+    assert not [name for words in cloud.words("RunInstances") for name in words if "Credit" in name]
 
 
 def test_a_zone_that_is_sold_out_is_asked_once(cloud: FakeAWS) -> None:
@@ -533,6 +639,9 @@ def test_a_region_without_a_default_vpc_says_what_to_do(cloud: FakeAWS) -> None:
         cloud.backend().delete_subnet(subnet.id)
     with pytest.raises(sky.BadRequest, match="subnet_ids="):
         make(cloud).launch(OFFER, 1, tags(), STARTUP)
+    with pytest.raises(NoCapacity, match="subnet_ids=") as caught:  # another region may have one
+        make(cloud, region=("us-east-1", "us-west-2")).launch(OFFER, 1, tags(), STARTUP)
+    assert caught.value.code == "VPCIdNotSpecified"
 
 
 # ── until it has an address ──────────────────────────────────────────────────────────────────────────────────────────

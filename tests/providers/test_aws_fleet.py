@@ -206,6 +206,20 @@ def test_a_fleet_is_asked_for_all_pools_that_cost_no_more(cloud: FakeAWS) -> Non
     assert cloud.words("CreateLaunchTemplate")[-1]["LaunchTemplateData.IamInstanceProfile.Name"] == "trainer"
 
 
+def test_spot_machines_use_no_more_cpu_than_is_in_their_price(cloud: FakeAWS) -> None:
+    """Types with CPU credits have a template of their own: for others AWS refuses the word."""
+    cloud.spot = {("t3.large", A): 0.03, ("m7i.large", A): 0.02, ("t3a.large", A): 0.04}
+    offer = of_type("t3.large", accelerator=None, is_spot=True, price_per_hour=0.05, or_types=("m7i.large", "t3a.large"))
+    make(cloud).launch(offer, 1, tags(), STARTUP)
+    assert {words.get("LaunchTemplateData.CreditSpecification.CpuCredits") for words in cloud.words("CreateLaunchTemplate")} == {"standard", None}
+    (words,) = cloud.words("CreateFleet")
+    templates = {name: template for name, _, _, template in cloud.fleets._pools(words, "us-east-1")}
+    assert templates["t3.large"] == templates["t3a.large"] != templates["m7i.large"]
+    del cloud.spot["m7i.large", A]
+    make(cloud).launch(offer, 1, tags(launch="L1"), STARTUP)
+    assert cloud.words("CreateLaunchTemplate")[-1]["LaunchTemplateData.CreditSpecification.CpuCredits"] == "standard"
+
+
 def test_spot_machines_are_told_as_what_they_are(cloud: FakeAWS) -> None:
     """With the tags of the creating call, their real type and price; a listing tells the same."""
     cloud.spot = {("g4dn.xlarge", A): 0.2, ("g4dn.2xlarge", C): 0.15}

@@ -26,9 +26,9 @@ from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, OW
 from skyward_core.providers.digitalocean import DigitalOcean, doctl_token, from_tags, image_of, name_of, state_of, tags_of, to_offers, to_tags
 from skyward_core.providers.login import host_key, our_key
 from skyward_core.providers.tagging import launch_word
-from tests.providers.contract import POOL, STARTUP, Hands, ProviderContract, tags
+from tests.providers.contract import POOL, STARTUP, Hands, RestContract, tags
 from tests.providers.fake_digitalocean import OVER_LIMIT, REGIONS, SIZES, SOLD_OUT, TEAM, TOKEN, TOO_MANY, FakeDigitalOcean, boot_of, size, unprocessable
-from tests.providers.http_fake import Reply
+from tests.providers.http_fake import FakeCloud, Reply
 
 NODE_TOKEN = "dop_v1_n0den0den0den0den0de"
 CPU = Requirements(instance_type="s-2vcpu-4gb")
@@ -86,8 +86,14 @@ def strangers(cloud: FakeDigitalOcean) -> None:
             cloud.add(name, kind, {"region": "nyc1", "image": 42, "tags": its}).looks = 9
 
 
-class TestDigitalOcean(ProviderContract):
+class TestDigitalOcean(RestContract):
     variables = ("DIGITALOCEAN_TOKEN", "DIGITALOCEAN_ACCESS_TOKEN")
+    creating = ("POST", "/v2/droplets")
+    ending = ("DELETE", "/v2/droplets")
+
+    @pytest.fixture
+    def wire(self, cloud: FakeDigitalOcean) -> FakeCloud:
+        return cloud
 
     @pytest.fixture(params=["without GPU", "with GPU"])
     def hands(self, request: pytest.FixtureRequest, cloud: FakeDigitalOcean) -> Hands:
@@ -659,20 +665,24 @@ def test_an_outage_holds_up_no_ending_for_ever(cloud: FakeDigitalOcean, make: Ca
 # ── how a machine ends itself ────────────────────────────────────────────────────────────────────────────────────────
 
 TOOLS = {
-    "curl": 'echo "curl $*" >>"$TOLD"\ncase "$*" in *metadata/v1/id) echo 4711 ;; *DELETE*) cat >>"$TOLD"; exit "${FAILS:-0}" ;; esac\n',
-    "sleep": 'echo "sleep $1" >>"$TOLD"\n',
+    "curl": 'echo "curl $*" >>"$TOLD"\n'
+    'case "$*" in *metadata/v1/id) cat "$METADATA" ;; *DELETE*) cat >>"$TOLD"; [ "$(grep -c DELETE "$TOLD")" -gt "$TRIES" ] || exit "$FAILS" ;; esac\n',
+    "sleep": 'echo "sleep $1" >>"$TOLD"\n[ "$1" != 60 ] || kill -KILL 0\n',
     "poweroff": 'echo poweroff >>"$TOLD"\n',
 }
 
 
-def run_end_script(script: str, folder: Path, fails: int = 0) -> list[str]:
-    """Run it with tools that only note what they are told, on a machine whose id is 4711."""
+def run_end_script(script: str, folder: Path, fails: int = 0, tries: int = 0) -> list[str]:
+    """Run it with tools that only note what they are told, on a machine whose id is 4711, and which is gone within 60 s of being deleted."""
     for name, text in TOOLS.items():
         tool = folder / name
         tool.write_text(f"#!/bin/sh\n{text}")
         tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
-    told = folder / "told"
-    subprocess.run(["sh", "-c", script], check=True, env={"PATH": f"{folder}:/usr/bin:/bin", "TOLD": str(told), "FAILS": str(fails)})
+    told, metadata = folder / "told", folder / "metadata"
+    if not metadata.exists():
+        metadata.write_text("4711")
+    environ = {"PATH": f"{folder}:/usr/bin:/bin", "TOLD": str(told), "FAILS": str(fails), "TRIES": str(tries), "METADATA": str(metadata)}
+    subprocess.run(["sh", "-c", script], check=False, env=environ, start_new_session=True, timeout=60)
     return told.read_text().splitlines()
 
 
@@ -707,10 +717,22 @@ def test_shellcheck_finds_nothing_in_the_end_of_a_machine(make: Callable[..., Di
     assert done.stdout == ""
 
 
-def test_a_machine_that_can_not_delete_itself_tries_again_and_powers_off(make: Callable[..., DigitalOcean], tmp_path: Path) -> None:
-    told = run_end_script(make(node_token=NODE_TOKEN)._end_script(), tmp_path, fails=22)
-    assert len([line for line in told if "DELETE" in line]) == 5
-    assert told[-1] == "poweroff"
+def test_a_machine_that_can_not_delete_itself_tries_again_until_it_is_gone(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], tmp_path: Path) -> None:
+    """Off it would cost as much, and try no more."""
+    provider = make(node_token=NODE_TOKEN)
+    provider.launch(an_offer(provider), 1, tags(), STARTUP)
+    (droplet,) = cloud.droplets.values()
+    end = boot_of(droplet.wish).partition("cat >/root/.cache/skyward/end <<'SKYWARD_END_OF_FILE'\n")[2].partition("\nSKYWARD_END_OF_FILE\n")[0]
+    told = run_end_script(end, tmp_path, fails=22, tries=20)
+    assert len([line for line in told if "DELETE" in line]) == 21
+    assert told.count("sleep 30") == 20
+    assert "poweroff" not in told
+
+
+def test_without_an_id_nothing_is_deleted(make: Callable[..., DigitalOcean], tmp_path: Path) -> None:
+    """An address without one would be that of all droplets."""
+    (tmp_path / "metadata").write_text("<html>")
+    assert not [line for line in run_end_script(make(node_token=NODE_TOKEN)._end_script(), tmp_path) if "DELETE" in line]
 
 
 def test_the_node_token_is_in_no_message(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import pickle
 import re
 import shlex
 import subprocess
@@ -44,6 +45,23 @@ def test_it_is_plain_data_both_ways() -> None:
     assert provider.model_copy() == provider
     with pytest.raises(ValidationError):
         provider.key = "other"
+    pools = provider.for_pool()
+    assert pools == provider
+    assert (hash(pools), pools.to_json()) == (hash(provider), fields)
+
+
+def test_a_pools_own_copy_remembers_host_keys() -> None:
+    """Each for itself, and once for each address; what no pool has remembers nothing."""
+    provider = sky.Hosts("gpu-1", "gpu-2")
+    one, other = provider.for_pool(), provider.for_pool()
+    one._keys.note("gpu-1", "key a")
+    one._keys.note("gpu-1", "key a")
+    one._keys.note("gpu-2", None)
+    with pytest.raises(sky.HostKeyChanged, match="two host keys: key a and key b"):
+        one._keys.note("gpu-1", "key b")
+    provider._keys.note("gpu-1", "key b")
+    assert [(it._keys.of("gpu-1"), it._keys.of("gpu-2")) for it in (one, other, provider)] == [("key a", None), (None, None), (None, None)]
+    assert pickle.loads(pickle.dumps(one))._keys.of("gpu-1") == "key a"
 
 
 @pytest.mark.parametrize(
@@ -472,6 +490,27 @@ def test_another_host_key_is_refused(machines) -> None:
     assert isinstance(caught.value.__cause__, sky.HostKeyChanged)
     with pytest.raises(sky.HostKeyChanged), Connection(instance.endpoint.model_copy(update={"known_hosts": "/dev/null"})) as connection:
         connection.connect(30)
+
+
+@pytest.mark.slow
+def test_a_key_is_pinned_for_the_life_of_a_pool(machines) -> None:
+    """Nobody has written it down: what a pool has seen first holds for all of its verbs, of hosts that it does not use too; the next pool begins anew."""
+    used, spare = pair = machines(2)
+    plain = provider_of(pair)
+    provider = plain.for_pool()
+    (instance,) = launch(provider)
+    (offer,) = provider.offers(ANY)
+    spare.change_host_key()
+    with pytest.raises(sky.HostKeyChanged):
+        provider.launch(offer, 1, {"skyward-pool": POOL, "skyward-rank": "1"}, guard_script(300, None))
+    used.change_host_key()
+    with pytest.raises(sky.HostKeyChanged):
+        provider.instances(POOL)
+    with pytest.raises(sky.InstancesLeft) as caught:
+        provider.terminate([instance.id])
+    assert isinstance(caught.value.__cause__, sky.HostKeyChanged)
+    assert [found.id for found in plain.for_pool().instances(POOL)] == [instance.id]
+    plain.terminate([instance.id])
 
 
 @pytest.mark.slow

@@ -22,9 +22,9 @@ from skyward_core.providers import login, runpod, userdata
 from skyward_core.providers.base import EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, load
 from skyward_core.providers.runpod import RunPod
 from skyward_core.side_by_side import MOST_THREADS
-from tests.providers.contract import POOL, STARTUP, Hands, ProviderContract, tags
+from tests.providers.contract import POOL, STARTUP, Hands, RestContract, tags
 from tests.providers.fake_runpod import HOST, KEY, NO_CAPACITY, FakeRunPod, cpu, gpu, problem
-from tests.providers.http_fake import Reply
+from tests.providers.http_fake import FakeCloud, Reply
 
 RTX_4090 = Requirements(accelerator=sky.accelerators.parse("RTX 4090"))
 CPUS = Requirements(instance_type="cpu3c-2-4")
@@ -54,8 +54,14 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeRunPod
         yield server
 
 
-class TestRunPod(ProviderContract):
+class TestRunPod(RestContract):
     variables = ("RUNPOD_API_KEY",)
+    creating = ("POST", "/v2/pods")
+    ending = ("DELETE", "/v2/pods")
+
+    @pytest.fixture
+    def wire(self, fake: FakeRunPod) -> FakeCloud:
+        return fake
 
     @pytest.fixture
     def hands(self, fake: FakeRunPod) -> Hands:
@@ -120,10 +126,8 @@ def order(fake: FakeRunPod) -> dict[str, Any]:
 
 def test_an_offer_is_a_type_in_a_number_in_a_data_centre(fake: FakeRunPod) -> None:
     """At the price of one GPU times their number, with the CPUs and memory that will be asked for."""
-    offers = of("H100")
-    assert [(offer.instance_type, offer.region) for offer in offers] == [
-        (f"NVIDIA H100 80GB HBM3 x{count}", place) for count in (1, 2, 4, 8) for place in ("EU-RO-1", "US-TX-3")
-    ]
+    offers = of("8xH100")
+    assert [(offer.instance_type, offer.region) for offer in offers] == [("NVIDIA H100 80GB HBM3 x8", place) for place in ("EU-RO-1", "US-TX-3")]
     offer = offers[-1]
     assert (offer.price_per_hour, offer.on_demand_price_per_hour) == (pytest.approx(31.92), pytest.approx(31.92))
     assert (offer.accelerator, offer.accelerators, offer.accelerator_memory_gb, offer.form_factor) == ("H100", 8, 80, "SXM")
@@ -132,16 +136,18 @@ def test_an_offer_is_a_type_in_a_number_in_a_data_centre(fake: FakeRunPod) -> No
 
 
 def test_a_number_that_is_asked_for_is_offered(fake: FakeRunPod) -> None:
-    """And those above it; the stock that is told is that of this number."""
+    """And no other, for anybody can have it; the stock that is told is that of this number."""
     offers = of("3xRTX 4090")
-    assert sorted({offer.accelerators for offer in offers}) == [3, 4, 8]
+    assert sorted({offer.accelerators for offer in offers}) == [3]
     (request,) = fake.asked("GET")
     assert request.query == {"include": "AVAILABILITY", "product": "POD", "count": "3", "cloud": "SECURE"}
 
 
-def test_no_more_gpus_than_a_pod_may_have(fake: FakeRunPod) -> None:
-    offers = of("RTX 4090", RunPod(cloud="community"))
-    assert [offer.accelerators for offer in offers] == [1, 2, 4]
+def test_who_names_no_number_is_offered_the_usual_ones(fake: FakeRunPod) -> None:
+    """But no more GPUs than a pod may have."""
+    offers = RunPod(cloud="community").offers(Requirements())
+    assert [offer.accelerators for offer in offers if offer.accelerator == "RTX 4090"] == [1, 2, 4]
+    assert of("8xRTX 4090", RunPod(cloud="community")) == []
 
 
 def test_community_machines_are_named_so_and_are_in_no_data_centre(fake: FakeRunPod) -> None:
@@ -343,6 +349,42 @@ def test_what_a_refusal_means(fake: FakeRunPod, status: int, error: type[Excepti
     assert caught.value.code == code  # type: ignore[attr-defined]
     assert len(fake.asked("POST")) <= MOST_THREADS
     assert fake.alive() == set()
+
+
+@pytest.mark.parametrize(
+    ("detail", "mistake"),
+    [
+        ("registry 'nope' does not exist", "registry 'nope' does not exist"),
+        ("Pod of NVIDIA GeForce RTX 4090 x1 in EU-RO-1: registry 00ab-12 is not yours", "pod of ... in ...: registry ... is not yours"),
+        ("There are no longer any instances available with the requested specifications.", ""),
+        ("This machine does not have the resources to deploy your pod. Please try a different machine.", ""),
+        ("", ""),
+    ],
+)
+def test_a_refusal_that_may_be_about_the_request(fake: FakeRunPod, detail: str, mistake: str) -> None:
+    """What it says of this offer alone is left out, so that others can say the same; what may mean that none is left is no mistake."""
+    offer = cheapest()
+    fake.fail("POST", "/v2/pods", problem(400, detail))
+    with pytest.raises(NoCapacity) as caught:
+        RunPod().launch(offer, 1, tags(), STARTUP)
+    assert caught.value.mistake == mistake
+
+
+@pytest.mark.parametrize(("places", "detail", "kind", "calls"), [
+    (9, "registry 'nope' does not exist", BadRequest, 3),
+    (2, "registry 'nope' does not exist", BadRequest, 2),
+    (9, NO_CAPACITY, NoCapacity, 9),
+])  # fmt: skip
+def test_a_mistake_of_ones_own_is_not_tried_everywhere(fake: FakeRunPod, places: int, detail: str, kind: type[Exception], calls: int) -> None:
+    """Three candidates, or all, that are in stock and say the same of the request are believed; what is sold out is tried to the end."""
+    fake.gpus.clear()
+    fake.sell(gpu("NVIDIA GeForce RTX 4090", 24, 0.69, None, " ".join(f"EU-{place}" for place in range(places))))
+    fake.fail("POST", "/v2/pods", problem(400, detail), times=1000)
+    with pytest.raises(kind) as caught:
+        sky.ComputePool(provider=RunPod(registry="nope"), accelerator="RTX 4090", display="quiet").open()
+    assert type(caught.value) is kind
+    assert detail in str(caught.value)
+    assert len(fake.asked("POST", "/v2/pods")) == calls
 
 
 def test_a_403_elsewhere_is_a_key_without_the_right(fake: FakeRunPod) -> None:
@@ -606,17 +648,23 @@ def test_a_pool_name_that_no_name_can_hold_is_refused(fake: FakeRunPod) -> None:
 # ── in the container ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("is_refused", "has_tool"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("status", "has_tool", "pause", "times"),
+    [(204, False, 5, 5), (403, False, 5, 5), (403, True, 5, 5), ("", True, 5, 5), (503, False, 30, 120), (429, True, 30, 120), ("000", False, 30, 120)],
+)
 @pytest.mark.parametrize("is_inherited", [False, True])
-def test_a_pod_ends_itself(tmp_path: Path, is_refused: bool, has_tool: bool, is_inherited: bool) -> None:
-    """It deletes itself with its own key, which is on no command line; RunPod's tool is asked too; if nothing helps it ends its first process."""
+def test_a_pod_ends_itself(tmp_path: Path, status: object, has_tool: bool, pause: int, times: int, is_inherited: bool) -> None:
+    """It deletes itself with its own key, which is on no command line; RunPod's tool is asked too, and an outage waited out for an hour.
+
+    If nothing helps it ends its first process.
+    """
 
     def command(name: str, text: str) -> None:
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
 
     calls = shlex.quote(str(tmp_path / "calls"))
-    command("curl", f'echo "curl $*" >>{calls}; cat >{shlex.quote(str(tmp_path / "header"))}; exit {22 if is_refused else 0}')
+    command("curl", f'echo "curl $*" >>{calls}; cat >{shlex.quote(str(tmp_path / "header"))}; printf "{status}"')
     command("sleep", f'echo "sleep $*" >>{calls}')
     if has_tool:
         command("runpodctl", f'echo "runpodctl $*" "$RUNPOD_API_KEY" >>{calls}')
@@ -630,9 +678,9 @@ def test_a_pod_ends_itself(tmp_path: Path, is_refused: bool, has_tool: bool, is_
         environment = {"PATH": environment["PATH"]}
     done = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "the end\n"
-    delete = "curl -fsS -m 20 -o /dev/null -X DELETE -H @- https://api.runpod.io/v2/pods/abc123"
+    delete = "curl -sS -m 20 -o /dev/null -w %{http_code} -X DELETE -H @- https://api.runpod.io/v2/pods/abc123"
     tool = ["runpodctl remove pod abc123 its-own-key", "sleep 60"] if has_tool else []
-    assert (tmp_path / "calls").read_text().splitlines() == [delete, *([] if is_refused else ["sleep 60"]), *tool, "sleep 5"] * 5
+    assert (tmp_path / "calls").read_text().splitlines() == [delete, *(["sleep 60"] if status == 204 else []), *tool, f"sleep {pause}"] * times
     assert (tmp_path / "header").read_text() == "Authorization: Bearer its-own-key"
 
 

@@ -22,9 +22,10 @@ from skyward_core.market import Offer, Requirements, matches
 from skyward_core.providers import login, userdata, vastai
 from skyward_core.providers.base import EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, load
 from skyward_core.providers.vastai import VastAI
-from tests.providers.contract import POOL, STARTUP, Hands, ProviderContract, tags
+from skyward_core.provisioning.price_list import price_list
+from tests.providers.contract import POOL, STARTUP, Hands, RestContract, tags
 from tests.providers.fake_vastai import KEY, FakeVast, ask
-from tests.providers.http_fake import Reply
+from tests.providers.http_fake import FakeCloud, Reply
 
 RTX_4090 = Requirements(accelerator=sky.accelerators.parse("RTX 4090"))
 GONE = Reply(404, {"success": False, "error": "no_such_ask", "msg": "error 404/3603: no_such_ask Instance type by id is not available."})
@@ -49,8 +50,14 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeVast]:
         yield server
 
 
-class TestVastAI(ProviderContract):
+class TestVastAI(RestContract):
     variables = ("VAST_API_KEY",)
+    creating = ("PUT", "/api/v0/asks/")
+    ending = ("DELETE", "/api/v0/instances/")
+
+    @pytest.fixture
+    def wire(self, fake: FakeVast) -> FakeCloud:
+        return fake
 
     @pytest.fixture
     def hands(self, fake: FakeVast) -> Hands:
@@ -223,6 +230,13 @@ def test_a_search_goes_on_where_the_last_page_ended(fake: FakeVast) -> None:
     fake.requests.clear()
     VastAI().offers(RTX_4090)
     assert len(fake.asked("POST")) == 8
+
+
+def test_a_price_list_asks_for_what_is_wanted(fake: FakeVast, tmp_path: Path) -> None:
+    """Among the cheapest of all there would be none."""
+    fake.sell(*(ask(1000 + number, price=0.1 + number * 0.0001) for number in range(300)))
+    found = price_list([VastAI()], Requirements(accelerator=sky.accelerators.parse("8xH100-SXM")), tmp_path)
+    assert {offer.instance_type for offer in found} == {"H100_SXM_80GBx8"}
 
 
 def test_what_the_market_does_not_filter_is_filtered_here(fake: FakeVast) -> None:
@@ -516,8 +530,8 @@ def test_who_loads_for_too_long_is_given_back(fake: FakeVast, monkeypatch: pytes
     assert {str(contract) for contract in fake.containers} == {machine.id}
 
 
-def test_a_machine_that_vanishes_while_it_is_waited_for_is_replaced(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was listed and is no more, twice; one that is not listed yet is waited for."""
+def test_a_machine_that_vanishes_while_it_is_waited_for_ends_the_launch(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was listed and is no more, twice: the pool may have been given back, and nobody would look for another one. One that is not listed yet is waited for."""
     fake.hidden = 2
     listings: list[int] = []
     listing = vastai._listing
@@ -529,10 +543,29 @@ def test_a_machine_that_vanishes_while_it_is_waited_for_is_replaced(fake: FakeVa
         yield from rows
 
     monkeypatch.setattr(vastai, "_listing", vanishing)
-    (machine,) = VastAI().launch(cheapest(), 1, tags(), STARTUP)
-    assert rented(fake) == [101, 102]
-    assert listings[:5] == [0, 0, 1, 0, 0]
-    assert {str(contract) for contract in fake.containers} == {machine.id}
+    with pytest.raises(NoCapacity) as caught:
+        VastAI().launch(cheapest(), 1, tags(), STARTUP)
+    assert caught.value.code == "gone"
+    assert rented(fake) == [101]
+    assert listings == [0, 0, 1, 0, 0]
+    assert fake.containers == {}
+
+
+def test_a_pool_that_is_given_back_while_its_machines_load_stays_so(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By somebody else: what has an address already is told, what is gone is not rented again, and what a host has failed with is not either."""
+    fake.broken |= {102: {"actual_status": "loading"}, 103: {"actual_status": "loading"}}
+    fake.broken[104] = {"actual_status": "exited"}
+    offer = cheapest()
+
+    def given_back(seconds: float) -> None:
+        for contract in [contract for contract, row in fake.containers.items() if row["actual_status"] == "loading" and fake.steps[contract] > 4]:
+            VastAI().terminate([str(contract)])
+
+    monkeypatch.setattr(vastai.time, "sleep", given_back)
+    machines = VastAI().launch(offer, 4, tags(), STARTUP)
+    assert rented(fake) == [101, 102, 103, 104]
+    assert {str(contract) for contract in fake.containers} == {machine.id for machine in machines}
+    assert len(machines) == 1
 
 
 # ── listing and ending ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -657,17 +690,17 @@ def test_the_first_process_ends_when_it_is_told_to() -> None:
         main.communicate()
 
 
-@pytest.mark.parametrize("is_refused", [False, True])
+@pytest.mark.parametrize(("status", "pause", "times"), [(200, 60, 5), (403, 5, 5), (404, 5, 5), ("", 5, 5), (503, 30, 120), (429, 30, 120), ("000", 30, 120)])
 @pytest.mark.parametrize("is_inherited", [False, True])
-def test_a_container_ends_itself(tmp_path: Path, is_refused: bool, is_inherited: bool) -> None:
-    """It deletes itself with its own key, which is on no command line; if that does not help it ends its first process."""
+def test_a_container_ends_itself(tmp_path: Path, status: object, pause: int, times: int, is_inherited: bool) -> None:
+    """It deletes itself with its own key, which is on no command line; an outage is waited out for an hour. If that does not help it ends its first process."""
 
     def command(name: str, text: str) -> None:
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
 
     calls = shlex.quote(str(tmp_path / "calls"))
-    command("curl", f'echo "curl $*" >>{calls}; cat >{shlex.quote(str(tmp_path / "header"))}; exit {22 if is_refused else 0}')
+    command("curl", f'echo "curl $*" >>{calls}; cat >{shlex.quote(str(tmp_path / "header"))}; printf "{status}"')
     command("sleep", f'echo "sleep $*" >>{calls}')
     assert vastai.END.splitlines()[-1] == "kill 1"
     script = vastai.END.removesuffix("kill 1") + "echo the end"
@@ -679,8 +712,8 @@ def test_a_container_ends_itself(tmp_path: Path, is_refused: bool, is_inherited:
     done = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "the end\n"
     made = (tmp_path / "calls").read_text().splitlines()
-    delete = "curl -fsS -m 20 -X DELETE -H @- -H Content-Type: application/json -d {} https://console.vast.ai/api/v0/instances/12345/"
-    assert made == ([delete, "sleep 5"] if is_refused else [delete, "sleep 60", "sleep 5"]) * 5
+    how = "-sS -m 20 -o /dev/null -w %{http_code} -X DELETE -H @- -H Content-Type: application/json -d {}"
+    assert made == [f"curl {how} https://console.vast.ai/api/v0/instances/12345/", f"sleep {pause}"] * times
     assert (tmp_path / "header").read_text() == "Authorization: Bearer its-own-key"
 
 

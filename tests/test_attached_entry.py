@@ -1,0 +1,102 @@
+"""Who uses a pool that somebody else has opened keeps it alive in the ledger, and takes no outage of it for an answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyward_core.attached import KeptEntry
+from skyward_core.errors import LedgerError
+from skyward_core.ledger import Ledger, default_url
+from skyward_core.owner import Owner
+
+POOL = "sky-1"
+LEASE_SECONDS = 3600.0
+
+
+@pytest.fixture
+def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ledger]:
+    """This process's ledger, with a detached pool of which a minute is left."""
+    monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
+    with Ledger(default_url()) as ledger:
+        dead = replace(Owner.here(), started="1")
+        ledger.open_pool(POOL, owner=dead, provider={}, spec_json="{}", lease_expires_at=datetime.now(UTC) + timedelta(seconds=60))
+        yield ledger
+
+
+@pytest.fixture
+def kept() -> Iterator[KeptEntry]:
+    """The entry of that pool, in the hands of an attached client."""
+    entry = KeptEntry(POOL, LEASE_SECONDS)
+    yield entry
+    entry.close()
+
+
+def is_renewed(ledger: Ledger) -> bool:
+    entry = ledger.pool(POOL)
+    assert entry is not None
+    return entry.lease_expires_at > datetime.now(UTC) + timedelta(seconds=LEASE_SECONDS - 60)
+
+
+def away(*_: Any, **__: Any) -> Any:
+    raise LedgerError("the server is being restarted")
+
+
+@pytest.mark.parametrize("verb", ["__init__", "pool", "renew"])
+def test_an_outage_is_not_taken_for_absence(
+    ledger: Ledger, kept: KeptEntry, verb: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever fails when the client attaches, a later beat renews the lease; it is told once."""
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(logging.getLogger("skyward"), "propagate", True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, verb, away)
+        kept.renew()
+        kept.renew()
+    assert not is_renewed(ledger)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    kept.renew()
+    assert is_renewed(ledger)
+
+
+def test_a_ledger_that_does_not_know_the_pool_is_asked_once(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be another one than the opener's."""
+    other = KeptEntry("sky-2", LEASE_SECONDS)
+    other.renew()
+    monkeypatch.setattr(Ledger, "__init__", pytest.fail)
+    monkeypatch.setattr(Ledger, "pool", pytest.fail)
+    other.renew()
+
+
+def test_a_pool_that_was_condemned_is_kept_no_more(ledger: Ledger, kept: KeptEntry, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its machines are being ended, which is told once."""
+    monkeypatch.setattr(logging.getLogger("skyward"), "propagate", True)
+    entry = ledger.pool(POOL)
+    assert entry is not None
+    ledger.condemn(POOL, seen=entry.lease_expires_at)
+    kept.renew()
+    kept.renew()
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert not is_renewed(ledger)
+
+
+def test_who_leaves_while_the_ledger_is_opened_leaves_nothing_open(ledger: Ledger, kept: KeptEntry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The beat runs in a thread of its own: what it opens afterwards it closes."""
+    closed: list[str] = []
+    real, real_close = Ledger.__init__, Ledger.close
+
+    def slow(self: Ledger, url: str) -> None:
+        kept.close()
+        real(self, url)
+
+    monkeypatch.setattr(Ledger, "__init__", slow)
+    monkeypatch.setattr(Ledger, "close", lambda self: (closed.append(self.url), real_close(self))[1])
+    kept.renew()
+    assert len(closed) == 1
+    assert not is_renewed(ledger)

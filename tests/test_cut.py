@@ -1,0 +1,328 @@
+"""What becomes of calls, cancels and large values while the connection to the scheduler, or to a node, is cut; on nodes that are processes of this machine."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from skyward_core import cluster as module
+from skyward_core.attached import Attached
+from skyward_core.cluster import Cluster
+from skyward_core.dispatch import Entry, Queue
+from skyward_core.errors import BudgetExceeded, ConnectionLost
+from skyward_core.worker.wire import Call, Parcel
+from tests.conftest import wait_until
+
+LARGE = 300_000
+
+
+@pytest.fixture
+def lone() -> Iterator[sky.ComputePool]:
+    """One node with two slots. No call runs twice."""
+    with sky.ComputePool(provider=sky.Local(), nodes=1, concurrency=2, retries=0, display="quiet", collect_metrics=False) as pool:
+        yield pool
+
+
+@pytest.fixture
+def far() -> Iterator[sky.ComputePool]:
+    """Two nodes with one slot each, whose memory the client reaches through their `Reach` only, as over SSH."""
+    with sky.ComputePool(provider=sky.Local(), nodes=2, retries=0, display="quiet", collect_metrics=False) as pool:
+        cluster_of(pool)._is_here = False
+        yield pool
+
+
+def cluster_of(pool: sky.ComputePool) -> Any:
+    return pool._cluster
+
+
+def cut(pool: sky.ComputePool) -> Callable[[], None]:
+    """Cut a pool's client off from its scheduler; return what connects it again."""
+    cluster: Any = cluster_of(pool)
+    address = cluster.client.scheduler.address
+    cluster._is_cut = True
+    cluster._disconnect(is_to_return=True)
+    return lambda: cluster.resume(address, 20)
+
+
+@sky.compute
+def note_and_wait(folder: str, name: str) -> str:
+    """Leave a note of this run, wait for the file `go`."""
+    Path(folder, f"{name}-{time.monotonic_ns()}").touch()
+    while not Path(folder, "go").exists():
+        time.sleep(0.01)
+    return name
+
+
+@sky.compute
+def where(_: bytes = b"") -> int:
+    return sky.instance_info().node
+
+
+@sky.compute
+def much() -> bytes:
+    return os.urandom(LARGE)
+
+
+@sky.compute
+def total(rows: list[int]) -> int:
+    return sum(sky.shard(rows))
+
+
+def runs(folder: Path, name: str) -> int:
+    return len(list(folder.glob(f"{name}-*")))
+
+
+# ── cancels ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.slow
+def test_who_is_cancelled_during_a_cut_is_stopped_when_it_is_over(lone: sky.ComputePool, tmp_path: Path) -> None:
+    """And who is cancelled later too: no call that nobody waits for keeps its slot. A call that runs meanwhile goes on."""
+    kept = lone.submit(note_and_wait(str(tmp_path), "kept"))
+    cancelled = lone.submit(note_and_wait(str(tmp_path), "first"))
+    wait_until(lambda: runs(tmp_path, "kept") and runs(tmp_path, "first"), "both to run")
+    heal = cut(lone)
+    assert cancelled.cancel()
+    heal()
+    later = lone.submit(note_and_wait(str(tmp_path), "later"))
+    wait_until(lambda: runs(tmp_path, "later"), "a slot to be free again")
+    assert later.cancel()
+    assert where() >> lone == 0
+    (tmp_path / "go").touch()
+    assert kept.result(60) == "kept"
+    assert runs(tmp_path, "kept") == 1
+
+
+@pytest.mark.slow
+def test_a_cancel_of_which_the_scheduler_did_not_hear_is_told_again(lone: sky.ComputePool, tmp_path: Path) -> None:
+    """It went out before anybody noticed that nothing comes through."""
+    cancelled = [lone.submit(note_and_wait(str(tmp_path), name)) for name in "ab"]
+    wait_until(lambda: runs(tmp_path, "a") and runs(tmp_path, "b"), "both to run")
+    lose_messages(lone)
+    assert all(future.cancel() for future in cancelled)
+    wait_until(lambda: not cluster_of(lone)._to_stop, "the message to be sent")
+    cut(lone)()
+    assert where() >> lone == 0
+
+
+def lose_messages(pool: sky.ComputePool) -> list[Any]:
+    """Have what the client sends from now on lost, as by a wire that is dead and not yet known to be; return it."""
+    lost = list[Any]()
+    cluster_of(pool).client._send_to_scheduler = lost.append
+    return lost
+
+
+@pytest.mark.slow
+def test_the_cancel_of_a_detached_call_is_acknowledged_or_raises(lone: sky.ComputePool, tmp_path: Path) -> None:
+    """The scheduler out of reach, it says so, and can be asked for again."""
+    call = lone.start_detached(note_and_wait(str(tmp_path), "d"))
+    wait_until(lambda: runs(tmp_path, "d"), "the call to run")
+    heal = cut(lone)
+    with pytest.raises(sky.NodeLost, match="try again"):
+        call.cancel()
+    heal()
+    call.cancel()
+    wait_until(lambda: call.state == "ended", "the call to be stopped")
+
+
+def test_what_nobody_waits_for_does_not_go_out() -> None:
+    """A call that was cancelled while a slot had it, and was handed back unbegun, is dropped; another one takes its place."""
+    queue = Queue("topic")
+    queue.add([Entry(Call(name, "f", Parcel(b""), name), Parcel(b"f")) for name in "abc"])
+    cluster: Any = SimpleNamespace(_queue=queue, _given={"b": None, "c": None})
+    assert [[call.call_id for call in shipment.batch.calls] for shipment in Cluster._wanted(cluster)] == [["b"]]
+    assert not queue.is_out("a")
+
+
+# ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.slow
+def test_a_call_that_never_reached_the_scheduler_is_sent_again(lone: sky.ComputePool, tmp_path: Path) -> None:
+    """Also where no call may run twice: the scheduler knows what has come to it."""
+    (tmp_path / "go").touch()
+    lost = lose_messages(lone)
+    future = lone.submit(note_and_wait(str(tmp_path), "call"))
+    assert [message["op"] for message in lost] == ["skyward-run-batch"]
+    cut(lone)()
+    assert future.result(60) == "call"
+    assert runs(tmp_path, "call") == 1
+    assert "client-releases-keys" not in [message["op"] for message in lost]
+
+
+@pytest.mark.slow
+def test_a_call_that_was_sent_just_before_the_cut_runs_once(lone: sky.ComputePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection is cut between two lines of the sender's: it is known to be out, and found again."""
+    cluster = cluster_of(lone)
+    follow, heals = cluster._follow, list[Callable[[], None]]()
+
+    def interrupted(*args: Any) -> None:
+        if not heals:
+            wait_until(lambda: runs(tmp_path, "call"), "the call to run")
+            heals.append(cut(lone))
+        follow(*args)
+
+    monkeypatch.setattr(cluster, "_follow", interrupted)
+    future = lone.submit(note_and_wait(str(tmp_path), "call"))
+    heals[0]()
+    (tmp_path / "go").touch()
+    assert future.result(60) == "call"
+    assert runs(tmp_path, "call") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_healed", [True, False])
+def test_a_detached_call_is_taken_in_once(lone: sky.ComputePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_healed: bool) -> None:
+    """The answer is lost with the connection: it is asked for again, which begins no second call. If it cannot be, the error tells the call's id."""
+    cluster = cluster_of(lone)
+    ask_on, heals = cluster._ask_on, list[Callable[[], None]]()
+
+    def interrupted(*args: Any) -> Any:
+        answer = ask_on(*args)
+        if not heals:
+            heals.append(cut(lone))
+            if is_healed:
+                heals[0]()
+            raise sky.NodeLost("cut")
+        return answer
+
+    monkeypatch.setattr(cluster, "_ask_on", interrupted)
+    monkeypatch.setattr(module, "DETACH_SECONDS", 30 if is_healed else 0.1)
+    if is_healed:
+        call = lone.start_detached(note_and_wait(str(tmp_path), "call"))
+    else:
+        with pytest.raises(sky.NodeLost, match=r"call \w{32} may have begun") as caught:
+            lone.start_detached(note_and_wait(str(tmp_path), "call"))
+        heals[0]()
+        call = lone.detached_call(str(caught.value).partition("call ")[2].partition(" ")[0])
+    (tmp_path / "go").touch()
+    assert call.result(60) == "call"
+    assert [known.call_id for known in lone.detached_calls()] == [call.call_id]
+    assert runs(tmp_path, "call") == 1
+
+
+def test_no_detached_call_is_taken_in_when_the_money_is_gone(pool: sky.ComputePool) -> None:
+    """No more than any other."""
+    cluster = cluster_of(pool)
+    cluster.drain(BudgetExceeded("it is spent", ""))
+    try:
+        with pytest.raises(BudgetExceeded):
+            pool.start_detached(where())
+    finally:
+        cluster.drain(None)
+
+
+@pytest.mark.slow
+def test_a_broadcast_waits_for_a_worker_that_is_away() -> None:
+    """Left out, it would take its share of the data along."""
+    with sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", collect_metrics=False) as pool:
+        pids = {info["name"]: pool.dask_client().run(os.getpid, workers=[address])[address] for address, info in module.members(pool.dask_client()).items()}
+        os.kill(pids["1-0"], signal.SIGKILL)
+        wait_until(lambda: not cluster_of(pool).has(1), "the worker to be missed")
+        assert sum(total(list(range(100))) @ pool) == 4950
+
+
+def test_an_attached_client_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody replaces a lost node, broadcasts meant for it raise; one that is back, or has just left, is waited for."""
+    given_up = list[int]()
+    attached: Any = SimpleNamespace(_away={}, cluster=SimpleNamespace(give_up=lambda _, rank: given_up.append(rank)))
+    for rank in (1, 2):
+        Attached.left(attached, rank)
+    monkeypatch.setattr("skyward_core.attached.REPLACED_SECONDS", -1.0)
+    Attached.joined(attached, 1)
+    Attached._give_up_absent(attached)
+    monkeypatch.setattr("skyward_core.attached.REPLACED_SECONDS", 300.0)
+    Attached._give_up_absent(attached)
+    assert given_up == [2]
+
+
+# ── large values ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Flaky:
+    """A node's `Reach` whose connection is lost under the first `take` and the first `put`, and is back after a while."""
+
+    def __init__(self, reach: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.takes = self.puts = 0
+        self._take, self._put = reach.take, reach.put
+        self._reach = reach
+        monkeypatch.setattr(reach, "is_connected", True, raising=False)
+        monkeypatch.setattr(reach, "take", self.take)
+        monkeypatch.setattr(reach, "put", self.put)
+
+    def take(self, parcel: Parcel, *, keep: bool = False) -> Parcel:
+        self.takes += 1
+        if self.takes == 1:
+            self._reach.is_connected = False
+            raise ConnectionLost("reset")
+        return self._take(parcel, keep=keep)
+
+    def put(self, parcel: Parcel) -> Parcel:
+        self.puts += 1
+        if self.puts == 1:
+            raise ConnectionLost("reset")
+        return self._put(parcel)
+
+    def heal(self) -> None:
+        self._reach.is_connected = True
+
+
+def flaky(pool: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> list[Flaky]:
+    return [Flaky(cluster_of(pool)._reaches.to(node.instance), monkeypatch) for node in pool.lease.nodes]
+
+
+@pytest.mark.slow
+def test_a_result_is_fetched_when_the_way_to_its_node_is_there_again(far: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lies on the node meanwhile; nothing is lost, and other calls' news do not wait for it."""
+    reaches = flaky(far, monkeypatch)
+    future = far.submit(much())
+    wait_until(lambda: cluster_of(far)._cut_off, "the wire to be cut")
+    assert where() >> far in (0, 1)
+    assert not future.done()
+    for reach in reaches:
+        reach.heal()
+    assert len(future.result(60)) == LARGE
+    assert sorted(reach.takes for reach in reaches) == [0, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["closed", "lost", "given up", "late"])
+def test_a_result_that_cannot_be_fetched_is_given_up(far: sky.ComputePool, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """When the pool is closed, the node is lost, nobody is left, or it takes too long."""
+    flaky(far, monkeypatch)
+    cluster = cluster_of(far)
+    if end == "late":
+        monkeypatch.setattr(module, "TAKE_SECONDS", 0.0)
+    future = far.submit(much())
+    if end != "late":
+        wait_until(lambda: cluster._cut_off, "the wire to be cut")
+    if end == "lost":
+        cluster._inbox.put(cluster._workers.clear)
+    elif end == "given up":
+        cluster.give_up(sky.NodeLost("nobody is left"))
+    elif end == "closed":
+        far.close()
+    with pytest.raises(sky.PoolClosed if end == "closed" else sky.NodeLost):
+        future.result(60)
+    assert not cluster._taking
+
+
+@pytest.mark.slow
+def test_large_arguments_go_to_the_node_that_is_free(far: sky.ComputePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not behind a long call that the scheduler sent where it liked; and a wire that is lost under them leaves no node for busy."""
+    long = far.submit(note_and_wait(str(tmp_path), "long"))
+    wait_until(lambda: runs(tmp_path, "long"), "the long call to run")
+    flaky(far, monkeypatch)
+    cluster = cluster_of(far)
+    cluster._queue.workers = sorted(cluster._queue.workers, key=lambda name: not cluster._ask("skyward_load")[name])  # else it is the first by chance
+    places = [far.submit(where(b"x" * LARGE)).result(60) for _ in range(3)]
+    (tmp_path / "go").touch()
+    assert long.result(60) == "long"
+    assert places == [places[0]] * 3
+    wait_until(lambda: not cluster._sent_to, "all to have ended")

@@ -1,0 +1,210 @@
+"""Lost machines of an open pool: their end is asked for until it has come, and nobody else's is."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+
+from skyward_core import Instance, InstanceState
+from skyward_core.errors import InstancesLeft, LeaseLost
+from skyward_core.provisioning import ending
+from skyward_core.provisioning.ending import Endings
+from tests.conftest import wait_until
+
+
+@dataclass
+class Cloud:
+    """A cloud whose requests fail, and whose machines stay listed, as often as is said."""
+
+    name: ClassVar[str] = "cloud"
+    terminate_confirms: bool = False  # type: ignore[misc]
+    there: set[str] = field(default_factory=set[str])
+    failures: list[Exception] = field(default_factory=list[Exception])
+    """What the next requests fail with."""
+    outages: int = 0
+    """How many listings fail."""
+    lingers: int = 0
+    """In how many listings a machine is there that was ended."""
+    asked: list[list[str]] = field(default_factory=list[list[str]])
+    going: set[str] = field(default_factory=set[str])
+    hold: threading.Event = field(default_factory=threading.Event)
+    """Requests wait for this, if it is cleared."""
+
+    def __post_init__(self) -> None:
+        self.hold.set()
+
+    def terminate(self, ids: Sequence[str]) -> None:
+        self.asked.append(list(ids))
+        self.hold.wait(30)
+        if self.failures:
+            raise self.failures.pop(0)
+        self.going |= set(ids)
+
+    def instances(self, pool_id: str | None = None) -> list[Instance]:
+        assert pool_id == "sky-1"
+        if self.outages:
+            self.outages -= 1
+            raise ConnectionError("503")
+        if self.lingers:
+            self.lingers -= 1
+        else:
+            self.there -= self.going
+        return [
+            Instance(id=name, provider="cloud", pool_id="sky-1", rank=0, state=InstanceState.RUNNING, region="r", instance_type="t")
+            for name in sorted(self.there)
+        ]
+
+
+@dataclass
+class Witness:
+    """What was said to be gone, and why."""
+
+    told: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    error: Exception | None = None
+
+    def gone(self, instance_ids: Iterable[str], evidence: str) -> None:
+        self.told += [(instance_id, evidence) for instance_id in instance_ids]
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ending, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(ending, "LONGEST_PAUSE_SECONDS", 0.004)
+
+
+@pytest.fixture
+def witness() -> Witness:
+    return Witness()
+
+
+@pytest.fixture
+def endings(witness: Witness) -> Iterator[Endings]:
+    made = Endings("sky-1", witness)
+    yield made
+    made.stop()
+    assert not repeaters()
+
+
+def repeaters() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "skyward-ending"]
+
+
+LISTED_NO_MORE, CONFIRMED = "cloud lists it no more", "cloud confirmed its termination"
+
+
+def test_what_goes_at_once_is_asked_for_once(endings: Endings, witness: Witness) -> None:
+    """No thread goes on, and the other machine of the pool is left alone."""
+    cloud = Cloud(there={"a", "b"})
+    assert endings.end("a", cloud).over.is_set()
+    assert (cloud.asked, cloud.there, witness.told) == ([["a"]], {"b"}, [("a", LISTED_NO_MORE)])
+    assert not repeaters()
+
+
+@pytest.mark.parametrize(
+    ("trouble", "times"),
+    [
+        ({"failures": [ConnectionError("503")]}, 2),
+        ({"failures": [ConnectionError("503")] * 7}, 8),
+        ({"failures": [InstancesLeft("not yet", ["a"])]}, 2),
+        ({"failures": [InstancesLeft("which?", [])]}, 2),
+        ({"lingers": 5}, 6),
+        ({"outages": 5}, 6),
+    ],
+    ids=["a 503", "an outage", "it is left", "some are left", "it lingers", "a listing fails"],
+)
+def test_what_does_not_go_is_asked_for_again(endings: Endings, witness: Witness, trouble: dict[str, Any], times: int) -> None:
+    """Until a listing lacks it; then the thread ends."""
+    cloud = Cloud(there={"a", "b"}, **copy.deepcopy(trouble))
+    assert endings.end("a", cloud).over.wait(30)
+    assert (cloud.asked, cloud.there, witness.told) == ([["a"]] * times, {"b"}, [("a", LISTED_NO_MORE)])
+    wait_until(lambda: not repeaters(), "the thread to end")
+
+
+def test_a_listing_is_not_believed_before_a_request_was_accepted(endings: Endings, witness: Witness) -> None:
+    """A cloud that lists late lacks a new machine, and it is there all the same."""
+    cloud = Cloud(failures=[ConnectionError("503")] * 3)
+    assert endings.end("late", cloud).over.wait(30)
+    assert len(cloud.asked) == 4
+    assert witness.told == [("late", LISTED_NO_MORE)]
+
+
+@pytest.mark.parametrize("ids", [["a"], []])
+def test_one_that_confirms_is_asked_for_no_listing(endings: Endings, witness: Witness, ids: list[str]) -> None:
+    """What it names as left is not gone; if it names none, nothing is."""
+    cloud = Cloud(terminate_confirms=True, outages=10**6, failures=[InstancesLeft("it does not answer", ids)] * 2)
+    assert endings.end("a", cloud).over.wait(30)
+    assert len(cloud.asked) == 3
+    assert witness.told == [("a", CONFIRMED)]
+
+
+def test_many_are_asked_for_together(endings: Endings, witness: Witness) -> None:
+    """What is left over of each first request goes into one, of which a part may fail; one that comes later joins."""
+    left = InstancesLeft("b is left", ["b"])
+    cloud = Cloud(there={"a", "b", "c"}, failures=[ConnectionError("503")] * 3)
+    cloud.hold.clear()
+    all_of_them = [endings.end_aside(name, cloud, f"skyward-end-{name}", lambda: None) for name in "abc"]
+    wait_until(lambda: len(cloud.asked) == 3, "each to be asked for by itself")
+    cloud.failures.append(left)
+    cloud.hold.set()
+    assert all(one.over.wait(30) for one in all_of_them)
+    assert sorted(name for name, _ in witness.told) == ["a", "b", "c"]
+    assert cloud.there == set()
+
+
+def test_what_comes_first_may_fail(endings: Endings, witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A callback that raises keeps no machine running."""
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    cloud = Cloud(there={"a"})
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    assert endings.end_aside("a", cloud, "skyward-end-0", fail).over.wait(30)
+    assert witness.told == [("a", LISTED_NO_MORE)]
+
+
+def test_a_book_that_takes_nothing_more_does_not_keep_it(endings: Endings, witness: Witness) -> None:
+    """The pool was judged dead meanwhile; who waits is told that the machine is gone."""
+    witness.error = LeaseLost("judged dead")
+    cloud = Cloud(there={"a"}, lingers=2)
+    assert endings.end("a", cloud).over.wait(30)
+    assert len(witness.told) == 1
+
+
+def test_the_end_of_the_pool_ends_it(endings: Endings, witness: Witness) -> None:
+    """Whoever waits does so no more, nothing is said to be gone, and what comes after that is asked for once."""
+    cloud = Cloud(there={"a", "b"}, lingers=10**6)
+    one = endings.end("a", cloud)
+    wait_until(lambda: len(cloud.asked) > 3, "some tries")
+    assert not one.over.is_set()
+    endings.stop()
+    assert one.over.is_set()
+    assert not repeaters()
+    asked = len(cloud.asked)
+    assert endings.end("b", cloud).over.is_set()
+    assert cloud.asked[asked:] == [["b"]]
+    assert witness.told == []
+    assert not repeaters()
+
+
+def test_the_end_waits_for_a_request_that_is_on_its_way(endings: Endings) -> None:
+    """Nothing goes on behind the back of whoever closes."""
+    cloud = Cloud(there={"a"})
+    cloud.hold.clear()
+    endings.end_aside("a", cloud, "skyward-end-0", lambda: None)
+    wait_until(lambda: cloud.asked, "the request")
+    stopping = threading.Thread(target=endings.stop)
+    stopping.start()
+    stopping.join(0.05)
+    assert stopping.is_alive()
+    cloud.hold.set()
+    stopping.join(30)
+    assert not stopping.is_alive()
+    assert "skyward-end-0" not in [thread.name for thread in threading.enumerate()]
