@@ -137,11 +137,14 @@ class ComputePool:
     def open(self) -> Self:
         """Rent and prepare the machines; what `with` does. Returns the pool. A closed pool may be opened again: new machines, a new bill.
 
-        Raises NoCapacity, BootstrapFailed, ProvisioningTimeout or what the provider raises; then nothing is left running.
+        Raises NoCapacity, BootstrapFailed, ProvisioningTimeout or what the provider raises; then nothing is left running. PoolClosed if it has ended, and must
+        be closed first.
         """
         self._raise_in_a_fork()
         terminations = self._terminations
         with self._opening:
+            if isinstance(self._open, Opening) and not self._open.is_running:
+                raise PoolClosed("the pool has ended, and closing it has not succeeded yet: close it, and open it then")
             if self._open is None:
                 self._was_opened = True
                 self._final = self._receipt = self._why_ended = None

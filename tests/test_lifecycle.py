@@ -149,6 +149,7 @@ def test_only_the_own_machines_are_given_back(make: Make) -> None:
     assert sorted(provider.machines.running) == sorted(others)
 
 
+@pytest.mark.slow
 def test_machines_that_do_not_go_are_named(make: Make) -> None:
     """InstancesLeft carries the ids of machines that are still listed at the deadline; the first error is its context."""
     told, provider = Told(), make(StuckProvider)
@@ -180,6 +181,7 @@ def test_a_request_to_terminate_that_was_lost_is_made_again(make: Make) -> None:
     assert len(told.of(sky.CostFinal)) == 1
 
 
+@pytest.mark.slow
 def test_closing_names_the_machines_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """When an open pool's machines cannot be given back, close raises InstancesLeft with their ids, after the bill; the body's error is its context."""
     monkeypatch.setattr(giving_back, "DEADLINE_SECONDS", 0.3)
@@ -196,6 +198,7 @@ def test_closing_names_the_machines_that_stay(monkeypatch: pytest.MonkeyPatch) -
     assert isinstance(caught.value.__context__, ZeroDivisionError)
 
 
+@pytest.mark.slow
 def test_machines_are_terminated_even_if_they_cannot_be_listed(make: Make) -> None:
     """An outage of the listing keeps no machine running whose id is known; that nobody could make sure is an error that names them."""
     told, provider = Told(), make(BlindProvider)

@@ -401,6 +401,7 @@ def test_the_next_provider_is_asked(folder: str, error: SkywardError, first: int
         assert not ledger.open_intents()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("wishes", [{"max_cost": 5.0}, {"budget": "team"}], ids=str)
 def test_a_lost_answer_keeps_no_money_from_the_next(folder: str, wishes: dict[str, Any], first: int) -> None:
@@ -438,6 +439,7 @@ def test_fewer_than_asked_for_are_given_back_before_the_next(folder: str) -> Non
     assert "had 1 of 2" in seen.of(sky.CandidateRefused)[0].message
 
 
+@pytest.mark.slow
 def test_who_cannot_be_asked_is_left_out(folder: str) -> None:
     """An outage, or refused credentials, of the offers of one provider."""
     down = Refusing(folder=folder + "/down", price_per_hour=1.0).with_error(None, of_offers=CredentialsError("who are you").coded("401"))
@@ -450,6 +452,7 @@ def test_who_cannot_be_asked_is_left_out(folder: str) -> None:
 WRONG = sky.BadRequest("region nowhere-1 has no default subnet")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("errors", [{"error": WRONG}, {"error": None, "of_offers": sky.BadRequest("its SDK is not installed")}], ids=["launch", "offers"])
 def test_a_bad_request_of_one_is_a_refusal_of_that_one(folder: str, errors: dict[str, Any]) -> None:
     """The others are asked; its other machines are not. It is raised if nobody else is there, or all say so."""
@@ -475,6 +478,7 @@ def test_a_bad_request_of_one_is_a_refusal_of_that_one(folder: str, errors: dict
     assert len(seen.of(sky.CandidateRefused)) == 2
 
 
+@pytest.mark.slow
 def test_money_for_one_is_money_for_another(folder: str) -> None:
     """The cheaper one bills ten minutes at once, which is more than there is; nothing was asked of it, and nothing is given back to it."""
 
@@ -561,6 +565,7 @@ def test_machines_left_by_a_launch_end_the_search(folder: str) -> None:
     assert other.machines.launched == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wishes", "is_sold", "price", "is_told"),
     [
@@ -648,6 +653,7 @@ class Fickle(Refusing):
         return []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_spot_that_is_not_free_this_minute_is_asked_for_again(folder: str, fails: bool) -> None:
     """Offers are asked for anew in each round; an outage is not read as "not sold"."""
@@ -749,6 +755,7 @@ def test_a_form_factor_is_met_where_it_is_told() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_many_offers_are_ranked() -> None:
     """Of 50,000 as many as anybody would try, the cheapest first. How quickly is for the benchmarks to tell."""
     offers = tuple(offer(f"t{n % 500}", 1 + (n * 7919) % 50_000 / 1000, region=f"r-{n // 500}") for n in range(50_000))

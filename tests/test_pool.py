@@ -746,6 +746,7 @@ def test_a_pool_that_is_not_open_says_so() -> None:
     pool.close()
 
 
+@pytest.mark.slow
 def test_a_closed_pool_says_so_and_can_be_opened_anew() -> None:
     """After `with`, calls raise PoolClosed; closing again is no error; opening again rents new machines on a new bill."""
     told = Told()
@@ -810,6 +811,7 @@ def test_two_pools_at_once_keep_apart(pool: sky.ComputePool) -> None:
         assert look() >> other == ("sour", 1)
 
 
+@pytest.mark.slow
 def test_a_multi_pool_opens_and_closes_its_pools() -> None:
     """All pools are open inside, and closed outside, of the block."""
     pools = [one_node(env={"TASTE": taste}) for taste in ("sweet", "sour")]
@@ -916,6 +918,7 @@ def test_the_exit_code_of_a_failed_bootstrap_is_told() -> None:
     assert caught.value.exit_code == 3
 
 
+@pytest.mark.slow
 def test_the_bill_is_price_times_time() -> None:
     """Two nodes at 1 USD per second cost two dollars for each second between asking and their end, and the meter runs meanwhile."""
     before = time.monotonic()
@@ -991,6 +994,8 @@ def test_a_ledger_that_is_away_while_a_pool_closes_learns_of_its_end(outage: thr
         else:
             with pytest.raises(sky.LedgerError, match="server is away"):
                 pool.close()
+            with pytest.raises(sky.PoolClosed, match="close it, and open it then"):
+                pool.open()
             assert not reaper.is_alive  # as this process sees it: it was left on its own, to write it down
             assert ledger.pool(pool_id) is not None
             outage.clear()
@@ -1064,6 +1069,7 @@ def test_a_detach_that_fails_leaves_the_pool_as_it_was(outage: threading.Event, 
         assert sum(reservation.reserved_usd for reservation in ledger.open_reservations(pool_id=pool_id)) >= Decimal("1.8")
 
 
+@pytest.mark.slow
 def test_a_lease_is_not_longer_than_max_cost_lasts() -> None:
     """A pool that may cost no more than a few minutes is detached for those, whatever was asked for."""
     pool = sky.ComputePool(provider=sky.Local(price_per_hour=36), display="quiet", max_cost=5).open()
@@ -1160,6 +1166,7 @@ def test_a_forgotten_pool_warns_and_is_closed() -> None:
     assert len(told.of(sky.CostFinal)) == 1
 
 
+@pytest.mark.slow
 def test_a_forgotten_pool_is_closed_where_warnings_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under `python -W error` the machines of a forgotten pool are given back all the same."""
     told = Told()

@@ -155,6 +155,7 @@ def test_a_failing_asset_raises_its_own_error_and_closes_the_pool(instance):
     assert owned_processes() == []
 
 
+@pytest.mark.slow
 def test_an_interrupt_in_the_step_closes_the_pool(instance):
     """What Dagster raises when a run is terminated is no Exception; the pool is closed all the same, and it is raised on."""
     with pytest.raises(dg.DagsterExecutionInterruptedError):
@@ -162,6 +163,7 @@ def test_an_interrupt_in_the_step_closes_the_pool(instance):
     assert owned_processes() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [dg.DagsterExecutionInterruptedError, LookupError])
 def test_a_step_that_is_stopped_hands_its_machines_to_the_reaper_first(error, instance, monkeypatch):
     """Being terminated hands the machines over before anything that may hang; the step's own failure does not: others may use the pool after it."""
@@ -209,6 +211,7 @@ def two_ops():
     spread_out()
 
 
+@pytest.mark.slow
 def test_an_op_has_its_cost_on_its_output(instance):
     """Ops work as assets do; the metadata is the output's, and an op with dynamic outputs is left without."""
     result = two_ops.execute_in_process(resources={"compute": resource()}, instance=instance)
@@ -235,6 +238,7 @@ def checked(context: dg.AssetCheckExecutionContext, compute: SkywardResource) ->
     return dg.AssetCheckResult(passed=compute.run(context, square, 2) == 4)
 
 
+@pytest.mark.slow
 def test_assets_made_together_share_the_cost_and_a_check_runs_too(instance):
     """Each of two assets of a step carries half of the cost known when it was yielded, beside its own metadata; a check has no place for it."""
     result = materialize([both, checked], resource(), instance)
@@ -245,6 +249,7 @@ def test_assets_made_together_share_the_cost_and_a_check_runs_too(instance):
     assert result.get_asset_check_evaluations()[0].passed
 
 
+@pytest.mark.slow
 def test_an_asset_is_invoked_directly():
     """A test may call an asset with a context of its own making: the pool lives as long as the context, and the metadata can be read there."""
     with dg.build_asset_context() as context:
@@ -256,6 +261,7 @@ def test_an_asset_is_invoked_directly():
     assert owned_processes() == []
 
 
+@pytest.mark.slow
 def test_outside_of_a_run_a_pool_lives_for_the_call():
     """A resource that Dagster has not set up opens a pool for one call, and closes it."""
     for context in (dg.build_op_context(), dg.build_asset_context()):
@@ -263,6 +269,7 @@ def test_outside_of_a_run_a_pool_lives_for_the_call():
     assert owned_processes() == []
 
 
+@pytest.mark.slow
 def test_helpers_of_an_asset_module_travel(tmp_path, instance):
     """Functions, dataclasses and globals of a module that the nodes cannot import are there when the payload runs; the result is of the module's own class."""
     path = tmp_path / "asset_module.py"
