@@ -289,6 +289,7 @@ def cloud(fleet: Fleet, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, tmp_pat
             monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
             monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", AWS_SECRET)
             monkeypatch.setenv("AWS_ENDPOINT_URL", fake.url)
+            monkeypatch.setattr(sky.AWS, "listing_lag_seconds", 1.0)  # this one lists a machine as soon as there is one
             yield fake
     finally:
         hosting.close()

@@ -385,15 +385,15 @@ def test_closing_in_the_middle_of_a_replacement_leaves_nothing(tmp_path: Path, v
 def test_a_frozen_node_is_noticed(tmp_path: Path, victim: int) -> None:
     """A node whose processes stand still, as a machine that is moved or starved does, is lost within twenty seconds, and its call runs again."""
     told = Told()
-    with open_pool(told) as pool:
+    with open_pool(told, lease_seconds=40) as pool:
         futures = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
         for node in range(2):
             supervisor_of(tmp_path, node)
         frozen = pool.lease.nodes[victim].instance.id
         for _ in range(2):  # one may have forked while the others were stopped
             signal_all(frozen, signal.SIGSTOP)
-        # A head has its whole patience on top: it may only be slow, and all that is out would be lost with it.
-        wait_until(lambda: told.of(sky.CallRetrying), "the loss to be noticed", (20 if victim else 80) * slowness())
+        # A head has its patience on top, half the lease: it may only be slow, and all that is out would be lost with it.
+        wait_until(lambda: told.of(sky.CallRetrying), "the loss to be noticed", (20 if victim else 55) * slowness())
         (tmp_path / "go").touch()
         assert {future.result(timeout=LOSS_SECONDS) for future in futures} <= {0, 1}
         await_replacement(told)

@@ -312,6 +312,8 @@ def rented(request: pytest.FixtureRequest, fleet: Fleet, mirror: Mirror, monkeyp
     hosting = Hosting(fleet, mirror.configure)
     try:
         with CLOUDS[request.param](hosting, monkeypatch) as rented:
+            # these fakes list what there is: half a minute of doubt a cloud is what the contract tests, by a clock of its own
+            monkeypatch.setattr(type(rented.provider), "listing_lag_seconds", 1.0)
             yield rented
     finally:
         hosting.close()
