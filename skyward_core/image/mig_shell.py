@@ -152,7 +152,8 @@ skyward_partition() { # number of GPUs, profiles of each
 """
 
 # A command begun under sudo outlives the SIGKILL that ends the node; it is waited for, or it would change a GPU again that has been given back. A
-# process that was killed a moment ago may still be held by the driver, hence the tries.
+# process that was killed a moment ago may still be held by the driver, hence the tries. grep with -q finds one also where another process ends while it
+# looks; with -l that was an error, and nothing was waited for.
 UNPARTITION = r"""smi() {
   if [ "$(id -u)" -eq 0 ]; then nvidia-smi "$@"; else sudo -n nvidia-smi "$@"; fi 2>&1
 }
@@ -176,7 +177,7 @@ give_back() { # index, mode, boot: partitions go with a reboot, so what is there
   echo
 }
 for _ in $(seq 100); do
-  grep -lsxz -e "-[cd][cg]i" -e "-m[i]g" /proc/[0-9]*/cmdline >/dev/null || break
+  grep -qsxz -e "-[cd][cg]i" -e "-m[i]g" /proc/[0-9]*/cmdline || break
   sleep 0.1
 done
 while read -r index mode boot; do
