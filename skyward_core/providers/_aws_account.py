@@ -204,6 +204,36 @@ def each_region[R](regions: Sequence[str], ask: Callable[[str], R]) -> tuple[lis
     return [cast("R", found) for found, error in told.values() if error is None], failures
 
 
+def each_enabled[R](account: Account, regions: Sequence[str], ask: Callable[[str], R]) -> list[R]:
+    """Ask all regions for machines that may be there; return the answers of those that the account has enabled. Any other failure is raised."""
+    answers, failures = each_region(regions, ask)
+    for region in not_enabled(account, regions, failures):
+        del failures[region]
+    if failures:
+        raise next(iter(failures.values()))
+    return answers
+
+
+def not_enabled(account: Account, regions: Sequence[str], failures: Mapping[str, SkywardError]) -> set[str]:
+    """Return which of the regions that have failed the account has not enabled, in the words of AWS: no machine can be made, listed or ended there.
+
+    One of the regions that have answered is asked. Nothing is returned if it does not say so: a region that is out is no empty one.
+    """
+    refused = sorted(region for region, error in failures.items() if isinstance(error, CredentialsError))
+    witness = next((region for region in regions if region not in failures), None)
+    if not refused or witness is None:
+        return set()
+    try:
+        told = account.ask(witness, "ec2", "describe_regions", RegionNames=refused, AllRegions=True)["Regions"]
+    except SkywardError as error:
+        log.warning("%s does not say whether %s is enabled in the account: %s", witness, ", ".join(refused), error)
+        return set()
+    closed = {str(region["RegionName"]) for region in told if region.get("OptInStatus") == "not-opted-in"} & set(refused)
+    for region in sorted(closed):
+        log.warning("%s is not enabled in the AWS account, so no machine is looked for there: take it out of region=, or enable it", region)
+    return closed
+
+
 def why_no_region(failures: Mapping[str, SkywardError]) -> SkywardError:
     """Return what to raise where all regions, or all that count, have failed: the error of the only one, or one that tells of each.
 

@@ -31,7 +31,7 @@ from skyward_core.errors import (
 from skyward_core.instances import Endpoint, Instance, InstanceState
 from skyward_core.market import Offer, Requirements, matches
 from skyward_core.providers import _aws_images, _http, userdata
-from skyward_core.providers._aws_account import COMING, Account, each, each_region, number, state_of, terminated, why_no_region
+from skyward_core.providers._aws_account import COMING, Account, each, each_enabled, each_region, not_enabled, number, state_of, terminated, why_no_region
 from skyward_core.providers._aws_cluster import Cluster, has_efa, kinds_of
 from skyward_core.providers._aws_fleet import Pool, launched, ranked, settled
 from skyward_core.providers._aws_launch import (
@@ -136,7 +136,7 @@ class AWS(Provider):
         if failures and not any(matches(offer, want) is None for offer in sold):
             raise why_no_region(failures)
         for region, error in failures.items():
-            log.warning("%s is left out: %s. Pools are known to be gone when all of region= can be asked for their machines", region, error)
+            log.warning("%s is left out: %s", region, error)
         return sold
 
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
@@ -157,10 +157,10 @@ class AWS(Provider):
         return sorted((self._instance(machine, offer.region, keys) for machine in found), key=lambda instance: instance.rank)
 
     def instances(self, pool_id: str | None = None) -> list[Instance]:
-        """Return the machines that carry a pool's tag in all regions."""
+        """Return the machines that carry a pool's tag, in all regions that the account has enabled."""
         wanted = {"Name": "tag-key", "Values": [POOL_TAG]} if pool_id is None else {"Name": f"tag:{POOL_TAG}", "Values": [pool_id]}
         with self._account() as account:
-            found = each(self._regions, lambda region: [(region, machine) for machine in ranked(account.machines(region, wanted))])
+            found = each_enabled(account, self._regions, lambda region: [(region, machine) for machine in ranked(account.machines(region, wanted))])
         keys = _HostKeys(self._key())
         listed = [self._instance(machine, region, keys) for machines in found for region, machine in machines]
         return [instance for instance in listed if instance.state is not InstanceState.GONE and pool_id in (None, instance.pool_id)]
@@ -172,6 +172,9 @@ class AWS(Provider):
             return
         with self._account() as account:
             answers = each(self._regions, lambda region: terminated(account, region, wanted))
+            refusals = {region: next(iter(failed.values())) for region, (_, failed) in zip(self._regions, answers, strict=True) if failed}
+            closed = not_enabled(account, self._regions, refusals)
+        answers = [answer for region, answer in zip(self._regions, answers, strict=True) if region not in closed]
         ended = {machine_id for done, _ in answers for machine_id in done}
         left = {machine_id: error for _, failed in answers for machine_id, error in failed.items() if machine_id not in ended}
         if left:

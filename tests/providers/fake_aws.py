@@ -83,6 +83,7 @@ class FakeAWS:
 
     `spot` are prices by type and zone, `list_prices` those of the price list by region and type; None: we may not ask for it. `pending_listings` is how many
     listings show a new machine as pending, without its public address, and `hidden_listings` how many do not show it at all. `on_listing` is called before each.
+    `not_enabled` are regions that the account has not opted in to.
     """
 
     def __init__(self) -> None:
@@ -96,6 +97,7 @@ class FakeAWS:
         self.spot: dict[tuple[str, str], float] = {}
         self.list_prices: dict[tuple[str, str], float] | None = {("us-east-1", "g4dn.xlarge"): 0.526, ("us-east-1", "c7i.xlarge"): 0.1785}
         self.address = OUR_ADDRESS
+        self.not_enabled: set[str] = set()
         self.agents: dict[str, str] = {}
         self.images = FakeImages(SNAPSHOT_GB, self._disk_of)
         self.fleets = FakeFleets(self)
@@ -203,6 +205,8 @@ class FakeAWS:
         if self.is_refusing:
             code, status = REFUSALS.get(asked.service, ("UnrecognizedClientException", 400))
             return _refusal(asked.service, code, status, MESSAGE)
+        if asked.region in self.not_enabled:
+            return _refusal(asked.service, *REFUSALS.get(asked.service, ("UnrecognizedClientException", 400)), MESSAGE)
         if self.is_out:
             return _refusal(asked.service, "Unavailable", 503, "The service is unavailable. Please try again shortly.")
         fault = next((fault for fault in self.faults if fault.action in (asked.action, "*") and fault.times and fault.when(asked)), None)
@@ -223,6 +227,7 @@ class FakeAWS:
             "DescribeSpotPriceHistory": self._spot_prices,
             "GetParameter": self._parameter,
             "GetProducts": self._products,
+            "DescribeRegions": self._regions,
             "StartSession": self._start_session,
             "TerminateSession": lambda _, asked: _json({"SessionId": asked.words["SessionId"]}),
         }
@@ -312,6 +317,16 @@ class FakeAWS:
     def _disk_of(self, machine_id: str) -> tuple[str, int]:
         device = self.machine(machine_id).block_device_mapping["/dev/sda1"]
         return str(device.volume_id), int(device.size)
+
+    def _regions(self, _: dict[str, Any], asked: Asked) -> Answer:
+        """Tell of the regions that are named, those that are not enabled too (`AllRegions`)."""
+        names = [value for name, value in asked.words.items() if name.startswith("RegionName.")]
+        assert asked.words["AllRegions"] == "true", "without it a region that is not enabled is an error"
+        items = (
+            f"<item><regionName>{name}</regionName><optInStatus>{'not-opted-in' if name in self.not_enabled else 'opt-in-not-required'}</optInStatus></item>"
+            for name in names
+        )
+        return _xml(asked.action, f"<regionInfo>{''.join(items)}</regionInfo>")
 
     def _spot_prices(self, _: dict[str, Any], asked: Asked) -> Answer:
         types = {value for name, value in asked.words.items() if name.startswith("InstanceType.")}

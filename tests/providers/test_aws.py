@@ -313,6 +313,31 @@ def test_what_only_a_region_that_cannot_be_asked_may_have_is_not_told_as_sold_ou
             verb()
 
 
+def test_a_region_that_the_account_has_not_enabled_keeps_no_pool_from_being_known_to_be_gone(cloud: FakeAWS, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever asks: the pool that rented the machine, and the reaper or a sweep after it, which remember nothing. AWS itself says that it is not enabled."""
+    cloud.not_enabled = {"us-west-2"}
+    provider = make(cloud, region=BOTH)
+    (machine,) = provider.launch(provider.offers(T4)[0], 1, tags(), STARTUP)
+    assert [found.id for found in provider.instances(machine.pool_id)] == [machine.id]
+    assert [found.id for found in make(cloud, region=BOTH).instances()] == [machine.id]
+    provider.terminate([machine.id, "i-0123456789abcdef0"])
+    assert (provider.instances(machine.pool_id), cloud.alive()) == ([], set())
+    assert "us-west-2 is not enabled in the AWS account" in caplog.text
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_a_region_that_only_refuses_us_is_no_empty_one(cloud: FakeAWS, *, is_enabled: bool) -> None:
+    """It is enabled, or nobody says whether it is: there may be machines."""
+    cloud.fail("*", "AuthFailure", 401, times=9999, when=lambda asked: asked.region == "us-west-2")
+    if not is_enabled:
+        cloud.fail("DescribeRegions", "UnauthorizedOperation", 403, times=9999)
+    provider = make(cloud, region=BOTH)
+    with pytest.raises(CredentialsError, match="in us-west-2"):
+        provider.instances("p1")
+    with pytest.raises(CredentialsError, match="in us-west-2"):
+        provider.terminate(["i-0123456789abcdef0"])
+
+
 def test_regions_without_a_place_and_an_outage_are_an_outage(cloud: FakeAWS) -> None:
     """Whichever comes first: waiting may mend it. All without a place say what to do."""
     take_subnets(cloud, "us-west-2")
