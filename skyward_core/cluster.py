@@ -49,6 +49,7 @@ from skyward_core.events import BootstrapCompleted, CallProgress, CallRetrying, 
 from skyward_core.futures import CallFuture
 from skyward_core.instances import Lease, Node
 from skyward_core.reach import Reach, Reaches
+from skyward_core.remote_notes import note_for
 from skyward_core.worker.calls import NAME, RAN, RETRIES, Following, Ran, Resumed, cancel, detached_key, let_go
 from skyward_core.worker.holding import HELD, HOLD, WorkerHeld
 from skyward_core.worker.node import POOL_TOPIC, RUN_BATCH, START_DETACHED, WorkerJoined, WorkerLeft
@@ -1214,6 +1215,8 @@ def _remote_exception(outcome: Outcome, parcel: Parcel, node: int) -> BaseExcept
         return RemoteError(f"the call failed on node {node} with an exception that cannot be rebuilt here", outcome.text)
     error.__cause__ = RemoteTraceback(outcome.text)
     error.add_note(f"raised on node {node} of the pool; its traceback there is the cause shown above")
+    if note := note_for(error):
+        error.add_note(note)
     return error
 
 

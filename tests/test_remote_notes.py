@@ -1,0 +1,64 @@
+"""What exceptions of calls say beside themselves: which package the node lacks, and whose working directory it is."""
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.remote_notes import note_for
+
+
+def _notes(pending: sky.PendingCompute, pool: sky.ComputePool, kind: type[BaseException]) -> str:
+    with pytest.raises(kind) as caught:
+        pending >> pool
+    assert type(caught.value) is kind
+    return "\n".join(caught.value.__notes__)
+
+
+@sky.compute
+def import_missing(name: str) -> None:
+    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+@sky.compute
+def read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
+def test_a_module_that_the_node_lacks_is_named_as_its_distribution(pool):
+    """The distribution's own name where this client has it, the module's otherwise; the exception stays what it is."""
+    assert 'Image(pip=[...]), as "scikit-learn"' in _notes(import_missing("sklearn"), pool, ModuleNotFoundError)
+    assert 'Image(pip=[...]), as "no_such_module_9"' in _notes(import_missing("no_such_module_9"), pool, ModuleNotFoundError)
+
+
+def test_a_relative_path_is_that_of_the_node(pool):
+    """A file that is not in the node's working directory has the note, one of an absolute path has not, nor has another error."""
+    assert "the working directory of a call is the node's own" in _notes(read("data.csv"), pool, FileNotFoundError)
+    assert "working directory" not in _notes(read("/no/such/file"), pool, FileNotFoundError)
+    assert "working directory" not in _notes(read("."), pool, IsADirectoryError)
+
+
+def test_a_part_that_an_installed_package_lacks_is_a_matter_of_versions():
+    """Where the package is there and its module is not, another version is needed."""
+    assert note_for(ModuleNotFoundError(name="sklearn.nothing")) == (
+        "the node has 'sklearn', but no 'sklearn.nothing' in it: name the version that you use here in Image(pip=[...]), for \"scikit-learn\""
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "advice"), [("own_note.py", "travels if an `import` statement names it"), ("own_note.abi3.so", "machine code does not travel")]
+)
+def test_a_module_of_ones_own_is_in_no_index(tmp_path, monkeypatch, file, advice):
+    """A file of the project is not to be installed from somewhere: it is imported, or built, by its owner."""
+    (tmp_path / file).write_bytes(b"")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert advice in str(note_for(ModuleNotFoundError(name="own_note")))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ModuleNotFoundError(name="tkinter"), ModuleNotFoundError("no name"), FileNotFoundError("no path"), FileNotFoundError(2, "x", 3), ValueError()],
+    ids=["a part of Python", "no module", "no path", "a descriptor", "another"],
+)
+def test_there_is_no_note_where_we_know_nothing(error):
+    """An exception without a cure has no note."""
+    assert note_for(error) is None
