@@ -84,6 +84,8 @@ class Attached:
                 if node.rank and len(cluster.missing(node.rank)) == node.workers:
                     cluster.forget(node.rank)
                     self._go_on_without(node, "its workers are not in the pool")
+            for reach in self._reaches.all():
+                reach.opened()
             cluster.watch(self)
             self.is_running = True
         except BaseException as error:

@@ -49,6 +49,10 @@ class Reach(Protocol):
         """Reach a node that somebody else has started, and keep its lease from now on. Raises CommandFailed if it has ended."""
         ...
 
+    def opened(self) -> None:
+        """The node is a part of the pool: what it is asked from now on has its own limit of time, and no longer that of `start` or `join`."""
+        ...
+
     def read(self, name: str) -> str:
         """Return the text of a file of the node's directory. Raises OSError or CommandFailed if it is not there."""
         ...
@@ -124,6 +128,9 @@ class LocalReach:
 
     def join(self, *, timeout_seconds: float, guard_seconds: float | None = None) -> object:
         """Nothing to connect to."""
+
+    def opened(self) -> None:
+        """Nothing to do: files are there at once."""
 
     def read(self, name: str) -> str:
         return (self._directory / name).read_text()

@@ -7,6 +7,9 @@ States of a `RemoteReach`, and who moves it on:
 
 Two threads belong to it once it is connected: the keeper extends the lease and connects again after a loss, the follower reads the node's log. Both end
 with `close`, which does not touch the node: that ends when its lease does.
+
+How long it may take to do what a node is asked: until the node is `opened`, as long as the pool has to open, for a machine that installs packages is slow; then
+COMMAND_SECONDS. A connection that is lost is waited for PATIENCE_SECONDS, and meanwhile for as long as the node's lease, if the pool has that long.
 """
 
 from __future__ import annotations
@@ -165,6 +168,8 @@ class RemoteReach:
         keepalive_seconds = KEEPALIVE_SECONDS if is_direct else PROXIED_KEEPALIVE_SECONDS
         self._connection = Connection(instance.endpoint, loop=loop, keepalive_seconds=keepalive_seconds, on_lost=lambda _: self._wake.set())
         self._has_memory = False
+        self._opening_until = 0.0
+        """Until when (of time.monotonic) the pool has time to open; 0 when the node is a part of it."""
         self._guard = "1"
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
         self._lines_read = 0
@@ -181,14 +186,14 @@ class RemoteReach:
         part = f"{self._directory}/ship"
         words = [self._directory, self.instance.id, self.instance.pool_id, str(self.instance.rank), str(len(script.encode())), part, archive.name]
         memory = self.value_directories[0] if self._has_memory else ""
-        self._again(lambda: self._command(START, [*words, memory], stdin=script, timeout_seconds=max(1.0, deadline - time.monotonic())), deadline)
+        self._again(lambda: self._command(START, [*words, memory], stdin=script), deadline)
 
     def join(self, *, timeout_seconds: float, guard_seconds: float | None = None, archive: str = "") -> set[str]:
         """Connect, wait for the node's guard, and begin to keep its lease and to follow its log. Returns what LOOK has found, a line each.
 
         `guard_seconds` is how long to wait for the guard of a node that should have one; None: as long as for all of it.
         """
-        deadline = time.monotonic() + timeout_seconds
+        deadline = self._opening_until = time.monotonic() + timeout_seconds
         self._connection.connect(timeout_seconds, auth_grace_seconds=min(AUTH_GRACE_SECONDS, timeout_seconds))
         self._begin(self._keep)
         patience = deadline if guard_seconds is None else min(deadline, time.monotonic() + guard_seconds)
@@ -197,6 +202,9 @@ class RemoteReach:
         self._guard = next(line.split()[1] for line in found if line.startswith("guard "))
         self._begin(self._follow)
         return found
+
+    def opened(self) -> None:
+        self._opening_until = 0.0
 
     def close(self) -> None:
         self._closed.set()
@@ -232,7 +240,13 @@ class RemoteReach:
                     raise
 
     def _patiently[T](self, ask: Callable[[], T]) -> T:
-        return self._again(ask, time.monotonic() + PATIENCE_SECONDS)
+        now = time.monotonic()  # one that is silent for longer than its lease has ended itself
+        return self._again(ask, max(now + PATIENCE_SECONDS, min(self._opening_until, now + self._lease_seconds)))
+
+    @property
+    def _command_seconds(self) -> float:
+        """How long a command may take that is begun now."""
+        return max(COMMAND_SECONDS, self._opening_until - time.monotonic())
 
     # ── files and lines ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -242,13 +256,13 @@ class RemoteReach:
         return (*memory, self._directory)
 
     def write(self, name: str, text: str) -> None:
-        self._patiently(lambda: self._connection.put(text.encode(), f"{self._directory}/{name}", mode=0o600, timeout_seconds=COMMAND_SECONDS))
+        self._patiently(lambda: self._connection.put(text.encode(), f"{self._directory}/{name}", mode=0o600, timeout_seconds=self._command_seconds))
 
     def write_in_memory(self, name: str, text: str) -> str | None:
         if not self._has_memory:
             return None
         path = f"{self.value_directories[0]}/{name}"
-        self._patiently(lambda: self._connection.put(text.encode(), path, mode=0o600, timeout_seconds=COMMAND_SECONDS))
+        self._patiently(lambda: self._connection.put(text.encode(), path, mode=0o600, timeout_seconds=self._command_seconds))
         return path
 
     def read(self, name: str) -> str:
@@ -273,7 +287,7 @@ class RemoteReach:
 
     def can_reach(self, host: str, port: int) -> bool:
         command = shlex.join(["timeout", str(REACH_SECONDS), "bash", "-c", 'exec 3<>"/dev/tcp/$0/$1"', host, str(port)])
-        return self._patiently(lambda: self._connection.run(command, timeout_seconds=COMMAND_SECONDS)).exit_code == 0
+        return self._patiently(lambda: self._connection.run(command, timeout_seconds=self._command_seconds)).exit_code == 0
 
     def lead(self, port: int, to_local_port: int) -> None:
         self._patiently(lambda: self._connection.forward_remote("127.0.0.1", to_local_port, remote_port=port))
@@ -309,27 +323,32 @@ class RemoteReach:
     def extend_lease(self, seconds: float) -> None:
         with self._telling:
             paid = self._paid_seconds()
-            self._command(LEASE, [self._directory, str(math.ceil(seconds)), "busy" if self._is_busy() else "", "" if paid is None else str(math.floor(paid))])
+            words = [self._directory, str(math.ceil(seconds)), "busy" if self._is_busy() else "", "" if paid is None else str(math.floor(paid))]
+            # a node that is slow must not be asked anew for ever: the first answer would be good for the whole lease
+            self._command(LEASE, words, timeout_seconds=max(COMMAND_SECONDS, self._lease_seconds / 2))
 
     def _keep(self) -> None:
         """The keeper: signs of life, and the connection made anew when it is lost."""
         beat = min(self._lease_seconds / 6, LONGEST_BEAT_SECONDS)
         silent_since: float | None = None
         is_told = False
+        reconnect_seconds = self._reconnect_seconds
         while not self._closed.is_set():
             try:
                 if not self._connection.is_connected:
-                    self._connection.reconnect(self._reconnect_seconds)
+                    self._connection.reconnect(reconnect_seconds)
                 self.extend_lease(self._lease_seconds)
                 if silent_since is not None:
                     self._emit(ContactRegained(self.instance.id, self.instance.rank, time.monotonic() - silent_since))
                     silent_since = None
-                pause, is_told = beat, False
+                pause, is_told, reconnect_seconds = beat, False, self._reconnect_seconds
             except Exception as error:  # whatever it is: the node would end when nobody keeps its lease
                 if not is_told and not isinstance(error, SkywardError):
                     is_told = True
                     _log.exception("the lease of node %d could not be extended; it is tried again and again", self.instance.rank)
                 pause = AGAIN_SECONDS
+                if time.monotonic() < self._opening_until:  # a machine that installs packages may need longer for a login
+                    reconnect_seconds = max(self._reconnect_seconds, min(2 * reconnect_seconds, self._lease_seconds / 4))
                 if silent_since is None and not self._closed.is_set() and not self._connection.is_connected:
                     silent_since = time.monotonic()
                     self._emit(ContactLost(self.instance.id, self.instance.rank, str(error)))
@@ -360,9 +379,10 @@ class RemoteReach:
         if "shipped" not in found:
             self._connection.put(shipped_archive().path, f"{self._directory}/ship.tar.gz")
 
-    def _command(self, text: str, words: list[str], *, stdin: str | None = None, timeout_seconds: float = COMMAND_SECONDS) -> str:
+    def _command(self, text: str, words: list[str], *, stdin: str | None = None, timeout_seconds: float | None = None) -> str:
         """Run a few lines of sh with these arguments, whatever the user's login shell is; return what they print. Raises CommandFailed."""
-        done = self._connection.run(shlex.join(["sh", "-c", text, "skyward", *words]), stdin=stdin, timeout_seconds=timeout_seconds)
+        seconds = self._command_seconds if timeout_seconds is None else timeout_seconds
+        done = self._connection.run(shlex.join(["sh", "-c", text, "skyward", *words]), stdin=stdin, timeout_seconds=seconds)
         if done.exit_code:
             raise CommandFailed(f"{self._connection.endpoint} could not do what it was asked", done.exit_code, done.output)
         return done.output

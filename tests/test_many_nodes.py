@@ -25,6 +25,7 @@ from pydantic import PrivateAttr
 import skyward_core as sky
 from skyward_core import remote, shipping
 from skyward_core.certificates import make_certificate
+from skyward_core.errors import CommandTimedOut
 from skyward_core.instances import Endpoint, Instance
 from skyward_core.ledger import Ledger
 from skyward_core.market import Offer
@@ -34,7 +35,7 @@ from skyward_core.provisioning.metering import Meter
 from skyward_core.provisioning.purse import Purse
 from skyward_core.worker.settings import NodeSettings
 from tests.conftest import Told
-from tests.fake_nodes import FakeNode, FakeNodes, Played
+from tests.fake_nodes import Before, FakeNode, FakeNodes, Played
 from tests.fakes import FakeProvider
 
 NODES = 16
@@ -134,9 +135,9 @@ def rent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rent]:
     monkeypatch.setattr(remote, "LONGEST_BEAT_SECONDS", 600.0)  # nobody's lease is extended but by the test
     with ExitStack() as undo:
 
-        def rent(played: Played = Played(has_uv=False)) -> Many:
+        def rent(played: Played = Played(has_uv=False), before: Before | None = None) -> Many:
             together, told = Together(), Told()
-            nodes = FakeNodes(played, before=together)
+            nodes = FakeNodes(played, before=before or together)
             undo.callback(nodes.close)
             host_key, login = (asyncssh.generate_private_key("ssh-ed25519") for _ in range(2))
             login.write_private_key(tmp_path / "id")
@@ -191,6 +192,22 @@ def test_nodes_that_do_not_see_each_other_are_led_all_at_once(rent: Rent) -> Non
     assert many.together.met == {"lead"}
     asked = {node.instance.id: many.nodes.nodes[node.instance.id].asked.count("lead") for node in lease.nodes}
     assert asked == {node.instance.id: 2 * (NODES - 1) + (node.rank > 0) for node in lease.nodes}  # two ports for each other node, the head's rendezvous
+
+
+def test_slow_nodes_have_as_long_as_the_pool_to_open_and_are_asked_for_a_sign_of_life_once(rent: Rent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that needs longer for each command than an open pool's may take is opened all the same, and its lease is extended; an open pool has its limit."""
+    monkeypatch.setattr(remote, "COMMAND_SECONDS", 0.05)
+    seconds = [0.3]
+    many = rent(before=lambda what, node: asyncio.sleep(seconds[0] if what not in {"kill", "follow"} else 0))
+    with ExitStack() as undo:
+        lease = many.machines.acquire(undo)
+        undo.pop_all()
+    assert len(lease.nodes) == NODES
+    assert {node.id: node.asked.count("lease") for node in many.nodes.nodes.values()} == dict.fromkeys(many.nodes.nodes, 1)
+    assert many.told.of(sky.ContactLost) == []
+    seconds[0] = PATIENCE_SECONDS
+    with pytest.raises(CommandTimedOut):
+        many.machines.rouse(1, [0])
 
 
 # ── afterwards ───────────────────────────────────────────────────────────────────────────────────────────────────────

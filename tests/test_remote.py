@@ -92,6 +92,7 @@ def way(lead: Callable[..., Way]) -> Way:
     """A way to a host that is there already."""
     way = lead()
     way.reach.join(timeout_seconds=60)
+    way.reach.opened()
     return way
 
 

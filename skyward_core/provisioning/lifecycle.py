@@ -408,6 +408,7 @@ class Machines:
                 if time.monotonic() - looked > LOOK_SECONDS:
                     looked = time.monotonic()
                     self._raise_if_lost(node)
+            node.reach.opened()
         except BaseException:
             if self._nodes.get(rank) is node:
                 del self._nodes[rank]
@@ -435,6 +436,7 @@ class Machines:
         except BaseException:
             self._end(node)
             raise
+        node.reach.opened()
         self._standing_by[rank] = node
 
     def retire(self, rank: int, instance_id: str) -> None:
@@ -519,6 +521,7 @@ class Machines:
             self._raise_if_lost(head)
 
         self._scheduler = await_scheduler(head, [head], look, deadline)
+        head.reach.opened()
         side_by_side(lambda ranked: self._tell_or_drop(*ranked), [(rank, node) for rank, node in self._nodes.items() if rank], "skyward-nodes", ALL_AT_ONCE)
         return self.lease
 
@@ -659,6 +662,7 @@ class Machines:
             list(threads.map(lambda node: self._tell(node, self._scheduler), others))
             for node in nodes:
                 node.follow()
+                node.reach.opened()
         except BaseException:
             self._is_not_opening.set()
             self.reaches.close()  # whoever waits for a machine in one of the threads waits no longer
