@@ -4,7 +4,7 @@ UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 RUN := $(UV) run --locked --no-sync
 export UV_COMPILE_BYTECODE := 1
 
-.PHONY: help demo test quick check lint format kill live bench clean
+.PHONY: help demo test quick check lint format kill soak live bench clean
 help: ## what there is
 	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' Makefile
 
@@ -31,6 +31,9 @@ format: .venv/ready ## mend format and whatever ruff can mend by itself
 
 kill: .venv/ready ## kill -9 at 5,000 generated points, and the matrix of what was found alive after each
 	$(RUN) python -m tests.kill --points 5000
+
+soak: .venv/ready ## 1,000,000 calls on one pool, and by how much each of its processes has grown
+	$(RUN) python -m tests.soak
 
 live: .venv/ready ## look at a real cloud with your account: make live PROVIDER=aws; with SPEND=0.50 rent one machine for at most so many USD
 	$(RUN) python -m tests.live $(PROVIDER) $(if $(SPEND),--spend $(SPEND)) $(if $(ACCELERATOR),--accelerator $(ACCELERATOR))

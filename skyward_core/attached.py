@@ -283,7 +283,7 @@ class DetachedCall[R]:
                 report: Report = pickle.loads(message)
                 for item in report.news:
                     if isinstance(item, Output):
-                        self._lines.extend(item.lines)
+                        self._lines.extend(line for text in item.lines for line in text.split("\n"))
                     elif item.ending is not Ending.RETURNED:
                         self._outcome = item
             self._number = known["number"] + len(known["messages"])

@@ -786,7 +786,7 @@ class Cluster:
         for item in report.news:
             if isinstance(item, Output):
                 for line in item.lines:
-                    self._emit(LogLine(report.node, report.instance_id, line, item.timestamp, item.call_id, item.stream))
+                    self._emit(LogLine(report.node, report.instance_id, line, item.timestamp, item.call_id, item.stream, item.level))
             elif item.ending is not Ending.RETURNED:
                 self._on_outcome(item, report.node, usd_per_second)
         with self._lock:

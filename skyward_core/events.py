@@ -131,10 +131,11 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """One line that a call wrote, without its line end.
+    """One line that a call wrote, without its line end; or one log record, with its traceback.
 
     `timestamp` is the node's clock, seconds since 1970; `call_id` names the call
-    (`None`: written between calls), `stream` is "stdout" or "stderr".
+    (`None`: written between calls), `stream` is "stdout" or "stderr". `level` is
+    that of a log record, as in `logging` (30 is WARNING); None for other lines.
     """
 
     node: int
@@ -143,6 +144,7 @@ class LogLine:
     timestamp: float
     call_id: str | None = None
     stream: str = "stdout"
+    level: int | None = None
 
 
 # ── shut-down ────────────────────────────────────────────────────────────────────────────────────────────────────────

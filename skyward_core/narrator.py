@@ -51,7 +51,7 @@ class Narrator:
                 self._nodes[instance_id] = node
                 return logging.INFO, _provisioned(event)
             case LogLine(node, _, line):
-                return logging.INFO, f"[node {node}] {line}"
+                return event.level or logging.INFO, f"[node {node}] {line}"
             case CallProgress():
                 self._calls = event
                 return None

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple, NoReturn, cast
 from skyward_core import pickling, sources
 from skyward_core.errors import NotPicklable
 from skyward_core.worker.info import ENV
+from skyward_core.worker.records import keep_levels
+from skyward_core.worker.variable import RewrittenVariable
 from skyward_core.worker.wire import INLINE_BYTES, Call, Ending, Outcome, Parcel
 
 JOB_PLACE = "{job}"  # where the text of the instance's information holds the id of the job
@@ -63,11 +65,14 @@ def run_calls(line: Line) -> NoReturn:
     """Run calls until the line is closed, then end the process."""
     _settle_in(line)
     functions: dict[str, sources.Loaded] = {}
+    info = RewrittenVariable(ENV)
     while packet := line.calls.recv(INLINE_BYTES * 4):
-        outcome, spent = _run(cast(Packet, pickle.loads(packet)), functions, line)
+        request = cast(Packet, pickle.loads(packet))
+        info.set(line.info.replace(JOB_PLACE, request.call.job_id))
+        outcome, spent = _run(request, functions)
         _end_output(line)
         line.outcomes.send(pickle.dumps(_fit(outcome, line, spent), protocol=5))
-        del packet, outcome, spent  # while the next call is waited for, nothing of this one stays in memory
+        del packet, request, outcome, spent  # while the next call is waited for, nothing of this one stays in memory
     os._exit(0)
 
 
@@ -76,6 +81,7 @@ def _settle_in(line: Line) -> None:
     os.dup2(line.stderr, 2)
     sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+    keep_levels(line.mark, (sys.stdout, sys.stderr))
     os.environ.update(line.env)
     if numpy_random := sys.modules.get("numpy.random"):
         numpy_random.seed()  # a fork copies numpy's generator: without this all runners of a node draw the same numbers
@@ -85,9 +91,8 @@ type Spent = tuple[str, mmap.mmap] | None
 """The file that a call's arguments came in and its mapping, if the result may take it over."""
 
 
-def _run(packet: Packet, functions: dict[str, sources.Loaded], line: Line) -> tuple[Outcome, Spent]:
+def _run(packet: Packet, functions: dict[str, sources.Loaded]) -> tuple[Outcome, Spent]:
     call = packet.call
-    os.environ[ENV] = line.info.replace(JOB_PLACE, call.job_id)
     started = time.perf_counter()
     try:
         value, memory = _invoke(packet, functions)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from skyward_core.worker.invoke import Packet
+from skyward_core.worker.records import split_records
 from skyward_core.worker.wire import INLINE_BYTES, Batch, Call, Ending, Outcome, Output, Parcel
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -360,7 +361,8 @@ class _BatchRun:
             if lines:
                 position = mark - self.slot.ended
                 call_id = self._sent[position].call_id if 0 <= position < len(self._sent) else None
-                self._news.append(Output(call_id, stream.name, lines, time.time()))
+                now = time.time()
+                self._news.extend(Output(call_id, stream.name, texts, now, level) for level, texts in split_records(stream.mark, lines))
 
     def _pump_idle_output(self) -> None:
         """What background threads of earlier calls have written since: nobody's lines."""
@@ -370,7 +372,8 @@ class _BatchRun:
 
     def _last_lines(self) -> tuple[str, ...]:
         """What the call that has just ended, or died, wrote last."""
-        return tuple(line for stream in self.slot.streams for line in stream.forget(self.slot.ended))[-LAST_LINES:]
+        lines = (text for stream in self.slot.streams for _, texts in split_records(stream.mark, stream.forget(self.slot.ended)) for text in texts)
+        return tuple(line for text in lines for line in text.split("\n"))[-LAST_LINES:]
 
     # ── trouble ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -192,12 +192,16 @@ class Outcome(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Lines that a call (None: no call) wrote on one stream; `timestamp` is the node's clock when they were read."""
+    """Lines that a call (None: no call) wrote on one stream; `timestamp` is the node's clock when they were read.
+
+    With a `level` (of `logging`) each is a log record, which may hold line ends.
+    """
 
     call_id: str | None
     stream: str
     lines: tuple[str, ...]
     timestamp: float
+    level: int | None = None
 
 
 class Report(NamedTuple):

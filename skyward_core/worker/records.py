@@ -1,0 +1,67 @@
+"""Log records of calls keep their level and their lines: what a `logging.StreamHandler` writes to stdout or stderr travels as one record.
+
+A record is one line of the runner's output, `MARK:LEVEL "TEXT"`, with its text as JSON, so that a traceback has no line ends on its way. MARK is the secret
+that ends the output of a call: no call can forge it. What is written in any other way stays lines without a level.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import NamedTuple, TextIO
+
+
+class Lines(NamedTuple):
+    """Lines of one stream that follow each other; `level` (of `logging`) where each is a log record, which may hold line ends."""
+
+    level: int | None
+    texts: tuple[str, ...]
+
+
+def keep_levels(mark: bytes, streams: tuple[TextIO, TextIO]) -> None:
+    """Have each log handler of this process that writes to one of `streams` write whole records from now on.
+
+    It changes `logging.StreamHandler` itself: the handlers are the calls' own (`logging.basicConfig()`), or Python's last resort, and need not exist yet.
+    """
+    start = _start_of(mark)
+    write_plainly = logging.StreamHandler.emit
+
+    def emit(self: logging.StreamHandler[TextIO], record: logging.LogRecord) -> None:
+        if self.stream not in streams:
+            write_plainly(self, record)
+            return
+        try:
+            self.stream.write(f"{start}{record.levelno} {json.dumps(self.format(record))}\n")
+            self.flush()
+        except RecursionError:  # as logging itself does
+            raise
+        except Exception:
+            self.handleError(record)
+
+    logging.StreamHandler.emit = emit
+
+
+def split_records(mark: bytes, lines: Iterable[str]) -> Iterator[Lines]:
+    """Yield the lines in their order, those of one level together."""
+    start = _start_of(mark)
+    pairs = (pair for line in lines for pair in _read(start, line))
+    for level, group in groupby(pairs, key=lambda pair: pair[0]):
+        yield Lines(level, tuple(text for _, text in group))
+
+
+def _start_of(mark: bytes) -> str:
+    return mark[:-1].decode() + ":"
+
+
+def _read(start: str, line: str) -> Iterator[tuple[int | None, str]]:
+    before, found, record = line.partition(start)
+    if before or not found:  # a record may follow text that had no line end yet
+        yield None, before
+    if found:
+        level, _, text = record.partition(" ")
+        try:
+            yield int(level), json.loads(text)
+        except ValueError:  # cut short: the runner died while it wrote
+            yield None, text

@@ -1,0 +1,90 @@
+"""A pool that lives for days must not grow: `make soak` makes 1,000,000 tiny calls and looks at the memory of each process of the pool.
+
+Memory is what a process has to itself (USS). The first fifth of the calls is left out: queues and free lists reach their size there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import psutil
+
+import skyward_core as sky
+
+MB = 1e6
+BATCH = 2_000
+LOOKS = 10
+NOISE_BYTES = 8 * MB
+"""What a process may grow by and still be flat: an arena of malloc that was touched for the first time, a garbage collection that is due."""
+
+
+@sky.compute
+def echo(number: int) -> int:
+    return number
+
+
+@sky.compute
+def own_pid() -> int:
+    import os
+
+    return os.getpid()
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The memory of each process, in bytes, by what it is, after so many calls."""
+
+    calls: int
+    seconds: float
+    memory: dict[str, int]
+
+
+def looks(calls: int) -> Iterator[Look]:
+    """Make so many calls on one node of this machine; look LOOKS times, evenly."""
+    with sky.ComputePool(provider=sky.Local(), nodes=1, display="quiet") as pool:
+        processes = _processes(pool)
+        started = time.monotonic()
+        for number in range(1, LOOKS + 1):
+            for first in range(0, calls // LOOKS, BATCH):
+                rows = range(first, min(first + BATCH, calls // LOOKS))
+                assert pool.map(echo, rows) == list(rows)
+            yield Look(number * calls // LOOKS, time.monotonic() - started, {role: process.memory_full_info().uss for role, process in processes.items()})
+
+
+def growth(seen: list[Look]) -> dict[str, int]:
+    """Return by how many bytes each process has grown since a fifth of the calls was made."""
+    first, last = seen[LOOKS // 5 - 1], seen[-1]
+    return {role: last.memory[role] - first.memory[role] for role in last.memory}
+
+
+def _processes(pool: sky.ComputePool) -> dict[str, psutil.Process]:
+    """The client, and the node's processes: the runner that answers, its parent, and what that has forked first: the scheduler, then the worker."""
+    runner = psutil.Process(own_pid() >> pool)
+    supervisor = runner.parent()
+    assert supervisor is not None
+    scheduler, worker = sorted((child for child in supervisor.children() if child != runner), key=lambda child: child.pid)
+    return {"client": psutil.Process(), "supervisor": supervisor, "scheduler": scheduler, "worker": worker, "runner": runner}
+
+
+def main() -> int:
+    """Print a table, and which process has grown; 1 if any has."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--calls", type=int, default=1_000_000)
+    calls = parser.parse_args().calls
+    seen = list[Look]()
+    for look in looks(calls):
+        if not seen:
+            print("      calls  seconds  " + "".join(f"{role:>12}" for role in look.memory), "(MB)")
+        seen.append(look)
+        print(f"{look.calls:>11,} {look.seconds:>8.1f}  " + "".join(f"{memory / MB:>12.1f}" for memory in look.memory.values()), flush=True)
+    grown = growth(seen)
+    print("\n".join(f"{role}: {grown_bytes / (0.8 * calls):+.2f} bytes a call" for role, grown_bytes in grown.items()))
+    return int(any(grown_bytes > NOISE_BYTES for grown_bytes in grown.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
