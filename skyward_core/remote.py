@@ -17,8 +17,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import platform
 import shlex
+import subprocess
 import threading
 import time
 import uuid
@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 from skyward_core.errors import CommandFailed, ConnectionLost, SkywardError
 from skyward_core.events import ContactLost, ContactRegained, SkywardEvent
 from skyward_core.instances import Instance
-from skyward_core.shipping import shipped_archive, shipped_uv
+from skyward_core.shipping import Packed, shipped_archive, shipped_uv
 from skyward_core.ssh import Connection, Loop
 from skyward_core.worker.wire import Parcel
 
@@ -74,8 +74,9 @@ home="${1%/instances/*}"
 mkdir -p "$home/ship"
 echo "guard $(cat "$1/guard")"
 echo "system $(uname -s) $(uname -m)"
+for loader in /lib/ld-musl-*; do [ ! -e "$loader" ] || [ -e /lib64/ld-linux-x86-64.so.2 ] || [ -e /lib/ld-linux-aarch64.so.1 ] || echo musl; done
 if [ -d "$home/ship/$3" ]; then echo shipped; fi
-if [ -x "$home/uv/bin/uv" ] || command -v uv >/dev/null; then echo uv; fi
+if "$home/uv/bin/uv" --version >/dev/null 2>&1 || uv --version >/dev/null 2>&1; then echo uv; fi
 if [ -d /dev/shm ] && [ -w /dev/shm ]; then echo memory; fi
 """
 """Waits until the node's guard is up ($2 tenths of a second), then tells what is there."""
@@ -372,12 +373,21 @@ class RemoteReach:
 
     def _send_what_is_missing(self, found: set[str]) -> None:
         home = str(PurePosixPath(self._directory).parent.parent)
-        if "uv" not in found and f"system {platform.system()} {platform.machine()}" in found:
-            self._lines.append(SENDING_UV)
-            packed = shipped_uv()
+        if "uv" not in found and (packed := self._uv_for(found)) is not None:
             self._connection.put(packed.path, f"{home}/uv/bin/uv", mode=0o755, unpacked_bytes=packed.unpacked_bytes)
         if "shipped" not in found:
             self._connection.put(shipped_archive().path, f"{self._directory}/ship.tar.gz")
+
+    def _uv_for(self, found: set[str]) -> Packed | None:
+        """Return the uv that runs on the node; None if there is none to be had here: then the node has to find one itself."""
+        _, system, machine = next(line for line in found if line.startswith("system ")).split()
+        self._lines.append(SENDING_UV)
+        try:
+            return shipped_uv(system, machine, is_musl="musl" in found)
+        except (OSError, subprocess.SubprocessError) as error:
+            why = str(getattr(error, "stderr", None) or error).strip()
+            _log.warning("uv for %s on %s could not be fetched here, and node %d has to fetch it itself: %s", system, machine, self.instance.rank, why)
+            return None
 
     def _command(self, text: str, words: list[str], *, stdin: str | None = None, timeout_seconds: float | None = None) -> str:
         """Run a few lines of sh with these arguments, whatever the user's login shell is; return what they print. Raises CommandFailed."""

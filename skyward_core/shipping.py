@@ -1,4 +1,7 @@
-"""What the nodes are sent: a copy of our own package, as this client runs it, so that both sides always speak the same language; and uv where there is none."""
+"""What the nodes are sent: a copy of our own package, as this client runs it, so that both sides always speak the same language; and uv where there is none.
+
+This client's own uv is sent where it runs, elsewhere one of `image.uv_wheels`, which our uv fetches from the client's own index and checks by its hash.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,12 @@ import compileall
 import gzip
 import hashlib
 import os
+import platform
 import shutil
+import subprocess
+import sys
 import tarfile
+import tempfile
 import threading
 import uuid
 from dataclasses import dataclass
@@ -17,8 +24,11 @@ from pathlib import Path
 import uv
 from platformdirs import user_cache_path
 
+from skyward_core.image.uv_wheels import VERSION, WHEELS, Wheel
+
 PIECE_BYTES = 1 << 20
 PACKAGE = "skyward_core"
+FETCH_SECONDS = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +57,15 @@ def shipped_archive() -> Archive:
         return _archive()
 
 
-def shipped_uv() -> Packed:
-    """Return our own uv, compressed with gzip to less than half: it is sent to each node that has none. Made once for each uv, under the user's cache."""
+def shipped_uv(system: str, machine: str, *, is_musl: bool = False) -> Packed | None:
+    """Return the uv for a machine that `uname` calls so, compressed with gzip to less than half. Made once for each uv, under the user's cache.
+
+    None for a kind of machine that we know no uv for. Raises OSError or SubprocessError if it has to be fetched first and cannot be.
+    """
     with _making:
-        return _compressed_uv()
+        if (system, machine) == ("Linux", platform.machine()) and platform.system() == "Linux" and not is_musl:
+            return _compressed_uv()
+        return _fetched_uv(machine) if system == "Linux" and machine in WHEELS else None
 
 
 def shipped_package() -> Path:
@@ -85,11 +100,39 @@ def _compressed_uv() -> Packed:
     path = user_cache_path("skyward") / "ship" / f"uv-{stat.st_size:x}-{stat.st_mtime_ns:x}.gz"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
-        with binary.open("rb") as content, gzip.open(partial, "wb", compresslevel=3) as compressed:
-            shutil.copyfileobj(content, compressed, PIECE_BYTES)
-        partial.replace(path)
+        _compress(binary, path)
     return Packed(path, stat.st_size)
+
+
+@cache
+def _fetched_uv(machine: str) -> Packed:
+    wheel = WHEELS[machine]
+    path = user_cache_path("skyward") / "ship" / f"uv-{VERSION}-{machine}-{wheel.sha256[:12]}.gz"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f"{path.stem}.", dir=path.parent) as folder:
+            _fetch(wheel, Path(folder))
+            _compress(Path(folder) / "bin" / "uv", path)
+    with path.open("rb") as packed:
+        packed.seek(-4, os.SEEK_END)  # RFC 1952: the size comes last
+        return Packed(path, int.from_bytes(packed.read(4), "little"))
+
+
+def _fetch(wheel: Wheel, folder: Path) -> None:
+    """Unpack a wheel that is not for this machine; our uv knows the client's index, proxy and certificates, and refuses what has another hash."""
+    requirements = folder / "uv.txt"
+    requirements.write_text(f"{wheel.requirement}\n")
+    what = ("--no-deps", "--only-binary", ":all:", "--require-hashes", "--python-platform", wheel.uv_platform, "--requirements", str(requirements))
+    command = (uv.find_uv_bin(), "pip", "install", "--quiet", "--no-progress", "--python", sys.executable, "--target", str(folder), *what)
+    environment = {name: value for name, value in os.environ.items() if name != "UV_NO_VERIFY_HASHES"}
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=FETCH_SECONDS, stdin=subprocess.DEVNULL, env=environment)
+
+
+def _compress(binary: Path, path: Path) -> None:
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
+    with binary.open("rb") as content, gzip.open(partial, "wb", compresslevel=3) as compressed:
+        shutil.copyfileobj(content, compressed, PIECE_BYTES)
+    partial.replace(path)
 
 
 @cache

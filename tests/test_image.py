@@ -1,6 +1,9 @@
 """Images: what they refuse, what names them, and what their script does to a machine."""
 
 import contextlib
+import dataclasses
+import gzip
+import hashlib
 import json
 import os
 import pickle
@@ -10,6 +13,8 @@ import string
 import subprocess
 import sys
 import time
+import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -18,11 +23,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from skyward_core import shipping
 from skyward_core.errors import BadRequest
-from skyward_core.image import shell
+from skyward_core.image import shell, uv_wheels
 from skyward_core.image.image import Image, runtime_pins
 
 HERE = "{}.{}".format(*sys.version_info)
+ROOT = Path(__file__).parents[1]
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 NO_RUNTIME = ()
 
@@ -238,7 +245,7 @@ def test_a_machine_cannot_be_turned_off_in_the_past():
 class Machine:
     """A home for the script, and a PATH of its own that holds a few real tools and the stand-ins a test puts there."""
 
-    TOOLS = ("bash", "sh", "cat", "env", "flock", "grep", "kill", "mkdir", "mv", "rm", "sleep", "setsid", "touch", "ln")
+    TOOLS = ("bash", "sh", "cat", "env", "flock", "grep", "kill", "mkdir", "mv", "rm", "sleep", "setsid", "touch", "ln", "uname")
 
     def __init__(self, root: Path) -> None:
         self.home = root / "sky home"
@@ -263,6 +270,10 @@ class Machine:
         path.write_text(f"""#!{self.bin}/bash\nwords=$(printf ' [%s]' "$@")\nprintf '%s\\n' "{name}$words" >>"$LOG"\n{body}\n""")
         path.chmod(0o755)
         return path
+
+    def is_a(self, kind: str) -> None:
+        """Let `uname` call it that."""
+        self.stand_in("uname", f"case $1 in -s) echo Linux ;; -m) echo {kind} ;; esac")
 
     def uv(self, body: str = "") -> None:
         """Put a uv there that makes an environment of a link to this interpreter, after `body`."""
@@ -427,23 +438,98 @@ def test_uv_is_found_where_it_is(machine):
     (machine.bin / "uv").unlink()
     machine.stand_in("python3", 'if [ "$1 $2" = "-m uv" ]; then shift 2; exec "${0%/*}/given uv" "$@"; fi')
     assert users() == {"python3|-m|uv"}
-    no_module = 'if [ "$1 $2" = "-m uv" ]; then exit 1; fi; mkdir -p "$6/bin"; ln -s "${0%/*}/given uv" "$6/bin/uv"'
+    no_module = 'case "$2 $3" in "pip --version") exit ;; "pip install") mkdir -p "${10}/bin"; ln -s "${0%/*}/given uv" "${10}/bin/uv" ;; *) exit 1 ;; esac'
     machine.stand_in("python3", no_module)
+    machine.is_a("aarch64")
     installed = {str(machine.home / "uv/bin/uv")}
     assert users() == installed
-    assert [line for line in machine.called("python3") if "[pip]" in line] == [f"[-m] [pip] [install] [--quiet] [--target] [{machine.home}/uv.partial] [uv]"]
+    hashed = f"[--no-deps] [--only-binary] [:all:] [--require-hashes] [--target] [{machine.home}/uv.partial] [-r] [{machine.home}/uv.partial/uv.txt]"
+    assert [line for line in machine.called("python3") if "[install]" in line] == [f"[-m] [pip] [install] [--quiet] {hashed}"]
+    assert (machine.home / "uv/uv.txt").read_text() == f"uv=={uv_wheels.VERSION} --hash=sha256:{uv_wheels.WHEELS['aarch64'].sha256}\n"
     assert users() == installed
     assert [line for line in machine.called("python3") if "[pip]" in line] == []
 
 
-def test_where_uv_cannot_be_had_the_phase_is_uv(machine):
-    """Without uv and without a python3 to install it, the failure is told in phase uv, once, with pip's command."""
+FETCHERS = {
+    "curl": 'cp "${0%/*}/../uv.whl" "${@: -2:1}"',
+    "wget": 'cp "${0%/*}/../uv.whl" "$3"',
+    "python3": 'case "$2" in pip | uv) exit 1 ;; *urllib*) cp "${0%/*}/../uv.whl" "$4" ;; *) exec "$REAL_PYTHON" "$@" ;; esac',
+}
+
+
+@pytest.mark.parametrize("fetcher", FETCHERS)
+@pytest.mark.parametrize("kind", ["x86_64", "aarch64"])
+def test_without_pip_the_file_of_the_index_is_fetched_and_checked(machine, tmp_path, fetcher, kind):
+    """By curl, wget or Python, whichever there is; unpacked by unzip or Python. The file of the machine's own architecture, and no other than that file."""
+    with zipfile.ZipFile(tmp_path / "uv.whl", "w", zipfile.ZIP_DEFLATED) as wheel:
+        wheel.writestr("uv-9.data/scripts/uvx", "not this one")
+        wheel.writestr(
+            "uv-9.data/scripts/uv", '#!/bin/bash\nif [ "$1" = venv ]; then mkdir -p "${@: -1}/bin"; ln -s "$REAL_PYTHON" "${@: -1}/bin/python"; fi\n'
+        )
+    wanted = uv_wheels.WHEELS[kind]
+    machine.is_a(kind)
+    machine.stand_in(fetcher, FETCHERS[fetcher])
+    for tool in ("sha256sum", "chmod", "cp", *(["unzip"] if fetcher == "curl" else [])):
+        (machine.bin / tool).symlink_to(str(shutil.which(tool)))
+    if fetcher == "wget":
+        machine.stand_in("python3", FETCHERS["python3"].replace("*urllib*", "--none"))
+    script = Image().bootstrap(runtime=NO_RUNTIME)
+    run = machine.run(script)
+    assert run.returncode != 0
+    assert "is not the file that it was" in run.stderr
+    assert told(run.stdout)[-1].startswith("failed phase=uv exit=1 command=fetch_uv")
+    assert not (machine.home / "uv").exists()
+    run = machine.run(script.replace(wanted.sha256, hashlib.sha256((tmp_path / "uv.whl").read_bytes()).hexdigest()))
+    assert run.returncode == 0, run.stderr
+    assert [line for line in machine.called(fetcher) if wanted.url in line]
+    assert (machine.home / "uv/bin/uv").read_text().startswith("#!/bin/bash")
+
+
+@pytest.mark.parametrize(("kind", "advice"), [("riscv64", "no uv is known for Linux-riscv64"), ("x86_64", "neither curl, wget nor python3 to fetch it")])
+def test_where_uv_cannot_be_had_the_phase_is_uv(machine, kind, advice):
+    """Without uv and without anything to fetch it, the failure is told in phase uv, once, with what to do."""
+    machine.is_a(kind)
     run = machine.run(Image().bootstrap(runtime=NO_RUNTIME))
-    assert run.returncode == 127
-    assert [line.partition(" --target")[0] for line in told(run.stdout)] == [
-        "phase uv",
-        "failed phase=uv exit=127 command=python3 -m pip install --quiet",
-    ]
+    assert run.returncode == 1
+    assert advice in run.stderr
+    assert told(run.stdout) == ["phase uv", f"failed phase=uv exit=1 command=fetch_uv {machine.home}/uv.partial"]
+
+
+@pytest.mark.parametrize("kind", ["x86_64", "aarch64"])
+def test_the_uv_of_other_machines_is_that_of_the_lock(kind):
+    """Version, files and hashes that nodes are sent are those of `uv.lock`: whoever updates that one updates the table."""
+    (locked,) = [package for package in tomllib.loads((ROOT / "uv.lock").read_text())["package"] if package["name"] == "uv"]
+    files = {wheel["url"]: wheel["hash"] for wheel in locked["wheels"] if kind in wheel["url"] and "linux" in wheel["url"]}
+    wheel = uv_wheels.WHEELS[kind]
+    assert locked["version"] == uv_wheels.VERSION
+    assert files[wheel.url] == f"sha256:{wheel.sha256}"
+    assert "musllinux" in wheel.url
+    gnu = [digest for url, digest in files.items() if "manylinux_2_17" in url and "musllinux" not in url]
+    assert gnu == ([f"sha256:{wheel.other_sha256}"] if wheel.other_sha256 else [])
+
+
+@pytest.mark.slow
+def test_the_uv_of_another_architecture_is_fetched_and_kept(tmp_path, monkeypatch):
+    """What the client sends to arm64 machines is a static program for them (ELF: EM_AARCH64 is 183), fetched once; another hash is refused."""
+    monkeypatch.setattr(shipping, "user_cache_path", lambda name: tmp_path / name)
+    shipping._fetched_uv.cache_clear()
+    try:
+        packed = shipping.shipped_uv("Linux", "aarch64")
+        with gzip.open(packed.path) as content:
+            binary = content.read()
+        assert len(binary) == packed.unpacked_bytes
+        assert (binary[:4], int.from_bytes(binary[18:20], "little")) == (b"\x7fELF", 183)
+        assert [path.name for path in packed.path.parent.iterdir()] == [packed.path.name]
+        shipping._fetched_uv.cache_clear()
+        monkeypatch.setattr(shipping, "_fetch", None)
+        assert shipping.shipped_uv("Linux", "aarch64") == packed
+        monkeypatch.undo()
+        wrong = dataclasses.replace(uv_wheels.WHEELS["aarch64"], sha256="0" * 64)
+        with pytest.raises(subprocess.CalledProcessError) as caught:
+            shipping._fetch(wrong, tmp_path)
+        assert "Hash mismatch" in caught.value.stderr or "hash" in caught.value.stderr
+    finally:
+        shipping._fetched_uv.cache_clear()
 
 
 def test_a_home_is_found_without_home(machine):
@@ -617,7 +703,7 @@ def test_uv_is_installed_from_the_package_index(real):
     """On a machine that has Python but no uv, uv comes from the package index and makes the environment."""
     path = Path(real["SKYWARD_HOME"]).with_name("bin")
     path.mkdir()
-    for tool in ("bash", "env", "flock", "mkdir", "mv", "rm"):
+    for tool in ("bash", "env", "flock", "mkdir", "mv", "rm", "uname"):
         (path / tool).symlink_to(str(shutil.which(tool)))
     subprocess.run(
         [uv.find_uv_bin(), "venv", "--quiet", "--seed", "--python", sys.executable, path / "venv"],

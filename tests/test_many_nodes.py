@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import gzip
 import os
+import platform
+import subprocess
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -260,7 +262,7 @@ def test_what_all_are_sent_is_made_once(tmp_path: Path, monkeypatch: pytest.Monk
         at_once = threading.Barrier(NODES)
         with ThreadPoolExecutor(NODES) as threads:
             archives = list(threads.map(lambda _: (at_once.wait(), shipping.shipped_archive())[1], range(NODES)))
-            uvs = list(threads.map(lambda _: (at_once.wait(), shipping.shipped_uv())[1], range(NODES)))
+            uvs = list(threads.map(lambda _: (at_once.wait(), shipping.shipped_uv("Linux", platform.machine()))[1], range(NODES)))
     finally:
         for cached in caches:
             cached.cache_clear()
@@ -271,3 +273,30 @@ def test_what_all_are_sent_is_made_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert unpacked == Path(uv.find_uv_bin()).read_bytes()
     assert len(unpacked) == uvs[0].unpacked_bytes
     assert not [path for path in (tmp_path / "skyward" / "ship").iterdir() if path.name.count(".") > path.name.count(".tar") + 1]
+
+
+@pytest.mark.parametrize("can_fetch", [True, False])
+def test_nodes_of_another_architecture_are_sent_the_uv_of_theirs_and_do_without_where_it_cannot_be_had(
+    rent: Rent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, can_fetch: bool
+) -> None:
+    """Fetched once for all nodes; a client that cannot fetch it says so, and leaves it to the nodes."""
+    asked: list[str] = []
+    packed = tmp_path / "uv.gz"
+    packed.write_bytes(gzip.compress(b"of another architecture"))
+
+    def fetch(machine: str) -> shipping.Packed:
+        asked.append(machine)
+        if not can_fetch:
+            raise subprocess.CalledProcessError(2, ["uv"], stderr="error: no such host\n")
+        return shipping.Packed(packed, 23)
+
+    monkeypatch.setattr(shipping, "_fetched_uv", fetch)
+    many = rent(Played(has_uv=False, system="Linux aarch64"))
+    with ExitStack() as undo:
+        many.machines.acquire(undo)
+        undo.pop_all()
+    assert asked == ["aarch64"] * NODES
+    puts = {node.id: node.asked.count("put uv") for node in many.nodes.nodes.values()}
+    assert puts == dict.fromkeys(many.nodes.nodes, int(can_fetch))
+    assert ("has to fetch it itself: error: no such host" in caplog.text) is not can_fetch
+    assert many.nodes.unknown == []

@@ -1,5 +1,6 @@
 """The way to a node over SSH, on real hosts with a guard and nothing else: files, lines, ports, values and leases, and what a lost connection does to them."""
 
+import gzip
 import pickle
 import socket
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core import remote
+from skyward_core import remote, shipping
 from skyward_core.errors import CommandFailed, ConnectionLost, Unreachable
 from skyward_core.events import ContactLost, ContactRegained
 from skyward_core.image import shell
@@ -126,6 +127,25 @@ def test_a_script_is_started_once_and_told_to_its_end(lead, monkeypatch):
     ours = ["::skyward phase uv", f"ran on {way.instance.id}, 0 of sky-ways", "uv", f"{home}/ship/{shipped_archive().name}/skyward_core/remote.py"]
     assert way.lines == [*ours, "::skyward exited 7"]
     assert not (way.directory / "ship.tar.gz").exists()
+
+
+@pytest.mark.parametrize(("kind", "file"), [("Linux aarch64", "aarch64"), ("Linux riscv64", None)])
+def test_a_host_is_sent_the_uv_of_its_own_architecture(lead, monkeypatch, tmp_path, kind, file):
+    """By what `uname` says there; where none is known nothing is sent, and the host has to find one itself."""
+    (tmp_path / "uv.gz").write_bytes(gzip.compress(b"of another architecture"))
+    fetched: list[str] = []
+    monkeypatch.setattr(shipping, "_fetched_uv", lambda machine: fetched.append(machine) or shipping.Packed(tmp_path / "uv.gz", 23))
+    way = lead()
+    uname = way.host.root / "usr/local/bin/uname"
+    uname.write_text(f"#!/bin/sh\ncase $1 in -s) echo {kind.split()[0]} ;; -m) echo {kind.split()[1]} ;; esac\n")
+    uname.chmod(0o755)
+    way.reach.start('echo "uv is ${SKYWARD_UV:-to be found}"\nexit 7\n', timeout_seconds=60, emit=way.told)
+    wait_until(lambda: way.has_told("::skyward exited 7"), "the end of the script")
+    sent = way.directory.parent.parent / "uv/bin/uv"
+    assert fetched == ([file] if file else [])
+    assert sent.exists() is (file is not None)
+    assert file is None or sent.read_bytes() == b"of another architecture"
+    assert "uv is to be found" in way.lines  # what does not run here is not taken
 
 
 def test_a_script_that_runs_is_not_touched_when_its_start_is_asked_for_again(lead):

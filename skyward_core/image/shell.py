@@ -11,6 +11,8 @@ Every function here is pure and returns lines of bash. The program is constant; 
 import shlex
 from collections.abc import Iterable, Mapping
 
+from skyward_core.image.uv_wheels import WHEELS
+
 
 def prelude() -> str:
     """Return the head of a script: strict mode, where things live (`SKYWARD_HOME`), the trap that tells of a failure, and all functions."""
@@ -158,14 +160,72 @@ skyward_find_uv() {
 skyward_install_uv() {
   local target="$SKYWARD_HOME/uv"
   skyward_lock "$target.lock"
-  if [ ! -x "$target/bin/uv" ]; then
+  if ! "$target/bin/uv" --version >/dev/null 2>&1; then
     rm -rf -- "$target" "$target.partial"
-    skyward_run python3 -m pip install --quiet --target "$target.partial" uv
+    mkdir -p -- "$target.partial"
+    skyward_run skyward_fetch_uv "$target.partial"
     mv -- "$target.partial" "$target"
   fi
   skyward_unlock
 }
 """
+
+# pip goes first because it knows the machine's own index. Whoever brings the file, its hash decides.
+_FETCH_UV = r"""skyward_fetch_uv() { # folder
+  local kind requirement url sha256
+  kind=$(uname -s)-$(uname -m)
+  case $kind in
+@WHEELS@
+    *) skyward_missing "no uv is known for $kind: install uv on the machine, or in its image" ;;
+  esac
+  printf '%s\n' "$requirement" >"$1/uv.txt"
+  if python3 -m pip --version >/dev/null 2>&1; then
+    if python3 -m pip install --quiet --no-deps --only-binary :all: --require-hashes --target "$1" -r "$1/uv.txt"; then return; fi
+    rm -rf -- "${1:?}/bin"
+  fi
+  mkdir -p -- "$1/bin"
+  skyward_download "$url" "$1/uv.whl"
+  printf '%s  %s\n' "$sha256" "$1/uv.whl" | sha256sum -c - >/dev/null || skyward_missing "$url is not the file that it was (sha256 $sha256)"
+  skyward_unpack_uv "$1/uv.whl" >"$1/bin/uv"
+  chmod 755 "$1/bin/uv"
+  rm -f -- "$1/uv.whl"
+}
+skyward_download() { # URL, file
+  if command -v curl >/dev/null; then
+    curl --fail --silent --show-error --location --retry 3 --output "$2" "$1"
+  elif command -v wget >/dev/null; then
+    wget -q -O "$2" "$1"
+  elif command -v python3 >/dev/null; then
+    python3 -c 'import sys, urllib.request; urllib.request.urlretrieve(*sys.argv[1:])' "$1" "$2"
+  else
+    skyward_missing "there is no uv, and neither curl, wget nor python3 to fetch it: install one of them on the machine, or in its image"
+  fi
+}
+skyward_unpack_uv() { # wheel, which is a zip archive
+  if command -v unzip >/dev/null; then
+    unzip -p "$1" '*/scripts/uv'
+  elif command -v python3 >/dev/null; then
+    python3 -c 'import sys, zipfile
+wheel = zipfile.ZipFile(sys.argv[1])
+sys.stdout.buffer.write(wheel.read(next(name for name in wheel.namelist() if name.endswith("/scripts/uv"))))' "$1"
+  elif command -v bsdtar >/dev/null; then
+    bsdtar -xOf "$1" '*/scripts/uv'
+  elif busybox unzip -l "$1" >/dev/null 2>&1; then
+    busybox unzip -p "$1" '*/scripts/uv'
+  else
+    skyward_missing "there is nothing to unpack uv with: install unzip, python3, bsdtar or busybox on the machine, or in its image"
+  fi
+}
+skyward_missing() { # what to do about it
+  printf '%s\n' "$1" >&2
+  return 1
+}
+""".replace(
+    "@WHEELS@",
+    "\n".join(
+        f"    Linux-{machine}) requirement={shlex.quote(wheel.requirement)} url={wheel.url} sha256={wheel.sha256} ;;" for machine, wheel in WHEELS.items()
+    ),
+)
 
 # A service that an apt package starts must not inherit the lock, hence 9>&-.
 _APT = r"""skyward_has_apt() { # name, name=version, name:architecture, name/release
@@ -224,4 +284,4 @@ found = "%d.%d" % sys.version_info[:2]
 if found != sys.argv[1]: sys.exit("This interpreter is Python %s, not %s: unset SKYWARD_PYTHON or let it name another." % (found, sys.argv[1]))'
 """
 
-_PARTS = (_STRICT, _TOLD, _LOCKS, _SHUTDOWN, _UV, _APT, _ENVIRONMENT)
+_PARTS = (_STRICT, _TOLD, _LOCKS, _SHUTDOWN, _UV, _FETCH_UV, _APT, _ENVIRONMENT)
