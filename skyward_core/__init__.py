@@ -114,6 +114,7 @@ if TYPE_CHECKING:
     from skyward_core.spec import PoolSpec as PoolSpec
     from skyward_core.spot import Spot as Spot
     from skyward_core.spot import SpotLike as SpotLike
+    from skyward_core.work import Work as Work
     from skyward_core.worker.info import InstanceInfo as InstanceInfo
     from skyward_core.worker.info import current_accelerator as current_accelerator
     from skyward_core.worker.info import instance_info as instance_info
@@ -151,6 +152,7 @@ _HOMES = {
     "providers.verda": "Verda",
     "spec": "PoolSpec",
     "spot": "Spot SpotLike",
+    "work": "Work",
     "worker.info": "InstanceInfo current_accelerator instance_info",
     "worker.shard": "shard",
 }

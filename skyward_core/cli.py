@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     ps.add_argument("--limit", type=_count, default=SHOWN_POOLS, metavar="N", help=f"the newest so many (default: {SHOWN_POOLS})")
 
     cost = _add(commands, "cost", _cost, "add up what was spent, and what spot has saved", has_json=True)
-    cost.add_argument("--by", choices=["day", "pool", "owner", "bucket"], default="day", help="what to add up by (default: day)")
+    cost.add_argument("--by", choices=["day", "pool", "owner", "bucket", "run", "task", "asset"], default="day", help="what to add up by (default: day)")
     cost.add_argument("--since", type=_date, metavar="DATE", help="what was asked for on this UTC day (2026-11-21) or later")
     cost.add_argument("--until", type=_date, metavar="DATE", help="what was asked for before this UTC day")
     cost.add_argument("--limit", type=_count, default=SHOWN_POOLS, metavar="N", help=f"the costliest so many lines (default: {SHOWN_POOLS}); others in one")
@@ -157,8 +157,9 @@ def _ps(ledger: Ledger, asked: argparse.Namespace) -> int:
     if not pools:
         print("no pools" if asked.all else "no open pools; `skyward ps --all` shows those that have ended")
         return 0
+    works = {row.entry.id: str(row.entry.work) for row in rows}
     _print_table(
-        ["POOL", "STATE", "OWNER", "PROVIDER", ">OPEN", ">AGE", ">LEASE", ">USD/H", ">COST USD"],
+        ["POOL", "STATE", "OWNER", "PROVIDER", ">OPEN", ">AGE", ">LEASE", ">USD/H", ">COST USD", *(["WORK"] if any(works.values()) else [])],
         [
             [
                 pool["pool"],
@@ -170,6 +171,7 @@ def _ps(ledger: Ledger, asked: argparse.Namespace) -> int:
                 "" if pool["state"] == "ended" else _time(pool["lease_seconds"]),
                 _rate(pool["usd_per_hour"]),
                 digits(pool["cost_usd"]),
+                *([works[pool["pool"]]] if any(works.values()) else []),
             ]
             for pool in pools
         ],
@@ -192,6 +194,7 @@ def _pool(row: PoolRow, rate: Decimal, now: datetime) -> dict[str, Any]:
         "pool": entry.id,
         "state": _state(entry, now),
         "owner": entry.owner.name,
+        "work": entry.work.labels(),
         "provider": str(entry.provider.get("name", "?")),
         "account": entry.account,
         "created_at": _iso(entry.created_at),

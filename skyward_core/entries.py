@@ -11,6 +11,7 @@ from typing import Any
 
 from skyward_core.errors import ZERO_USD
 from skyward_core.owner import Owner, OwnerState
+from skyward_core.work import NO_WORK, Work
 
 SECONDS_PER_HOUR = 3600
 MICRO_USD = Decimal("0.000001")
@@ -51,13 +52,16 @@ class Period(StrEnum):
 
 
 class CostBy(StrEnum):
-    """What `Ledger.cost_rows` adds up by. A resource belongs to the UTC day of its intent."""
+    """What `Ledger.cost_rows` adds up by. A resource belongs to the UTC day of its intent; RUN, TASK and ASSET are those of the work that a pool is for."""
 
     RESOURCE = "resource"
     POOL = "pool"
     OWNER = "owner"
     DAY = "day"
     BUCKET = "bucket"
+    RUN = "run"
+    TASK = "task"
+    ASSET = "asset"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class PoolEntry:
 
     `provider` is the provider as `Provider.to_json()` gives it. `ended_at` is None while nobody has said that it has ended. `lives_by_lease`: it was
     detached, or has detached calls, and outlives its owner until its lease runs out. `condemned_at`: a sweep has judged it dead and ends its machines.
-    `account` is the one that pays, `provider_account` is whose machines they are in the provider's words ("": not known).
+    `account` is the one that pays, `provider_account` is whose machines they are in the provider's words ("": not known). `work` is what it is rented for.
     """
 
     id: str
@@ -80,6 +84,7 @@ class PoolEntry:
     condemned_at: datetime | None = None
     ended_at: datetime | None = None
     provider_account: str = ""
+    work: Work = NO_WORK
 
     def why_dead(self, now: datetime, owner_state: OwnerState) -> str:
         """Return why nobody may count on this pool's machines any more; "" if it is live."""

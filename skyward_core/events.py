@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from skyward_core.errors import Refusal
+from skyward_core.work import NO_WORK, Work
 
 type ProviderName = str
 """A provider's short name: "local", "aws", ..."""
@@ -23,7 +24,10 @@ type ProviderName = str
 
 @dataclass(frozen=True, slots=True)
 class InfraCreating:
-    """The pool begins to look for machines."""
+    """The pool begins to look for machines: it is written down in the ledger under this id, and nothing is rented yet. `work` is what it is for."""
+
+    pool_id: str = ""
+    work: Work = NO_WORK
 
 
 @dataclass(frozen=True, slots=True)

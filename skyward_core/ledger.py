@@ -19,10 +19,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from platformdirs import user_state_path
-from sqlalchemy import BigInteger, ColumnElement, Connection, RowMapping, Select, bindparam, case, func, insert, literal, select, update
+from sqlalchemy import BigInteger, ColumnElement, Connection, RowMapping, Select, bindparam, case, delete, func, insert, literal, select, update
 
 from skyward_core.entries import (
     BILLING_ROUNDING,
+    MICRO_USD,
     SECONDS_PER_HOUR,
     Account,
     Attempt,
@@ -48,6 +49,7 @@ from skyward_core.ledger_tables import (
     POOLS,
     RESERVATIONS,
     RESOURCES,
+    SHARES,
     Values,
     attempt_of,
     in_usd,
@@ -61,8 +63,11 @@ from skyward_core.ledger_tables import (
     schema_version,
     stamp,
     told,
+    work_of,
+    work_values,
 )
 from skyward_core.owner import Owner
+from skyward_core.work import NO_WORK, Work, of_system
 
 BUSY_TIMEOUT_SECONDS = 30.0
 """How long a statement waits for another process that is writing; a write takes milliseconds."""
@@ -129,6 +134,7 @@ class Ledger:
         spec_json: str,
         lease_expires_at: datetime,
         account: str | None = None,
+        work: Work = NO_WORK,
     ) -> PoolEntry:
         """Write down a pool before anything is asked for on its behalf. Raises LedgerConflict if there is one of that id."""
         values = {
@@ -142,6 +148,7 @@ class Ledger:
             "created_microseconds": stamp(self._clock()),
             "lease_expires_microseconds": stamp(lease_expires_at),
             "lives_by_lease": False,
+            **work_values(work),
         }
         with self._write() as connection:
             if connection.execute(select(POOLS.c.id).where(POOLS.c.id == pool_id)).first() is not None:
@@ -451,10 +458,20 @@ class Ledger:
 
     # ── cost ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def cost_rows(self, by: CostBy = CostBy.POOL, *, pool_id: str | None = None, since: datetime | None = None, until: datetime | None = None) -> list[CostRow]:
-        """Return the bill, added up: of one pool, or of what was intended from `since` until before `until`, if so asked.
+    def cost_rows(
+        self,
+        by: CostBy = CostBy.POOL,
+        *,
+        pool_id: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        work: Work = NO_WORK,
+    ) -> list[CostRow]:
+        """Return the bill, added up: of one pool, of what was intended from `since` until before `until`, of pools for this work, if so asked.
 
-        Whatever it is added up by, the rows have the same sum. By bucket there is one row more, `BILLING_ROUNDING`.
+        A pool is for `work` if its own has the same texts wherever that is not empty. Whatever it is added up by, the rows have the same sum. By bucket there
+        is one row more, `BILLING_ROUNDING`. By run, task and asset the shares of a pool's cost (`set_shares`) go where they belong, and what no share takes,
+        with the number of the resources, to the pool's own work.
         """
         conditions: list[ColumnElement[bool]] = []
         if pool_id is not None:
@@ -463,7 +480,11 @@ class Ledger:
             conditions.append(RESOURCES.c.intended_microseconds >= stamp(since))
         if until is not None:
             conditions.append(RESOURCES.c.intended_microseconds < stamp(until))
+        if work != NO_WORK:
+            conditions.append(RESOURCES.c.pool_id.in_(select(POOLS.c.id).where(*_is_for(work))))
         with self._read() as connection:
+            if by in _WORK_KEYS:
+                return _work_rows(connection, by, conditions)
             if by is CostBy.BUCKET:
                 return _bucket_rows(connection, conditions)
             key = _cost_keys()[by]
@@ -474,6 +495,26 @@ class Ledger:
                 sums = select(key, func.count(), func.sum(_MILLISECONDS), func.sum(_COST), func.sum(_ON_DEMAND)).select_from(joined)
                 wanted = sums.where(*conditions).group_by(key)
             return [_cost_row(by, *row) for row in connection.execute(wanted.order_by(key))]
+
+    def set_shares(self, pool_id: str, shares: Mapping[Work, Decimal]) -> None:
+        """Write down what parts of a pool's cost are for, in USD, in the place of what was written before. Allowed after the end of the pool.
+
+        Raises BadRequest for a negative share, LedgerConflict if the pool is unknown.
+        """
+        if wrong := [usd for usd in shares.values() if usd < 0]:
+            raise BadRequest(f"A share of a cost is zero or more; given {wrong[0]} USD.")
+        rows = [{"pool_id": pool_id, "micro_usd": round(usd / MICRO_USD), **work_values(work)} for work, usd in shares.items()]
+        with self._write() as connection:
+            _known_pool(connection, pool_id, is_alone=True)
+            connection.execute(delete(SHARES).where(SHARES.c.pool_id == pool_id))
+            if rows:
+                connection.execute(insert(SHARES), rows)
+
+    def shares(self, pool_id: str) -> dict[Work, Decimal]:
+        """Return what parts of a pool's cost are for, in USD."""
+        with self._read() as connection:
+            rows = connection.execute(select(SHARES).where(SHARES.c.pool_id == pool_id).order_by(SHARES.c.id)).mappings()
+            return {work_of(row): in_usd(row["micro_usd"]) for row in rows}
 
     # ── money ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -744,6 +785,43 @@ def _cost_keys() -> Mapping[CostBy, ColumnElement[Any]]:
 def _cost_row(by: CostBy, key: Any, resources: int, milliseconds: int, cost: int, on_demand: int) -> CostRow:
     shown = (date(1970, 1, 1) + timedelta(days=int(key))).isoformat() if by is CostBy.DAY else str(key)
     return CostRow(shown, resources, int(milliseconds) / 1000, in_usd(cost), in_usd(on_demand))
+
+
+_WORK_KEYS: Mapping[CostBy, Callable[[Work], str]] = {
+    CostBy.RUN: lambda work: of_system(work.system, f"{work.workflow}/{work.run}" if work.workflow else work.run) if work.run else "(no run)",
+    CostBy.TASK: lambda work: of_system(work.system, f"{work.workflow}/{work.task}" if work.workflow else work.task) if work.task else "(no task)",
+    CostBy.ASSET: lambda work: work.asset or "(no asset)",
+}
+
+
+def _is_for(work: Work) -> list[ColumnElement[bool]]:
+    return [POOLS.c[name] == value for name, value in work_values(work).items() if value]
+
+
+def _work_rows(connection: Connection, by: CostBy, conditions: Sequence[ColumnElement[bool]]) -> list[CostRow]:
+    """Add up by the work: each pool's sums are dealt out in whole milliseconds and micro-dollars, so that nothing is lost to rounding."""
+    sums = select(RESOURCES.c.pool_id, func.count(), func.sum(_MILLISECONDS), func.sum(_COST), func.sum(_ON_DEMAND)).where(*conditions)
+    found = {row[0]: tuple(map(int, row[1:])) for row in connection.execute(sums.group_by(RESOURCES.c.pool_id))}
+    its_pools = select(RESOURCES.c.pool_id).where(*conditions)
+    works = {row["id"]: work_of(row) for row in connection.execute(select(POOLS).where(POOLS.c.id.in_(its_pools))).mappings()}
+    shares: dict[str, list[tuple[Work, int]]] = defaultdict(list)
+    for row in connection.execute(select(SHARES).where(SHARES.c.pool_id.in_(its_pools)).order_by(SHARES.c.id)).mappings():
+        shares[row["pool_id"]].append((work_of(row), row["micro_usd"]))
+    totals: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    for pool_id, (resources, milliseconds, cost, on_demand) in found.items():
+        its_shares = shares.get(pool_id, [])
+        whole = max(cost, sum(part for _, part in its_shares))  # more is shared out than it costs where not all of its resources are asked for
+        left = [milliseconds, cost, on_demand]
+        for work, part in its_shares:
+            dealt = [amount * part // whole if whole else 0 for amount in (milliseconds, cost, on_demand)]
+            left = [rest - amount for rest, amount in zip(left, dealt, strict=True)]
+            _add(totals[_WORK_KEYS[by](work)], 0, *dealt)
+        _add(totals[_WORK_KEYS[by](works[pool_id])], resources, *left)
+    return [_cost_row(by, key, *sums) for key, sums in sorted(totals.items())]
+
+
+def _add(total: list[int], *amounts: int) -> None:
+    total[:] = [one + other for one, other in zip(total, amounts, strict=True)]
 
 
 def _bucket_rows(connection: Connection, conditions: Sequence[ColumnElement[bool]]) -> list[CostRow]:

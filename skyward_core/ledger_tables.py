@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -47,6 +48,7 @@ from sqlalchemy.pool import PoolProxiedConnection
 from skyward_core.entries import MICRO_USD, Attempt, Bucket, Intent, PoolEntry, Price, Reservation, ResourceKind
 from skyward_core.errors import BadRequest, LedgerConflict, LedgerError
 from skyward_core.owner import Owner
+from skyward_core.work import WORK_CHARACTERS, Work
 
 CONNECT_TIMEOUT_SECONDS = 10
 MIGRATION_LOCK = 0x736B7977617264  # "skyward": the advisory lock under which a PostgreSQL schema is made
@@ -59,6 +61,14 @@ _ID = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers rows by its
 _METADATA = MetaData()
 
 META = Table("skyward_meta", _METADATA, Column("name", String(64), primary_key=True), Column("value", String(64), nullable=False))
+
+WORK_COLUMNS = tuple(f"work_{field.name}" for field in fields(Work))
+"""What a pool, or a share of its cost, is for: one column for each field of Work."""
+
+
+def _work_columns() -> list[Column[Any]]:
+    return [Column(name, String(WORK_CHARACTERS), nullable=False, server_default="") for name in WORK_COLUMNS]
+
 
 POOLS = Table(
     "skyward_pools",
@@ -76,7 +86,9 @@ POOLS = Table(
     Column("condemned_microseconds", BigInteger),
     Column("ended_microseconds", BigInteger),
     Column("provider_account", String(255), nullable=False, server_default=""),  # since version 2
+    *_work_columns(),  # since version 3
 )
+Index("skyward_pools_by_run", POOLS.c.work_run)
 
 
 def milliseconds_of(bucket: Bucket) -> str:
@@ -161,6 +173,16 @@ ATTEMPTS = Table(
     Column("message", Text, nullable=False),
 )
 
+# Since version 3: what parts of a pool's cost are for, where several tasks use it. The rest is for the work of the pool itself.
+SHARES = Table(
+    "skyward_shares",
+    _METADATA,
+    Column("id", _ID, primary_key=True),
+    Column("pool_id", ForeignKey(POOLS.c.id), nullable=False, index=True),
+    *_work_columns(),
+    Column("micro_usd", BigInteger, nullable=False),
+)
+
 type Migration = Callable[[Connection], None]
 """Moves a schema one version up, within the transaction that it is given."""
 
@@ -172,7 +194,18 @@ def _to_version_2(connection: Connection) -> None:
     ATTEMPTS.create(connection, checkfirst=True)
 
 
-MIGRATIONS: tuple[Migration, ...] = (_METADATA.create_all, _to_version_2)
+def _to_version_3(connection: Connection) -> None:
+    """What pools and shares of their costs are for."""
+    there = {column["name"] for column in inspect(connection).get_columns(POOLS.name)}
+    for name in WORK_COLUMNS:
+        if name not in there:
+            connection.execute(text(f"ALTER TABLE {POOLS.name} ADD COLUMN {name} VARCHAR({WORK_CHARACTERS}) DEFAULT '' NOT NULL"))
+    for index in POOLS.indexes:
+        index.create(connection, checkfirst=True)
+    SHARES.create(connection, checkfirst=True)
+
+
+MIGRATIONS: tuple[Migration, ...] = (_METADATA.create_all, _to_version_2, _to_version_3)
 """The step from each version to the next; 0 is a database without our tables, which the first step brings to the newest: later ones find it done."""
 
 
@@ -221,7 +254,18 @@ def pool_of(row: Values) -> PoolEntry:
         condemned_at=moment_or_none(row["condemned_microseconds"]),
         ended_at=moment_or_none(row["ended_microseconds"]),
         provider_account=row["provider_account"],
+        work=work_of(row),
     )
+
+
+def work_of(row: Values) -> Work:
+    """Return the work of a row of POOLS or SHARES."""
+    return Work(*(row[name] for name in WORK_COLUMNS))
+
+
+def work_values(work: Work) -> dict[str, str]:
+    """Return a work as values of columns."""
+    return {name: getattr(work, name.removeprefix("work_")) for name in WORK_COLUMNS}
 
 
 def attempt_of(row: Values) -> Attempt:

@@ -91,7 +91,7 @@ class Narrator:
     def _phase(self, event: SkywardEvent) -> str | None:
         match event:
             case InfraCreating():
-                return "looking for machines"
+                return f"pool {event.pool_id} looks for machines" if event.pool_id else "looking for machines"
             case InfraCreated(region):
                 return f"found what you asked for in {region}"
             case InstanceLaunching(count, instance_type, provider):

@@ -53,6 +53,7 @@ from skyward_core.provisioning.purse import Fill, Purse
 from skyward_core.reaper import Charge, Reaper
 from skyward_core.recovery import Recovery
 from skyward_core.spec import PoolSpec
+from skyward_core.work import NO_WORK, Work
 
 if TYPE_CHECKING:
     from skyward_core.certificates import PoolCertificate
@@ -100,9 +101,10 @@ class _Undo(ExitStack[None]):
 class Opening:
     """One opening of a pool. Knows nothing of the pool object, so that a forgotten pool can be collected."""
 
-    def __init__(self, spec: PoolSpec, providers: Sequence[Provider], on_event: Callback | None) -> None:
+    def __init__(self, spec: PoolSpec, providers: Sequence[Provider], on_event: Callback | None, work: Work = NO_WORK) -> None:
         self.pool_id = f"sky-{uuid.uuid4().hex[:12]}"
         self.spec = spec
+        self.work = work
         self.providers = tuple(providers)
         self.meter = Meter()
         self.machines: lifecycle.Machines | None = None
@@ -203,7 +205,7 @@ class Opening:
         url = ledger_module.default_url()
         self._ledger = ledger = ledger_module.Ledger(url, busy_timeout_seconds=LEDGER_BUSY_SECONDS)
         undo.callback(ledger.close)
-        self._book = book = Book(ledger, self.pool_id, self.spec, self.providers[0], self.meter, self.emit)
+        self._book = book = Book(ledger, self.pool_id, self.spec, self.providers[0], self.meter, self.emit, work=self.work)
         self._purse = purse = Purse(
             self.pool_id, self.meter, max_cost=self.spec.max_cost, account=self.spec.budget, accounts=ledger, lease_seconds=self.spec.lease_seconds
         )

@@ -17,6 +17,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from decimal import Decimal
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -35,6 +36,7 @@ from skyward_core.providers.base import Provider
 from skyward_core.providers.local import Local
 from skyward_core.provisioning import lifecycle
 from skyward_core.spec import LONGEST_SECONDS, PoolSpec
+from skyward_core.work import NO_WORK, Work
 
 if TYPE_CHECKING:
     import distributed
@@ -48,15 +50,15 @@ _log = logging.getLogger("skyward")
 class ComputePool:
     """Machines for as long as a `with` block lasts.
 
-    Takes the fields of `PoolSpec` as keywords, and `on_event`, a callback for every event. Nothing is asked of the provider before `with` (or `open`).
-    Wrong wishes raise BadRequest right here.
+    Takes the fields of `PoolSpec` as keywords, `on_event`, a callback for every event, and `work`, what the machines are for: the ledger, the receipt and the
+    machines' tags say so. Nothing is asked of the provider before `with` (or `open`). Wrong wishes raise BadRequest right here.
 
         with ComputePool(accelerator="A100", image=Image(pip=["torch"])) as pool:
             result = train(data) >> pool
     """
 
-    def __init__(self, *, on_event: Callback | None = None, **wishes: Any) -> None:
-        self._settle(PoolSpec.of(**wishes), on_event, None, None)
+    def __init__(self, *, on_event: Callback | None = None, work: Work = NO_WORK, **wishes: Any) -> None:
+        self._settle(PoolSpec.of(**wishes), on_event, None, None, work)
 
     @classmethod
     def from_spec(
@@ -66,13 +68,14 @@ class ComputePool:
         on_event: Callback | None = None,
         credentials: Provider | Sequence[Provider] | None = None,
         replace_object: pickling.Replace | None = None,
+        work: Work = NO_WORK,
     ) -> Self:
         """Make a pool from a spec. `credentials` is the provider, or all of them, with secrets from the caller's own store; the spec's hold none.
 
-        `replace_object` may exchange objects on their way into a pickle (see `pickling.dumps`).
+        `work` is what the machines are for. `replace_object` may exchange objects on their way into a pickle (see `pickling.dumps`).
         """
         pool = cls.__new__(cls)
-        pool._settle(spec, on_event, credentials, replace_object)
+        pool._settle(spec, on_event, credentials, replace_object, work)
         return pool
 
     @classmethod
@@ -107,19 +110,32 @@ class ComputePool:
         return pool
 
     def _settle(
-        self, spec: PoolSpec, on_event: Callback | None, credentials: Provider | Sequence[Provider] | None, replace_object: pickling.Replace | None
+        self,
+        spec: PoolSpec,
+        on_event: Callback | None,
+        credentials: Provider | Sequence[Provider] | None,
+        replace_object: pickling.Replace | None,
+        work: Work,
     ) -> None:
         spec, providers, why_provider = complete(spec, credentials)
         spec.refuse_what_cannot_be()
         lifecycle.able(spec, providers)
-        self._prepare(spec, providers, why_provider, on_event, replace_object)
+        self._prepare(spec, providers, why_provider, on_event, replace_object, work)
 
     def _prepare(
-        self, spec: PoolSpec, providers: Sequence[Provider], why_provider: str, on_event: Callback | None, replace_object: pickling.Replace | None
+        self,
+        spec: PoolSpec,
+        providers: Sequence[Provider],
+        why_provider: str,
+        on_event: Callback | None,
+        replace_object: pickling.Replace | None,
+        work: Work = NO_WORK,
     ) -> None:
         self._spec, self._providers, self._why_provider = spec, tuple(providers), why_provider
         self._on_event = on_event
         self._replace_object = replace_object
+        self._work = work
+        self._id = ""
         self._opening = threading.RLock()
         self._open: Opening | Attached | None = None
         self._process = 0
@@ -149,7 +165,8 @@ class ComputePool:
                 self._was_opened = True
                 self._final = self._receipt = self._why_ended = None
                 self._process = os.getpid()
-                self._open = opened = Opening(self._spec, self._providers, self._on_event)
+                self._open = opened = Opening(self._spec, self._providers, self._on_event, self._work)
+                self._id = opened.pool_id
                 if self._terminations != terminations:  # by a signal handler, when there was nothing yet that could be told
                     opened.terminate_now()
                 if self._why_provider:
@@ -295,6 +312,16 @@ class ComputePool:
         return self._spec
 
     @property
+    def id(self) -> str:
+        """The pool's id, by which the ledger, `skyward receipt` and the machines' tags know it: that of the last opening, "" before the first."""
+        return self._open.lease.pool_id if isinstance(self._open, Attached) else self._id
+
+    @property
+    def work(self) -> Work:
+        """What the machines are for, as it was given."""
+        return self._work
+
+    @property
     def is_active(self) -> bool:
         """True while the pool is open, in the process that has opened it."""
         return self._open is not None and self._open.is_running and not self._is_in_a_fork
@@ -317,6 +344,19 @@ class ComputePool:
         if self._final is not None:
             return self._final.total_cost
         return self._open.meter.update().accumulated_cost if isinstance(self._open, Opening) else 0.0
+
+    def share_cost(self, shares: Mapping[Work, float]) -> None:
+        """Say what parts of the cost, in USD, are for: where several tasks use one pool, `skyward cost --by task` counts each with its own.
+
+        Takes the place of what was said before; what no share takes is for the pool's own work. Allowed after the end. Raises LedgerError, and PoolClosed for
+        a pool that was never opened.
+        """
+        if not self._id:
+            raise PoolClosed(self._why_closed())
+        from skyward_core.ledger import Ledger, default_url  # SQLAlchemy is not loaded by those who only describe pools
+
+        with Ledger(default_url()) as ledger:
+            ledger.set_shares(self._id, {work: Decimal(repr(float(usd))) for work, usd in shares.items()})
 
     @property
     def receipt(self) -> Mapping[str, Any] | None:

@@ -29,6 +29,7 @@ def receipt(ledger: Ledger, pool_id: str) -> dict[str, Any]:
     return {
         "pool_id": pool.id,
         "owner": pool.owner.name,
+        "work": pool.work.labels(),
         "provider": pool.provider.get("name"),
         "account": pool.account,
         "created_at": _time(pool.created_at),

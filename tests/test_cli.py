@@ -166,7 +166,7 @@ def test_an_empty_ledger_says_so(skyward: Skyward) -> None:
 # ── cost ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("by", ["day", "pool", "owner", "bucket"])
+@pytest.mark.parametrize("by", ["day", "pool", "owner", "bucket", "run", "task", "asset"])
 def test_the_bill_adds_up_by_whatever(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider, by: str) -> None:
     """The total is the same by each key, with what spot has saved."""
     open_pool(ledger, clock, folder, "sky-a", owner=HERE, age_seconds=1800, machines=3)

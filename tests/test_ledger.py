@@ -25,8 +25,9 @@ from sqlalchemy import Connection, create_engine, inspect
 from skyward_core.entries import BILLING_ROUNDING, Account, Attempt, Bucket, CostBy, Intent, Period, PoolEntry, Price, ResourceKind, Wish
 from skyward_core.errors import BadRequest, BudgetExceeded, LeaseLost, LedgerConflict, LedgerError
 from skyward_core.ledger import Ledger, default_url
-from skyward_core.ledger_tables import MIGRATIONS, POOLS, RESOURCES, migrate, milliseconds_of, schema_version
+from skyward_core.ledger_tables import MIGRATIONS, POOLS, RESOURCES, WORK_COLUMNS, migrate, milliseconds_of, schema_version
 from skyward_core.owner import Owner
+from skyward_core.work import Work
 from tests.conftest import wait_until
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
@@ -828,6 +829,7 @@ from sqlalchemy import Engine, event
 from skyward_core.entries import Account, Bucket, Period, ResourceKind, Wish
 from skyward_core.ledger import Ledger
 from skyward_core.owner import Owner
+from skyward_core.work import Work
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
 folder, left = sys.argv[1], 0
@@ -1124,7 +1126,15 @@ def test_a_newer_ledger_is_refused_and_left_alone(file_ledger: Ledger, tmp_path:
     assert schema(tmp_path / "state/ledger.db") == before
 
 
+VERSION_2 = (
+    "DROP TABLE skyward_shares",
+    "DROP INDEX skyward_pools_by_run",
+    *(f"ALTER TABLE skyward_pools DROP COLUMN {name}" for name in WORK_COLUMNS),
+    "UPDATE skyward_meta SET value = '2' WHERE name = 'version'",
+)
+"""Makes a ledger one of the second version."""
 VERSION_1 = (
+    *VERSION_2,
     "DROP TABLE skyward_attempts",
     "ALTER TABLE skyward_pools DROP COLUMN provider_account",
     "UPDATE skyward_meta SET value = '1' WHERE name = 'version'",
@@ -1173,6 +1183,89 @@ def test_nobody_turns_for_a_dead_pool(ledger: Ledger) -> None:
         ledger.turn_to(pool.id, {"name": "aws"}, "1234")
     with pytest.raises(LedgerConflict):
         ledger.turn_to("sky-unknown", {"name": "aws"}, "1234")
+
+
+# ── what pools are for ───────────────────────────────────────────────────────────────────────────────────────────────
+
+TRAIN = Work(system="airflow", workflow="nightly", run="manual__2026-11-22T07:00:00+00:00", task="train", attempt="1")
+
+
+def pay(ledger: Ledger, pool_id: str, work: Work, usd: int) -> None:
+    """Open a pool for this work, of two machines that have cost so much together."""
+    ledger.open_pool(pool_id, owner=OWNER, provider={"name": "verda"}, spec_json="{}", lease_expires_at=LATER, work=work)
+    price = Price(Decimal(usd) / 2)
+    wishes = [Wish(ResourceKind.INSTANCE, "verda", "FIN-01", f"{pool_id}-{n}", f"{pool_id}-{n}", {}, LATER, price) for n in range(2)]
+    intents = ledger.intend_all(pool_id, wishes)
+    ledger.bind_all({intent.id: f"{pool_id}-i-{intent.id}" for intent in intents})
+    ledger.note_all({intent.id: {Bucket.RUNNING_CALLS: 3600.0} for intent in intents})
+
+
+def bill(ledger: Ledger, by: CostBy, **which: object) -> dict[str, tuple[int, Decimal]]:
+    return {row.key: (row.resources, row.cost_usd) for row in ledger.cost_rows(by, **which)}
+
+
+def test_a_pool_is_written_down_with_its_work(ledger: Ledger) -> None:
+    """And found again by any part of it; one without has none."""
+    pay(ledger, "q", TRAIN, 2)
+    assert {pool.id: pool.work for pool in ledger.pools()} == {"p": Work(), "q": TRAIN}
+    assert bill(ledger, CostBy.POOL, work=Work(run=TRAIN.run, task="train")) == {"q": (2, Decimal(2))}
+    assert bill(ledger, CostBy.POOL, work=Work(run=TRAIN.run, task="other")) == {}
+
+
+def test_costs_add_up_by_run_task_and_asset(ledger: Ledger) -> None:
+    """All tries of a task count together, in all runs; shares of a pool go where they belong, and the rest to the pool's own work. Sums stay the same."""
+    dagster = Work(system="dagster", workflow="job", run="r1")
+    pay(ledger, "one", TRAIN, 2)
+    pay(ledger, "two", replace(TRAIN, attempt="2"), 4)
+    pay(ledger, "other-run", replace(TRAIN, run="r2"), 8)
+    pay(ledger, "shared", dagster, 16)
+    pay(ledger, "plain", Work(), 32)
+    shares = {replace(dagster, task="a", asset="a"): Decimal("5.000001"), replace(dagster, task="b", asset="b"): Decimal(3)}
+    ledger.set_shares("shared", {Work(task="before"): Decimal(1)})
+    ledger.set_shares("shared", shares)
+    assert ledger.shares("shared") == shares
+    assert bill(ledger, CostBy.RUN) == {
+        "airflow:nightly/manual__2026-11-22T07:00:00+00:00": (4, Decimal(6)),
+        "airflow:nightly/r2": (2, Decimal(8)),
+        "dagster:job/r1": (2, Decimal(16)),
+        "(no run)": (2, Decimal(32)),
+    }
+    assert bill(ledger, CostBy.TASK) == {
+        "airflow:nightly/train": (6, Decimal(14)),
+        "dagster:job/a": (0, Decimal("5.000001")),
+        "dagster:job/b": (0, Decimal(3)),
+        "(no task)": (4, Decimal("39.999999")),
+    }
+    assert bill(ledger, CostBy.ASSET) == {"a": (0, Decimal("5.000001")), "b": (0, Decimal(3)), "(no asset)": (10, Decimal("53.999999"))}
+    assert sum(row.seconds for row in ledger.cost_rows(CostBy.ASSET)) == pytest.approx(10 * 3600)
+
+
+def test_more_shares_than_cost_are_dealt_out_in_proportion(ledger: Ledger) -> None:
+    """What was shared out while the pool lived may be more than its bill, by rounding: the sum stays that of the bill."""
+    pay(ledger, "q", TRAIN, 2)
+    ledger.set_shares("q", {Work(asset="a"): Decimal(3), Work(asset="b"): Decimal(1)})
+    assert bill(ledger, CostBy.ASSET) == {"a": (0, Decimal("1.5")), "b": (0, Decimal("0.5")), "(no asset)": (2, Decimal(0))}
+
+
+def test_a_share_is_no_debt_and_of_a_pool_that_is_there(ledger: Ledger) -> None:
+    """Negative shares and those of unknown pools are refused."""
+    with pytest.raises(BadRequest, match="zero or more"):
+        ledger.set_shares("p", {Work(): Decimal("-0.1")})
+    with pytest.raises(LedgerConflict):
+        ledger.set_shares("nonesuch", {})
+
+
+def test_a_ledger_of_version_2_is_migrated(ledger: Ledger) -> None:
+    """What is in it stays; its pools are for nobody knows what."""
+    (before,) = ledger.pools()
+    with ledger._write() as connection:
+        for statement in VERSION_2:
+            connection.exec_driver_sql(statement)
+    with Ledger(ledger.url.render_as_string(hide_password=False)) as newer:
+        assert newer.pools() == [before]
+        pay(newer, "q", TRAIN, 2)
+        newer.set_shares("q", {TRAIN: Decimal(1)})
+        assert "airflow:nightly/train" in bill(newer, CostBy.TASK)
 
 
 # ── what only PostgreSQL does ────────────────────────────────────────────────────────────────────────────────────────

@@ -37,6 +37,8 @@ IMAGE_TAG = "skyward-image"
 """The content hash of the `Image` that a machine is prepared with, if it is to be kept (`Image.cache`); a disk that a provider has kept carries it too."""
 STARTED_FROM_TAG = "skyward-started-from"
 """The provider's id of the kept disk that a machine was started from."""
+WORK_TAG = "skyward-work-"
+"""What the tags begin with that say what a pool is for, one for each field of `Work`: for people and for a cloud's own cost reports."""
 ENTRY_POINTS = "skyward.providers"
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from skyward_core.errors import BadRequest
-from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, TYPE_TAG, Tags
+from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, TYPE_TAG, WORK_TAG, Tags
+from skyward_core.work import Work
 
 TAGS_VARIABLE = "SKYWARD_TAGS"
 
@@ -22,6 +23,8 @@ MORE_TAGS = "SKYWARD_MORE_TAGS"
 MARK = "skyward"
 FIELDS = {"l": LAUNCH_TAG, "c": CREATED_TAG, "e": EXPIRES_TAG, "p": PROCESS_TAG, "o": OWNER_TAG, "t": TYPE_TAG}
 """Letters of a name's words, the most important first."""
+WORK_VALUE_CHARACTERS = 120
+"""AWS takes 256 in a value (docs.aws.amazon.com/AWSEC2/latest/UserGuide/Using_Tags.html#tag-restrictions); others write it in longer codes."""
 MACHINE = re.compile(r"(?P<pool>.+)-(?P<rank>[0-9]+)")
 
 
@@ -37,6 +40,18 @@ def to_word(tags: Tags) -> str:
 def from_word(word: str, pool_id: str, rank: int) -> dict[str, str]:
     """Return the tags that a process carries. Pool and rank, which it carries beside its word, count more than that and are all that is left without it."""
     return {**_parse(word), POOL_TAG: pool_id, RANK_TAG: str(rank)}
+
+
+def work_tags(work: Work) -> dict[str, str]:
+    """Return what a pool is for as tags: cut to what clouds take, with the characters that all services of AWS take in the place of others.
+
+    >>> work_tags(Work(task="train", attempt="2", partition="a|b"))
+    {'skyward-work-task': 'train', 'skyward-work-attempt': '2', 'skyward-work-partition': 'a_b'}
+    """
+    return {
+        f"{WORK_TAG}{name.replace('_', '-')}": re.sub(r"[^\w .:/=+@-]", "_", value)[:WORK_VALUE_CHARACTERS].strip() or "_"
+        for name, value in work.labels().items()
+    }
 
 
 def of_machine(tags: Tags, rank: int) -> dict[str, str]:

@@ -30,7 +30,7 @@ from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoC
 from skyward_core.instances import Endpoint, Instance, InstanceState
 from skyward_core.market import Offer, Requirements
 from skyward_core.providers._http import Api, field_of, rows_in
-from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags
+from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, POOL_TAG, RANK_TAG, WORK_TAG, Provider, Tags
 from skyward_core.providers.login import Key, host_key, our_key
 from skyward_core.providers.tagging import launch_word, of_machine
 from skyward_core.providers.userdata import END_COMMAND, boot_script, directory_of, script
@@ -668,7 +668,9 @@ def _tags_of(machine: Json) -> dict[str, str] | None:
 
 def _written(tags: Tags) -> list[Json]:
     """Return tags as Verda takes them; values in letters, digits, "." and "-", for it does not say what else passes."""
-    words = {key: re.sub(r"[^A-Za-z0-9.-]", _escaped, value) for key, value in tags.items()}
+    words = {key: re.sub(r"[^A-Za-z0-9.-]", _escaped, value) for key, value in tags.items() if not key.startswith(WORK_TAG)}
+    if len(words) < MOST_TAGS and (work := " ".join(f"{key.removeprefix(WORK_TAG)}:{value}" for key, value in tags.items() if key.startswith(WORK_TAG))):
+        words[WORK_TAG.rstrip("-")] = _cut(work)  # all in one, for there is no room for each, and cut: it is for people, and the ledger has the whole
     long = [key for key, word in words.items() if len(word) > TAG_CHARACTERS]
     if long or len(words) > MOST_TAGS:
         raise BadRequest(f"Verda takes {MOST_TAGS} tags of {TAG_CHARACTERS} characters for a machine at most: {', '.join(long or words)} is too much")
@@ -677,6 +679,17 @@ def _written(tags: Tags) -> list[Json]:
 
 def _escaped(found: re.Match[str]) -> str:
     return "".join(f"_{byte:02x}" for byte in found[0].encode())
+
+
+def _cut(text: str) -> str:
+    """Write as much of a text as fits, and no half of a code."""
+    word = ""
+    for character in text:
+        code = re.sub(r"[^A-Za-z0-9.-]", _escaped, character)
+        if len(word) + len(code) > TAG_CHARACTERS:
+            break
+        word += code
+    return word
 
 
 def _read(word: str) -> str:

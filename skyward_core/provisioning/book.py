@@ -23,9 +23,11 @@ from skyward_core.instances import Instance
 from skyward_core.market import Offer
 from skyward_core.owner import Owner
 from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, IMAGE_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, TYPE_TAG, Provider
+from skyward_core.providers.tagging import work_tags
 from skyward_core.provisioning.metering import Meter
 from skyward_core.provisioning.purse import Grant
 from skyward_core.spec import PoolSpec
+from skyward_core.work import NO_WORK, Work
 
 if TYPE_CHECKING:
     from skyward_core.ledger import Ledger
@@ -78,6 +80,7 @@ class Book:
         meter: Meter,
         emit: Callable[[SkywardEvent], object],
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        work: Work = NO_WORK,
     ) -> None:
         self._ledger = ledger
         self._pool_id = pool_id
@@ -88,6 +91,7 @@ class Book:
         self._emit = emit
         self._now = now
         self._owner = Owner.here()
+        self.work = work
         self._lock = threading.Lock()
         self._numbers: dict[str, int] = {}
         self._unbound: dict[int, Launch] = {}
@@ -106,6 +110,7 @@ class Book:
             spec_json=self._spec.model_dump_json(exclude_unset=True),
             lease_expires_at=self._now() + timedelta(seconds=self._spec.lease_seconds),
             account=self._spec.budget,
+            work=self.work,
         )
 
     def turn_to(self, provider: Provider, account: str) -> None:
@@ -171,6 +176,7 @@ class Book:
             PROCESS_TAG: self._owner.process,
             CREATED_TAG: str(int(now.timestamp())),
             TYPE_TAG: offer.instance_type,
+            **work_tags(self.work),
         }
         if self._spec.image.cache and self._provider.keeps_images:
             tags[IMAGE_TAG] = self._spec.image.content_hash()

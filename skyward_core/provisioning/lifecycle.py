@@ -174,7 +174,7 @@ class Machines:
         The giving back is pushed on `undo` before anything is launched, and stays there: no interrupt can fall between this function's care and its caller's.
         Raises NoCapacity, BootstrapFailed, ProvisioningTimeout and whatever the provider raises; InstancesLeft, from the undo, says which machines may be left.
         """
-        self._emit(InfraCreating())
+        self._emit(InfraCreating(self._pool_id, self._book.work))
         self._created_at = datetime.now(UTC)
         deadline = time.monotonic() + self._spec.provision_timeout
         undo.callback(self._give_back)

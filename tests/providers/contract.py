@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -25,7 +25,9 @@ from skyward_core.errors import CredentialsError, InstancesLeft, NoCapacity, Pro
 from skyward_core.instances import Instance, InstanceState
 from skyward_core.market import Offer, Requirements, matches
 from skyward_core.providers import _http
-from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, TYPE_TAG, Provider, load
+from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, TYPE_TAG, WORK_TAG, Provider, load
+from skyward_core.providers.tagging import work_tags
+from skyward_core.work import Work
 from tests.providers.http_fake import FakeCloud, Reply
 
 POOL = "sky-contract-a1b2c3"
@@ -145,6 +147,18 @@ class ProviderContract:
             assert instance.price_per_hour == pytest.approx(offer.price_per_hour)
             assert {name: instance.tags.get(name) for name in tags()} == {**tags(), RANK_TAG: str(instance.rank)}
         assert {instance.id: instance.rank for instance in listed.values()} == {instance.id: instance.rank for instance in launched}
+
+    def test_what_the_work_is_called_keeps_no_machine_from_being_found(self, hands: Hands, offer: Offer) -> None:
+        """Names as long as they may be, with odd characters: the machine is launched and listed with the tags that it is found by, and tells its work."""
+        long = Work(*("Ünï/code_run: 2026-11-22T07:00:00+00:00 " * 20 for _ in fields(Work)))
+        wanted = work_tags(long) | tags()
+        (launched,) = hands.provider().launch(offer, 1, {**work_tags(long), **tags()}, STARTUP)
+        (listed,) = hands.provider().instances(POOL)
+        for instance in (launched, listed):
+            assert {name: instance.tags.get(name) for name in tags()} == tags()
+            told = {name: value for name, value in instance.tags.items() if name.startswith(WORK_TAG.rstrip("-"))}
+            assert told
+            assert all(wanted.get(name, value) == value and "code" in value for name, value in told.items())
 
     def test_a_second_process_finds_them_by_tag_alone(self, hands: Hands, offer: Offer) -> None:
         """And those of all pools, if it names none, but nobody else's."""

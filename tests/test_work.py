@@ -1,0 +1,85 @@
+"""What a pool is for: in the ledger, the receipt, the tags of the machines, and in what is added up by it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import skyward_core as sky
+from skyward_core import cli
+from skyward_core.providers.tagging import work_tags
+from skyward_core.work import WORK_CHARACTERS
+
+TRAIN = sky.Work(system="airflow", workflow="nightly", run="manual__2026-11-22T07:00:00+00:00", task="train", attempt="1")
+
+
+# ── the value ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_work_is_plain_text_of_bounded_length() -> None:
+    """Whatever an orchestrator hands over fits into the ledger's columns; two that differ only at their ends stay different."""
+    assert sky.Work(attempt=2).attempt == "2"  # type: ignore[arg-type]
+    assert sky.Work(run="a\nb\x00c\x1b[0m").run == "a?b?c?[0m"
+    one, other = (sky.Work(asset="a, " * 400 + end).asset for end in "xy")
+    assert len(one) == len(other) == WORK_CHARACTERS
+    assert one != other
+    assert sky.Work(asset=one).asset == one
+
+
+def test_a_work_reads_as_one_line() -> None:
+    """As `skyward ps` shows it."""
+    assert str(TRAIN) == "airflow:nightly/manual__2026-11-22T07:00:00+00:00/train, try 1"
+    assert str(sky.Work(system="dagster", workflow="j", run="r", task="s", asset="a", partition="p")) == "dagster:j/r/s, asset a, partition p"
+    assert str(sky.Work()) == ""
+    assert str(sky.Work(task="t", task_run="3")) == "t[3]"
+
+
+def test_tags_hold_what_clouds_take() -> None:
+    """At most 120 characters, none that a service of AWS refuses, never an empty value; what is empty is no tag."""
+    tags = work_tags(replace(TRAIN, task_run="[a|b]", asset="x" * 300, partition="  "))
+    assert set(tags) == {f"skyward-work-{name}" for name in ("system", "workflow", "run", "task", "task-run", "attempt", "asset", "partition")}
+    assert tags["skyward-work-run"] == TRAIN.run
+    assert tags["skyward-work-task-run"] == "_a_b_"
+    assert len(tags["skyward-work-asset"]) == 120
+    assert tags["skyward-work-partition"] == "_"
+    assert work_tags(sky.Work()) == {}
+
+
+# ── a pool ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@sky.compute
+def tags() -> dict[str, str]:
+    import os
+
+    return json.loads(os.environ["SKYWARD_TAGS"])
+
+
+def test_a_pool_says_what_it_is_for_before_anything_is_rented(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first event names the pool and its work; ledger, receipt, tags of the machine, `ps` and `cost` say the same."""
+    told: list[sky.SkywardEvent] = []
+    pool = sky.ComputePool(provider=sky.Local(price_per_hour=36), display="quiet", on_event=told.append, work=TRAIN)
+    assert (pool.id, pool.work) == ("", TRAIN)
+    with pool:
+        assert told[0] == sky.InfraCreating(pool.id, TRAIN)
+        its_tags = tags() >> pool
+        assert cli.main(["ps", "--json"]) == 0
+        (row,) = (row for row in json.loads(capsys.readouterr().out) if row["pool"] == pool.id)
+        assert row["work"] == TRAIN.labels()
+        assert cli.main(["ps"]) == 0
+        assert str(TRAIN) in capsys.readouterr().out
+    assert {name: value for name, value in its_tags.items() if name.startswith("skyward-work-")} == work_tags(TRAIN)
+    assert pool.receipt is not None
+    assert pool.receipt["pool_id"] == pool.id
+    assert pool.receipt["work"] == TRAIN.labels()
+    pool.share_cost({replace(TRAIN, task="a"): pool.cost / 2})
+    assert cli.main(["cost", "--by", "task", "--json"]) == 0
+    rows = {row["key"]: row["cost_usd"] for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["airflow:nightly/a"] == pytest.approx(pool.cost / 2, abs=1e-6)
+    assert rows["airflow:nightly/a"] + rows["airflow:nightly/train"] == pytest.approx(pool.cost, abs=1e-6)
+
+
+def test_a_pool_that_was_never_opened_has_no_cost_to_share() -> None:
+    """It has no id yet."""
+    with pytest.raises(sky.PoolClosed):
+        sky.ComputePool(provider="local").share_cost({})
