@@ -19,6 +19,7 @@ PAGES = [
     "README.md",
     "docs/pool.md",
     "docs/accelerators.md",
+    "docs/commands.md",
     *sorted(f"docs/clouds/{page.name}" for page in (ROOT / "docs/clouds").glob("*.md") if "```python" in page.read_text()),
 ]
 PAGES_OF_ORCHESTRATORS = ["docs/prefect.md", "docs/dagster.md"]

@@ -15,13 +15,15 @@ import inspect
 import logging
 import queue
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from prefect.context import FlowRunContext
+from prefect.context import FlowRunContext, TaskRunContext
 from prefect.exceptions import MissingContextError
 from prefect.futures import PrefectConcurrentFuture, PrefectFuture
 from prefect.logging import get_run_logger
@@ -133,6 +135,8 @@ class _Live:
         self._opening = threading.Lock()
         self._calls: set[Future[Any]] = set()
         self._flow_run: FlowRun | None = None
+        self._work = sky.Work(system="prefect")
+        self._shares: defaultdict[sky.Work, float] = defaultdict(float)
         self._flow_log = RunLog.of_flow()
         self._logs = RunLogs(self._flow_log)
         self._undo = ExitStack()
@@ -167,7 +171,10 @@ class _Live:
                 sinks.append(artifact)
             if self._on_event is not None:
                 sinks.append(self._on_event)
-            pool = sky.ComputePool.from_spec(self._spec, on_event=sky.compose(*sinks), replace_object=_portable).open()
+            self._work = _work_of_flow(context)
+            pool = sky.ComputePool.from_spec(self._spec, on_event=sky.compose(*sinks), replace_object=_portable, work=self._work)
+            undo.callback(self._share_cost, pool)  # after its end: then no call comes any more
+            pool.open()
             undo.callback(pool.close)
             self._undo = undo.pop_all()
             self.pool = pool
@@ -176,12 +183,27 @@ class _Live:
         """Hand the function over, for the task run of this thread."""
         pool = self.pool
         assert pool is not None
+        work = _work_of_task(self._work)
         future = self._logs.follow(lambda: pool.submit(sky.PendingCompute(fn, args, kwargs)))
+        future.add_done_callback(functools.partial(self._add_cost, work))
         self._calls.add(future)
         future.add_done_callback(self._calls.discard)
         if self.is_stopping:  # `_stop_calls` may not have seen this one
             future.cancel()
         return future
+
+    def _add_cost(self, work: sky.Work, future: Future[Any]) -> None:
+        """Called in the one thread in which calls end."""
+        if cost := getattr(future, "cost", None):
+            self._shares[work] += cost
+
+    def _share_cost(self, pool: sky.ComputePool) -> None:
+        """Tell the ledger what each task run has cost; what machines have cost beside is the flow run's."""
+        if self._shares:
+            try:
+                pool.share_cost(self._shares)
+            except sky.SkywardError as error:  # the bill is written all the same, as the flow run's
+                self._flow_log.say(logging.WARNING, f"what each task run has cost is not in the ledger: {error}")
 
     def close(self, error: BaseException | None) -> None:
         """Close everything. Calls of a flow that ended well are waited for, as Prefect's own runner does; else they are stopped first: they cost money.
@@ -272,6 +294,20 @@ class _AsyncCall(_RemoteCall):
             if self._live.is_stopping:
                 return _cancelled()
             raise
+
+
+def _work_of_flow(context: FlowRunContext | None) -> sky.Work:
+    run = context.flow_run if context is not None else None
+    flow = context.flow if context is not None else None
+    return sky.Work(system="prefect", workflow=flow.name if flow is not None else "", run=str(run.id) if run is not None else "")
+
+
+def _work_of_task(work: sky.Work) -> sky.Work:
+    """The task run of this thread; the flow run where there is none."""
+    context = TaskRunContext.get()
+    if context is None:
+        return work
+    return replace(work, task=context.task.name, task_run=str(context.task_run.id), attempt=str(context.task_run.run_count))
 
 
 def _cancelled() -> State[Any]:

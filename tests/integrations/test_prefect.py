@@ -37,6 +37,7 @@ from prefect import flow, get_run_logger, task, unmapped  # noqa: E402
 from prefect.cache_policies import NO_CACHE  # noqa: E402
 from prefect.client.orchestration import get_client  # noqa: E402
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, LogFilter, LogFilterFlowRunId  # noqa: E402
+from prefect.context import FlowRunContext  # noqa: E402
 from prefect.settings import PREFECT_API_URL  # noqa: E402
 from prefect.states import Cancelling  # noqa: E402
 from prefect.tasks import task_input_hash  # noqa: E402
@@ -46,6 +47,8 @@ from pydantic import PrivateAttr  # noqa: E402
 import skyward_core as sky  # noqa: E402
 from prefect_skyward import SkywardTaskRunner, cost_so_far  # noqa: E402
 from prefect_skyward.ui import RunLog, RunLogs  # noqa: E402
+from skyward_core.entries import CostBy  # noqa: E402
+from skyward_core.ledger import Ledger, default_url  # noqa: E402
 from skyward_core.worker.watchdog import POOL_TAG, tagged_processes  # noqa: E402
 
 pytestmark = [
@@ -165,6 +168,44 @@ def test_functions_run_on_nodes_and_futures_and_dependencies_are_resolved_here(e
         "async": [2, 4],
     }
     assert [event.nodes for event in events if isinstance(event, sky.PoolReady)] == [2]
+
+
+@task
+def nap(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
+@task(name="doze")
+async def long_nap(seconds: float) -> float:
+    await asyncio.sleep(seconds)
+    return seconds
+
+
+@pytest.mark.slow
+def test_the_ledger_knows_the_flow_run_and_what_each_task_has_cost(events: list[Any]) -> None:
+    """The pool is the flow run's, from before anything is rented; each task run has its share, and all that is left is the flow run's."""
+
+    @flow(name="naps", task_runner=runner(events))
+    def naps() -> str:
+        assert nap.map([0.5, 0.5]).result() == [0.5, 0.5]
+        assert long_nap.submit(1.0).result() == 1.0
+        return str(FlowRunContext.get().flow_run.id)
+
+    run = naps()
+    (started,) = (event for event in events if isinstance(event, sky.InfraCreating))
+    assert started.work == sky.Work(system="prefect", workflow="naps", run=run)
+    with Ledger(default_url()) as ledger:
+        shares = ledger.shares(started.pool_id)
+        by_task = {row.key: float(row.cost_usd) for row in ledger.cost_rows(CostBy.TASK, work=started.work)}
+        ((by_run, bill),) = ((row.key, float(row.cost_usd)) for row in ledger.cost_rows(CostBy.RUN, work=started.work))
+    assert sorted((work.task, work.attempt) for work in shares) == [("doze", "1"), ("nap", "1"), ("nap", "1")]
+    assert len({work.task_run for work in shares}) == 3
+    assert by_run == f"prefect:naps/{run}"
+    assert set(by_task) == {"prefect:naps/nap", "prefect:naps/doze", "(no task)"}
+    assert all(by_task[key] >= 1.0 * 36 / 3600 for key in by_task if key != "(no task)")
+    assert sum(by_task.values()) == pytest.approx(bill)
+    assert bill == pytest.approx(next(event.total_cost for event in events if isinstance(event, sky.CostFinal)), abs=1e-5)
 
 
 def test_an_asynchronous_flow_submits_as_well(events: list[Any]) -> None:
