@@ -16,6 +16,7 @@ from skyward_core.errors import SkywardError
 from skyward_core.events import SkywardEvent
 from skyward_core.instances import Instance
 from skyward_core.side_by_side import side_by_side
+from skyward_core.worker.private import is_private
 from skyward_core.worker.settings import memory_directory, write_atomically
 from skyward_core.worker.watchdog import uptime, write_busy, write_lease, write_paid
 from skyward_core.worker.wire import Parcel
@@ -114,14 +115,12 @@ class LocalReach:
         self._is_busy = is_busy
         self._paid_seconds = paid_seconds
         self._directory = Path(instance.directory)
+        memory = memory_directory(instance.id)
+        self.value_directories = (memory, str(self._directory)) if is_private(Path(memory)) else (str(self._directory),)
         self._telling = threading.Lock()
         """Held from asking for how long the node is paid until it is told: what was asked for later is what stands there."""
         self._read = 0
         self._partial = b""
-
-    @property
-    def value_directories(self) -> tuple[str, ...]:
-        return (memory_directory(self.instance.id), str(self._directory))
 
     def start(self, script: str, *, timeout_seconds: float, emit: Callable[[SkywardEvent], object]) -> None:
         """Nothing to do: the provider runs the script."""

@@ -23,6 +23,7 @@ from platformdirs import user_state_path
 
 from skyward_core.errors import NotPicklable
 from skyward_core.pickling import Pickled, dumps
+from skyward_core.worker.private import make_private
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -201,8 +202,7 @@ def _spawned(pool_id: str, pipe: int) -> _Child:
 
 def _opened_log() -> int:
     try:
-        directory = user_state_path("skyward")
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory = make_private(user_state_path("skyward"))
         path = directory / "reaper.log"
         if path.exists() and path.stat().st_size > LARGEST_LOG_BYTES:
             path.replace(directory / "reaper.log.old")

@@ -22,9 +22,11 @@ from functools import cache
 from pathlib import Path
 
 import uv
-from platformdirs import user_cache_path
 
+from skyward_core.errors import BadRequest
 from skyward_core.image.uv_wheels import VERSION, WHEELS, Wheel
+from skyward_core.places import cache_places, first_private
+from skyward_core.worker.private import NotPrivate
 
 PIECE_BYTES = 1 << 20
 PACKAGE = "skyward_core"
@@ -97,9 +99,8 @@ def _owned_by_nobody(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 def _compressed_uv() -> Packed:
     binary = Path(uv.find_uv_bin())
     stat = binary.stat()
-    path = user_cache_path("skyward") / "ship" / f"uv-{stat.st_size:x}-{stat.st_mtime_ns:x}.gz"
+    path = _folder() / f"uv-{stat.st_size:x}-{stat.st_mtime_ns:x}.gz"
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
         _compress(binary, path)
     return Packed(path, stat.st_size)
 
@@ -107,9 +108,8 @@ def _compressed_uv() -> Packed:
 @cache
 def _fetched_uv(machine: str) -> Packed:
     wheel = WHEELS[machine]
-    path = user_cache_path("skyward") / "ship" / f"uv-{VERSION}-{machine}-{wheel.sha256[:12]}.gz"
+    path = _folder() / f"uv-{VERSION}-{machine}-{wheel.sha256[:12]}.gz"
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f"{path.stem}.", dir=path.parent) as folder:
             _fetch(wheel, Path(folder))
             _compress(Path(folder) / "bin" / "uv", path)
@@ -142,7 +142,7 @@ def _package() -> Path:
     digest = hashlib.sha256()
     for path in files:
         digest.update(str(path.relative_to(source)).encode() + b"\0" + path.read_bytes())
-    target = user_cache_path("skyward") / "ship" / digest.hexdigest()[:12]
+    target = _folder() / digest.hexdigest()[:12]
     if not target.exists():
         partial = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}")
         for path in files:
@@ -155,3 +155,11 @@ def _package() -> Path:
         except OSError:  # another process was faster
             shutil.rmtree(partial, ignore_errors=True)
     return target
+
+
+def _folder() -> Path:
+    """Where it is kept. What lies there is run, here and on the nodes: nobody else may have put it there."""
+    try:
+        return first_private("ship", cache_places())
+    except NotPrivate as error:
+        raise BadRequest(f"what nodes are sent cannot be kept: {error}") from error

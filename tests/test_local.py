@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import uuid
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import psutil
 import pytest
 
 import skyward_core as sky
+from skyward_core.places import existing, state_places
 from skyward_core.providers import base
 from skyward_core.worker import watchdog
 from tests.conftest import processes_by_tag, wait_until
@@ -184,7 +184,7 @@ def test_terminating_what_is_gone_is_silent(pool_id: str) -> None:
 
 def test_an_id_is_compared_whole(pool_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Terminating the beginning of an id, nothing at all or a path touches nothing."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # should it remove too much, then here
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))  # should it remove too much, then here
     (instance,) = launch(pool_id)
     sky.Local().terminate([instance.id[:-1], "local-", "", ".", "local-/../"])
     assert processes_of(instance.id) != []
@@ -314,4 +314,4 @@ def test_a_program_that_ends_with_an_open_pool_gives_it_back(tmp_path: Path) -> 
     ids = [line for line in told.read_text().split() if line.startswith("local-")]
     assert "ready" in told.read_text()
     assert left_of(ids) == []
-    assert not any((Path(tempfile.gettempdir()) / f"skyward-{os.getuid()}" / instance_id).exists() for instance_id in ids)
+    assert not any((folder / instance_id).exists() for folder in existing("nodes", state_places()) for instance_id in ids)

@@ -254,7 +254,7 @@ def test_what_all_are_sent_is_made_once(tmp_path: Path, monkeypatch: pytest.Monk
     """Threads that ask for it at once, before it is there, wait for the first of them."""
     made: list[str] = []
     compile_all, caches = shipping.compileall.compile_dir, (shipping._archive, shipping._compressed_uv, shipping._package)
-    monkeypatch.setattr(shipping, "user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(shipping.compileall, "compile_dir", lambda folder, **how: made.append(folder) or compile_all(folder, **how))
     for cached in caches:
         cached.cache_clear()

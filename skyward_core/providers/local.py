@@ -6,18 +6,18 @@ its tag in the environment (`worker.watchdog`), found from any process of the sa
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import BinaryIO, ClassVar
 
 import psutil
 from pydantic import Field
@@ -26,9 +26,11 @@ from skyward_core.accelerators import parse
 from skyward_core.errors import BadRequest, InstancesLeft
 from skyward_core.instances import Instance, InstanceState
 from skyward_core.market import Offer, Requirements
+from skyward_core.places import existing, first_private, state_places
 from skyward_core.providers.base import POOL_TAG, RANK_TAG, Provider, Tags
 from skyward_core.providers.tagging import TAGS_VARIABLE, from_word, of_machine, to_word
 from skyward_core.worker.metrics import gpus_here
+from skyward_core.worker.private import NotPrivate, is_private
 from skyward_core.worker.settings import memory_directory, this_process
 from skyward_core.worker.watchdog import INSTANCE_TAG, kill_instance, tagged_processes
 from skyward_core.worker.watchdog import POOL_TAG as POOL_VARIABLE
@@ -40,6 +42,7 @@ KILL_SECONDS = 10.0
 RANK_VARIABLE = "SKYWARD_RANK"
 PRICE_VARIABLE = "SKYWARD_PRICE_PER_HOUR"
 DIRECTORY_VARIABLE = "SKYWARD_INSTANCE_DIRECTORY"
+NODES = "nodes"
 
 KEPT_VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH")
 KEPT_PREFIXES = ("LC_", "NVIDIA_", "SSL_CERT_", "UV_", "PIP_", "XDG_")
@@ -90,12 +93,12 @@ class Local(Provider):
     def instances(self, pool_id: str | None = None) -> list[Instance]:
         """Return the pool's instances of which any process lives; without a pool, those of all pools of this user, pool by pool."""
         found: dict[str, Instance] = {}
-        for _, environ in tagged_processes():
+        for pid, environ in tagged_processes():
             instance_id, pool = environ.get(INSTANCE_TAG, ""), environ.get(POOL_VARIABLE)
             if not ID_SHAPE.fullmatch(instance_id) or instance_id in found:  # others' machines may be processes of this one: containers, the test bed
                 continue
             if pool is not None and pool_id in (None, pool):
-                found[instance_id] = _told_by(environ, pool, instance_id)
+                found[instance_id] = _told_by(pid, environ, pool, instance_id)
         return sorted(found.values(), key=lambda instance: (instance.pool_id, instance.rank))
 
     def ends_for_good(self) -> bool:
@@ -108,6 +111,7 @@ class Local(Provider):
         An instance is gone when two looks in a row find nothing of it: a process that is in the middle of execve(2) shows no environment.
         """
         wanted = {instance_id for instance_id in ids if ID_SHAPE.fullmatch(instance_id)}  # others were never ours, and ids become paths below
+        directories = {instance_id: _directories(instance_id) for instance_id in wanted}
         started = time.monotonic()
         left, told, unseen = set(wanted), set[str](), set[str]()
         while left:
@@ -120,15 +124,14 @@ class Local(Provider):
             if left:
                 time.sleep(0.01)
         for instance_id in wanted:
-            shutil.rmtree(_directory(instance_id), ignore_errors=True)
+            for directory in directories[instance_id]:
+                if is_private(directory.parent):  # in a folder of another user's it is none of ours, whatever its name
+                    shutil.rmtree(directory, ignore_errors=True)
             shutil.rmtree(memory_directory(instance_id), ignore_errors=True)
 
     def _launch_one(self, tags: dict[str, str], startup: str) -> Instance:
         instance_id = f"local-{uuid.uuid4().hex[:12]}"
-        directory = _directory(instance_id)
-        directory.mkdir(mode=0o700, parents=True)
-        script = directory / "startup.sh"
-        script.write_text(startup)
+        directory = _made(instance_id)
         owner = this_process()
         environ = kept_environment() | {
             INSTANCE_TAG: instance_id,
@@ -139,10 +142,8 @@ class Local(Provider):
             DIRECTORY_VARIABLE: str(directory),
             "SKYWARD_OWNER": f"{owner.pid}:{owner.started}",
         }
-        with (directory / "log").open("wb") as log:
-            process = subprocess.Popen(
-                ["bash", str(script)], cwd=directory, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+        with _in_memory(f"exec </dev/null\n{startup}") as script, (directory / "log").open("wb") as log:
+            process = subprocess.Popen(["bash", "/proc/self/fd/0"], cwd=directory, env=environ, stdin=script, stdout=log, stderr=log, start_new_session=True)
         threading.Thread(target=process.wait, name="skyward-reap", daemon=True).start()
         return _instance(tags, instance_id, self.price_per_hour, str(directory))
 
@@ -157,15 +158,46 @@ def _signal(ids: set[str], sig: int) -> set[str]:
     return {instance_id for instance_id in ids if kill_instance(instance_id, sig)}
 
 
-def _directory(instance_id: str) -> Path:
-    return Path(tempfile.gettempdir()) / f"skyward-{os.getuid()}" / instance_id
+def _made(instance_id: str) -> Path:
+    """Make the folders of an instance, on disk and in memory, before anybody else can know its id. Raises BadRequest where no folder is safe."""
+    try:
+        directory = first_private(NODES, state_places(), is_locked=True) / instance_id
+    except NotPrivate as error:
+        raise BadRequest(f"nodes of this machine need a folder of their own: {error}") from error
+    directory.mkdir(mode=0o700)
+    with contextlib.suppress(OSError):  # large values go into the other folder
+        os.mkdir(memory_directory(instance_id), 0o700)
+    return directory
 
 
-def _told_by(environ: Mapping[str, str], pool_id: str, instance_id: str) -> Instance:
+def _in_memory(text: str) -> BinaryIO:
+    """A file that has no name, with this text: what is run from a path could be another's by then."""
+    file = os.fdopen(os.memfd_create("skyward-startup"), "w+b")
+    file.write(text.encode())
+    file.seek(0)
+    return file
+
+
+def _directories(instance_id: str) -> list[Path]:
+    """Where an instance's folder may be: in our own places, and, if it was started with other settings, where its processes say."""
+    told = [_directory_of(pid, environ, instance_id) for pid, environ in tagged_processes() if environ.get(INSTANCE_TAG) == instance_id]
+    return list(dict.fromkeys([*(folder / instance_id for folder in existing(NODES, state_places())), *map(Path, told)]))
+
+
+def _directory_of(pid: int, environ: Mapping[str, str], instance_id: str) -> str:
+    """The folder of an instance as one of its processes tells. A process of another user, which root can see too, is not believed."""
+    told = environ.get(DIRECTORY_VARIABLE, "")
+    with contextlib.suppress(OSError):
+        if os.stat(f"/proc/{pid}").st_uid == os.geteuid() and os.path.isabs(told) and Path(told).name == instance_id:
+            return told
+    return str(existing(NODES, state_places())[0] / instance_id)
+
+
+def _told_by(pid: int, environ: Mapping[str, str], pool_id: str, instance_id: str) -> Instance:
     """The instance that one of its processes tells; what a call on the node has taken out of that process's environment is filled in."""
     rank = environ.get(RANK_VARIABLE, "")
     tags = from_word(environ.get(TAGS_VARIABLE, ""), pool_id, int(rank) if rank.isdigit() else 0)
-    return _instance(tags, instance_id, float(environ.get(PRICE_VARIABLE, "0")), environ.get(DIRECTORY_VARIABLE) or str(_directory(instance_id)))
+    return _instance(tags, instance_id, float(environ.get(PRICE_VARIABLE, "0")), _directory_of(pid, environ, instance_id))
 
 
 def _instance(tags: dict[str, str], instance_id: str, price: float, directory: str) -> Instance:

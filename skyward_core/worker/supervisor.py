@@ -35,6 +35,7 @@ from skyward_core.worker import node  # the one costly import: everything forked
 from skyward_core.worker.info import InstanceInfo, to_env
 from skyward_core.worker.invoke import JOB_PLACE, Line, run_calls
 from skyward_core.worker.notice import listen
+from skyward_core.worker.private import make_private
 from skyward_core.worker.settings import NodeSettings, Owner, with_partitions, write_atomically
 from skyward_core.worker.slot import Exit
 from skyward_core.worker.watchdog import (
@@ -391,7 +392,7 @@ def end_node(settings: NodeSettings, directory: Path | None = None) -> NoReturn:
     while kill_instance(settings.instance_id):
         time.sleep(0.01)  # until the kernel has taken them down; a process that forks meanwhile is found in the next round
         reap_all()
-    shutil.rmtree(settings.value_directories[0], ignore_errors=True)
+    _remove_memory(settings)
     if directory is not None:  # nobody is left to read it
         shutil.rmtree(directory, ignore_errors=True)
     os._exit(0)
@@ -404,8 +405,14 @@ def end_guarded_node(directory: Path, settings: NodeSettings, reason: str, spare
         with contextlib.suppress(OSError):  # a full disk: the guard sees that this process is gone
             write_atomically(directory / "ended", f"{reason}\n")
     kill_descendants(spared, KILL_SECONDS)
-    shutil.rmtree(settings.value_directories[0], ignore_errors=True)
+    _remove_memory(settings)
     os._exit(0)
+
+
+def _remove_memory(settings: NodeSettings) -> None:
+    """The last of the folders for values is the node's own directory, which others still need."""
+    for place in settings.value_directories[:-1]:
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def await_settings(directory: Path, owner: Owner | None) -> NodeSettings:
@@ -436,7 +443,8 @@ def main() -> NoReturn:
     owner_text = os.environ.get("SKYWARD_OWNER")
     owner = Owner(int(owner_text.partition(":")[0]), owner_text.partition(":")[2]) if owner_text else None
     settings = await_settings(directory, owner)
-    Path(settings.value_directories[0]).mkdir(mode=0o700, parents=True, exist_ok=True)
+    for place in settings.value_directories[:-1]:
+        make_private(Path(place))
     if watcher := os.environ.get("SKYWARD_BOOT_WATCHER"):
         with contextlib.suppress(ProcessLookupError, ValueError):
             os.kill(int(watcher), signal.SIGKILL)

@@ -14,7 +14,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -184,7 +183,7 @@ class Program:
 
     def is_clean(self) -> bool:
         """Whether the machines have left no folder either, after they were terminated."""
-        places = [Path(tempfile.gettempdir(), f"skyward-{os.getuid()}", instance_id) for instance_id in self.machines()]
+        places = [self.home / "state" / "skyward" / "nodes" / instance_id for instance_id in self.machines()]
         return not any(place.exists() for place in places)
 
     def close(self) -> None:

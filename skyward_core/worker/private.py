@@ -1,0 +1,186 @@
+"""Folders that no other user can read, change, rename or replace.
+
+A folder is private if it belongs to this user, has mode 0700, and every folder above it belongs to root or to this user and lets nobody else rename what
+is in it: it is not writable by others, or it has the sticky bit, as /tmp has. The path is walked with open descriptors and without following symlinks, so
+that what was checked is what is opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import grp
+import os
+import pwd
+import stat
+from collections.abc import Generator
+from pathlib import Path
+
+UID_MAP = Path("/proc/self/uid_map")
+OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
+MOST_LINKS = 40
+_LOOK = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class NotPrivate(PermissionError):
+    """A folder, or one above it, that another user could change or exchange; the message names it and the reason."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(errno.EPERM, message)
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+@contextlib.contextmanager
+def opened_private(path: Path, *, make: bool = False) -> Generator[int]:
+    """Open a private folder; with `make`, make it where it is missing, and those above it (mode 0700). Its descriptor serves `dir_fd=` and `os.fchdir`.
+
+    A folder of this user that others may only read is closed to them; one that others may write to is refused, for they may have put something there.
+    Raises NotPrivate, or another OSError where it cannot be opened or made.
+    """
+    path = _without_links(path.absolute().parent) / path.name
+    with contextlib.ExitStack() as open_folders:
+
+        def held(descriptor: int) -> int:
+            open_folders.callback(os.close, descriptor)
+            return descriptor
+
+        parent, so_far = held(os.open("/", _LOOK)), Path("/")
+        for part in path.parts[1:-1]:
+            _refuse_parent(so_far, os.fstat(parent))
+            so_far /= part
+            parent = held(_entered(part, parent, _LOOK, so_far, make=make))
+        _refuse_parent(so_far, os.fstat(parent))
+        folder = held(_entered(path.name, parent, _READ, path, make=make))
+        _close_to_others(path, folder)
+        yield folder
+
+
+def make_private(path: Path) -> Path:
+    """Make a private folder, or check the one that is there; return its path, without symlinks. Raises NotPrivate or another OSError."""
+    with opened_private(path, make=True) as folder:
+        return Path(os.readlink(f"/proc/self/fd/{folder}"))
+
+
+def check_private(path: Path) -> None:
+    """Raise NotPrivate, or another OSError, for what is no private folder."""
+    with opened_private(path):
+        pass
+
+
+def is_private(path: Path) -> bool:
+    """Tell whether there is such a folder and it is private."""
+    try:
+        check_private(path)
+    except OSError:
+        return False
+    return True
+
+
+def check_parents(path: Path) -> None:
+    """Raise NotPrivate if another user could exchange the folder that holds this file, or make files in it."""
+    folder = _without_links(path.absolute().parent)
+    for parent in folder.parents:
+        _refuse_parent(parent, parent.stat())
+    status = folder.stat()
+    _refuse_parent(folder, status)
+    if others := _other_writers(status):
+        raise NotPrivate(f"{folder} may be written to by {others} (mode {stat.S_IMODE(status.st_mode):04o}), who could put files beside {path.name}")
+
+
+def _without_links(path: Path) -> Path:
+    """Return where a path leads. Raises NotPrivate for a symlink of another user: /run may be one, and a home, but not what somebody has put into /tmp."""
+    found, left, links = Path("/"), list(reversed(path.parts[1:])), 0
+    while left:
+        part = left.pop()
+        if part == "..":
+            found = found.parent
+            continue
+        found /= part
+        try:
+            status = found.lstat()
+        except FileNotFoundError:
+            continue
+        if stat.S_ISLNK(status.st_mode):
+            links += 1
+            if links > MOST_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+            if status.st_uid not in (os.geteuid(), *_roots()):
+                raise NotPrivate(f"{found} is a symlink of {_name(status.st_uid)}, who chooses where it leads")
+            target = Path(os.readlink(found))
+            left += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+            found = Path("/") if target.is_absolute() else found.parent
+    return found
+
+
+def _entered(name: str, parent: int, flags: int, path: Path, *, make: bool) -> int:
+    if make:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=parent)
+    try:
+        return os.open(name, flags, dir_fd=parent)
+    except OSError as error:
+        status = os.stat(name, dir_fd=parent, follow_symlinks=False) if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EACCES) else None
+        if status is None:
+            raise type(error)(error.errno, error.strerror, str(path)) from None
+        if stat.S_ISLNK(status.st_mode):
+            raise NotPrivate(f"{path} is a symlink, which leads where another user may have wanted") from error
+        if status.st_uid != os.geteuid():
+            raise NotPrivate(_belongs(path, status)) from error
+        raise NotPrivate(f"{path} is no folder that can be opened: {error.strerror}") from error
+
+
+def _refuse_parent(path: Path, status: os.stat_result) -> None:
+    if status.st_uid not in (os.geteuid(), *_roots()):
+        raise NotPrivate(f"{path} belongs to {_name(status.st_uid)}, who could exchange what is in it")
+    if not status.st_mode & stat.S_ISVTX and (others := _other_writers(status)):
+        raise NotPrivate(f"{path} may be written to by {others} (mode {stat.S_IMODE(status.st_mode):04o}), who could exchange what is in it")
+
+
+def _close_to_others(path: Path, folder: int) -> None:
+    status = os.fstat(folder)
+    if status.st_uid != os.geteuid():
+        raise NotPrivate(_belongs(path, status))
+    if others := _other_writers(status):
+        raise NotPrivate(f"{path} may be written to by {others} (mode {stat.S_IMODE(status.st_mode):04o}), who may have put something there: remove it")
+    if status.st_mode & 0o077:
+        os.fchmod(folder, 0o700)
+
+
+def _belongs(path: Path, status: os.stat_result) -> str:
+    return f"{path} belongs to {_name(status.st_uid)}, not to {_name(os.geteuid())}: ask for its removal"
+
+
+def _other_writers(status: os.stat_result) -> str:
+    if status.st_mode & stat.S_IWOTH:
+        return "everybody"
+    return f"group {status.st_gid}" if status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid) else ""
+
+
+def _is_own_group(gid: int) -> bool:
+    """Whether a group is that of this user alone, as Debian makes one for each user (and its sshd's StrictModes accepts it)."""
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return gid == user.pw_gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+
+
+def _roots() -> tuple[int, ...]:
+    """Root; and the user that stands for all others where root is none of this user namespace's (Apptainer, rootless containers): / is root's there too."""
+    try:
+        ranges = [tuple(map(int, line.split())) for line in UID_MAP.read_text().splitlines()]
+        if any(inside == 0 for inside, _, _ in ranges):
+            return (0,)
+        return (0, int(OVERFLOW_UID.read_text()))
+    except (OSError, ValueError):
+        return (0,)
+
+
+def _name(uid: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name}"
+    except KeyError:
+        return f"user {uid}"

@@ -1,0 +1,148 @@
+"""What counts as a folder that no other user can touch."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from skyward_core.places import first_private
+from skyward_core.worker import private
+from skyward_core.worker.private import NotPrivate, check_parents, check_private, is_private, make_private
+
+STRANGER = 61_001
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give folders to others")
+
+
+def made(path: Path, mode: int = 0o700, owner: int | None = None) -> Path:
+    path.mkdir()
+    path.chmod(mode)
+    if owner is not None:
+        os.chown(path, owner, owner)
+    return path
+
+
+def test_a_folder_is_made_with_all_above_it_and_found_again(tmp_path: Path) -> None:
+    """Closed to others, whatever the umask; the second time it is the same."""
+    before = os.umask(0)
+    try:
+        path = make_private(tmp_path / "a" / "b")
+    finally:
+        os.umask(before)
+    assert [folder.stat().st_mode & 0o777 for folder in (path, path.parent)] == [0o700, 0o700]
+    assert make_private(path) == path
+
+
+def test_one_that_others_may_read_is_closed_to_them(tmp_path: Path) -> None:
+    """Nobody can have put anything there."""
+    folder = made(tmp_path / "open", 0o755)
+    assert is_private(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(("mode", "who"), [(0o777, "everybody"), (0o1777, "everybody"), (0o702, "everybody")])
+def test_one_that_others_may_write_to_is_refused(tmp_path: Path, mode: int, who: str) -> None:
+    """Somebody may have put something there, and it stays as it is."""
+    folder = made(tmp_path / "open", mode)
+    with pytest.raises(NotPrivate, match=f"may be written to by {who}"):
+        make_private(folder)
+    assert folder.stat().st_mode & 0o7777 == mode
+
+
+@pytest.mark.parametrize(("mode", "is_good"), [(0o755, True), (0o777, False), (0o1777, True)])
+def test_a_folder_above_it_lets_nobody_rename_it(tmp_path: Path, mode: int, is_good: bool) -> None:
+    """As /tmp does, by its sticky bit."""
+    above = made(tmp_path / "above", mode)
+    mine = made(above / "mine")
+    assert is_private(mine) is is_good
+
+
+@as_root
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o777])
+def test_the_folder_of_another_user_is_refused(tmp_path: Path, mode: int) -> None:
+    """By its owner, and so is all that lies in it."""
+    theirs = made(tmp_path / "theirs", mode, STRANGER)
+    with pytest.raises(NotPrivate, match=f"{theirs} belongs to user {STRANGER}"):
+        check_private(theirs)
+    mine = made(theirs / "mine")
+    with pytest.raises(NotPrivate, match=f"{theirs} belongs to user {STRANGER}, who could exchange"):
+        check_private(mine)
+
+
+@as_root
+def test_a_group_that_others_are_in_counts_as_others(tmp_path: Path) -> None:
+    """And the user's own group, of the same name and with nobody else in it, does not."""
+    above = made(tmp_path / "above", 0o770)
+    mine = made(above / "mine")
+    os.chown(above, 0, 0)
+    assert is_private(mine)
+    os.chown(above, 0, STRANGER)
+    with pytest.raises(NotPrivate, match=f"group {STRANGER}"):
+        check_private(mine)
+
+
+def test_a_symlink_is_no_folder(tmp_path: Path) -> None:
+    """Not even one to a private folder; above the folder one's own serves, as where a home lies elsewhere."""
+    folder = made(tmp_path / "folder")
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    with pytest.raises(NotPrivate, match="is a symlink"):
+        check_private(link)
+    assert make_private(link / "inside") == folder / "inside"
+
+
+@as_root
+def test_the_symlink_of_another_user_leads_nowhere(tmp_path: Path) -> None:
+    """Wherever it points to, which they may change."""
+    folder = made(tmp_path / "folder")
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    os.chown(link, STRANGER, STRANGER, follow_symlinks=False)
+    with pytest.raises(NotPrivate, match=f"symlink of user {STRANGER}"):
+        make_private(link / "inside")
+
+
+@pytest.mark.parametrize("target", ["loop", "../loop", "missing"])
+def test_links_that_lead_nowhere_end(tmp_path: Path, target: str) -> None:
+    """In an error of the operating system's."""
+    (made(tmp_path / "d") / "loop").symlink_to(target)
+    with pytest.raises(OSError):
+        check_private(tmp_path / "d" / "loop" / "x")
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    """Its hard link neither."""
+    (tmp_path / "file").write_text("")
+    os.link(tmp_path / "file", tmp_path / "link")
+    for name in ("file", "link"):
+        with pytest.raises(NotPrivate, match="is no folder"):
+            make_private(tmp_path / name)
+
+
+def test_roots_that_a_container_cannot_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where root is no user of the namespace, its files show the kernel's stand-in as their owner."""
+    (tmp_path / "map").write_text("      1000       1000          1\n")
+    monkeypatch.setattr(private, "UID_MAP", tmp_path / "map")
+    assert private._roots() == (0, int(private.OVERFLOW_UID.read_text()))
+    (tmp_path / "map").write_text("         0       1000          1\n         1     100000      65536\n")
+    assert private._roots() == (0,)
+
+
+def test_a_files_folder_lets_nobody_put_files_beside_it(tmp_path: Path) -> None:
+    """Not even with the sticky bit, which keeps others from renaming alone."""
+    check_parents(made(tmp_path / "mine", 0o755) / "file")
+    with pytest.raises(NotPrivate, match="could put files beside file"):
+        check_parents(made(tmp_path / "all", 0o1777) / "file")
+
+
+def test_the_first_place_that_serves_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One where folders cannot be locked, as on NFS, is passed over; if none serves, each has its reason."""
+    places = [("A", lambda: made(tmp_path / "a", 0o777) if not (tmp_path / "a").exists() else tmp_path / "a"), ("B", lambda: tmp_path / "b")]
+    assert [first_private("nodes", places, is_locked=is_locked) for is_locked in (False, True, True)] == [tmp_path / "b" / "nodes"] * 3
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(9, "Bad file descriptor")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert first_private("nodes", places) == tmp_path / "b" / "nodes"
+    with pytest.raises(NotPrivate, match=r"A: .*written to by everybody.*B: .*Bad file descriptor.*with A"):
+        first_private("nodes", places, is_locked=True)

@@ -1,0 +1,267 @@
+"""Two users of one computer: whatever one of them puts in the other's way, under names that can be guessed, runs nothing as the other and reads nothing of his.
+
+The tests start real processes under two other user ids. These may read all files (CAP_DAC_READ_SEARCH), for Python and this repository lie in root's home;
+who may write, rename and own what is as for any two users.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import skyward_core as sky
+from tests.conftest import wait_until
+
+ALICE, BOB = 61_001, 61_002
+"""Alice attacks, Bob opens pools."""
+CAP_DAC_READ_SEARCH = 2
+CAN_BECOME_OTHERS = os.geteuid() == 0 and int(Path("/proc/self/status").read_text().partition("CapBnd:")[2].split()[0], 16) >> CAP_DAC_READ_SEARCH & 1 == 1
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CAN_BECOME_OTHERS, reason="two other users can only be had by root with CAP_DAC_READ_SEARCH"),
+]
+
+BOB_LAUNCHES = """
+import pathlib, sys, time, os
+import skyward_core as sky
+
+provider = sky.Local()
+(offer,) = provider.offers(sky.Requirements())
+for number in range(int(sys.argv[1])):
+    (instance,) = provider.launch(offer, 1, {"skyward-pool": f"sky-two-{number}", "skyward-rank": "0"}, "echo ours >ran; sleep 300")
+    ran, deadline = pathlib.Path(instance.directory) / "ran", time.monotonic() + 10
+    while time.monotonic() < deadline and not ran.exists():
+        time.sleep(0.005)
+    print("ours" if ran.exists() else "not ours", instance.directory, flush=True)
+    provider.terminate([instance.id])
+"""
+
+ALICE_RENAMES = """
+import os, pathlib, sys
+
+folder, proof = pathlib.Path(sys.argv[1]), sys.argv[2]
+(folder / "ready").touch()
+n = 0
+while True:
+    for name in os.listdir(folder):
+        if name.startswith("local-"):
+            n += 1
+            try:
+                os.rename(folder / name, folder / f"away-{n}")
+                os.mkdir(folder / name, 0o777)
+                os.chmod(folder / name, 0o777)
+                (folder / name / "startup.sh").write_text(f"id -u >>{proof}; sleep 1")
+            except OSError:
+                pass
+"""
+
+
+class Users:
+    """Homes for two users, a temporary folder that all may write to, as /tmp, and what runs in their names."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tmp = folder / "tmp"
+        self.tmp.mkdir()
+        self.tmp.chmod(0o1777)
+        self._processes: list[subprocess.Popen[str]] = []
+        for user in (ALICE, BOB):
+            self.home(user).mkdir(mode=0o700)
+            os.chown(self.home(user), user, user)
+
+    def home(self, user: int) -> Path:
+        return self.folder / f"home-{user}"
+
+    def start(self, user: int, program: str, *words: object, **variables: str) -> subprocess.Popen[str]:
+        environ = {"PATH": os.environ["PATH"], "HOME": str(self.home(user)), "TMPDIR": str(self.tmp), "PYTHONPATH": str(Path(__file__).parents[1])}
+        may_read = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
+        process = subprocess.Popen(
+            ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", *may_read, sys.executable, "-c", textwrap.dedent(program), *map(str, words)],
+            env=environ | variables,
+            cwd=self.home(user),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._processes.append(process)
+        return process
+
+    def run(self, user: int, program: str, *words: object, **variables: str) -> tuple[str, str]:
+        """Run a program to its end; return what it prints on stdout and on stderr."""
+        return self.start(user, program, *words, **variables).communicate(timeout=60)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def users() -> Iterator[Users]:
+    folder = Path(tempfile.mkdtemp(prefix="skyward-users-"))
+    folder.chmod(0o755)
+    users = Users(folder)
+    yield users
+    users.close()
+    shutil.rmtree(folder)
+
+
+def alice_squats(users: Users, mode: int) -> Path:
+    """Alice makes the folder that Bob's nodes would have below the temporary one."""
+    squatted = users.tmp / f"skyward-{BOB}"
+    squatted.mkdir()
+    squatted.chmod(mode)
+    os.chown(squatted, ALICE, ALICE)
+    return squatted
+
+
+def test_a_folder_made_by_another_user_beforehand_gets_no_node(users: Users) -> None:
+    """The attack of issue 10: the folder is there, open to all, and what Bob makes in it is renamed away before his script starts."""
+    squatted = alice_squats(users, 0o777)
+    proof = users.tmp / "proof"
+    users.start(ALICE, ALICE_RENAMES, squatted, proof)
+    wait_until((squatted / "ready").exists, "Alice")
+    out, errors = users.run(BOB, BOB_LAUNCHES, 5)
+    assert not proof.exists(), f"Alice's script ran as user {proof.read_text()}"
+    assert [line.split()[0] for line in out.splitlines()] == ["ours"] * 5, errors
+    assert sorted(squatted.iterdir()) == [squatted / "ready"]
+
+
+SQUATTED = {
+    "open to all": lambda users: alice_squats(users, 0o777),
+    "closed": lambda users: alice_squats(users, 0o700),
+    "symlink to hers": lambda users: alice_links(users, alice_owns(users, "hers")),
+    "symlink to his": lambda users: alice_links(users, users.home(BOB)),
+    "hard link to his file": lambda users: os.link(file_of_bob(users), users.tmp / f"skyward-{BOB}"),
+}
+
+
+def alice_links(users: Users, target: Path) -> None:
+    link = users.tmp / f"skyward-{BOB}"
+    link.symlink_to(target)
+    os.chown(link, ALICE, ALICE, follow_symlinks=False)
+
+
+def alice_owns(users: Users, name: str) -> Path:
+    folder = users.tmp / name
+    folder.mkdir()
+    folder.chmod(0o777)
+    os.chown(folder, ALICE, ALICE)
+    return folder
+
+
+def file_of_bob(users: Users) -> Path:
+    file = users.home(BOB) / "file"
+    file.write_text("his")
+    os.chown(file, BOB, BOB)
+    return file
+
+
+@pytest.mark.parametrize("squatted", SQUATTED)
+def test_what_another_user_has_put_in_the_way_is_not_used(users: Users, squatted: str) -> None:
+    """Where Bob has no home to write to, he gets the reasons and no traceback, nothing is written through what Alice made; with XDG_RUNTIME_DIR he works."""
+    SQUATTED[squatted](users)
+    home_of_root = {"XDG_STATE_HOME": str(users.folder / "nowhere")}
+    out, errors = users.run(BOB, BOB_LAUNCHES, 1, **home_of_root)
+    assert out == ""
+    last = errors.strip().splitlines()[-1]
+    assert last.startswith("skyward_core.errors.BadRequest: nodes of this machine need a folder of their own")
+    assert "XDG_STATE_HOME: [Errno 13] Permission denied" in last
+    assert f"TMPDIR: {users.tmp}/skyward-{BOB}" in last
+    assert [path.name for path in users.home(BOB).iterdir()] == (["file"] if "hard" in squatted else [])
+    runtime = users.folder / "runtime"
+    runtime.mkdir(mode=0o700)
+    os.chown(runtime, BOB, BOB)
+    out, errors = users.run(BOB, BOB_LAUNCHES, 1, XDG_RUNTIME_DIR=str(runtime), **home_of_root)
+    assert out.split() == ["ours", str(Path(out.split()[-1]))], errors
+    assert out.split()[1].startswith(f"{runtime}/skyward/nodes/local-")
+
+
+def test_without_a_home_the_temporary_folder_serves(users: Users) -> None:
+    """Nobody was there first: a folder of Bob's own in a folder with the sticky bit is as safe as his home."""
+    out, errors = users.run(BOB, BOB_LAUNCHES, 1, XDG_STATE_HOME=str(users.folder / "nowhere"))
+    assert out.startswith(f"ours {users.tmp}/skyward-{BOB}/nodes/local-"), errors
+    assert (users.tmp / f"skyward-{BOB}").stat().st_mode & 0o777 == 0o700
+
+
+BOB_IS_PREDICTABLE = """
+import sys, types, uuid
+
+uuid.uuid4 = lambda: types.SimpleNamespace(hex=sys.argv[1])
+import skyward_core as sky
+from skyward_core.reach import LocalReach
+from skyward_core.worker.settings import memory_directory
+
+provider = sky.Local()
+(offer,) = provider.offers(sky.Requirements())
+(instance,) = provider.launch(offer, 1, {"skyward-pool": "sky-two", "skyward-rank": "0"}, "sleep 300")
+print(*LocalReach(instance, bool, lambda: None).value_directories, sep="\\n")
+provider.terminate([instance.id])
+"""
+
+
+@pytest.mark.parametrize("kind", ["folder", "symlink"])
+def test_a_folder_in_memory_that_another_user_made_is_not_used(users: Users, kind: str) -> None:
+    """Even if Alice could guess the id of a node: large values, which are pickles, go where she can neither read nor write, and hers is left alone."""
+    word = os.urandom(6).hex()
+    squatted = Path(f"/dev/shm/skyward-{BOB}-local-{word}")
+    try:
+        if kind == "symlink":
+            squatted.symlink_to(alice_owns(users, "hers"))
+        else:
+            squatted.mkdir()
+            squatted.chmod(0o777)
+        os.chown(squatted, ALICE, ALICE, follow_symlinks=False)
+        out, errors = users.run(BOB, BOB_IS_PREDICTABLE, word)
+        assert out.splitlines() == [f"{users.home(BOB)}/.local/state/skyward/nodes/local-{word}"], errors
+        assert squatted.is_dir()
+    finally:
+        squatted.unlink() if squatted.is_symlink() else squatted.rmdir()
+
+
+def test_roots_clean_up_removes_nothing_that_another_users_process_names(users: Users) -> None:
+    """A process of Alice's may carry the tags of a node, with any folder as its directory: root, who sees it, does not believe that."""
+    victim = users.folder / "local-0123456789ab"
+    (victim / "precious").mkdir(parents=True)
+    tags = {"SKYWARD_INSTANCE_ID": victim.name, "SKYWARD_POOL_ID": "sky-two", "SKYWARD_INSTANCE_DIRECTORY": str(victim)}
+    users.start(ALICE, "import time; time.sleep(300)", **tags)
+    wait_until(lambda: victim.name in [instance.id for instance in sky.Local().instances("sky-two")], "her process")
+    (found,) = sky.Local().instances("sky-two")
+    assert found.directory != str(victim)
+    sky.Local().terminate([victim.name])
+    assert (victim / "precious").is_dir()
+
+
+BOB_POOL = """
+import numpy, pathlib, sys
+import skyward_core as sky
+
+with sky.ComputePool(provider=sky.Local(), display="quiet") as pool:
+    print(int(pool.submit(sky.compute(lambda values: values.sum())(numpy.ones(1_000_000))).result()))
+    (instance,) = [node.instance for node in pool.lease.nodes]
+    print(instance.directory)
+"""
+
+
+def test_a_whole_pool_beside_an_attacker(users: Users) -> None:
+    """With large values, from opening to the end: it works, nothing of it is ever open to others, and nothing is left."""
+    squatted = alice_squats(users, 0o777)
+    proof = users.tmp / "proof"
+    users.start(ALICE, ALICE_RENAMES, squatted, proof)
+    out, errors = users.run(BOB, BOB_POOL)
+    total, directory = out.split()
+    assert total == "1000000", errors
+    assert directory.startswith(f"{users.home(BOB)}/.local/state/skyward/nodes/")
+    assert not Path(directory).exists()
+    assert not proof.exists()
+    assert [name for name in os.listdir("/dev/shm") if name.startswith(f"skyward-{BOB}-")] == []
+    for path in users.home(BOB).rglob("*"):
+        if path.parent.name in ("skyward", "state") or path.name == "skyward":
+            assert path.stat().st_mode & 0o022 == 0, path
