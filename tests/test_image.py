@@ -511,7 +511,7 @@ def test_the_uv_of_other_machines_is_that_of_the_lock(kind):
 @pytest.mark.slow
 def test_the_uv_of_another_architecture_is_fetched_and_kept(tmp_path, monkeypatch):
     """What the client sends to arm64 machines is a static program for them (ELF: EM_AARCH64 is 183), fetched once; another hash is refused."""
-    monkeypatch.setattr(shipping, "user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shipping._fetched_uv.cache_clear()
     try:
         packed = shipping.shipped_uv("Linux", "aarch64")
