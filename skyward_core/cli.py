@@ -91,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     offers.add_argument("--count", type=_count, default=1, metavar="N", help="so many accelerators in one machine, at least (default: 1)")
     offers.add_argument("--cpu", type=_count, metavar="N", help="CPU cores, at least")
     offers.add_argument("--memory", metavar="SIZE", help='memory, at least: "64GB"')
+    offers.add_argument("--architecture", choices=("x86_64", "arm64"), help="processor of the machine (default: any)")
     offers.add_argument("--max-price", type=float, metavar="USD", help="per hour and machine, at most")
     offers.add_argument("--max-age", type=float, default=300.0, metavar="SECONDS", help="take answers that are not older than that (default: 300)")
     offers.add_argument("--limit", type=_count, default=20, metavar="N", help="the cheapest so many (default: 20)")
@@ -383,7 +384,15 @@ def _offers(_: Ledger, asked: argparse.Namespace) -> int:
 
     chip = None if asked.accelerator is None else replace(parse(asked.accelerator), count=asked.count)
     providers = configured_providers() if asked.provider is None else [_provider(name) for name in asked.provider]
-    found = offers(providers, accelerator=chip, cpu=asked.cpu, memory=asked.memory, max_price_per_hour=asked.max_price, max_age_seconds=asked.max_age)
+    found = offers(
+        providers,
+        accelerator=chip,
+        cpu=asked.cpu,
+        memory=asked.memory,
+        architecture=asked.architecture,
+        max_price_per_hour=asked.max_price,
+        max_age_seconds=asked.max_age,
+    )
     shown = found.offers[: asked.limit]
     if asked.json:
         return _print_json(
@@ -395,7 +404,7 @@ def _offers(_: Ledger, asked: argparse.Namespace) -> int:
         )
     if shown:
         _print_table(
-            ["PROVIDER", "REGION", "TYPE", "MARKET", ">USD/H", ">CPUS", ">MEMORY GB", "ACCELERATORS"],
+            ["PROVIDER", "REGION", "TYPE", "MARKET", ">USD/H", ">CPUS", ">MEMORY GB", "ACCELERATORS", "PROCESSOR"],
             [
                 [
                     offer.provider,
@@ -406,6 +415,7 @@ def _offers(_: Ledger, asked: argparse.Namespace) -> int:
                     f"{offer.vcpus:g}",
                     f"{offer.memory_gb:.0f}",
                     f"{offer.accelerators} x {offer.accelerator} {offer.accelerator_memory_gb or 0:.0f}GB" if offer.accelerator else "",
+                    offer.architecture or "",
                 ]
                 for offer in shown
             ],

@@ -11,7 +11,7 @@ from platformdirs import user_cache_path
 from skyward_core.accelerators import Accelerator, parse
 from skyward_core.config import Settings
 from skyward_core.instances import Lease
-from skyward_core.market import Requirements, memory_gb
+from skyward_core.market import Architecture, Requirements, memory_gb
 from skyward_core.providers.base import Provider, load_all
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def offers(
     machine: str | None = None,
     cpu: int | None = None,
     memory: str | None = None,
+    architecture: Architecture | None = None,
     max_price_per_hour: float | None = None,
     max_age_seconds: float = MAX_AGE_SECONDS,
 ) -> PriceList:
@@ -43,7 +44,14 @@ def offers(
     """
     chip = parse(accelerator) if isinstance(accelerator, str) else accelerator
     memory_wanted = None if memory is None else memory_gb(memory)
-    want = Requirements(accelerator=chip, instance_type=machine, vcpus=cpu, memory_gb=memory_wanted, max_price_per_hour=max_price_per_hour)
+    want = Requirements(
+        accelerator=chip,
+        instance_type=machine,
+        vcpus=cpu,
+        memory_gb=memory_wanted,
+        max_price_per_hour=max_price_per_hour,
+        architecture=architecture,
+    )
     lists = importlib.import_module("skyward_core.provisioning.price_list")
     return lists.price_list(load_all(providers), want, user_cache_path("skyward") / "offers", max_age_seconds=max_age_seconds)
 

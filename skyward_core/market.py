@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from skyward_core.accelerators import Accelerator, parse
 from skyward_core.accelerators.rented import advice
@@ -19,6 +20,21 @@ GB_PER_UNIT = {"mb": 1e-3, "gb": 1.0, "tb": 1e3, "mib": 2**20 / 1e9, "gib": 2**3
 TOLD_REASONS = 20
 
 
+type Architecture = Annotated[Literal["x86_64", "arm64"], BeforeValidator(lambda name: ARCHITECTURES.get(name, name) if isinstance(name, str) else name)]
+"""The processor of a machine, as AWS calls it; other names of the same are taken too."""
+
+ARCHITECTURES: Mapping[str, Literal["x86_64", "arm64"]] = {"x86_64": "x86_64", "amd64": "x86_64", "arm64": "arm64", "aarch64": "arm64"}
+"""What `uname -m`, Debian, Vast.ai and AWS call them."""
+
+GRACE = ("GH200", "GB200", "GB300")
+"""Chips that sit on a board with NVIDIA's own processor, which is arm64 (data sheets of the GH200, GB200 NVL72 and GB300 NVL72, checked 2026-11)."""
+
+
+def architecture_beside(accelerator: str | None) -> Literal["x86_64", "arm64"]:
+    """Return the processor of machines with this chip, or none, at a provider that has no other arm64 machines and does not tell."""
+    return "arm64" if accelerator in GRACE else "x86_64"
+
+
 class Requirements(BaseModel):
     """The hardware part of a wish. Memory in GB = 10⁹ bytes, prices in USD per hour for one machine."""
 
@@ -29,6 +45,7 @@ class Requirements(BaseModel):
     vcpus: int | None = Field(default=None, ge=1)
     memory_gb: float | None = Field(default=None, gt=0)
     max_price_per_hour: float | None = Field(default=None, gt=0)
+    architecture: Architecture | None = None
     nodes: int = Field(default=1, ge=1)
     """So many machines are to work together: a provider may join them by another network than strangers."""
 
@@ -51,6 +68,8 @@ class Offer(BaseModel):
     accelerator_memory_gb: float | None = None
     form_factor: str | None = None
     """"SXM", "PCIe" or "NVL", where the provider tells."""
+    architecture: Architecture | None = None
+    """The machine's processor; None where nobody tells, or it may be either."""
     or_types: tuple[str, ...] = ()
     """Other types with the same chips that fulfil the same wish for no more money: the machines of a launch are all of this type or all of one of those."""
     nodes: int = 1
@@ -66,6 +85,8 @@ def matches(offer: Offer, want: Requirements) -> str | None:
     """Return None if the offer is good enough, else the reason why it is not."""
     if want.instance_type is not None and offer.instance_type != want.instance_type:
         return f"is no {want.instance_type}"
+    if want.architecture not in {None, offer.architecture}:
+        return f"is {offer.architecture}" if offer.architecture else "does not tell its architecture"
     if (accelerator := want.accelerator) is not None:
         if offer.accelerator != accelerator.name:
             return f"has {offer.accelerator or 'no accelerator'}"
@@ -111,13 +132,19 @@ def why_none(offers: Sequence[Offer], want: Requirements) -> str:
     return f"{reasons}. {advice(want.accelerator)}"
 
 
-def select_instance(available: Iterable[Offer], accelerator: Accelerator | str | None = None, cpu: int | None = None, memory: str | None = None) -> Offer:
+def select_instance(
+    available: Iterable[Offer],
+    accelerator: Accelerator | str | None = None,
+    cpu: int | None = None,
+    memory: str | None = None,
+    architecture: Architecture | None = None,
+) -> Offer:
     """Return the smallest of these offers that has the accelerator, so many CPU cores and so much memory ("128GB"); of two alike the cheaper one.
 
     Smallest: fewest accelerators, then CPUs, then memory. Raises NoCapacity with the reasons when none does.
     """
     wanted = parse(accelerator) if isinstance(accelerator, str) else accelerator
-    want = Requirements(accelerator=wanted, vcpus=cpu, memory_gb=None if memory is None else memory_gb(memory))
+    want = Requirements(accelerator=wanted, vcpus=cpu, memory_gb=None if memory is None else memory_gb(memory), architecture=architecture)
     return min(rank(available, want), key=lambda offer: (offer.accelerators, offer.vcpus, offer.memory_gb, offer.price_per_hour))
 
 
@@ -135,6 +162,7 @@ def describe(want: Requirements) -> str:
     parts = [
         (want.instance_type, f"machine {want.instance_type!r}"),
         (want.accelerator, str(want.accelerator)),
+        (want.architecture, f"{want.architecture}"),
         (want.vcpus, f"{want.vcpus} CPUs"),
         (want.memory_gb, f"{want.memory_gb or 0:g} GB of memory"),
         (want.max_price_per_hour, f"at most ${want.max_price_per_hour or 0:g} an hour"),

@@ -16,7 +16,7 @@ from skyward_core.accelerators.neuron import slot_cores
 from skyward_core.errors import BadRequest
 from skyward_core.image.image import Image
 from skyward_core.image.volume import Volume, refuse_overlaps
-from skyward_core.market import Offer, Requirements, memory_gb
+from skyward_core.market import Architecture, Offer, Requirements, memory_gb
 from skyward_core.providers import base
 from skyward_core.providers.base import Provider
 
@@ -56,6 +56,7 @@ class PoolSpec(BaseModel):
     accelerator: AnyAccelerator | None = Field(default=None, description="The accelerators of one machine.")
     cpu: int | None = Field(default=None, ge=1, description="CPU cores of one worker, at least.")
     memory: str | None = Field(default=None, description='Memory of one worker, at least ("32GB"; GB = 10⁹ bytes, GiB = 2³⁰).')
+    architecture: Architecture | None = Field(default=None, description='Processor of the machines, "x86_64" or "arm64"; None: any.')
     volume: tuple[Volume, ...] = Field(default=(), description="Volumes mounted on every node.")
     spot: AnySpot | None = Field(default=None, description="Spot strategy; None: spot where it is sold, on demand elsewhere.")
     timeout: float = Field(default=3600, gt=0, description="Auto-shutdown: seconds without a running call after which the pool ends itself.")
@@ -118,6 +119,7 @@ class PoolSpec(BaseModel):
             instance_type=self.machine,
             vcpus=self.cpu * self.workers_per_node if self.cpu is not None else None,
             memory_gb=memory * self.workers_per_node if memory is not None else None,
+            architecture=self.architecture,
             nodes=self.nodes,
         )
 

@@ -31,6 +31,7 @@ FULL: dict[str, Any] = {
     "env": {"B": "2"},
     "concurrency": 2,
     "provision_timeout": 90.0,
+    "architecture": "arm64",
     "display": "quiet",
     "collect_metrics": False,
 }

@@ -63,6 +63,7 @@ def machine_of(kind: Mapping[str, Any], region: str) -> tuple[Offer, frozenset[s
         accelerator=accelerator,
         accelerators=accelerators,
         accelerator_memory_gb=accelerator_memory_gb,
+        architecture="arm64" if "arm64" in kind["ProcessorInfo"]["SupportedArchitectures"] else "x86_64",
         form_factor="SXM" if kind["InstanceType"].startswith("p") and accelerator in SXM else None,
     )
     return offer, frozenset(kind.get("SupportedUsageClasses", []))

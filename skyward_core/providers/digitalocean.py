@@ -26,7 +26,7 @@ from pydantic import ConfigDict, Field, SecretStr
 from skyward_core.accelerators.catalog import Chip, find
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
 from skyward_core.instances import Endpoint, Instance, InstanceState
-from skyward_core.market import Offer, Requirements
+from skyward_core.market import Offer, Requirements, architecture_beside
 from skyward_core.providers._http import Api, Row, field_of, nothing_in, rows_of
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags
 from skyward_core.providers.login import Key, host_key, our_key
@@ -284,6 +284,7 @@ def to_offers(sizes: Iterable[Row]) -> list[Offer]:
                     memory_gb=size["memory"] * 1024**2 / 1e9,  # "MB"
                     accelerator=chip.name if chip else None,
                     accelerators=count,
+                    architecture=architecture_beside(chip.name if chip else None),
                     accelerator_memory_gb=gpus["vram"]["amount"] / count if chip else None,  # told for all of them together
                 )
                 for region in size["regions"]

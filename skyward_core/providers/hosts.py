@@ -18,14 +18,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from skyward_core.accelerators import parse
 from skyward_core.errors import BadRequest, CommandFailed, HostKeyChanged, InstancesLeft, NoCapacity, SkywardError, Unreachable
 from skyward_core.instances import Endpoint, Instance, InstanceState
-from skyward_core.market import Offer, Requirements, matches
+from skyward_core.market import ARCHITECTURES, Offer, Requirements, matches
 from skyward_core.providers.base import POOL_TAG, RANK_TAG, Provider, Tags
 from skyward_core.providers.ending import ENDING, UNPARTITION_SECONDS
 from skyward_core.providers.tagging import TAGS_VARIABLE, from_word, of_machine, to_word
@@ -95,6 +95,7 @@ LOOK = (
     + r"""skyward_places
 unset OMP_NUM_THREADS OMP_THREAD_LIMIT # nproc believes them
 echo "::skyward vcpus $(nproc)"
+echo "::skyward machine $(uname -m)"
 sed -n 's/^MemTotal: *\([0-9]*\) kB$/::skyward memory_kib \1/p' /proc/meminfo
 if [ "$1" = gpus ] && skyward_gpus=$(timeout 30 nvidia-smi --query-gpu=name,memory.total --format=csv,noheader,nounits 2>/dev/null); then
   printf '%s\n' "$skyward_gpus" | sed 's/^/::skyward gpu /'
@@ -270,7 +271,8 @@ class Hosts(Provider):
             _raise_first(silent)
         groups: dict[object, list[_Host]] = {}
         for host in seen.values():
-            groups.setdefault((host.accelerator, host.accelerators, host.accelerator_memory_gb), []).append(host)
+            kind = (host.accelerator, host.accelerators, host.accelerator_memory_gb, want.architecture and host.architecture)
+            groups.setdefault(kind, []).append(host)
         return [self._offer([host for host in group if matches(self._offer([host]), want) is None] or group) for group in groups.values()]
 
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
@@ -413,6 +415,7 @@ class Hosts(Provider):
             accelerator=first.accelerator,
             accelerators=first.accelerators,
             accelerator_memory_gb=first.accelerator_memory_gb,
+            architecture=first.architecture if all(host.architecture == first.architecture for host in hosts) else None,
         )
 
     def _mark(self, address: str) -> str:
@@ -483,6 +486,7 @@ class _Host:
     accelerator: str | None
     accelerators: int
     accelerator_memory_gb: float | None
+    architecture: Literal["x86_64", "arm64"] | None
     held: Sequence[str]
 
     @classmethod
@@ -496,6 +500,7 @@ class _Host:
             accelerator=_catalogue_name(names[0]) if gpus else None,
             accelerators=names.count(names[0]) if gpus else 0,
             accelerator_memory_gb=int(mib) * 1024**2 / GB if mib.isdigit() else None,  # "[N/A]" where processor and GPU share it
+            architecture=ARCHITECTURES.get(told.one("machine")),
             held=told.all("held"),
         )
 
@@ -505,6 +510,8 @@ class _Host:
             return f"has {self.accelerators} x {self.accelerator}" if self.accelerator else "has no GPU"
         if offer.accelerator is not None and self.accelerator_memory_gb != offer.accelerator_memory_gb:
             return f"has GPUs with {self.accelerator_memory_gb or 0:.0f} GB"
+        if offer.architecture not in {None, self.architecture}:
+            return f"is {self.architecture}" if self.architecture else "has another processor"
         if self.vcpus < offer.vcpus or self.memory_gb < offer.memory_gb:
             return f"has {self.vcpus:g} CPUs and {self.memory_gb:.1f} GB"
         return _held_by(self.held) if self.held else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import re
 import shutil
 import signal
@@ -25,7 +26,7 @@ from pydantic import Field
 from skyward_core.accelerators import parse
 from skyward_core.errors import BadRequest, InstancesLeft
 from skyward_core.instances import Instance, InstanceState
-from skyward_core.market import Offer, Requirements
+from skyward_core.market import ARCHITECTURES, Offer, Requirements
 from skyward_core.places import existing, first_private, state_places
 from skyward_core.providers.base import POOL_TAG, RANK_TAG, Provider, Tags
 from skyward_core.providers.tagging import TAGS_VARIABLE, from_word, of_machine, to_word
@@ -82,6 +83,7 @@ class Local(Provider):
                 memory_gb=psutil.virtual_memory().total / GB,
                 accelerator=_catalogue_name(gpus[0][0]) if gpus else None,
                 accelerators=len(gpus),
+                architecture=ARCHITECTURES.get(platform.machine()),
                 accelerator_memory_gb=gpus[0][1] if gpus else None,
             )
         ]

@@ -30,7 +30,7 @@ from pydantic import ConfigDict, Field, SecretStr, model_validator
 from skyward_core.accelerators import Accelerator, is_nvidia, parse
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
 from skyward_core.instances import Endpoint, Instance, InstanceState
-from skyward_core.market import Offer, Requirements
+from skyward_core.market import Offer, Requirements, architecture_beside
 from skyward_core.providers import userdata
 from skyward_core.providers._http import Api, Classify, Row, field_of, nothing_in, rows_of
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags
@@ -209,6 +209,7 @@ class RunPod(Provider):
                     accelerators=number,
                     accelerator_memory_gb=float(row.get("memory") or accelerator.memory_gb),
                     form_factor=accelerator.form_factor,
+                    architecture=architecture_beside(accelerator.name),
                 )
 
     def _floor(self, gpu_id: str) -> tuple[int, int]:
@@ -560,6 +561,7 @@ def _cpu_offers(row: Row) -> Iterator[Offer]:
                 on_demand_price_per_hour=price * count,
                 vcpus=count,
                 memory_gb=ratio * count,
+                architecture=architecture_beside(None),
             )
         count *= 2
 

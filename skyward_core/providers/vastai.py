@@ -30,7 +30,7 @@ from skyward_core.accelerators import Accelerator, is_nvidia, parse
 from skyward_core.accelerators.catalog import find
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
 from skyward_core.instances import Endpoint, Instance, InstanceState
-from skyward_core.market import Offer, Requirements
+from skyward_core.market import ARCHITECTURES, Offer, Requirements, architecture_beside
 from skyward_core.providers import userdata
 from skyward_core.providers._http import Api, Classify, Row, field_of, rows_of
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags
@@ -299,7 +299,9 @@ class VastAI(Provider):
         asks = [
             ask
             for ask in self._search(api, filters, most, is_spot=offer.is_spot)
-            if (ask.offer.instance_type, ask.offer.region) == (offer.instance_type, offer.region) and ask.offer.memory_gb >= offer.memory_gb
+            if (ask.offer.instance_type, ask.offer.region) == (offer.instance_type, offer.region)
+            and ask.offer.memory_gb >= offer.memory_gb
+            and offer.architecture in {None, ask.offer.architecture}
         ]
         places = Counter(ask.place for ask in asks)
         together = next((ask.place for ask in asks if places[ask.place] >= count), None) if count > 1 else None
@@ -613,15 +615,16 @@ def _ask(row: Row, *, is_spot: bool) -> _Ask | None:
         accelerators=int(row.get("num_gpus") or 1),
         accelerator_memory_gb=_chip_memory_gb(row, accelerator),
         form_factor=accelerator.form_factor,
+        architecture=ARCHITECTURES.get(str(row.get("cpu_arch")), architecture_beside(accelerator.name)),
     )
     return _Ask(int(row["id"]), machine, f"machine {machine}" if cluster is None else f"cluster {cluster}", offer)
 
 
 def _merged(offers: Iterable[Offer]) -> list[Offer]:
     """Make one offer of those of a class at the same price: what each of them has at least."""
-    merged: dict[tuple[str, str, bool, float], Offer] = {}
+    merged: dict[tuple[str, str, str | None, bool, float], Offer] = {}
     for offer in offers:
-        key = (offer.instance_type, offer.region, offer.is_spot, offer.price_per_hour)
+        key = (offer.instance_type, offer.region, offer.architecture, offer.is_spot, offer.price_per_hour)
         other = merged.setdefault(key, offer)
         least = {"vcpus": min(offer.vcpus, other.vcpus), "memory_gb": min(offer.memory_gb, other.memory_gb)}
         merged[key] = other.model_copy(update=least)

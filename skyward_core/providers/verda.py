@@ -28,7 +28,7 @@ from pydantic import Field, SecretStr, model_validator
 from skyward_core.accelerators.catalog import find
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
 from skyward_core.instances import Endpoint, Instance, InstanceState
-from skyward_core.market import Offer, Requirements
+from skyward_core.market import Offer, Requirements, architecture_beside
 from skyward_core.providers._http import Api, field_of, rows_in
 from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, POOL_TAG, RANK_TAG, WORK_TAG, Provider, Tags
 from skyward_core.providers.login import Key, host_key, our_key
@@ -613,6 +613,7 @@ def _offer(sold: Json, location: str, *, is_spot: bool) -> Offer | None:
         accelerators=chips,
         accelerator_memory_gb=float(sold["gpu_memory"]["size_in_gigabytes"]) / chips if chips else None,  # told for all chips together
         form_factor=form_factor,
+        architecture=architecture_beside(chip),
     )
 
 

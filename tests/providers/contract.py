@@ -119,6 +119,7 @@ class ProviderContract:
             assert offer.region
             assert offer.vcpus > 0
             assert offer.memory_gb > 0
+            assert offer.architecture in {"x86_64", "arm64"}
             assert (offer.accelerator is None) == (offer.accelerators == 0) == (offer.accelerator_memory_gb is None)
             if offer.accelerator is not None:
                 assert sky.accelerators.parse(offer.accelerator).name == offer.accelerator

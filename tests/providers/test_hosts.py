@@ -254,6 +254,22 @@ def test_a_host_offers_what_it_has(machines) -> None:
 
 
 @pytest.mark.slow
+def test_hosts_of_two_processors_are_one_offer_unless_one_is_asked_for(machines) -> None:
+    """What `uname -m` says there; with `architecture` those of that kind alone are offered, and launched on."""
+    hosts = machines(2)
+    uname = hosts[1].root / "usr/local/bin/uname"
+    uname.write_text("#!/bin/sh\necho aarch64\n")
+    uname.chmod(0o755)
+    provider = provider_of(hosts)
+    assert [offer.architecture for offer in provider.offers(sky.Requirements())] == [None]
+    offers = {offer.architecture: offer for offer in provider.offers(sky.Requirements(architecture="arm64"))}
+    assert offers.keys() == {"x86_64", "arm64"}
+    (instance,) = provider.launch(offers["arm64"], 2, {"skyward-pool": "sky-arm", "skyward-rank": "0"}, "sleep 60")
+    assert instance.endpoint is not None
+    assert instance.endpoint.host == hosts[1].ip
+    provider.terminate([instance.id])
+
+
 def test_hosts_with_equal_gpus_are_one_offer(machines) -> None:
     """GPUs are asked of the driver; hosts are grouped by them, and a node that wants them starts on such a host alone."""
     plain, one, two = machines(3)

@@ -113,6 +113,7 @@ def _offer(row: Row) -> Offer | None:
         accelerator=chip.name if chip else None,
         accelerators=row["gpus"] if chip else 0,
         accelerator_memory_gb=row["gpu_memory_gb"] if chip else None,
+        architecture="x86_64",
     )
 
 

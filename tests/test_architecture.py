@@ -1,0 +1,98 @@
+"""Which processor machines have: said by every offer, chosen by `architecture`, any by default."""
+
+import platform
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.errors import BadRequest
+from skyward_core.image.image import runtime_pins
+from skyward_core.market import Offer, Requirements, matches, rank, select_instance
+from skyward_core.providers.hosts import _Host, _Told
+from skyward_core.providers.vastai import _ask, _merged
+from skyward_core.provisioning.placing import Sold, candidates
+from tests.providers.fake_vastai import ask
+
+HERE = {"x86_64": "x86_64", "aarch64": "arm64"}[platform.machine()]
+OTHER = "arm64" if HERE == "x86_64" else "x86_64"
+
+
+def machine(kind: str, price: float, **fields: Any) -> Offer:
+    return Offer(**{"provider": "local", "instance_type": kind, "region": "r-1", "price_per_hour": price, "vcpus": 2, "memory_gb": 4, **fields})
+
+
+T4G, T3, UNTOLD = machine("t4g.small", 0.0168, architecture="arm64"), machine("t3.small", 0.0208, architecture="x86_64"), machine("elsewhere", 0.01)
+
+
+def test_any_processor_will_do_unless_one_is_asked_for() -> None:
+    """The cheapest machine whatever it is; with `architecture` the cheapest of that kind, and none whose kind nobody tells."""
+    assert [offer.instance_type for offer in rank([T3, T4G, UNTOLD], Requirements())] == ["elsewhere", "t4g.small", "t3.small"]
+    assert [offer.instance_type for offer in rank([T3, T4G, UNTOLD], Requirements(architecture="x86_64"))] == ["t3.small"]
+    assert select_instance([T3, T4G], architecture="arm64") == T4G
+    assert matches(UNTOLD, Requirements(architecture="arm64")) == "does not tell its architecture"
+    with pytest.raises(sky.NoCapacity, match=r"nobody offers x86_64: .* is arm64"):
+        rank([T4G], Requirements(architecture="x86_64"))
+
+
+@pytest.mark.parametrize(("wish", "kept"), [("arm64", "arm64"), ("aarch64", "arm64"), ("amd64", "x86_64"), ("x86_64", "x86_64"), (None, None)])
+def test_a_pool_may_ask_for_it_by_any_of_its_names(wish: str | None, kept: str | None) -> None:
+    """It stands in the spec and in its requirements, also after JSON, and decides which machines are candidates."""
+    spec = sky.PoolSpec.of(architecture=wish)
+    assert sky.PoolSpec.model_validate_json(spec.model_dump_json()) == spec
+    assert spec.requirements.architecture == kept
+    found, _ = candidates(spec, [Sold(sky.Local(), (T3, T4G))])
+    assert found[0].parts[0].offer == (T3 if kept == "x86_64" else T4G)
+    assert {part.offer.architecture for one in found for part in one.parts} == ({kept} if kept else {"x86_64", "arm64"})
+
+
+def test_another_processor_is_refused_in_words() -> None:
+    """With what can be asked for."""
+    with pytest.raises(BadRequest, match=r"architecture='sparc': .*'x86_64' or 'arm64'"):
+        sky.ComputePool(architecture="sparc")
+    with pytest.raises(sky.NoCapacity, match=f"is {HERE}"), sky.ComputePool(provider=sky.Local(), architecture=OTHER, display="quiet"):
+        pass
+
+
+def test_offers_are_asked_for_by_it() -> None:
+    """This machine is offered as what it is, and not as what it is not."""
+    assert list(sky.offers("local", architecture=OTHER, max_age_seconds=0)) == []
+    assert sky.offers("local", architecture=HERE, max_age_seconds=0)[0].architecture == HERE
+
+
+def test_the_market_tells_it_machine_by_machine() -> None:
+    """Machines of one class and price are one offer only where they have the same processor; Grace boards are known to be arm64."""
+    rows = [ask(1), ask(2, cpu_arch="amd64"), ask(3, cpu_arch="arm64"), ask(4, gpu_name="GH200 SXM", gpu_ram=97871)]
+    read = [_ask(row, is_spot=False) for row in rows]
+    assert [one.offer.architecture for one in read if one is not None] == ["x86_64", "x86_64", "arm64", "arm64"]
+    assert [offer.architecture for offer in _merged(one.offer for one in read[:3] if one is not None)] == ["x86_64", "arm64"]
+
+
+@pytest.mark.parametrize(("told", "architecture"), [("x86_64", "x86_64"), ("aarch64", "arm64"), ("riscv64", None)])
+def test_a_host_says_what_it_is(told: str, architecture: str | None) -> None:
+    """By `uname -m`; another machine than these two is of no architecture that can be asked for, and fits where none is."""
+    lines = f"::skyward vcpus 2\n::skyward memory_kib 1000000\n::skyward machine {told}\n"
+    host = _Host.told_by(_Told.read(lines))
+    assert host.architecture == architecture
+    free = machine("hosts", 0.0, vcpus=1, memory_gb=0.5)
+    assert host.unfit_for(free) == ""
+    assert (host.unfit_for(free.model_copy(update={"architecture": "arm64"})) == "") is (architecture == "arm64")
+
+
+def test_what_a_node_needs_is_there_for_both() -> None:
+    """All that the runtime pins need has a wheel for arm64 where it has one for x86_64, for both versions of Python (`uv.lock`)."""
+    locked = {package["name"]: package for package in tomllib.loads((Path(__file__).parents[1] / "uv.lock").read_text())["package"]}
+    needed, found = [pin.partition("==")[0] for pin in runtime_pins()], set[str]()
+    while needed:
+        name = needed.pop()
+        if name not in found:
+            found.add(name)
+            needed += [one["name"] for one in locked[name].get("dependencies", []) if "marker" not in one]
+    for name in sorted(found):
+        files = [wheel["url"].rpartition("/")[2] for wheel in locked[name]["wheels"]]
+        for version in ("cp312", "cp313"):
+            fits = [file for file in files if "-none-any" in file or ("linux" in file and "aarch64" in file and (version in file or "abi3" in file))]
+            assert fits, f"{name} has no wheel for {version} on aarch64"
+    assert len(found) > 10
