@@ -3,7 +3,7 @@
 So retries, caching, results, hooks and states are Prefect's own and happen here; the nodes need neither Prefect nor a way to its API.
 
 States of a runner: idle -> started -> open -> idle. `__enter__` starts threads alone: Prefect enters a runner before there is a flow run to tell anything
-to. The first `submit` opens the pool; `__exit__` undoes both, whatever way the flow ends.
+to. The first `submit` has the pool opened, by a thread, and returns at once; `__exit__` undoes all, whatever way the flow ends.
 """
 
 from __future__ import annotations
@@ -14,21 +14,26 @@ import functools
 import inspect
 import logging
 import queue
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from contextvars import copy_context
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
+from uuid import UUID, uuid4
 
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.exceptions import MissingContextError
 from prefect.futures import PrefectConcurrentFuture, PrefectFuture
 from prefect.logging import get_run_logger
+from prefect.settings import get_current_settings
 from prefect.states import Cancelled
-from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
+from prefect.task_engine import run_task_async, run_task_sync
+from prefect.task_runners import TaskRunner
 from prefect.tasks import Task
 
 import skyward_core as sky
@@ -39,6 +44,10 @@ if TYPE_CHECKING:
 
 SLICE_SECONDS = 0.25
 """How long a thread waits at a stretch: Prefect's timeouts interrupt it between two stretches only."""
+NO_API_SCHEME = "skyward-node:"
+NO_API = f"{NO_API_SCHEME}//a-node-has-no-way-to-prefects-api"
+WATCH_SECONDS = 0.25
+"""How often a flow run's state is looked at."""
 
 
 class SkywardTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
@@ -125,23 +134,30 @@ def cost_so_far() -> float:
 
 
 class _Live:
-    """All of a runner that is alive: threads, the pool and its calls. Made anew for each flow run."""
+    """All of a runner that is alive: threads, the pool and its calls. Made anew for each flow run, and for each attempt of one.
+
+    States of the pool: none -> opening -> open -> released, or opening -> failed -> opening (a task that is retried asks again). The thread of `_open` leads
+    from opening to open or failed; `_release` ends every state, from whichever thread comes first: the runner's exit, or the watch over the flow run.
+    """
 
     def __init__(self, spec: sky.PoolSpec, on_event: sky.Callback | None) -> None:
         self.pool: sky.ComputePool | None = None
         self.is_stopping = False
-        self._spec = spec if "display" in spec.model_fields_set else spec.with_(display="quiet")
+        self._spec = _without_prefect_s_api(spec if "display" in spec.model_fields_set else spec.with_(display="quiet"))
         self._on_event = on_event
-        self._opening = threading.Lock()
+        self._lock = threading.Lock()
+        self._releasing = threading.Lock()
+        self._opening: Future[sky.ComputePool] | None = None
         self._calls: set[Future[Any]] = set()
         self._flow_run: FlowRun | None = None
         self._work = sky.Work(system="prefect")
         self._shares: defaultdict[sky.Work, float] = defaultdict(float)
+        self._is_the_flows_runner = False
         self._flow_log = RunLog.of_flow()
         self._logs = RunLogs(self._flow_log)
-        self._undo = ExitStack()
-        self._threads = ThreadPoolTaskRunner[Any]()
-        self._threads.__enter__()
+        self._artifact: CostArtifact | None = None
+        self._is_closed = threading.Event()
+        self._engines = ThreadPoolExecutor(get_current_settings().tasks.runner.thread_pool_max_workers or sys.maxsize, thread_name_prefix="skyward-task")
 
     def submit(
         self,
@@ -150,39 +166,76 @@ class _Live:
         wait_for: Iterable[PrefectFuture[Any]] | None,
         dependencies: dict[str, set[RunInput]] | None,
     ) -> PrefectConcurrentFuture[Any]:
-        with self._opening:
-            if self.pool is None:
-                self._open()
+        opening = self.opening()
         remote = copy.copy(task)  # not with_options, which would make a new task key
-        remote.fn = (_AsyncCall if task.isasync else _SyncCall)(self, task)
-        return self._threads.submit(remote, parameters, wait_for, dependencies)
+        remote.fn = (_AsyncCall if task.isasync else _SyncCall)(self, task, opening)
+        run = _TaskRun(remote, uuid4(), parameters, wait_for, dependencies)
+        # The engine starts once the pool has opened: a task's timeout_seconds are for its work, not for the renting.
+        future = self._engines.submit(copy_context().run, run.after, opening)
+        return PrefectConcurrentFuture(task_run_id=run.task_run_id, wrapped_future=future)
 
-    def _open(self) -> None:
-        """Open the pool while there is a flow run to tell about it; `close` runs after that has gone, so what it needs is kept."""
+    def opening(self) -> Future[sky.ComputePool]:
+        """Return the opening that goes on or has succeeded; after a failure, or at first, begin one."""
+        with self._lock:
+            if self._opening is None:
+                self._know_the_flow_run()
+            if self._opening is None or (self._opening.done() and self._opening.exception() is not None and not self.is_stopping):
+                self._opening = Future()
+                self._opening.set_running_or_notify_cancel()  # so that no task which stops waiting can cancel it
+                threading.Thread(target=copy_context().run, args=(self._open, self._opening), name="skyward-open", daemon=True).start()
+            return self._opening
+
+    def _know_the_flow_run(self) -> None:
+        """Keep what tells of the flow run: `close` runs after its context has gone."""
         context = FlowRunContext.get()
-        self._flow_run = context.flow_run if context is not None else None
+        if context is None:
+            return
+        self._flow_run = context.flow_run
+        self._is_the_flows_runner = isinstance(context.task_runner, SkywardTaskRunner) and context.task_runner._live is self
         self._flow_log = RunLog.of_flow()
         self._logs = RunLogs(self._flow_log)
-        sinks: list[sky.Callback] = [self._logs]
-        with ExitStack() as undo:
-            if self._flow_run is not None:
-                artifact = CostArtifact(self._flow_run.id, self._flow_log)
-                undo.callback(artifact.close)
-                sinks.append(artifact)
-            if self._on_event is not None:
-                sinks.append(self._on_event)
-            self._work = _work_of_flow(context)
-            pool = sky.ComputePool.from_spec(self._spec, on_event=sky.compose(*sinks), replace_object=_portable, work=self._work)
-            undo.callback(self._share_cost, pool)  # after its end: then no call comes any more
-            pool.open()
-            undo.callback(pool.close)
-            self._undo = undo.pop_all()
-            self.pool = pool
+        self._work = _work_of_flow(context)
+        if self._is_the_flows_runner:
+            threading.Thread(target=self._watch, name="skyward-flow", daemon=True).start()
 
-    def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+    def _watch(self) -> None:
+        """Give the machines back as soon as the flow run is to be tried again: Prefect sleeps through `retry_delay_seconds` before it leaves the runner."""
+        while not self._is_closed.wait(WATCH_SECONDS):
+            if self._is_tried_again():
+                self._release_for_another_try()
+                return
+
+    def _release_for_another_try(self) -> None:
+        self._flow_log.say(logging.INFO, "the flow run is tried again: the machines of this attempt are given back")
+        try:
+            self._release(is_failure=True)
+        except Exception as failure:
+            self._flow_log.say(logging.CRITICAL, f"the pool could not be closed: {failure}")  # `close` tries again when Prefect leaves the runner
+
+    def _open(self, opening: Future[sky.ComputePool]) -> None:
+        sinks: list[sky.Callback] = [self._logs]
+        try:
+            with ExitStack() as undo:
+                if self._flow_run is not None:
+                    self._artifact = CostArtifact(self._flow_run.id, self._flow_log)
+                    undo.callback(self._artifact.close)
+                    sinks.append(self._artifact)
+                if self._on_event is not None:
+                    sinks.append(self._on_event)
+                pool = sky.ComputePool.from_spec(self._spec, on_event=sky.compose(*sinks), replace_object=_portable, work=self._work)
+                self.pool = pool  # before it is open: what stops the flow must be able to end the opening
+                if not self.is_stopping:
+                    pool.open()
+                undo.pop_all()  # from here on `_release` closes both
+        except BaseException as error:
+            if not self.is_stopping:
+                self._flow_log.say(logging.ERROR, f"the pool could not be opened: {error}")
+            opening.set_exception(error)
+        else:
+            opening.set_result(pool)
+
+    def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], pool: sky.ComputePool) -> Future[Any]:
         """Hand the function over, for the task run of this thread."""
-        pool = self.pool
-        assert pool is not None
         work = _work_of_task(self._work)
         future = self._logs.follow(lambda: pool.submit(sky.PendingCompute(fn, args, kwargs)))
         future.add_done_callback(functools.partial(self._add_cost, work))
@@ -198,10 +251,11 @@ class _Live:
             self._shares[work] += cost
 
     def _share_cost(self, pool: sky.ComputePool) -> None:
-        """Tell the ledger what each task run has cost; what machines have cost beside is the flow run's."""
-        if self._shares:
+        """Tell the ledger, once, what each task run has cost; what machines have cost beside is the flow run's."""
+        shares, self._shares = self._shares, defaultdict(float)
+        if shares:
             try:
-                pool.share_cost(self._shares)
+                pool.share_cost(shares)
             except sky.SkywardError as error:  # the bill is written all the same, as the flow run's
                 self._flow_log.say(logging.WARNING, f"what each task run has cost is not in the ledger: {error}")
 
@@ -211,50 +265,109 @@ class _Live:
         A flow that is being stopped (a signal, which is no Exception) may be killed before the provider has answered, after 30 s if it was cancelled: its
         machines are the reaper's first.
         """
-        stops = error is not None or self._has_failed()
+        self._is_closed.set()
         if self.pool is not None and error is not None and not isinstance(error, Exception):
             self.is_stopping = True  # calls whose machines go are cancelled, not failed
             self.pool.terminate_now()
         try:
-            with ExitStack() as undo:
-                if stops:  # last: a task may be asleep before its next attempt, and the machines need not wait for it
-                    undo.callback(self._end_threads)
-                undo.push(self._undo)
-                undo.callback(self._stop_calls if stops else self._end_threads)
+            self._release(is_failure=error is not None or self._has_failed())
         except Exception as failure:
             self._flow_log.say(logging.CRITICAL, f"the pool could not be closed: {failure}")
             if error is None:
                 raise
             error.add_note(f"besides, the pool could not be closed: {failure!r}")
 
-    def _has_failed(self) -> bool:
-        """Prefect enters the state of a flow run before it leaves the runner, and tells a runner of no failure but a signal."""
+    def _release(self, *, is_failure: bool) -> None:
+        """End what there is, whatever state it is in. May be called again: then it ends what the call before could not."""
+        if is_failure:
+            self._stop_calls()
+            self._break_off_opening()
+        else:
+            self._end_engines()  # each has waited for the opening
+        with self._releasing, ExitStack() as undo:
+            if is_failure:  # last: a task may be asleep before its next attempt, and the machines need not wait for it
+                undo.callback(self._end_engines)
+            if self._artifact is not None:
+                undo.callback(self._artifact.close)
+            if self.pool is not None:
+                undo.callback(self._share_cost, self.pool)  # after its end: then no call comes any more
+                undo.callback(self.pool.close)
+
+    def _is_tried_again(self) -> bool:
+        """Prefect sets this state on the flow run, then sleeps, then sets Running, and leaves the runner last of all."""
         state = self._flow_run.state if self._flow_run is not None else None
-        return state is not None and not (state.is_completed() or state.is_running())
+        return state is not None and state.is_scheduled()
+
+    def _has_failed(self) -> bool:
+        """Prefect enters the state of a flow run before it leaves the flow's runner, and tells a runner of no failure but a signal.
+
+        A flow run that still runs then has failed and is tried again. A runner that the flow's body enters by itself is left while the flow runs.
+        """
+        state = self._flow_run.state if self._flow_run is not None else None
+        if state is None or state.is_completed():
+            return False
+        return self._is_the_flows_runner or not state.is_running()
 
     def _stop_calls(self) -> None:
         self.is_stopping = True
         for future in tuple(self._calls):
             future.cancel()
 
-    def _end_threads(self) -> None:
+    def _break_off_opening(self) -> None:
+        """End an opening that goes on, and wait until nothing of it is left."""
+        while (opening := self._opening) is not None and not opening.done():
+            if self.pool is not None:
+                self.pool.terminate_now()  # again and again: what comes before `pool.open()` has begun is not seen by it
+            wait([opening], timeout=SLICE_SECONDS)
+
+    def _end_engines(self) -> None:
         try:
-            self._threads.__exit__(None, None, None)
+            self._engines.shutdown(cancel_futures=True)
         except BaseException:
             self._stop_calls()
             raise
 
 
+@dataclass(frozen=True, slots=True)
+class _TaskRun:
+    """One run of Prefect's task engine, in a thread of its own."""
+
+    task: Task[Any, Any]
+    task_run_id: UUID
+    parameters: dict[str, Any]
+    wait_for: Iterable[PrefectFuture[Any]] | None
+    dependencies: dict[str, set[RunInput]] | None
+
+    def after(self, opening: Future[sky.ComputePool]) -> Any:
+        """Wait until the pool is open, or has failed to, and run the engine; return the task run's state."""
+        opening.exception()
+        words: dict[str, Any] = {
+            "task": self.task,
+            "task_run_id": self.task_run_id,
+            "parameters": self.parameters,
+            "wait_for": self.wait_for,
+            "return_type": "state",
+            "dependencies": self.dependencies,
+        }
+        return asyncio.run(run_task_async(**words)) if self.task.isasync else run_task_sync(**words)
+
+
 class _RemoteCall:
     """Stands in for a task's function in the engine, which reads its signature, name and code (for cache keys) off it."""
 
-    def __init__(self, live: _Live, task: Task[Any, Any]) -> None:
+    def __init__(self, live: _Live, task: Task[Any, Any], opening: Future[sky.ComputePool]) -> None:
         functools.update_wrapper(cast(Any, self), task.fn)
         self._live = live
+        self._opening: Future[sky.ComputePool] | None = opening
         self._fn = task.fn.local if isinstance(task.fn, sky.ComputeFunction) else task.fn
         self._slice_seconds = SLICE_SECONDS if task.timeout_seconds is not None else None
         if code := getattr(task.fn, "__code__", None):
             self.__code__ = code
+
+    def _next_opening(self) -> Future[sky.ComputePool]:
+        """The first attempt fails with the opening that it has waited for; each later one asks for a pool again."""
+        opening, self._opening = self._opening, None
+        return opening if opening is not None else self._live.opening()
 
 
 class _SyncCall(_RemoteCall):
@@ -262,15 +375,19 @@ class _SyncCall(_RemoteCall):
         if self._live.is_stopping:
             return _cancelled()
         try:
-            return self._wait(self._live.call(self._fn, args, kwargs))
+            pool = self._wait(self._next_opening())
+            return self._wait(self._live.call(self._fn, args, kwargs, pool))
         except (CancelledError, sky.PoolClosed):
             if self._live.is_stopping:
                 return _cancelled()
             raise
+        except Exception as error:
+            _raise_if_it_asked_for_prefect_s_api(error)
+            raise
 
-    def _wait(self, future: Future[Any]) -> Any:
+    def _wait[T](self, future: Future[T]) -> T:
         # A timeout is an exception thrown into this thread wherever it is: a SimpleQueue, being C, has no lock that it could leave locked.
-        ended = queue.SimpleQueue[Future[Any]]()
+        ended = queue.SimpleQueue[Future[T]]()
         try:
             future.add_done_callback(ended.put)
             while True:
@@ -289,11 +406,32 @@ class _AsyncCall(_RemoteCall):
         if self._live.is_stopping:
             return _cancelled()
         try:
-            return await asyncio.wrap_future(self._live.call(self._fn, args, kwargs))
+            pool = await asyncio.wrap_future(self._next_opening())
+            return await asyncio.wrap_future(self._live.call(self._fn, args, kwargs, pool))
         except (asyncio.CancelledError, sky.PoolClosed):
             if self._live.is_stopping:
                 return _cancelled()
             raise
+        except Exception as error:
+            _raise_if_it_asked_for_prefect_s_api(error)
+            raise
+
+
+def _without_prefect_s_api(spec: sky.PoolSpec) -> sky.PoolSpec:
+    """Give nodes an address at which all use of Prefect's API fails at once; an address that the user gives goes first.
+
+    Without one Prefect's client starts a server on the node, with a database in the home directory; without leave to do so, its concurrency limits wait for
+    ever (3.6 to 3.7).
+    """
+    return spec.with_(env={"PREFECT_API_URL": NO_API} | spec.image.env | (spec.env or {}))
+
+
+def _raise_if_it_asked_for_prefect_s_api(error: Exception) -> None:
+    if NO_API_SCHEME in f"{error} {error.__cause__}":  # the cause is the traceback of the node
+        raise sky.BadRequest(
+            "the task's function asks Prefect's API (for a variable, a concurrency limit, an artifact, a block), which nodes have no way to: do it in the flow "
+            "and hand the value to the task, or give the nodes an API that they reach: SkywardTaskRunner(env={'PREFECT_API_URL': ...})"
+        ) from error
 
 
 def _work_of_flow(context: FlowRunContext | None) -> sky.Work:
@@ -333,9 +471,9 @@ def _node_run_logger(context: object = None, **kwargs: Any) -> logging.Logger:
     logger = logging.getLogger("skyward.run")
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stdout)
-        handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+        handler.setFormatter(logging.Formatter("%(message)s"))  # the level travels beside it
         logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
+        logger.setLevel(logging.DEBUG)  # the task run's logger decides what is kept
         logger.propagate = False
     return logger
 

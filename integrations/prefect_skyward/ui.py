@@ -102,7 +102,7 @@ class RunLogs:
         if task is None and line.call_id is not None and self._submitting:
             self._early.setdefault(line.call_id, []).append(line)
         else:
-            (task or self._flow).say(logging.INFO, f"[node {line.node}] {line.line}")
+            (task or self._flow).say(line.level or logging.INFO, f"[node {line.node}] {line.line}")
 
     def _tell_orphans(self) -> None:
         early, self._early = self._early, {}

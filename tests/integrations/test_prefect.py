@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -292,7 +293,7 @@ def test_what_the_function_uses_travels_along(events: list[Any]) -> None:
     assert state.result() == (Point(21, 42), 15, 1.5)
     assert type(state.result()[0]) is Point
     flow_run_id = state.state_details.flow_run_id
-    wait_for(lambda: [record for record in logs(flow_run_id) if record["message"] == "[node 0] WARNING: shifting Point(x=1, y=2) twice"])
+    wait_for(lambda: [record for record in logs(flow_run_id) if (record["level"], record["message"]) == (30, "[node 0] shifting Point(x=1, y=2) twice")])
 
 
 # ── failures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -429,13 +430,144 @@ def test_money_is_a_wish_like_others_and_its_end_a_failure_with_words() -> None:
 
     @flow(task_runner=runner(events, max_cost=0.0001))
     def poor() -> None:
-        add.submit(1, 1).wait()
+        add.submit(1, 1).result()
 
     state = poor(return_state=True)
     assert state.is_failed()
     assert "BudgetExceeded" in state.message
     assert "max_cost" in state.message
     assert not any(isinstance(event, sky.InstanceLaunching) for event in events)
+
+
+class Gated(sky.Local):
+    """Launches when it is let."""
+
+    _may: threading.Event = PrivateAttr(default_factory=threading.Event)
+
+    def launch(self, *args: Any) -> Any:
+        assert self._may.wait(60), "nothing let it launch"
+        return super().launch(*args)
+
+
+def test_the_first_submit_does_not_wait_for_machines(events: list[Any]) -> None:
+    """The flow goes on while they are rented, and may do something meanwhile; a task's timeout begins when they are there."""
+    provider = Gated()
+
+    @task(timeout_seconds=2)
+    def quick() -> str:
+        return "done"
+
+    @flow(task_runner=runner(events, provider=provider))
+    def goes_on() -> str:
+        future = quick.submit()
+        assert not any(isinstance(event, sky.PoolReady) for event in events)
+        time.sleep(2.5)  # longer than the task's own limit
+        provider._may.set()
+        return future.result()
+
+    assert goes_on() == "done"
+
+
+def test_an_asynchronous_flow_s_event_loop_is_not_blocked_by_the_first_submit(events: list[Any]) -> None:
+    provider = Gated()
+
+    @flow(task_runner=runner(events, provider=provider))
+    async def goes_on() -> int:
+        future = slow_double.submit(4)
+        await asyncio.sleep(0)
+        provider._may.set()
+        return await asyncio.to_thread(future.result)
+
+    assert asyncio.run(goes_on()) == 8
+
+
+def test_a_flow_that_fails_while_its_pool_opens_ends_the_opening() -> None:
+    provider = Gated()
+    futures, told = [], list[Any]()
+
+    @flow(task_runner=runner(told, provider=provider))
+    def broken() -> None:
+        futures.append(add.submit(1, 1))
+        threading.Timer(1.0, provider._may.set).start()
+        raise LookupError("the flow itself is wrong")
+
+    with pytest.raises(LookupError, match="the flow itself"):
+        broken()
+    futures[0].wait()
+    assert futures[0].state.name == "Cancelled"
+    assert not any(isinstance(event, sky.PoolReady) for event in told)
+    assert provider.instances() == []
+
+
+class SoldOutAtFirst(sky.Local):
+    """Has nothing the first time it is asked."""
+
+    _asked: list[int] = PrivateAttr(default_factory=list)
+
+    def offers(self, want: Any) -> Any:
+        self._asked.append(1)
+        return [] if len(self._asked) == 1 else super().offers(want)
+
+
+def test_a_pool_that_cannot_be_opened_fails_the_task_runs_and_their_retries_ask_again() -> None:
+    """Without retries each of them fails with the reason; one that is tried again finds another opening."""
+    stubborn = add.with_options(retries=1)
+
+    @flow(task_runner=runner([], provider=SoldOutAtFirst()))
+    def patient() -> tuple[Any, int]:
+        first, second = add.submit(1, 1), stubborn.submit(2, 2)
+        first.wait()
+        return first.state, second.result()
+
+    state, total = patient()
+    assert total == 4
+    assert state.is_failed()
+    assert "NoCapacity" in state.message
+
+
+def test_machines_are_given_back_before_a_flow_is_tried_again(events: list[Any], tmp_path: Path) -> None:
+    """Prefect sleeps for `retry_delay_seconds` before it leaves the runner: nothing is billed meanwhile, and what the failed attempt began is stopped."""
+    bodies: list[float] = []
+    finals: list[float] = []
+    ids = []
+
+    def keep(event: Any) -> None:
+        events.append(event)
+        if isinstance(event, sky.CostFinal):
+            finals.append(time.monotonic())
+
+    @flow(task_runner=runner(events, on_event=keep), retries=1, retry_delay_seconds=4)
+    def second_time_lucky() -> int:
+        from prefect.runtime import flow_run
+
+        ids.append(UUID(flow_run.id))
+        bodies.append(time.monotonic())
+        if len(bodies) == 1:
+            hang.submit(tmp_path / "pid")
+            wait_for((tmp_path / "pid").exists)
+            raise LookupError("the first attempt")
+        assert not is_alive(int((tmp_path / "pid").read_text()))
+        return add.submit(1, 2).result()
+
+    assert second_time_lucky() == 3
+    assert len(finals) == 2
+    assert finals[0] < bodies[1] - 1, "the machines were kept through the delay"
+    assert wait_for(lambda: [r for r in logs(ids[0]) if "machines of this attempt are given back" in r["message"]])
+
+
+def test_a_flow_that_is_tried_again_at_once_stops_what_the_first_attempt_began(events: list[Any], tmp_path: Path) -> None:
+    bodies: list[int] = []
+
+    @flow(task_runner=runner(events), retries=1)
+    def second_time_lucky() -> bool:
+        bodies.append(1)
+        if len(bodies) == 1:
+            hang.submit(tmp_path / "pid")
+            wait_for((tmp_path / "pid").exists)
+            raise LookupError("the first attempt")
+        return is_alive(int((tmp_path / "pid").read_text()))
+
+    assert second_time_lucky() is False
 
 
 def test_a_flow_that_ends_well_finishes_its_calls(events: list[Any], tmp_path: Path) -> None:
@@ -538,6 +670,81 @@ def test_every_line_of_a_task_is_in_its_log(events: list[Any]) -> None:
     assert any("is ready after" in message for message in of_flow)
     assert any("done: " in message for message in of_flow)
     assert not any("[node" in message for message in of_flow)
+
+
+@task
+def log_all() -> None:
+    import logging
+
+    log = logging.getLogger("mine")
+    log.warning("careful")
+    try:
+        raise ValueError("boom")
+    except ValueError:
+        log.exception("it failed")
+    get_run_logger().error("by the run's logger")
+    get_run_logger().debug("not kept: the run's level is INFO")
+    print("only printed")
+
+
+def test_log_records_of_a_node_keep_their_level_and_their_traceback(events: list[Any]) -> None:
+    ids = []
+
+    @flow(task_runner=runner(events))
+    def talk() -> None:
+        from prefect.runtime import flow_run
+
+        ids.append(UUID(flow_run.id))
+        log_all.submit().result()
+
+    talk()
+
+    def from_the_node() -> list[tuple[int, str]]:
+        return [(r["level"], r["message"]) for r in logs(ids[0]) if r["task_run_id"] and r["message"].startswith("[node 0] ")]
+
+    found = wait_for(lambda: found if len(found := from_the_node()) >= 4 else None)
+    assert sorted(found)[0] == (20, "[node 0] only printed")
+    assert (30, "[node 0] careful") in found
+    assert (40, "[node 0] by the run's logger") in found
+    (failure,) = [message for level, message in found if level == 40 and "it failed" in message]
+    assert "\nTraceback (most recent call last):\n" in failure
+    assert failure.endswith("ValueError: boom")
+    assert len(found) == 4
+
+
+@task
+def set_variable() -> None:
+    from prefect.variables import Variable
+
+    Variable.set("mine", "1", overwrite=True)
+
+
+@task
+async def limit() -> None:
+    from prefect.concurrency.asyncio import concurrency
+
+    async with concurrency("mine", occupy=1):
+        pass
+
+
+@task
+def publish() -> None:
+    from prefect.artifacts import create_markdown_artifact
+
+    create_markdown_artifact("hello", key="mine")
+
+
+@pytest.mark.parametrize("use", [set_variable, limit, publish], ids=lambda use: use.name)
+def test_prefect_s_api_in_a_task_fails_at_once_and_starts_no_server(use: Any, events: list[Any], tmp_path: Path) -> None:
+    """It would start one on the node, with a database in the home directory."""
+
+    @flow(task_runner=runner(events, env={"HOME": str(tmp_path)}))
+    def asks() -> None:
+        use.submit().result()
+
+    with pytest.raises(sky.BadRequest, match="which nodes have no way to"):
+        asks()
+    assert not [path for path in tmp_path.rglob("*") if path.suffix == ".db"]
 
 
 def test_a_line_that_comes_before_its_call_is_known_is_not_lost() -> None:
