@@ -162,11 +162,15 @@ class NodeLost(SkywardError):
 
 
 class RemoteError(SkywardError):
-    """A call failed with an exception that cannot be rebuilt here; `text` is its remote traceback."""
+    """A call failed with an exception whose class does not exist here, or that would end this program. Type and message stand in the first line.
 
-    def __init__(self, message: str, text: str = "") -> None:
-        super().__init__(message, text)
+    `type_name` is the name of the class, with its module ("torch.OutOfMemoryError"), and `text` the remote traceback.
+    """
+
+    def __init__(self, message: str, text: str = "", type_name: str = "") -> None:
+        super().__init__(message, text, type_name)
         self.text = text
+        self.type_name = type_name
 
     def __str__(self) -> str:
         return f"{self.args[0]}\n{self.text}" if self.text else str(self.args[0])

@@ -41,6 +41,7 @@ from typing import Any, cast
 
 import cloudpickle
 
+from skyward_core import bare_exceptions
 from skyward_core.unpicklable import SCALARS, Ask, Parts, diagnose, one_line
 
 OUT_OF_BAND_BYTES = 64 * 1024
@@ -86,16 +87,26 @@ def dumps(obj: Any, *, label: str | tuple[str, ...] = "value", replace: Replace 
     >>> loads(dumps({"lr": 0.1}))
     {'lr': 0.1}
     """
-    views: list[memoryview] = []
-    if _is_plain(obj, [_PLAIN_ITEMS], 0):
-        return Pickled(pickle.dumps(obj, protocol=5, buffer_callback=functools.partial(_keep_in_band, views)), tuple(views))
-    file, trials = io.BytesIO(), _Trials(replace)
+    trials = _Trials(replace)
     try:
-        _Pickler(file, trials, functools.partial(_keep_in_band, views), carried=carried).dump(obj)
+        return _dumped(obj, trials, carried)
     except MemoryError:
         raise
     except Exception as error:
         raise diagnose(obj, label, error, Ask(trials.error_of, trials.parts_of)) from error
+
+
+def dumps_or_raise(obj: Any) -> Pickled:
+    """Pickle a value as `dumps` does; raises whatever is in the way, at once: nothing is looked for in the value's parts."""
+    return _dumped(obj, _Trials(None), None)
+
+
+def _dumped(obj: Any, trials: _Trials, carried: list[types.FunctionType] | None) -> Pickled:
+    views: list[memoryview] = []
+    if _is_plain(obj, [_PLAIN_ITEMS], 0):
+        return Pickled(pickle.dumps(obj, protocol=5, buffer_callback=functools.partial(_keep_in_band, views)), tuple(views))
+    file = io.BytesIO()
+    _Pickler(file, trials, functools.partial(_keep_in_band, views), carried=carried).dump(obj)
     return Pickled(file.getvalue(), tuple(views))
 
 
@@ -268,6 +279,8 @@ class _Pickler(cloudpickle.Pickler):
             return self._reduce_class(obj)
         if issubclass(kind, types.ModuleType):
             return self._reduce_module(obj) if belongs_to_user(obj) else NotImplemented
+        if issubclass(kind, BaseException):
+            return bare_exceptions.reduced(obj)
         reduce = _TYPE_REDUCERS.get(kind)
         return NotImplemented if reduce is None else reduce(self, obj)
 

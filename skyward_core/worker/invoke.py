@@ -20,7 +20,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, cast
 
-from skyward_core import pickling, sources
+from skyward_core import exceptions, pickling, sources
 from skyward_core.errors import NotPicklable
 from skyward_core.worker.info import ENV
 from skyward_core.worker.records import keep_levels
@@ -127,15 +127,12 @@ def _invoke(packet: Packet, functions: dict[str, sources.Loaded]) -> tuple[Any, 
 
 
 def _failed(call_id: str, error: BaseException, seconds: float) -> Outcome:
-    text = "".join(traceback.format_exception(error.with_traceback(_below_invoke(error))))
-    if not isinstance(error, Exception):
-        return Outcome(call_id, Ending.ERROR, text=text, seconds=seconds)
     try:
-        parcel = _parcel(error.with_traceback(None), type(error).__name__)
-        pickling.loads(*parcel.contents())  # an exception with its own __init__ often pickles and then cannot be rebuilt: find out here
-    except Exception:
-        parcel = Parcel(b"")
-    return Outcome(call_id, Ending.ERROR, parcel, text=text, seconds=seconds)
+        text = "".join(traceback.format_exception(error.with_traceback(_below_invoke(error))))
+        pickled = exceptions.pack(error)
+    except Exception:  # the exception's own code has run, which may raise anything
+        text, pickled = f"{exceptions.name_of(type(error))}: {exceptions.text_of(error)}", pickling.Pickled(b"")
+    return Outcome(call_id, Ending.ERROR, Parcel(pickled.data, pickled.buffers), text=text, seconds=seconds)
 
 
 def _below_invoke(error: BaseException) -> Any:
@@ -161,7 +158,7 @@ def _fit(outcome: Outcome, line: Line, spent: Spent) -> Outcome:
         return outcome._replace(parcel=parcel if is_aside else parcel.put_aside(line.value_directories), text=text)
     except OSError as error:
         note = f"the {outcome.ending} of {outcome.parcel.nbytes} bytes found no room in {', '.join(line.value_directories)}: {error}"
-        return Outcome(outcome.call_id, Ending.ERROR, _parcel(NotPicklable(note), "error"), text=note, seconds=outcome.seconds)
+        return Outcome(outcome.call_id, Ending.ERROR, Parcel(exceptions.pack(NotPicklable(note)).data), text=note, seconds=outcome.seconds)
 
 
 def _end_output(line: Line) -> None:

@@ -1,0 +1,115 @@
+"""Exceptions made without running their `__init__`: from their class, their arguments and their attributes.
+
+Python pickles an exception as its class and `args`, and calls the class with these. That fails, or gives another message, wherever `__init__` takes other
+arguments than it hands on, and it forgets what C code keeps beside `__dict__` (the `name` of a NameError).
+"""
+
+from __future__ import annotations
+
+import copyreg
+import types
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple, cast
+
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that a program has made, and no static type of C
+_WAYS = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
+_DATA = (types.MemberDescriptorType, types.GetSetDescriptorType)
+_MADE_ANEW = {"__traceback__", "__context__", "__cause__", "__suppress_context__", "__dict__", "__weakref__", "args", "characters_written"}
+"""What is not copied as a field: it does not travel, or is set apart from them."""
+
+
+class State(NamedTuple):
+    """What an exception holds: `args`, its `__dict__` without notes, and what lies in `__slots__` or in fields of C."""
+
+    args: tuple[Any, ...]
+    attributes: dict[str, Any]
+    fields: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+def has_own_way(kind: type[BaseException]) -> bool:
+    """Tell whether a class says itself how it is pickled, by a method or in `copyreg`."""
+    base: Any = _static_base(kind)
+    return kind in copyreg.dispatch_table or any(getattr(kind, way, None) is not getattr(base, way, None) for way in _WAYS)
+
+
+def is_from_python(kind: type[BaseException]) -> bool:
+    """Tell whether a class was made by a program, and not in C."""
+    return bool(kind.__flags__ & _HEAP_TYPE)
+
+
+def make(kind: type[BaseException], message: str = "", members: Iterable[BaseException] | None = None) -> BaseException:
+    """Return an empty exception of this class; `members` are those of a group. Raises TypeError for a class of C that wants to be called."""
+    base = _static_base(kind)
+    if members is None:
+        return cast(BaseException, base.__new__(kind))
+    return cast(BaseException, cast(Any, base).__new__(kind, message, list(members)))
+
+
+def state_of(error: BaseException) -> State:
+    """Return what an exception holds."""
+    attributes = {**object.__getattribute__(error, "__dict__")}
+    notes = attributes.pop("__notes__", ())
+    texts = tuple(note for note in notes if isinstance(note, str)) if isinstance(notes, list | tuple) else ()  # pyright: ignore[reportUnknownVariableType]
+    fields: dict[str, Any] = {}
+    for name, descriptor in _descriptors(type(error)).items():
+        with suppress(AttributeError):  # an empty slot
+            value = descriptor.__get__(error, type(error))
+            if value is not None:
+                fields[name] = value
+    return State(error.args, attributes, fields, texts)
+
+
+def fill(error: BaseException, state: State) -> None:
+    """Give an exception what another one held, whatever its class does when an attribute is set."""
+    BaseException.__setattr__(error, "args", state.args)
+    attributes = object.__getattribute__(error, "__dict__")
+    attributes.update(state.attributes)
+    descriptors = _descriptors(type(error))
+    for name, value in state.fields.items():
+        with suppress(AttributeError, TypeError, ValueError):  # the members of a group are set already; a class may have lost a slot
+            descriptors[name].__set__(error, value)
+    if state.notes:
+        attributes["__notes__"] = [*state.notes]
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note, also to an exception that refuses to be changed, as a frozen dataclass does."""
+    object.__getattribute__(error, "__dict__").setdefault("__notes__", []).append(note)
+
+
+def reduced(error: BaseException) -> Any:
+    """Return how to pickle an exception whose class leaves that to Python; NotImplemented where Python's way is the right one."""
+    kind = type(error)
+    if not is_from_python(kind) or has_own_way(kind):
+        return NotImplemented
+    group = (str(error.message), list(error.exceptions)) if isinstance(error, BaseExceptionGroup) else ()  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+    try:
+        make(kind, *group)
+    except TypeError:
+        return NotImplemented
+    return make, (kind, *group), tuple(state_of(error)), None, None, _fill_from
+
+
+def _fill_from(error: BaseException, state: tuple[Any, ...]) -> None:
+    fill(error, State(*state))
+
+
+def _static_base(kind: type[BaseException]) -> type:
+    """The class of C that an exception's memory is laid out for."""
+    base: Any = kind
+    while base.__flags__ & _HEAP_TYPE:
+        base = base.__base__
+    return base
+
+
+def _descriptors(kind: type[BaseException]) -> Mapping[str, Any]:
+    found: dict[str, Any] = {}
+    for owner in kind.__mro__:
+        for name, value in vars(owner).items():
+            if isinstance(value, _DATA) and name not in _MADE_ANEW:
+                found.setdefault(name, value)
+    return found
+
+
