@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copyreg
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that a program has made, and no static type of C
 _WAYS = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
@@ -41,10 +41,8 @@ def is_from_python(kind: type[BaseException]) -> bool:
 
 def make(kind: type[BaseException], message: str = "", members: Iterable[BaseException] | None = None) -> BaseException:
     """Return an empty exception of this class; `members` are those of a group. Raises TypeError for a class of C that wants to be called."""
-    base = _static_base(kind)
-    if members is None:
-        return cast(BaseException, base.__new__(kind))
-    return cast(BaseException, cast(Any, base).__new__(kind, message, list(members)))
+    base: Any = _static_base(kind)
+    return base.__new__(kind) if members is None else base.__new__(kind, message, list(members))
 
 
 def state_of(error: BaseException) -> State:
@@ -84,7 +82,7 @@ def reduced(error: BaseException) -> Any:
     kind = type(error)
     if not is_from_python(kind) or has_own_way(kind):
         return NotImplemented
-    group = (str(error.message), list(error.exceptions)) if isinstance(error, BaseExceptionGroup) else ()  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+    group: tuple[Any, ...] = (error.message, list(error.exceptions)) if isinstance(error, BaseExceptionGroup) else ()  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
     try:
         make(kind, *group)
     except TypeError:
@@ -111,5 +109,3 @@ def _descriptors(kind: type[BaseException]) -> Mapping[str, Any]:
             if isinstance(value, _DATA) and name not in _MADE_ANEW:
                 found.setdefault(name, value)
     return found
-
-

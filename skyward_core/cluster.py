@@ -28,7 +28,7 @@ import distributed  # noqa: TID253 - this file, its closet and worker/node.py ow
 from distributed.client import ClosedClientError, done_callback  # noqa: TID253
 from distributed.scheduler import KilledWorker  # noqa: TID253
 
-from skyward_core import pickling, sources
+from skyward_core import bare_exceptions, exceptions, pickling, sources
 from skyward_core._cluster_client import PoolClient, asked, connect, members
 from skyward_core.certificates import PoolCertificate
 from skyward_core.compute import PendingCompute
@@ -41,7 +41,6 @@ from skyward_core.errors import (
     ConnectionLost,
     NodeLost,
     PoolClosed,
-    RemoteError,
     SkywardError,
     Unreachable,
 )
@@ -1210,21 +1209,12 @@ def _value(outcome: Outcome, parcel: Parcel, node: int) -> Any:
 
 def _remote_exception(outcome: Outcome, parcel: Parcel, node: int) -> BaseException:
     try:
-        error = cast(BaseException, pickling.loads(*parcel.contents()))
+        error = exceptions.unpack(*parcel.contents(), node, outcome.text)
     except Exception:
-        return RemoteError(f"the call failed on node {node} with an exception that cannot be rebuilt here", outcome.text)
-    error.__cause__ = RemoteTraceback(outcome.text)
-    error.add_note(f"raised on node {node} of the pool; its traceback there is the cause shown above")
+        return exceptions.remote_error(node, outcome.text)
     if note := note_for(error):
-        error.add_note(note)
+        bare_exceptions.add_note(error, note)
     return error
-
-
-class RemoteTraceback(Exception):
-    """Carries the traceback of the node as text, so that it is printed above the exception."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
 
 
 def _death(exit_code: int | None) -> str:

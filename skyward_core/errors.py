@@ -15,7 +15,7 @@ SkywardError
 ├── CallCrashed                    the process of one call died; the slot is back, other calls went on
 │   └── CallOutOfMemory            ask for more memory
 ├── NodeLost                       submit again: the machine went away under the call
-├── RemoteError                    read the text: the call failed with an error that cannot be rebuilt here
+├── RemoteError                    read the text: the call failed with an error whose class does not exist here
 ├── PoolClosed                     open a pool first
 ├── Unreachable                    look whether the machine lives, or take another: no SSH to it by the deadline
 │   └── ConnectionLost             reconnect, and find out whether the command took effect

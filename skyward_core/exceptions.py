@@ -214,9 +214,9 @@ class _Rebuilding:
         try:
             kind = pickling.loads(raised.kind) if raised.kind is not None else None
             if isinstance(kind, type) and issubclass(kind, BaseException):
-                if raised.own is not None and type(whole := pickling.loads(raised.own)) is kind:
+                if (whole := _in_its_own_way(raised, kind)) is not None:
                     self._is_whole.add(place)
-                    return cast(BaseException, whole)
+                    return whole
                 if raised.members is not None:
                     message, places = raised.members
                     return bare_exceptions.make(kind, message, [self._make(member) for member in places])
@@ -264,6 +264,15 @@ class _Rebuilding:
                 except Exception as failure:  # of a type that is not installed here, or whose code raises
                     losses.append(f"{name} ({one_line(failure)})")
                     return in_its_place
+
+
+def _in_its_own_way(raised: Raised, kind: type[BaseException]) -> BaseException | None:
+    """Load an exception as its class wants it; None if that says nothing, or if its code fails here."""
+    if raised.own is not None:
+        with suppress(Exception):
+            whole = pickling.loads(raised.own)
+            return whole if type(whole) is kind else None
+    return None
 
 
 _missing = object()

@@ -526,13 +526,6 @@ def test_lines_name_their_node(pool: sky.ComputePool, told: Told) -> None:
 # ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class OddError(Exception):
-    """Pickles, and cannot be rebuilt: its __init__ wants two arguments and hands one on."""
-
-    def __init__(self, code: int, reason: str) -> None:
-        super().__init__(f"{code}: {reason}")
-
-
 def test_a_remote_exception_arrives_as_itself(pool: sky.ComputePool) -> None:
     """The exception's type and arguments are those raised on the node; the cause shows its traceback there, a note names the node."""
 
@@ -559,20 +552,6 @@ def test_a_remote_exception_arrives_as_itself(pool: sky.ComputePool) -> None:
     assert 'raise OwnError("too far", x)' in str(error.__cause__)
     assert "KeyError: 'key'" in str(error.__cause__)
     assert any("node" in note for note in error.__notes__)
-
-
-def test_an_exception_that_cannot_be_rebuilt_comes_as_its_text(pool: sky.ComputePool) -> None:
-    """RemoteError carries the remote traceback where the exception itself cannot travel."""
-
-    @sky.compute
-    def fails() -> None:
-        raise OddError(7, "strange")
-
-    with pytest.raises(sky.RemoteError) as caught:
-        fails() >> pool
-    assert "OddError: 7: strange" in caught.value.text
-    assert "in fails" in caught.value.text
-    assert "OddError: 7: strange" in str(caught.value)
 
 
 def test_errors_of_many_calls_stay_with_their_calls(pool: sky.ComputePool) -> None:

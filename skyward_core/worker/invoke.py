@@ -132,6 +132,7 @@ def _failed(call_id: str, error: BaseException, seconds: float) -> Outcome:
         pickled = exceptions.pack(error)
     except Exception:  # the exception's own code has run, which may raise anything
         text, pickled = f"{exceptions.name_of(type(error))}: {exceptions.text_of(error)}", pickling.Pickled(b"")
+    error.with_traceback(None)  # its frames, and what lies in their variables
     return Outcome(call_id, Ending.ERROR, Parcel(pickled.data, pickled.buffers), text=text, seconds=seconds)
 
 
