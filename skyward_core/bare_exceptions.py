@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that a program has made, and no static type of C
 _WAYS = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
 _DATA = (types.MemberDescriptorType, types.GetSetDescriptorType)
-_MADE_ANEW = {"__traceback__", "__context__", "__cause__", "__suppress_context__", "__dict__", "__weakref__", "args", "characters_written"}
-"""What is not copied as a field: it does not travel, or is set apart from them."""
+_NO_FIELDS = {"args", "characters_written"}
+"""What is set apart from the fields of C, and what cannot be read where there is none; no name with two underscores is a field either."""
 
 
 class State(NamedTuple):
@@ -31,7 +31,9 @@ class State(NamedTuple):
 def has_own_way(kind: type[BaseException]) -> bool:
     """Tell whether a class says itself how it is pickled, by a method or in `copyreg`."""
     base: Any = _static_base(kind)
-    return kind in copyreg.dispatch_table or any(getattr(kind, way, None) is not getattr(base, way, None) for way in _WAYS)
+    registered = getattr(copyreg.dispatch_table.get(kind), "__module__", None)
+    is_registered = registered is not None and not registered.startswith("tblib")  # which Dask has take over every exception there is
+    return is_registered or any(getattr(kind, way, None) is not getattr(base, way, None) for way in _WAYS)
 
 
 def is_from_python(kind: type[BaseException]) -> bool:
@@ -106,6 +108,6 @@ def _descriptors(kind: type[BaseException]) -> Mapping[str, Any]:
     found: dict[str, Any] = {}
     for owner in kind.__mro__:
         for name, value in vars(owner).items():
-            if isinstance(value, _DATA) and name not in _MADE_ANEW:
+            if isinstance(value, _DATA) and name not in _NO_FIELDS and not name.startswith("__"):
                 found.setdefault(name, value)
     return found

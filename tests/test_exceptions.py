@@ -19,6 +19,7 @@ import tenacity
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from tblib import pickling_support  # type: ignore[import-untyped]
 
 import skyward_core as sky
 from skyward_core import exceptions, pickling
@@ -132,6 +133,9 @@ class OwnGroup(ExceptionGroup[Exception]):
 
 class Row(pydantic.BaseModel):
     size: int
+
+
+pickling_support.install()  # as Dask does, for every exception class there is: it forgets slots
 
 
 def over[E: BaseException](error: E) -> E:
