@@ -33,6 +33,8 @@ LEDGER_BUSY_SECONDS = 5.0
 """How long a locked ledger may hold up the end of the machines, at each step."""
 LEAVE, TERMINATE, LEASE, GONE = b"leave", b"terminate", b"lease", b""
 LENGTH_BYTES = 8
+NAME = "skyward-reaper"
+"""In the process table: a node's keeper (`worker/keeper.py`) ends all that a call has started, but not what ends another pool."""
 
 _DEAF_TO = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGTSTP", "SIGUSR1", "SIGUSR2")
 _SITES = ("site-packages", "dist-packages")
@@ -291,8 +293,26 @@ def watch(driver: Driver, ending: Ending) -> int:
     return 0 if word == LEAVE else ending.finish()
 
 
+def _outlive_the_node() -> None:
+    """Where a call on a node has opened the pool: leave the node's control group, and be spared by its keeper, by this name. The node ends before the pool."""
+    try:
+        with open("/proc/self/comm", "w") as comm:
+            comm.write(NAME)
+        with open("/proc/self/cgroup") as groups:
+            own = next((line.rstrip("\n")[3:] for line in groups if line.startswith("0::")), "")
+        above, mark, _ = own.partition("/skyward.")
+        with open("/proc/self/mountinfo") as mounts:
+            points = [line.split()[4] for line in mounts if " - cgroup2 " in line and line.split()[3] == "/"]
+        if mark and points:
+            with open(f"{points[0]}{above}/cgroup.procs", "w") as processes:
+                processes.write("0")
+    except OSError:  # the group is not ours to leave: the reaper ends with the node then, and what it would have ended by its lease or the sweep
+        pass
+
+
 def main(ending: Callable[[bytes], Ending] = Ending) -> int:
     """Run as `reaping.py POOL_ID DRIVER_PID`; the pool's id is for people who look at the process table."""
+    _outlive_the_node()
     for name in _DEAF_TO:  # by a handler: what is ignored would stay so in whatever a provider starts
         signal.signal(signal.Signals[name], lambda *_: None)
     driver = Driver(int(sys.argv[2]), 0)

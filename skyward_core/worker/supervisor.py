@@ -34,6 +34,7 @@ from typing import NoReturn
 from skyward_core.worker import node  # the one costly import: everything forked from here has it already
 from skyward_core.worker.info import InstanceInfo, to_env
 from skyward_core.worker.invoke import JOB_PLACE, Line, run_calls
+from skyward_core.worker.keeper import adopt_orphans
 from skyward_core.worker.notice import listen
 from skyward_core.worker.private import make_private
 from skyward_core.worker.settings import NodeSettings, Owner, with_partitions, write_atomically
@@ -44,11 +45,11 @@ from skyward_core.worker.watchdog import (
     Birth,
     Busy,
     Watch,
-    adopt_orphans,
     descendants,
     die_with_parent,
     kill_descendants,
     kill_instance,
+    members,
     reap_all,
     uptime,
 )
@@ -387,9 +388,13 @@ class Supervisor:
 
 
 def end_node(settings: NodeSettings, directory: Path | None = None) -> NoReturn:
-    """Kill every process of the node and remove what it keeps in memory, and its directory if that is given; the caller last."""
+    """Kill every process of the node and remove what it keeps in memory, and its directory if that is given; the caller last.
+
+    Its keepers are left: they end when the caller does, and take along what may have slipped by.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    while kill_instance(settings.instance_id):
+    while not all(members(settings.instance_id).values()):
+        kill_instance(settings.instance_id)
         time.sleep(0.01)  # until the kernel has taken them down; a process that forks meanwhile is found in the next round
         reap_all()
     _remove_memory(settings)

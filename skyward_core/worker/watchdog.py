@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from skyward_core.worker.keeper import KEEPER, REAPER, name_of
 from skyward_core.worker.settings import NodeSettings, write_atomically
 
 INSTANCE_TAG = "SKYWARD_INSTANCE_ID"
@@ -37,7 +38,6 @@ MISSED = "missed"
 """Indexes of workers that stay away from the scheduler, as the pool's opener tells: they are killed, and begin anew."""
 LEASE_SHAPE = re.compile(rb"[0-9]+(\.[0-9]+)?\s*")  # what the guard, a shell script, can read too
 PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
 
 
 # ── what belongs to the node ─────────────────────────────────────────────────────────────────────────────────────────
@@ -55,13 +55,34 @@ def tagged_processes() -> Iterator[tuple[int, dict[str, str]]]:
                 yield int(entry), _parse(raw)
 
 
+def members(instance_id: str) -> dict[int, bool]:
+    """Return the living processes of an instance but the calling one, each with whether it is a keeper: those with its tag, and all that is below them."""
+    tagged = {pid for pid, environ in tagged_processes() if environ.get(INSTANCE_TAG) == instance_id}
+    if not tagged:
+        return {}
+    found: dict[int, bool] = {}
+    children = _children()
+    waiting = list(tagged)
+    while waiting:
+        pid = waiting.pop()
+        if pid not in found and (name := name_of(pid)) != REAPER:
+            found[pid] = name == KEEPER and pid in tagged
+            waiting += [child.pid for child in children.get(pid, ())]
+    found.pop(os.getpid(), None)
+    return found
+
+
 def kill_instance(instance_id: str, sig: int = signal.SIGKILL) -> int:
-    """Send a signal to every process of an instance but the calling one; return how many there were. Call again until it says 0: a fork may slip by."""
-    pids = [pid for pid, environ in tagged_processes() if environ.get(INSTANCE_TAG) == instance_id and pid != os.getpid()]
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
+    """Send a signal to every process of an instance but the calling one; return how many there were. Call again until it says 0: a fork may slip by.
+
+    SIGKILL spares the keepers as long as there is anything else: below a living keeper nothing gets lost. Processes that it may not kill count too.
+    """
+    alive = members(instance_id)
+    others = {pid for pid, is_keeper in alive.items() if not is_keeper}
+    for pid in others if others and sig == signal.SIGKILL else alive:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, sig)
-    return len(pids)
+    return len(alive)
 
 
 def die_with_parent(parent: int) -> None:
@@ -69,11 +90,6 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:
         os._exit(0)
-
-
-def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent dies (prctl(2), PR_SET_CHILD_SUBREAPER): what a call leaves behind stays in sight."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 class Birth(NamedTuple):
@@ -84,7 +100,19 @@ class Birth(NamedTuple):
 
 
 def descendants(spared: AbstractSet[Birth] = frozenset()) -> set[Birth]:
-    """Return the living processes that come from this one; nothing of those that are spared."""
+    """Return the living processes that come from this one; nothing of those that are spared, and no reapers: those of pools that calls have opened."""
+    children = _children()
+    found: set[Birth] = set()
+    parents = [os.getpid()]
+    while parents:
+        new = {birth for birth in children.get(parents.pop(), ()) if birth not in spared and birth not in found and name_of(birth.pid) != REAPER}
+        found |= new
+        parents += [birth.pid for birth in new]
+    return found
+
+
+def _children() -> dict[int, list[Birth]]:
+    """The living processes of this machine, by their parent."""
     children: dict[int, list[Birth]] = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
@@ -93,13 +121,7 @@ def descendants(spared: AbstractSet[Birth] = frozenset()) -> set[Birth]:
             state, parent, *rest = Path(f"/proc/{entry}/stat").read_text(errors="replace").rpartition(") ")[2].split()
             if state not in "ZX":
                 children.setdefault(int(parent), []).append(Birth(int(entry), int(rest[17])))
-    found: set[Birth] = set()
-    parents = [os.getpid()]
-    while parents:
-        new = set(children.get(parents.pop(), ())) - spared - found
-        found |= new
-        parents += [birth.pid for birth in new]
-    return found
+    return children
 
 
 def kill_descendants(spared: AbstractSet[Birth], deadline_seconds: float) -> set[Birth]:

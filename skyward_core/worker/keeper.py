@@ -1,0 +1,220 @@
+"""The keeper of a node: the parent of everything that the node starts, so that its end takes all of it along, tagged or not.
+
+Run as a script, `python -I -S keeper.py [--group PATH] [--remove PATH] ... -- COMMAND ...`, it is up within milliseconds: it imports nothing of this package.
+It becomes a child subreaper (prctl(2)). Whatever a call starts, in whatever session, with whatever environment and as whatever user, stays below it in the
+process tree when its parent dies. Two processes of it stand above the command:
+
+    keeper ── second keeper ── command (the startup shell, then the supervisor) ── workers, runners ── what calls start
+
+    the command ends or is killed      the second keeper kills all that is below it, and exits; then the first one exits
+    the second keeper is killed        its children become children of the first, which kills all that is below it, and exits
+    the first keeper is killed         the second one goes on: it has everything below it already
+    both are killed at once            what was below them gets other parents: it is found by its tag or by the node's control group, if it has one of them
+
+A keeper exits when the kernel says that it has no child left. For a subreaper this means: no descendant. It then writes the file `kept` into the node's
+directory. It spares one kind of process: the reaper of a pool that a call has opened, which ends by itself. A process that it may not kill (one that has become
+root by sudo) is waited for, without a limit: the node is still listed then, since the keeper carries its tag.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import sys
+import time
+
+TYPE_CHECKING = False  # `typing` takes longer to import than all the rest
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+KEEPER, REAPER = "skyward-keeper", "skyward-reaper"
+"""Names of these processes in the process table (proc(5), comm)."""
+KEPT = "kept"
+BY_GROUP, BY_TREE = "group", "tree"
+"""What the file `kept` says: the node's processes were in a control group of their own, or only below the keeper."""
+PR_SET_CHILD_SUBREAPER = 36
+LONGEST_PAUSE_SECONDS = 0.2
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent dies (prctl(2), PR_SET_CHILD_SUBREAPER): what a call leaves behind stays in sight."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def call_oneself(name: str) -> None:
+    """Set this process's name in the process table."""
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:
+        comm.write(name)
+
+
+def name_of(pid: int) -> str:
+    """Return a process's name in the process table; "" if it is gone."""
+    try:
+        with open(f"/proc/{pid}/comm") as comm:
+            return comm.read().rstrip("\n")
+    except (OSError, ValueError):
+        return ""
+
+
+def start_of(pid: int) -> str:
+    """Return a process's start time in clock ticks since boot (field 22 of proc(5) stat), "" if it is gone, a zombie or hidden."""
+    try:
+        with open(f"/proc/{pid}/stat", errors="replace") as stat:
+            state, *rest = stat.read().rpartition(") ")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" else rest[18]
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the children of a process, zombies included; none if it is gone."""
+    if not HAS_CHILDREN:
+        return [child for child in processes() if parent_of(child) == pid]
+    found: list[int] = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children") as children:
+                found += map(int, children.read().split())
+    return found
+
+
+def processes() -> list[int]:
+    """Return the pids that the process table shows."""
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
+def parent_of(pid: int) -> int:
+    """Return the pid of a process's parent; 0 if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", errors="replace") as stat:
+            return int(stat.read().rpartition(") ")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    """Send SIGKILL to these and to everything below them, reapers spared.
+
+    Each one as soon as it is seen: a process that forks all the time must be hit between two of its forks.
+    """
+    for pid in pids:
+        if name_of(pid) != REAPER:
+            below = children_of(pid)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+            kill_all(below)
+
+
+def end_all_below() -> None:
+    """Kill and reap everything below this process, which adopts orphans, until the kernel says that it has no child left but reapers."""
+    pause, rounds_without = 0.0005, 0
+    while True:
+        kill_all(children_of(os.getpid()))
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pause = 0.0005
+        except ChildProcessError:
+            return
+        alive = [child for child in children_of(os.getpid()) if start_of(child)]
+        rounds_without = rounds_without + 1 if all(name_of(child) == REAPER for child in alive) else 0
+        if alive and rounds_without > 1:
+            return
+        time.sleep(pause)
+        pause = min(pause * 1.5, LONGEST_PAUSE_SECONDS)
+
+
+def keep(become: Callable[[], object]) -> None:
+    """Fork, have the child become what it is to be, and return when it has ended and nothing is left below. Passes SIGTERM on to it."""
+    adopt_orphans()
+    child = 0
+    signal.signal(signal.SIGTERM, lambda *_: _pass_on(child))
+    for other in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(other, lambda *_: None)  # what is ignored would stay so in the command
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+    child = os.fork()
+    if not child:
+        try:
+            become()
+        finally:
+            os._exit(70)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, 0)[0] != child:
+            pass
+    child = 0
+    end_all_below()
+
+
+def _pass_on(child: int) -> None:
+    if child:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGTERM)
+
+
+def _execute(command: Sequence[str]) -> None:
+    """Become the command, in a process group of its own."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
+    try:
+        os.execvp(command[0], list(command))
+    except OSError as error:
+        sys.stderr.write(f"skyward: {command[0]} cannot be started: {error}\n")
+        sys.stderr.flush()
+
+
+def _enter(group: str) -> bool:
+    """Move this process into a control group, with all that it will start. False where that is not possible."""
+    try:
+        with open(os.path.join(group, "cgroup.procs"), "w") as processes_of_group:
+            processes_of_group.write("0")
+    except OSError:
+        return False
+    return True
+
+
+def _is_alone(directory: str) -> bool:
+    """Tell whether nobody else will remove what the node leaves: its owner is gone, or has let go of it."""
+    pid, _, started = os.environ.get("SKYWARD_OWNER", "").partition(":")
+    is_owned = pid.isdigit() and started != "" and start_of(int(pid)) == started
+    return not is_owned or os.path.exists(os.path.join(directory, "detached"))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run as a script; see the head of this file. `--group` is the control group to enter, `--remove` what to remove at the end if the owner is gone."""
+    options, command = list(arguments[: arguments.index("--")]), arguments[arguments.index("--") + 1 :]
+    call_oneself(KEEPER)
+    how, to_remove = BY_TREE, list[str]()
+    for option, value in zip(options[::2], options[1::2], strict=True):
+        if option == "--group":
+            how = BY_GROUP if _enter(value) else BY_TREE
+        else:
+            to_remove.append(value)
+
+    def second() -> None:
+        keep(lambda: _execute(command))
+        _finish(how, to_remove)
+        os._exit(0)
+
+    keep(second)
+    _finish(how, to_remove)
+
+
+def _finish(how: str, to_remove: Sequence[str]) -> None:
+    """Say that nothing of the node runs, and remove what it leaves if nobody else will. Each keeper does it: either may be the only one left."""
+    directory = os.environ.get("SKYWARD_INSTANCE_DIRECTORY", "")
+    with contextlib.suppress(OSError), open(os.path.join(directory, KEPT), "w") as kept:  # its folder may be gone by now
+        kept.write(f"{how}\n")
+    if to_remove and _is_alone(directory):
+        for path in to_remove:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+HAS_CHILDREN = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
+"""Whether the kernel lists the children of a process (CONFIG_PROC_CHILDREN); else all of the process table is read."""
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
