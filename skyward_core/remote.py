@@ -104,11 +104,26 @@ if "$home/uv/bin/uv" --version >/dev/null 2>&1; then export SKYWARD_UV="$home/uv
 export SKYWARD_RESERVE="$1/reserve"
 head -c 65536 /dev/zero >reserve || exit 1
 mkdir started 2>/dev/null || exit 0
-setsid sh -c 'bash ./bootstrap.sh; code=$?; rm -f reserve; [ -z "$(tail -c 1 log)" ] || echo; echo "::skyward exited $code"' </dev/null >>log 2>&1 &
+point='' group=''
+while read -r _ _ _ root at rest; do
+  case "$root $rest" in "/ "*" - cgroup2 "*) point=$at && break ;; esac
+done </proc/self/mountinfo
+own=$(sed -n 's/^0:://p' /proc/self/cgroup 2>/dev/null)
+case $point:$own in
+  :* | *:/..* | *:) ;;
+  *)
+    group="${point%/}${own%/}/skyward.$SKYWARD_INSTANCE_ID"
+    echo "$group" >group
+    { mkdir "$group" && [ -w "$group/cgroup.kill" ]; } 2>/dev/null || { rmdir "$group" 2>/dev/null; rm -f group; group=; }
+    ;;
+esac
+setsid sh -c '[ -z "$0" ] || { echo 0 >"$0/cgroup.procs"; } 2>/dev/null || rm -f group
+bash ./bootstrap.sh; code=$?; rm -f reserve; [ -z "$(tail -c 1 log)" ] || echo; echo "::skyward exited $code"' "$group" </dev/null >>log 2>&1 &
 """
 """Takes the bootstrap script from stdin and starts it, cut loose from this connection, once however often it is asked. Asked again, it leaves a script that
 runs as it is: bash reads the file while it runs, and one cut short under it would end with 0. It carries the tag that the guard carries, which can end it; that
-need not be the cloud's id, which not every machine can tell. What it says of a full disk finds room in the log because the reserve is given up first."""
+need not be the cloud's id, which not every machine can tell. Where this user may make a control group (cgroup v2) it runs in one, which the file `group` names.
+What it says of a full disk finds room in the log because the reserve is given up first."""
 
 
 FOLLOW = """\

@@ -386,6 +386,6 @@ def test_what_is_spared_is_not_killed() -> None:
 
 def alone(script: str) -> None:
     """Run a script in a process of its own, without this one's threads and children."""
-    imports = "import os, subprocess\nfrom skyward_core.worker.watchdog import *\n"
+    imports = "import os, subprocess\nfrom skyward_core.worker.keeper import adopt_orphans\nfrom skyward_core.worker.watchdog import *\n"
     done = subprocess.run([sys.executable, "-c", imports + textwrap.dedent(script)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

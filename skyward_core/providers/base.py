@@ -123,9 +123,10 @@ class Provider(BaseModel):
         """
         raise NotImplementedError
 
-    def terminate(self, ids: Sequence[str]) -> None:
+    def terminate(self, ids: Sequence[str]) -> Mapping[str, str] | None:
         """Give machines back. Ids that are gone already are accepted. When it returns, each one is gone or on its way.
 
+        A provider that sees for itself that a machine is gone may return how it knows, in words, by id: receipts have it as evidence.
         Raises InstancesLeft with the ids that are not.
         """
         raise NotImplementedError

@@ -11,25 +11,88 @@ from skyward_core.image.mig_shell import UNPARTITION
 UNPARTITION_SECONDS = 40
 """How long giving the GPUs back may take: some ten calls of nvidia-smi for each, of half a second to two, several GPUs at once."""
 
-_ENDING = r"""skyward_find() { # id: sets skyward_pids to the processes that were started with this instance's tag, this shell left out
-  skyward_pids=
+PROOFS = {
+    "group": "its control group (cgroup v2) is empty, and nothing is left below its keeper",
+    "tree": "nothing is left below its keeper, from which all of its processes come (no control group)",
+    "tag": "no process carries its tag; its keeper was killed and it had no control group: a process that has shed the tag would not be seen",
+}
+"""How it is known that nothing of a node is left, by what held its processes together; for receipts. `worker/keeper.py` has the states."""
+
+_ENDING = r"""skyward_find() { # id: sets skyward_pids to the processes with this instance's tag and all below them, this shell left out
+  # Of these, skyward_keepers are its keepers, and skyward_others the others.
+  skyward_pids=" " skyward_others='' skyward_keepers=" " skyward_rows=''
   for skyward_file in $(exec env -i PATH="$PATH" LC_ALL=C grep -lsaxzF -e "SKYWARD_INSTANCE_ID=$1" /proc/[0-9]*/environ 9<&-); do
     skyward_pid=${skyward_file#/proc/}
     skyward_pid=${skyward_pid%/environ}
-    [ "$skyward_pid" = "$$" ] || skyward_pids="$skyward_pids $skyward_pid"
+    [ "$skyward_pid" = "$$" ] || skyward_pids="$skyward_pids$skyward_pid "
   done
+  if [ "$skyward_pids" = " " ]; then
+    skyward_pids='' skyward_keepers=''
+    return 0
+  fi
+  skyward_table=$(exec env -i PATH="$PATH" LC_ALL=C cat /proc/[0-9]*/stat 2>/dev/null 9<&-)
+  set -f # names of processes may be anything
+  skyward_ifs=$IFS
+  IFS='
+'
+  for skyward_row in $skyward_table; do
+    skyward_name=${skyward_row#*(}
+    skyward_name=${skyward_name%)*}
+    skyward_rest=${skyward_row##*) }
+    skyward_pid=${skyward_row%% *}
+    case $skyward_name:$skyward_rest in
+      *:[ZX]\ * | skyward-reaper:*) continue ;;
+      skyward-keeper:*) case $skyward_pids in *" $skyward_pid "*) skyward_keepers="$skyward_keepers$skyward_pid " ;; esac ;;
+    esac
+    skyward_rest=${skyward_rest#* }
+    skyward_rows="$skyward_rows${skyward_rest%% *}:$skyward_pid
+"
+  done
+  skyward_more=yes
+  while [ -n "$skyward_more" ]; do
+    skyward_more=
+    for skyward_row in $skyward_rows; do
+      skyward_pid=${skyward_row#*:}
+      case $skyward_pids in
+        *" $skyward_pid "*) ;;
+        *" ${skyward_row%%:*} "*) [ "$skyward_pid" = "$$" ] || skyward_more=yes skyward_pids="$skyward_pids$skyward_pid " ;;
+      esac
+    done
+  done
+  IFS=' '
+  for skyward_pid in $skyward_pids; do
+    case $skyward_keepers in *" $skyward_pid "*) ;; *) skyward_others="$skyward_others $skyward_pid" ;; esac
+  done
+  IFS=$skyward_ifs
+  set +f
+  skyward_pids=${skyward_pids% }
 }
-skyward_kill() { # id: SIGKILL until nobody is left, for 10 s at most; fails if somebody outlives that, stuck in the kernel
+skyward_kill() { # id, directory: SIGKILL until nobody is left, for 10 s at most; fails if somebody outlives that, stuck in the kernel
+  # Its keepers go last: what loses its parent has one of them for a parent then, and is seen.
   skyward_tries=500
   skyward_find "$1"
   while [ -n "$skyward_pids" ]; do
     [ "$skyward_tries" -gt 0 ] || return 1
     skyward_tries=$((skyward_tries - 1))
     # shellcheck disable=SC2086 # one word each
-    kill -KILL $skyward_pids 2>/dev/null
+    kill -KILL ${skyward_others:-$skyward_pids} 2>/dev/null
     env -i PATH="$PATH" sleep 0.02 9<&-
     skyward_find "$1"
   done
+  skyward_group_of "$1" "$2" || return 0
+  while grep -qs 'populated 1' "$skyward_group/cgroup.events"; do
+    [ "$skyward_tries" -gt 0 ] || return 1
+    skyward_tries=$((skyward_tries - 1))
+    { echo 1 >"$skyward_group/cgroup.kill"; } 2>/dev/null
+    env -i PATH="$PATH" sleep 0.02 9<&-
+  done
+  rmdir "$skyward_group"/*/*/ "$skyward_group"/*/ "$skyward_group" 2>/dev/null
+  return 0
+}
+skyward_group_of() { # id, directory: sets skyward_group to the node's control group; fails if it has none
+  skyward_group=
+  { read -r skyward_group <"$2/group"; } 2>/dev/null
+  case $skyward_group in /*/skyward."$1") [ -e "$skyward_group/cgroup.kill" ] ;; *) false ;; esac
 }
 skyward_unmount() { # directory: undoes what the node has mounted, last first
   [ -f "$1/mounts" ] || return 0

@@ -27,7 +27,7 @@ from skyward_core.errors import BadRequest, CommandFailed, HostKeyChanged, Insta
 from skyward_core.instances import Endpoint, Instance, InstanceState
 from skyward_core.market import ARCHITECTURES, Offer, Requirements, matches
 from skyward_core.providers.base import POOL_TAG, RANK_TAG, Provider, Tags
-from skyward_core.providers.ending import ENDING, UNPARTITION_SECONDS
+from skyward_core.providers.ending import ENDING, PROOFS, UNPARTITION_SECONDS
 from skyward_core.providers.tagging import TAGS_VARIABLE, from_word, of_machine, to_word
 from skyward_core.side_by_side import Threads
 from skyward_core.ssh import Connection, Loop
@@ -151,6 +151,13 @@ END = (
   done
   [ -n "$skyward_pids" ] || [ -e "$directory" ] || return 0
   echo "::skyward found $1"
+  if skyward_group_of "$1" "$directory"; then
+    echo "::skyward proof $1 group"
+  elif [ "${skyward_keepers:- }" != " " ] || [ -e "$directory/kept" ]; then
+    echo "::skyward proof $1 tree"
+  elif [ -e "$directory/supervisor" ]; then
+    echo "::skyward proof $1 tag"
+  fi
   guard=
   { read -r guard <"$directory/guard"; } 2>/dev/null
   case " $skyward_pids " in
@@ -164,7 +171,7 @@ END = (
       done
       ;;
   esac
-  skyward_kill "$1"
+  skyward_kill "$1" "$directory"
   [ ! -f "$directory/mig" ] || skyward_lock 5 || : # nobody else may begin with a GPU that is being given back
   skyward_clean "$1" "$directory" | sed 's/^/::skyward warning /'
 }
@@ -312,8 +319,10 @@ class Hosts(Provider):
             found = [instance for address, told in answers.items() for instance in self._found(told, lines.endpoint(address), pool_id)]
         return sorted(found, key=lambda instance: (instance.pool_id, instance.rank))
 
-    def terminate(self, ids: Sequence[str]) -> None:
+    def terminate(self, ids: Sequence[str]) -> dict[str, str]:
         """End every process of these instances and remove what they leave; environments stay cached unless `keep_environments` is False.
+
+        Returns how each end is known.
 
         Asks only hosts that may carry one of them. Raises InstancesLeft with those that outlive it, and those that may be on a host that does not answer.
         """
@@ -321,7 +330,7 @@ class Hosts(Provider):
         places = {address: sorted(wanted & self._possible(address, wanted)) for address in self.addresses}
         asked = {address: its for address, its in places.items() if its}
         if not asked:
-            return
+            return {}
         with self._lines(list(asked)) as lines:
             failures = dict(lines.connect())
             keep = "keep" if self.keep_environments else "remove"
@@ -337,6 +346,11 @@ class Hosts(Provider):
         if left:
             why = "; ".join(str(error) for error in failures.values()) or "they outlive SIGKILL"
             raise InstancesLeft(f"{', '.join(sorted(left))} may still run: {why}", sorted(left)) from next(iter(failures.values()), None)
+        proofs = [proof.partition(" ") for told in answers.values() for proof in told.all("proof")]
+        for instance_id, _, kind in proofs:
+            if kind == "tag":
+                log.warning("%s: %s", instance_id, PROOFS[kind])
+        return {instance_id: PROOFS[kind] for instance_id, _, kind in proofs}
 
     # ── and a fifth ──────────────────────────────────────────────────────────────────────────────────────────────────
 

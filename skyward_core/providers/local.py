@@ -1,22 +1,27 @@
 """This machine as a provider: an instance is a set of processes in a session of its own, with a directory and a log.
 
 The embedded default, used by the quick start and most tests. Its truth is the process table: an instance is every process that was started with
-its tag in the environment (`worker.watchdog`), found from any process of the same user, and needs no file to be found.
+its tag in the environment (`worker.watchdog`) and all that is below such a process, found from any process of the same user, and needs no file to be found.
+Two things keep what has shed the tag in sight: the keeper, from which all of it comes (`worker.keeper`), and where the host allows it a control group
+(`control_groups`). docs/decisions/0011 has the states.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import platform
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import BinaryIO, ClassVar
 
@@ -28,12 +33,16 @@ from skyward_core.errors import BadRequest, InstancesLeft
 from skyward_core.instances import Instance, InstanceState
 from skyward_core.market import ARCHITECTURES, Offer, Requirements
 from skyward_core.places import existing, first_private, state_places
+from skyward_core.providers import control_groups
 from skyward_core.providers.base import POOL_TAG, RANK_TAG, Provider, Tags
+from skyward_core.providers.control_groups import ControlGroup
+from skyward_core.providers.ending import PROOFS
 from skyward_core.providers.tagging import TAGS_VARIABLE, from_word, of_machine, to_word
+from skyward_core.worker import keeper
 from skyward_core.worker.metrics import gpus_here
 from skyward_core.worker.private import NotPrivate, is_private
 from skyward_core.worker.settings import memory_directory, this_process
-from skyward_core.worker.watchdog import INSTANCE_TAG, kill_instance, tagged_processes
+from skyward_core.worker.watchdog import INSTANCE_TAG, kill_instance, members, tagged_processes
 from skyward_core.worker.watchdog import POOL_TAG as POOL_VARIABLE
 
 GB = 1e9
@@ -48,6 +57,9 @@ NODES = "nodes"
 KEPT_VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH")
 KEPT_PREFIXES = ("LC_", "NVIDIA_", "SSL_CERT_", "UV_", "PIP_", "XDG_")
 KEPT_ENDINGS = ("_CA_BUNDLE", "_proxy", "_PROXY")
+
+
+_log = logging.getLogger("skyward")
 
 
 class Local(Provider):
@@ -93,7 +105,10 @@ class Local(Provider):
         return [self._launch_one(of_machine(tags, int(tags[RANK_TAG]) + index), startup) for index in range(count)]
 
     def instances(self, pool_id: str | None = None) -> list[Instance]:
-        """Return the pool's instances of which any process lives; without a pool, those of all pools of this user, pool by pool."""
+        """Return the pool's instances of which any process lives; without a pool, those of all pools of this user, pool by pool.
+
+        A process lives for an instance if it carries its tag, has a keeper of it above it (which carries the tag), or is in its control group.
+        """
         found: dict[str, Instance] = {}
         for pid, environ in tagged_processes():
             instance_id, pool = environ.get(INSTANCE_TAG, ""), environ.get(POOL_VARIABLE)
@@ -101,35 +116,48 @@ class Local(Provider):
                 continue
             if pool is not None and pool_id in (None, pool):
                 found[instance_id] = _told_by(pid, environ, pool, instance_id)
+        for group in control_groups.all_groups():
+            if group.instance_id not in found and pool_id in (None, group.pool_id) and group.is_populated:
+                found[group.instance_id] = _told_by(0, {RANK_VARIABLE: str(group.rank)}, group.pool_id, group.instance_id)
         return sorted(found.values(), key=lambda instance: (instance.pool_id, instance.rank))
 
     def ends_for_good(self) -> bool:
         """Its processes are all that it is."""
         return True
 
-    def terminate(self, ids: Sequence[str]) -> None:
-        """End every process of these instances, with SIGTERM and after a second with SIGKILL, and remove their directories.
+    def terminate(self, ids: Sequence[str]) -> dict[str, str]:
+        """End every process of these instances, with SIGTERM and after a second with SIGKILL, and remove their directories; return how each end is known.
 
-        An instance is gone when two looks in a row find nothing of it: a process that is in the middle of execve(2) shows no environment.
+        An instance is gone when two looks in a row find nothing of it: a process that is in the middle of execve(2) shows no environment. Its keepers go
+        last: as long as one lives nothing that comes from it is lost.
         """
         wanted = {instance_id for instance_id in ids if ID_SHAPE.fullmatch(instance_id)}  # others were never ours, and ids become paths below
         directories = {instance_id: _directories(instance_id) for instance_id in wanted}
+        groups = {group.instance_id: group for group in control_groups.all_groups() if group.instance_id in wanted}
+        were_populated = {instance_id for instance_id, group in groups.items() if group.is_populated}
+        were_kept = {instance_id for instance_id in wanted if any(members(instance_id).values())}
         started = time.monotonic()
         left, told, unseen = set(wanted), set[str](), set[str]()
         while left:
-            alive = _signal(left, signal.SIGKILL if time.monotonic() - started > TERM_SECONDS else 0)
+            seconds = time.monotonic() - started
+            alive = _signal(left, signal.SIGKILL if seconds > TERM_SECONDS else 0)
             _signal(alive - told, signal.SIGTERM)
             told |= alive
-            if alive and time.monotonic() - started > KILL_SECONDS:
+            alive |= _killed({groups[instance_id] for instance_id in left & groups.keys()}, set() if seconds > 2 * TERM_SECONDS else alive)
+            if alive and seconds > KILL_SECONDS:
                 raise InstancesLeft(f"processes of {', '.join(sorted(alive))} outlive SIGKILL", sorted(alive))
             left, unseen = (left - unseen) | alive, left - alive
             if left:
                 time.sleep(0.01)
+        proofs = {instance_id: _proof(instance_id, directories[instance_id], instance_id in were_populated, instance_id in were_kept) for instance_id in wanted}
+        for group in groups.values():
+            group.remove()
         for instance_id in wanted:
             for directory in directories[instance_id]:
                 if is_private(directory.parent):  # in a folder of another user's it is none of ours, whatever its name
                     shutil.rmtree(directory, ignore_errors=True)
             shutil.rmtree(memory_directory(instance_id), ignore_errors=True)
+        return {instance_id: proof for instance_id, proof in proofs.items() if proof}
 
     def _launch_one(self, tags: dict[str, str], startup: str) -> Instance:
         instance_id = f"local-{uuid.uuid4().hex[:12]}"
@@ -144,8 +172,12 @@ class Local(Provider):
             DIRECTORY_VARIABLE: str(directory),
             "SKYWARD_OWNER": f"{owner.pid}:{owner.started}",
         }
+        words = _keeper(control_groups.make(instance_id, tags[POOL_TAG], tags[RANK_TAG]), directory, memory_directory(instance_id))
+        control_groups.remove_abandoned()
         with _in_memory(f"exec </dev/null\n{startup}") as script, (directory / "log").open("wb") as log:
-            process = subprocess.Popen(["bash", "/proc/self/fd/0"], cwd=directory, env=environ, stdin=script, stdout=log, stderr=log, start_new_session=True)
+            process = subprocess.Popen(
+                [*words, "bash", "/proc/self/fd/0"], cwd=directory, env=environ, stdin=script, stdout=log, stderr=log, start_new_session=True
+            )
         threading.Thread(target=process.wait, name="skyward-reap", daemon=True).start()
         return _instance(tags, instance_id, self.price_per_hour, str(directory))
 
@@ -153,6 +185,39 @@ class Local(Provider):
 def kept_environment() -> dict[str, str]:
     """Return the part of this process's environment that a node inherits: where things are, never credentials or an orchestrator's settings."""
     return {name: value for name, value in os.environ.items() if name in KEPT_VARIABLES or name.startswith(KEPT_PREFIXES) or name.endswith(KEPT_ENDINGS)}
+
+
+def _keeper(group: ControlGroup | None, *leftovers: str | Path) -> list[str]:
+    """The words that start a command below a keeper. The leftovers are removed by it at the end if this process is gone by then."""
+    options = ["--group", str(group.path)] if group is not None else []
+    for path in leftovers:
+        options += ["--remove", str(path)]
+    return [sys.executable or "python3", "-I", "-S", keeper.__file__, *options, "--"]
+
+
+def _killed(groups: Iterable[ControlGroup], spared: AbstractSet[str]) -> set[str]:
+    """Kill what is in these groups, but for spared instances: their own processes are ending, in order. Returns those that are not empty."""
+    populated = [group for group in groups if group.is_populated]
+    for group in populated:
+        if group.instance_id not in spared:
+            group.kill()
+    return {group.instance_id for group in populated}
+
+
+def _proof(instance_id: str, directories: Sequence[Path], was_populated: bool, was_kept: bool) -> str:
+    """How it is known that nothing of an instance is left; "" if nothing is known of it at all."""
+    kept = keeper.BY_TREE if was_kept else ""
+    for directory in directories:
+        with contextlib.suppress(OSError):
+            kept = (directory / keeper.KEPT).read_text().strip()
+    if was_populated or kept == keeper.BY_GROUP:
+        return PROOFS["group"]
+    if kept:
+        return PROOFS["tree"]
+    if not any(directory.exists() for directory in directories):
+        return ""
+    _log.warning("%s: %s", instance_id, PROOFS["tag"])
+    return PROOFS["tag"]
 
 
 def _signal(ids: set[str], sig: int) -> set[str]:

@@ -75,7 +75,7 @@ def startup_script(spec: PoolSpec, provider: Provider, paid_seconds: float | Non
             "export PYTHONDONTWRITEBYTECODE=",
             spec.image.bootstrap(),
         ]
-    return "\n".join(lines) + "\n" + _server(spec, shlex.quote(str(shipped_package())))
+    return "\n".join(lines) + "\n" + _server(spec, shlex.quote(str(shipped_package())), is_kept=True)
 
 
 def node_script(spec: PoolSpec) -> str:
@@ -98,7 +98,9 @@ def _awaited(name: str) -> str:
     return f"until [ -e {file} ]; do sleep 0.1; done\n. {file}\n"
 
 
-def _server(spec: PoolSpec, package: str) -> str:
+def _server(spec: PoolSpec, package: str, *, is_kept: bool = False) -> str:
+    """Return the end of a node's script. `is_kept`: the script runs below a keeper already (`worker/keeper.py`)."""
+    keeper = "" if is_kept else f'"$SKYWARD_ENV_PYTHON" -I -S {package}/skyward_core/worker/keeper.py -- '
     lines = [f"export {name}={shlex.quote(value)}" for name, value in spec.node_environment.items()]
     lines += [
         f"echo '{MARK}phase skyward'",
@@ -106,7 +108,7 @@ def _server(spec: PoolSpec, package: str) -> str:
         mount_volumes(spec.volume),
         partition_gpus(spec.accelerator.mig, spec.accelerator.count) if spec.accelerator is not None else "",
         f"echo '{MARK}phase {LAST_PHASE}'",
-        'exec "$SKYWARD_ENV_PYTHON" -m skyward_core.worker.supervisor "$SKYWARD_INSTANCE_DIRECTORY"',
+        f'exec {keeper}"$SKYWARD_ENV_PYTHON" -m skyward_core.worker.supervisor "$SKYWARD_INSTANCE_DIRECTORY"',
     ]
     return "\n".join(line for line in lines if line) + "\n"
 

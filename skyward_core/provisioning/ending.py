@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import ClassVar, Protocol
 
@@ -34,7 +34,7 @@ class Rents(Protocol):
     terminate_confirms: ClassVar[bool]
 
     def instances(self, pool_id: str | None = None) -> list[Instance]: ...
-    def terminate(self, ids: Sequence[str]) -> None: ...
+    def terminate(self, ids: Sequence[str]) -> Mapping[str, str] | None: ...
 
 
 class Witness(Protocol):
@@ -145,14 +145,14 @@ class Endings:
         """Ask once for the end of these, and what is still there."""
         provider = endings[0].provider  # of a pool one provider has machines at a time
         ids = [ending.instance_id for ending in endings]
-        refused = _refused(provider, ids)
+        refused, proofs = _refused(provider, ids)
         for ending in endings:
             ending.was_accepted = ending.was_accepted or ending.instance_id not in refused
         asked = [ending for ending in endings if ending.was_accepted]
         if provider.terminate_confirms:
-            self._are_gone([ending for ending in asked if ending.instance_id not in refused], f"{provider.name} confirmed its termination")
+            self._are_gone([ending for ending in asked if ending.instance_id not in refused], f"{provider.name} confirmed its termination", proofs)
         elif asked and (listed := self._listed(provider)) is not None:
-            self._are_gone([ending for ending in asked if ending.instance_id not in listed], f"{provider.name} lists it no more")
+            self._are_gone([ending for ending in asked if ending.instance_id not in listed], f"{provider.name} lists it no more", proofs)
 
     def _listed(self, provider: Rents) -> set[str] | None:
         try:
@@ -161,11 +161,11 @@ class Endings:
             _log.debug("%s does not say which machines there are: %s", provider.name, error)
             return None
 
-    def _are_gone(self, endings: Sequence[Ending], evidence: str) -> None:
+    def _are_gone(self, endings: Sequence[Ending], evidence: str, proofs: Mapping[str, str]) -> None:
         if not endings:
             return
         try:
-            self._witness.gone([ending.instance_id for ending in endings], evidence)
+            tell_gone(self._witness, {ending.instance_id for ending in endings}, evidence, proofs)
         except Exception:  # the pool was judged dead, which its clock sees as well; the machines are gone all the same
             _log.debug("what is gone could not be written down", exc_info=True)
         with self._lock:
@@ -174,13 +174,19 @@ class Endings:
             ending.over.set()
 
 
-def _refused(provider: Rents, ids: Sequence[str]) -> AbstractSet[str]:
-    """Ask for the end of these; return those for which the request was not accepted."""
+def tell_gone(witness: Witness, gone: AbstractSet[str], evidence: str, proofs: Mapping[str, str]) -> None:
+    """Tell what is gone, and for each machine how the provider knows, if it has said so."""
+    for proof in sorted({proofs.get(machine, "") for machine in gone}):
+        its = sorted(machine for machine in gone if proofs.get(machine, "") == proof)
+        witness.gone(its, f"{evidence}: {proof}" if proof else evidence)
+
+
+def _refused(provider: Rents, ids: Sequence[str]) -> tuple[AbstractSet[str], Mapping[str, str]]:
+    """Ask for the end of these; return those for which the request was not accepted, and how the provider knows that others are gone."""
     try:
-        provider.terminate(ids)
+        return frozenset(), provider.terminate(ids) or {}
     except InstancesLeft as error:
-        return set(error.ids) or set(ids)
+        return set(error.ids) or set(ids), {}
     except Exception as error:
         _log.debug("%s was asked to end %s: %s", provider.name, ", ".join(ids), error)
-        return set(ids)
-    return frozenset()
+        return set(ids), {}

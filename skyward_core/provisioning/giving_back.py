@@ -15,6 +15,7 @@ from typing import Protocol
 from skyward_core.errors import InstancesLeft
 from skyward_core.instances import Instance
 from skyward_core.providers.base import Provider
+from skyward_core.provisioning.ending import tell_gone
 
 DEADLINE_SECONDS = 600.0
 """However long a provider says that it may take."""
@@ -55,6 +56,8 @@ class _Round:
     missing: set[str] = field(default_factory=set[str])
     """What the last listing lacked."""
     trouble: list[Exception] = field(default_factory=list[Exception])
+    proofs: dict[str, str] = field(default_factory=dict[str, str])
+    """How the provider knows that some are gone, in its words."""
 
 
 def give_back(
@@ -102,7 +105,7 @@ def give_back(
             state.left |= still
         elif still is not None:
             if gone := _believed(state, witness.rented() - still, was_heard=unconfirmed is not None):
-                witness.gone(sorted(gone), f"{provider.name} lists it no more")
+                tell_gone(witness, gone, f"{provider.name} lists it no more", state.proofs)
             state.left = still | (state.missing - gone)
             if not state.left:
                 return
@@ -146,7 +149,7 @@ def _terminate(provider: Provider, state: _Round, witness: Witness) -> set[str] 
 def _asked(provider: Provider, state: _Round) -> set[str] | None:
     try:
         if state.left:
-            provider.terminate(sorted(state.left))
+            state.proofs.update(provider.terminate(sorted(state.left)) or {})
     except InstancesLeft as error:
         state.trouble.append(error)
         return set(error.ids) or None
@@ -160,7 +163,7 @@ def _tell_confirmed(provider: Provider, state: _Round, witness: Witness, unconfi
     """A provider whose `terminate` confirms has named what it could not end: all else that it was asked for is gone."""
     rented = witness.rented()
     if confirmed := (state.left - unconfirmed) & rented:
-        witness.gone(sorted(confirmed), f"{provider.name} confirmed its termination")
+        tell_gone(witness, confirmed, f"{provider.name} confirmed its termination", state.proofs)
     if lapsed := unconfirmed & presumed_gone & rented:
         witness.gone(sorted(lapsed), "its lease has run out, and what carries it does not answer")
     state.left = unconfirmed - presumed_gone

@@ -7,11 +7,13 @@ Run as the provider's `startup`, with SKYWARD_INSTANCE_ID and SKYWARD_INSTANCE_D
     guard       written  its pid, once it watches
     supervisor  read     the pid of the node's supervisor: when that process is gone, so is the node
     ended       read     why somebody says that the node has ended, one line
+    group       read     the folder of the node's control group, one line; without it the node has none
     mounts      read     what the node has mounted, one mount point a line
     log         written  why the node ends, at the end of what others say there
 
-The end of a node: the reason in its log, SIGKILL to all that carries its tag, mounts undone, its folders in memory and on disk removed (the latter is kept if
-SKYWARD_KEEP_DIRECTORY is set), and the command with which the machine ends itself. Docs: decisions/0006.
+The end of a node: the reason in its log, SIGKILL to all that carries its tag, to all below such a process and to all in its control group, its keepers last
+(`worker/keeper.py`), mounts undone, its folders in memory and on disk removed (the latter is kept if SKYWARD_KEEP_DIRECTORY is set), and the command with which
+the machine ends itself. Docs: decisions/0006 and 0011.
 """
 
 from __future__ import annotations
@@ -100,7 +102,7 @@ skyward_end() { # reason
   trap : TERM
   skyward_say "node ends: $1"
   [ -z "$skyward_sleep" ] || kill "$skyward_sleep" 2>/dev/null
-  skyward_kill "$SKYWARD_INSTANCE_ID" || skyward_say "SIGKILL does not end the processes$skyward_pids"
+  skyward_kill "$SKYWARD_INSTANCE_ID" "$skyward_directory" || skyward_say "SIGKILL does not end the processes$skyward_pids"
   skyward_clean "$SKYWARD_INSTANCE_ID" "$skyward_directory"
   if [ -n "$skyward_end_command" ]; then
     env -i PATH="$PATH" sleep 0.5 9<&- # until who follows the log has read why

@@ -160,7 +160,7 @@ def _execute(command: Sequence[str]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
     try:
-        os.execvp(command[0], list(command))
+        os.execvp(command[0], list(command))  # noqa: S606  a command line of our own
     except OSError as error:
         sys.stderr.write(f"skyward: {command[0]} cannot be started: {error}\n")
         sys.stderr.flush()

@@ -78,7 +78,7 @@ def _prepare(service: RunningService) -> None:
     logging.getLogger("skyward").propagate = False
     from skyward_core import ledger
     from skyward_core.providers import base
-    from skyward_core.worker.watchdog import adopt_orphans
+    from skyward_core.worker.keeper import adopt_orphans
     from tests.kill import driver
 
     adopt_orphans()

@@ -1,0 +1,316 @@
+"""Nothing that a call has started outlives its node: the keeper, real processes, real kills."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.providers import control_groups
+from skyward_core.providers.ending import PROOFS
+from skyward_core.worker import keeper, watchdog
+from tests.conftest import wait_until
+
+RUNAWAY = "sh -c 'env -i setsid /bin/sleep {seconds} </dev/null >/dev/null 2>&1 &';"
+EMPTY_GROUP, EMPTY_TREE, EMPTY_TAG = PROOFS["group"], PROOFS["tree"], PROOFS["tag"]
+IS_ROOT = os.getuid() == 0
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    """Seconds that nobody else sleeps, by which processes without a tag are told apart; none of them is left behind."""
+    seconds = f"{4000 + uuid.uuid4().int % 1000000}.{uuid.uuid4().int % 10**8}"
+    yield seconds
+    for pid in running(seconds):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def no_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A computer without control groups."""
+    monkeypatch.setattr(control_groups, "make", lambda *_: None)
+
+
+def running(seconds: str) -> list[int]:
+    """The processes with this word in their command lines."""
+    found = []
+    for pid in keeper.processes():
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if seconds.encode() in words and keeper.start_of(pid):
+                found.append(pid)
+    return found
+
+
+def launched(script: str, pool_id: str = "") -> sky.Instance:
+    """An instance of this computer whose startup script has run to the line that says so."""
+    provider = sky.Local()
+    (offer,) = provider.offers(sky.Requirements())
+    (instance,) = provider.launch(offer, 1, {"skyward-pool": pool_id or f"sky-test-{uuid.uuid4().hex[:8]}", "skyward-rank": "0"}, script)
+    wait_until((Path(str(instance.directory)) / "started").exists, "the script to run")
+    return instance
+
+
+def keepers_of(instance: sky.Instance) -> list[int]:
+    """The pids of its keepers, the first one first."""
+    pids = [pid for pid, is_keeper in watchdog.members(instance.id).items() if is_keeper]
+    return sorted(pids, key=lambda pid: keeper.parent_of(pid) in pids)
+
+
+def listed(instance: sky.Instance) -> list[str]:
+    return [found.id for found in sky.Local().instances(instance.pool_id)]
+
+
+# ── what the end takes along ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_process_that_sheds_its_tag_ends_with_the_node(mark: str, no_groups: None) -> None:
+    """Terminated from outside, a node takes along what has left its session, its environment and its parent."""
+    instance = launched(f"{RUNAWAY.format(seconds=mark)} touch started; sleep 300")
+    wait_until(lambda: running(mark), "the runaway")
+    assert sky.Local().terminate([instance.id]) == {instance.id: EMPTY_TREE}
+    assert running(mark) == []
+    assert listed(instance) == []
+
+
+def test_a_process_that_sheds_its_tag_is_listed_as_its_node(mark: str) -> None:
+    """Long after the startup script has ended by itself, whatever it has left is not: the keeper ends it."""
+    instance = launched(f"{RUNAWAY.format(seconds=mark)} touch started")
+    wait_until(lambda: listed(instance) == [], "the node to end with its command")
+    assert running(mark) == []
+    assert (Path(str(instance.directory)) / keeper.KEPT).read_text() in {"group\n", "tree\n"}
+    sky.Local().terminate([instance.id])
+
+
+@pytest.mark.parametrize("who", ["command", "first keeper", "second keeper"])
+def test_whoever_of_a_node_is_killed_the_rest_is_found(who: str, mark: str, no_groups: None) -> None:
+    """Any one of the three that stand above a runaway may be killed: the runaway ends, at once or with the node."""
+    instance = launched(f"echo $$ >shell; {RUNAWAY.format(seconds=mark)} touch started; sleep 300")
+    wait_until(lambda: running(mark), "the runaway")
+    first, second = keepers_of(instance)
+    os.kill({"command": int((Path(str(instance.directory)) / "shell").read_text()), "first keeper": first, "second keeper": second}[who], signal.SIGKILL)
+    if who == "first keeper":
+        assert listed(instance) == [instance.id]
+        assert sky.Local().terminate([instance.id]) == {instance.id: EMPTY_TREE}
+    else:
+        wait_until(lambda: listed(instance) == [], "the node to end")
+    assert running(mark) == []
+    sky.Local().terminate([instance.id])
+
+
+@pytest.mark.parametrize("fork", ["sh", "python"])
+def test_a_process_that_forks_all_the_time_is_caught(fork: str, mark: str, tmp_path: Path, no_groups: None) -> None:
+    """Each process of the chain lives for a moment only, has another session and no environment."""
+    if fork == "sh":
+        chain = tmp_path / "chain.sh"
+        chain.write_text('touch "$1"; setsid sh "$0" "$@" </dev/null >/dev/null 2>&1 &\n')
+        command = f"env -i PATH=$PATH setsid sh {chain} {tmp_path}/forked {mark} </dev/null >/dev/null 2>&1 &"
+    else:
+        chain = tmp_path / "chain.py"
+        chain.write_text("import os, sys\nopen(sys.argv[1], 'w')\nwhile True:\n    if os.fork():\n        os._exit(0)\n    os.setsid()\n")
+        command = f"env -i setsid {sys.executable} -I -S {chain} {tmp_path}/forked {mark} </dev/null >/dev/null 2>&1 &"
+    instance = launched(f"{command} touch started; sleep 300")
+    wait_until(lambda: (tmp_path / "forked").exists(), "the chain")
+    sky.Local().terminate([instance.id])
+    assert [pid for _ in range(20) for pid in running(mark)] == []
+
+
+def test_a_frozen_keeper_holds_the_tree_together(mark: str, no_groups: None) -> None:
+    """What stands still reaps nobody, and is their parent all the same."""
+    instance = launched(f"{RUNAWAY.format(seconds=mark)} touch started; sleep 300")
+    wait_until(lambda: running(mark), "the runaway")
+    for pid in keepers_of(instance):
+        os.kill(pid, signal.SIGSTOP)
+    assert sky.Local().terminate([instance.id]) == {instance.id: EMPTY_TREE}
+    assert running(mark) == []
+    assert listed(instance) == []
+
+
+def test_without_keepers_and_groups_the_end_says_what_it_cannot_see(mark: str, no_groups: None, caplog: pytest.LogCaptureFixture) -> None:
+    """Both keepers killed in one stroke, and no control group: what has shed the tag is lost, and the evidence does not claim otherwise."""
+    instance = launched(f"{RUNAWAY.format(seconds=mark)} touch started; sleep 300")
+    wait_until(lambda: running(mark), "the runaway")
+    kill_at_once(keepers_of(instance))
+    wait_until(lambda: keepers_of(instance) == [], "the keepers to be dead")
+    assert sky.Local().terminate([instance.id]) == {instance.id: EMPTY_TAG}
+    assert EMPTY_TAG in caplog.text
+    assert len(running(mark)) == 1
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="becoming somebody else needs root")
+def test_a_process_that_has_become_somebody_else_ends_with_the_node(mark: str, no_groups: None) -> None:
+    """`su nobody` with a shell that is let go of."""
+    instance = launched(f"su -s /bin/sh nobody -c 'setsid nohup env -i /bin/sleep {mark} >/dev/null 2>&1 </dev/null &'; touch started; sleep 300")
+    wait_until(lambda: [pid for pid in running(mark) if os.stat(f"/proc/{pid}").st_uid != 0], "the runaway")
+    sky.Local().terminate([instance.id])
+    assert running(mark) == []
+
+
+# ── in a pool ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+CLIENT = """
+import os, subprocess, sys, time
+import skyward_core as sky
+
+def run_away(seconds):
+    subprocess.run(["sh", "-c", "env -i setsid /bin/sleep $0 </dev/null >/dev/null 2>&1 &", seconds], check=True)
+    return os.getpid()
+
+def stay(seconds):
+    time.sleep(1000)
+
+pool = sky.ComputePool(provider=sky.Local(), display="quiet").open()
+runner = pool.run(sky.compute(run_away)(os.environ["MARK"]))
+pool.submit(sky.compute(stay)(0))
+print(pool.lease.nodes[0].instance.id, pool.lease.pool_id, runner, flush=True)
+if sys.argv[1] == "close":
+    pool.close()
+    print(pool.receipt["left"], pool.receipt["resources"][0]["evidence"], flush=True)
+else:
+    time.sleep(1000)
+"""
+
+
+def client(mark: str, ending: str = "stay") -> "tuple[subprocess.Popen[str], str, str, int]":
+    """A process with a pool, in which a call has let something go; the node's id, the pool's, and the pid of the runner."""
+    process = subprocess.Popen([sys.executable, "-c", CLIENT, ending], env={**os.environ, "MARK": mark}, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    instance_id, pool_id, runner = process.stdout.readline().split()
+    return process, instance_id, pool_id, int(runner)
+
+
+def is_gone(pool_id: str, mark: str) -> bool:
+    return sky.Local().instances(pool_id) == [] and running(mark) == []
+
+
+@pytest.mark.slow
+def test_close_takes_along_what_a_call_has_left(mark: str) -> None:
+    """And the receipt says how it is known that nothing is left."""
+    process, _, pool_id, _ = client(mark, "close")
+    told, _ = process.communicate(timeout=60)
+    assert told in {f"[] local lists it no more: {proof}\n" for proof in (EMPTY_GROUP, EMPTY_TREE)}
+    assert is_gone(pool_id, mark)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "killed", ["client", "reaper and client", "runner", "worker", "supervisor", "first keeper", "second keeper", "supervisor and first keeper"]
+)
+def test_whatever_is_killed_nothing_outlives_the_pool(killed: str, mark: str) -> None:
+    """SIGKILL to one of those that could have ended what a call has left, or to two; then to the client."""
+    process, instance_id, pool_id, runner = client(mark)
+    try:
+        assert len(running(mark)) == 1
+        first, second = (pid for pid in sorted(pids_named(keeper.KEEPER, instance_id), key=lambda pid: keeper.parent_of(pid) != process.pid))
+        supervisor = keeper.parent_of(runner)
+        worker = next(pid for pid in keeper.children_of(supervisor) if pid != runner)
+        reaper = next(pid for pid in keeper.children_of(process.pid) if keeper.name_of(pid) == keeper.REAPER)
+        assert keeper.parent_of(supervisor) == second
+        known = {"client": process.pid, "reaper": reaper, "runner": runner, "worker": worker, "supervisor": supervisor}
+        known |= {"first keeper": first, "second keeper": second}
+        for who in killed.split(" and "):
+            os.kill(known[who], signal.SIGKILL)
+        if "supervisor" in killed or "second" in killed:
+            wait_until(lambda: instance_id not in {found.id for found in sky.Local().instances(pool_id)}, "the node to end")
+            assert running(mark) == []
+    finally:
+        process.kill()
+        process.communicate()
+    wait_until(lambda: is_gone(pool_id, mark), "the node and what its call has left to end")
+
+
+NESTED = """
+import sys
+import skyward_core as sky
+
+def open_another():
+    inner = sky.ComputePool(provider=sky.Local(), display="quiet").open()
+    globals()["kept"] = inner
+    return inner.lease.pool_id, inner.lease.nodes[0].instance.id
+
+pool = sky.ComputePool(provider=sky.Local(), display="quiet").open()
+print(*pool.run(sky.compute(open_another)()), flush=True)
+sys.stdin.readline()
+pool.close()
+print("closed", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.slow
+def test_the_reaper_of_a_pool_that_a_call_has_opened_is_spared(tmp_path: Path) -> None:
+    """It outlives the node, whose end is what it waits for, gives back what the call has rented, and ends."""
+    process = subprocess.Popen([sys.executable, "-c", NESTED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    inner_pool, _ = process.stdout.readline().split()
+    (reaper,) = reapers_of(inner_pool)
+    os.kill(reaper, signal.SIGSTOP)  # so that it is there when the node ends
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "closed\n"
+    assert reapers_of(inner_pool) == [reaper]
+    assert sky.Local().instances(inner_pool) == []
+    os.kill(reaper, signal.SIGCONT)
+    process.communicate("\n", timeout=60)
+    wait_until(lambda: reapers_of(inner_pool) == [], "the reaper to end")
+
+
+def reapers_of(pool_id: str) -> list[int]:
+    return [pid for pid in running(pool_id) if keeper.name_of(pid) == keeper.REAPER]
+
+
+def pids_named(name: str, instance_id: str) -> list[int]:
+    return [pid for pid, is_keeper in watchdog.members(instance_id).items() if is_keeper == (name == keeper.KEEPER)]
+
+
+def kill_at_once(pids: list[int]) -> None:
+    """Kill these so that none sees the death of another."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+# ── control groups ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def has_groups() -> bool:
+    """Whether this computer lets this user make control groups (cgroup v2, kernel 5.14 or later)."""
+    group = control_groups.make(f"local-{uuid.uuid4().hex[:12]}", "sky-test-probe", "0")
+    return group is not None and group.remove()
+
+
+@pytest.mark.skipif(not has_groups(), reason="no cgroup v2 in which this user may make groups")
+def test_a_control_group_holds_what_has_lost_its_keepers(mark: str) -> None:
+    """Both keepers killed at once, client and reaper gone: any process of the same user lists the node by its group, and ends all that is in it."""
+    pool_id = f"sky-test-{uuid.uuid4().hex[:8]}"
+    instance = launched(f"{RUNAWAY.format(seconds=mark)} touch started; sleep 300", pool_id)
+    wait_until(lambda: running(mark), "the runaway")
+    kill_at_once([pid for pid in watchdog.members(instance.id) if pid not in running(mark)])
+    wait_until(lambda: not watchdog.members(instance.id), "nothing with a tag to be left")
+    asked = "import sys, skyward_core as sky; print([(i.id, i.pool_id, i.rank) for i in sky.Local().instances(sys.argv[1])])"
+    told = subprocess.run([sys.executable, "-c", asked, pool_id], capture_output=True, text=True, check=True).stdout
+    assert told == f"{[(instance.id, pool_id, 0)]}\n"
+    assert sky.Local().terminate([instance.id]) == {instance.id: EMPTY_GROUP}
+    assert running(mark) == []
+    assert listed(instance) == []
+    assert [group for group in control_groups.all_groups() if group.pool_id == pool_id] == []
+
+
+@pytest.mark.skipif(not has_groups(), reason="no cgroup v2 in which this user may make groups")
+def test_an_abandoned_group_is_removed_by_the_next_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that has ended when nobody was there leaves an empty folder; one that is about to be entered is left alone."""
+    group = control_groups.make(f"local-{uuid.uuid4().hex[:12]}", "sky-test-abandoned", "0")
+    assert group is not None
+    control_groups.remove_abandoned()
+    assert group.path.exists()
+    monkeypatch.setattr(control_groups, "ABANDONED_SECONDS", 0.0)
+    control_groups.remove_abandoned()
+    assert not group.path.exists()
