@@ -8,16 +8,21 @@ Times are UTC, stored as whole microseconds since 1970: SQLite keeps no zone.
 from __future__ import annotations
 
 import json
+import logging
+import os
+import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
+from stat import S_IMODE, S_ISREG
 from types import MappingProxyType
 from typing import Any
 
+from platformdirs import user_state_path
 from sqlalchemy import (
     URL,
     BigInteger,
@@ -49,9 +54,13 @@ from skyward_core.entries import MICRO_USD, Attempt, Bucket, Intent, PoolEntry, 
 from skyward_core.errors import BadRequest, LedgerConflict, LedgerError
 from skyward_core.owner import Owner
 from skyward_core.work import WORK_CHARACTERS, Work
+from skyward_core.worker.private import NotPrivate, other_writers
 
 CONNECT_TIMEOUT_SECONDS = 10
+BESIDE = ("-wal", "-shm", "-journal")
+"""Endings of the files that SQLite keeps beside a database; it makes them with the mode of that one (sqlite.org/wal.html)."""
 MIGRATION_LOCK = 0x736B7977617264  # "skyward": the advisory lock under which a PostgreSQL schema is made
+_log = logging.getLogger("skyward")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 # ── schema ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -376,11 +385,46 @@ def opened(url: URL, busy_timeout_seconds: float) -> Engine:
                 "client_encoding": "utf8",  # a server that was set up under LC_ALL=C has none, and its texts would come as bytes
             }
             return create_engine(url, pool_pre_ping=True, connect_args=settings)
-        Path(str(url.database)).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _keep_from_others(Path(str(url.database)))
         engine = create_engine(url, connect_args={"timeout": busy_timeout_seconds})
     event.listen(engine, "connect", lambda connection, _: _prepare_sqlite(connection, busy_timeout_seconds))
     event.listen(engine, "begin", _begin_sqlite)
     return engine
+
+
+def _keep_from_others(path: Path) -> None:
+    """Make the file, if there is none, and see to it that no other user can read or write it, or what SQLite keeps beside it. Raises OSError.
+
+    It is never opened: to close it again would drop all locks that this process has on it (fcntl(2)).
+    """
+    path = Path(os.path.realpath(path))
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.parent.stat()
+    if others := other_writers(status):
+        raise NotPrivate(f"{path.parent} may be written to by {others} (mode {S_IMODE(status.st_mode):04o}), who could exchange the ledger")
+    if status.st_mode & 0o077 and status.st_uid == os.geteuid() and path.parent == user_state_path("skyward"):
+        path.parent.chmod(0o700)
+    if not path.exists():
+        descriptor, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # with mode 0600
+        os.close(descriptor)
+        with suppress(FileExistsError):
+            os.link(part, path)
+        os.unlink(part)
+    for file in (path, *(path.with_name(f"{path.name}{ending}") for ending in BESIDE)):
+        with suppress(FileNotFoundError):  # those beside it come and go
+            _close_to_others(file)
+
+
+def _close_to_others(file: Path) -> None:
+    status = file.lstat()
+    if not S_ISREG(status.st_mode):
+        return  # SQLite says what is wrong
+    if status.st_uid != os.geteuid() and os.geteuid() != 0:
+        raise NotPrivate(f"{file} belongs to user {status.st_uid}: a ledger that several users share is kept in PostgreSQL")
+    if status.st_mode & 0o077:
+        file.chmod(0o600)
+        if not file.name.endswith(BESIDE):
+            _log.warning("the ledger %s could be read by others (mode %04o), and is closed to them: mode 0600", file, S_IMODE(status.st_mode))
 
 
 def _prepare_sqlite(connection: PoolProxiedConnection, busy_timeout_seconds: float) -> None:

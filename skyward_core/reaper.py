@@ -23,7 +23,6 @@ from platformdirs import user_state_path
 
 from skyward_core.errors import NotPicklable
 from skyward_core.pickling import Pickled, dumps
-from skyward_core.worker.private import make_private
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -202,7 +201,8 @@ def _spawned(pool_id: str, pipe: int) -> _Child:
 
 def _opened_log() -> int:
     try:
-        directory = make_private(user_state_path("skyward"))
+        directory = user_state_path("skyward")
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = directory / "reaper.log"
         if path.exists() and path.stat().st_size > LARGEST_LOG_BYTES:
             path.replace(directory / "reaper.log.old")

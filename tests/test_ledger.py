@@ -1492,3 +1492,66 @@ def test_four_thousand_open_intents_are_found(large: Ledger) -> None:
     """Among a hundred thousand: what a sweep begins with."""
     intents = large.open_intents()
     assert len(intents) == 4000
+
+
+# ── whose file it is ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def modes(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+
+
+def test_the_file_and_what_is_beside_it_are_closed_to_others(tmp_path: Path) -> None:
+    """Whatever the umask; so is the folder where the ledger is by default."""
+    before = os.umask(0)
+    try:
+        with Ledger(f"sqlite:///{tmp_path / 'new' / 'ledger.db'}") as ledger:
+            ledger.set_account(Account("team", Decimal(1), Period.RUN))
+            assert modes(tmp_path / "new") == {"ledger.db": 0o600, "ledger.db-wal": 0o600, "ledger.db-shm": 0o600}
+            assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    finally:
+        os.umask(before)
+
+
+def test_a_ledger_that_others_could_read_is_closed_to_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With a warning, once, and with all that it holds; its folder is the user's own business, unless it is the one by default."""
+    path = tmp_path / "ledger.db"
+    with Ledger(f"sqlite:///{path}") as ledger, Ledger(f"sqlite:///{path}"):
+        ledger.set_account(Account("team", Decimal(1), Period.RUN))
+        for name in modes(tmp_path):
+            (tmp_path / name).chmod(0o644)
+        tmp_path.chmod(0o755)
+        with caplog.at_level("WARNING"), Ledger(f"sqlite:///{path}") as again:
+            assert [account.name for account in again.accounts()] == ["team"]
+            assert set(modes(tmp_path).values()) == {0o600}
+        with Ledger(f"sqlite:///{path}"):
+            pass
+    assert [record.getMessage() for record in caplog.records] == [f"the ledger {path} could be read by others (mode 0644), and is closed to them: mode 0600"]
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+
+
+def test_the_folder_by_default_is_closed_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier version, or somebody's umask, may have left it open."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "skyward").mkdir(mode=0o755)
+    Ledger(default_url({})).close()
+    assert (tmp_path / "skyward").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+def test_a_ledger_in_a_folder_of_all_is_refused(tmp_path: Path, mode: int) -> None:
+    """Others could put a journal beside it, which SQLite would believe."""
+    tmp_path.chmod(mode)
+    with pytest.raises(LedgerError, match=rf"SKYWARD_LEDGER.*may be written to by everybody \(mode {mode:04o}\)"):
+        Ledger(f"sqlite:///{tmp_path / 'ledger.db'}")
+    assert modes(tmp_path) == {}
+
+
+def test_the_locks_of_an_open_ledger_outlive_another_opening(tmp_path: Path) -> None:
+    """To look at the file's mode must not open it: closing any descriptor of a file drops all its locks (fcntl(2))."""
+    path = tmp_path / "ledger.db"
+    with Ledger(f"sqlite:///{path}") as ledger, ledger._write():
+        Ledger(f"sqlite:///{path}").close()
+        code = f"import sqlite3; sqlite3.connect({str(path)!r}, timeout=0).execute('BEGIN IMMEDIATE')"
+        done = subprocess.run([sys.executable, "-IS", "-c", code], capture_output=True, text=True, check=False)
+    assert "database is locked" in done.stderr

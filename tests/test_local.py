@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import uuid
 from collections.abc import Iterator
@@ -213,6 +214,17 @@ def test_a_node_sees_paths_and_proxies_but_no_secrets(pool_id: str, monkeypatch:
     assert seen.items() >= (kept | {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"]}).items()
     assert not set(dropped) & set(seen)
     assert "/secret" not in seen.values()
+
+
+@pytest.mark.slow
+def test_nothing_of_a_pool_is_in_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dask's own folders, of the scheduler too, are in the node's: they go with it, and nobody else can be there first with his modules."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # the nodes' too
+    with sky.ComputePool(provider=sky.Local(), display="quiet") as pool:
+        assert pool.run(sky.compute(tempfile.gettempdir)()) == str(tmp_path)
+        assert list(tmp_path.iterdir()) == []
+        (node,) = pool.lease.nodes
+        assert (folder_of(node.instance) / "dask-scratch-space").is_dir()
 
 
 # ── when the client is gone ──────────────────────────────────────────────────────────────────────────────────────────

@@ -27,7 +27,7 @@ HALVES = sky.Accelerator.NVIDIA.H100(mig="3g.40gb")
 MIXED = sky.Accelerator.NVIDIA.H100(count=2, mig=["1g.10gb", "1g.10gb", "2g.20gb", "3g.40gb"])
 PLACE = "usr/local/bin"
 LEASE_SECONDS = 5
-TRY_LOCK = "flock --nonblock /tmp/skyward-host.lock"
+TRY_LOCK = "flock --nonblock /proc"
 PROBE = f"until [ -e /root/enough ]; do {TRY_LOCK} true || touch /root/was-held; sleep 0.1; done; rm /root/enough"
 PRICE_PER_HOUR = 7200.0
 """So that a second of one of a host's two workers costs a dollar."""

@@ -7,7 +7,7 @@ import pytest
 
 from skyward_core.places import first_private
 from skyward_core.worker import private
-from skyward_core.worker.private import NotPrivate, check_parents, check_private, is_private, make_private
+from skyward_core.worker.private import NotPrivate, check_private, is_private, make_private
 
 STRANGER = 61_001
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give folders to others")
@@ -70,7 +70,7 @@ def test_the_folder_of_another_user_is_refused(tmp_path: Path, mode: int) -> Non
 
 @as_root
 def test_a_group_that_others_are_in_counts_as_others(tmp_path: Path) -> None:
-    """And the user's own group, of the same name and with nobody else in it, does not."""
+    """And root's does not, nor the user's own, of the same name and with nobody else in it."""
     above = made(tmp_path / "above", 0o770)
     mine = made(above / "mine")
     os.chown(above, 0, 0)
@@ -125,13 +125,6 @@ def test_roots_that_a_container_cannot_name(tmp_path: Path, monkeypatch: pytest.
     assert private._roots() == (0, int(private.OVERFLOW_UID.read_text()))
     (tmp_path / "map").write_text("         0       1000          1\n         1     100000      65536\n")
     assert private._roots() == (0,)
-
-
-def test_a_files_folder_lets_nobody_put_files_beside_it(tmp_path: Path) -> None:
-    """Not even with the sticky bit, which keeps others from renaming alone."""
-    check_parents(made(tmp_path / "mine", 0o755) / "file")
-    with pytest.raises(NotPrivate, match="could put files beside file"):
-        check_parents(made(tmp_path / "all", 0o1777) / "file")
 
 
 def test_the_first_place_that_serves_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,3 +265,27 @@ def test_a_whole_pool_beside_an_attacker(users: Users) -> None:
     for path in users.home(BOB).rglob("*"):
         if path.parent.name in ("skyward", "state") or path.name == "skyward":
             assert path.stat().st_mode & 0o022 == 0, path
+
+
+BOB_LEDGER = """
+import sys
+from skyward_core.ledger import Ledger
+
+Ledger(sys.argv[1]).close()
+print("opened")
+"""
+
+
+@pytest.mark.parametrize("beside", ["", "-wal", "-shm"])
+def test_the_ledger_of_another_user_is_refused(users: Users, beside: str) -> None:
+    """Even if she lets everybody write to it, and even if only a file beside Bob's own is hers."""
+    folder = users.folder / "ledgers"
+    folder.mkdir()
+    os.chown(folder, BOB, BOB)
+    path = folder / f"ledger.db{beside}"
+    path.write_bytes(b"")
+    path.chmod(0o666)
+    os.chown(path, ALICE, ALICE)
+    out, errors = users.run(BOB, BOB_LEDGER, f"sqlite:///{folder / 'ledger.db'}")
+    assert out == ""
+    assert f"{path} belongs to user {ALICE}: a ledger that several users share is kept in PostgreSQL" in errors.splitlines()[-1]

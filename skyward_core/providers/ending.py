@@ -106,10 +106,11 @@ skyward_unmount() { # directory: undoes what the node has mounted, last first
 }
 skyward_unpartition() { # directory: gives the GPUs back as they were; a driver that hangs, and cannot be killed, holds nobody up for longer than that
   [ -f "$1/mig" ] || return 0
-  # The lock on descriptor 9 is kept: nobody else may begin with a GPU that is being given back.
+  # The lock on descriptor 9 is kept: nobody else may begin with a GPU that is being given back. The last word shows others who has it.
   skyward_told=$1/mig.told
   { true >"$skyward_told"; } 2>/dev/null || skyward_told=/dev/null
-  timeout -k 1 "$skyward_unpartition_seconds" sh -c "$skyward_unpartition_program" skyward "$1/mig" </dev/null >"$skyward_told" 2>&1 &
+  timeout -k 1 "$skyward_unpartition_seconds" sh -c "$skyward_unpartition_program" skyward "$1/mig" skyward-pool=giving-back-GPUs \
+    </dev/null >"$skyward_told" 2>&1 &
   skyward_tries=$((skyward_unpartition_seconds * 20))
   while [ -f "$1/mig" ] && [ "$skyward_tries" -gt 0 ]; do
     skyward_tries=$((skyward_tries - 1))

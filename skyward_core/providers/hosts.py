@@ -62,9 +62,17 @@ PLACES = r"""skyward_places() { # sets skyward_home, where all of ours is on thi
   skyward_ip=${3:-}
 }
 skyward_lock() { # seconds: takes the machine's lock on descriptor 9
-  [ -e /tmp/skyward-host.lock ] || (umask 0 && : >>/tmp/skyward-host.lock)
-  exec 9</tmp/skyward-host.lock
+  exec 9</proc
+  flock -w "$1" 9 && return 0
+  [ -r /proc/1/cmdline ] || return 1 # mounted with hidepid: whose lock it is cannot be told
+  for _ in 1 2 3 4 5 6; do
+    [ -z "$(skyward_holders)" ] || return 1
+    flock -w 0.5 9 && return 0
+  done
+  [ -r "${HOME:-/}" ] || return 0
+  exec 9<"${HOME:-/}"
   flock -w "$1" 9
+  [ $? -ne 1 ] # with 1 it is held; on NFS folders cannot be locked
 }
 skyward_holders() { # tells the pools that have processes here: our own by their tags, other users' by the command lines of their guards
   {
@@ -88,7 +96,10 @@ skyward_sweep() { # removes what is cached, unless a node of ours is here
   fi
 }
 """
-"""Opened for reading alone, the lock's file needs no rights: Debian's kernels refuse to create over, or write to, somebody else's file in /tmp."""
+"""The lock is /proc: it is one for each pid namespace, as far as pools see each other, and root's, so that no user can make, exchange or close it.
+
+Any user may hold it, though. A pool that does is seen by its guard within moments; if none is, the lock is taken for a nuisance, and the one of this user's
+own pools, his home, stands in for it."""
 
 LOOK = (
     PLACES
@@ -215,7 +226,7 @@ class Hosts(Provider):
     ~/.ssh/config, in place of which `config` may name another. Host keys are those of `known_hosts` (a path; ~/.ssh/known_hosts by default), else pinned
     at first contact.
 
-    All that is ever on a host is below one directory, ~/.cache/skyward or its SKYWARD_HOME, and an empty lock, /tmp/skyward-host.lock. Environments stay
+    All that is ever on a host is below one directory, ~/.cache/skyward or its SKYWARD_HOME. Environments stay
     cached there for the next pool, until `sweep_environments`; with `keep_environments=False` they go with the node that was the host's last.
     `price_per_hour` is USD for one host.
     """

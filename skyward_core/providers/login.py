@@ -22,7 +22,6 @@ from typing import Any
 from platformdirs import user_state_path
 
 from skyward_core.errors import BadRequest
-from skyward_core.worker.private import make_private
 
 PURPOSE = b"skyward host key of launch "
 
@@ -55,13 +54,11 @@ def our_key(path: str | None = None) -> Key:
         place = Path(path).expanduser().absolute() if path is not None else user_state_path("skyward") / "ssh" / "id_ed25519"
     except RuntimeError as error:
         raise BadRequest(f"there is no such place as {path}: {error}") from error
-    if path is None:
+    if path is None and not place.exists():
         try:
-            make_private(place.parent)
-            if not place.exists():
-                _make(place)
+            _make(place)
         except OSError as error:
-            raise BadRequest(f"the SSH key {place} cannot be made, or not be kept from others: {error}; name one of your own with ssh_key=") from error
+            raise BadRequest(f"the SSH key {place} cannot be made: {error}; name one of your own with ssh_key=") from error
     return Key(place, _public(_load(place)))
 
 
@@ -80,6 +77,7 @@ def host_key(launch: str, key: Key) -> HostKey:
 
 def _make(place: Path) -> None:
     """Make our key. Two processes may do so at once: a link is made by one of them only, and whole."""
+    place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     private = importlib.import_module("cryptography.hazmat.primitives.asymmetric.ed25519").Ed25519PrivateKey.generate()
     descriptor, part = tempfile.mkstemp(dir=place.parent)  # with mode 0600
     try:

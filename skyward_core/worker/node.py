@@ -94,6 +94,7 @@ def run_scheduler(directory: Path, settings: NodeSettings) -> NoReturn:
             security=security(settings),
             dashboard=False,
             dashboard_address="127.0.0.1:0",
+            local_directory=str(directory),  # else below /tmp, where it outlives the node; Dask puts it on sys.path
             plugins=[Prompt(), Calls(settings.lease_seconds), Holding(POOL_TOPIC)],
         )
         async with scheduler:

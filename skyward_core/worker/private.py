@@ -79,15 +79,11 @@ def is_private(path: Path) -> bool:
     return True
 
 
-def check_parents(path: Path) -> None:
-    """Raise NotPrivate if another user could exchange the folder that holds this file, or make files in it."""
-    folder = _without_links(path.absolute().parent)
-    for parent in folder.parents:
-        _refuse_parent(parent, parent.stat())
-    status = folder.stat()
-    _refuse_parent(folder, status)
-    if others := _other_writers(status):
-        raise NotPrivate(f"{folder} may be written to by {others} (mode {stat.S_IMODE(status.st_mode):04o}), who could put files beside {path.name}")
+def other_writers(status: os.stat_result) -> str:
+    """Return who beside the owner may write to what this is the status of; "" if that is nobody but root and the owner's own group."""
+    if status.st_mode & stat.S_IWOTH:
+        return "everybody"
+    return f"group {status.st_gid}" if status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid) else ""
 
 
 def _without_links(path: Path) -> Path:
@@ -135,7 +131,7 @@ def _entered(name: str, parent: int, flags: int, path: Path, *, make: bool) -> i
 def _refuse_parent(path: Path, status: os.stat_result) -> None:
     if status.st_uid not in (os.geteuid(), *_roots()):
         raise NotPrivate(f"{path} belongs to {_name(status.st_uid)}, who could exchange what is in it")
-    if not status.st_mode & stat.S_ISVTX and (others := _other_writers(status)):
+    if not status.st_mode & stat.S_ISVTX and (others := other_writers(status)):
         raise NotPrivate(f"{path} may be written to by {others} (mode {stat.S_IMODE(status.st_mode):04o}), who could exchange what is in it")
 
 
@@ -143,7 +139,7 @@ def _close_to_others(path: Path, folder: int) -> None:
     status = os.fstat(folder)
     if status.st_uid != os.geteuid():
         raise NotPrivate(_belongs(path, status))
-    if others := _other_writers(status):
+    if others := other_writers(status):
         raise NotPrivate(f"{path} may be written to by {others} (mode {stat.S_IMODE(status.st_mode):04o}), who may have put something there: remove it")
     if status.st_mode & 0o077:
         os.fchmod(folder, 0o700)
@@ -153,14 +149,13 @@ def _belongs(path: Path, status: os.stat_result) -> str:
     return f"{path} belongs to {_name(status.st_uid)}, not to {_name(os.geteuid())}: ask for its removal"
 
 
-def _other_writers(status: os.stat_result) -> str:
-    if status.st_mode & stat.S_IWOTH:
-        return "everybody"
-    return f"group {status.st_gid}" if status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid) else ""
-
-
 def _is_own_group(gid: int) -> bool:
-    """Whether a group is that of this user alone, as Debian makes one for each user (and its sshd's StrictModes accepts it)."""
+    """Whether a group is root's, or that of this user alone, as Debian makes one for each user (and its sshd's StrictModes accepts it).
+
+    Root's is the group of all users of a container whose image is made for any user id, as Airflow's is.
+    """
+    if gid == 0:
+        return True
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
     except KeyError:

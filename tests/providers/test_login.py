@@ -113,7 +113,7 @@ def test_a_damaged_key_is_told_and_left_alone(home: Path, content: bytes | None)
 def test_where_no_key_can_be_made_it_says_so(home: Path) -> None:
     """A file in the way, a disk that cannot be written: BadRequest, and the way out."""
     home.write_text("in the way")
-    with pytest.raises(BadRequest, match=r"cannot be made, .*ssh_key="):
+    with pytest.raises(BadRequest, match=r"cannot be made: .*ssh_key="):
         our_key()
 
 
