@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from skyward_core.events import emit as emit
     from skyward_core.events import use_callback as use_callback
     from skyward_core.futures import CallFuture as CallFuture
+    from skyward_core.housekeeping import cost_of as cost_of
     from skyward_core.housekeeping import offers as offers
     from skyward_core.housekeeping import release as release
     from skyward_core.housekeeping import sweep as sweep
@@ -135,7 +136,7 @@ _HOMES = {
     " InstanceStopping LogLine Metrics PoolReady PoolStopping PreemptionNoticed ProviderName RebalanceRecommended SkywardEvent compose emit"
     " use_callback",
     "futures": "CallFuture",
-    "housekeeping": "offers release sweep",
+    "housekeeping": "cost_of offers release sweep",
     "image.image": "Image",
     "image.volume": "S3Volume Volume",
     "instances": "Endpoint Instance InstanceState Lease Node",

@@ -1,4 +1,4 @@
-"""What needs no pool, for a plain program or a pipeline's step: `sky.offers`, `sky.sweep` and `sky.release`, with cache and ledger opened for you."""
+"""What needs no pool, for a program or a pipeline's step: `sky.offers`, `sky.sweep`, `sky.cost_of` and `sky.release`, with cache and ledger opened for you."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from skyward_core.config import Settings
 from skyward_core.instances import Lease
 from skyward_core.market import Architecture, Requirements, memory_gb
 from skyward_core.providers.base import Provider, load_all
+from skyward_core.work import Work
 
 if TYPE_CHECKING:
     from skyward_core.provisioning.price_list import PriceList
@@ -86,6 +87,20 @@ def sweep(
     sweeping, ledgers = importlib.import_module("skyward_core.provisioning.sweep"), importlib.import_module("skyward_core.ledger")
     with ledgers.Ledger(ledger_url or ledgers.default_url()) as ledger:
         return sweeping.sweep(ledger, asked, is_dry_run=is_dry_run, min_age_seconds=min_age_seconds, include_unknown=include_unknown)
+
+
+def cost_of(work: Work, *, ledger_url: str | None = None) -> dict[str, float]:
+    """Return what each pool for this work has cost so far by the ledger, in USD, by the ids of the pools: that of killed processes too.
+
+    A pool is for the work if its own has the same text wherever that is not empty: leave the attempt out for all tries. Raises LedgerError.
+
+    >>> import skyward_core as sky
+    >>> sky.cost_of(sky.Work(workflow="nightly", run="never"))
+    {}
+    """
+    ledgers, entries = importlib.import_module("skyward_core.ledger"), importlib.import_module("skyward_core.entries")
+    with ledgers.Ledger(ledger_url or ledgers.default_url()) as ledger:
+        return {row.key: float(row.cost_usd) for row in ledger.cost_rows(entries.CostBy.POOL, work=work)}
 
 
 def release(pool: Lease | str, *, credentials: Provider | None = None, ledger_url: str | None = None) -> None:

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 import skyward_core as sky
+from skyward_core.errors import BadRequest
+from skyward_core.providers import base
 from skyward_core.spec import memory_gb
 
 FULL: dict[str, Any] = {
@@ -151,3 +153,24 @@ def test_a_pool_takes_the_fields_of_a_spec() -> None:
 def test_every_field_says_what_it_is() -> None:
     """Each field has a description, which integrations show to their users."""
     assert [name for name, field in sky.PoolSpec.model_fields.items() if not field.description] == []
+
+
+def test_what_is_installed_is_read_once_and_only_for_what_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading the entry points opens a file of each distribution: an Airflow that parses hundreds of operators cannot wait for that each time."""
+    scans: list[str] = []
+    monkeypatch.setattr(base, "entry_points", lambda group: scans.append(group) or ())
+    base._elsewhere.cache_clear()
+    try:
+        for name in ("local", "aws", "verda"):
+            assert sky.PoolSpec.of(provider=[name]).providers[0].name == name
+        assert scans == []
+        for _ in range(3):
+            with pytest.raises(BadRequest, match="no provider is called 'lokal'; did you mean 'local'"):
+                base.load("lokal")
+        assert scans == ["skyward.providers"]
+        monkeypatch.syspath_prepend("/nonesuch")  # something may have been installed there
+        with pytest.raises(BadRequest):
+            base.load("lokal")
+        assert len(scans) == 2
+    finally:
+        base._elsewhere.cache_clear()

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from types import NoneType
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from airflow.sdk import Context
 
 COST_KEY = "skyward_cost"
+POOL_KEY = "skyward_pool"
+"""XCom that is there before anything is rented: whatever kills the task, the pool's id finds the bill."""
 MAX_XCOM_BYTES = 1_000_000
 """Largest result that goes into Airflow's database by default: every reader of the task's row pays for it."""
 
@@ -41,6 +44,8 @@ OTHER_NAMES = {"retries": "call_retries"}
 POOL_FIELDS = {OTHER_NAMES.get(name, name): name for name in sky.PoolSpec.model_fields}
 POOL_KEYWORDS = tuple(POOL_FIELDS)
 OWN_KEYWORDS = ("python_callable", "op_args", "op_kwargs", "map_over", "spec", "max_xcom_bytes")
+KNOWN_KEYWORDS = frozenset({*POOL_KEYWORDS, *OWN_KEYWORDS, *inspect.signature(BaseOperator.__init__).parameters})
+"""Read once: an operator is made at each parse of each DAG file, and a signature takes as long as all the rest of it."""
 PLAIN_CONTEXT = frozenset(
     {
         *("ds", "ds_nodash", "ts", "ts_nodash", "ts_nodash_with_tz", "run_id", "task_instance_key_str", "try_number", "task_reschedule_count", "test_mode"),
@@ -68,7 +73,7 @@ class SkywardOperator(BaseOperator):
     `call_retries`. All of them, `op_args` and `op_kwargs` are templates.
     `map_over` names the argument(s) that hold a sequence: the function is called once for each item, all on this one pool, and the task returns
     the list of results in order. The result goes to XCom, unless its JSON is larger than `max_xcom_bytes` (None: no limit); the bill goes to the
-    XCom `skyward_cost`.
+    XCom `skyward_cost`, and the pool's id, before anything is rented, to the XCom `skyward_pool`.
 
     The pool's keywords are kept as plain data; nothing is asked of a provider before the task runs. Raises BadRequest while the DAG is parsed.
 
@@ -116,7 +121,7 @@ class SkywardOperator(BaseOperator):
 
     def execute(self, context: Context) -> Any:
         """Run the function on a pool of its own and return its result; the pool is closed on every way out."""
-        self._attempt = attempt = _Attempt(self.log)
+        self._attempt = attempt = _Attempt(self.log, context)
         try:
             calls = self._calls(context)
             results = attempt.run(self.pool_spec, calls)
@@ -126,7 +131,7 @@ class SkywardOperator(BaseOperator):
             raise AirflowFailException(f"{error}: not tried again. Allow more (max_cost, budget), or ask for less") from error
         finally:
             self._attempt = None
-            self._push_cost(context, attempt.bill())
+            attempt.push_bill()
         result = results if self.map_over else results[0]
         if self.do_xcom_push:
             _refuse_too_large(result, self.max_xcom_bytes)
@@ -147,17 +152,6 @@ class SkywardOperator(BaseOperator):
         from_context = {name: _plain(name, context[name]) for name in wanted if name in context}  # type: ignore[literal-required]
         return _pending(self.python_callable, args, from_context | kwargs, self.map_over)
 
-    def _push_cost(self, context: Context, bill: dict[str, Any] | None) -> None:
-        if bill is None:
-            return
-        self.log.info("cost: %.6f USD, %.1f s, nodes: %d", bill["cost_usd"], bill["seconds"], bill["nodes"])
-        if bill["pool_id"]:
-            self.log.info("`skyward receipt %s` tells what became of each machine", bill["pool_id"])
-        try:
-            context["ti"].xcom_push(key=COST_KEY, value=bill)  # pyright: ignore[reportTypedDictNotRequiredAccess]
-        except Exception:  # the work is done and paid for, or failed for a better reason than this one
-            self.log.exception("the cost could not be stored as XCom %s", COST_KEY)
-
 
 # ── one execution ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -169,14 +163,15 @@ class _Killed(BaseException):
 class _Attempt:
     """One execution's pool and its news. `tell` may be called in any thread, everything else in the main thread."""
 
-    def __init__(self, log: Any) -> None:
+    def __init__(self, log: Any, context: Context) -> None:
         self._log = log
+        self._task_instance = context["ti"]  # pyright: ignore[reportTypedDictNotRequiredAccess]
+        self._work = _work_of(self._task_instance)
         self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._main = threading.current_thread()
         self._pool: sky.ComputePool | None = None
         self._calls = 0
         self._provider = ""
-        self._pool_id = ""
         self._narrator = sky.Narrator()
         self._is_killed = False
         self._is_interruptible = False
@@ -186,7 +181,7 @@ class _Attempt:
         if not calls:  # `map_over` an empty list: nothing to rent machines for
             return []
         # The task log plays the display's part; the pool's own would tell everything twice.
-        self._pool = pool = sky.ComputePool.from_spec(spec.with_(display="quiet"), on_event=self._tell, replace_object=_plain_function)
+        self._pool = pool = sky.ComputePool.from_spec(spec.with_(display="quiet"), on_event=self._tell, replace_object=_plain_function, work=self._work)
         try:
             self._log.info("::group::Provisioning")
             try:
@@ -220,7 +215,7 @@ class _Attempt:
         if final is None:
             return None
         return {
-            "pool_id": self._pool_id,
+            "pool_id": self._pool.id if self._pool is not None else "",
             "cost_usd": final.total_cost,
             "seconds": final.total_seconds,
             "hourly_rate": final.hourly_rate,
@@ -230,6 +225,46 @@ class _Attempt:
             "provider": self._provider,
             "calls": self._calls,
         }
+
+    def push_bill(self) -> None:
+        """Tell what this try has cost, and all tries of the task instance together: by the ledger, which knows those too that were killed."""
+        bill = self.bill()
+        if bill is None:
+            return
+        costs = self._costs_so_far() | {bill["pool_id"]: bill["cost_usd"]}
+        bill |= {"all_tries_usd": sum(costs.values()), "pools": sorted(costs)}
+        self._log.info("cost: %.6f USD, %.1f s, nodes: %d", bill["cost_usd"], bill["seconds"], bill["nodes"])
+        if len(costs) > 1:
+            self._log.info("cost of all tries: %.6f USD, for %d pools", bill["all_tries_usd"], len(costs))
+        self._push(COST_KEY, bill)
+
+    def _push_pool(self, pool_id: str) -> None:
+        """Before anything is rented: from here on not even SIGKILL makes the cost of this try one that nobody finds."""
+        costs = {other: cost for other, cost in self._costs_so_far().items() if other != pool_id}
+        receipt = f"skyward receipt {pool_id}"
+        self._log.info("`%s` tells at any time what became of each machine and what it has cost", receipt)
+        if costs:
+            self._log.info("earlier tries of this task have cost %.6f USD: %s", sum(costs.values()), ", ".join(sorted(costs)))
+        told = {"pool_id": pool_id, "receipt": receipt, "work": self._work.labels(), "earlier_tries_usd": sum(costs.values()), "earlier_pools": sorted(costs)}
+        self._push(POOL_KEY, told)
+
+    def _costs_so_far(self) -> dict[str, float]:
+        try:
+            return sky.cost_of(replace(self._work, attempt=""))
+        except sky.LedgerError as error:  # `skyward cost --by task` will tell it when the ledger is there again
+            self._log.warning("the cost of earlier tries is not known: %s", error)
+            return {}
+
+    def _push(self, key: str, value: dict[str, Any]) -> None:
+        """Store an XCom. A kill waits for that: a connection torn apart between question and answer would answer Airflow's next question with this one's."""
+        was_interruptible, self._is_interruptible = self._is_interruptible, False
+        try:
+            self._task_instance.xcom_push(key=key, value=value)
+        except Exception:  # the work is done and paid for, or failed for a better reason than this one
+            self._log.exception("XCom %s could not be stored: %s", key, value)
+        self._is_interruptible = was_interruptible
+        if was_interruptible and self._is_killed:
+            raise _Killed
 
     @contextmanager
     def _interruptible(self) -> Generator[None]:
@@ -272,12 +307,24 @@ class _Attempt:
     def _write(self, news: Any) -> None:
         if isinstance(news, sky.InstanceProvisioned):
             self._provider = news.provider
-        if isinstance(news, sky.PoolReady):
-            self._pool_id = news.pool_id
+        if isinstance(news, sky.InfraCreating):
+            self._push_pool(news.pool_id)
         if isinstance(news, (Future, NoneType)):
             return
         if told := self._narrator.tell(news):
             self._log.log(told[0], "%s", told[1])
+
+
+def _work_of(task_instance: Any) -> sky.Work:
+    index = task_instance.map_index
+    return sky.Work(
+        system="airflow",
+        workflow=task_instance.dag_id,
+        run=task_instance.run_id,
+        task=task_instance.task_id,
+        task_run="" if index is None or index < 0 else str(index),
+        attempt=str(task_instance.try_number),
+    )
 
 
 def _error_of(future: Future[Any]) -> BaseException | None:
@@ -293,10 +340,9 @@ def _plain_function(obj: Any) -> Any:
 
 
 def _refuse_unknown(operator: str, keywords: Mapping[str, Any]) -> None:
-    known = {*POOL_KEYWORDS, *inspect.signature(BaseOperator.__init__).parameters, *OWN_KEYWORDS}
     for name in keywords:
-        if name not in known and not name.startswith("_"):
-            near = get_close_matches(name, known, 1)
+        if name not in KNOWN_KEYWORDS and not name.startswith("_"):
+            near = get_close_matches(name, KNOWN_KEYWORDS, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"the pool's keywords are {', '.join(POOL_KEYWORDS)}"
             raise sky.BadRequest(f"{operator} has no keyword {name!r}; {hint}")
 

@@ -3,6 +3,7 @@
 This file is also that process's program: `python test_airflow.py host` runs DAGs and expressions that the tests send it, `... kill` is a task to be killed.
 """
 
+import ast
 import importlib.util
 import json
 import os
@@ -14,6 +15,7 @@ import textwrap
 import time
 import traceback
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -279,7 +281,7 @@ def test_a_wrong_task_is_refused_while_the_dag_is_parsed(airflow: Airflow, task:
 
 @pytest.mark.slow
 def test_parsing_a_dag_is_quick_and_asks_nobody(airflow: Airflow) -> None:
-    """Making a hundred tasks imports no engine and no SDK, and opens no connection."""
+    """Making three hundred tasks imports no engine and no SDK, opens no connection, and never reads what is installed."""
     code = """
         import sys
         dag("first", schedule=None)(lambda: None)()  # Airflow itself starts a process when its first DAG is made
@@ -289,7 +291,13 @@ def test_parsing_a_dag_is_quick_and_asks_nobody(airflow: Airflow) -> None:
         def d():
             for n in range(100):
                 task.skyward(provider=LOCAL, nodes=2, image=sky.Image(pip=["torch"]), accelerator="A100")(lambda x: x).override(task_id=f"t{n}")(n)
-        assert len(d().tasks) == 100
+                SkywardOperator(task_id=f"named{n}", python_callable=len, op_args=["ab"], provider="local")
+                SkywardOperator(task_id=f"spec{n}", python_callable=len, op_args=["ab"], spec=spec)
+        spec = sky.PoolSpec.of(provider=LOCAL, nodes=2)
+        from importlib import metadata
+        from skyward_core.providers import base
+        base.entry_points = lambda **group: opened.append("a scan of all distributions") or metadata.entry_points(**group)
+        assert len(d().tasks) == 300
         print("answer", opened, [m for m in ("distributed", "dask", "boto3", "torch", "skyward_core.pool") if m in sys.modules])
     """
     done = subprocess.run([sys.executable, "-c", HEAD + textwrap.dedent(code)], env=airflow.environ, check=True, capture_output=True, text=True)
@@ -490,6 +498,90 @@ def test_a_killed_task_whose_provider_does_not_answer_leaves_its_machines_to_the
 
 
 @pytest.mark.slow
+def test_a_try_that_was_killed_outright_is_in_the_bill_of_the_next(airflow: Airflow, tmp_path: Path) -> None:
+    """SIGKILL, with no time for anything: the pool's id had been told before anything was rented, the reaper ends machines and account, the next try adds up."""
+    environ = {**airflow.environ, "SKYWARD_LEDGER": f"sqlite:///{tmp_path}/ledger.db", "RUN": "run-1"}
+    airflow = replace_environ(airflow, environ)
+    first = airflow.start("kill")
+    assert first.stdout is not None
+    told: list[str] = []
+    try:
+        assert any("] working" in line for line in first.stdout if told.append(line) is None)
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)
+        first.communicate()
+    text = "".join(told)
+    (pool,) = re.findall(r"`skyward receipt (sky-\w+)` tells", text)
+    assert text.index("pushed skyward_pool") < text.index("launching")
+    while left_by(first.pid) or not [row for row in ps(environ) if row["ended_at"]]:  # the reaper's work; a limit is the test's own
+        time.sleep(0.1)
+    ((killed, cost),) = ((row["pool"], row["cost_usd"]) for row in ps(environ))
+    assert (killed, cost > 0) == (pool, True)
+
+    airflow = replace_environ(airflow, environ | {"TRY": "2"})
+    second = airflow.start("kill")
+    assert second.stdout is not None
+    assert any("] working" in line for line in second.stdout if told.append(line) is None)
+    os.killpg(second.pid, signal.SIGTERM)
+    said, _ = second.communicate(timeout=60)
+    text = "".join(told)
+    assert f"earlier tries of this task have cost {cost:.6f} USD: {pool}" in text
+    bill = ast.literal_eval(re.search(r"pushed skyward_cost (.*)", said)[1])
+    assert bill["pools"] == sorted({pool, bill["pool_id"]})
+    assert bill["all_tries_usd"] == pytest.approx(cost + bill["cost_usd"])
+    assert f"cost of all tries: {bill['all_tries_usd']:.6f} USD, for 2 pools" in said
+    (row,) = json.loads(skyward(environ, "cost", "--by", "task", "--json"))["rows"]
+    assert (row["key"], row["cost_usd"]) == ("airflow:killed/work", pytest.approx(bill["all_tries_usd"], abs=1e-5))
+
+
+def replace_environ(airflow: Airflow, environ: dict[str, str]) -> Airflow:
+    """The same Airflow home, with other variables for what is started from now on."""
+    other = copy(airflow)
+    other.environ = environ
+    return other
+
+
+def skyward(environ: dict[str, str], *arguments: str) -> str:
+    return subprocess.run([sys.executable, "-m", "skyward_core.cli", *arguments], env=environ, check=True, capture_output=True, text=True).stdout
+
+
+def ps(environ: dict[str, str]) -> list[dict[str, Any]]:
+    return json.loads(skyward(environ, "ps", "--all", "--json"))
+
+
+@pytest.mark.slow
+def test_a_task_that_is_tried_again_adds_up_its_cost(airflow: Airflow) -> None:
+    """Each try has a pool of its own; log and XCom tell this one and all of them, and a mapped task's index keeps it apart from the others."""
+    ran = airflow.run(
+        "tried",
+        """
+        @dag(schedule=None)
+        def tried():
+            @task.skyward(provider=LOCAL, retries=1, retry_delay=timedelta(0))
+            def unlucky(x, attempt):
+                if x and int(attempt) == 1:
+                    raise LookupError("the first try")
+                return x
+            unlucky.partial(attempt="{{ ti.try_number }}").expand(x=[0, 1])
+        tried()
+        """,
+    )
+    assert ran.state == "success"
+    once, twice = ran.bill("unlucky", 0), ran.bill("unlucky", 1)
+    assert (len(once["pools"]), len(twice["pools"])) == (1, 2)
+    assert once["all_tries_usd"] == once["cost_usd"]
+    assert twice["all_tries_usd"] > twice["cost_usd"]
+    pool = ran.xcoms["unlucky", 1, "skyward_pool"]
+    assert pool["pool_id"] == twice["pool_id"]
+    assert pool["receipt"] == f"skyward receipt {pool['pool_id']}"
+    assert pool["earlier_pools"] == [one for one in twice["pools"] if one != pool["pool_id"]]
+    assert pool["earlier_tries_usd"] == pytest.approx(twice["all_tries_usd"] - twice["cost_usd"])
+    work = pool["work"]
+    assert (work["system"], work["workflow"], work["task"], work["task_run"], work["attempt"]) == ("airflow", "tried", "unlucky", "1", "2")
+    assert re.search(r"skyward receipt sky-\w+` tells.*launching", ran.log, re.DOTALL)
+
+
+@pytest.mark.slow
 def test_a_task_without_money_fails_without_another_try(airflow: Airflow) -> None:
     """What the first minute would cost more than allowed is refused; the task is not tried again, says why, and nothing was rented."""
     ran = airflow.run(
@@ -583,13 +675,17 @@ def _kill() -> None:
     """Run a task that works for ever, with SIGTERM wired as Airflow's task runner wires it (`_run_task_and_map_outcome`)."""
     from airflow.sdk.exceptions import AirflowException
 
+    import skyward_core as sky
     from airflow_provider_skyward.operators import SkywardOperator
 
     class TaskInstance:
-        def xcom_push(self, key: str, value: Any) -> None:
-            print("pushed", key, value)
+        dag_id, run_id, task_id, map_index = "killed", os.environ.get("RUN", f"run-{os.getpid()}"), "work", -1
+        try_number = int(os.environ.get("TRY", "1"))
 
-    task = SkywardOperator(task_id="work", python_callable=_work, provider="local", nodes=2)
+        def xcom_push(self, key: str, value: Any) -> None:
+            print("pushed", key, value, flush=True)
+
+    task = SkywardOperator(task_id="work", python_callable=_work, provider=sky.Local(price_per_hour=36.0), nodes=2)
     signal.signal(signal.SIGTERM, lambda number, frame: task.on_kill())
     try:
         task.execute({"ti": TaskInstance()})
