@@ -39,6 +39,8 @@ from skyward_core.providers.tagging import TagName, from_codes, of_machine, to_c
 from skyward_core.side_by_side import side_by_side
 
 URL = "https://api.runpod.io"
+REST_URL = "https://rest.runpod.io"
+"""Where version 1 of the REST API is; its day was to be 2026-11-15, and it costs nothing to ask."""
 CONSOLE = "https://console.runpod.io/pods?id="
 
 ADDRESS_SECONDS = 600.0
@@ -107,19 +109,31 @@ command -v curl >/dev/null || { apt-get update -qq; DEBIAN_FRONTEND=noninteracti
 """What the end needs and small images lack; there may be no network when it is needed."""
 END = """\
 told() {{ tr '\\0' '\\n' </proc/1/environ | sed -n "s/^$1=//p"; }} # what is started over SSH does not inherit them
-id=${{RUNPOD_POD_ID:-$(told RUNPOD_POD_ID)}} key=${{RUNPOD_API_KEY:-$(told RUNPOD_API_KEY)}} patience=120
-while [ -n "$id" ] && [ -n "$key" ] && [ "$patience" -gt 0 ]; do
-  status=$(printf 'Authorization: Bearer %s' "$key" | curl -sS -m 20 -o /dev/null -w '%{{http_code}}' -X DELETE -H @- {url}/v2/pods/"$id")
-  case $status in 2??) sleep 60 ;; esac
-  if command -v runpodctl >/dev/null; then RUNPOD_API_KEY=$key runpodctl remove pod "$id" && sleep 60; fi
-  case $status in
-    000 | 408 | 429 | 5??) patience=$((patience - 1)) && sleep 30 ;; # it is out
-    *) patience=$((patience - 24)) && sleep 5 ;; # it refuses, or there is no curl
+ask() {{ # method, address, body: succeeds if it was accepted
+  answer=$(printf 'Authorization: Bearer %s' "$key" |
+    curl -sS -m 20 -w ' %{{http_code}}' -X "$1" -H @- -H 'Content-Type: application/json' ${{3:+-d}} ${{3:+"$3"}} "$2" 2>/dev/null)
+  case $answer in
+    *'"errors"'*) return 1 ;; # GraphQL refuses with 200
+    *' '2??) return 0 ;;
+    *) return 1 ;;
   esac
-done
-kill 1"""
-"""RunPod's own tool is in its images, and is a second way. An outage is waited out for an hour, a refusal tried five times. Then the main process ends, and
-nothing tries again: the GPU of a pod that is off costs nothing, as far as is known (fact sheet, 0.1), and its disk is wiped.
+}}
+pause=5
+while :; do
+  id=${{RUNPOD_POD_ID:-$(told RUNPOD_POD_ID)}} key=${{RUNPOD_API_KEY:-$(told RUNPOD_API_KEY)}} is_accepted=
+  if [ -n "$id" ] && [ -n "$key" ]; then
+    ask DELETE {url}/v2/pods/"$id" && is_accepted=yes
+    ask POST {url}/v2/pods/"$id"/action '{{"action": "terminate"}}' && is_accepted=yes
+    ask DELETE {rest_url}/v1/pods/"$id" && is_accepted=yes
+    ask POST {url}/graphql '{{"query": "mutation {{ podTerminate(input: {{podId: \\\\"'"$id"'\\\\"}}) }}"}}' && is_accepted=yes
+    if command -v runpodctl >/dev/null; then RUNPOD_API_KEY=$key runpodctl remove pod "$id" && is_accepted=yes; fi
+    [ -n "$is_accepted" ] || ask POST {url}/v2/pods/"$id"/action '{{"action": "stop"}}' # a pod that is off costs no GPU
+  fi
+  sleep "$pause"
+  [ "$pause" -ge 60 ] || pause=$((pause * 2))
+done"""
+"""By every way that RunPod documents, for which of them a pod's own key may use is told nowhere (fact sheet, "added"), and for as long as it takes: the first
+process is never ended, for a container that ends is started anew and paid for.
 """
 
 log = logging.getLogger(__name__)
@@ -241,7 +255,7 @@ class RunPod(Provider):
 
         No `startSsh`: all it does is to hand the account's keys to images that start an sshd of their own, with host keys that nobody knows beforehand.
         """
-        boot = userdata.boot_script(startup, tags, MACHINE_ID, END.format(url=shlex.quote(self._url()))) + TOOLS
+        boot = userdata.boot_script(startup, tags, MACHINE_ID, self._end_script(), is_container=True) + TOOLS
         name, more = NAMES.pack(tags)
         # as JSON, for then nobody splits it into words, and the image's own entrypoint is not in front of it
         command = json.dumps({"entrypoint": ["/bin/sh", "-c"], "cmd": [userdata.UNPACKED]})
@@ -254,6 +268,10 @@ class RunPod(Provider):
         if self.global_networking:
             order["globalNetworking"] = True
         return order
+
+    def _end_script(self) -> str:
+        url = self._url()
+        return END.format(url=shlex.quote(url), rest_url=shlex.quote(REST_URL if url == URL else url))
 
     def _hardware(self, offer: Offer) -> dict[str, Any]:
         """The part of the creating call that an offer's type stands for."""

@@ -12,6 +12,16 @@ of the boot, and whose it was by the machine's id, for a disk may be copied. Sto
     unit and link written                started anew, it ends itself; in the same boot the unit does nothing
     startup begun                        the guard watches; started anew, it ends itself
     guard has ended, power is off        switched on by somebody, it ends itself again
+
+A container has no systemd, and the cloud runs its first process, our main script, again whenever it ends, on the same disk or a new one (`is_container`):
+
+    first start                          a file says so; the guard watches, and the first process watches the guard and the time of day
+    started anew, the file is there      the guard is told that the node has ended before it begins: no work is started, and the end is asked for
+    started anew on another disk         the same from START_SECONDS after the request on; the script, which is in the environment, holds that moment
+    guard killed, whoever did it         another guard is started, and told the same
+    the pool's last moment has come      the guard is told so, and a minute later the first process asks for the end itself
+
+So the first process never ends by itself: a container that ends is started anew, and paid for.
 """
 
 from __future__ import annotations
@@ -22,9 +32,10 @@ import json
 import posixpath
 import re
 import shlex
+import time
 
 from skyward_core.errors import BadRequest
-from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Tags
+from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, POOL_TAG, RANK_TAG, Tags
 from skyward_core.providers.login import HostKey, Key
 from skyward_core.providers.tagging import TAGS_VARIABLE, to_word
 
@@ -37,6 +48,10 @@ REBOOTED = "/root/.cache/skyward/rebooted"
 UNIT = "/etc/systemd/system/skyward-guard.service"
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 """Another one at each boot, random(4)."""
+BEGAN = "/root/.cache/skyward/began"
+"""When a container was started, one line for each time."""
+START_SECONDS = 3600
+"""After the request for a container: what is started later was started before. A launch waits for ten minutes; the rest is for clocks that differ."""
 DELIMITER = "SKYWARD_END_OF_FILE"
 
 BOOT = """\
@@ -86,12 +101,53 @@ fi
 cat >"$directory/startup.sh" <<'{delimiter}'
 {startup}
 {delimiter}
+"""
+"""Containers have no systemd, sd_booted(3). The unit waits for the network, which the end may need; what cloud-init's first stages do, such as FORGET, comes
+before that (cloud-init.service: Before=network-online.target).
+"""
+START_GUARD = """\
 env HOME=/root SKYWARD_INSTANCE_ID="$id" SKYWARD_INSTANCE_DIRECTORY="$directory" {variables} \\
   setsid sh "$directory/startup.sh" </dev/null >>"$directory/log" 2>&1 &
 """
-"""Containers have no systemd, sd_booted(3): their main script is run again, and with it the guard. The unit waits for the network, which the end may need; what
-cloud-init's first stages do, such as FORGET, comes before that (cloud-init.service: Before=network-online.target).
+START_GUARD_ONCE = """\
+skyward_until='{expires}'
+skyward_over() {{ # reason: the node has ended; the guard says so, stops its work and ends the machine
+  {{ echo "$1" >"$directory/ended"; }} 2>/dev/null
+}}
+skyward_guard() {{
+{start}
+  skyward_guard_pid=$!
+}}
+skyward_now=$(date +%s)
+if [ -e {began} ]; then
+  skyward_over "its container was started anew"
+elif [ "$skyward_now" -ge {start_by} ]; then
+  skyward_over "its container was started more than {start_seconds} s after it was asked for, by its clock: it was started anew, or a clock is wrong"
+fi
+{{ echo "$skyward_now" >>{began}; }} 2>/dev/null
+skyward_guard
 """
+"""Whatever the container's environment and disk say, no start but the first has a lease. The shell's own job table says whether the guard lives."""
+WATCH = f"""\
+skyward_ending=''
+while :; do
+  sleep 10 &
+  wait "$!"
+  if [ -n "$skyward_until" ] && [ "$(date +%s)" -ge "$skyward_until" ]; then
+    skyward_over "the pool's last moment has come"
+    [ -n "$skyward_ending" ] || {{ (sleep 60 && exec sh {END}) & skyward_ending=$!; }}
+  fi
+  kill -0 "$skyward_guard_pid" 2>/dev/null && continue
+  skyward_over "its guard is gone"
+  if [ -f "$directory/startup.sh" ]; then
+    skyward_guard
+  else # the node's folder is gone: it has ended, and only the end is missing
+    sh {END} &
+    skyward_guard_pid=$!
+  fi
+done
+"""
+"""What the first process of a container does for the rest of its life; a shell that waits also lets go of the processes that others have left behind."""
 END_AGAIN_SECONDS = 30
 """Ending a machine may fail, for one because the cloud's API is out: it is tried until the machine is gone."""
 
@@ -142,14 +198,6 @@ fi
 """.replace("START", "\n  ".join(START_SSHD.splitlines()))
 OBEY = "trap 'exit 0' TERM\n"
 """Nobody else, neither from inside nor `docker stop`, ends the first process of a container with a signal that it does not wait for."""
-STAY = """\
-while :; do
-  sleep 3600 &
-  wait "$!"
-done
-"""
-"""A shell that waits, as the first process of a container has to, also lets go of the processes that others have left behind."""
-
 
 FORGET = f"""\
 [ ! -d {HOME}/instances ] ||
@@ -163,15 +211,25 @@ def directory_of(machine_id: str) -> str:
     return f"{HOME}/instances/{machine_id}"
 
 
-def boot_script(startup: str, tags: Tags, machine_id: str, end_script: str = "poweroff") -> str:
+def boot_script(startup: str, tags: Tags, machine_id: str, end_script: str = "poweroff", *, is_container: bool = False) -> str:
     """Return POSIX sh, to be run once as root, that starts `startup`. `machine_id` is shell text that prints the machine's id.
 
-    `end_script` is what END_COMMAND runs: how the machine ends itself, for good where it can. It is run again as long as it has not.
+    `end_script` is what END_COMMAND runs: how the machine ends itself, for good where it can. It is run again as long as it has not. `is_container`: the script
+    is for `container_script`, and is run again whenever the container is started anew.
     """
     if f"\n{DELIMITER}\n" in f"\n{startup}\n{end_script}\n":
         raise BadRequest(f"a startup script cannot have a line {DELIMITER!r}")
     variables = {"SKYWARD_POOL_ID": tags[POOL_TAG], "SKYWARD_RANK": tags.get(RANK_TAG, "0"), TAGS_VARIABLE: to_word(tags)}
-    return BOOT.format(
+    start = START_GUARD.format(variables=shlex.join(f"{name}={value}" for name, value in variables.items()))
+    if is_container:
+        start = START_GUARD_ONCE.format(
+            start=start.rstrip("\n"),
+            began=BEGAN,
+            expires=_seconds(tags.get(EXPIRES_TAG)),
+            start_by=int(_seconds(tags.get(CREATED_TAG)) or time.time()) + START_SECONDS,
+            start_seconds=START_SECONDS,
+        )
+    boot = BOOT.format(
         machine_id=machine_id,
         launch=shlex.quote(tags.get(LAUNCH_TAG, "unknown")),
         home=HOME,
@@ -185,8 +243,13 @@ def boot_script(startup: str, tags: Tags, machine_id: str, end_script: str = "po
         again_seconds=END_AGAIN_SECONDS,
         startup=startup.removesuffix("\n"),
         delimiter=DELIMITER,
-        variables=shlex.join(f"{name}={value}" for name, value in variables.items()),
     )
+    return boot + start
+
+
+def _seconds(text: str | None) -> str:
+    """A moment as a tag tells it, in seconds since 1970; "" if it tells none."""
+    return text if text is not None and re.fullmatch("[0-9]{1,15}", text) else ""
 
 
 def cloud_config(boot: str, key: Key, host: HostKey, *, may_be_a_copy: bool = False) -> str:
@@ -217,9 +280,9 @@ def script(boot: str, key: Key, host: HostKey) -> str:
 def container_script(boot: str, key: Key, host: HostKey) -> str:
     """Return the same as the main script of a container, which may have no sshd and has nothing that would start one; it ends when it is told to.
 
-    The guard is there before anything is installed, which may take long or come to nothing.
+    The guard is there before anything is installed, which may take long or come to nothing. `boot` was made with `is_container`.
     """
-    return "#!/bin/sh\n" + OBEY + boot + _login(key, host) + START_SSHD + STAY
+    return "#!/bin/sh\n" + OBEY + boot + _login(key, host) + START_SSHD + WATCH
 
 
 def packed(text: str) -> str:

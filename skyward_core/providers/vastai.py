@@ -102,8 +102,10 @@ GPU_NAMES = (
 )
 """How the market calls the chips of the catalogue; a search takes no other spelling, and finds nothing for one."""
 
-MAIN = "trap 'exit 0' TERM; ({}) & wait"
-"""The first process of the container. It ends when it is told to, which `sleep` as a first process would not, and reaps what others leave."""
+MAIN = """trap 'exit 0' TERM; while :; do ({}) & wait "$!"; sleep 5 & wait "$!"; done"""
+"""The first process of the container. It ends when it is told to, which `sleep` as a first process would not, and at no other moment: who kills its only child
+has it run again, and find that it was started anew.
+"""
 TOOLS = """\
 command -v curl >/dev/null || { apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends curl ca-certificates; } \\
   </dev/null >/dev/null 2>&1 &
@@ -111,20 +113,23 @@ command -v curl >/dev/null || { apt-get update -qq; DEBIAN_FRONTEND=noninteracti
 """What the end needs and small images lack; there may be no network when it is needed."""
 END = f"""\
 told() {{ tr '\\0' '\\n' </proc/1/environ | sed -n "s/^$1=//p"; }} # what is started over SSH does not inherit them
-id=${{CONTAINER_ID:-$(told CONTAINER_ID)}} key=${{CONTAINER_API_KEY:-$(told CONTAINER_API_KEY)}} patience=120
-[ -n "$id" ] || {{ id=$(told VAST_CONTAINERLABEL) && id=${{id#C.}}; }}
-while [ -n "$id" ] && [ -n "$key" ] && [ "$patience" -gt 0 ]; do
-  status=$(printf 'Authorization: Bearer %s' "$key" |
-    curl -sS -m 20 -o /dev/null -w '%{{http_code}}' -X DELETE -H @- -H 'Content-Type: application/json' -d '{{}}' "{URL}/api/v0/instances/$id/")
-  case $status in
-    000 | 408 | 429 | 5??) patience=$((patience - 1)) && sleep 30 ;; # it is out
-    2??) patience=$((patience - 24)) && sleep 60 ;;
-    *) patience=$((patience - 24)) && sleep 5 ;; # it refuses, or there is no curl
-  esac
-done
-kill 1"""
-"""An outage is waited out for an hour, a refusal tried five times. Then the first process ends, and nothing tries again: a container that is off costs its disk
-and, as far as is known, not its GPU (fact sheet, 0.1), and one that has no way to Vast for so long, on a stranger's machine, will have none.
+ask() {{ # method, path, body: succeeds if it was accepted
+  answer=$(printf 'Authorization: Bearer %s' "$key" |
+    curl -sS -m 20 -w ' %{{http_code}}' -X "$1" -H @- -H 'Content-Type: application/json' -d "$3" "{URL}/api/v0/instances/$2" 2>/dev/null)
+  case $answer in *'"success": true'*' '2?? | *'"success":true'*' '2??) return 0 ;; *) return 1 ;; esac
+}}
+pause=5
+while :; do
+  id=${{CONTAINER_ID:-$(told CONTAINER_ID)}} key=${{CONTAINER_API_KEY:-$(told CONTAINER_API_KEY)}}
+  [ -n "$id" ] || {{ id=$(told VAST_CONTAINERLABEL) && id=${{id#C.}}; }}
+  if [ -n "$id" ] && [ -n "$key" ]; then
+    ask DELETE "$id/" '{{}}' || ask DELETE '' '{{"instance_ids": ['"$id"']}}' || ask PUT "$id/" '{{"state": "stopped"}}' # that costs its disk alone
+  fi
+  sleep "$pause"
+  [ "$pause" -ge 60 ] || pause=$((pause * 2))
+done"""
+"""By every way that Vast documents, and for as long as it takes: the first process is never ended, for what becomes of a container that has ended is told
+nowhere. If it is started anew, it ends itself as soon as it begins (`userdata`).
 """
 
 type Filters = Mapping[str, Mapping[str, Any]]
@@ -341,7 +346,7 @@ class VastAI(Provider):
 
     def _order(self, offer: Offer, tags: Tags, startup: str, key: Key) -> dict[str, Any]:
         """What is asked for in the creating call. A price makes it a bid, and no price an on-demand machine, wherever the ask was found."""
-        boot = userdata.boot_script(startup, tags, f"printf %s {shlex.quote(LABELS.machine(tags))}", END) + TOOLS
+        boot = userdata.boot_script(startup, tags, f"printf %s {shlex.quote(LABELS.machine(tags))}", END, is_container=True) + TOOLS
         label, more = LABELS.pack(tags)
         order: dict[str, Any] = {
             "client_id": "me",

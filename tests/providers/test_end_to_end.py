@@ -24,6 +24,7 @@ import skyward_core as sky
 from skyward_core.ledger import default_url
 from skyward_core.market import Requirements, rank
 from skyward_core.providers import vastai as vast_module
+from skyward_core.providers.base import CREATED_TAG
 from skyward_core.provisioning.guard import guard_script
 from tests.conftest import Told, wait_until
 from tests.providers.contract import tags
@@ -357,7 +358,7 @@ def test_a_machine_ends_itself_when_nobody_is_left(rented: Rented, monkeypatch: 
     """The last rope: its lease runs out, its guard runs the end command, and the cloud says so, or lists it as one to be terminated."""
     provider = rented.provider
     offer = rank(provider.offers(WISH), WISH)[0]
-    (instance,) = provider.launch(offer, 1, tags(), guard_script(LEASE_SECONDS, None, type(provider).end_command))
+    (instance,) = provider.launch(offer, 1, {**tags(), CREATED_TAG: str(int(time.time()))}, guard_script(LEASE_SECONDS, None, type(provider).end_command))
     host = rented.hosting.hosts[instance.id]
     wait_until(lambda: not host.is_up, "the machine to end itself", seconds=120)
     states = {found.id: found.state for found in provider.instances(instance.pool_id)}

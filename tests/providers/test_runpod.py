@@ -7,12 +7,14 @@ import json
 import logging
 import os
 import shlex
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 
 import skyward_core as sky
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed
@@ -648,46 +650,63 @@ def test_a_pool_name_that_no_name_can_hold_is_refused(fake: FakeRunPod) -> None:
 # ── in the container ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(
-    ("status", "has_tool", "pause", "times"),
-    [(204, False, 5, 5), (403, False, 5, 5), (403, True, 5, 5), ("", True, 5, 5), (503, False, 30, 120), (429, True, 30, 120), ("000", False, 30, 120)],
-)
-@pytest.mark.parametrize("is_inherited", [False, True])
-def test_a_pod_ends_itself(tmp_path: Path, status: object, has_tool: bool, pause: int, times: int, is_inherited: bool) -> None:
-    """It deletes itself with its own key, which is on no command line; RunPod's tool is asked too, and an outage waited out for an hour.
-
-    If nothing helps it ends its first process.
-    """
+def ending(tmp_path: Path, accepted: str, tool: str = "") -> list[str]:
+    """Run what a pod ends itself with until it has paused for the fifth time; return what it did. `accepted` is what a request has that is not refused."""
 
     def command(name: str, text: str) -> None:
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
 
     calls = shlex.quote(str(tmp_path / "calls"))
-    command("curl", f'echo "curl $*" >>{calls}; cat >{shlex.quote(str(tmp_path / "header"))}; printf "{status}"')
-    command("sleep", f'echo "sleep $*" >>{calls}')
-    if has_tool:
-        command("runpodctl", f'echo "runpodctl $*" "$RUNPOD_API_KEY" >>{calls}')
-    end = runpod.END.format(url="https://api.runpod.io")
-    assert end.splitlines()[-1] == "kill 1"
-    script = end.removesuffix("kill 1") + "echo the end"
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RUNPOD_POD_ID": "abc123", "RUNPOD_API_KEY": "its-own-key"}
-    if not is_inherited:  # what is started over SSH asks the first process
-        (tmp_path / "environ").write_text("A=b\0RUNPOD_API_KEY=its-own-key\0RUNPOD_POD_ID=abc123\0")
-        script = script.replace("/proc/1/environ", str(tmp_path / "environ"))
-        environment = {"PATH": environment["PATH"]}
-    done = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "the end\n"
-    delete = "curl -sS -m 20 -o /dev/null -w %{http_code} -X DELETE -H @- https://api.runpod.io/v2/pods/abc123"
-    tool = ["runpodctl remove pod abc123 its-own-key", "sleep 60"] if has_tool else []
-    assert (tmp_path / "calls").read_text().splitlines() == [delete, *(["sleep 60"] if status == 204 else []), *tool, f"sleep {pause}"] * times
+    refused = '{"errors": [{"message": "not authorized"}]} 200'
+    answer = f"""case "$*" in {accepted}) printf '%s' ' 204' ;; */graphql) printf '%s' '{refused}' ;; *) printf '%s' '{{}} 403' ;; esac"""
+    command("curl", f'echo "curl $*" >>{calls}; cat >{shlex.quote(str(tmp_path / "header"))}; {answer}')
+    command("sleep", f'echo "sleep $*" >>{calls}; [ "$(grep -c ^sleep {calls})" -lt 5 ] || kill "$PPID"')
+    if tool:
+        command("runpodctl", f'echo "runpodctl $*" "$RUNPOD_API_KEY" >>{calls}; {tool}')
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    (tmp_path / "environ").write_text("A=b\0RUNPOD_API_KEY=its-own-key\0RUNPOD_POD_ID=abc123\0")
+    script = RunPod(api_key=SecretStr("k"))._end_script().replace("/proc/1/environ", str(tmp_path / "environ"))
+    done = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=False, timeout=30)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "")
     assert (tmp_path / "header").read_text() == "Authorization: Bearer its-own-key"
+    how = "curl -sS -m 20 -w  %{http_code} -X "
+    return [line.removeprefix(how).replace(" -H @- -H Content-Type: application/json", "") for line in (tmp_path / "calls").read_text().splitlines()]
 
 
-def test_a_pod_without_a_key_ends_its_first_process_at_once() -> None:
-    script = runpod.END.format(url="x").removesuffix("kill 1").replace("/proc/1/environ", "/dev/null") + "echo the end"
-    done = subprocess.run(["sh", "-c", script], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("the end\n", "")
+WAYS = [
+    "DELETE https://api.runpod.io/v2/pods/abc123",
+    'POST -d {"action": "terminate"} https://api.runpod.io/v2/pods/abc123/action',
+    "DELETE https://rest.runpod.io/v1/pods/abc123",
+    'POST -d {"query": "mutation { podTerminate(input: {podId: \\"abc123\\"}) }"} https://api.runpod.io/graphql',
+]
+STOP = 'POST -d {"action": "stop"} https://api.runpod.io/v2/pods/abc123/action'
+
+
+@pytest.mark.parametrize("accepted", ["*/v2/pods/abc123", "*terminate*action", "*/v1/pods/abc123", "*/graphql"])
+def test_a_pod_asks_for_its_end_by_every_way_and_for_as_long_as_it_takes(tmp_path: Path, accepted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its own key, which is on no command line: which of the ways that key may use is told nowhere. What was accepted has not yet been done."""
+    monkeypatch.delenv("RUNPOD_API_BASE_URL", raising=False)
+    pauses = ["sleep 5", "sleep 10", "sleep 20", "sleep 40", "sleep 80"]
+    assert ending(tmp_path, accepted) == [line for pause in pauses for line in (*WAYS, pause)]
+
+
+def test_a_pod_whose_end_is_refused_is_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That frees its GPU; and it is asked for the end all the same, with RunPod's own tool too. Nothing ends the first process: it would be started anew."""
+    monkeypatch.delenv("RUNPOD_API_BASE_URL", raising=False)
+    tool = "runpodctl remove pod abc123 its-own-key"
+    assert ending(tmp_path, "nothing", "exit 1")[: len(WAYS) + 3] == [*WAYS, tool, STOP, "sleep 5"]
+    assert "kill" not in runpod.END
+
+
+def test_a_pod_without_a_key_looks_for_it_again(tmp_path: Path) -> None:
+    """It asks nobody, and goes on."""
+    (tmp_path / "sleep").write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/pauses; [ "$(wc -l <{tmp_path}/pauses)" -lt 3 ] || kill "$PPID"\n')
+    (tmp_path / "sleep").chmod(0o755)
+    script = RunPod(api_key=SecretStr("k"))._end_script().replace("/proc/1/environ", "/dev/null")
+    done = subprocess.run(["sh", "-c", script], env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True, check=False, timeout=30)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "")
+    assert (tmp_path / "pauses").read_text().split() == ["5", "10", "20"]
 
 
 # ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -5,18 +5,21 @@ no network to install from are to be had here: that sshd comes before the host k
 """
 
 import base64
+import contextlib
 import gzip
 import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from configparser import ConfigParser
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import yaml
@@ -24,7 +27,7 @@ import yaml
 from skyward_core.errors import BadRequest, HostKeyChanged
 from skyward_core.instances import Endpoint, Instance, InstanceState
 from skyward_core.providers import userdata
-from skyward_core.providers.base import POOL_TAG, RANK_TAG
+from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, POOL_TAG, RANK_TAG
 from skyward_core.providers.login import HostKey, Key, host_key, our_key
 from skyward_core.providers.tagging import TAGS_VARIABLE, from_word
 from skyward_core.provisioning.bootstrap import GUARD_ENDS
@@ -89,7 +92,7 @@ def booted(tmp_path: Path, script: str) -> Path:
 @pytest.mark.parametrize("startup", [GUARD, NASTY])
 def test_the_scripts_are_plain_sh(key: Key, host: HostKey, kind: str, startup: str) -> None:
     """Neither shellcheck nor dash nor bash finds anything in them."""
-    boot = userdata.boot_script(startup, contract_tags(), "cat /var/lib/cloud/data/instance-id", "echo over\npoweroff")
+    boot = userdata.boot_script(startup, contract_tags(), "cat /var/lib/cloud/data/instance-id", "echo over\npoweroff", is_container=kind == "container")
     script = {"boot": boot, "script": userdata.script(boot, key, host), "container": userdata.container_script(boot, key, host)}[kind]
     told = subprocess.run([SHELLCHECK, "--shell=sh", "-"], input=script, capture_output=True, text=True, check=False)
     assert told.stdout == ""
@@ -261,10 +264,125 @@ def test_systemd_runs_that_at_each_boot(tmp_path: Path) -> None:
 
 
 def test_without_systemd_there_is_no_unit(tmp_path: Path) -> None:
-    """A container's main script is run again, and the guard with it."""
+    """What holds in a container comes below."""
     booted(tmp_path, userdata.boot_script(QUIET, TAGS, "echo m-1"))
     assert not (tmp_path / "etc/systemd").exists()
     assert not (tmp_path / "root/.cache/skyward/rebooted").exists()
+
+
+# ── started anew, in a container ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class Container:
+    """A container's main script below a root of its own, run by a shell that stands for the first process. Its end is a line in the file `ends`."""
+
+    def __init__(self, tmp_path: Path, **tags: str) -> None:
+        self.ends = tmp_path / "ends"
+        end = f'echo asked >>{self.ends}; [ "$(wc -l <{self.ends})" -lt 20 ] || sleep 100\nkill -KILL $$'
+        told = {**TAGS, CREATED_TAG: str(int(time.time())), **tags}
+        guard = guard_script(300, 86_400, userdata.END_COMMAND, paid_seconds=600)
+        boot = userdata.boot_script(guard, told, f"echo {tmp_path.name}-{os.getpid()}", end, is_container=True)
+        self._script = moved(userdata.OBEY + boot + userdata.WATCH.replace("sleep 10", "sleep 0.1").replace("sleep 60", "sleep 0.1"), tmp_path)
+        self._home = tmp_path / "root/.cache/skyward"
+        self._main: subprocess.Popen[str] | None = None
+        self._log: TextIO | None = None
+
+    def follow(self) -> None:
+        """Keep the node's log, which goes with its folder."""
+        self._log = (self.directory / "log").open()
+
+    def said(self) -> str:
+        assert self._log is not None
+        return self._log.read()
+
+    def is_up(self) -> bool:
+        return self._main is not None and self._main.poll() is None
+
+    def start(self) -> None:
+        self._main = subprocess.Popen(["sh", "-c", self._script], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+    @property
+    def directory(self) -> Path:
+        return next((self._home / "instances").iterdir())
+
+    def guard(self) -> int:
+        """Wait until a guard watches; return its pid."""
+        wait_until(lambda: list(self._home.glob("instances/*/guard")), "the guard")
+        return int((self.directory / "guard").read_text())
+
+    def crash(self, *, wipe: bool = False) -> None:
+        """All of its processes are gone at once, as when it is stopped; with `wipe` its disk too."""
+        guards = [int(place.read_text()) for place in self._home.glob("instances/*/guard")]
+        assert self._main is not None
+        for pid in (self._main.pid, *guards):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        self._main.communicate()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+        if wipe:
+            shutil.rmtree(self._home)
+
+    def has_asked_for_its_end(self) -> bool:
+        return self.ends.exists()
+
+
+@pytest.fixture
+def container(tmp_path: Path) -> Iterator[Callable[..., Container]]:
+    made: list[Container] = []
+
+    def make(**tags: str) -> Container:
+        made.append(Container(tmp_path, **tags))
+        made[-1].start()
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.crash()
+
+
+def test_a_container_that_is_started_anew_asks_for_its_end_and_does_nothing_else(container: Callable[..., Container]) -> None:
+    """It has no fresh lease and no fresh `paid`, and says why; the end is asked for again and again, and the first process lives on."""
+    one = container()
+    one.guard()
+    assert not one.has_asked_for_its_end()
+    one.crash()
+    one.follow()
+    one.start()
+    wait_until(lambda: one.has_asked_for_its_end() and len(one.ends.read_text().splitlines()) >= 3, "the third time that the end is asked for")
+    assert f"{GUARD_ENDS}its container was started anew\n" in one.said()
+    assert one.is_up()
+
+
+def test_a_container_that_is_started_anew_on_another_disk_has_no_second_lease(container: Callable[..., Container], tmp_path: Path) -> None:
+    """When it was asked for is in the script, and that is in the environment: an hour later no start is the first one."""
+    one = container(**{CREATED_TAG: str(int(time.time()) - userdata.START_SECONDS - 5)})
+    wait_until(one.has_asked_for_its_end, "the end")
+    one.crash(wipe=True)
+    one.ends.unlink()
+    one.start()
+    wait_until(one.has_asked_for_its_end, "the end of the one that was started anew")
+
+
+def test_a_container_whose_guard_is_killed_asks_for_its_end(container: Callable[..., Container]) -> None:
+    """Whoever has killed it, a call's `kill -9 -1` for one: the first process is what the kernel keeps from that."""
+    one = container()
+    guard = one.guard()
+    one.follow()
+    os.kill(guard, signal.SIGKILL)
+    wait_until(one.has_asked_for_its_end, "the end")
+    assert f"{GUARD_ENDS}its guard is gone\n" in one.said()
+
+
+@pytest.mark.parametrize("is_guard_stuck", [False, True])
+def test_a_containers_last_moment_is_held_by_its_first_process(container: Callable[..., Container], is_guard_stuck: bool) -> None:
+    """By the time of day, which nobody extends; a guard that does not move is not waited for."""
+    one = container(**{EXPIRES_TAG: str(int(time.time()) + 2)})
+    guard = one.guard()
+    if is_guard_stuck:
+        os.kill(guard, signal.SIGSTOP)
+    wait_until(one.has_asked_for_its_end, "the end")
 
 
 # ── cloud-config ─────────────────────────────────────────────────────────────────────────────────────────────────────
