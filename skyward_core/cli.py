@@ -380,6 +380,7 @@ def _offers(_: Ledger, asked: argparse.Namespace) -> int:
 
     from skyward_core.accelerators import parse
     from skyward_core.housekeeping import configured_providers, offers
+    from skyward_core.market import total_of
     from skyward_core.narrator import digits
 
     chip = None if asked.accelerator is None else replace(parse(asked.accelerator), count=asked.count)
@@ -398,20 +399,21 @@ def _offers(_: Ledger, asked: argparse.Namespace) -> int:
         return _print_json(
             {
                 "age_seconds": round(found.age_seconds(), 1),
-                "offers": [offer.model_dump(mode="json") for offer in shown],
+                "offers": [{**offer.model_dump(mode="json"), "total_per_hour": offer.total_per_hour} for offer in shown],
                 "without": [asdict(one) for one in found.refusals],
             }
         )
     if shown:
         _print_table(
-            ["PROVIDER", "REGION", "TYPE", "MARKET", ">USD/H", ">CPUS", ">MEMORY GB", "ACCELERATORS", "PROCESSOR"],
+            ["PROVIDER", "REGION", "TYPE", "MARKET", ">USD/H", ">OF IT BESIDE", ">CPUS", ">MEMORY GB", "ACCELERATORS", "PROCESSOR"],
             [
                 [
                     offer.provider,
                     offer.region,
                     offer.instance_type,
                     "spot" if offer.is_spot else "on demand",
-                    digits(offer.price_per_hour),
+                    digits(offer.total_per_hour),
+                    digits(total_of(offer.extras_per_hour)) if offer.extras_per_hour else "",
                     f"{offer.vcpus:g}",
                     f"{offer.memory_gb:.0f}",
                     f"{offer.accelerators} x {offer.accelerator} {offer.accelerator_memory_gb or 0:.0f}GB" if offer.accelerator else "",

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from decimal import ROUND_CEILING, Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from enum import StrEnum
 from typing import Any
 
 from skyward_core.errors import ZERO_USD
+from skyward_core.market import Extra
 from skyward_core.owner import Owner, OwnerState
 from skyward_core.work import NO_WORK, Work
 
@@ -121,7 +122,8 @@ class Attempt:
 class Price:
     """What a resource costs, in USD per hour, as it was launched, and how the provider counts: begun increments, and at least a minimum.
 
-    `on_demand_per_hour` is what the same thing costs without spot; the same if not given.
+    `per_hour` has everything in it; `on_demand_per_hour` is what the same thing costs without spot, the same if not given. `extras` say what of both is billed
+    beside the machine. `minimum_usd` is paid at least, if there was anything at all.
     """
 
     per_hour: Decimal = ZERO_USD
@@ -129,6 +131,8 @@ class Price:
     is_spot: bool = False
     increment_seconds: int = 1
     minimum_seconds: int = 0
+    minimum_usd: Decimal = ZERO_USD
+    extras: tuple[Extra, ...] = ()
 
     def cost(self, seconds: float) -> Decimal:
         """Return what so many seconds cost, in USD with six places, rounded up once: begun increments, at least the minimum.
@@ -143,7 +147,13 @@ class Price:
 
     def _billed(self, per_hour: Decimal, seconds: float) -> Decimal:
         begun = _up(_up(round(seconds * 1000), 1000), self.increment_seconds) * self.increment_seconds
-        return _up(micro_usd(per_hour) * max(begun, self.minimum_seconds), SECONDS_PER_HOUR) * MICRO_USD
+        return max(_up(micro_usd(per_hour) * max(begun, self.minimum_seconds), SECONDS_PER_HOUR), micro_usd(self.minimum_usd)) * MICRO_USD
+
+    def lines(self, cost: Decimal) -> dict[str, Decimal]:
+        """Return what of a cost, in USD, was for the machine ("machine") and for each of the extras, by its name; they add up to it."""
+        per_hour = self.per_hour or Decimal(1)
+        shares = {extra.name: (cost * Decimal(repr(extra.usd_per_hour)) / per_hour).quantize(MICRO_USD, ROUND_FLOOR) for extra in self.extras}
+        return {"machine": cost - sum(shares.values(), ZERO_USD), **shares}
 
 
 def micro_usd(usd: Decimal) -> int:

@@ -8,6 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from skyward_core.market import Extra
+
 
 class InstanceState(StrEnum):
     """What a provider says of a machine. Only GONE costs nothing for certain."""
@@ -67,6 +69,8 @@ class Instance(BaseModel):
     is_spot: bool = False
     price_per_hour: float = 0.0
     on_demand_price_per_hour: float | None = None
+    extras_per_hour: tuple[Extra, ...] = ()
+    """What is billed beside it, as far as its provider can tell."""
     ip: str | None = None
     private_ip: str | None = None
     tags: dict[str, str] = {}

@@ -304,7 +304,7 @@ class Ledger:
 
     def _row_of(self, pool_id: str, wish: Wish) -> dict[str, Any]:
         price = wish.price
-        if price.increment_seconds < 1 or price.minimum_seconds < 0:
+        if price.increment_seconds < 1 or price.minimum_seconds < 0 or price.minimum_usd < 0:
             raise BadRequest(f"A billing increment is at least one second and a minimum not negative; given {price}.")
         return {
             "pool_id": pool_id,
@@ -319,6 +319,8 @@ class Ledger:
             "is_spot": price.is_spot,
             "increment_seconds": price.increment_seconds,
             "minimum_seconds": price.minimum_seconds,
+            "minimum_micro_usd": micro_usd(price.minimum_usd),
+            "extras_json": json.dumps([extra.model_dump() for extra in price.extras]),
             "intended_microseconds": stamp(self._clock()),
             "expires_microseconds": stamp(wish.expires_at),
         }
@@ -765,7 +767,8 @@ def _billed_micro_usd(price_per_hour: ColumnElement[int]) -> ColumnElement[int]:
     increments = ((_MILLISECONDS + 999) // 1000 + r.increment_seconds - 1) // r.increment_seconds
     seconds = increments * r.increment_seconds
     billed = case((seconds < r.minimum_seconds, r.minimum_seconds), else_=seconds)
-    return case((r.bound_microseconds.is_(None) & (_MILLISECONDS == 0), 0), else_=(price_per_hour * billed + SECONDS_PER_HOUR - 1) // SECONDS_PER_HOUR)
+    cost = (price_per_hour * billed + SECONDS_PER_HOUR - 1) // SECONDS_PER_HOUR
+    return case((r.bound_microseconds.is_(None) & (_MILLISECONDS == 0), 0), (cost < r.minimum_micro_usd, r.minimum_micro_usd), else_=cost)
 
 
 _MILLISECONDS = _total_milliseconds(tuple(Bucket))

@@ -52,6 +52,7 @@ from sqlalchemy.pool import PoolProxiedConnection
 
 from skyward_core.entries import MICRO_USD, Attempt, Bucket, Intent, PoolEntry, Price, Reservation, ResourceKind
 from skyward_core.errors import BadRequest, LedgerConflict, LedgerError
+from skyward_core.market import Extra
 from skyward_core.owner import Owner
 from skyward_core.work import WORK_CHARACTERS, Work
 from skyward_core.worker.private import NotPrivate, other_writers
@@ -131,6 +132,8 @@ RESOURCES = Table(
     *(Column(milliseconds_of(bucket), BigInteger, nullable=False, server_default="0") for bucket in Bucket),
     Column("filled_bucket", String(32)),  # where a close has put the seconds that nobody had noted, and how many of that bucket's those are
     Column("filled_milliseconds", BigInteger, nullable=False, server_default="0"),
+    Column("minimum_micro_usd", BigInteger, nullable=False, server_default="0"),  # since version 4
+    Column("extras_json", Text, nullable=False, server_default="[]"),  # since version 4: what of the price is billed beside the machine
 )
 IS_OPEN = RESOURCES.c.gone_microseconds.is_(None)
 Index("skyward_resources_open", RESOURCES.c.id, sqlite_where=IS_OPEN, postgresql_where=IS_OPEN)
@@ -214,7 +217,15 @@ def _to_version_3(connection: Connection) -> None:
     SHARES.create(connection, checkfirst=True)
 
 
-MIGRATIONS: tuple[Migration, ...] = (_METADATA.create_all, _to_version_2, _to_version_3)
+def _to_version_4(connection: Connection) -> None:
+    """What is paid at least, and what is billed beside a machine."""
+    there = {column["name"] for column in inspect(connection).get_columns(RESOURCES.name)}
+    for name, kind in (("minimum_micro_usd", "BIGINT DEFAULT 0 NOT NULL"), ("extras_json", "TEXT DEFAULT '[]' NOT NULL")):
+        if name not in there:
+            connection.execute(text(f"ALTER TABLE {RESOURCES.name} ADD COLUMN {name} {kind}"))
+
+
+MIGRATIONS: tuple[Migration, ...] = (_METADATA.create_all, _to_version_2, _to_version_3, _to_version_4)
 """The step from each version to the next; 0 is a database without our tables, which the first step brings to the newest: later ones find it done."""
 
 
@@ -311,6 +322,8 @@ def intent_of(row: Values) -> Intent:
             row["is_spot"],
             row["increment_seconds"],
             row["minimum_seconds"],
+            in_usd(row["minimum_micro_usd"]),
+            tuple(Extra(**extra) for extra in json.loads(row["extras_json"])),
         ),
         intended_at=moment(row["intended_microseconds"]),
         expires_at=moment(row["expires_microseconds"]),

@@ -50,8 +50,39 @@ class Requirements(BaseModel):
     """So many machines are to work together: a provider may join them by another network than strangers."""
 
 
+class Extra(BaseModel):
+    """Something that is billed beside a machine for as long as it is there, in USD per hour for one machine.
+
+    `source` is where its price comes from, and `checked` when that was read.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    usd_per_hour: float = Field(ge=0, allow_inf_nan=False)
+    source: str = ""
+    checked: str = ""
+
+
+HOURS_PER_MONTH = 720
+"""Of a price by the month: 30 days, the month in which an hour costs most."""
+
+
+def by_month(name: str, usd_per_month: float, source: str, checked: str) -> Extra:
+    """Return what costs so much a month."""
+    return Extra(name=name, usd_per_hour=round(usd_per_month / HOURS_PER_MONTH, 6), source=source, checked=checked)
+
+
+def total_of(extras: Iterable[Extra]) -> float:
+    """Return what these cost together, in USD per hour."""
+    return sum((extra.usd_per_hour for extra in extras), 0.0)
+
+
 class Offer(BaseModel):
-    """One thing a provider sells now. `accelerators` is the number of chips, each with `accelerator_memory_gb`."""
+    """One thing a provider sells now. `accelerators` is the number of chips, each with `accelerator_memory_gb`.
+
+    `price_per_hour` is what the machine itself costs, as the provider tells it and is told it; `total_per_hour` is what is paid.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -74,6 +105,13 @@ class Offer(BaseModel):
     """Other types with the same chips that fulfil the same wish for no more money: the machines of a launch are all of this type or all of one of those."""
     nodes: int = 1
     """How many machines are to work together, as they were asked for."""
+    extras_per_hour: tuple[Extra, ...] = ()
+    """What is billed beside the machine: its disk, its address, an estimate of its traffic."""
+
+    @property
+    def total_per_hour(self) -> float:
+        """What one machine costs with all that is billed beside it, in USD: what offers are ranked, limited and counted by."""
+        return self.price_per_hour + total_of(self.extras_per_hour) if self.extras_per_hour else self.price_per_hour
 
     @property
     def name(self) -> str:
@@ -100,8 +138,8 @@ def matches(offer: Offer, want: Requirements) -> str | None:
         return f"has {offer.vcpus:g} CPUs"
     if want.memory_gb is not None and offer.memory_gb < want.memory_gb:
         return f"has {offer.memory_gb:.1f} GB of memory"
-    if want.max_price_per_hour is not None and offer.price_per_hour > want.max_price_per_hour:
-        return f"costs {usd(offer.price_per_hour)} an hour"
+    if want.max_price_per_hour is not None and offer.total_per_hour > want.max_price_per_hour:
+        return f"costs {usd(offer.total_per_hour)} an hour{' with all that is billed beside it' if offer.extras_per_hour else ''}"
     return None
 
 
@@ -117,13 +155,13 @@ def rank(offers: Iterable[Offer], want: Requirements) -> list[Offer]:
     good = [offer for offer in offers if matches(offer, want) is None]
     if not good:
         raise NoCapacity(f"nobody offers {describe(want)}: {why_none(offers, want)}")
-    return sorted(good, key=lambda offer: (offer.price_per_hour, offer.vcpus, offer.memory_gb))
+    return sorted(good, key=lambda offer: (offer.total_per_hour, offer.vcpus, offer.memory_gb))
 
 
 def why_none(offers: Sequence[Offer], want: Requirements) -> str:
     """Say for the first offers why each does not match, those with the right accelerator before the others; and if there is none of those, who rents it."""
     wanted = want.accelerator.name if want.accelerator is not None else None
-    near = sorted(offers, key=lambda offer: (offer.accelerator != wanted, offer.price_per_hour))[:TOLD_REASONS]
+    near = sorted(offers, key=lambda offer: (offer.accelerator != wanted, offer.total_per_hour))[:TOLD_REASONS]
     told = [f"{offer.name} {matches(offer, want)}" for offer in near]
     more = [f"and {len(offers) - len(near)} others"] if len(offers) > len(near) else []
     reasons = "; ".join([*told, *more]) or "there are no offers at all"
@@ -145,7 +183,7 @@ def select_instance(
     """
     wanted = parse(accelerator) if isinstance(accelerator, str) else accelerator
     want = Requirements(accelerator=wanted, vcpus=cpu, memory_gb=None if memory is None else memory_gb(memory), architecture=architecture)
-    return min(rank(available, want), key=lambda offer: (offer.accelerators, offer.vcpus, offer.memory_gb, offer.price_per_hour))
+    return min(rank(available, want), key=lambda offer: (offer.accelerators, offer.vcpus, offer.memory_gb, offer.total_per_hour))
 
 
 def memory_gb(text: str) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
@@ -18,6 +18,7 @@ def receipt(ledger: Ledger, pool_id: str) -> dict[str, Any]:
 
     Times are UTC in ISO 8601, None for what has not happened; money is USD to the micro-dollar, seconds are kept to the millisecond. `resources` are in the
     order in which they were asked for; their costs add up to `total_cost_usd`, and so do those of `buckets`, which have the billing rounding as one of them.
+    `lines` say what of it was for machines and what for disks, addresses and the like, and add up to it too.
     `left` are the resources that nobody has seen to be gone. It may be asked for at any time: while the pool lives it tells what there is so far.
     """
     pool = ledger.pool(pool_id)
@@ -36,6 +37,7 @@ def receipt(ledger: Ledger, pool_id: str) -> dict[str, Any]:
         "ended_at": _time(pool.ended_at),
         "resources": [_resource(intent, bills[str(intent.id)]) for intent in intents],
         "buckets": {row.key: {"seconds": row.seconds, "cost_usd": float(row.cost_usd), "on_demand_usd": float(row.on_demand_usd)} for row in buckets},
+        "lines": _lines(intents, bills),
         "total_cost_usd": _sum(row.cost_usd for row in bills.values()),
         "on_demand_usd": _sum(row.on_demand_usd for row in bills.values()),
         "saved_usd": _sum(row.saved_usd for row in bills.values()),
@@ -49,6 +51,8 @@ def _resource(intent: Intent, bill: CostRow) -> dict[str, Any]:
         "instance_type": intent.tags.get(TYPE_TAG),
         "is_spot": intent.price.is_spot,
         "price_per_hour_usd": float(intent.price.per_hour),
+        "extras_per_hour": [extra.model_dump() for extra in intent.price.extras],
+        "lines": {name: float(usd) for name, usd in intent.price.lines(bill.cost_usd).items()},
         "intended_at": _time(intent.intended_at),
         "bound_at": _time(intent.bound_at),
         "end_asked_at": _time(intent.end_asked_at),
@@ -58,6 +62,15 @@ def _resource(intent: Intent, bill: CostRow) -> dict[str, Any]:
         "cost_usd": float(bill.cost_usd),
         "on_demand_usd": float(bill.on_demand_usd),
     }
+
+
+def _lines(intents: Iterable[Intent], bills: Mapping[str, CostRow]) -> dict[str, float]:
+    """What machines, and what each kind of thing that is billed beside them, has cost in all."""
+    totals: dict[str, Decimal] = {}
+    for intent in intents:
+        for name, usd in intent.price.lines(bills[str(intent.id)].cost_usd).items():
+            totals[name] = totals.get(name, ZERO_USD) + usd
+    return {name: float(usd) for name, usd in totals.items()}
 
 
 def _name(intent: Intent) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from skyward_core.entries import BILLING_ROUNDING, Account, Attempt, Bucket, Cos
 from skyward_core.errors import BadRequest, BudgetExceeded, LeaseLost, LedgerConflict, LedgerError
 from skyward_core.ledger import Ledger, default_url
 from skyward_core.ledger_tables import MIGRATIONS, POOLS, RESOURCES, WORK_COLUMNS, migrate, milliseconds_of, schema_version
+from skyward_core.market import Extra
 from skyward_core.owner import Owner
 from skyward_core.work import Work
 from tests.conftest import wait_until
@@ -552,6 +553,9 @@ TestIntentHistories.settings = settings(max_examples=12, stateful_step_count=20,
         (61, Price(USD(6), minimum_seconds=3600), "6"),  # a minimum hour
         (3601, Price(USD(6), increment_seconds=3600), "12"),
         (0, Price(USD(6), minimum_seconds=60), "0.1"),  # bound, and gone at once
+        (1, Price(USD(6), minimum_seconds=60, minimum_usd=USD("0.01")), "0.1"),  # the greater of two minimums
+        (1, Price(USD("0.03"), minimum_seconds=60, minimum_usd=USD("0.01")), "0.01"),
+        (0, Price(USD("0.03"), minimum_usd=USD("0.01")), "0.01"),
         (3600, Price(USD("1.2345671")), "1.234568"),  # a price has six places, rounded up
         (1, Price(USD("0.000001")), "0.000001"),  # never rounded down to nothing
     ],
@@ -567,7 +571,7 @@ def test_a_resource_is_billed_as_its_provider_counts(ledger: Ledger, seconds: fl
 
 def test_what_was_never_created_costs_nothing(ledger: Ledger) -> None:
     """An unbound intent has no minimum to pay."""
-    intend(ledger, price=Price(USD(6), minimum_seconds=3600))
+    intend(ledger, price=Price(USD(6), minimum_seconds=3600, minimum_usd=USD(1)))
     (row,) = ledger.cost_rows()
     assert row.cost_usd == 0
 
@@ -584,6 +588,7 @@ def test_however_it_is_added_up_the_sum_is_the_same(ledger: Ledger, clock: Clock
             is_spot=True,
             increment_seconds=(1, 60, 3600)[number % 3],
             minimum_seconds=(0, 60, 600)[number % 3],
+            minimum_usd=USD((number % 5) / 100),
         )
         intent = ledger.bind(intend(ledger, f"t{number}", "pq"[number % 2], price), f"i-{number}")
         seconds = {bucket: round((number * 13.377 * (place + 1)) % 1000, 3) for place, bucket in enumerate(Bucket)}
@@ -1126,7 +1131,14 @@ def test_a_newer_ledger_is_refused_and_left_alone(file_ledger: Ledger, tmp_path:
     assert schema(tmp_path / "state/ledger.db") == before
 
 
+VERSION_3 = (
+    "ALTER TABLE skyward_resources DROP COLUMN minimum_micro_usd",
+    "ALTER TABLE skyward_resources DROP COLUMN extras_json",
+    "UPDATE skyward_meta SET value = '3' WHERE name = 'version'",
+)
+"""Makes a ledger one of the third version."""
 VERSION_2 = (
+    *VERSION_3,
     "DROP TABLE skyward_shares",
     "DROP INDEX skyward_pools_by_run",
     *(f"ALTER TABLE skyward_pools DROP COLUMN {name}" for name in WORK_COLUMNS),
@@ -1156,6 +1168,19 @@ def test_a_ledger_of_version_1_is_migrated(ledger: Ledger) -> None:
         assert newer.attempts() == []
         (after,) = newer.pools()
     assert (after.provider, after.provider_account) == ({"name": "aws"}, "1234")
+
+
+def test_a_ledger_of_version_3_is_migrated(ledger: Ledger) -> None:
+    """What is in it costs what it did; what is new has its minimum and what is billed beside it."""
+    before = ledger.bind(intend(ledger, price=Price(USD("0.03"))), "i-1")
+    with ledger._write() as connection:
+        for statement in VERSION_3:
+            connection.exec_driver_sql(statement)
+    extras = (Extra(name="disk", usd_per_hour=0.25, source="a page", checked="2026-11-22"),)
+    price = Price(USD("1.25"), USD("2.25"), minimum_usd=USD("0.01"), extras=extras)
+    with Ledger(ledger.url.render_as_string(hide_password=False)) as newer:
+        assert newer.intents() == [before]
+        assert newer.intend("p", wish("t2", price=price)).price == price
 
 
 # ── attempts ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -17,11 +17,12 @@ import skyward_core as sky
 from skyward_core.entries import Account, Attempt, Period
 from skyward_core.errors import BudgetExceeded, CredentialsError, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, Refusal, SkywardError
 from skyward_core.ledger import Ledger, default_url
-from skyward_core.market import Offer, Requirements, matches
+from skyward_core.market import Extra, Offer, Requirements, matches, rank, select_instance
 from skyward_core.provisioning import giving_back, placing
 from skyward_core.provisioning.ending import Ending
 from skyward_core.provisioning.lifecycle import Machines
 from skyward_core.provisioning.placing import Sold, candidates, key_of, none_left, order, refusal, resting
+from skyward_core.receipt import receipt
 from tests.conftest import Told
 from tests.fakes import FakeProvider
 
@@ -81,6 +82,19 @@ def test_all_providers_and_regions_are_ranked_together() -> None:
         (DEAR, "r-1", "y", 2.0),
         (CHEAP, "r-1", "x", 2.0),
     ]
+
+
+BESIDE = (Extra(name="disk", usd_per_hour=0.625, source="a page", checked="2026-11-22"),)
+
+
+def test_what_is_billed_beside_a_machine_counts() -> None:
+    """In the order, in the limit, and in which of two prices of a type is the cheaper one."""
+    offers = (offer("a", 1.125, extras_per_hour=BESIDE), offer("b", 1.5), offer("b", 1.25, extras_per_hour=BESIDE))
+    found, _ = candidates(sky.PoolSpec.of(nodes=2), [Sold(CHEAP, offers)])
+    assert [(one.parts[0].offer.instance_type, one.price_per_hour) for one in found] == [("b", 3.0), ("a", 3.5), ("b", 3.75)]
+    assert [one.instance_type for one in rank(offers, Requirements(max_price_per_hour=1.5))] == ["b"]
+    assert matches(offers[0], Requirements(max_price_per_hour=1.5)) == "costs $1.75 an hour with all that is billed beside it"
+    assert select_instance(offers).total_per_hour == 1.5
 
 
 def test_who_has_nothing_is_told_with_the_reason() -> None:
@@ -360,6 +374,29 @@ def run(providers: list[sky.Provider], expected: type[BaseException] = sky.Boots
     with pytest.raises(expected) as caught:
         pool.open()
     return caught.value, seen
+
+
+class Beside(Elsewhere):
+    """Machines at 36 USD an hour, beside which 324 more are billed."""
+
+    def offers(self, want: Requirements) -> list[Offer]:
+        return [one.model_copy(update={"extras_per_hour": (Extra(name="disk", usd_per_hour=324.0),)}) for one in super().offers(want)]
+
+
+def test_what_is_billed_beside_a_machine_is_set_aside_and_paid(folder: str) -> None:
+    """Two machines for their first minute are 12 USD, and not 1.20; the receipt has a line for what was beside."""
+    beside = Beside(folder=folder, price_per_hour=36.0)
+    error, _ = run([beside], expected=BudgetExceeded, max_cost=11.0)
+    assert "2 x 360.0 USD per hour cost" in str(error)
+    assert beside.machines.launched == []
+    run([beside], max_cost=40.0)
+    with Ledger(default_url()) as ledger:
+        (pool,) = [entry for entry in ledger.pools(include_ended=True) if ledger.intents(pool_id=entry.id)]
+        told = receipt(ledger, pool.id)
+    assert [one["price_per_hour_usd"] for one in told["resources"]] == [360.0, 360.0]
+    assert told["lines"]["disk"] == pytest.approx(0.9 * told["total_cost_usd"], abs=1e-5)
+    assert sum(told["lines"].values()) == pytest.approx(told["total_cost_usd"])
+    assert told["total_cost_usd"] > 0
 
 
 @pytest.mark.parametrize(

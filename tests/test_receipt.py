@@ -13,6 +13,7 @@ from skyward_core import Instance, InstanceState
 from skyward_core.entries import Bucket, CostBy, Price, ResourceKind, Wish
 from skyward_core.errors import LedgerConflict
 from skyward_core.ledger import Ledger
+from skyward_core.market import Extra
 from skyward_core.owner import Owner
 from skyward_core.providers.base import TYPE_TAG
 from skyward_core.provisioning.metering import Meter
@@ -94,6 +95,8 @@ def test_a_receipt_tells_what_became_of_each_thing(ledger: Ledger, clock: Clock)
         "instance_type": "1xH100",
         "is_spot": True,
         "price_per_hour_usd": 1.5,
+        "extras_per_hour": [],
+        "lines": {"machine": 1.275},
         "intended_at": "2026-11-21T12:00:00+00:00",
         "bound_at": "2026-11-21T12:00:05+00:00",
         "end_asked_at": "2026-11-21T12:50:00+00:00",
@@ -120,6 +123,23 @@ def test_a_receipt_adds_up(ledger: Ledger, clock: Clock) -> None:
     assert list(told["buckets"]) == [*map(str, Bucket), "billing rounding"]
     for bucket in Bucket:
         assert told["buckets"][bucket]["seconds"] == sum(resource["seconds"][bucket] for resource in told["resources"])
+
+
+def test_a_receipt_says_what_was_billed_beside_machines(ledger: Ledger, clock: Clock) -> None:
+    """Each thing is a line, with the source of its price; the lines of a resource add up to its cost, and those of all resources to the bill."""
+    disk = Extra(name="disk", usd_per_hour=0.25, source="a page", checked="2026-11-22")
+    address = Extra(name="public IPv4", usd_per_hour=0.1, source="another page", checked="2026-11-21")
+    gone = intend(ledger, "p-0", Price(Decimal("1.35"), Decimal("2.35"), is_spot=True, extras=(disk, address)))
+    other = intend(ledger, "p-1", Price(Decimal("1.25"), extras=(disk,)))
+    ledger.bind_all({gone: "i-0", other: "i-1"})
+    ledger.note_all({gone: {Bucket.IDLE: 3600.0}, other: {Bucket.IDLE: 1000.0}})
+    told = receipt(ledger, "p")
+    assert told["resources"][0]["price_per_hour_usd"] == told["resources"][0]["cost_usd"] == 1.35
+    assert told["resources"][0]["extras_per_hour"] == [disk.model_dump(), address.model_dump()]
+    assert told["resources"][0]["lines"] == {"machine": 1.0, "disk": 0.25, "public IPv4": 0.1}
+    assert told["resources"][1]["lines"] == {"machine": 0.277779, "disk": 0.069444}
+    assert (told["lines"], told["total_cost_usd"]) == ({"machine": 1.277779, "disk": 0.319444, "public IPv4": 0.1}, 1.697223)
+    assert told["resources"][0]["on_demand_usd"] == 2.35
 
 
 def test_a_receipt_is_json(ledger: Ledger, clock: Clock) -> None:

@@ -329,7 +329,7 @@ def test_an_a100_is_what_each_cloud_calls_so(clouds: Mapping[str, Any]) -> None:
 PARAMETERS = [
     ("AWS", "region", "us-east-1"),  # 003:218
     ("AWS", "use_ssm", False),  # 003:219; what it does: tests/providers/test_aws_ssm.py
-    ("DigitalOcean", "region", "nyc1"),  # 003:235
+    ("DigitalOcean", "region", None),  # 003:235 says "nyc1", which hides the H100s of nyc2, tor1 and ams3: decisions/0009
     ("Verda", "region", None),  # 003:253: "auto-discovers if None"
 ]
 

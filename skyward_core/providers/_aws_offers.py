@@ -14,7 +14,7 @@ from skyward_core.errors import (
     BadRequest,
     SkywardError,
 )
-from skyward_core.market import Offer
+from skyward_core.market import Extra, Offer, by_month
 from skyward_core.providers._aws_account import PAGE, Account, each, number
 from skyward_core.providers._aws_prices import PRICES, REGION
 
@@ -40,6 +40,11 @@ WITHOUT_IMAGE: Mapping[str, str] = {
     "Inferentia1": "AWS's Neuron images no longer support it",
     "Radeon Pro V520": "AWS keeps no image with AMD's driver",
 }
+
+GP3_USD_PER_GB_MONTH = 0.08
+LEAST_CHIP_DISK_GB = 100
+"""The root disk of AWS's images with drivers, which no `disk_gb` makes smaller, is about so large (fact sheet, 1.7)."""
+PUBLIC_IPV4 = Extra(name="public IPv4", usd_per_hour=0.005, source="AWS's price page of VPC", checked="2026-11-22")
 
 type Prices = dict[tuple[str, str], float]
 """What machines cost now as spot, in USD per hour, by type and zone."""
@@ -100,6 +105,16 @@ def sold_as(offer: Offer, classes: frozenset[str], price: float | None, spot: Co
         dear = price if price is not None and price >= cost else None  # an estimate from another region may be too low
         sold.append(offer.model_copy(update={"is_spot": True, "price_per_hour": cost, "on_demand_price_per_hour": dear}))
     return sold
+
+
+def billed_beside(disk_gb: float, *, has_chips: bool, is_public: bool) -> tuple[Extra, ...]:
+    """Return what is billed beside a machine: its disk and its public address. Prices are those of us-east-1; other regions' disks cost up to twice as much.
+
+    Neither traffic, of which nobody knows how much there will be, nor kept images, which outlive machines.
+    """
+    disk_gb = max(disk_gb, LEAST_CHIP_DISK_GB) if has_chips else disk_gb
+    disk = by_month("disk", disk_gb * GP3_USD_PER_GB_MONTH, "AWS's price page of EBS: gp3 in us-east-1, $0.08 per GB and month", "2026-11-22")
+    return (disk, PUBLIC_IPV4) if is_public else (disk,)
 
 
 def spread(prices: Iterable[float], share: float) -> list[float]:

@@ -29,7 +29,7 @@ from skyward_core.errors import (
     SkywardError,
 )
 from skyward_core.instances import Endpoint, Instance, InstanceState
-from skyward_core.market import Offer, Requirements, matches
+from skyward_core.market import Extra, Offer, Requirements, matches
 from skyward_core.providers import _aws_images, _http, userdata
 from skyward_core.providers._aws_account import COMING, Account, each, each_enabled, each_region, not_enabled, number, state_of, terminated, why_no_region
 from skyward_core.providers._aws_cluster import Cluster, has_efa, kinds_of
@@ -47,7 +47,7 @@ from skyward_core.providers._aws_launch import (
     tagged,
     why_failed,
 )
-from skyward_core.providers._aws_offers import WITHOUT_IMAGE, Prices, machine_of, prices_of, sold_as, spot_prices, spread, with_others
+from skyward_core.providers._aws_offers import WITHOUT_IMAGE, Prices, billed_beside, machine_of, prices_of, sold_as, spot_prices, spread, with_others
 from skyward_core.providers._aws_session import command, plugin
 from skyward_core.providers.base import IMAGE_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, RANK_TAG, STARTED_FROM_TAG, Provider, Sale, Tags
 from skyward_core.providers.login import Key, host_key, our_key
@@ -63,7 +63,8 @@ LEAST_MEMORY_GB = 2.0
 IMAGE_KEEP_DAYS = 14
 MACHINE_ID = "cat /var/lib/cloud/data/instance-id"
 
-ACCELERATED = ("g*", "p*", "trn*", "inf*")
+CHIP_FAMILIES = ("g", "p", "trn", "inf")
+ACCELERATED = tuple(f"{family}*" for family in CHIP_FAMILIES)
 """The families with chips that the catalogue knows; the whole list of types is a dozen pages."""
 
 
@@ -254,13 +255,16 @@ class AWS(Provider):
             if zones is None or zone in zones:
                 spot.setdefault(instance_type, set()).add(price)
         sold = [
-            one.model_copy(update={"nodes": want.nodes})
+            one.model_copy(update={"nodes": want.nodes, "extras_per_hour": self._beside(has_chips=offer.accelerator is not None)})
             for offer, classes in machines
             for one in sold_as(offer, classes, prices.get(offer.instance_type), spread(spot.get(offer.instance_type, ()), self.spot_spread))
         ]
         # with EFA all machines of a pool have it, or none: what is between them chooses one network for all
         alike = {kind["InstanceType"]: ("arm64" in kind["ProcessorInfo"]["SupportedArchitectures"], want.nodes > 1 and has_efa(kind)) for kind in kinds}
         return sold if want.instance_type is not None else with_others(sold, spot, alike)
+
+    def _beside(self, *, has_chips: bool) -> tuple[Extra, ...]:
+        return billed_beside(self.disk_gb, has_chips=has_chips, is_public=not self.use_private_ip)
 
     def _spot_prices(self, account: Account, region: str, types: Sequence[str]) -> Prices:
         """Return what spot machines cost; nothing where we may not ask for it: what is sold on demand is offered all the same."""
@@ -506,6 +510,7 @@ class AWS(Provider):
             is_spot=machine.get("InstanceLifecycle") == "spot",
             price_per_hour=number(tags.get(PRICE_TAG)) or 0.0,
             on_demand_price_per_hour=number(tags.get(ON_DEMAND_PRICE_TAG)),
+            extras_per_hour=self._beside(has_chips=machine["InstanceType"].startswith(CHIP_FAMILIES)),
             ip=machine.get("PublicIpAddress") or None,
             private_ip=machine.get("PrivateIpAddress") or None,
             tags=of_machine(tags, rank),

@@ -82,6 +82,8 @@ class Provider(BaseModel):
     """True if the price of a machine that was launched is all that it costs, and may be lower than its offer's."""
     billing_minimum_seconds: ClassVar[int] = 0
     """What is paid for at least, however short a machine lived."""
+    billing_minimum_usd: ClassVar[float] = 0.0
+    """What is paid at least for a machine that costs anything, in USD: the greater of both minimums counts."""
 
     ending_seconds: ClassVar[float] = 60.0
     """How long a machine usually goes on being billed once its end was asked for, or it ends itself: `max_cost` has that set aside for each."""

@@ -19,9 +19,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import batched
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from pydantic import ConfigDict, Field, SecretStr
+from pydantic import ConfigDict, Field, SecretStr, model_validator
 
 from skyward_core.accelerators.catalog import Chip, find
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
@@ -52,6 +52,8 @@ ACTIONS_PER_POLL = 10
 KEY_SECONDS, KEY_PAUSE_SECONDS = 60.0, 2.0
 """How long a key that was registered may be unknown to the creating call: some seconds, as others report."""
 
+LEAST_MEMORY_GB = 2.0
+"""What a machine has at least if nobody has said how much it needs: the system, a node of ours and a call want some."""
 SPOT_SUFFIX = "-spot"
 SPOT_CHIPS = ("B300", "MI350X", "MI355X")
 """All that is sold as spot (fact sheet, 2.4); listed only while it can be ordered."""
@@ -101,10 +103,14 @@ class DigitalOcean(Provider):
     """A droplet that is still being created cannot be deleted ("already has a pending event"): with GPUs that takes minutes."""
     listing_lag_seconds: ClassVar[float] = 30.0
     """Nothing is promised; a droplet is created after its call was accepted, and tagged after that."""
+    sells_by_wish: ClassVar[bool] = True
+    """Who does not say how much memory sees no machine with too little."""
     billing_minimum_seconds: ClassVar[int] = 60
+    billing_minimum_usd: ClassVar[float] = 0.01
+    """The greater of both (price page, 2026-05; fact sheet, "added")."""
 
-    region: str | tuple[str, ...] | None = "nyc1"
-    """One, several, or None: all."""
+    region: str | tuple[str, ...] | None = None
+    """One, several, or None: all. The seeds say "nyc1", where there are no H100 (decisions/0009)."""
     token: SecretStr | None = Field(default=None, exclude=True, repr=False)
     node_token: SecretStr | None = Field(default=None, exclude=True, repr=False)
     image: str | None = Field(default=None, min_length=1)
@@ -115,14 +121,24 @@ class DigitalOcean(Provider):
     """Path of a private key without passphrase; by default one that is made for you."""
     endpoint_url: str | None = Field(default=None, min_length=1)
 
+    @model_validator(mode="after")
+    def _network_is_of_one_region(self) -> Self:
+        if self.vpc_uuid is not None and not isinstance(self.region, str):
+            raise ValueError("vpc_uuid= is a network of one region: say which with region=")
+        return self
+
     # ── the four verbs ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def offers(self, want: Requirements) -> list[Offer]:
-        """Return every size that can be ordered now in the configured regions; sizes with a chip that the catalogue does not know are left out."""
+        """Return every size that can be ordered now in the configured regions; sizes with a chip that the catalogue does not know are left out.
+
+        So are those with less than LEAST_MEMORY_GB, unless less is asked for, or a size by its name.
+        """
         with self._api() as api:
             sizes = _pages(api, "/v2/sizes", "sizes")
         regions = {self.region} if isinstance(self.region, str) else set(self.region or ())
-        return [offer for offer in to_offers(sizes) if not regions or offer.region in regions]
+        least_gb = LEAST_MEMORY_GB if want.memory_gb is None and want.instance_type is None else 0.0
+        return [offer for offer in to_offers(sizes) if (not regions or offer.region in regions) and offer.memory_gb >= least_gb]
 
     def may_sell_spot(self, want: Requirements) -> bool:
         """Of three chips only, by the names of the machines or of the chips."""

@@ -30,7 +30,7 @@ from pydantic import ConfigDict, Field, SecretStr, model_validator
 from skyward_core.accelerators import Accelerator, is_nvidia, parse
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
 from skyward_core.instances import Endpoint, Instance, InstanceState
-from skyward_core.market import Offer, Requirements, architecture_beside
+from skyward_core.market import Extra, Offer, Requirements, architecture_beside, by_month
 from skyward_core.providers import userdata
 from skyward_core.providers._http import Api, Classify, Row, field_of, nothing_in, rows_of
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags
@@ -83,6 +83,7 @@ FLOORS = {
 """vCPUs and GB for each GPU that are asked for: about two thirds of what RunPod lists for the type (fact sheet, 5.5), because hosts differ."""
 FLOOR = (2, 8)
 """The same for all other types: what the API before this one asked for unless told otherwise."""
+DISK_USD_PER_GB_MONTH = 0.10
 GPU_DISK_GB = 40
 CPU_DISK_GB = 10
 """For each vCPU, the most that the smaller flavours take."""
@@ -193,7 +194,7 @@ class RunPod(Provider):
                 offers += [offer for row in _rows(api, "/v2/catalog/cpus", "cpus", IN_STOCK) for offer in _cpu_offers(row)]
         wanted = {self.region} if isinstance(self.region, str) else set(self.region or ())
         return [
-            offer
+            offer.model_copy(update={"extras_per_hour": _beside(self._hardware(offer)["disk"])})
             for offer in offers
             if (not wanted or offer.region in wanted) and (networked is None or offer.region in networked) and want.instance_type in (None, offer.instance_type)
         ]
@@ -584,6 +585,12 @@ def _cpu_offers(row: Row) -> Iterator[Offer]:
         count *= 2
 
 
+def _beside(disk_gb: object) -> tuple[Extra, ...]:
+    """What is billed beside a pod: its disk. Whether a pod's `cost` has that in it is told nowhere; the catalogue's prices have not."""
+    gb = float(disk_gb) if isinstance(disk_gb, int | float) else 0.0
+    return (by_month("disk", gb * DISK_USD_PER_GB_MONTH, "docs.runpod.io/pods/storage: container disk, $0.10 per GB and month", "2026-11-22"),) if gb else ()
+
+
 def _gpu_type(gpu_id: str, count: int, cloud: str) -> str:
     return f"{gpu_id} x{count}{' community' if cloud == COMMUNITY else ''}"
 
@@ -619,6 +626,7 @@ def _instance(row: Row, key: Key) -> Instance | None:
         instance_type=_type(row),
         price_per_hour=price,
         on_demand_price_per_hour=price or None,
+        extras_per_hour=_beside(row.get("disk")),
         ip=None if address is None else address[0],
         private_ip=_private_ip(row),
         tags=tags,

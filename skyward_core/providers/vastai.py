@@ -30,7 +30,7 @@ from skyward_core.accelerators import Accelerator, is_nvidia, parse
 from skyward_core.accelerators.catalog import find
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
 from skyward_core.instances import Endpoint, Instance, InstanceState
-from skyward_core.market import ARCHITECTURES, Offer, Requirements, architecture_beside
+from skyward_core.market import ARCHITECTURES, Extra, Offer, Requirements, architecture_beside, by_month, total_of
 from skyward_core.providers import userdata
 from skyward_core.providers._http import Api, Classify, Row, field_of, rows_of
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags
@@ -169,6 +169,10 @@ class VastAI(Provider):
     price_tolerance: float = Field(
         default=0.0, ge=0, le=1, description="How much more than its offer, by which the bill is counted, a machine may cost, as a share."
     )
+    traffic_down_gb_per_hour: float = Field(
+        default=5.0, ge=0, description="What a machine loads in an hour, as an estimate: hosts have traffic paid for by the GB."
+    )
+    traffic_up_gb_per_hour: float = Field(default=1.0, ge=0, description="The same for what it sends.")
     verified_only: bool = Field(default=True, description="Only machines that Vast has checked.")
     min_reliability: float = Field(default=0.98, ge=0, le=1)
     min_download_mbps: float = Field(default=200.0, ge=0)
@@ -236,13 +240,22 @@ class VastAI(Provider):
             rest = {"type": "bid" if is_spot else "on-demand", "order": [[price, "asc"]], "limit": SEARCH_ROWS, "allocated_storage": self.disk_gb}
             told = rows_of(api.ask("POST", SEARCH, body={**fitting, **rest}, is_repeatable=True), "offers", f"Vast.ai answered POST {SEARCH}")
             rows = [row for row in told if row["id"] not in found]
-            found |= {row["id"]: _ask(row, is_spot=is_spot) if _holds(row, fitting) else None for row in rows}
+            found |= {row["id"]: _ask(row, self._beside(row, is_spot=is_spot), is_spot=is_spot) if _holds(row, fitting) else None for row in rows}
             if len(told) < SEARCH_ROWS or not rows:
                 break
             limits = {**limits, "gte": rows[-1][price]}
         asks = [ask for ask in found.values() if ask is not None]
         log.debug("%d of %d asks do not fit, or have a chip that is in no catalogue", len(found) - len(asks), len(found))
-        return sorted(asks, key=lambda ask: ask.offer.price_per_hour)
+        return sorted(asks, key=lambda ask: ask.offer.total_per_hour)
+
+    def _beside(self, row: Row, *, is_spot: bool) -> tuple[Extra, ...]:
+        """What is billed beside a machine. The price on demand has the disk in it (`allocated_storage`), and a bid has not."""
+        down, up = (float(row.get(f"inet_{way}_cost") or 0) for way in ("down", "up"))
+        traffic = down * self.traffic_down_gb_per_hour + up * self.traffic_up_gb_per_hour
+        told = f"an estimate: {self.traffic_down_gb_per_hour:g} GB an hour in and {self.traffic_up_gb_per_hour:g} GB out, at the host's prices"
+        disk = by_month("disk", float(row.get("storage_cost") or 0) * self.disk_gb, "the host's price by GB and month, as its offer tells it", "at launch")
+        parts = (disk if is_spot else None, Extra(name="traffic", usd_per_hour=round(traffic, 6), source=told, checked="at launch"))
+        return tuple(part for part in parts if part is not None and part.usd_per_hour)
 
     # ── launch ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -284,7 +297,7 @@ class VastAI(Provider):
             log.info(
                 "Vast.ai had %d of %d %s at $%.3f and %g more: %s", len(rows), count, offer.instance_type, offer.price_per_hour, self.price_tolerance, trouble
             )
-        return [instance for _, row in sorted(rows.items()) if (instance := _instance(row, key)) is not None]
+        return [instance for _, row in sorted(rows.items()) if (instance := self._instance(row, key)) is not None]
 
     def _asks(self, api: Api, offer: Offer, count: int) -> deque[_Ask]:
         """Return the asks to try, in this order: of the cheapest place that has all of them, if one has, then the rest by price."""
@@ -301,16 +314,23 @@ class VastAI(Provider):
             filters["geolocation"] = {"in": [offer.region]}
         # what we bid is the price: an ask whose least bid is above it would not start
         most = offer.price_per_hour if offer.is_spot else offer.price_per_hour * (1 + self.price_tolerance)
+        total = most + total_of(offer.extras_per_hour)
         asks = [
             ask
             for ask in self._search(api, filters, most, is_spot=offer.is_spot)
             if (ask.offer.instance_type, ask.offer.region) == (offer.instance_type, offer.region)
             and ask.offer.memory_gb >= offer.memory_gb
             and offer.architecture in {None, ask.offer.architecture}
+            and (offer.price_per_hour if offer.is_spot else ask.offer.price_per_hour) + total_of(ask.offer.extras_per_hour) <= total + 1e-9
         ]
         places = Counter(ask.place for ask in asks)
         together = next((ask.place for ask in asks if places[ask.place] >= count), None) if count > 1 else None
         return deque(sorted(asks, key=lambda ask: ask.place != together)[: TRIES * count])
+
+    def _instance(self, row: Row, key: Key) -> Instance | None:
+        """Read a container, with what is billed beside it; None for one without a label of ours."""
+        found = _instance(row, key)
+        return found and found.model_copy(update={"extras_per_hour": self._beside(row, is_spot=found.is_spot)})
 
     def _rent(
         self, api: Api, offer: Offer, asks: deque[_Ask], machines: Sequence[Tags], startup: str, key: Key, made: _Made
@@ -394,7 +414,7 @@ class VastAI(Provider):
         """Return the containers with a label of ours, of a pool or of all."""
         key = our_key(self.ssh_key)
         with self._api() as api:
-            found = [instance for row in _listing(api) if (instance := _instance(row, key)) is not None]
+            found = [instance for row in _listing(api) if (instance := self._instance(row, key)) is not None]
         return [instance for instance in found if pool_id in (None, instance.pool_id)]
 
     def terminate(self, ids: Sequence[str]) -> None:
@@ -600,7 +620,7 @@ class _Ask:
         return self.offer.model_copy(update={"price_per_hour": self.offer.price_per_hour * (1 + margin), "on_demand_price_per_hour": regular})
 
 
-def _ask(row: Row, *, is_spot: bool) -> _Ask | None:
+def _ask(row: Row, beside: tuple[Extra, ...], *, is_spot: bool) -> _Ask | None:
     """Read an ask; None for a chip that the catalogue does not know, and for what has no price."""
     accelerator, price = _accelerator(str(row.get("gpu_name") or "")), float(row.get("min_bid" if is_spot else "dph_total") or 0)
     if accelerator is None or price <= 0:
@@ -621,17 +641,19 @@ def _ask(row: Row, *, is_spot: bool) -> _Ask | None:
         accelerator_memory_gb=_chip_memory_gb(row, accelerator),
         form_factor=accelerator.form_factor,
         architecture=ARCHITECTURES.get(str(row.get("cpu_arch")), architecture_beside(accelerator.name)),
+        extras_per_hour=beside,
     )
     return _Ask(int(row["id"]), machine, f"machine {machine}" if cluster is None else f"cluster {cluster}", offer)
 
 
 def _merged(offers: Iterable[Offer]) -> list[Offer]:
-    """Make one offer of those of a class at the same price: what each of them has at least."""
+    """Make one offer of those of a class at the same price: what each of them has at least, with what is billed beside the dearest."""
     merged: dict[tuple[str, str, str | None, bool, float], Offer] = {}
     for offer in offers:
         key = (offer.instance_type, offer.region, offer.architecture, offer.is_spot, offer.price_per_hour)
         other = merged.setdefault(key, offer)
         least = {"vcpus": min(offer.vcpus, other.vcpus), "memory_gb": min(offer.memory_gb, other.memory_gb)}
+        least |= {"extras_per_hour": max(offer.extras_per_hour, other.extras_per_hour, key=total_of)}
         merged[key] = other.model_copy(update=least)
     return list(merged.values())
 

@@ -28,7 +28,7 @@ from pydantic import Field, SecretStr, model_validator
 from skyward_core.accelerators.catalog import find
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
 from skyward_core.instances import Endpoint, Instance, InstanceState
-from skyward_core.market import Offer, Requirements, architecture_beside
+from skyward_core.market import Extra, Offer, Requirements, architecture_beside, by_month
 from skyward_core.providers._http import Api, field_of, rows_in
 from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, POOL_TAG, RANK_TAG, WORK_TAG, Provider, Tags
 from skyward_core.providers.login import Key, host_key, our_key
@@ -46,6 +46,7 @@ HOST_KEY_SECONDS = 180.0
 """How long after its first answer a machine may show the host key of its image: its script may finish a minute after sshd answers."""
 BUSY_SECONDS = 240.0
 """How long `terminate` asks again for machines that cannot be deleted yet: Verda refuses that while it provisions them."""
+NVME_USD_PER_GB_MONTH = 0.20
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 5.0
 ORPHAN_SECONDS = 3600
 """Scripts and disks of ours that belong to no machine are left alone for so long: another process may be about to launch theirs."""
@@ -153,8 +154,9 @@ class Verda(Provider):
         if wanted is not None and known and not wanted & known:
             raise NoCapacity(f"Verda has no machines at {', '.join(sorted(wanted))}; it has some at {', '.join(sorted(known))}")
         sold = {one["instance_type"]: one for one in types if want.instance_type in (None, one["instance_type"])}
+        beside = self._beside()
         return [
-            offer
+            offer.model_copy(update={"extras_per_hour": beside})
             for is_spot, told in places.items()
             for place in told
             if wanted is None or place["location_code"] in wanted
@@ -187,7 +189,7 @@ class Verda(Provider):
                 _sweep(session, session.list("/instances"))
             except SkywardError as error:
                 log.warning("old scripts and disks at Verda could not be looked for: %s", error)
-        return [_instance(up[machine_id], of_machine(tags, rank), key, offer) for rank, machine_id in sorted(made.items()) if machine_id in up]
+        return [_instance(up[machine_id], of_machine(tags, rank), key, self._beside(), offer) for rank, machine_id in sorted(made.items()) if machine_id in up]
 
     def instances(self, pool_id: str | None = None) -> list[Instance]:
         """Return the pool's machines at all locations. A machine whose address is not known yet, or whose key is not here, has no endpoint."""
@@ -195,7 +197,7 @@ class Verda(Provider):
             machines = session.list("/instances")
         key = self._key_if_here()
         told = [(machine, tags) for machine in machines if (tags := _tags_of(machine)) is not None and pool_id in (None, tags[POOL_TAG])]
-        found = [_instance(machine, tags, key) for machine, tags in told]
+        found = [_instance(machine, tags, key, self._beside()) for machine, tags in told]
         return [instance for instance in found if instance.state is not InstanceState.GONE]
 
     def terminate(self, ids: Sequence[str]) -> None:
@@ -248,6 +250,10 @@ class Verda(Provider):
             "os_volume": {"size": self.os_volume_gb, **fate},
             "is_spot": offer.is_spot,
         }
+
+    def _beside(self) -> tuple[Extra, ...]:
+        """The disk, which is a thing of its own."""
+        return (by_month("disk", self.os_volume_gb * NVME_USD_PER_GB_MONTH, "Verda's price of NVMe, about $0.20 per GB and month", "2026-11-20"),)
 
     def _script(self, session: _Session, tags: Tags, startup: str, key: Key) -> str:
         end = "poweroff"
@@ -617,7 +623,7 @@ def _offer(sold: Json, location: str, *, is_spot: bool) -> Offer | None:
     )
 
 
-def _instance(machine: Json, tags: dict[str, str], key: Key | None, offer: Offer | None = None) -> Instance:
+def _instance(machine: Json, tags: dict[str, str], key: Key | None, beside: tuple[Extra, ...], offer: Offer | None = None) -> Instance:
     """Return what Verda tells of a machine; with the offer that it was launched from, at that one's prices."""
     launch, ip = tags.get(LAUNCH_TAG), machine.get("ip")
     price = offer.price_per_hour if offer is not None else _usd(machine.get("price_per_hour")) or 0.0
@@ -644,6 +650,7 @@ def _instance(machine: Json, tags: dict[str, str], key: Key | None, offer: Offer
         is_spot=is_spot,
         price_per_hour=price,
         on_demand_price_per_hour=offer.on_demand_price_per_hour if offer is not None else None if is_spot else price,
+        extras_per_hour=beside,
         ip=ip,
         private_ip=machine.get("private_ip"),
         tags=tags,

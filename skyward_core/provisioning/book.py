@@ -17,10 +17,10 @@ from decimal import Decimal
 from typing import TYPE_CHECKING
 
 from skyward_core.entries import Attempt, Bucket, Intent, Price, Rented, ResourceKind, Wish
-from skyward_core.errors import LeaseLost, LedgerConflict, LedgerError, Refusal, SkywardError
+from skyward_core.errors import ZERO_USD, LeaseLost, LedgerConflict, LedgerError, Refusal, SkywardError
 from skyward_core.events import InstanceStopping, SkywardEvent
 from skyward_core.instances import Instance
-from skyward_core.market import Offer
+from skyward_core.market import Extra, Offer
 from skyward_core.owner import Owner
 from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, IMAGE_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, TYPE_TAG, Provider
 from skyward_core.providers.tagging import work_tags
@@ -38,15 +38,22 @@ NOTES, RENEWALS = "what the seconds went to", "the pool's lease"
 
 
 def price_of(offer: Offer | Instance, provider: Provider) -> Price:
-    """Return what a machine costs, as the provider counts."""
+    """Return what a machine costs with all that is billed beside it, as the provider counts."""
     on_demand = offer.on_demand_price_per_hour
+    beside = _usd_of(offer.extras_per_hour)
     return Price(
-        Decimal(repr(offer.price_per_hour)),
-        None if on_demand is None else Decimal(repr(on_demand)),
+        Decimal(repr(offer.price_per_hour)) + beside,
+        None if on_demand is None else Decimal(repr(on_demand)) + beside,
         offer.is_spot,
         provider.billing_increment_seconds,
         provider.billing_minimum_seconds,
+        Decimal(repr(provider.billing_minimum_usd)) if offer.price_per_hour else ZERO_USD,
+        offer.extras_per_hour,
     )
+
+
+def _usd_of(extras: Iterable[Extra]) -> Decimal:
+    return sum((Decimal(repr(extra.usd_per_hour)) for extra in extras), ZERO_USD)
 
 
 class Launch:
@@ -224,8 +231,9 @@ class Book:
 
     def _price_as_rented(self, instance: Instance, launch: Launch) -> Price:
         """What a machine costs: never more than what was set aside for it, and less if the provider says so."""
-        told = price_of(instance, self._provider).per_hour
-        return replace(launch.price, per_hour=min(told, launch.price.per_hour)) if self._provider.tells_what_is_paid and told else launch.price
+        told = Decimal(repr(instance.price_per_hour)) + _usd_of(launch.price.extras)
+        is_told = self._provider.tells_what_is_paid and instance.price_per_hour
+        return replace(launch.price, per_hour=min(told, launch.price.per_hour)) if is_told else launch.price
 
     def refused(self, launch: Launch, why: str) -> None:
         """The provider had none of it, and says so: nothing was created."""

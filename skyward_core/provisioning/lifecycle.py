@@ -45,7 +45,7 @@ from skyward_core.errors import (
 )
 from skyward_core.events import CandidateRefused, InfraCreated, InfraCreating, InstanceLaunching, InstanceProvisioned, InstanceStopping, SkywardEvent
 from skyward_core.instances import Instance, Lease, Node
-from skyward_core.market import Offer
+from skyward_core.market import Offer, total_of
 from skyward_core.providers.base import Provider
 from skyward_core.provisioning.book import Book, price_of
 from skyward_core.provisioning.bootstrap import (
@@ -809,6 +809,7 @@ def _refused(one: Refusal) -> CandidateRefused:
 
 
 def _provisioned(instance: Instance) -> InstanceProvisioned:
+    beside = total_of(instance.extras_per_hour)
     return InstanceProvisioned(
         instance_id=instance.id,
         node=instance.rank,
@@ -816,8 +817,8 @@ def _provisioned(instance: Instance) -> InstanceProvisioned:
         provider=instance.provider,
         ip=instance.ip,
         instance_type=instance.instance_type,
-        price_on_demand=instance.on_demand_price_per_hour,
-        price_spot=instance.price_per_hour if instance.is_spot else None,
+        price_on_demand=None if instance.on_demand_price_per_hour is None else instance.on_demand_price_per_hour + beside,
+        price_spot=instance.price_per_hour + beside if instance.is_spot else None,
     )
 
 

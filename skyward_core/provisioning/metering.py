@@ -239,12 +239,14 @@ class Meter:
 
     def _price_of(self, instance: Instance) -> Price:
         on_demand = instance.on_demand_price_per_hour
+        beside = sum((Decimal(repr(extra.usd_per_hour)) for extra in instance.extras_per_hour), ZERO_USD)
         return Price(
-            Decimal(repr(instance.price_per_hour)),
-            None if on_demand is None else Decimal(repr(on_demand)),
+            Decimal(repr(instance.price_per_hour)) + beside,
+            None if on_demand is None else Decimal(repr(on_demand)) + beside,
             instance.is_spot,
             self._increment_seconds,
             self._minimum_seconds,
+            extras=instance.extras_per_hour,
         )
 
 

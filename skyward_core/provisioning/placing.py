@@ -85,8 +85,8 @@ class Candidate:
 
     @property
     def price_per_hour(self) -> float:
-        """What all machines cost, in USD."""
-        return sum(part.offer.price_per_hour * part.count for part in self.parts)
+        """What all machines cost with all that is billed beside them, in USD."""
+        return sum(part.offer.total_per_hour * part.count for part in self.parts)
 
     @property
     def region(self) -> str:
@@ -168,10 +168,10 @@ def _groups(offers: Iterable[Offer]) -> list[_Group]:
     for offer in offers:
         group = groups.setdefault((offer.region, offer.instance_type), {})
         known = group.get(offer.is_spot)
-        if known is None or offer.price_per_hour < known.price_per_hour:
+        if known is None or offer.total_per_hour < known.total_per_hour:
             group[offer.is_spot] = offer
         if known is not None:
-            dearer.append({offer.is_spot: known if offer.price_per_hour < known.price_per_hour else offer})
+            dearer.append({offer.is_spot: known if offer.total_per_hour < known.total_per_hour else offer})
     return [*groups.values(), *dearer]
 
 
@@ -218,7 +218,7 @@ def _of_one_size(ways: list[_Way], want: Requirements) -> list[_Way]:
 def _price(way: _Way) -> float:
     """What all machines cost: no more than a product or two, for there may be fifty thousand."""
     group, (on_demand, spot_nodes) = way
-    return (group[False].price_per_hour * on_demand if on_demand else 0.0) + (group[True].price_per_hour * spot_nodes if spot_nodes else 0.0)
+    return (group[False].total_per_hour * on_demand if on_demand else 0.0) + (group[True].total_per_hour * spot_nodes if spot_nodes else 0.0)
 
 
 def _parts(group: _Group, on_demand: int, spot_nodes: int) -> tuple[Part, ...]:
@@ -231,12 +231,12 @@ def _weight(way: _Way) -> tuple[float, float, float]:
     group, (on_demand, spot_nodes) = way
     if not (on_demand and spot_nodes):  # nearly always: fifty thousand of them are weighed in a tenth of a second
         offer, count = group[bool(spot_nodes)], on_demand or spot_nodes
-        return offer.price_per_hour * count, offer.vcpus * count, offer.memory_gb * count
+        return offer.total_per_hour * count, offer.vcpus * count, offer.memory_gb * count
     return _total(_parts(group, on_demand, spot_nodes))
 
 
 def _total(parts: Iterable[Part]) -> tuple[float, float, float]:
-    columns = ((part.offer.price_per_hour * part.count, part.offer.vcpus * part.count, part.offer.memory_gb * part.count) for part in parts)
+    columns = ((part.offer.total_per_hour * part.count, part.offer.vcpus * part.count, part.offer.memory_gb * part.count) for part in parts)
     price, vcpus, memory = (sum(column) for column in zip(*columns, strict=True))
     return price, vcpus, memory
 

@@ -88,7 +88,7 @@ def price_list(
     found = [offer for page in told for offer in page.offers if matches(offer, want) is None]
     reasons = [_why_none(provider, want, page, answers.get(index)) for index, (provider, page) in enumerate(zip(providers, pages, strict=True))]
     return PriceList(
-        tuple(sorted(found, key=lambda offer: (offer.price_per_hour, offer.vcpus, offer.memory_gb))),
+        tuple(sorted(found, key=lambda offer: (offer.total_per_hour, offer.vcpus, offer.memory_gb))),
         tuple(reason for reasons_of_one in reasons for reason in reasons_of_one),
         min((page.asked_at for page in told), default=None),
     )

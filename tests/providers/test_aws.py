@@ -216,6 +216,21 @@ def test_prices_come_from_the_price_list(cloud: FakeAWS) -> None:
     assert {offer.instance_type: offer.price_per_hour for offer in sold} == {"g4dn.xlarge": 0.5, "g4dn.2xlarge": 0.7}
 
 
+def test_the_disk_and_the_public_address_are_counted(cloud: FakeAWS) -> None:
+    """$0.08 per GB and month and $0.005 an hour (price pages, 2026-11-22); of a machine that is found again too. Its tags carry its own price alone."""
+    provider = make(cloud, disk_gb=450)
+    (offer,) = (offer for offer in provider.offers(T4) if not offer.is_spot)
+    assert [(extra.name, extra.usd_per_hour, bool(extra.source), extra.checked) for extra in offer.extras_per_hour] == [
+        ("disk", 0.05, True, "2026-11-22"),
+        ("public IPv4", 0.005, True, "2026-11-22"),
+    ]
+    assert (offer.price_per_hour, round(offer.total_per_hour, 6)) == (0.526, 0.581)
+    (machine,) = provider.launch(offer, 1, tags(), STARTUP)
+    assert (machine.price_per_hour, machine.extras_per_hour) == (0.526, offer.extras_per_hour)
+    private = make(cloud, disk_gb=8, use_private_ip=True, ssh_cidr="10.0.0.0/8")
+    assert [(extra.name, extra.usd_per_hour) for extra in next(iter(private.offers(T4))).extras_per_hour] == [("disk", 0.011111)]
+
+
 def test_without_the_right_to_ask_for_prices_our_table_stands_in(cloud: FakeAWS) -> None:
     """It is us-east-1's, and an estimate elsewhere; a type that it does not have is not sold on demand."""
     cloud.list_prices = None

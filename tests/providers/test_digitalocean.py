@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, OW
 from skyward_core.providers.digitalocean import DigitalOcean, doctl_token, from_tags, image_of, name_of, state_of, tags_of, to_offers, to_tags
 from skyward_core.providers.login import host_key, our_key
 from skyward_core.providers.tagging import launch_word
+from skyward_core.provisioning.book import price_of
 from tests.providers.contract import POOL, STARTUP, Hands, RestContract, tags
 from tests.providers.fake_digitalocean import OVER_LIMIT, REGIONS, SIZES, SOLD_OUT, TEAM, TOKEN, TOO_MANY, FakeDigitalOcean, boot_of, size, unprocessable
 from tests.providers.http_fake import FakeCloud, Reply
@@ -174,14 +176,31 @@ def test_a_spot_machine_is_created_and_listed_as_one(cloud: FakeDigitalOcean, ma
     assert (listed.is_spot, listed.instance_type, listed.price_per_hour, listed.on_demand_price_per_hour) == (True, "gpu-mi350x1-288gb", 2.46, None)
 
 
-@pytest.mark.parametrize(("region", "told"), [("nyc1", {"nyc1"}), (("tor1", "ams3"), {"tor1", "ams3"}), (None, set(REGIONS) - {"atl1"}), ("sfo9", set())])
+@pytest.mark.parametrize(
+    ("region", "told"), [("nyc1", {"nyc1"}), (("tor1", "ams3"), {"tor1", "ams3"}), (None, set(REGIONS) - {"atl1", "nyc2"}), ("sfo9", set())]
+)
 def test_regions_are_one_several_or_all(make: Callable[..., DigitalOcean], region: Any, told: set[str]) -> None:
     assert {offer.region for offer in make(region=region).offers(Requirements())} == told
-    assert make().region == "nyc1"
+    assert make().region is None
+
+
+def test_a_machine_has_two_gigabytes_unless_less_is_asked_for(make: Callable[..., DigitalOcean]) -> None:
+    """By an amount of memory, or by the name of a size."""
+    slugs = [{offer.instance_type for offer in make().offers(want)} for want in (Requirements(), Requirements(memory_gb=0.5))]
+    assert slugs[1] - slugs[0] == {"s-1vcpu-512mb-10gb"}
+    assert "s-1vcpu-512mb-10gb" in {offer.instance_type for offer in make().offers(Requirements(instance_type="s-1vcpu-512mb-10gb"))}
+
+
+def test_what_is_paid_at_least_is_the_greater_of_a_minute_and_a_cent(make: Callable[..., DigitalOcean]) -> None:
+    """Price page, 2026-05: 60 s or $0.01, whichever is higher."""
+    offers = {offer.instance_type: offer for offer in make(region=("nyc1", "tor1")).offers(Requirements())}
+    small, large = (price_of(offers[slug], make()).cost(1) for slug in ("s-2vcpu-4gb", "gpu-h100x8-640gb"))
+    assert small == Decimal("0.01")
+    assert large == price_of(offers["gpu-h100x8-640gb"], make()).cost(60) > Decimal("0.3")
 
 
 def test_all_pages_of_sizes_are_read(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
-    cloud.sizes = [size(f"s-{index}", 1024, 1, 0.01, ["nyc1"]) for index in range(450)]
+    cloud.sizes = [size(f"s-{index}", 4096, 1, 0.01, ["nyc1"]) for index in range(450)]
     assert len(make().offers(Requirements())) == 450
     assert [request.query["page"] for request in cloud.asked("GET", "/v2/sizes")] == ["1", "2", "3"]
 
@@ -261,7 +280,9 @@ def test_the_machine_gets_its_host_key_our_key_and_the_startup_script(cloud: Fak
 
 def test_image_and_network_can_be_chosen(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
     """An image by its number too, as a number; the network is not mentioned unless it is chosen."""
-    provider = make(image="42", vpc_uuid="760e09ef-dc84-11e8-981e-3cfdfeaae000")
+    with pytest.raises(ValueError, match="say which with region="):
+        make(vpc_uuid="760e09ef-dc84-11e8-981e-3cfdfeaae000")
+    provider = make(image="42", region="nyc1", vpc_uuid="760e09ef-dc84-11e8-981e-3cfdfeaae000")
     provider.launch(an_offer(provider), 1, tags(), STARTUP)
     make().launch(an_offer(provider), 1, tags(launch="L2"), STARTUP)
     first, second = (droplet.wish for droplet in cloud.droplets.values())

@@ -601,6 +601,15 @@ def test_ids_of_other_clouds_are_nobodys_here(fake: FakeRunPod) -> None:
 # ── names ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def test_the_disk_is_counted(fake: FakeRunPod) -> None:
+    """$0.10 per GB and month (docs.runpod.io/pods/storage, 2026-11-22), of as large a disk as is asked for; of a pod that is found again too."""
+    offer = cheapest(provider=RunPod(disk_gb=72))
+    assert [(extra.name, extra.usd_per_hour) for extra in offer.extras_per_hour] == [("disk", 0.01)]
+    RunPod(disk_gb=72).launch(offer, 1, tags(), STARTUP)
+    (found,) = RunPod().instances()
+    assert found.extras_per_hour == offer.extras_per_hour
+
+
 def test_a_name_is_unique_plain_and_the_same_whenever_it_is_made(fake: FakeRunPod) -> None:
     RunPod().launch(cheapest(), 2, tags(), STARTUP)
     names = sorted(row["name"] for row in fake.pods.values())

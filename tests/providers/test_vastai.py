@@ -111,6 +111,25 @@ def rented(fake: FakeVast) -> list[int]:
 # ── offers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def test_traffic_is_counted_at_the_hosts_prices_and_the_disk_of_a_bid(fake: FakeVast) -> None:
+    """As an estimate. What is told of a class is that of its dearest, and no host with dearer traffic is rented for the offer's price."""
+    there = {"geolocation": "Quebec, CA"}
+    costs = {"inet_down_cost": 0.002, "inet_up_cost": 0.01, "storage_cost": 0.18, **there}
+    fake.sell(ask(91, price=0.30, **costs), ask(92, price=0.30, **there), ask(93, price=0.29, **{**costs, "inet_down_cost": 0.1}), ask(94, price=0.20, **costs))
+    provider = VastAI(region="CA", disk_gb=40, traffic_down_gb_per_hour=5, traffic_up_gb_per_hour=1)
+    offers = [offer for offer in provider.offers(RTX_4090) if not offer.is_spot]
+    assert [(offer.price_per_hour, [(extra.name, extra.usd_per_hour) for extra in offer.extras_per_hour]) for offer in offers] == [
+        (0.20, [("traffic", 0.02)]),
+        (0.30, [("traffic", 0.02)]),
+        (0.29, [("traffic", 0.51)]),
+    ]
+    bid = cheapest(is_spot=True, provider=provider)
+    assert [(extra.name, extra.usd_per_hour) for extra in bid.extras_per_hour] == [("disk", 0.01), ("traffic", 0.02)]
+    machines = provider.launch(offers[1], 4, tags(), STARTUP)
+    assert sorted(rented(fake)) == [91, 92, 94]
+    assert len(machines) == 3
+
+
 def test_an_offer_is_a_class_of_machines_with_its_share_of_the_host(fake: FakeVast) -> None:
     """The memory that is told is the whole machine's; the CPUs are what one gets; what the driver sees of a GPU is rounded to the vendor's figure."""
     (offer,) = [offer for offer in VastAI().offers(Requirements(accelerator=sky.accelerators.parse("8xH100-SXM"))) if not offer.is_spot]

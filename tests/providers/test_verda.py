@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 
 import skyward_core as sky
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded
 from skyward_core.instances import InstanceState
-from skyward_core.market import Offer, Requirements, matches
+from skyward_core.market import Offer, Requirements, matches, rank
 from skyward_core.providers import _http, verda
 from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, load
 from skyward_core.providers.tagging import launch_word
@@ -91,6 +92,16 @@ class TestVerda(RestContract):
 
 
 # ── offers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_disk_is_counted(fake: FakeVerda) -> None:
+    """About $0.20 per GB and month (fact sheet, 3.2); of a machine that is found again too."""
+    provider = Verda(endpoint_url=fake.url + "/v1", client_id=SecretStr(CLIENT_ID), client_secret=SecretStr(CLIENT_SECRET), os_volume_gb=360)
+    offer = rank(provider.offers(WISH), WISH)[0]
+    assert [(extra.name, extra.usd_per_hour) for extra in offer.extras_per_hour] == [("disk", 0.1)]
+    (machine,) = provider.launch(offer, 1, tags(), STARTUP)
+    (found,) = provider.instances()
+    assert machine.extras_per_hour == found.extras_per_hour == offer.extras_per_hour
 
 
 def test_chips_are_named_as_in_the_catalogue(mine: Verda) -> None:
