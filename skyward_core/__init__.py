@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from skyward_core.errors import QuotaExceeded as QuotaExceeded
     from skyward_core.errors import RateLimited as RateLimited
     from skyward_core.errors import RemoteError as RemoteError
+    from skyward_core.errors import ResultNotLoaded as ResultNotLoaded
     from skyward_core.errors import SkywardError as SkywardError
     from skyward_core.errors import Unreachable as Unreachable
     from skyward_core.events import BootstrapCompleted as BootstrapCompleted
@@ -130,7 +131,7 @@ _HOMES = {
     "config": "Settings",
     "errors": "BadRequest BootstrapFailed BudgetExceeded CallCrashed CallOutOfMemory CredentialsError HostKeyChanged InstancesLeft LeaseLost LedgerConflict"
     " LedgerError NoCapacity NodeLost NotPicklable NotYetSupported OfferGone PoolClosed ProviderFailed ProvisioningTimeout QuotaExceeded RateLimited"
-    " RemoteError SkywardError Unreachable",
+    " RemoteError ResultNotLoaded SkywardError Unreachable",
     "events": "BootstrapCompleted BootstrapProgress BootstrapStarting BudgetWarning CallProgress CallRetrying Callback CandidateRefused ClusterRestarting"
     " ContactLost ContactRegained CostFinal CostUpdate Error InfraCreated InfraCreating InstanceLaunching InstanceLost InstanceProvisioned"
     " InstanceStopping LogLine Metrics PoolReady PoolStopping PreemptionNoticed ProviderName RebalanceRecommended SkywardEvent compose emit"

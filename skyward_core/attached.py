@@ -232,6 +232,8 @@ class DetachedCall[R]:
         self._number = 0
         self._lines: list[str] = []
         self._outcome: Outcome | None = None
+        self._node = 0
+        """The rank of the node that has told the outcome."""
 
     def __repr__(self) -> str:
         return f"<DetachedCall {self.call_id}>"
@@ -249,7 +251,7 @@ class DetachedCall[R]:
     def result(self, timeout: float | None = None) -> R:
         """Wait for the call to end; return its result or raise its exception. May be asked again, and by others.
 
-        Raises TimeoutError, NodeLost (its node was lost under it, or took the result along) and CallCrashed.
+        Raises TimeoutError, NodeLost (its node was lost under it, or took the result along), CallCrashed and ResultNotLoaded.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         pause = FIRST_POLL_SECONDS
@@ -262,7 +264,7 @@ class DetachedCall[R]:
             raise NodeLost(f"call {self.call_id} was lost with its node: {known['reason']}")
         if self._outcome is None:
             raise CallCrashed(f"call {self.call_id} was cancelled before it began")
-        return cast(R, self._cluster().detached_value(self._outcome))
+        return cast(R, self._cluster().detached_value(self._outcome, self._node))
 
     def cancel(self) -> None:
         """Stop the call, or do not begin it. One that has ended stays as it is."""
@@ -285,7 +287,7 @@ class DetachedCall[R]:
                     if isinstance(item, Output):
                         self._lines.extend(line for text in item.lines for line in text.split("\n"))
                     elif item.ending is not Ending.RETURNED:
-                        self._outcome = item
+                        self._outcome, self._node = item, report.node
             self._number = known["number"] + len(known["messages"])
             return known
 

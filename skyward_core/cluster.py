@@ -35,12 +35,14 @@ from skyward_core.compute import PendingCompute
 from skyward_core.dispatch import Entry, Queue, Shipment
 from skyward_core.errors import (
     BadRequest,
+    Bytes,
     CallCrashed,
     CallOutOfMemory,
     CommandFailed,
     ConnectionLost,
     NodeLost,
     PoolClosed,
+    ResultNotLoaded,
     SkywardError,
     Unreachable,
 )
@@ -49,6 +51,7 @@ from skyward_core.futures import CallFuture
 from skyward_core.instances import Lease, Node
 from skyward_core.reach import Reach, Reaches
 from skyward_core.remote_notes import note_for
+from skyward_core.unpicklable import one_line
 from skyward_core.worker.calls import NAME, RAN, RETRIES, Following, Ran, Resumed, cancel, detached_key, let_go
 from skyward_core.worker.holding import HELD, HOLD, WorkerHeld
 from skyward_core.worker.node import POOL_TOPIC, RUN_BATCH, START_DETACHED, WorkerJoined, WorkerLeft
@@ -184,9 +187,9 @@ class Cluster:
         self._unheard: dict[int, Shipment] = {}
         self._lost: SkywardError | None = None
         self._drained: SkywardError | None = None
-        self._submitted = self._done = self._failed = 0
+        self._submitted = self._done = self._failed = self._cancelled = 0
         self._progress_told = 0.0
-        self._progress_counts = (0, 0, 0)
+        self._progress_counts = (0, 0, 0, 0)
         self._is_closing = False
         self._is_cut = False
         self._is_pinging = False
@@ -508,10 +511,10 @@ class Cluster:
             raise BadRequest(f"the pool knows of no call {call_id!r}: it was forgotten, or started in another pool")
         return known
 
-    def detached_value(self, outcome: Outcome) -> Any:
+    def detached_value(self, outcome: Outcome, node: int) -> Any:
         """Return the result of a detached call that has ended, or raise its exception. The result stays where it is."""
         parcel = outcome.parcel if outcome.parcel.path is None else self._reach_of(outcome.parcel).take(outcome.parcel, keep=True)
-        return _value(outcome, parcel, -1)
+        return _value(outcome, parcel, node)
 
     def cancel_detached(self, call_id: str) -> None:
         """Stop a detached call, or do not begin it. Raises NodeLost if the scheduler could not be told."""
@@ -1080,11 +1083,14 @@ class Cluster:
                 self._end(given, error=error)
 
     def _end(self, given: _Given, value: Any = None, error: BaseException | None = None) -> None:
-        self._done += 1
+        if given.future.cancelled():
+            self._cancelled += 1
+        else:
+            self._done += 1
         if given.future.cancelled():
             pass
         elif error is not None:
-            self._failed += 1
+            self._failed += not isinstance(error, ResultNotLoaded)  # the call itself has not failed
             given.future.set_exception(error)
         else:
             given.future.set_result(value)
@@ -1178,8 +1184,9 @@ class Cluster:
 
     def _tell_progress(self) -> None:
         now = time.monotonic()
-        counts = (self._submitted, self._done, self._failed)
-        if counts != self._progress_counts and (now - self._progress_told > PROGRESS_SECONDS or self._done == self._submitted):
+        counts = (self._submitted, self._done, self._failed, self._cancelled)
+        is_all = self._done + self._cancelled == self._submitted
+        if counts != self._progress_counts and (now - self._progress_told > PROGRESS_SECONDS or is_all):
             self._progress_told, self._progress_counts = now, counts
             self._emit(CallProgress(*counts))
 
@@ -1196,7 +1203,13 @@ def _packed_function(fn: Callable[..., Any], replace_object: pickling.Replace | 
 def _value(outcome: Outcome, parcel: Parcel, node: int) -> Any:
     """The call's result, which `parcel` holds, or its exception raised."""
     if outcome.ending is Ending.RESULT:
-        return pickling.loads(*parcel.contents())
+        data, buffers = parcel.contents()
+        try:
+            return pickling.loads(data, buffers)
+        except MemoryError:
+            raise
+        except Exception as failure:  # loading runs the code of whatever types the result has
+            raise _not_loaded(failure, data, buffers, node) from failure
     if outcome.ending is Ending.ERROR:
         raise _remote_exception(outcome, parcel, node)
     if outcome.ending is Ending.CANCELLED:
@@ -1205,6 +1218,19 @@ def _value(outcome: Outcome, parcel: Parcel, node: int) -> Any:
         message = f"the call used more memory than its worker on node {node} has, and was killed; ask for more with ComputePool(memory=...)"
         raise CallOutOfMemory(message, node, outcome.exit_code, outcome.output)
     raise CallCrashed(f"the process of the call died on node {node}: {outcome.text or _death(outcome.exit_code)}", node, outcome.exit_code, outcome.output)
+
+
+def _not_loaded(failure: Exception, data: Bytes, buffers: Sequence[Bytes], node: int) -> ResultNotLoaded:
+    missing = failure.name.partition(".")[0] if isinstance(failure, ModuleNotFoundError) and failure.name else ""
+    if missing:
+        why = f"its type is of {missing!r}, which is not installed here. Install the package that has it and take error.load()"
+    else:
+        why = f"{one_line(failure)}. Mend that and take error.load()"
+    message = (
+        f"the call succeeded on node {node}, but its result cannot be loaded here: {why}; or let the function return plain values (numbers, lists, "
+        "dictionaries, NumPy arrays). There is no need to run it again: error.result_bytes keeps the result"
+    )
+    return ResultNotLoaded(message, node, missing, data, buffers)
 
 
 def _remote_exception(outcome: Outcome, parcel: Parcel, node: int) -> BaseException:

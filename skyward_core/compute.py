@@ -11,7 +11,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Coroutine, Generator, Mapping
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from typing import Any, Concatenate, Protocol, Self, cast, overload
 
 
@@ -48,6 +51,15 @@ class PendingCompute[R]:
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a pending call cannot be changed ({name})")
 
+    @property
+    def why_no_result(self) -> str:
+        """What is wrong with a function that returns this, and what to write; read where calls run."""
+        name = _name(self.fn)
+        return (
+            f"it is a call that was not made: {name!r} is decorated with @sky.compute, so that calling it gives a pending call. "
+            f"Write {name}.local(...) to run it inside this function; or give the calls to the pool: pool.map({name}, ...), {name}(...) >> pool"
+        )
+
     def __rshift__(self, pool: Runner) -> R:
         """Run the call on the pool and return its result; its exception is raised here."""
         return _runner(pool, ">>").run(self)
@@ -78,6 +90,11 @@ class PendingBatch[*Rs]:
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a batch of pending calls cannot be changed ({name})")
 
+    @property
+    def why_no_result(self) -> str:
+        """As that of its calls."""
+        return self.calls[0].why_no_result if self.calls else "it is an empty batch of calls"
+
     def __and__[S](self, other: PendingCompute[S]) -> PendingBatch[*Rs, S]:
         """Add a call."""
         return PendingBatch(*self.calls, _pending(other))
@@ -101,6 +118,8 @@ class ComputeFunction[**P, R]:
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> PendingCompute[R]:
+        """Return the call, to be run by a pool. Raises TypeError at once for arguments that the function does not take, in Python's own words."""
+        refuse_wrong_arguments(self.local, args, kwargs)
         return PendingCompute(self.local, args, kwargs)
 
     @overload
@@ -152,6 +171,55 @@ def gather[R](*computations: PendingCompute[R]) -> PendingBatch[*tuple[R, ...]]:
 def gather(*computations: PendingCompute[Any]) -> PendingBatch[*tuple[Any, ...]]:
     """Group calls to run in parallel; `gather(...) >> pool` returns their results in order. Raises TypeError for anything that is no pending call."""
     return PendingBatch(*map(_pending, computations))
+
+
+def refuse_wrong_arguments(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise TypeError, as calling it would, if a function does not take these arguments; what does not tell what it takes is not asked."""
+    if isinstance(fn, types.FunctionType):
+        _twin(fn)(*args, **kwargs)
+    elif isinstance(fn, functools.partial):
+        refuse_wrong_arguments(fn.func, (*fn.args, *args), {**fn.keywords, **kwargs})
+    elif isinstance(fn, types.MethodType):
+        refuse_wrong_arguments(fn.__func__, (fn.__self__, *args), kwargs)
+    else:
+        try:
+            signature = inspect.signature(fn)
+        except (ValueError, TypeError):  # much of C has none
+            return
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{_name(fn)}(): {error}") from None
+
+
+_twins: weakref.WeakKeyDictionary[types.FunctionType, types.FunctionType] = weakref.WeakKeyDictionary()
+_TAKES_MORE = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+
+
+def _twin(fn: types.FunctionType) -> types.FunctionType:
+    """Return a function that takes what `fn` takes, and does nothing: Python itself says then what is wrong with a call."""
+    twin = _twins.get(fn)
+    if twin is None:
+        nothing, code = _nothing.__code__, fn.__code__
+        empty = code.replace(
+            co_code=nothing.co_code,
+            co_consts=nothing.co_consts,
+            co_names=(),
+            co_freevars=(),
+            co_cellvars=(),
+            co_stacksize=nothing.co_stacksize,
+            co_flags=nothing.co_flags | (code.co_flags & _TAKES_MORE),
+            co_exceptiontable=b"",
+            co_linetable=nothing.co_linetable,
+        )
+        twin = _twins[fn] = types.FunctionType(empty, {}, fn.__name__)
+        twin.__qualname__ = fn.__qualname__
+    twin.__defaults__, twin.__kwdefaults__ = fn.__defaults__, fn.__kwdefaults__  # a program may change them
+    return twin
+
+
+def _nothing() -> None:
+    return None
 
 
 def _runner(pool: object, operator: str) -> Runner:

@@ -33,7 +33,7 @@ from skyward_core.events import (
     RebalanceRecommended,
     SkywardEvent,
 )
-from skyward_core.narrator import Narrator, usd
+from skyward_core.narrator import Narrator, not_well, usd
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -252,8 +252,8 @@ class _Spinner:
             match event:
                 case LogLine() | InstanceLost() | PreemptionNoticed() | RebalanceRecommended() | BudgetWarning() | Error():
                     self._print_above(told[1] if told else "")
-                case CallProgress(submitted, done, failed):
-                    self._show_calls(submitted, done, failed)
+                case CallProgress():
+                    self._show_calls(event)
                 case BootstrapStarting(machine) | BootstrapProgress(machine) | BootstrapCompleted(machine):
                     self._show_machine(machine, event)
                 case CostUpdate(accumulated_cost=cost, hourly_rate=rate):
@@ -280,12 +280,12 @@ class _Spinner:
         # soft_wrap: a long line stays one line for whoever copies it.
         self._progress.console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
-    def _show_calls(self, submitted: int, done: int, failed: int) -> None:
+    def _show_calls(self, calls: CallProgress) -> None:
         self._pool_row()
         if self._calls is None:
-            self._calls = self._progress.add_task("calls", total=submitted, note="")
-        note = f"{done} of {submitted} calls" + (f", {failed} failed" if failed else "")
-        self._progress.update(self._calls, total=submitted, completed=done, note=note)
+            self._calls = self._progress.add_task("calls", total=calls.submitted, note="")
+        note = f"{calls.done} of {calls.submitted} calls{not_well(calls)}"
+        self._progress.update(self._calls, total=calls.submitted, completed=calls.done + calls.cancelled, note=note)
 
     def _show_machine(self, machine: str, event: SkywardEvent) -> None:
         pool = self._pool_row()

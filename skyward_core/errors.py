@@ -16,6 +16,7 @@ SkywardError
 │   └── CallOutOfMemory            ask for more memory
 ├── NodeLost                       submit again: the machine went away under the call
 ├── RemoteError                    read the text: the call failed with an error whose class does not exist here
+├── ResultNotLoaded                install what is missing, then `load()`: the call succeeded, and its result cannot be rebuilt here
 ├── PoolClosed                     open a pool first
 ├── Unreachable                    look whether the machine lives, or take another: no SSH to it by the deadline
 │   └── ConnectionLost             reconnect, and find out whether the command took effect
@@ -29,12 +30,18 @@ SkywardError
     └── LedgerConflict             look at the entry: the ledger already says otherwise
 """
 
+from __future__ import annotations
+
+import importlib
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Self
+from typing import Any, Self
 
 ZERO_USD = Decimal(0)
+
+type Bytes = bytes | bytearray | memoryview
 
 
 class SkywardError(Exception):
@@ -174,6 +181,54 @@ class RemoteError(SkywardError):
 
     def __str__(self) -> str:
         return f"{self.args[0]}\n{self.text}" if self.text else str(self.args[0])
+
+
+class ResultNotLoaded(SkywardError):
+    """A call has succeeded, and its result cannot be rebuilt here, most often as a package is missing. The result is kept: there is no need to run it again.
+
+    `node` is the rank of the node that has it made, `missing` the name of the package ("" where it is not that). `load()` gives the result once the package
+    is there; `result_bytes` is a pickle of it, to be written to a file and read where the package is.
+    """
+
+    def __init__(self, message: str, node: int = -1, missing: str = "", data: Bytes = b"", buffers: Sequence[Bytes] = ()) -> None:
+        super().__init__(message)
+        self.node = node
+        self.missing = missing
+        self._data = data
+        self._buffers = tuple(buffers)
+
+    @property
+    def result_bytes(self) -> bytes:
+        """The result as one pickle, for `pickle.loads`. It names classes of the missing package, and of `skyward_core`."""
+        return pickle.dumps(self.stored, protocol=5)
+
+    @property
+    def stored(self) -> Stored:
+        """The result as a part of another pickle."""
+        return Stored(self._data, self._buffers)
+
+    def load(self) -> Any:
+        """Return the result, or for `map`, `@` and `gather` all results. Raises what is still in the way, such as ModuleNotFoundError."""
+        importlib.invalidate_caches()
+        return _loaded(self._data, [bytearray(buffer) for buffer in self._buffers])  # copies: what is done to the result does not change what is kept
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.args[0], self.node, self.missing, bytearray(self._data), [bytearray(buffer) for buffer in self._buffers])
+
+
+class Stored:
+    """Loads as the value that these bytes are the pickle of; gives them out of band to a pickler that can take them so."""
+
+    def __init__(self, data: Bytes, buffers: Sequence[Bytes] = ()) -> None:
+        self._data = data
+        self._buffers = buffers
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _loaded, (pickle.PickleBuffer(self._data), [pickle.PickleBuffer(buffer) for buffer in self._buffers])
+
+
+def _loaded(data: Bytes, buffers: Sequence[Bytes]) -> Any:
+    return pickle.loads(data, buffers=buffers)
 
 
 class PoolClosed(SkywardError):

@@ -105,11 +105,15 @@ class PoolReady:
 
 @dataclass(frozen=True, slots=True)
 class CallProgress:
-    """How many calls this pool was given and how many have ended, well or not; at most ten a second."""
+    """How many calls this pool was given, how many have ended, well or not, and how many were cancelled; at most ten a second.
+
+    `done` holds the failed ones, and not the cancelled ones.
+    """
 
     submitted: int
     done: int
     failed: int
+    cancelled: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,8 +123,12 @@ class Narrator:
         return logging.INFO, ", ".join(parts)
 
     def _calls_so_far(self) -> str:
-        calls = self._calls
-        return f"{calls.done} of {_count(calls.submitted, 'call')} done" + (f", {calls.failed} failed" if calls.failed else "")
+        return f"{self._calls.done} of {_count(self._calls.submitted, 'call')} done{not_well(self._calls)}"
+
+
+def not_well(calls: CallProgress) -> str:
+    """Return how many calls have failed and were cancelled, as the end of a sentence; "" if none."""
+    return (f", {calls.failed} failed" if calls.failed else "") + (f", {calls.cancelled} cancelled" if calls.cancelled else "")
 
 
 def _provisioned(event: InstanceProvisioned) -> str:

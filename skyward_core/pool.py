@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from decimal import Decimal
 from pathlib import Path
 from types import TracebackType
@@ -24,9 +25,9 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from skyward_core import console, pickling
 from skyward_core.attached import Attached, DetachedCall
-from skyward_core.compute import ComputeFunction, PendingBatch, PendingCompute
+from skyward_core.compute import ComputeFunction, PendingBatch, PendingCompute, refuse_wrong_arguments
 from skyward_core.config import Settings
-from skyward_core.errors import BadRequest, PoolClosed, SkywardError
+from skyward_core.errors import BadRequest, PoolClosed, ResultNotLoaded, SkywardError, Stored
 from skyward_core.events import Callback, CostFinal, compose, registered_callback
 from skyward_core.futures import CallFuture
 from skyward_core.instances import Lease
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from skyward_core.cluster import Cluster
 
 DEFAULT_PROVIDER = "local"
+TOGETHER_SECONDS = 0.2  # between looks for an error, while results that cannot be loaded here are waited for
 _log = logging.getLogger("skyward")
 
 
@@ -237,16 +239,16 @@ class ComputePool:
 
     def run_batch(self, batch: PendingBatch[*tuple[Any, ...]]) -> tuple[Any, ...]:
         """Run the calls in parallel; return their results in order. On the first error the others are cancelled and it is raised."""
-        return tuple(_results(self._cluster.submit([*batch.calls], self._replace_object, is_awaited=True)))
+        return cast("tuple[Any, ...]", _results(self._cluster.submit([*batch.calls], self._replace_object, is_awaited=True), tuple))
 
     def broadcast[R](self, pending: PendingCompute[R]) -> tuple[R, ...]:
         """Run the call on all workers at once; return the results in the order of nodes and workers."""
-        return tuple(_results(self._cluster.broadcast(_checked(pending), self._replace_object)))
+        return cast("tuple[R, ...]", _results(self._cluster.broadcast(_checked(pending), self._replace_object), tuple))
 
     def map[R](self, fn: Callable[..., R] | ComputeFunction[..., R], *iterables: Iterable[Any]) -> list[R]:
         """Run `fn(a, b, ...)` for the items of the iterables taken together; return the results in order. `fn` need not be decorated.
 
-        The iterables must have the same length: BadRequest otherwise, before anything runs.
+        The iterables must have the same length: BadRequest otherwise, before anything runs; and TypeError for as many as the function does not take.
         """
         if not iterables:
             raise BadRequest("map needs something to map over: pool.map(fn, [1, 2, 3])")
@@ -255,6 +257,8 @@ class ComputePool:
             calls = [PendingCompute(function, items) for items in zip(*iterables, strict=True)]
         except ValueError as error:
             raise BadRequest(f"map: {error}. Give iterables of one length, or zip them yourself with what should happen to the rest") from error
+        if calls:
+            refuse_wrong_arguments(function, calls[0].args, {})
         return cast("list[R]", _results(self._cluster.submit(calls, self._replace_object, is_awaited=True)))
 
     def start_detached[R](self, pending: PendingCompute[R]) -> DetachedCall[R]:
@@ -452,17 +456,46 @@ def _checked[R](pending: PendingCompute[R]) -> PendingCompute[R]:
     raise TypeError(f"a pool runs pending calls, not {type(pending).__name__!r}: decorate the function with @sky.compute and call it")
 
 
-def _results(futures: Sequence[Future[Any]] | Sequence[CallFuture[Any]]) -> list[Any]:
-    """Wait for all. On the first error, in the order of the calls among those that ended, or an interrupt, the others are cancelled."""
+def _results(futures: Sequence[Future[Any]] | Sequence[CallFuture[Any]], kind: type[list[Any] | tuple[Any, ...]] = list) -> Any:
+    """Wait for all; return the results. On the first error, in the order of the calls among those that ended, or an interrupt, the others are cancelled.
+
+    A result that cannot be loaded here is no such error: the others are waited for, and all are kept in the error then.
+    """
+    left: Collection[Future[Any]] = futures
+    is_kept = False
     try:
-        wait(futures, return_when=FIRST_EXCEPTION)
-        for future in futures:
-            if future.done() and not future.cancelled() and (error := future.exception()) is not None:
-                raise error
-        return [future.result() for future in futures]
+        while left:
+            ended, left = wait(left, TOGETHER_SECONDS if is_kept else None, ALL_COMPLETED if is_kept else FIRST_EXCEPTION)
+            for future in futures if ended else ():
+                if future in ended and not future.cancelled() and (error := future.exception()) is not None:
+                    if not isinstance(error, ResultNotLoaded):
+                        raise error
+                    is_kept = True
+        if is_kept and len(futures) > 1:
+            raise _all_kept(futures, kind)
+        return kind([future.result() for future in futures])
     finally:
         for future in futures:
             future.cancel()
+
+
+def _all_kept(futures: Sequence[Future[Any]], kind: type[list[Any] | tuple[Any, ...]]) -> ResultNotLoaded:
+    """One error that keeps the results of all calls, those too that could be loaded."""
+    errors = [error for future in futures if isinstance(error := future.exception(), ResultNotLoaded)]
+    kept = list[Stored]()
+    for future in futures:
+        if isinstance(error := future.exception(), ResultNotLoaded):
+            kept.append(error.stored)
+        else:
+            pickled = pickling.dumps(future.result(), label="result")
+            kept.append(Stored(pickled.data, pickled.buffers))
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(kind(kept), protocol=5, buffer_callback=buffers.append)
+    first = errors[0]
+    message = f"{len(errors)} of {len(futures)} results cannot be loaded here, and all are kept: error.load() gives them in their order. The first one: {first}"
+    together = ResultNotLoaded(message, first.node, first.missing, data, [buffer.raw() for buffer in buffers])
+    together.__cause__ = first.__cause__
+    return together
 
 
 def _left(attached: Attached, process: int) -> None:

@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -197,3 +198,107 @@ def test_wrong_uses_are_refused_by_the_type_checker(tmp_path: Path) -> None:
     expected = {n for n, line in enumerate(WRONG.splitlines(), 1) if "  # " in line}
     found = {int(match[1]) for match in re.finditer(r"wrong\.py:(\d+):\d+ - error: (?!.*reportUnused)", done.stdout)}
     assert found == expected, done.stdout
+
+
+class Network:
+    def __init__(self, width: int, *, depth: int = 1) -> None:
+        self.width = width
+
+    @sky.compute
+    def predict(self, x: float, /, y: float = 0.0) -> float:
+        return x + y + self.width
+
+    def plain(self, x: float) -> float:
+        return x
+
+
+def _many(a: int, *rest: int, key: str, **more: int) -> None: ...
+
+
+async def _later(a: int) -> int:
+    return a
+
+
+def _steps(a: int) -> Iterator[int]:
+    cell = a
+    yield from (cell for _ in range(a))
+
+
+class Callee:
+    def __call__(self, a: int) -> int:
+        return a
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "kwargs"),
+    [
+        (add.local, (), {}),
+        (add.local, (1, 2, 3), {}),
+        (add.local, (1,), {"a": 1}),
+        (add.local, (1,), {"c": 1}),
+        (_many, (), {"key": ""}),
+        (_many, (1,), {}),
+        (_later, (), {}),
+        (_steps, (1, 2), {}),
+        (Network.plain, (), {}),
+        (Network(1).plain, (1, 2), {}),
+        (functools.partial(add.local, 1, 2), (3,), {}),
+        (functools.partial(add.local, b=2), (), {}),
+        (lambda x: x, (), {}),
+        (Network.predict.local, (Network(1),), {"x": 1.0}),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once_in_pythons_own_words(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """What a call of the function would raise is raised where the pending call is made: before anything is rented."""
+    with pytest.raises(TypeError) as python:
+        fn(*args, **kwargs)
+    with pytest.raises(TypeError) as ours:
+        sky.compute(fn)(*args, **kwargs)
+    assert str(ours.value) == str(python.value)
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "kwargs"),
+    [
+        (add.local, (1,), {}),
+        (add.local, (), {"b": 1, "a": 2}),
+        (_many, (1, 2, 3), {"key": "", "x": 1}),
+        (_later, (1,), {}),
+        (_steps, (2,), {}),
+        (Network, (3,), {"depth": 2}),
+        (Network(1).plain, (1.0,), {}),
+        (Callee(), (1,), {}),
+        (functools.partial(_many, 1), (2,), {"key": ""}),
+        (functools.partial(functools.partial(add.local, 1), 2), (), {}),
+        (max, (1, 2), {"key": None}),
+        (print, (1, 2), {"sep": ""}),
+        (dict, (), {"a": 1}),
+        (functools.lru_cache(add.local), (1,), {}),
+        (functools.wraps(add.local)(lambda *args, **kwargs: None), (1, 2, 3), {}),
+    ],
+)
+def test_right_arguments_are_taken(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Functions, classes, objects, methods, partial functions and those of C: nothing that Python takes is refused, and nothing runs."""
+    assert isinstance(sky.compute(fn)(*args, **kwargs), PendingCompute)
+
+
+@pytest.mark.parametrize(("fn", "args"), [(Network, ()), (Callee(), ()), (functools.lru_cache(add.local), ())])
+def test_classes_and_objects_are_asked_too(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Of what is no plain function, the signature is asked, and its name stands first."""
+    with pytest.raises(TypeError, match=r"\w+\(\): missing a required argument"):
+        sky.compute(fn)(*args)
+
+
+def test_methods_are_checked_with_their_object_and_changed_defaults_count() -> None:
+    """`model.predict(1, 2, 3)` is one too many; a default that a program sets later is known."""
+    with pytest.raises(TypeError, match="takes from 2 to 3 positional arguments but 4 were given"):
+        Network(1).predict(1, 2, 3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+
+    def late(a: int) -> int:
+        return a
+
+    lazy = sky.compute(late)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'a'"):
+        lazy()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    late.__defaults__ = (5,)
+    assert isinstance(lazy(), PendingCompute)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]

@@ -221,6 +221,13 @@ def test_spinner_without_a_terminal_prints_plain_lines():
     assert text.splitlines()[-3:] == ["[node 0] hello", "skyward  giving the machines back", "skyward  done: 12.3 s, $0.0123 (2 on demand)"]
 
 
+@pytest.mark.usefixtures("unconfigured")
+def test_cancelled_calls_are_not_told_as_done():
+    """Of four calls that were cancelled none is done."""
+    events = [CallProgress(4, 0, 0, 4), PoolStopping()]
+    assert _written("log", events) == "skyward  giving the machines back (0 of 4 calls done, 4 cancelled)\n"
+
+
 def test_spinner_draws_phases_calls_and_cost(terminal: Terminal):
     """On a terminal the rows follow the machines' steps, the calls and the bill, and the last state stays on the screen."""
     shown = display("spinner", file=terminal)

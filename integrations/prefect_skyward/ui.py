@@ -122,6 +122,7 @@ class Bill:
     submitted: int = 0
     done: int = 0
     failed: int = 0
+    cancelled: int = 0
     is_final: bool = False
 
     def after(self, event: sky.SkywardEvent) -> Bill:
@@ -129,8 +130,8 @@ class Bill:
         match event:
             case sky.InstanceProvisioned():
                 return replace(self, nodes=self.nodes + 1)
-            case sky.CallProgress(submitted, done, failed):
-                return replace(self, submitted=submitted, done=done, failed=failed)
+            case sky.CallProgress(submitted, done, failed, cancelled):
+                return replace(self, submitted=submitted, done=done, failed=failed, cancelled=cancelled)
             case sky.CostUpdate(elapsed_seconds, accumulated_cost, hourly_rate):
                 return replace(self, total=accumulated_cost, per_hour=hourly_rate, seconds=elapsed_seconds)
             case sky.CostFinal(total_cost, total_seconds, hourly_rate):
@@ -145,7 +146,7 @@ class Bill:
             "Rate": f"{_usd(self.per_hour)} per hour",
             "Seconds": f"{self.seconds:.1f}",
             "Nodes": str(self.nodes),
-            "Calls": f"{self.done} of {self.submitted} done, {self.failed} failed",
+            "Calls": f"{self.done} of {self.submitted} done, {self.failed} failed" + (f", {self.cancelled} cancelled" if self.cancelled else ""),
         }
         return "\n".join(["| Machines of this run | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows.items())])
 

@@ -123,7 +123,18 @@ def _invoke(packet: Packet, functions: dict[str, sources.Loaded]) -> tuple[Any, 
         value = asyncio.run(value)
     elif inspect.isgenerator(value):
         value = list(value)
+    _refuse_pending(value)
     return value, memory
+
+
+def _refuse_pending(value: Any) -> None:
+    """Raise TypeError for a result that is a call not made, or a container that begins with one. Known by its attribute: `compute` stands above this."""
+    one = value
+    if type(value) in (list, tuple, dict) and value:
+        one = next(iter(value.values() if type(value) is dict else value))
+    if isinstance(reason := getattr(type(one), "why_no_result", None), property):
+        where = "the function has returned" if one is value else f"the function has returned a {type(value).__name__} with"
+        raise TypeError(f"{where} {one!r}; {cast(Any, reason).fget(one)}")
 
 
 def _failed(call_id: str, error: BaseException, seconds: float) -> Outcome:
