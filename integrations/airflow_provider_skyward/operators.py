@@ -127,7 +127,9 @@ class SkywardOperator(BaseOperator):
             results = attempt.run(self.pool_spec, calls)
         except _Killed:
             raise AirflowException("the task was asked to stop while its function ran; the pool is closed") from None
-        except (sky.BudgetExceeded, sky.ResultNotLoaded) as error:  # another try would cost again, and end here again
+        except sky.ResultNotLoaded as error:  # the work is done and paid for: another try would do it again, and end here again
+            raise AirflowFailException(f"{error}: not tried again") from error
+        except sky.BudgetExceeded as error:  # another try would cost again, and end here again
             raise AirflowFailException(f"{error}: not tried again. Allow more (max_cost, budget), or ask for less") from error
         finally:
             self._attempt = None
