@@ -113,6 +113,7 @@ if TYPE_CHECKING:
     from skyward_core.providers.runpod import RunPod as RunPod
     from skyward_core.providers.vastai import VastAI as VastAI
     from skyward_core.providers.verda import Verda as Verda
+    from skyward_core.secret import Secret as Secret
     from skyward_core.spec import PoolSpec as PoolSpec
     from skyward_core.spot import Spot as Spot
     from skyward_core.spot import SpotLike as SpotLike
@@ -152,6 +153,7 @@ _HOMES = {
     "providers.runpod": "RunPod",
     "providers.vastai": "VastAI",
     "providers.verda": "Verda",
+    "secret": "Secret",
     "spec": "PoolSpec",
     "spot": "Spot SpotLike",
     "work": "Work",

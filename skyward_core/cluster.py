@@ -26,6 +26,7 @@ from typing import Any, Protocol, cast
 
 import distributed  # noqa: TID253 - this file, its closet and worker/node.py own Dask
 from distributed.client import ClosedClientError, done_callback  # noqa: TID253
+from distributed.protocol.serialize import to_serialize  # noqa: TID253
 from distributed.scheduler import KilledWorker  # noqa: TID253
 
 from skyward_core import bare_exceptions, exceptions, pickling, sources
@@ -54,7 +55,9 @@ from skyward_core.remote_notes import note_for
 from skyward_core.unpicklable import one_line
 from skyward_core.worker.calls import NAME, RAN, RETRIES, Following, Ran, Resumed, cancel, detached_key, let_go
 from skyward_core.worker.holding import HELD, HOLD, WorkerHeld
+from skyward_core.worker.masking import SecretValues
 from skyward_core.worker.node import POOL_TOPIC, RUN_BATCH, START_DETACHED, WorkerJoined, WorkerLeft
+from skyward_core.worker.secret_values import PUT_SECRETS
 from skyward_core.worker.streams import Told
 from skyward_core.worker.wire import INLINE_BYTES, Batch, Call, Ending, Outcome, Output, Parcel, Report
 
@@ -146,6 +149,7 @@ class Cluster:
         emit: Callable[[SkywardEvent], object],
         retries: int = 0,
         counts: Counts | None = None,
+        secrets: SecretValues | None = None,
     ) -> None:
         self._nodes = {node.rank: node for node in lease.nodes}
         self._ranks = sorted(self._nodes)
@@ -156,6 +160,8 @@ class Cluster:
         self._emit = emit
         self._retries = retries
         self._counts = counts
+        self._secrets = secrets
+        """What each scheduler is told before any call; None for whoever has not opened the pool."""
         self._seen: dict[str, dict[str, float]] = {}
         """For how long slots were busy, by instance id and by worker process: one that has ended keeps its part."""
         self._client: distributed.Client | None = None
@@ -382,6 +388,8 @@ class Cluster:
             is_late = self._is_closing
             if not is_late:
                 self._client = client
+                if self._secrets:  # with the connection, so that nobody's call can come before
+                    self._tell_scheduler({"op": PUT_SECRETS, "secrets": to_serialize(self._secrets)})
         if is_late:
             client.close(timeout=2)
             raise PoolClosed("the pool is closing")

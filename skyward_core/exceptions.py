@@ -78,9 +78,9 @@ class Carried(NamedTuple):
 # ── on the node ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def pack(error: BaseException) -> Pickled:
-    """Pickle an exception and what it refers to; what cannot travel is left out."""
-    packing = _Packing()
+def pack(error: BaseException, clean: Callable[[Any], Any] = lambda value: value) -> Pickled:
+    """Pickle an exception and what it refers to; what cannot travel is left out. `clean` takes what must not travel out of a text or a collection."""
+    packing = _Packing(clean)
     packing.place_of(error)
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(Carried(tuple(cast("list[Raised]", packing.table))), protocol=5, buffer_callback=buffers.append)
@@ -88,7 +88,8 @@ def pack(error: BaseException) -> Pickled:
 
 
 class _Packing:
-    def __init__(self) -> None:
+    def __init__(self, clean: Callable[[Any], Any]) -> None:
+        self._clean = clean
         self.table: list[Raised | None] = []
         self._places: dict[int, int] = {}
         self._depth = 0
@@ -99,7 +100,7 @@ class _Packing:
             place = self._places[id(error)] = len(self.table)
             self.table.append(None)
             self._depth += 1
-            self.table[place] = self._raised(error) if self._depth <= DEEPEST else Raised(name_of(type(error)), text_of(error), None)
+            self.table[place] = self._raised(error) if self._depth <= DEEPEST else Raised(name_of(type(error)), self._clean(text_of(error)), None)
             self._depth -= 1
         return self._places[id(error)]
 
@@ -109,16 +110,16 @@ class _Packing:
         members = None
         if isinstance(error, BaseExceptionGroup):
             group = cast("BaseExceptionGroup[BaseException]", error)
-            members = (str(group.message), tuple(map(self.place_of, group.exceptions)))
+            members = (self._clean(str(group.message)), tuple(map(self.place_of, group.exceptions)))
         return Raised(
             name_of(kind),
-            text_of(error),
+            self._clean(text_of(error)),
             _picked(kind),
             self._in_its_own_way(error),
             tuple(map(self._piece, state.args)),
             {name: self._piece(value) for name, value in state.attributes.items()},
             {name: self._piece(value) for name, value in state.fields.items() if not (members and name in ("message", "exceptions"))},
-            state.notes,
+            tuple(map(self._clean, state.notes)),
             members,
             None if error.__cause__ is None else self.place_of(error.__cause__),
             None if error.__context__ is None else self.place_of(error.__context__),
@@ -137,6 +138,7 @@ class _Packing:
         return None
 
     def _piece(self, value: Any) -> Piece:
+        value = self._clean(value)
         if isinstance(value, BaseException):
             return Link((self.place_of(value),))
         if type(value) in (list, tuple) and value and all(isinstance(item, BaseException) for item in value):
@@ -144,7 +146,7 @@ class _Packing:
         try:
             return pickling.dumps_or_raise(value)
         except Exception as failure:
-            return Absent(_safely(repr, value), one_line(failure))
+            return Absent(self._clean(_safely(repr, value)), self._clean(one_line(failure)))
 
 
 def _picked(kind: type[BaseException]) -> Pickled | None:

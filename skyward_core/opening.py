@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from skyward_core.certificates import PoolCertificate
     from skyward_core.cluster import Cluster
     from skyward_core.ledger import Ledger
+    from skyward_core.worker.masking import SecretValues
 
 CLOCK_SECONDS = 1.0
 COST_SECONDS = 5.0
@@ -101,11 +102,14 @@ class _Undo(ExitStack[None]):
 class Opening:
     """One opening of a pool. Knows nothing of the pool object, so that a forgotten pool can be collected."""
 
-    def __init__(self, spec: PoolSpec, providers: Sequence[Provider], on_event: Callback | None, work: Work = NO_WORK) -> None:
+    def __init__(
+        self, spec: PoolSpec, providers: Sequence[Provider], on_event: Callback | None, work: Work = NO_WORK, secrets: SecretValues | None = None
+    ) -> None:
         self.pool_id = f"sky-{uuid.uuid4().hex[:12]}"
         self.spec = spec
         self.work = work
         self.providers = tuple(providers)
+        self._secrets = secrets
         self.meter = Meter()
         self.machines: lifecycle.Machines | None = None
         self.recovery: Recovery | None = None
@@ -180,7 +184,9 @@ class Opening:
                 lease = machines.acquire(undo)
                 dask.join()
                 cluster_module = importlib.import_module("skyward_core.cluster")
-                self.cluster = cluster = cluster_module.Cluster(lease, certificate.result(), machines.reaches, self.emit, self.spec.retries, self.meter)
+                self.cluster = cluster = cluster_module.Cluster(
+                    lease, certificate.result(), machines.reaches, self.emit, self.spec.retries, self.meter, self._secrets
+                )
                 undo.callback(cluster.close, PoolClosed("the pool could not be opened"))
                 cluster.start(machines.scheduler, deadline, machines.check)
                 self.recovery = recovery = Recovery(machines, cluster, self.spec.nodes, self.spec.lease_seconds, self.emit)

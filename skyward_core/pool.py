@@ -36,8 +36,10 @@ from skyward_core.providers import base
 from skyward_core.providers.base import Provider
 from skyward_core.providers.local import Local
 from skyward_core.provisioning import lifecycle
+from skyward_core.secret import read_values, too_short_to_mask
 from skyward_core.spec import LONGEST_SECONDS, PoolSpec
 from skyward_core.work import NO_WORK, Work
+from skyward_core.worker.masking import SecretValues
 
 if TYPE_CHECKING:
     import distributed
@@ -60,7 +62,7 @@ class ComputePool:
     """
 
     def __init__(self, *, on_event: Callback | None = None, work: Work = NO_WORK, **wishes: Any) -> None:
-        self._settle(PoolSpec.of(**wishes), on_event, None, None, work)
+        self._settle(PoolSpec.of(**wishes), on_event, None, None, work, {})
 
     @classmethod
     def from_spec(
@@ -69,15 +71,17 @@ class ComputePool:
         *,
         on_event: Callback | None = None,
         credentials: Provider | Sequence[Provider] | None = None,
+        secrets: Mapping[str, str] | None = None,
         replace_object: pickling.Replace | None = None,
         work: Work = NO_WORK,
     ) -> Self:
         """Make a pool from a spec. `credentials` is the provider, or all of them, with secrets from the caller's own store; the spec's hold none.
 
+        `secrets` are values from that store for names of the spec's `secrets`; the others are read from the environment when the pool opens.
         `work` is what the machines are for. `replace_object` may exchange objects on their way into a pickle (see `pickling.dumps`).
         """
         pool = cls.__new__(cls)
-        pool._settle(spec, on_event, credentials, replace_object, work)
+        pool._settle(spec, on_event, credentials, replace_object, work, secrets or {})
         return pool
 
     @classmethod
@@ -118,11 +122,13 @@ class ComputePool:
         credentials: Provider | Sequence[Provider] | None,
         replace_object: pickling.Replace | None,
         work: Work,
+        secrets: Mapping[str, str],
     ) -> None:
         spec, providers, why_provider = complete(spec, credentials)
         spec.refuse_what_cannot_be()
         lifecycle.able(spec, providers)
         self._prepare(spec, providers, why_provider, on_event, replace_object, work)
+        self._given_secrets = SecretValues(secrets)
 
     def _prepare(
         self,
@@ -164,10 +170,11 @@ class ComputePool:
             if isinstance(self._open, Opening) and not self._open.is_running:
                 raise PoolClosed("the pool has ended, and closing it has not succeeded yet: close it, and open it then")
             if self._open is None:
+                secrets = self._read_secrets()
                 self._was_opened = True
                 self._final = self._receipt = self._why_ended = None
                 self._process = os.getpid()
-                self._open = opened = Opening(self._spec, self._providers, self._on_event, self._work)
+                self._open = opened = Opening(self._spec, self._providers, self._on_event, self._work, secrets)
                 self._id = opened.pool_id
                 if self._terminations != terminations:  # by a signal handler, when there was nothing yet that could be told
                     opened.terminate_now()
@@ -183,6 +190,16 @@ class ComputePool:
                 self._finalizer = weakref.finalize(self, _collected, opened)
                 self._finalizer.atexit = False
         return self
+
+    def _read_secrets(self) -> SecretValues:
+        """Return the values of the spec's secrets, and say what would be better kept as one. Raises BadRequest."""
+        values = read_values(self._spec.secrets or {}, self._given_secrets)
+        if short := too_short_to_mask(values):
+            _log.warning("%s: too short a value to be masked in what calls print", ", ".join(short))
+        if plain := self._spec.plain_secrets:
+            told = ", ".join(plain)
+            _log.warning("env holds %s as plain text, on the nodes' disks too: write secrets=(%r,) if the calls need it (docs/secrets.md)", told, plain[0])
+        return values
 
     def close(self) -> None:
         """Give the machines back and make sure that they are gone. Calls that still run are stopped. May be called twice, from any thread.

@@ -7,18 +7,30 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, SerializeAsAny, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    SerializeAsAny,
+    ValidationError,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 from skyward_core import accelerators, spot
 from skyward_core.accelerators import Accelerator
 from skyward_core.accelerators.catalog import find
 from skyward_core.accelerators.neuron import slot_cores
 from skyward_core.errors import BadRequest
-from skyward_core.image.image import Image
+from skyward_core.image.image import FrozenEnv, Image
 from skyward_core.image.volume import Volume, refuse_overlaps
 from skyward_core.market import Architecture, Offer, Requirements, memory_gb
 from skyward_core.providers import base
 from skyward_core.providers.base import Provider
+from skyward_core.secret import Secret, as_references, looks_secret, masked, refuse_masks
 
 LONGEST_SECONDS = 10 * 365 * 86_400.0
 
@@ -37,15 +49,21 @@ type AnySpot = Annotated[
     BeforeValidator(lambda wish: spot.from_json(wish) if isinstance(wish, Mapping) else spot.parse(wish)),
     PlainSerializer(spot.to_json),
 ]
+type Secrets = Annotated[Mapping[str, Secret], BeforeValidator(as_references)]
+UNREPEATED = frozenset({"env", "secrets"})
+"""Fields that no message repeats as they were written."""
 
 
 class PoolSpec(BaseModel):
-    """What the user asks for. Compares by value, is JSON both ways (`model_dump_json`, `model_validate_json`), holds no secret.
+    """What the user asks for. Compares by value, is JSON both ways (`model_dump_json`, `model_validate_json`).
+
+    It holds references to secrets and not their values. What looks like a secret in `env` and in the image's is masked in repr and JSON, so that it does not
+    come back from there: a spec with a mask can be read and shown, and no pool opens with it.
 
     Make one with `PoolSpec.of(...)`: it raises BadRequest, with the nearest known name for an unknown field.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, validate_default=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, validate_default=False, hide_input_in_errors=True)
 
     provider: AnyProvider | None = Field(
         default=None, description="Who rents the machines, or several to choose from; None: as the settings say, else Local()."
@@ -67,7 +85,10 @@ class PoolSpec(BaseModel):
     retries: int = Field(default=3, ge=0, description="How often a call runs again when its node is lost under it; 0: never twice.")
     max_cost: float | None = Field(default=None, gt=0, allow_inf_nan=False, description="Hard limit of the pool's cost, in USD.")
     budget: str | None = Field(default=None, min_length=1, description="Account of the ledger that pays; all pools that name it share its limit.")
-    env: Mapping[str, str] | None = Field(default=None, description="Environment variables of the calls.")
+    env: Mapping[str, str] | None = Field(default=None, description="Environment variables of the calls, as plain text.")
+    secrets: Secrets | None = Field(
+        default=None, description="Environment variables of the calls whose values are read when the pool opens: names, or references by name."
+    )
     concurrency: int = Field(default=1, ge=1, description="Calls that one worker runs at once.")
     provision_timeout: float = Field(default=1800, gt=0, description="Seconds within which the machines must be ready.")
     display: Display = Field(default="log", description='What is printed: "log", "spinner" or "quiet".')
@@ -103,7 +124,18 @@ class PoolSpec(BaseModel):
             memory_gb(self.memory)
         if self.env:
             Image(env=dict(self.env))  # the same names are refused in both places
+        if self.secrets and (both := sorted(self.secrets.keys() & ((self.env or {}).keys() | self.image.env.keys()))):
+            raise ValueError(f"{', '.join(both)} stands in env and in secrets: leave it out of env")
         return self
+
+    @field_validator("env")
+    @classmethod
+    def _frozen(cls, env: Mapping[str, str] | None) -> Mapping[str, str] | None:
+        return None if env is None else FrozenEnv(env)
+
+    @field_serializer("env", when_used="json")
+    def _without_secrets(self, env: Mapping[str, str] | None) -> dict[str, str] | None:
+        return None if env is None else masked(env)
 
     @property
     def providers(self) -> tuple[Provider, ...]:
@@ -149,8 +181,15 @@ class PoolSpec(BaseModel):
 
     @property
     def node_environment(self) -> dict[str, str]:
-        """Environment variables of the calls: the image's, then the pool's."""
+        """Environment variables of the calls: the image's, then the pool's. Raises BadRequest for one that is masked."""
+        refuse_masks(self.image.env, "the image's env")
+        refuse_masks(self.env or {}, "env")
         return {**dict(self.image.env), **(self.env or {})}
+
+    @property
+    def plain_secrets(self) -> list[str]:
+        """Names of what looks like a secret in the environment of the calls, and belongs to `secrets`."""
+        return [name for name, value in {**dict(self.image.env), **(self.env or {})}.items() if looks_secret(name, value)]
 
     def refuse_what_cannot_be(self) -> None:
         """Raise BadRequest for what would fail only after machines have been paid for."""
@@ -187,5 +226,6 @@ def _told(error: ValidationError, wishes: Mapping[str, Any]) -> str:
     for fault in error.errors():
         field = ".".join(map(str, fault["loc"]))
         message = fault["msg"].removeprefix("Value error, ")
-        told.append(f"{field}={wishes.get(field)!r}: {message}" if field in wishes else f"{field}: {message}" if field else message)
+        is_repeated = field in wishes and field not in UNREPEATED
+        told.append(f"{field}={wishes.get(field)!r}: {message}" if is_repeated else f"{field}: {message}" if field else message)
     return "; ".join(told)

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [
     "README.md",
     "docs/pool.md",
+    "docs/secrets.md",
     "docs/accelerators.md",
     "docs/commands.md",
     *sorted(f"docs/clouds/{page.name}" for page in (ROOT / "docs/clouds").glob("*.md") if "```python" in page.read_text()),

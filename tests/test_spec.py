@@ -31,6 +31,7 @@ FULL: dict[str, Any] = {
     "budget": "team-a",
     "max_cost": 12.5,
     "env": {"B": "2"},
+    "secrets": {"C": sky.Secret.from_env("D")},
     "concurrency": 2,
     "provision_timeout": 90.0,
     "architecture": "arm64",

@@ -10,10 +10,11 @@ from importlib.metadata import version
 from typing import Annotated, Any, ClassVar, NoReturn
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_serializer, field_validator, model_validator
 
 from skyward_core.errors import BadRequest
 from skyward_core.image import shell
+from skyward_core.secret import masked, refuse_masks
 
 
 def _refuse(*_: object, **__: object) -> NoReturn:
@@ -21,7 +22,12 @@ def _refuse(*_: object, **__: object) -> NoReturn:
 
 
 class FrozenEnv(dict[str, str]):
-    """Environment variables that compare and print as a dict, hash by value, and cannot be changed."""
+    """Environment variables that compare as a dict, print as one without what looks like a secret, hash by value, and cannot be changed."""
+
+    def __repr__(self) -> str:
+        return repr(masked(self))
+
+    __str__ = __repr__
 
     def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride] - a dict has none because it can change
         return hash(frozenset(self.items()))
@@ -38,14 +44,15 @@ class Image(BaseModel):
     `python` is "major.minor" and defaults to the interpreter that builds the image: functions travel as bytecode, so both sides must agree.
     `pip` holds requirements (PEP 508) and `pip_extra_index_url` one more index beside the package index, asked as pip asks it: the best
     version of all indexes wins. `apt` holds Debian package names, also as "name=version". `env` is set in every call, its values
-    literally. With `cache` a provider that can keep disks (AWS) keeps that of the first machine with these packages, and later machines start from it;
-    elsewhere it changes nothing. Lists become tuples. Raises pydantic's ValidationError (a ValueError) before anything starts.
+    literally; in repr and JSON those that look like secrets are masked (docs/secrets.md). With `cache` a provider that can keep disks (AWS) keeps
+    that of the first machine with these packages, and later machines start from it; elsewhere it changes nothing. Lists become tuples. Raises
+    pydantic's ValidationError (a ValueError) before anything starts.
 
     >>> Image(python="3.13", pip=["torch"], env={"OMP_NUM_THREADS": "1"}).pip
     ('torch',)
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     python: str = Field(default_factory=lambda: "{}.{}".format(*sys.version_info))
     pip: Sequence[str] = ()
@@ -93,6 +100,7 @@ class Image(BaseModel):
         """
         if ttl < 0:
             raise BadRequest(f"ttl={ttl} seconds is in the past: give 0 for a machine that is not turned off by itself, or more")
+        refuse_masks(self.env, "the image's env")
         pins = tuple(runtime_pins() if runtime is None else runtime)
         return shell.script(
             shell.prelude(),
@@ -102,6 +110,10 @@ class Image(BaseModel):
             'export SKYWARD_ENV_PYTHON="$skyward_environment/bin/python"',
             shell.done("deps"),
         )
+
+    @field_serializer("env", when_used="json")
+    def _without_secrets(self, env: dict[str, str]) -> dict[str, str]:
+        return masked(env)
 
     @model_validator(mode="before")
     @classmethod

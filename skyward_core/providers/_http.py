@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import html
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from typing import Any, Self, cast
-from urllib.parse import quote, quote_plus
 
 import httpx
 
 from skyward_core.errors import BadRequest, CredentialsError, ProviderFailed, RateLimited, SkywardError
+from skyward_core.worker.masking import spellings
 
 TIMEOUT_SECONDS = 30.0
 PATIENCE_SECONDS = 60.0
@@ -68,7 +67,7 @@ class Api:
         self._name = name
         self._classify = classify
         self._reset = reset
-        self._secrets = tuple(sorted({spelling for secret in secrets if secret for spelling in _spellings(secret)}, key=len, reverse=True))
+        self._secrets = tuple(sorted({spelling for secret in secrets if secret for spelling in spellings(secret)}, key=len, reverse=True))
         for header, value in (headers or {}).items():
             if not (value.isascii() and value.isprintable()) or value != value.strip():
                 raise CredentialsError(f"what {name} is to be told as {header} cannot be sent: it is not whole, or has a line break or the like in it")
@@ -209,15 +208,6 @@ def _content(answer: httpx.Response) -> Any:
         return answer.json()
     except (ValueError, RecursionError):
         return answer.text
-
-
-def _spellings(secret: str) -> Iterator[str]:
-    """A secret as it is and as others quote it: in a URL, in JSON, in HTML, in an error of Python's, and without the white space around it."""
-    for text in (secret, secret.strip()):
-        if text:
-            yield from (text, quote(text, safe=""), quote(text), quote_plus(text), html.escape(text), repr(text)[1:-1])
-            yield from (json.dumps(text, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False))
-            yield re.sub("%[0-9A-F]{2}", lambda match: match[0].lower(), quote(text, safe=""))
 
 
 def _wish(answer: httpx.Response, reset: Reset) -> float | None:

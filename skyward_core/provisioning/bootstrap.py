@@ -168,6 +168,7 @@ def settings_of(
         worker_ports=role.ports[1:],
         generation=role.generation,
         notice_url=notice_url,
+        secret_names=tuple(spec.secrets or ()),
     )
 
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 from skyward_core import exceptions, pickling, sources
 from skyward_core.errors import NotPicklable
 from skyward_core.worker.info import ENV
+from skyward_core.worker.masking import Mask, SecretValues
 from skyward_core.worker.records import keep_levels
 from skyward_core.worker.variable import RewrittenVariable
 from skyward_core.worker.wire import INLINE_BYTES, Call, Ending, Outcome, Parcel
@@ -52,13 +53,14 @@ class Line:
 class Packet(NamedTuple):
     """What travels to a runner: a call, and its function unless this runner has seen it; `fresh` lets it forget all it has seen.
 
-    `may_reuse`: the file of the arguments is the client's, and the result may take it over.
+    `may_reuse`: the file of the arguments is the client's, and the result may take it over. `secrets` come with the first call that a runner gets.
     """
 
     call: Call
     function: Parcel | None
     fresh: bool = False
     may_reuse: bool = False
+    secrets: SecretValues | None = None
 
 
 def run_calls(line: Line) -> NoReturn:
@@ -66,10 +68,14 @@ def run_calls(line: Line) -> NoReturn:
     _settle_in(line)
     functions: dict[str, sources.Loaded] = {}
     info = RewrittenVariable(ENV)
+    mask = Mask()
     while packet := line.calls.recv(INLINE_BYTES * 4):
         request = cast(Packet, pickle.loads(packet))
         info.set(line.info.replace(JOB_PLACE, request.call.job_id))
-        outcome, spent = _run(request, functions)
+        if request.secrets is not None:
+            os.environ.update(request.secrets)
+            mask = Mask(request.secrets.values())
+        outcome, spent = _run(request, functions, mask)
         _end_output(line)
         line.outcomes.send(pickle.dumps(_fit(outcome, line, spent), protocol=5))
         del packet, request, outcome, spent  # while the next call is waited for, nothing of this one stays in memory
@@ -91,7 +97,7 @@ type Spent = tuple[str, mmap.mmap] | None
 """The file that a call's arguments came in and its mapping, if the result may take it over."""
 
 
-def _run(packet: Packet, functions: dict[str, sources.Loaded]) -> tuple[Outcome, Spent]:
+def _run(packet: Packet, functions: dict[str, sources.Loaded], mask: Mask) -> tuple[Outcome, Spent]:
     call = packet.call
     started = time.perf_counter()
     try:
@@ -101,10 +107,10 @@ def _run(packet: Packet, functions: dict[str, sources.Loaded]) -> tuple[Outcome,
     except SystemExit as error:
         # sys.exit in a call must end neither this runner's other calls nor, once it is re-raised there, the client's program.
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-        text = f"the call ended its process with sys.exit({error.code!r})"
+        text = mask.text(f"the call ended its process with sys.exit({error.code!r})")
         return Outcome(call.call_id, Ending.CRASH, text=text, exit_code=code, seconds=time.perf_counter() - started), None
     except BaseException as error:
-        return _failed(call.call_id, error, time.perf_counter() - started), None
+        return _failed(call.call_id, error, time.perf_counter() - started, mask), None
 
 
 def _invoke(packet: Packet, functions: dict[str, sources.Loaded]) -> tuple[Any, mmap.mmap | None]:
@@ -137,14 +143,15 @@ def _refuse_pending(value: Any) -> None:
         raise TypeError(f"{where} {one!r}; {cast(Any, reason).fget(one)}")
 
 
-def _failed(call_id: str, error: BaseException, seconds: float) -> Outcome:
+def _failed(call_id: str, error: BaseException, seconds: float, mask: Mask) -> Outcome:
+    mask.error(error)
     try:
         text = "".join(traceback.format_exception(error.with_traceback(_below_invoke(error))))
-        pickled = exceptions.pack(error)
+        pickled = exceptions.pack(error, mask.value)
     except Exception:  # the exception's own code has run, which may raise anything
         text, pickled = f"{exceptions.name_of(type(error))}: {exceptions.text_of(error)}", pickling.Pickled(b"")
     error.with_traceback(None)  # its frames, and what lies in their variables
-    return Outcome(call_id, Ending.ERROR, Parcel(pickled.data, pickled.buffers), text=text, seconds=seconds)
+    return Outcome(call_id, Ending.ERROR, Parcel(mask.pickle(pickled.data), pickled.buffers), text=mask.text(text), seconds=seconds)
 
 
 def _below_invoke(error: BaseException) -> Any:

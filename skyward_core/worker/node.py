@@ -12,6 +12,7 @@ import os
 import pickle
 import queue
 import socket
+import threading
 import time
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from distributed.versions import get_versions  # noqa: TID253
 from skyward_core.worker.calls import CANCEL, KEEP, RAN, Calls, Ran, detached_key
 from skyward_core.worker.holding import Holding
 from skyward_core.worker.metrics import Sampler
+from skyward_core.worker.secret_values import Keeping, ask_for
 from skyward_core.worker.settings import NodeSettings, write_atomically
 from skyward_core.worker.slot import Foundry, News, Slot
 from skyward_core.worker.streams import Told, send_at_once
@@ -95,7 +97,7 @@ def run_scheduler(directory: Path, settings: NodeSettings) -> NoReturn:
             dashboard=False,
             dashboard_address="127.0.0.1:0",
             local_directory=str(directory),  # else below /tmp, where it outlives the node; Dask puts it on sys.path
-            plugins=[Prompt(), Calls(settings.lease_seconds), Holding(POOL_TOPIC)],
+            plugins=[Prompt(), Calls(settings.lease_seconds), Holding(POOL_TOPIC), Keeping()],
         )
         async with scheduler:
             write_atomically(directory / "head.json", str(scheduler.address))
@@ -310,6 +312,8 @@ class Slots(WorkerPlugin):
         self._idle: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         self._all: list[Slot] = []
         self._sampler: Sampler | None = None
+        self._furnishing = threading.Lock()
+        self._is_furnished = not settings.secret_names
 
     def setup(self, worker: Worker) -> None:
         """Have the runners forked and begin to sample."""
@@ -333,6 +337,17 @@ class Slots(WorkerPlugin):
             self._sampler.stop()
         for slot in self._all:
             slot.close()
+
+    def furnish(self, worker: Worker) -> None:
+        """Have the pool's secrets here before a call runs. In a thread of the worker. Raises LookupError or OSError if they cannot be had."""
+        with self._furnishing:
+            if self._is_furnished:
+                return
+            asking = asyncio.run_coroutine_threadsafe(ask_for(worker.scheduler, self.settings.secret_names), cast(Any, worker.loop).asyncio_loop)
+            secrets = asking.result()
+            for slot in self._all:
+                slot.furnish(secrets)
+            self._is_furnished = True
 
     def cancel(self, calls: Iterable[str]) -> None:
         """Stop the calls of these ids, wherever they are on this worker."""
@@ -367,6 +382,7 @@ def run_batch(sealed: Sealed) -> Mapping[str, Outcome]:
         report = Report(slots.settings.rank, slots.settings.instance_id, tuple(news))
         worker.log_event(batch.topic, pickle.dumps(report, protocol=5))
 
+    slots.furnish(worker)
     with slots.borrowed() as slot:
         slot.run(batch, tell)
     return Told(outcomes, slots.settings.rank, slots.settings.instance_id)

@@ -38,6 +38,7 @@ class NodeSettings:
     after its start without a sign of life from a client, unless one lengthens it (`watchdog.write_lease`). `is_guarded` says that a guard runs beside
     the supervisor, which ends the node then by writing the file `ended`. `scheduler_port` and `worker_ports`, one for each worker, are where to listen;
     0 and empty: wherever there is room. A client that writes settings with another `generation` has the node begin anew with them.
+    `secret_names` are the variables that calls find beside their environment: their values never stand here (`worker/secret_values.py`).
     `notice_url` is where it asks whether its machine is to be taken back (`worker/notice.py`); empty: it does not ask. Without `workers` it runs no calls.
     """
 
@@ -67,6 +68,7 @@ class NodeSettings:
     worker_ports: tuple[int, ...] = ()
     generation: int = 0
     notice_url: str = ""
+    secret_names: tuple[str, ...] = ()
 
     def cores_of(self, slot: int) -> tuple[int, ...]:
         """Return the NeuronCores that calls in this slot may use."""
@@ -86,7 +88,7 @@ class NodeSettings:
         """Rebuild settings written by `to_json`. Raises ValueError, KeyError or TypeError for any other text."""
         fields: dict[str, Any] = dict(json.loads(text))
         owner = fields.pop("owner")
-        for name in ("workers", "accelerators", "value_directories", "worker_ports"):
+        for name in ("workers", "accelerators", "value_directories", "worker_ports", "secret_names"):
             fields[name] = tuple(fields[name])
         fields["neuron_cores"] = tuple(tuple(cores) for cores in fields["neuron_cores"])
         return cls(**fields, owner=Owner(**owner) if owner else None)

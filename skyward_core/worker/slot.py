@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from skyward_core.worker.invoke import Packet
+from skyward_core.worker.masking import Mask, SecretValues
 from skyward_core.worker.records import split_records
 from skyward_core.worker.wire import INLINE_BYTES, Batch, Call, Ending, Outcome, Output, Parcel
 
@@ -144,6 +145,12 @@ class Slot:
         self.pid = 0
         self.streams: tuple[Stream, Stream] | tuple[()] = ()
         self.known: set[str] = set()
+        self.secrets: SecretValues | None = None
+        """What each runner gets with its first call; set before the first batch runs."""
+        self.secrecy = Mask()
+        """Takes them out of what runners write."""
+        self.is_furnished = False
+        """Whether this runner was sent them."""
         self.ended = 0  # calls this runner has ended: the mark that stands behind each one's output
         self.killed_for: Ending | None = None
         self.kill_at: float | None = None
@@ -168,7 +175,11 @@ class Slot:
         outcomes.settimeout(0)
         self.outcomes = outcomes
         self.streams = (Stream("stdout", pipes[0][0], mark), Stream("stderr", pipes[1][0], mark))
-        self.known, self.ended, self.killed_for, self.kill_at = set(), 0, None, None
+        self.known, self.ended, self.killed_for, self.kill_at, self.is_furnished = set(), 0, None, None, False
+
+    def furnish(self, secrets: SecretValues) -> None:
+        """Give these to every runner from now on, and take them out of what it writes; before its first batch."""
+        self.secrets, self.secrecy = secrets, Mask(secrets.values())
 
     def cancel(self, call_id: str) -> None:
         """Stop a call of the batch that runs now, or do not begin it; with a topic in place of its id, all calls that report there.
@@ -269,6 +280,7 @@ class _BatchRun:
             except BlockingIOError:
                 return
             call = self._waiting.popleft()
+            self.slot.is_furnished = True
             if packet.fresh:
                 self.slot.known.clear()
             self.slot.known.add(call.function)
@@ -282,7 +294,9 @@ class _BatchRun:
             call = self._waiting[0] = call._replace(arguments=self._put_aside(call.arguments))
         own = {parcel.path for parcel in self._aside}
         may_reuse = call.arguments.path is not None and call.arguments.path not in own
-        return Packet(call, function, may_reuse=may_reuse, fresh=function is not None and len(self.slot.known) >= KNOWN_FUNCTIONS)
+        secrets = None if self.slot.is_furnished else self.slot.secrets
+        is_fresh = function is not None and len(self.slot.known) >= KNOWN_FUNCTIONS
+        return Packet(call, function, may_reuse=may_reuse, fresh=is_fresh, secrets=secrets)
 
     def _put_aside(self, parcel: Parcel) -> Parcel:
         aside = parcel.put_aside(self.slot.value_directories)
@@ -296,6 +310,8 @@ class _BatchRun:
             while True:
                 packet: Packet = pickle.loads(self.slot.take.recv(INLINE_BYTES * 4, socket.MSG_DONTWAIT))
                 taken.append(packet.call)
+                if packet.secrets is not None:
+                    self.slot.is_furnished = False
         ids = {call.call_id for call in taken}
         if ids:
             self._sent = deque(call for call in self._sent if call.call_id not in ids)
@@ -361,8 +377,8 @@ class _BatchRun:
             if lines:
                 position = mark - self.slot.ended
                 call_id = self._sent[position].call_id if 0 <= position < len(self._sent) else None
-                now = time.time()
-                self._news.extend(Output(call_id, stream.name, texts, now, level) for level, texts in split_records(stream.mark, lines))
+                now, mask = time.time(), self.slot.secrecy.text
+                self._news.extend(Output(call_id, stream.name, tuple(map(mask, texts)), now, level) for level, texts in split_records(stream.mark, lines))
 
     def _pump_idle_output(self) -> None:
         """What background threads of earlier calls have written since: nobody's lines."""
@@ -373,7 +389,7 @@ class _BatchRun:
     def _last_lines(self) -> tuple[str, ...]:
         """What the call that has just ended, or died, wrote last."""
         lines = (text for stream in self.slot.streams for _, texts in split_records(stream.mark, stream.forget(self.slot.ended)) for text in texts)
-        return tuple(line for text in lines for line in text.split("\n"))[-LAST_LINES:]
+        return tuple(line for text in lines for line in self.slot.secrecy.text(text).split("\n"))[-LAST_LINES:]
 
     # ── trouble ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

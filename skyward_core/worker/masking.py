@@ -1,0 +1,110 @@
+"""Secret values in text: replaced by MASK wherever they stand, as they are or as others quote them.
+
+It helps against accidents. Code that has a value can print it in a form that nobody looks for: reversed, encrypted, in pieces.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+from urllib.parse import quote, quote_plus
+
+MASK = "***"
+SHORTEST = 4
+"""Characters of the shortest value that is masked: a shorter one stands in words that have nothing to do with it."""
+SHORTEST_LINE = 8
+"""The same for one line of a value of several lines, such as a private key."""
+SHORTEST_IN_PICKLE = 12
+"""Bytes of the shortest value that is looked for in a pickle, where it must not be the name of a module or a class."""
+DEEPEST = 6
+
+
+class SecretValues(dict[str, str]):
+    """The values of secrets by the names of their variables. Does not show them."""
+
+    def __repr__(self) -> str:
+        return f"SecretValues({', '.join(self)})"
+
+    __str__ = __repr__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SecretValues, (dict(self),)
+
+
+class Mask:
+    """Masks these values. Without any it changes nothing."""
+
+    def __init__(self, values: Iterable[str] = ()) -> None:
+        long = [value for value in values if len(value) >= SHORTEST]
+        lines = [line.strip() for value in long if "\n" in value.strip() for line in value.splitlines()]
+        found = {spelling for value in long for spelling in spellings(value)} | {line for line in lines if len(line) >= SHORTEST_LINE}
+        longest_first = sorted(found, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        raw = [value.encode(errors="surrogatepass") for value in sorted(long, key=len, reverse=True)]
+        self._raw = tuple(value for value in raw if len(value) >= SHORTEST_IN_PICKLE)
+
+    def __repr__(self) -> str:
+        return "Mask(...)"
+
+    def text(self, text: str) -> str:
+        """Return the text without the values."""
+        return text if self._pattern is None else self._pattern.sub(MASK, text)
+
+    def error(self, error: BaseException) -> None:
+        """Take the values out of an exception, and of all that come with it: arguments, attributes, notes, causes, the exceptions of a group."""
+        seen = set[int]()
+        left: list[BaseException | None] = [error] if self._pattern is not None else []
+        while left:
+            one = left.pop()
+            if one is None or id(one) in seen:
+                continue
+            seen.add(id(one))
+            self._mask_one(one)
+            left += [one.__cause__, one.__context__, *(cast("BaseExceptionGroup[Any]", one).exceptions if isinstance(one, BaseExceptionGroup) else ())]
+
+    def pickle(self, data: bytes) -> bytes:
+        """Return a pickle in which the values, where they still stand, are as many stars: its lengths stay right."""
+        for value in self._raw:
+            if value in data:
+                data = data.replace(value, b"*" * len(value))
+        return data
+
+    def _mask_one(self, error: BaseException) -> None:
+        try:
+            if (args := self.value(error.args)) is not error.args:
+                error.args = args
+            attributes = vars(error)
+            attributes.update({name: masked for name, value in list(attributes.items()) if (masked := self.value(value)) is not value})
+        except Exception:  # noqa: S110 - a class of the user's that does not let itself be changed; the pickle is looked through after this
+            pass
+
+    def value(self, value: Any, depth: int = 0) -> Any:
+        """Return a text, or a collection with texts, without the values; itself if it has none of them that can be seen from here."""
+        if self._pattern is None:
+            return value
+        if isinstance(value, str):
+            masked = self.text(value)
+            return value if masked == value else masked
+        if depth > DEEPEST:
+            return value
+        if type(value) in (list, tuple, set, frozenset):
+            items = [self.value(item, depth + 1) for item in value]
+            return value if all(new is old for new, old in zip(items, value, strict=True)) else type(value)(items)
+        if type(value) is dict:
+            pairs = [(key, item) for key, item in cast("dict[Any, Any]", value).items()]
+            masked = self.value(pairs, depth)
+            return value if masked is pairs else dict(masked)
+        return value
+
+
+def spellings(secret: str) -> Iterator[str]:
+    """Return a secret as it is and as others quote it: in a URL, in JSON, in HTML, in an error of Python's, and without the white space around it."""
+    for text in (secret, secret.strip()):
+        if text:
+            encoded = text.encode(errors="surrogateescape")
+            yield from (text, quote(encoded, safe=""), quote(encoded), quote_plus(encoded), html.escape(text), repr(text)[1:-1])
+            yield from (json.dumps(text, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False))
+            yield re.sub("%[0-9A-F]{2}", lambda match: match[0].lower(), quote(encoded, safe=""))

@@ -1,0 +1,491 @@
+"""`secrets=`: references in the spec, values in the memory of the processes of calls, and in nothing that is written."""
+
+import asyncio
+import json
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import time
+import traceback
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import skyward_core as sky
+from skyward_core.ledger import default_url
+from skyward_core.secret import LARGEST_BYTES, looks_secret, read_values
+from skyward_core.worker import secret_values
+from skyward_core.worker.invoke import Packet
+from skyward_core.worker.masking import MASK, Mask, SecretValues, spellings
+from skyward_core.worker.secret_values import Keeping, ask_for
+from skyward_core.worker.settings import NodeSettings
+from tests.conftest import Told, processes_by_tag, shared, wait_until
+from tests.fakes import FakeProvider
+
+LOSS_SECONDS = 60.0
+
+# ── references ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_names_stand_for_variables_of_the_same_name() -> None:
+    """Names, one name, and references mean the same, and are the same after JSON."""
+    spec = sky.PoolSpec.of(secrets=("HF_TOKEN",))
+    assert spec.secrets == {"HF_TOKEN": sky.Secret.from_env("HF_TOKEN")}
+    assert spec == sky.PoolSpec.of(secrets="HF_TOKEN") == sky.PoolSpec.of(secrets={"HF_TOKEN": sky.Secret.from_env("HF_TOKEN")})
+    assert spec != sky.PoolSpec.of(secrets={"HF_TOKEN": sky.Secret.from_env("OTHER")})
+    both = sky.PoolSpec.of(secrets={"A": sky.Secret.from_env("B"), "C": sky.Secret.from_store("d", "login")})
+    for one in (spec, both, sky.PoolSpec.of(secrets=[])):
+        assert sky.PoolSpec.model_validate_json(one.model_dump_json(exclude_unset=True)) == one
+        assert sky.PoolSpec.of(**json.loads(one.model_dump_json())) == one
+        assert pickle.loads(pickle.dumps(one)) == one
+        assert one.with_(nodes=2).secrets == one.secrets
+
+
+@pytest.mark.parametrize(
+    "wish", [{"HF_TOKEN": "hf_value"}, ("hf-value with spaces",), {"hf-value": sky.Secret.from_env("A")}, 7, (7,), {"A": {"key": "hf_value", "x": 1}}]
+)
+def test_what_is_no_reference_is_refused_and_not_repeated(wish: Any) -> None:
+    """A value in the place of a reference is refused; the message shows what to write, and not what was written."""
+    with pytest.raises(sky.BadRequest) as caught:
+        sky.PoolSpec.of(secrets=wish)
+    assert "hf_value" not in str(caught.value)
+    assert "hf-value" not in str(caught.value)
+    assert "hf_value" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_variable_stands_in_one_place() -> None:
+    """The same name in env and in secrets is a slip; so is one of our own names."""
+    with pytest.raises(sky.BadRequest, match="HF_TOKEN stands in env and in secrets"):
+        sky.PoolSpec.of(secrets=("HF_TOKEN",), env={"HF_TOKEN": "x"})
+    with pytest.raises(sky.BadRequest, match="HF_TOKEN stands in env and in secrets"):
+        sky.PoolSpec.of(secrets=("HF_TOKEN",), image=sky.Image(env={"HF_TOKEN": "x"}))
+    with pytest.raises(sky.BadRequest, match="belongs to us"):
+        sky.PoolSpec.of(secrets=("SKYWARD_POOL_ID",))
+
+
+def test_values_are_read_where_the_pool_opens() -> None:
+    """What is given wins, the rest comes from the environment under the name that the reference says."""
+    secrets = {"A": sky.Secret.from_env("A"), "B": sky.Secret.from_env("OTHER"), "C": sky.Secret.from_store("c")}
+    assert read_values(secrets, {"C": "of the store"}, {"A": "a", "OTHER": "b"}) == {"A": "a", "B": "b", "C": "of the store"}
+    assert read_values(secrets, {"A": "mine", "C": "c"}, {"A": "a", "OTHER": "b"})["A"] == "mine"
+    assert "of the store" not in repr(read_values(secrets, {"C": "of the store"}, {"A": "a", "OTHER": "b"}))
+
+
+@pytest.mark.parametrize(
+    ("environ", "given", "words"),
+    [
+        ({}, {}, ["A (environment variable A is not set", "B (environment variable OTHER is not set", "C (entry 'c'"]),
+        ({"A": "", "OTHER": "b"}, {"C": "c"}, ["A (environment variable A is not set, or empty"]),
+        ({"A": "a", "OTHER": "b"}, {}, ["C (entry 'c' of the orchestrator's store"]),
+        ({"A": "a", "OTHER": "b"}, {"C": "c", "D": "d"}, ["values were given for D"]),
+        ({"A": "sec\0ret", "OTHER": "b"}, {"C": "c"}, ["values of A hold a NUL"]),
+        ({"A": "secret" * LARGEST_BYTES, "OTHER": "b"}, {"C": "c"}, ["limit"]),
+    ],
+)
+def test_a_value_that_misses_is_named_and_no_value_is(environ: dict[str, str], given: dict[str, str], words: list[str]) -> None:
+    """All that miss are named at once."""
+    secrets = {"A": sky.Secret.from_env("A"), "B": sky.Secret.from_env("OTHER"), "C": sky.Secret.from_store("c")}
+    with pytest.raises(sky.BadRequest) as caught:
+        read_values(secrets, given, environ)
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert "secret" not in str(caught.value).replace("secrets", "")
+
+
+def test_a_missing_secret_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error comes before anything is rented, and names the variable."""
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    provider = FakeProvider(folder=str(tmp_path))
+    pool = sky.ComputePool(provider=provider, secrets=("HF_TOKEN",), display="quiet", provision_timeout=0.1)  # the machines never answer
+    with pytest.raises(sky.BadRequest, match="HF_TOKEN"):
+        pool.open()
+    assert provider.machines.launched == []
+    assert not pool.is_active
+
+
+# ── what looks like a secret in env ──────────────────────────────────────────────────────────────────────────────────
+
+
+SECRET_NAMES = (
+    "HF_TOKEN hf_token GITHUB_TOKEN AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID AWS_SESSION_TOKEN DB_PASSWORD MYSQL_PWD PGPASSWORD SMTP_PASS OPENAI_API_KEY "
+    "WANDB_API_KEY apiKey API_KEY2 SSH_PRIVATE_KEY CREDENTIALS CREDENTIAL client_secret ClientSecret KEYSTORE_PASSPHRASE AZURE_STORAGE_KEY GITHUB_PAT"
+)
+PLAIN_NAMES = (
+    "TOKENIZERS_PARALLELISM MAX_TOKENS OMP_NUM_THREADS PWD OLDPWD PATH KEY SORT_KEY PUBLIC_KEY MONKEY PASSENGERS COMPASS BYPASS AWS_REGION TOKEN_FILE "
+    "GOOGLE_APPLICATION_CREDENTIALS AWS_WEB_IDENTITY_TOKEN_FILE SSL_CERT_FILE SECRETS_DIR PATTERN _ A"
+)
+
+
+@pytest.mark.parametrize("name", SECRET_NAMES.split())
+def test_names_that_look_like_secrets(name: str) -> None:
+    """In any case and spelling."""
+    assert looks_secret(name)
+
+
+@pytest.mark.parametrize("name", PLAIN_NAMES.split())
+def test_names_that_do_not(name: str) -> None:
+    """A word that only begins so, and variables that say where a secret is."""
+    assert not looks_secret(name)
+
+
+def test_a_url_with_user_information_is_a_secret_whatever_its_name() -> None:
+    """Of a proxy, an index or a database."""
+    assert looks_secret("https_proxy", "http://me:word@proxy:3128")
+    assert looks_secret("UV_INDEX", "https://token@pypi.example.org/simple")
+    assert looks_secret("DATABASE_URL", "postgresql://u:p@db/x")
+    assert not looks_secret("https_proxy", "http://proxy:3128/a@b")
+
+
+def both_envs() -> sky.PoolSpec:
+    return sky.PoolSpec.of(image=sky.Image(env={"DB_PASSWORD": "opensesame1", "A": "1"}), env={"HF_TOKEN": "hf_0123456789", "B": "2"})
+
+
+def test_env_is_masked_where_a_spec_is_shown_or_written() -> None:
+    """In repr, str, JSON and error messages; in Python the values are there, after pickle and `with_` too."""
+    spec = both_envs()
+    shown = [repr(spec), str(spec), f"{spec.env}", repr(spec.image), spec.model_dump_json(), spec.image.model_dump_json(), repr(spec.model_dump(mode="json"))]
+    for text in shown:
+        assert "opensesame1" not in text
+        assert "hf_0123456789" not in text
+    assert spec.model_dump(mode="json")["env"] == {"HF_TOKEN": MASK, "B": "2"}
+    assert spec.node_environment == {"DB_PASSWORD": "opensesame1", "A": "1", "HF_TOKEN": "hf_0123456789", "B": "2"}
+    assert pickle.loads(pickle.dumps(spec)).with_(nodes=2).node_environment == spec.node_environment
+    assert spec.plain_secrets == ["DB_PASSWORD", "HF_TOKEN"]
+
+
+@pytest.mark.parametrize("make", [lambda env: sky.PoolSpec.of(env=env), lambda env: sky.Image(env=env), lambda env: sky.PoolSpec(env=env)])
+def test_a_message_about_env_holds_no_value(make: Any) -> None:
+    """Whatever is wrong with another variable."""
+    with pytest.raises(ValueError) as caught:
+        make({"HF_TOKEN": "hf_0123456789", "1X": "2"})
+    assert "1X" in str(caught.value)
+    assert "hf_0123456789" not in str(caught.value)
+
+
+def test_a_mask_reaches_no_node(tmp_path: Path) -> None:
+    """A spec that comes back from JSON can be read, compared and shown; a pool, a script and an environment are refused, with the name and the cure."""
+    again = sky.PoolSpec.model_validate_json(both_envs().model_dump_json())
+    assert again != both_envs()
+    assert again == sky.PoolSpec.model_validate_json(again.model_dump_json())
+    provider = FakeProvider(folder=str(tmp_path))
+    with pytest.raises(sky.BadRequest, match=r"DB_PASSWORD.*secrets=\('DB_PASSWORD',\)"):
+        sky.ComputePool.from_spec(again, credentials=provider)
+    with pytest.raises(sky.BadRequest, match="DB_PASSWORD"):
+        again.image.bootstrap()
+    with pytest.raises(sky.BadRequest, match="DATABASE_URL"):
+        sky.ComputePool(env={"DATABASE_URL": MASK}, provider=provider)
+    with pytest.raises(sky.BadRequest, match="HF_TOKEN"):
+        again.with_(image=sky.Image()).refuse_what_cannot_be()
+    mended = again.with_(image=sky.Image(), env={"B": "2"}, secrets=("HF_TOKEN", "DB_PASSWORD"))
+    mended.refuse_what_cannot_be()
+
+
+# ── masks in text ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+PEM = "-----BEGIN PRIVATE KEY-----\nMIGHAgEAMBMGByqGSM49AgEGCCqGSM49\nAwEHBG0wawIBAQQg\n-----END PRIVATE KEY-----\n"
+
+
+@given(st.text(min_size=4, max_size=30), st.text(max_size=20), st.text(max_size=20))
+@example("a'b\"c%", "x", "")
+@example("ab&<\n%2F", "", "")
+@settings(max_examples=200, deadline=None, database=None)
+def test_no_spelling_of_a_value_gets_through(value: str, before: str, after: str) -> None:
+    """Plain, quoted for a URL, JSON or HTML, and as Python shows it."""
+    with suppress(UnicodeEncodeError):  # a lone surrogate, which no variable can hold
+        mask = Mask([value])
+        for spelled in spellings(value):
+            if len(spelled) >= len(value):
+                assert spelled == MASK or spelled not in mask.text(before + spelled + after).replace(MASK, "\0")
+
+
+def test_each_line_of_a_key_is_masked() -> None:
+    """Lines are told one by one."""
+    mask = Mask([PEM])
+    assert {mask.text(line) for line in PEM.splitlines()} == {MASK}
+    assert mask.text(repr(PEM)) == f"'{MASK}'"
+
+
+def test_without_values_nothing_changes() -> None:
+    """And a value that stands in many words is left alone."""
+    for mask in (Mask(), Mask(["", "abc"])):
+        assert mask.text("abc and an ***") == "abc and an ***"
+
+
+def test_an_exception_is_masked_whole() -> None:
+    """Its arguments, attributes, notes, causes and the members of a group; what has no secret in it stays the very same object."""
+    mask = Mask(["hf_0123456789"])
+    kept = object()
+    inner = KeyError("hf_0123456789")
+    inner.add_note("with hf_0123456789")
+    error: Any = ValueError("bad hf_0123456789", kept, {"hf_0123456789": ["hf_0123456789"]}, 7)
+    error.url, error.kept = "https://hf_0123456789@x", [kept]
+    error.__cause__ = ExceptionGroup("hf_0123456789 twice", [inner, OSError(2, "no hf_0123456789", "/hf_0123456789")])
+    kept_list = error.kept
+    mask.error(error)
+    assert error.args == ("bad ***", kept, {MASK: [MASK]}, 7)
+    assert error.kept is kept_list
+    assert inner.__notes__ == ["with ***"]
+    assert "hf_0123456789" not in repr(vars(error)) + repr(error.__cause__.args) + repr(inner)
+
+
+def test_a_pickle_keeps_its_lengths() -> None:
+    """What the exception hides in objects of its own is as many stars; the rest is whole."""
+    mask = Mask(["hf_0123456789", "shorter"])
+    value = {"header": b"Bearer hf_0123456789", "text": "hf_0123456789", "shorter": 1}
+    masked = pickle.loads(mask.pickle(pickle.dumps(value)))
+    assert masked == {"header": b"Bearer *************", "text": "*************", "shorter": 1}
+
+
+# ── on the way ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_settings_name_secrets_and_hold_none() -> None:
+    """They are a file on the node's disk."""
+    fields = dict.fromkeys(("pool_id", "instance_id", "host", "head_host", "tls_certificate", "tls_key"), "x")
+    told = NodeSettings(**fields, rank=0, total_nodes=1, slots=1, head_port=1, value_directories=("/x",), secret_names=("HF_TOKEN",))
+    assert NodeSettings.from_json(told.to_json()) == told
+
+
+def test_a_worker_waits_for_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks before the pool's opener has come is answered when it does; if it does not come, that is an error with the names."""
+
+    class Scheduler:
+        def __init__(self) -> None:
+            self.stream_handlers: dict[str, Any] = {}
+            self.handlers: dict[str, Any] = {}
+
+        def __getattr__(self, name: str) -> Any:
+            return self.handlers[name]
+
+    async def asks() -> SecretValues:
+        keeping, scheduler = Keeping(), Scheduler()
+        await keeping.start(scheduler)  # type: ignore[arg-type]
+        asked = asyncio.create_task(ask_for(scheduler, ("A",)))
+        await asyncio.sleep(0)
+        assert not asked.done()
+        scheduler.stream_handlers[secret_values.PUT_SECRETS](client="c", secrets=SecretValues(A="1"))
+        assert await ask_for(scheduler, ("A",)) == {"A": "1"}
+        with pytest.raises(LookupError, match="B"):
+            await ask_for(scheduler, ("A", "B"))
+        return await asked
+
+    assert asyncio.run(asks()) == {"A": "1"}
+
+    async def asks_in_vain() -> None:
+        keeping, scheduler = Keeping(), Scheduler()
+        await keeping.start(scheduler)  # type: ignore[arg-type]
+        with pytest.raises(LookupError, match="A"):
+            await ask_for(scheduler, ("A",))
+
+    monkeypatch.setattr(secret_values, "PATIENCE_SECONDS", 0.0)
+    asyncio.run(asks_in_vain())
+
+
+def test_packets_do_not_show_values() -> None:
+    """Nor does anything that holds them."""
+    values = SecretValues(HF_TOKEN="hf_0123456789")
+    packet = Packet(None, None, secrets=values)  # type: ignore[arg-type]
+    assert "hf_0" not in f"{values} {values!r} {packet} {Mask(values.values())!r}"
+    assert pickle.loads(pickle.dumps(packet)).secrets == values
+
+
+# ── in a pool ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@sky.compute
+def spelled(name: str) -> str | None:
+    """The value backwards: a result is the call's own business, and this one is not to be found by the search."""
+    value = os.environ.get(name)
+    return None if value is None else value[::-1]
+
+
+@sky.compute
+def talks(name: str) -> None:
+    """Print the value in every way that a program does by accident."""
+    import logging
+    import sys
+
+    value = os.environ[name]
+    print("plain", value)
+    print("twice", value, repr(value), "half", end="")
+    print(value, file=sys.stderr)
+    logging.getLogger("x").warning("logged %s", value)
+    subprocess.run(["sh", "-c", f"echo from a child ${name}"], check=True)
+
+
+@sky.compute
+def fails(name: str) -> None:
+    """Raise with the value in the message, an attribute and the cause."""
+
+    class Response:
+        def __init__(self, text: str) -> None:
+            self.headers = {"Authorization": f"Bearer {text}"}
+
+    value = os.environ[name]
+    try:
+        raise LookupError(value)
+    except LookupError as error:
+        failure: Any = ExceptionGroup(f"no way with {value}", [OSError(2, f"no {value}", value), ValueError(f"cannot log in with {value}")])
+        failure.response = Response(value)
+        raise failure from error
+
+
+@sky.compute
+def dies(name: str) -> None:
+    """Print the value and go."""
+    print(os.environ[name], flush=True)
+    os._exit(3)
+
+
+@sky.compute
+def exits(name: str) -> None:
+    """End the process with the value."""
+    raise SystemExit(os.environ[name])
+
+
+class Secretive:
+    """A pool with a secret, with what it has told, and where it may have written."""
+
+    def __init__(self, pool: sky.ComputePool, told: Told, name: str, value: str) -> None:
+        self.pool, self.told, self.name, self.value = pool, told, name, value
+
+    def processes(self) -> list[int]:
+        """Every process of the pool's nodes."""
+        ids = {node.instance.id for node in self.pool.lease.nodes}
+        return [pid for pid, tag in processes_by_tag("SKYWARD_INSTANCE_ID") if tag in ids]
+
+
+@pytest.fixture(scope="module")
+def secretive() -> Iterator[Secretive]:
+    """Two nodes, with a secret under another name than it has here, and something in env that looks like one."""
+    told, value = Told(), f"tok-{uuid.uuid4().hex}"
+    patch = pytest.MonkeyPatch()
+    patch.setenv("OTHER", value)
+    wishes: dict[str, Any] = {"secrets": {"HF_TOKEN": sky.Secret.from_env("OTHER")}, "env": {"PLAIN": "lemon"}, "concurrency": 2}
+    with shared(sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", on_event=told, **wishes)) as pool:
+        patch.undo()  # it was read when the pool opened
+        yield Secretive(pool, told, "HF_TOKEN", value)
+
+
+@pytest.mark.slow
+def test_calls_have_the_values(secretive: Secretive) -> None:
+    """On every node and slot, also in children of a call; beside the plain environment."""
+    assert list(spelled("HF_TOKEN") @ secretive.pool) == [secretive.value[::-1]] * 2
+    assert secretive.pool.map(spelled, ["HF_TOKEN"] * 50) == [secretive.value[::-1]] * 50
+    assert spelled("PLAIN") >> secretive.pool == "nomel"
+    assert spelled("OTHER") >> secretive.pool is None
+
+
+@pytest.mark.slow
+def test_output_is_masked(secretive: Secretive) -> None:
+    """Lines of both streams, of logging and of children."""
+    future = secretive.pool.submit(talks("HF_TOKEN"))
+    future.result()
+    assert secretive.told.lines(future.call_id) == ["plain ***", "from a child ***", "twice *** '***' half"]
+    assert secretive.told.lines(future.call_id, "stderr") == ["***", "logged ***"]
+
+
+@pytest.mark.slow
+def test_errors_are_masked(secretive: Secretive) -> None:
+    """The exception, what it carries, its cause and the remote traceback; a crash's last lines and exit too."""
+    with pytest.raises(ExceptionGroup, match=r"no way with \*\*\*") as caught:
+        _ = fails("HF_TOKEN") >> secretive.pool
+    error: Any = caught.value
+    assert (error.exceptions[0].strerror, error.exceptions[0].filename, error.exceptions[1].args) == ("no ***", MASK, ("cannot log in with ***",))
+    assert error.response.headers == {"Authorization": f"Bearer {'*' * len(secretive.value)}"}
+    with pytest.raises(sky.CallCrashed) as crashed:
+        _ = dies("HF_TOKEN") >> secretive.pool
+    assert crashed.value.output == (MASK,)
+    with pytest.raises(sky.CallCrashed) as left:
+        _ = exits("HF_TOKEN") >> secretive.pool
+    for failure in (caught.value, crashed.value, left.value):
+        assert secretive.value not in "".join(traceback.format_exception(failure)) + repr(failure) + repr(vars(failure))
+
+
+@pytest.mark.slow
+def test_a_runner_after_a_crash_has_the_values_too(secretive: Secretive) -> None:
+    """As often as it happens; and calls whose packets were handed back behind a long one."""
+    for _ in range(3):
+        with pytest.raises(sky.CallCrashed):
+            _ = dies("HF_TOKEN") >> secretive.pool
+        assert spelled("HF_TOKEN") >> secretive.pool == secretive.value[::-1]
+    slow = [secretive.pool.submit(spelled_slowly("HF_TOKEN", seconds)) for seconds in (0.5, 0.0, 0.0, 0.0) * 4]
+    assert [future.result() for future in slow] == [secretive.value[::-1]] * 16
+
+
+@sky.compute
+def spelled_slowly(name: str, seconds: float) -> str:
+    """Likewise, after a while."""
+    time.sleep(seconds)
+    return os.environ[name][::-1]
+
+
+@sky.compute
+def supervisor() -> int:
+    """The first process of the node."""
+    return os.getppid()
+
+
+@sky.compute
+def prints(name: str) -> int:
+    """Print the value; return its length."""
+    print(os.environ[name])
+    return len(os.environ[name])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_what_comes_in_the_place_of_another_has_the_values_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker process that begins anew, a node in the place of a lost one, a new head, and the calls of a client that attaches and has no values itself."""
+    value, told = f"tok-{uuid.uuid4().hex}", Told()
+    monkeypatch.setenv("HF_TOKEN", value)
+    with sky.ComputePool(provider=sky.Local(), nodes=2, secrets=("HF_TOKEN",), display="quiet", on_event=told, collect_metrics=False) as pool:
+        monkeypatch.delenv("HF_TOKEN")
+        workers: Any = pool.dask_client().run(os.getpid)
+        for pid in workers.values():
+            os.kill(pid, signal.SIGKILL)
+        assert list(spelled("HF_TOKEN") @ pool) == [value[::-1]] * 2
+        for lost in (1, 0):
+            os.kill((supervisor() @ pool)[lost], signal.SIGKILL)
+            wait_until(lambda lost=lost: lost in [event.node for event in told.of(sky.InstanceLost)], "the loss", LOSS_SECONDS)
+            assert list(spelled("HF_TOKEN") @ pool) == [value[::-1]] * 2
+            assert pool.map(spelled, ["HF_TOKEN"] * 10) == [value[::-1]] * 10
+        with sky.ComputePool.attach(pool.lease) as attached:
+            assert list(spelled("HF_TOKEN") @ attached) == [value[::-1]] * 2
+            call = attached.start_detached(prints("HF_TOKEN"))
+            assert call.result(60) == len(value)
+            assert call.log() == [MASK]
+            call.forget()
+
+
+@pytest.mark.slow
+def test_nothing_that_is_written_holds_a_value(secretive: Secretive, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
+    """The search: spec, lease, events, logs, the ledger, the nodes' folders on disk and in memory, and the environment that every process was started with."""
+    caplog.set_level(logging.DEBUG)
+    pool, value = secretive.pool, secretive.value
+    _ = talks("HF_TOKEN") >> pool
+    with suppress(ExceptionGroup):
+        _ = fails("HF_TOKEN") >> pool
+    texts = [repr(pool), repr(pool.spec), pool.spec.model_dump_json(), pool.lease.model_dump_json(), repr(pool.lease), repr(secretive.told.events), caplog.text]
+    texts += [*capfd.readouterr(), default_url()]
+    folders = [Path(str(node.instance.directory)) for node in pool.lease.nodes] + [Path(os.environ["XDG_STATE_HOME"])]
+    folders += [Path("/dev/shm") / name for name in os.listdir("/dev/shm") if any(name.endswith(node.instance.id) for node in pool.lease.nodes)]
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    assert {"settings.json", "log", "ledger.db"} <= {path.name for path in files}
+    for path in files:
+        with suppress(FileNotFoundError):  # SQLite and the pool's clock take some of theirs away
+            texts.append(path.read_bytes().decode(errors="replace"))
+    processes = secretive.processes()
+    assert len(processes) >= 2 * 4
+    for pid in processes:
+        with suppress(OSError):
+            texts += [Path(f"/proc/{pid}/{what}").read_bytes().decode(errors="replace") for what in ("environ", "cmdline")]
+    assert [text[:200] for text in texts if value in text] == []
+    assert any("HF_TOKEN" in text for text in texts)
