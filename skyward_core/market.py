@@ -48,6 +48,8 @@ class Requirements(BaseModel):
     architecture: Architecture | None = None
     nodes: int = Field(default=1, ge=1)
     """So many machines are to work together: a provider may join them by another network than strangers."""
+    min_cuda: float | None = None
+    """What the driver of NVIDIA's GPUs must know for the packages that are to be installed; None where they do not say it."""
 
 
 class Extra(BaseModel):
@@ -105,6 +107,8 @@ class Offer(BaseModel):
     """Other types with the same chips that fulfil the same wish for no more money: the machines of a launch are all of this type or all of one of those."""
     nodes: int = 1
     """How many machines are to work together, as they were asked for."""
+    min_cuda: float | None = None
+    """What the driver must know, as it was asked for."""
     extras_per_hour: tuple[Extra, ...] = ()
     """What is billed beside the machine: its disk, its address, an estimate of its traffic."""
 

@@ -153,6 +153,7 @@ class PoolSpec(BaseModel):
             memory_gb=memory * self.workers_per_node if memory is not None else None,
             architecture=self.architecture,
             nodes=self.nodes,
+            min_cuda=self.image.min_cuda,
         )
 
     @property

@@ -16,6 +16,7 @@ import time
 import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uv
@@ -23,6 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+import skyward_core as sky
 from skyward_core import shipping
 from skyward_core.errors import BadRequest
 from skyward_core.image import shell, uv_wheels
@@ -745,3 +747,22 @@ def _snapshot(folder: Path) -> dict[str, tuple[int, int]]:
         for path in [folder, *folder.rglob("*")]
         if "__pycache__" not in path.parts
     }
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"pip": ["torch", "numpy>=2"]}, None),
+        ({"pip": ["torch==2.9.1+cu128", "cupy-cuda12x"]}, 12.8),
+        ({"pip": ["torch"], "pip_extra_index_url": "https://download.pytorch.org/whl/cu130"}, 13.0),
+        ({"pip": ["jax[cuda12]"]}, 12.0),
+        ({"pip": ["nvidia-cublas-cu12==12.8.4.1"]}, 12.0),
+        ({"pip": ["torch==2.7.1+cu118"]}, 11.8),
+        ({"pip": ["focus12", "cuddle", "recurse-cu"]}, None),
+    ],
+)
+def test_an_image_says_which_cuda_it_needs(fields: dict[str, Any], expected: float | None) -> None:
+    """By the wheels' own names; nothing where they do not say it. A pool asks for it."""
+    assert Image(**fields).min_cuda == expected
+    assert sky.PoolSpec.of(image=Image(**fields)).requirements.min_cuda == expected

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_serializer, field_validator, model_validator
 
+from skyward_core.accelerators.cuda import cuda_of
 from skyward_core.errors import BadRequest
 from skyward_core.image import shell
 from skyward_core.secret import masked, refuse_masks
@@ -68,6 +69,16 @@ class Image(BaseModel):
     def is_bare(self) -> bool:
         """Whether there is nothing to install beside the node's own needs; `env` does not count."""
         return not self.pip and not self.apt
+
+    @property
+    def min_cuda(self) -> float | None:
+        """The CUDA that `pip` and `pip_extra_index_url` speak of, as "+cu128" and ".../whl/cu128" do; None if they do not.
+
+        >>> Image(pip=["torch"], pip_extra_index_url="https://download.pytorch.org/whl/cu128").min_cuda
+        12.8
+        """
+        told = [version for text in (*self.pip, self.pip_extra_index_url or "") if (version := cuda_of(text)) is not None]
+        return max(told, default=None)
 
     def content_hash(self, *, runtime: Sequence[str] | None = None) -> str:
         """Return 12 hexadecimal characters that name what is on the disk of a prepared machine; it names environments and snapshots.

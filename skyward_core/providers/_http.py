@@ -63,8 +63,10 @@ class Api:
         classify: Classify = lambda *_: None,
         secrets: Sequence[str] = (),
         reset: Reset = lambda _: None,
+        says_missing: Callable[[Mapping[str, Any]], bool] = bool,
     ) -> None:
         self._name = name
+        self._says_missing = says_missing
         self._classify = classify
         self._reset = reset
         self._secrets = tuple(sorted({spelling for secret in secrets if secret for spelling in spellings(secret)}, key=len, reverse=True))
@@ -97,7 +99,8 @@ class Api:
 
         Repeated within PATIENCE_SECONDS are requests that the cloud refused for their number (429), and after failures of cloud or wire those that may be:
         `is_repeatable`, by default GET, HEAD and DELETE. A connection that was never made is tried again in any case.
-        With `missing_is_none` a 404 or 410 is None, and a GET of nothing is no answer. Raises CredentialsError (401, 403), RateLimited, ProviderFailed (5xx, or
+        With `missing_is_none` a 404 or 410 in the cloud's own words (`says_missing`) is None, any other is ProviderFailed (a proxy has no such page, which says
+        nothing of what there is), and a GET of nothing is no answer. Raises CredentialsError (401, 403), RateLimited, ProviderFailed (5xx, or
         no answer), BadRequest for every other refusal, and before all of them what `classify` returns.
         """
         may_repeat = method in ("GET", "HEAD", "DELETE") if is_repeatable is None else is_repeatable
@@ -119,9 +122,12 @@ class Api:
                     if content is None and missing_is_none and method == "GET":
                         raise ProviderFailed(self._clean(f"{self._name} answered {method} {path} with nothing"))
                     return content
-                if missing_is_none and answer.status_code in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
-                    return None
                 failure = self._failure(method, path, answer)
+                if missing_is_none and answer.status_code in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
+                    content = _content(answer)
+                    if isinstance(content, dict) and self._says_missing(cast("dict[str, Any]", content)):
+                        return None
+                    failure = ProviderFailed(f"{failure}, which are not the words of {self._name}").coded(failure.code)
                 wish = _wish(answer, self._reset)
                 again = type(failure) is RateLimited or (type(failure) is ProviderFailed and may_repeat)
             wait = pause if wish is None else max(wish, PAUSE_SECONDS)

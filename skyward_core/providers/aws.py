@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import gzip
 import logging
+import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address, ip_network
 from typing import Any, ClassVar, Self, cast
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, PrivateAttr, SecretStr, field_validator, model_validator
 
 from skyward_core.errors import (
     BadRequest,
@@ -63,12 +65,30 @@ LEAST_MEMORY_GB = 2.0
 IMAGE_KEEP_DAYS = 14
 MACHINE_ID = "cat /var/lib/cloud/data/instance-id"
 
+YOUNG_SECONDS = 60.0
+"""After a creating call EC2 may say for seconds that it does not know the machine (`InvalidInstanceID.NotFound`): then it is not gone, but still to come."""
 CHIP_FAMILIES = ("g", "p", "trn", "inf")
 ACCELERATED = tuple(f"{family}*" for family in CHIP_FAMILIES)
 """The families with chips that the catalogue knows; the whole list of types is a dozen pages."""
 
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Young:
+    """The machines that a creating call has returned in this process, and when, by time.monotonic. No part of a provider's value: any two are equal."""
+
+    made: dict[str, float] = field(default_factory=dict[str, float], compare=False)
+
+    def note(self, ids: Iterable[str]) -> None:
+        now = time.monotonic()
+        for old in [machine_id for machine_id, at in self.made.items() if at + YOUNG_SECONDS < now]:
+            self.made.pop(old, None)
+        self.made.update(dict.fromkeys(ids, now))
+
+    def among(self, ids: Iterable[str]) -> set[str]:
+        return {machine_id for machine_id in ids if self.made.get(machine_id, -math.inf) + YOUNG_SECONDS > time.monotonic()}
 
 
 class AWS(Provider):
@@ -124,6 +144,8 @@ class AWS(Provider):
     secret_access_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
     session_token: SecretStr | None = Field(default=None, exclude=True, repr=False)
 
+    _young: _Young = PrivateAttr(default_factory=_Young)
+
     # ── the four verbs ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def offers(self, want: Requirements) -> list[Offer]:
@@ -151,6 +173,7 @@ class AWS(Provider):
         with self._account() as account:
             prices = spot_prices(account, offer.region, [offer.instance_type, *offer.or_types]) if offer.is_spot else {}
             made = self._run_from_what_is_kept(account, offer, count, tags, self._user_data(key, tags, startup), prices)
+            self._young.note(made)
             found = self._with_addresses(account, offer.region, tags[LAUNCH_TAG], made)
             if offer.is_spot:
                 found = settled(account, offer.region, tags[LAUNCH_TAG], found, prices)
@@ -167,17 +190,22 @@ class AWS(Provider):
         return [instance for instance in listed if instance.state is not InstanceState.GONE and pool_id in (None, instance.pool_id)]
 
     def terminate(self, ids: Sequence[str]) -> None:
-        """Ask every region for the end of these machines; their disks go with them. An id tells no region, and one that nobody knows is gone."""
+        """Ask every region for the end of these machines; their disks go with them. An id tells no region, and one that nobody knows is gone.
+
+        Unless it was made in this process less than YOUNG_SECONDS ago.
+        """
         wanted = sorted(set(ids))
         if not wanted:
             return
         with self._account() as account:
             answers = each(self._regions, lambda region: terminated(account, region, wanted))
+            unknown = self._young.among(wanted) - {machine_id for done, failed in answers for machine_id in (*done, *failed)}
             refusals = {region: next(iter(failed.values())) for region, (_, failed) in zip(self._regions, answers, strict=True) if failed}
             closed = not_enabled(account, self._regions, refusals)
         answers = [answer for region, answer in zip(self._regions, answers, strict=True) if region not in closed]
         ended = {machine_id for done, _ in answers for machine_id in done}
         left = {machine_id: error for _, failed in answers for machine_id, error in failed.items() if machine_id not in ended}
+        left |= {machine_id: ProviderFailed(f"AWS does not know {machine_id} yet, which it has just made") for machine_id in unknown}
         if left:
             error = next(iter(left.values()))
             if len(left) == len(wanted) and not isinstance(error, BadRequest):

@@ -219,7 +219,9 @@ class DigitalOcean(Provider):
     def _api(self) -> Api:
         token = self.token.get_secret_value() if self.token else _token()
         secrets = (token, self.node_token.get_secret_value() if self.node_token else "")
-        return Api("DigitalOcean", self._url(), {"Authorization": f"Bearer {token}"}, classify=_meaning, secrets=secrets, reset=_reset)
+        return Api(
+            "DigitalOcean", self._url(), {"Authorization": f"Bearer {token}"}, classify=_meaning, secrets=secrets, reset=_reset, says_missing=_says_missing
+        )
 
 
 def _token() -> str:
@@ -260,6 +262,10 @@ def _meaning(status: int, body: Row, message: str) -> SkywardError | None:
             return kind(message)
     attributes = body.get("error_attributes")
     return NoCapacity(message) if isinstance(attributes, dict) and "available_regions" in attributes else None
+
+
+def _says_missing(body: Row) -> bool:
+    return body.get("id") == "not_found" and isinstance(body.get("message"), str)
 
 
 def _reset(headers: Mapping[str, str]) -> float | None:

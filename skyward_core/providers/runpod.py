@@ -28,6 +28,7 @@ from urllib.parse import quote
 from pydantic import ConfigDict, Field, SecretStr, model_validator
 
 from skyward_core.accelerators import Accelerator, is_nvidia, parse
+from skyward_core.accelerators.cuda import cuda_of
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
 from skyward_core.instances import Endpoint, Instance, InstanceState
 from skyward_core.market import Extra, Offer, Requirements, architecture_beside, by_month
@@ -163,7 +164,9 @@ class RunPod(Provider):
     image: str | None = Field(default=None, min_length=1, description="An image of Debian's family, in place of the one that suits the chip.")
     registry: str | None = Field(default=None, min_length=1, description="Id of a registry credential kept at RunPod, for a private image.")
     disk_gb: int | None = Field(default=None, ge=1, description="Disk of the container. None: 40, and for machines without GPU 10 for each vCPU up to that.")
-    min_cuda: str = Field(default="12.8", pattern=r"^[0-9]+\.[0-9]+$", description="CUDA of the host's driver at least; not asked of AMD's.")
+    min_cuda: str | None = Field(
+        default=None, pattern=r"^[0-9]+\.[0-9]+$", description="CUDA of the host's driver at least. None: what the images need; not asked of AMD's."
+    )
     min_vcpus_per_gpu: int | None = Field(default=None, ge=1, description="What is promised, and asked for. None: what the type usually has.")
     min_memory_gb_per_gpu: int | None = Field(default=None, ge=1, description="The same for the machine's memory.")
     global_networking: bool = Field(default=False, description="A private network, 100 Mbit/s; NVIDIA GPUs in some data centres only.")
@@ -194,7 +197,7 @@ class RunPod(Provider):
                 offers += [offer for row in _rows(api, "/v2/catalog/cpus", "cpus", IN_STOCK) for offer in _cpu_offers(row)]
         wanted = {self.region} if isinstance(self.region, str) else set(self.region or ())
         return [
-            offer.model_copy(update={"extras_per_hour": _beside(self._hardware(offer)["disk"])})
+            offer.model_copy(update={"extras_per_hour": _beside(self._hardware(offer)["disk"]), "min_cuda": want.min_cuda})
             for offer in offers
             if (not wanted or offer.region in wanted) and (networked is None or offer.region in networked) and want.instance_type in (None, offer.instance_type)
         ]
@@ -270,6 +273,12 @@ class RunPod(Provider):
             order["globalNetworking"] = True
         return order
 
+    def _cuda(self, offer: Offer) -> dict[str, str]:
+        """What the host's driver must know: as it is set, else what the container's image and the node's packages need, whichever is more."""
+        needed = [version for version in (offer.min_cuda, cuda_of(self.image or NVIDIA_IMAGE)) if version is not None]
+        least = self.min_cuda or (f"{max(needed):.1f}" if needed else None)
+        return {} if least is None else {"minCudaVersion": least}
+
     def _end_script(self) -> str:
         url = self._url()
         return END.format(url=shlex.quote(url), rest_url=shlex.quote(REST_URL if url == URL else url))
@@ -287,7 +296,7 @@ class RunPod(Provider):
         is_amd = accelerator is not None and not is_nvidia(accelerator)
         return {
             "cloud": COMMUNITY if gpu["community"] else SECURE,
-            "gpu": {"id": gpu["id"], "count": count, **floor, **({} if is_amd else {"minCudaVersion": self.min_cuda})},
+            "gpu": {"id": gpu["id"], "count": count, **floor, **({} if is_amd else self._cuda(offer))},
             "image": self.image or (AMD_IMAGE if is_amd else NVIDIA_IMAGE),
             "disk": self.disk_gb or GPU_DISK_GB,
         }
@@ -361,7 +370,7 @@ class RunPod(Provider):
 
     def _api(self, classify: Classify | None = None) -> Api:
         key = self._key()
-        return Api("RunPod", self._url(), {"Authorization": f"Bearer {key}"}, classify=classify or _meaning, secrets=[key])
+        return Api("RunPod", self._url(), {"Authorization": f"Bearer {key}"}, classify=classify or _meaning, secrets=[key], says_missing=_says_missing)
 
     def _key(self) -> str:
         return self.api_key.get_secret_value() if self.api_key is not None else _key_around()
@@ -388,6 +397,11 @@ def _key_around() -> str:
         if isinstance(key, str) and key.strip():
             return key.strip()
     raise CredentialsError("there is no key for RunPod: set RUNPOD_API_KEY, write it to ~/.runpod/config.toml, or give api_key=")
+
+
+def _says_missing(body: Row) -> bool:
+    """A problem document (RFC 9457), as all of RunPod's refusals are."""
+    return body.get("status") in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE) and isinstance(body.get("title"), str)
 
 
 def _meaning(status: int, _: Row, message: str) -> SkywardError | None:

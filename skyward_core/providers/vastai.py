@@ -28,6 +28,7 @@ from pydantic import Field, SecretStr, field_validator
 
 from skyward_core.accelerators import Accelerator, is_nvidia, parse
 from skyward_core.accelerators.catalog import find
+from skyward_core.accelerators.cuda import cuda_of
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
 from skyward_core.instances import Endpoint, Instance, InstanceState
 from skyward_core.market import ARCHITECTURES, Extra, Offer, Requirements, architecture_beside, by_month, total_of
@@ -80,6 +81,20 @@ BROKEN = re.compile(r"^error|OCI runtime create failed|Error response from daemo
 
 TYPE = re.compile(r"(?P<gpu>.+?)(?:_[0-9]+GB)?x(?P<gpus>[0-9]+)")
 UNKNOWN_REGION = "unknown"
+# fmt: off
+COUNTRIES: Mapping[str, str] = {
+    "United Arab Emirates": "AE", "Argentina": "AR", "Austria": "AT", "Australia": "AU", "Belgium": "BE", "Bulgaria": "BG", "Brazil": "BR", "Canada": "CA",
+    "Switzerland": "CH", "Chile": "CL", "China": "CN", "Colombia": "CO", "Cyprus": "CY", "Czechia": "CZ", "Czech Republic": "CZ", "Germany": "DE",
+    "Denmark": "DK", "Estonia": "EE", "Spain": "ES", "Finland": "FI", "France": "FR", "United Kingdom": "GB", "Georgia": "GE", "Greece": "GR",
+    "Hong Kong": "HK", "Croatia": "HR", "Hungary": "HU", "Indonesia": "ID", "Ireland": "IE", "Israel": "IL", "India": "IN", "Iceland": "IS", "Italy": "IT",
+    "Japan": "JP", "South Korea": "KR", "Korea": "KR", "Kazakhstan": "KZ", "Lithuania": "LT", "Luxembourg": "LU", "Latvia": "LV", "Moldova": "MD",
+    "Mexico": "MX", "Malaysia": "MY", "Netherlands": "NL", "The Netherlands": "NL", "Norway": "NO", "New Zealand": "NZ", "Philippines": "PH", "Poland": "PL",
+    "Portugal": "PT", "Qatar": "QA", "Romania": "RO", "Serbia": "RS", "Russia": "RU", "Saudi Arabia": "SA", "Sweden": "SE", "Singapore": "SG",
+    "Slovenia": "SI", "Slovakia": "SK", "Thailand": "TH", "Turkey": "TR", "Türkiye": "TR", "Taiwan": "TW", "Ukraine": "UA", "United States": "US",
+    "United States of America": "US", "Vietnam": "VN", "South Africa": "ZA",
+}
+# fmt: on
+"""The code of each country (ISO 3166-1) by the names that Vast's listings may have for it, where offers have the code. What is not here stays as it is told."""
 
 OTHER_NAMES = {
     "A100X": "A100",
@@ -177,7 +192,7 @@ class VastAI(Provider):
     min_reliability: float = Field(default=0.98, ge=0, le=1)
     min_download_mbps: float = Field(default=200.0, ge=0)
     min_direct_ports: int = Field(default=2, ge=1)
-    min_cuda: float = Field(default=12.4, ge=0, description="CUDA of the host's driver at least, that of the image; not asked of AMD's.")
+    min_cuda: float | None = Field(default=None, ge=0, description="CUDA of the host's driver at least. None: what the images need; not asked of AMD's.")
     min_hours_left: float = Field(default=24.0, ge=0, description="For so long at least the host must still be for rent.")
 
     @field_validator("region")
@@ -195,11 +210,11 @@ class VastAI(Provider):
         wish = TYPE.fullmatch(want.instance_type) if want.instance_type is not None else None
         if want.instance_type is not None and wish is None:
             return []
-        filters = self._filters(want.accelerator if wish is None else _accelerator(_spaced(wish["gpu"])))
+        filters = self._filters(want.accelerator if wish is None else _accelerator(_spaced(wish["gpu"])), want.min_cuda)
         if wish is not None:
             filters |= {"gpu_name": {"eq": _spaced(wish["gpu"])}, "num_gpus": {"eq": int(wish["gpus"])}}
         if self.region:
-            filters["geolocation"] = {"in": [self.region] if isinstance(self.region, str) else list(self.region)}
+            filters["geolocation"] = {"in": _names([self.region] if isinstance(self.region, str) else self.region)}
         with self._api() as api:
             on_demand, spot = (self._search(api, filters, want.max_price_per_hour, is_spot=is_spot) for is_spot in (False, True))
         regular = {(ask.machine, ask.offer.instance_type): ask.offer.price_per_hour for ask in on_demand}
@@ -207,9 +222,10 @@ class VastAI(Provider):
         offers = [ask.offer for ask in on_demand] + [
             bid for bid in bids if bid.on_demand_price_per_hour is None or bid.price_per_hour <= bid.on_demand_price_per_hour
         ]
-        return _merged(offer for offer in offers if want.instance_type in (None, offer.instance_type))
+        fitting = (offer for offer in offers if want.instance_type in (None, offer.instance_type))
+        return [offer.model_copy(update={"min_cuda": want.min_cuda}) for offer in _merged(fitting)]
 
-    def _filters(self, accelerator: Accelerator | None) -> dict[str, Mapping[str, Any]]:
+    def _filters(self, accelerator: Accelerator | None, min_cuda: float | None) -> dict[str, Mapping[str, Any]]:
         """What every machine must be, and which chips it may have."""
         filters: dict[str, Mapping[str, Any]] = {
             "rentable": {"eq": True},
@@ -224,7 +240,9 @@ class VastAI(Provider):
         if self.verified_only:
             filters["verified"] = {"eq": True}
         if accelerator is None or is_nvidia(accelerator):
-            filters["cuda_max_good"] = {"gte": self.min_cuda}
+            needed = [self.min_cuda] if self.min_cuda is not None else [version for version in (min_cuda, cuda_of(self.image)) if version is not None]
+            if needed:
+                filters["cuda_max_good"] = {"gte": max(needed)}
         if accelerator is not None:
             filters["gpu_name"] = {"in": _gpu_names(accelerator)}
             filters["num_gpus"] = {"gte": accelerator.count}
@@ -305,13 +323,13 @@ class VastAI(Provider):
         if wish is None:
             raise BadRequest(f'{offer.instance_type!r} is no class of machines of Vast.ai: write "RTX_4090x2"')
         accelerator = None if offer.accelerator is None else _accelerator(_spaced(wish["gpu"]))
-        filters = self._filters(accelerator) | {
+        filters = self._filters(accelerator, offer.min_cuda) | {
             "gpu_name": {"eq": _spaced(wish["gpu"])},
             "num_gpus": {"eq": int(wish["gpus"])},
             "cpu_cores_effective": {"gte": offer.vcpus},
         }
         if offer.region != UNKNOWN_REGION:
-            filters["geolocation"] = {"in": [offer.region]}
+            filters["geolocation"] = {"in": _names([offer.region])}
         # what we bid is the price: an ask whose least bid is above it would not start
         most = offer.price_per_hour if offer.is_spot else offer.price_per_hour * (1 + self.price_tolerance)
         total = most + total_of(offer.extras_per_hour)
@@ -450,7 +468,7 @@ class VastAI(Provider):
         """Open a session. What was made although it was refused is noted in `left`."""
         key = self.api_key.get_secret_value() if self.api_key is not None else _key_around()
         url = (self.endpoint_url or os.environ.get("VAST_URL") or URL).rstrip("/").removesuffix("/api/v0")
-        return Api("Vast.ai", url, {"Authorization": f"Bearer {key}"}, classify=_classify(left), secrets=[key])
+        return Api("Vast.ai", url, {"Authorization": f"Bearer {key}"}, classify=_classify(left), secrets=[key], says_missing=_says_missing)
 
 
 @dataclass(slots=True)
@@ -510,6 +528,10 @@ def _meaning(status: int, body: Row, message: str) -> SkywardError | None:
     if status in (404, 410) or code in GONE_CODES or any(text in told for text in GONE_TEXTS):
         return NoCapacity(message)
     return None
+
+
+def _says_missing(body: Row) -> bool:
+    return bool(re.fullmatch("no_such_[a-z]+|[a-z]+_not_found", str(body.get("error"))))
 
 
 def _contract(answer: Any, left: list[int]) -> int:
@@ -707,8 +729,15 @@ def _spaced(gpu_name: str) -> str:
 
 
 def _country(row: Row) -> str:
-    """The country of a place that is told as "Texas, US"."""
-    return str(row.get("geolocation") or "").rpartition(",")[2].strip() or UNKNOWN_REGION
+    """The country of a place that is told as "Texas, US" or, in listings, "California, United States"."""
+    told = str(row.get("geolocation") or "").rpartition(",")[2].strip()
+    return COUNTRIES.get(told, told) or UNKNOWN_REGION
+
+
+def _names(countries: Iterable[str]) -> list[str]:
+    """All names that a place may have for these countries."""
+    wanted = list(countries)
+    return [*wanted, *(name for name, code in COUNTRIES.items() if code in wanted)]
 
 
 # ── containers ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -249,6 +249,8 @@ class Verda(Provider):
             "location_code": offer.region,
             "os_volume": {"size": self.os_volume_gb, **fate},
             "is_spot": offer.is_spot,
+            "contract": "SPOT" if offer.is_spot else "PAY_AS_YOU_GO",
+            "pricing": "FIXED_PRICE",
         }
 
     def _beside(self) -> tuple[Extra, ...]:
@@ -316,7 +318,9 @@ class _Session:
 
     def __init__(self, credentials: _Credentials, planted: Sequence[str] = ()) -> None:
         self.credentials = credentials
-        self._api = Api("Verda", credentials.url, classify=_meaning, secrets=(credentials.client_secret, credentials.client_id, *planted))
+        self._api = Api(
+            "Verda", credentials.url, classify=_meaning, secrets=(credentials.client_secret, credentials.client_id, *planted), says_missing=_says_missing
+        )
         self._token = ""
         self._fetching = threading.Lock()
 
@@ -381,6 +385,10 @@ class _Session:
                     raise CredentialsError(f"Verda refuses the client id or its secret: {error}").coded(error.code) from None
                 self._token = field_of(told, "access_token", str, "Verda answered POST /oauth2/token")
             return self._token
+
+
+def _says_missing(body: Mapping[str, Any]) -> bool:
+    return body.get("code") == "not_found" and isinstance(body.get("message"), str)
 
 
 def _meaning(status: int, body: Mapping[str, Any], message: str) -> SkywardError | None:

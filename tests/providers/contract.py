@@ -441,6 +441,18 @@ class RestContract(ProviderContract):
         wire.faults.clear()
         assert hands.alive() == {machine.id}
 
+    @pytest.mark.parametrize("status", [404, 410])
+    def test_a_404_that_is_not_the_clouds_own_is_no_machine_gone(self, hands: Hands, wire: FakeCloud, offer: Offer, status: int) -> None:
+        """A proxy's page, and another service's JSON: neither says anything of the machine, which is there."""
+        provider = hands.provider()
+        (machine,) = provider.launch(offer, 1, tags(), STARTUP)
+        for page in (Reply(status, "<html>Not Found</html>", is_text=True), Reply(status, {"message": "no Route matched with those values"})):
+            wire.fail(*self.ending, page, times=10**6)
+            with pytest.raises((ProviderFailed, InstancesLeft)):
+                provider.terminate([machine.id])
+            wire.faults.clear()
+        assert hands.alive() == {machine.id}
+
     @pytest.mark.parametrize("what", NO_ANSWERS)
     def test_a_creating_call_without_an_answer_may_have_created(self, hands: Hands, wire: FakeCloud, offer: Offer, what: str) -> None:
         """What it has made is found; if it has made nothing that is ProviderFailed, never NoCapacity."""

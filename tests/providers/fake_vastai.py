@@ -110,7 +110,7 @@ class FakeVast(FakeCloud):
 
     def _fits(self, row: dict[str, Any], field: str, conditions: dict[str, Any]) -> bool:
         """Names are compared letter by letter, places by their country alone: any other spelling finds nothing, and is no error."""
-        told = {"verified": row["verification"] == "verified", "geolocation": row["geolocation"][-2:]}.get(field, row.get(field))
+        told = {"verified": row["verification"] == "verified", "geolocation": row["geolocation"].rpartition(", ")[2]}.get(field, row.get(field))
         for op, value in conditions.items():
             match op:
                 case "eq" if told != value:

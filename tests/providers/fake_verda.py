@@ -268,6 +268,12 @@ class FakeVerda(FakeCloud):
         slugs = [one["image_type"] for one in self.images(Request("GET", "", {"instance_type": body["instance_type"]}, None, {})).body]  # type: ignore[attr-defined]
         if body["image"] not in slugs:
             return "Operating system is not valid for this instance type"
+        if body.get("contract", "SPOT" if body.get("is_spot") else "PAY_AS_YOU_GO") not in (
+            ["SPOT"] if body.get("is_spot") else ["PAY_AS_YOU_GO", "LONG_TERM"]
+        ):
+            return "Invalid contract"
+        if body.get("pricing", "FIXED_PRICE") != "FIXED_PRICE":
+            return "Invalid pricing"
         if body["os_volume"].get("on_spot_discontinue") and not body["is_spot"]:
             return "on_spot_discontinue is for spot instances"
         return None

@@ -353,6 +353,22 @@ def test_a_region_that_only_refuses_us_is_no_empty_one(cloud: FakeAWS, *, is_ena
         provider.terminate(["i-0123456789abcdef0"])
 
 
+def test_a_machine_that_aws_does_not_know_yet_is_not_gone(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`InvalidInstanceID.NotFound` comes for seconds after RunInstances; a minute after it, and of a machine of nobody's, it is what it says."""
+    provider = make(cloud)
+    (machine,) = provider.launch(provider.offers(T4)[0], 1, tags(), STARTUP)
+    cloud.fail("TerminateInstances", "InvalidInstanceID.NotFound", times=1)
+    with pytest.raises(ProviderFailed, match=rf"does not know {machine.id} yet"):
+        provider.terminate([machine.id])
+    assert provider == make(cloud)
+    provider.terminate([machine.id])
+    assert cloud.alive() == set()
+    provider.terminate(["i-0123456789abcdef0"])
+    monkeypatch.setattr(aws, "YOUNG_SECONDS", 0.0)
+    cloud.fail("TerminateInstances", "InvalidInstanceID.NotFound", times=1)
+    provider.terminate([machine.id])
+
+
 def test_regions_without_a_place_and_an_outage_are_an_outage(cloud: FakeAWS) -> None:
     """Whichever comes first: waiting may mend it. All without a place say what to do."""
     take_subnets(cloud, "us-west-2")

@@ -116,6 +116,10 @@ def test_an_answer_may_be_text_or_nothing(api: Api, cloud: FakeThings, reply: Re
 def test_what_is_missing_may_be_none(api: Api, cloud: FakeThings) -> None:
     """A 404 or a 410, if that is asked for; without that both are BadRequest."""
     for status in (404, 410):
+        cloud.fail("GET", "/things", Reply(status, "<html>Not Found</html>", is_text=True), times=100)
+        with pytest.raises(ProviderFailed, match="not the words of"):
+            api.ask("GET", "/things", missing_is_none=True)
+        cloud.faults.clear()
         cloud.fail("GET", "/things", Reply(status, {"code": "not_found"}), times=2)
         assert api.ask("GET", "/things", missing_is_none=True) is None
         assert isinstance(refused(api), BadRequest)

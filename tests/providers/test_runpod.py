@@ -601,6 +601,23 @@ def test_ids_of_other_clouds_are_nobodys_here(fake: FakeRunPod) -> None:
 # ── names ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.parametrize(
+    ("settings", "needed", "asked"),
+    [
+        ({}, None, "12.8"),
+        ({}, 13.0, "13.0"),
+        ({"image": "ubuntu:24.04"}, None, None),
+        ({"image": "ubuntu:24.04"}, 12.6, "12.6"),
+        ({"min_cuda": "12.1"}, 13.0, "12.1"),
+    ],
+)
+def test_cuda_is_what_the_images_need(fake: FakeRunPod, settings: dict[str, Any], needed: float | None, asked: str | None) -> None:
+    """The container's, by its name (cu1281), and the pool's packages; a setting is the last word."""
+    provider = RunPod(**settings)
+    provider.launch(cheapest(RTX_4090.model_copy(update={"min_cuda": needed}), provider), 1, tags(), STARTUP)
+    assert fake.asked("POST", "/v2/pods")[-1].body["gpu"].get("minCudaVersion") == asked
+
+
 def test_the_disk_is_counted(fake: FakeRunPod) -> None:
     """$0.10 per GB and month (docs.runpod.io/pods/storage, 2026-11-22), of as large a disk as is asked for; of a pod that is found again too."""
     offer = cheapest(provider=RunPod(disk_gb=72))

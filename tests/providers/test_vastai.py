@@ -130,6 +130,41 @@ def test_traffic_is_counted_at_the_hosts_prices_and_the_disk_of_a_bid(fake: Fake
     assert len(machines) == 3
 
 
+def test_a_country_has_one_name(fake: FakeVast) -> None:
+    """A listing may say "California, United States" where an offer says "Texas, US": one class of machines, and the country that was asked for by its code."""
+    there = {"price": 0.1, "gpu_name": "RTX A5000"}
+    fake.sell(
+        ask(71, geolocation="California, United States", **there), ask(72, geolocation="Texas, US", **there), ask(73, geolocation="Ohio, Narnia", **there)
+    )
+    want = Requirements(accelerator=sky.accelerators.parse("RTX A5000"))
+    assert {offer.region for offer in VastAI().offers(want)} == {"US", "Narnia"}
+    offers = [offer for offer in VastAI(region="US").offers(want) if not offer.is_spot]
+    assert [offer.region for offer in offers] == ["US"]
+    assert fake.asked("POST", "/api/v0/bundles/")[-1].body["geolocation"] == {"in": ["US", "United States", "United States of America"]}
+    machines = VastAI(region="US").launch(offers[0], 2, tags(), STARTUP)
+    assert sorted(rented(fake)) == [71, 72]
+    assert {machine.region for machine in machines} == {"US"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "needed", "asked"),
+    [
+        ({}, None, {"gte": 12.4}),  # the container's image, by its name
+        ({}, 12.8, {"gte": 12.8}),
+        ({}, 11.8, {"gte": 12.4}),
+        ({"image": "ubuntu:24.04"}, None, None),
+        ({"image": "ubuntu:24.04"}, 12.8, {"gte": 12.8}),
+        ({"min_cuda": 12.0}, 12.8, {"gte": 12.0}),
+    ],
+)
+def test_cuda_is_what_the_images_need(fake: FakeVast, settings: dict[str, Any], needed: float | None, asked: object) -> None:
+    """When it is searched, and when it is searched again to be rented; a setting is the last word."""
+    want = RTX_4090.model_copy(update={"min_cuda": needed})
+    offer = cheapest(want, provider=VastAI(**settings))
+    VastAI(**settings).launch(offer, 1, tags(), STARTUP)
+    assert {str(request.body.get("cuda_max_good")) for request in fake.asked("POST", "/api/v0/bundles/")} == {str(asked)}
+
+
 def test_an_offer_is_a_class_of_machines_with_its_share_of_the_host(fake: FakeVast) -> None:
     """The memory that is told is the whole machine's; the CPUs are what one gets; what the driver sees of a GPU is rounded to the vendor's figure."""
     (offer,) = [offer for offer in VastAI().offers(Requirements(accelerator=sky.accelerators.parse("8xH100-SXM"))) if not offer.is_spot]
@@ -156,7 +191,7 @@ def test_a_search_says_what_a_machine_must_be_in_the_units_of_the_market(fake: F
         "cuda_max_good": {"gte": 12.4},
         "gpu_name": {"in": ["A100", "A100 PCIE", "A100 SXM4", "A100X"]},
         "num_gpus": {"gte": 2},
-        "geolocation": {"in": ["US", "CA"]},
+        "geolocation": {"in": ["US", "CA", "Canada", "United States", "United States of America"]},
         "dph_total": {"lte": 3.0},
         "type": "on-demand",
         "order": [["dph_total", "asc"]],

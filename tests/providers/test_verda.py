@@ -417,6 +417,14 @@ def test_a_listing_needs_no_key(mine: Verda, tmp_path: Path) -> None:
 # ── terminate ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.parametrize(("is_spot", "contract"), [(False, "PAY_AS_YOU_GO"), (True, "SPOT")])
+def test_contract_and_pricing_are_said(mine: Verda, fake: FakeVerda, is_spot: bool, contract: str) -> None:
+    """As Verda's own command line does."""
+    mine.launch(offer_of(mine, spot=is_spot), 1, tags(), STARTUP)
+    (order,) = fake.asked("POST", "/v1/instances")
+    assert (order.body["is_spot"], order.body["contract"], order.body["pricing"]) == (is_spot, contract, "FIXED_PRICE")
+
+
 def test_the_disk_goes_with_the_machine(mine: Verda, fake: FakeVerda) -> None:
     """Not to the trash, and by its own id: with no list it would be trashed, with an empty one kept. The script goes too."""
     launched = mine.launch(offer_of(mine), 2, tags(), STARTUP)
