@@ -4,9 +4,9 @@ UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 RUN := $(UV) run --locked --no-sync
 export UV_COMPILE_BYTECODE := 1
 
-.PHONY: help demo test quick check lint format kill soak live bench clean
+.PHONY: help demo test quick check lint format kill soak live bench versions constraints clean
 help: ## what there is
-	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' Makefile
 
 demo: .venv/ready ## the same real job on Prefect, Airflow and Dagster, and a table of what came out
 	$(RUN) python tests/demo.py
@@ -40,6 +40,12 @@ live: .venv/ready ## look at a real cloud with your account: make live PROVIDER=
 
 bench: .uv-ready ## side by side with bare Dask and Ray; writes benchmarks/RESULTS.md
 	UV_PROJECT_ENVIRONMENT=.bench/venv $(UV) run --locked --no-default-groups --group bench python benchmarks/bench.py
+
+versions: .venv/ready ## the core and every plugin with the lowest versions that are allowed, and with the newest there are (those are reported only)
+	$(RUN) python -m tests.versions lowest newest
+
+constraints: .venv/ready ## write constraints-3.12.txt and constraints-3.13.txt anew from uv.lock
+	$(RUN) python -m tests.versions constraints
 
 clean: ## remove environments and caches of this folder
 	rm -rf .venv .uv .bench .pytest_cache .ruff_cache .hypothesis dist

@@ -1,0 +1,68 @@
+"""What is published of the versions that were tested, and how the trials with other versions tell whose fault it is."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import versions
+from tests.versions import MINORS, ROOT, blamed, constraints, pins
+
+
+@pytest.mark.parametrize("minor", MINORS)
+def test_the_constraints_are_those_of_the_lock(minor: str) -> None:
+    """Each file says what uv.lock has now; it lies in the package, and where somebody who has cloned the tree looks first."""
+    published = ROOT / "skyward_core" / f"constraints-{minor}.txt"
+    assert published.read_text() == constraints(minor), "run `make constraints`"
+    link = ROOT / published.name
+    assert link.resolve() == published.resolve()
+    assert f"-c {published.name}" in (ROOT / "README.md").read_text() or minor != "3.13"
+
+
+def test_a_pin_holds_for_its_python_only() -> None:
+    """What is only for another Python, or another system, is left out; of two pins of a package each keeps its marker."""
+    exported = [
+        "plain==1",
+        "old==1 ; python_full_version < '3.13'",
+        "old==2 ; python_full_version >= '3.13'",
+        "win==1 ; sys_platform == 'win32'",
+        "mac==1 ; sys_platform == 'darwin'",
+        "two==1 ; platform_machine == 'arm64'",
+        "two==2 ; platform_machine != 'arm64'",
+    ]
+    two = ['two==1; platform_machine == "arm64"', 'two==2; platform_machine != "arm64"']
+    assert pins(exported, "3.12") == ["mac==1", "old==1", "plain==1", *two]
+    assert pins(exported, "3.13") == ["mac==1", "old==2", "plain==1", *two]
+
+
+def test_a_failure_names_the_package() -> None:
+    """The innermost package of the traceback first, each with what is locked; a module that is missing before all."""
+    log = """
+  File "/x/lib/python3.13/site-packages/skyward_core/ledger.py", line 1, in <module>
+  File "/x/lib/python3.13/site-packages/prefect/server/api/server.py", line 111, in <module>
+  File "/x/lib/python3.13/site-packages/fastapi/param_functions.py", line 305, in <module>
+TypeError: Body() got an unexpected keyword argument 'min_items'
+"""
+    installed = {"prefect": "3.8.8", "fastapi": "0.140.0", "skyward-core": "0.1.0"}
+    assert blamed(log, installed, {"prefect": "3.7.7", "fastapi": "0.140.0"}) == "look at fastapi 0.140.0, prefect 3.8.8 (locked: 3.7.7)"
+    missing = f"{log}\nModuleNotFoundError: No module named 'importlib_metadata'\n"
+    assert blamed(missing, installed, {}).startswith("look at importlib-metadata missing, fastapi 0.140.0")
+    assert blamed("exit", installed, {}) == "no package stands in a traceback"
+
+
+def test_only_the_lowest_versions_may_stop_ci(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A failure with the newest is reported, by its part and its package."""
+
+    def built(command: list[str], **_: object) -> None:
+        folder = Path(command[command.index("--out-dir") + 1])
+        folder.mkdir()
+        (folder / "skyward_core-0-py3-none-any.whl").touch()
+
+    monkeypatch.setattr(versions.subprocess, "run", built)
+    monkeypatch.setattr(versions, "tried", lambda trial, wheel: "look at fastapi 9" if trial.part == "prefect" else "")
+    assert versions.main(["newest"]) == 0
+    told = capsys.readouterr().out
+    assert f"prefect, newest versions, Python 3.{sys.version_info.minor}: FAILED (reported only)" in told
+    assert "look at fastapi 9" in told
+    assert versions.main(["lowest", "newest"]) == 1
+    assert "Raise the lower bound" in capsys.readouterr().out

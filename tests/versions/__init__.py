@@ -1,0 +1,229 @@
+"""`make versions`: the core and every plugin with the lowest versions that pyproject.toml allows, and with the newest that exist; each in an environment of its own.
+
+With the lowest, what pyproject.toml names has the lowest version that it allows, and all else no newer a one than uv.lock has. A failure names the package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import uv
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+PARTS = {"core": ["aws", "postgres"], "prefect": ["prefect"], "airflow": ["airflow"], "dagster": ["dagster"]}
+ALSO = {"dagster": ["dagster-webserver"]}
+"""What a part's smoke starts beside what the extra installs."""
+SMOKE_SECONDS = 240
+MINORS = ("3.12", "3.13")
+ENVIRONMENTS = [(system, machine) for system in ("linux", "darwin") for machine in ("x86_64", "arm64", "aarch64")]
+HEAD = """\
+# The versions that skyward-core was tested with on Python {minor}, made of uv.lock by `make constraints`:
+#   pip install -c constraints-{minor}.txt "skyward-core[prefect]"
+"""
+
+
+# ── constraints ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def constraints(minor: str) -> str:
+    """Return the text of `constraints-{minor}.txt`: what uv.lock has for this Python, the extras and Dagster's web server included."""
+    return HEAD.format(minor=minor) + "".join(f"{line}\n" for line in pins(_exported(), minor))
+
+
+def _exported() -> list[str]:
+    command = [uv.find_uv_bin(), "export", "--locked", "--quiet", "--project", str(ROOT), "--all-extras", "--no-dev", "--group", "webserver"]
+    command += ["--no-emit-project", "--no-hashes", "--no-annotate", "--no-header"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def pins(exported: Iterable[str], minor: str) -> list[str]:
+    """Return those pins that can hold for this Python; with a marker only where another pin of the same package holds elsewhere."""
+    held: dict[str, list[Requirement]] = {}
+    for line in exported:
+        pin = Requirement(line)
+        if pin.marker is None or any(pin.marker.evaluate(_environment(minor, *where)) for where in ENVIRONMENTS):
+            held.setdefault(pin.name, []).append(pin)
+    return [f"{pin.name}{pin.specifier}" if len(its) == 1 else str(pin) for _, its in sorted(held.items()) for pin in its]
+
+
+def _environment(minor: str, system: str, machine: str) -> dict[str, str]:
+    return {
+        "python_version": minor,
+        "python_full_version": f"{minor}.0",
+        "sys_platform": system,
+        "platform_machine": machine,
+        "platform_system": system.title(),
+    }
+
+
+# ── environments ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One part with one choice of versions on one Python, in a folder of its own."""
+
+    part: str
+    resolution: str
+    python: str
+    folder: Path
+
+    def __str__(self) -> str:
+        return f"{self.part}, {self.resolution} versions, Python {self.python}"
+
+    @property
+    def interpreter(self) -> Path:
+        return self.folder / "venv/bin/python"
+
+
+def tried(trial: Trial, wheel: Path) -> str:
+    """Make the environment and run the smoke; return "" if all is well, else what is wrong, with the package that it is probably about."""
+    trial.folder.mkdir(parents=True)
+    locked = _locked()
+    if failure := _installed(trial, wheel, locked):
+        return failure
+    log = trial.folder / "log.txt"
+    code = _smoked(trial, log)
+    if code == 0:
+        return ""
+    text = log.read_text(errors="replace")
+    return f"{'it took too long' if code is None else f'exit code {code}'}; {blamed(text, versions(trial), locked)}\n{_tail(text)}"
+
+
+def _installed(trial: Trial, wheel: Path, locked: Mapping[str, str]) -> str:
+    flags = ["--resolution", {"lowest": "lowest-direct", "newest": "highest"}[trial.resolution]]
+    if trial.resolution == "lowest":
+        limits = trial.folder / "limits.txt"
+        limits.write_text("".join(f"{name}<={version}\n" for name, version in locked.items()))
+        flags += ["--constraints", str(limits)]
+    extras = [flag for extra in PARTS[trial.part] for flag in ("--extra", extra)]
+    install = ["pip", "install", "--quiet", "--python", str(trial.interpreter)]
+    for command in (
+        ["venv", "--quiet", "--python", trial.python, str(trial.folder / "venv")],
+        [*install, *flags, "--only-binary", ":all:", "--requirements", str(ROOT / "pyproject.toml"), *extras, *ALSO.get(trial.part, [])],
+        [*install, "--no-deps", str(wheel)],
+    ):
+        done = subprocess.run([uv.find_uv_bin(), *command], capture_output=True, text=True, check=False)
+        if done.returncode:
+            return f"uv {' '.join(command)}: {done.stderr.strip()}"
+    return ""
+
+
+def _smoked(trial: Trial, log: Path) -> int | None:
+    """Run the smoke in a home of its own, in a process group that is ended with it; return its exit code, None if it took too long."""
+    home = trial.folder / "home"
+    home.mkdir()
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SKYWARD_", "PREFECT_", "AIRFLOW_", "DAGSTER_", "PYTHON", "XDG_", "VIRTUAL_ENV"))
+    }
+    environ |= {"HOME": str(home), "PATH": f"{trial.interpreter.parent}{os.pathsep}{os.environ['PATH']}", "DO_NOT_TRACK": "1", "NO_COLOR": "1"}
+    command = [str(trial.interpreter), str(Path(__file__).with_name("smoke.py")), trial.part]
+    with (
+        log.open("wb") as file,
+        subprocess.Popen(command, cwd=home, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True) as process,
+    ):
+        try:
+            return process.wait(SMOKE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            return None
+        finally:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def versions(trial: Trial) -> dict[str, str]:
+    """Return what is installed in a trial's environment."""
+    told = subprocess.run([uv.find_uv_bin(), "pip", "freeze", "--quiet", "--python", str(trial.interpreter)], capture_output=True, text=True, check=True).stdout
+    return dict(line.split("==", 1) for line in told.splitlines() if "==" in line)
+
+
+def _locked() -> dict[str, str]:
+    """Return the newest version that uv.lock has of each package."""
+    found: dict[str, str] = {}
+    for line in _exported():
+        pin = Requirement(line)
+        found[pin.name] = next(iter(pin.specifier)).version
+    return found
+
+
+# ── whose fault it is ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def blamed(log: str, installed: Mapping[str, str], locked: Mapping[str, str]) -> str:
+    """Name the packages in whose files the last traceback of a library goes through, the innermost first, each with its version and the locked one."""
+    names = {name.lower().replace("-", "_"): name for name in installed}
+    frames = [match for match in re.findall(r"site-packages/([A-Za-z0-9_]+)", log)]
+    missing = re.findall(r"No module named '([A-Za-z0-9_]+)", log)
+    innermost = list(dict.fromkeys([*reversed(missing), *reversed(frames)]))
+    told = [
+        f"{name} {installed.get(name, 'missing')}{f' (locked: {locked[name]})' if locked.get(name) not in (None, installed.get(name)) else ''}"
+        for module in innermost
+        if not module.startswith("skyward")
+        if (name := names.get(module.lower(), module.replace("_", "-") if module in missing else ""))
+    ]
+    return f"look at {', '.join(told[:4])}" if told else "no package stands in a traceback"
+
+
+def _tail(text: str, lines: int = 25) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines()[-lines:])
+
+
+# ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Try what is asked for, one after the other; return how many of the trials that may not fail have failed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.versions", description=__doc__)
+    parser.add_argument("resolution", nargs="*", choices=["lowest", "newest", "constraints"], default=["lowest", "newest"])
+    parser.add_argument("--python", action="append", metavar="VERSION", help="default: the one that runs this")
+    parser.add_argument("--part", action="append", choices=sorted(PARTS))
+    parser.add_argument("--keep", action="store_true", help="leave the environments and logs where they are")
+    asked = parser.parse_args(argv)
+    if "constraints" in asked.resolution:
+        for minor in MINORS:
+            (ROOT / "skyward_core" / f"constraints-{minor}.txt").write_text(constraints(minor))
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    place = Path(tempfile.mkdtemp(prefix="skyward-versions-"))
+    try:
+        return _all(asked, place)
+    finally:
+        if not asked.keep:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _all(asked: argparse.Namespace, place: Path) -> int:
+    subprocess.run([uv.find_uv_bin(), "build", "--quiet", "--wheel", "--out-dir", str(place / "dist"), str(ROOT)], check=True)
+    (wheel,) = (place / "dist").glob("*.whl")
+    failed = 0
+    for resolution in asked.resolution:
+        for python in asked.python or [f"{sys.version_info.major}.{sys.version_info.minor}"]:
+            for part in asked.part or PARTS:
+                trial = Trial(part, resolution, python, place / f"{resolution}-{python.replace('/', '_')}-{part}")
+                began = time.monotonic()
+                failure = tried(trial, wheel)
+                verdict = "works" if not failure else "FAILED" if resolution == "lowest" else "FAILED (reported only)"
+                print(f"{trial}: {verdict} after {time.monotonic() - began:.0f} s{f': {failure}' if failure else ''}", flush=True)
+                failed += bool(failure) and resolution == "lowest"
+                if not asked.keep:
+                    shutil.rmtree(trial.folder, ignore_errors=True)
+    if failed:
+        print("Raise the lower bound of what failed in pyproject.toml, run `uv lock` and `make constraints`, and try again.", flush=True)
+    return failed
