@@ -6,6 +6,7 @@ Exit codes: 0 all is well, 1 something failed, 2 it was asked for in a way that 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -13,12 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, override
 
 from skyward_core.errors import ZERO_USD, BadRequest, SkywardError
 
 if TYPE_CHECKING:
-    from skyward_core.entries import Account, Attempt, CostRow, PoolEntry, PoolRow, Reservation
+    from skyward_core.entries import Account, Attempt, CostRow, PoolEntry, PoolRow, Reservation, UnreadableRow
     from skyward_core.ledger import Ledger
     from skyward_core.providers.base import Provider
     from skyward_core.provisioning.judging import Finding
@@ -26,6 +28,16 @@ if TYPE_CHECKING:
 
 FAILED, TO_DO = 1, 3
 SHOWN_POOLS = 100
+MOST_COUNTED = 1_000_000_000
+MOST_SECONDS = 3_155_760_000.0
+"""A hundred years: ages beyond that leave the calendar."""
+MOST_USD = 1_000_000_000_000
+"""The ledger's micro-dollars are 64-bit numbers."""
+LONGEST_NAME = 200
+"""The ledger's columns have 255 characters; a scope is a name and a little more."""
+SHOWN_CHARACTERS = 60
+READABLE_CHARACTERS = 16
+"""So many columns a text needs at least before it is folded."""
 WIDE = 400
 """Columns of what is not shown on a terminal: nothing is folded there, so that `grep` finds whole lines."""
 
@@ -33,33 +45,72 @@ type Command = Callable[[Ledger, argparse.Namespace], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit code. What this library raises is told in one line."""
-    asked = _parser().parse_args(argv)
+    """Run one command; return its exit code. What this library or the operating system raises is told in one line."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode shows a name's characters as numbers
     try:
-        return _run(asked)
-    except SkywardError as error:
-        print(f"skyward: {' '.join(str(error).split())}", file=sys.stderr)
-        return FAILED
+        return _flushed(_run, argv)
     except BrokenPipeError:  # `skyward ps | head`: nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard(sys.stdout)
         return FAILED
+    except (SkywardError, OSError) as error:
+        return _fail(error)
     except KeyboardInterrupt:
         return 130
 
 
-def _run(asked: argparse.Namespace) -> int:
+def _flushed(run: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None) -> int:
+    """Run it and write out what it has printed, `--help` included: here, where a reader that has gone or a full disk can be told."""
+    try:
+        return run(argv)
+    finally:
+        if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison] - None under `>&-`
+            _flush(sys.stdout)
+
+
+def _flush(stream: TextIO) -> None:
+    try:
+        stream.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}: what was to be printed is lost", stream.name) from error
+
+
+def _fail(error: Exception) -> int:
+    """Say what went wrong, in one line; nothing is left that the interpreter would try to write again as it ends."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is sys.stderr:
+                print(f"skyward: {' '.join(str(error).split())}", file=stream)
+            stream.flush()
+        except OSError:
+            _discard(stream)
+        except AttributeError:  # closed by the shell
+            pass
+    return FAILED
+
+
+def _discard(stream: TextIO) -> None:
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    asked = _parser().parse_args(argv)
     from skyward_core.ledger import Ledger, default_url
 
     command: Command = asked.command
     with Ledger(asked.ledger or default_url()) as ledger:
-        code = command(ledger, asked)
-        sys.stdout.flush()  # here, where a reader that has gone is noticed
-        return code
+        return command(ledger, asked)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="skyward", description="What is rented, what it costs, and what nobody answers for any more.")
-    parser.add_argument("--ledger", metavar="URL", help="the ledger (default: SKYWARD_LEDGER, else a file under the user's state directory)")
+    parser.add_argument("--version", action=_Say, const=_version, help="say which version this is")
+    parser.add_argument("--constraints", action=_Say, const=_constraints, help="say where the file of tested versions for this Python is, for `pip install -c`")
+    parser.add_argument("--ledger", type=_url, metavar="URL", help="the ledger (default: SKYWARD_LEDGER, else a file under the user's state directory)")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     ps = _add(commands, "ps", _ps, "show the pools, and what each has cost so far", has_json=True)
@@ -74,34 +125,36 @@ def _parser() -> argparse.ArgumentParser:
 
     sweep = _add(commands, "sweep", _sweep, "find what nobody answers for any more; with --yes, end it", has_json=True)
     sweep.add_argument("--yes", action="store_true", help="do it; without this nothing is touched")
-    sweep.add_argument("--provider", action="append", metavar="NAME", help="whom to ask beside those of the ledger's pools (default: as the settings say)")
-    sweep.add_argument("--min-age", type=float, default=600.0, metavar="SECONDS", help="leave machines that the ledger does not know until they are older")
+    sweep.add_argument(
+        "--provider", type=_words, action="append", metavar="NAME", help="whom to ask beside those of the ledger's pools (default: as the settings say)"
+    )
+    sweep.add_argument("--min-age", type=_seconds, default=600.0, metavar="SECONDS", help="leave machines that the ledger does not know until they are older")
     sweep.add_argument("--unknown", action="store_true", help="end old machines too of which nobody here can tell whose they are; they may be somebody else's")
 
     stop = _add(commands, "stop", _stop, "end a pool, live or not")
-    stop.add_argument("pool_id")
-    stop.add_argument("--provider", metavar="NAME", help="who rents its machines, if the ledger does not know")
+    stop.add_argument("pool_id", type=_name)
+    stop.add_argument("--provider", type=_words, metavar="NAME", help="who rents its machines, if the ledger does not know")
 
     why = _add(commands, "why", _why, "show why a pool has its machines where it has them, or none: each try to rent them, and what refused it", has_json=True)
-    why.add_argument("pool_id")
+    why.add_argument("pool_id", type=_name)
 
     offers = _add(commands, "offers", _offers, "show what is sold now, the cheapest first", has_json=True)
-    offers.add_argument("--provider", action="append", metavar="NAME", help="whom to ask (default: as the settings say)")
-    offers.add_argument("--accelerator", metavar="NAME", help='such as "A100" or "H100-SXM"')
+    offers.add_argument("--provider", type=_words, action="append", metavar="NAME", help="whom to ask (default: as the settings say)")
+    offers.add_argument("--accelerator", type=_name, metavar="NAME", help='such as "A100" or "H100-SXM"')
     offers.add_argument("--count", type=_count, default=1, metavar="N", help="so many accelerators in one machine, at least (default: 1)")
     offers.add_argument("--cpu", type=_count, metavar="N", help="CPU cores, at least")
-    offers.add_argument("--memory", metavar="SIZE", help='memory, at least: "64GB"')
+    offers.add_argument("--memory", type=_name, metavar="SIZE", help='memory, at least: "64GB"')
     offers.add_argument("--architecture", choices=("x86_64", "arm64"), help="processor of the machine (default: any)")
-    offers.add_argument("--max-price", type=float, metavar="USD", help="per hour and machine, at most")
-    offers.add_argument("--max-age", type=float, default=300.0, metavar="SECONDS", help="take answers that are not older than that (default: 300)")
+    offers.add_argument("--max-price", type=_price, metavar="USD", help="per hour and machine, at most")
+    offers.add_argument("--max-age", type=_seconds, default=300.0, metavar="SECONDS", help="take answers that are not older than that (default: 300)")
     offers.add_argument("--limit", type=_count, default=20, metavar="N", help="the cheapest so many (default: 20)")
 
     receipt = _add(commands, "receipt", _receipt, "show what a pool has rented and what became of it, as JSON")
-    receipt.add_argument("pool_id")
+    receipt.add_argument("pool_id", type=_name)
 
     budgets = commands.add_parser("budget", help="accounts that pools are paid from").add_subparsers(required=True, metavar="COMMAND")
     limit = _add(budgets, "set", _set_budget, "make an account, or change its limit")
-    limit.add_argument("name")
+    limit.add_argument("name", type=_name)
     limit.add_argument("--limit", type=_usd_asked, required=True, metavar="USD")
     limit.add_argument("--per", choices=["run", "day", "month"], required=True, help="for each pool, each UTC day, or each UTC month")
     _add(budgets, "list", _list_budgets, "show the accounts, and what is left of each", has_json=True)
@@ -125,19 +178,85 @@ def _date(text: str) -> datetime:
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of lines")
+    if not (text.isascii() and text.isdecimal()) or len(text) > len(str(MOST_COUNTED)) or not 0 < int(text) <= MOST_COUNTED:
+        raise argparse.ArgumentTypeError(f"{_short(text)} is no whole number from 1 to {MOST_COUNTED}")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    if not 0 <= (seconds := _number_told(text)) <= MOST_SECONDS:
+        raise argparse.ArgumentTypeError(f"seconds are zero or more, and at most {MOST_SECONDS:.0f}; given {_short(text)}")
+    return seconds
+
+
+def _price(text: str) -> float:
+    if not 0 < (price := _number_told(text)) <= MOST_USD:
+        raise argparse.ArgumentTypeError(f"a price is more than zero, and at most {MOST_USD} USD; given {_short(text)}")
+    return price
+
+
+def _number_told(text: str) -> float:
+    """A number; what is not a number is as wrong as one that is too large."""
+    try:
+        return float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{_short(text)} is no number") from error
 
 
 def _usd_asked(text: str) -> Decimal:
     try:
         usd = Decimal(text)
     except InvalidOperation as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no sum in USD") from error
-    if not usd.is_finite() or usd < 0:
-        raise argparse.ArgumentTypeError(f"a limit is zero or more; given {text}")
+        raise argparse.ArgumentTypeError(f"{_short(text)} is no sum in USD") from error
+    if not usd.is_finite() or not 0 <= usd <= MOST_USD:
+        raise argparse.ArgumentTypeError(f"a limit is zero or more, and at most {MOST_USD} USD; given {_short(text)}")
     return usd
+
+
+def _name(text: str) -> str:
+    if not text.strip() or len(text) > LONGEST_NAME:
+        raise argparse.ArgumentTypeError(f"a name has 1 to {LONGEST_NAME} characters; given {_short(text)}")
+    return _words(text)
+
+
+def _words(text: str) -> str:
+    """A name, or JSON: no control characters, which a terminal would obey, and no bytes that are no text."""
+    if not text.strip() or not text.replace("\n", " ").isprintable():
+        raise argparse.ArgumentTypeError(f"{_short(text)} is empty, or has characters that cannot be printed")
+    return text
+
+
+def _url(text: str) -> str:
+    return _words(text)
+
+
+def _short(text: str) -> str:
+    return repr(text) if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]!r}... ({len(text)} characters)"
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return f"skyward {version('skyward-core')}"
+
+
+def _constraints() -> str:
+    path = Path(__file__).with_name(f"constraints-{sys.version_info.major}.{sys.version_info.minor}.txt")
+    if not path.is_file():
+        raise BadRequest(f"no versions were tested with Python {sys.version_info.major}.{sys.version_info.minor}; for others there are files in {path.parent}")
+    return str(path)
+
+
+class _Say(argparse.Action):
+    """Print what `const` returns, and end; it is called only if it is asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, const: Callable[[], str], help: str) -> None:  # noqa: A002 - argparse's word
+        super().__init__(option_strings, dest, nargs=0, const=const, help=help)
+
+    @override
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, option_string: str | None = None) -> None:
+        print(self.const())
+        parser.exit()
 
 
 # ── ps ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -147,17 +266,20 @@ def _ps(ledger: Ledger, asked: argparse.Namespace) -> int:
     from skyward_core.narrator import digits
 
     now = datetime.now(UTC)
-    rows = ledger.pool_rows(include_ended=asked.all, limit=asked.limit)
+    damaged: list[UnreadableRow] = []
+    rows = ledger.pool_rows(include_ended=asked.all, limit=asked.limit, unreadable=damaged)
     rates: dict[str, Decimal] = {}
-    for intent in ledger.open_intents():
+    for intent in ledger.open_intents(unreadable=damaged):
         if intent.cloud_id is not None:
             rates[intent.pool_id] = rates.get(intent.pool_id, ZERO_USD) + intent.price.per_hour
     pools = [_pool(row, rates.get(row.entry.id, ZERO_USD), now) for row in rows]
+    troubles = [*map(str, damaged), *(f"pool {row.entry.id!r}: {row.entry.trouble}" for row in rows if row.entry.trouble)]
     if asked.json:
-        return _print_json(pools)
+        _print_json(pools)
+        return _warned(troubles)
     if not pools:
         print("no pools" if asked.all else "no open pools; `skyward ps --all` shows those that have ended")
-        return 0
+        return _warned(troubles)
     works = {row.entry.id: str(row.entry.work) for row in rows}
     _print_table(
         ["POOL", "STATE", "OWNER", "PROVIDER", ">OPEN", ">AGE", ">LEASE", ">USD/H", ">COST USD", *(["WORK"] if any(works.values()) else [])],
@@ -179,7 +301,15 @@ def _ps(ledger: Ledger, asked: argparse.Namespace) -> int:
     )
     if len(pools) == asked.limit:
         print(f"the newest {asked.limit}; --limit shows more")
-    return 0
+    return _warned(troubles)
+
+
+def _warned(troubles: Iterable[object]) -> int:
+    """Say what could not be read, one line each; return the exit code."""
+    lines = list(dict.fromkeys(" ".join(str(trouble).split()) for trouble in troubles))
+    for line in lines:
+        print(f"skyward: {line}", file=sys.stderr)
+    return FAILED if lines else 0
 
 
 def _rate(usd_per_hour: float) -> str:
@@ -226,11 +356,13 @@ def _cost(ledger: Ledger, asked: argparse.Namespace) -> int:
     from skyward_core.entries import BILLING_ROUNDING, CostBy
     from skyward_core.narrator import digits
 
-    rows = ledger.cost_rows(CostBy(asked.by), since=asked.since, until=asked.until)
+    damaged: list[UnreadableRow] = []
+    rows = ledger.cost_rows(CostBy(asked.by), since=asked.since, until=asked.until, unreadable=damaged)
     counted = [row for row in rows if row.key == BILLING_ROUNDING] or rows  # a resource has seconds in several buckets: that row counts each of them once
     total = {**_added_up("total", rows), "resources": sum(row.resources for row in counted)}
     if asked.json:
-        return _print_json({"by": asked.by, "rows": [_bill(row) for row in rows], "total": total})
+        _print_json({"by": asked.by, "rows": [_bill(row) for row in rows], "total": total})
+        return _warned(damaged)
     costliest = sorted(rows, key=lambda row: row.cost_usd, reverse=True)[: asked.limit]
     shown = {row.key for row in costliest}
     bills = [_bill(row) for row in rows if row.key in shown]
@@ -248,7 +380,7 @@ def _cost(ledger: Ledger, asked: argparse.Namespace) -> int:
             for bill in [*bills, total]
         ],
     )
-    return 0
+    return _warned(damaged)
 
 
 def _bill(row: CostRow) -> dict[str, Any]:
@@ -361,15 +493,34 @@ def _provider(text: str) -> Provider:
 def _stop(ledger: Ledger, asked: argparse.Namespace) -> int:
     from skyward_core.provisioning.sweep import release
 
-    release(asked.pool_id, ledger=ledger, credentials=None if asked.provider is None else _provider(asked.provider), why="it was stopped with `skyward stop`")
-    print(f"{asked.pool_id} has ended; nothing of it is left")
+    provider = None if asked.provider is None else _provider(asked.provider)
+    was_known = _is_known(ledger, asked.pool_id)
+    ended = release(asked.pool_id, ledger=ledger, credentials=provider, why="it was stopped with `skyward stop`")
+    if ended:
+        print(f"{asked.pool_id} has ended: {_number(ended, 'machine')} ended ({_some(ended)}); nothing of it is left")
+    elif was_known:
+        print(f"{asked.pool_id} has ended; there was no machine of it to end")
+    else:
+        where = "the provider" if provider is None else provider.name
+        print(f"nothing was ended: the ledger has no pool {asked.pool_id!r}, and {where} lists no machine of it; is that its id? look with `skyward ps --all`")
     return 0
+
+
+def _is_known(ledger: Ledger, pool_id: str) -> bool:
+    from skyward_core.entries import UnreadableRow
+
+    try:
+        return ledger.pool(pool_id) is not None
+    except UnreadableRow:
+        return True
 
 
 def _receipt(ledger: Ledger, asked: argparse.Namespace) -> int:
     from skyward_core.receipt import receipt
 
-    return _print_json(receipt(ledger, asked.pool_id))
+    damaged: list[UnreadableRow] = []
+    _print_json(receipt(ledger, asked.pool_id, unreadable=damaged))
+    return _warned(damaged)
 
 
 # ── offers, why ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -433,12 +584,14 @@ def _why(ledger: Ledger, asked: argparse.Namespace) -> int:
     entry = ledger.pool(asked.pool_id)
     if entry is None:
         raise BadRequest(f"the ledger has no pool {asked.pool_id!r}: look with `skyward ps --all`")
-    attempts = ledger.attempts(pool_id=entry.id)
+    damaged: list[UnreadableRow] = []
+    attempts = ledger.attempts(pool_id=entry.id, unreadable=damaged)
     if asked.json:
-        return _print_json([_attempt(one) for one in attempts])
+        _print_json([_attempt(one) for one in attempts])
+        return _warned(damaged)
     if not attempts:
         print(f"{entry.id} has not tried to rent anything")
-        return 0
+        return _warned(damaged)
     _print_table(
         ["AT", "PROVIDER", "REGION", "TYPE", "MARKET", ">SECONDS", "OUTCOME", "CODE", "REASON"],
         [
@@ -456,7 +609,7 @@ def _why(ledger: Ledger, asked: argparse.Namespace) -> int:
             for one in attempts
         ],
     )
-    return 0
+    return _warned(damaged)
 
 
 def _attempt(one: Attempt) -> dict[str, Any]:
@@ -487,19 +640,21 @@ def _set_budget(ledger: Ledger, asked: argparse.Namespace) -> int:
 def _list_budgets(ledger: Ledger, asked: argparse.Namespace) -> int:
     from skyward_core.narrator import digits
 
-    reservations, now = ledger.open_reservations(), datetime.now(UTC)
-    budgets = [_budget(ledger, account, reservations, now) for account in ledger.accounts()]
+    damaged: list[UnreadableRow] = []
+    reservations, now = ledger.open_reservations(unreadable=damaged), datetime.now(UTC)
+    budgets = [_budget(ledger, account, reservations, now) for account in ledger.accounts(unreadable=damaged)]
     if asked.json:
-        return _print_json(budgets)
+        _print_json(budgets)
+        return _warned(damaged)
     if not budgets:
         print("no accounts; `skyward budget set NAME --limit USD --per run|day|month` makes one")
-        return 0
+        return _warned(damaged)
     names = ("limit_usd", "spent_usd", "reserved_usd", "left_usd")
     _print_table(
         ["ACCOUNT", "PER", ">LIMIT USD", ">SPENT", ">RESERVED", ">LEFT"],
         [[budget["account"], budget["per"], *("" if budget[name] is None else digits(budget[name]) for name in names)] for budget in budgets],
     )
-    return 0
+    return _warned(damaged)
 
 
 def _budget(ledger: Ledger, account: Account, reservations: Sequence[Reservation], now: datetime) -> dict[str, Any]:
@@ -526,13 +681,16 @@ def _print_json(data: object) -> int:
 
 
 def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print columns, those to the right whose head begins with `>`; on a terminal what is too long is folded."""
+    """Print columns, those to the right whose head begins with `>`; on a terminal what is too long is folded, and what is too wide for that stands in lines."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console(markup=False, highlight=False, emoji=False, color_system=None)
     if not console.is_terminal:
         console.width = WIDE
+    if _least_width(heads, rows) > console.width:
+        print("\n\n".join("\n".join(f"{head.removeprefix('>')}: {text}" for head, text in zip(heads, row, strict=True) if text) for row in rows))
+        return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for head in heads:
         table.add_column(head.removeprefix(">"), justify="right" if head.startswith(">") else "left", overflow="fold")
@@ -541,6 +699,13 @@ def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     with console.capture() as told:
         console.print(table)
     print("\n".join(line.rstrip() for line in told.get().splitlines()))
+
+
+def _least_width(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """How many columns a table needs to be readable: numbers are whole, texts may be folded."""
+    columns = zip(heads, *rows, strict=True)
+    widths = [max(map(len, texts)) if texts[0].startswith(">") else min(max(map(len, texts)), READABLE_CHARACTERS) for texts in columns]
+    return sum(widths) + 2 * len(widths)
 
 
 def _time(seconds: float) -> str:

@@ -9,7 +9,7 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from enum import StrEnum
 from typing import Any
 
-from skyward_core.errors import ZERO_USD
+from skyward_core.errors import ZERO_USD, LedgerError
 from skyward_core.market import Extra
 from skyward_core.owner import Owner, OwnerState
 from skyward_core.work import NO_WORK, Work
@@ -86,6 +86,8 @@ class PoolEntry:
     ended_at: datetime | None = None
     provider_account: str = ""
     work: Work = NO_WORK
+    trouble: str = ""
+    """What of its row could not be read, in words: its owner, so that nothing but its lease tells whether it lives."""
 
     def why_dead(self, now: datetime, owner_state: OwnerState) -> str:
         """Return why nobody may count on this pool's machines any more; "" if it is live."""
@@ -98,6 +100,20 @@ class PoolEntry:
         if owner_state is OwnerState.DEAD and not self.lives_by_lease:
             return "its owner is dead"
         return ""
+
+
+class UnreadableRow(LedgerError):
+    """A row of the ledger whose text or numbers mean nothing: mend it, or delete it. `pool_id` is "" if it is about no pool."""
+
+    def __init__(self, table: str, key: object, pool_id: str, reason: str) -> None:
+        """Say which row of which table it is, and what could not be read."""
+        super().__init__(
+            f"row {key!r} of {table} in the ledger cannot be read{f' (pool {pool_id!r})' if pool_id and pool_id != key else ''}: {reason}."
+            " Mend that row, or delete it, with the database's own shell (sqlite3, psql)."
+        )
+        self.pool_id = pool_id
+        self.is_pool = key == pool_id
+        """Whether the row is the pool's own."""
 
 
 @dataclass(frozen=True, slots=True)

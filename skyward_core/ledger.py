@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from platformdirs import user_state_path
-from sqlalchemy import BigInteger, ColumnElement, Connection, RowMapping, Select, bindparam, case, delete, func, insert, literal, select, update
+from sqlalchemy import BigInteger, ColumnElement, Connection, RowMapping, Select, and_, bindparam, case, delete, func, insert, literal, not_, select, update
 
 from skyward_core.entries import (
     BILLING_ROUNDING,
@@ -36,6 +36,7 @@ from skyward_core.entries import (
     PoolRow,
     Rented,
     Reservation,
+    UnreadableRow,
     Wish,
     micro_usd,
 )
@@ -51,6 +52,7 @@ from skyward_core.ledger_tables import (
     RESOURCES,
     SHARES,
     Values,
+    account_of,
     attempt_of,
     in_usd,
     intent_of,
@@ -59,6 +61,7 @@ from skyward_core.ledger_tables import (
     opened,
     parsed,
     pool_of,
+    read_rows,
     reservation_of,
     schema_version,
     stamp,
@@ -224,13 +227,13 @@ class Ledger:
             row = connection.execute(select(POOLS).where(POOLS.c.id == pool_id)).mappings().first()
         return None if row is None else pool_of(row)
 
-    def pools(self, *, include_ended: bool = False) -> list[PoolEntry]:
-        """Return the pools, oldest first."""
+    def pools(self, *, include_ended: bool = False, unreadable: list[UnreadableRow] | None = None) -> list[PoolEntry]:
+        """Return the pools, oldest first. What cannot be read is put into `unreadable`; without that list it is raised, here and in the other listings."""
         with self._read() as connection:
             wanted = _pools(include_ended).order_by(POOLS.c.created_microseconds, POOLS.c.id)
-            return [pool_of(row) for row in connection.execute(wanted).mappings()]
+            return read_rows(connection.execute(wanted).mappings(), pool_of, unreadable)
 
-    def pool_rows(self, *, include_ended: bool = False, limit: int | None = None) -> list[PoolRow]:
+    def pool_rows(self, *, include_ended: bool = False, limit: int | None = None, unreadable: list[UnreadableRow] | None = None) -> list[PoolRow]:
         """Return the pools with what each has cost so far, oldest first; only the newest so many, if so asked."""
         newest = _pools(include_ended).order_by(POOLS.c.created_microseconds.desc(), POOLS.c.id.desc()).limit(limit)
         r = RESOURCES.c
@@ -238,8 +241,8 @@ class Ledger:
         if limit is not None or not include_ended:  # else all resources are wanted, and a list of 5,000 pools costs more than it saves
             sums = sums.where(r.pool_id.in_(newest.with_only_columns(POOLS.c.id)))
         with self._read() as connection:
-            entries = [pool_of(row) for row in connection.execute(newest).mappings()]
-            found = {row[0]: tuple(map(int, row[1:])) for row in connection.execute(sums.group_by(r.pool_id))}
+            entries = read_rows(connection.execute(newest).mappings(), pool_of, unreadable)
+            found = {row[0]: tuple(map(_whole, row[1:])) for row in connection.execute(sums.group_by(r.pool_id))}
         return [_pool_row(entry, *found.get(entry.id, (0, 0, 0, 0, 0))) for entry in reversed(entries)]
 
     # ── attempts ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -265,7 +268,7 @@ class Ledger:
             with self._write() as connection:
                 connection.execute(insert(ATTEMPTS), rows)
 
-    def attempts(self, *, pool_id: str | None = None, since: datetime | None = None) -> list[Attempt]:
+    def attempts(self, *, pool_id: str | None = None, since: datetime | None = None, unreadable: list[UnreadableRow] | None = None) -> list[Attempt]:
         """Return tries to rent machines, oldest first: those of a pool, those since a time, or all."""
         wanted = select(ATTEMPTS, POOLS.c.spec_json).join(POOLS).order_by(ATTEMPTS.c.at_microseconds, ATTEMPTS.c.id)
         if pool_id is not None:
@@ -273,7 +276,7 @@ class Ledger:
         if since is not None:
             wanted = wanted.where(ATTEMPTS.c.at_microseconds >= stamp(since))
         with self._read() as connection:
-            return [attempt_of(row) for row in connection.execute(wanted).mappings()]
+            return read_rows(connection.execute(wanted).mappings(), attempt_of, unreadable)
 
     # ── intents ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -439,24 +442,31 @@ class Ledger:
             some = select(RESOURCES).where(RESOURCES.c.id.in_(numbers[start : start + NUMBERS_PER_STATEMENT]))
             yield from connection.execute(some.order_by(RESOURCES.c.id).with_for_update()).mappings()
 
-    def open_intents(self, *, pool_id: str | None = None, provider: str | None = None, expired_at: datetime | None = None) -> list[Intent]:
+    def open_intents(
+        self,
+        *,
+        pool_id: str | None = None,
+        provider: str | None = None,
+        expired_at: datetime | None = None,
+        unreadable: list[UnreadableRow] | None = None,
+    ) -> list[Intent]:
         """Return what is not known to be gone, oldest first: of one pool, at one provider, or at its hard end by then, if so asked."""
         wanted = select(RESOURCES).where(IS_OPEN)
         if expired_at is not None:
             wanted = wanted.where(RESOURCES.c.expires_microseconds <= stamp(expired_at))
-        return self._intents(wanted, pool_id, provider)
+        return self._intents(wanted, pool_id, provider, unreadable)
 
-    def intents(self, *, pool_id: str | None = None, provider: str | None = None) -> list[Intent]:
+    def intents(self, *, pool_id: str | None = None, provider: str | None = None, unreadable: list[UnreadableRow] | None = None) -> list[Intent]:
         """Return all entries, open and closed, oldest first."""
-        return self._intents(select(RESOURCES), pool_id, provider)
+        return self._intents(select(RESOURCES), pool_id, provider, unreadable)
 
-    def _intents(self, wanted: Select[Any], pool_id: str | None, provider: str | None) -> list[Intent]:
+    def _intents(self, wanted: Select[Any], pool_id: str | None, provider: str | None, unreadable: list[UnreadableRow] | None) -> list[Intent]:
         if pool_id is not None:
             wanted = wanted.where(RESOURCES.c.pool_id == pool_id)
         if provider is not None:
             wanted = wanted.where(RESOURCES.c.provider == provider)
         with self._read() as connection:
-            return [intent_of(row) for row in connection.execute(wanted.order_by(RESOURCES.c.id)).mappings()]
+            return read_rows(connection.execute(wanted.order_by(RESOURCES.c.id)).mappings(), intent_of, unreadable)
 
     # ── cost ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -468,12 +478,14 @@ class Ledger:
         since: datetime | None = None,
         until: datetime | None = None,
         work: Work = NO_WORK,
+        unreadable: list[UnreadableRow] | None = None,
     ) -> list[CostRow]:
         """Return the bill, added up: of one pool, of what was intended from `since` until before `until`, of pools for this work, if so asked.
 
         A pool is for `work` if its own has the same texts wherever that is not empty. Whatever it is added up by, the rows have the same sum. By bucket there
         is one row more, `BILLING_ROUNDING`. By run, task and asset the shares of a pool's cost (`set_shares`) go where they belong, and what no share takes,
         with the number of the resources, to the pool's own work.
+        With `unreadable`, rows whose numbers are none (SQLite takes anything) are left out and put there.
         """
         conditions: list[ColumnElement[bool]] = []
         if pool_id is not None:
@@ -485,6 +497,9 @@ class Ledger:
         if work != NO_WORK:
             conditions.append(RESOURCES.c.pool_id.in_(select(POOLS.c.id).where(*_is_for(work))))
         with self._read() as connection:
+            if unreadable is not None and connection.dialect.name == "sqlite":
+                unreadable += _without_numbers(connection, conditions)
+                conditions.append(_HAS_NUMBERS)
             if by in _WORK_KEYS:
                 return _work_rows(connection, by, conditions)
             if by is CostBy.BUCKET:
@@ -527,11 +542,10 @@ class Ledger:
             if connection.execute(update(ACCOUNTS).where(ACCOUNTS.c.name == account.name).values(values)).rowcount == 0:
                 connection.execute(insert(ACCOUNTS).values(name=account.name, **values))
 
-    def accounts(self) -> list[Account]:
+    def accounts(self, *, unreadable: list[UnreadableRow] | None = None) -> list[Account]:
         """Return the accounts, by name."""
         with self._read() as connection:
-            rows = connection.execute(select(ACCOUNTS).order_by(ACCOUNTS.c.name)).all()
-        return [Account(row.name, in_usd(row.limit_micro_usd), Period(row.period)) for row in rows]
+            return read_rows(connection.execute(select(ACCOUNTS).order_by(ACCOUNTS.c.name)).mappings(), account_of, unreadable)
 
     def left_usd(self, account: str, pool_id: str) -> Decimal:
         """Return what a pool could reserve from an account now; negative when more was spent than had been reserved."""
@@ -643,12 +657,12 @@ class Ledger:
         """Give a reservation back unspent."""
         return self.settle(reservation, ZERO_USD)
 
-    def open_reservations(self, *, pool_id: str | None = None) -> list[Reservation]:
+    def open_reservations(self, *, pool_id: str | None = None, unreadable: list[UnreadableRow] | None = None) -> list[Reservation]:
         """Return the reservations that are not settled, oldest first."""
         wanted = select(RESERVATIONS).where(RESERVATIONS.c.settled_microseconds.is_(None)).order_by(RESERVATIONS.c.id)
         with self._read() as connection:
             its = connection.execute(wanted if pool_id is None else wanted.where(RESERVATIONS.c.pool_id == pool_id))
-            return [reservation_of(row) for row in its.mappings()]
+            return read_rows(its.mappings(), reservation_of, unreadable)
 
     # ── transactions ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -692,6 +706,14 @@ def _known_pool(connection: Connection, pool_id: str, *, is_alone: bool = False)
 
 def _no_pool(pool_id: str) -> LedgerConflict:
     return LedgerConflict(f"The ledger has no pool {pool_id!r}. Is it another ledger than the one it was opened in?")
+
+
+def _whole(number: object) -> int:
+    """A sum that the database has made; 0 where a damaged row has made it no number at all."""
+    try:
+        return int(cast("Any", number))
+    except (TypeError, ValueError, OverflowError):
+        return 0
 
 
 def _pool_row(entry: PoolEntry, open_resources: int, resources: int, milliseconds: int, cost: int, on_demand: int) -> PoolRow:
@@ -776,6 +798,16 @@ _COST = _billed_micro_usd(RESOURCES.c.price_micro_usd_per_hour)
 _ON_DEMAND = _billed_micro_usd(RESOURCES.c.on_demand_micro_usd_per_hour)
 
 
+_NUMBERS = ("intended_microseconds", "price_micro_usd_per_hour", "on_demand_micro_usd_per_hour", "increment_seconds", "minimum_seconds")
+_HAS_NUMBERS = and_(*(func.typeof(RESOURCES.c[name]) == "integer" for name in (*_NUMBERS, *map(milliseconds_of, Bucket))))
+
+
+def _without_numbers(connection: Connection, conditions: Sequence[ColumnElement[bool]]) -> list[UnreadableRow]:
+    """Return the rows of which a bill cannot be made: SQLite compares and adds up text and infinities as it likes."""
+    wanted = select(RESOURCES).where(*conditions, not_(_HAS_NUMBERS)).order_by(RESOURCES.c.id)
+    return [UnreadableRow(RESOURCES.name, row["id"], str(row["pool_id"]), "a price or a time is no number") for row in connection.execute(wanted).mappings()]
+
+
 def _cost_keys() -> Mapping[CostBy, ColumnElement[Any]]:
     return {
         CostBy.RESOURCE: RESOURCES.c.id,
@@ -786,8 +818,14 @@ def _cost_keys() -> Mapping[CostBy, ColumnElement[Any]]:
 
 
 def _cost_row(by: CostBy, key: Any, resources: int, milliseconds: int, cost: int, on_demand: int) -> CostRow:
-    shown = (date(1970, 1, 1) + timedelta(days=int(key))).isoformat() if by is CostBy.DAY else str(key)
-    return CostRow(shown, resources, int(milliseconds) / 1000, in_usd(cost), in_usd(on_demand))
+    return CostRow(_day(int(key)) if by is CostBy.DAY else str(key), resources, int(milliseconds) / 1000, in_usd(cost), in_usd(on_demand))
+
+
+def _day(number: int) -> str:
+    try:
+        return (date(1970, 1, 1) + timedelta(days=number)).isoformat()
+    except OverflowError:  # a damaged row
+        return f"day {number} after 1970-01-01"
 
 
 _WORK_KEYS: Mapping[CostBy, Callable[[Work], str]] = {

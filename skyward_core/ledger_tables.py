@@ -7,12 +7,13 @@ Times are UTC, stored as whole microseconds since 1970: SQLite keeps no zone.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from datetime import UTC, datetime, timedelta
@@ -20,7 +21,7 @@ from decimal import Decimal
 from pathlib import Path
 from stat import S_IMODE, S_ISREG
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from platformdirs import user_state_path
 from sqlalchemy import (
@@ -50,7 +51,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import PoolProxiedConnection
 
-from skyward_core.entries import MICRO_USD, Attempt, Bucket, Intent, PoolEntry, Price, Reservation, ResourceKind
+from skyward_core.entries import MICRO_USD, Account, Attempt, Bucket, Intent, Period, PoolEntry, Price, Reservation, ResourceKind, UnreadableRow
 from skyward_core.errors import BadRequest, LedgerConflict, LedgerError
 from skyward_core.market import Extra
 from skyward_core.owner import Owner
@@ -251,7 +252,15 @@ def schema_version(connection: Connection) -> int:
     """Return the version of the schema; 0 where there is none."""
     if not inspect(connection).has_table(META.name):
         return 0
-    return int(connection.execute(select(META.c.value).where(META.c.name == "version")).scalar() or 0)
+    version = connection.execute(select(META.c.value).where(META.c.name == "version")).scalar()
+    if version is None:
+        return 0
+    if not (str(version).isascii() and str(version).isdecimal()):
+        raise LedgerError(
+            f"The ledger at {connection.engine.url!r} says that it has version {version!r}, which is none: it is damaged, or not skyward's."
+            f" Name another ledger (SKYWARD_LEDGER), or set the right number in {META.name}; this release of skyward-core writes {len(MIGRATIONS)}."
+        )
+    return int(version)
 
 
 # ── rows into values ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -260,12 +269,43 @@ type Values = Mapping[Any, Any]
 """A row, by the names of its columns."""
 
 
+def read_rows[T](rows: Iterable[Values], read: Callable[[Values], T], unreadable: list[UnreadableRow] | None = None) -> list[T]:
+    """Read rows one by one; those that mean nothing go into `unreadable`, or are raised if there is no such list."""
+    found: list[T] = []
+    for row in rows:
+        try:
+            found.append(read(row))
+        except UnreadableRow as error:
+            if unreadable is None:
+                raise
+            unreadable.append(error)
+    return found
+
+
+def _reader[T](table: Table, key: str = "id", pool: str = "pool_id") -> Callable[[Callable[[Values], T]], Callable[[Values], T]]:
+    """Let a function that reads a row of a table raise UnreadableRow for what means nothing."""
+
+    def decorate(read: Callable[[Values], T]) -> Callable[[Values], T]:
+        @functools.wraps(read)
+        def checked(row: Values) -> T:
+            try:
+                return read(row)
+            except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+                raise UnreadableRow(table.name, row[key], str(row.get(pool, "")), f"{type(error).__name__}: {error}") from error
+
+        return checked
+
+    return decorate
+
+
+@_reader(POOLS, pool="id")
 def pool_of(row: Values) -> PoolEntry:
-    """Return the pool of a row of POOLS."""
+    """Return the pool of a row of POOLS. Raises UnreadableRow; of an owner that cannot be read only the name is known."""
+    owner, trouble = _owner_of(row)
     return PoolEntry(
         id=row["id"],
-        owner=Owner.parse(f"{row['owner_user']}@{row['owner_host']}", row["owner_process"]),
-        provider=json.loads(row["provider_json"]),
+        owner=owner,
+        provider=_provider_of(row["provider_json"]),
         spec_json=row["spec_json"],
         created_at=moment(row["created_microseconds"]),
         lease_expires_at=moment(row["lease_expires_microseconds"]),
@@ -275,6 +315,7 @@ def pool_of(row: Values) -> PoolEntry:
         ended_at=moment_or_none(row["ended_microseconds"]),
         provider_account=row["provider_account"],
         work=work_of(row),
+        trouble=trouble,
     )
 
 
@@ -288,6 +329,23 @@ def work_values(work: Work) -> dict[str, str]:
     return {name: getattr(work, name.removeprefix("work_")) for name in WORK_COLUMNS}
 
 
+def _owner_of(row: Values) -> tuple[Owner, str]:
+    name = f"{row['owner_user']}@{row['owner_host']}"
+    try:
+        return Owner.parse(name, row["owner_process"]), ""
+    except (ValueError, AttributeError):
+        return Owner.unknown(name), f"its owner's process, {row['owner_process']!r}, cannot be read: only its lease tells whether it lives"
+
+
+def _provider_of(text: str) -> Mapping[str, Any]:
+    """A provider as plain data. Raises ValueError for what is none."""
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"{text!r} is no provider")  # noqa: TRY004 - as `json.loads` says of what it cannot read
+    return cast("Mapping[str, Any]", found)
+
+
+@_reader(ATTEMPTS)
 def attempt_of(row: Values) -> Attempt:
     """Return the attempt of a row of ATTEMPTS with the `spec_json` of its pool."""
     return Attempt(
@@ -305,6 +363,7 @@ def attempt_of(row: Values) -> Attempt:
     )
 
 
+@_reader(RESOURCES)
 def intent_of(row: Values) -> Intent:
     """Return the intent of a row of RESOURCES."""
     return Intent(
@@ -332,10 +391,17 @@ def intent_of(row: Values) -> Intent:
         end_asked_at=moment_or_none(row["end_asked_microseconds"]),
         gone_at=moment_or_none(row["gone_microseconds"]),
         evidence=row["evidence"],
-        seconds=MappingProxyType({bucket: row[milliseconds_of(bucket)] / 1000 for bucket in Bucket}),
+        seconds=MappingProxyType({bucket: int(row[milliseconds_of(bucket)]) / 1000 for bucket in Bucket}),
     )
 
 
+@_reader(ACCOUNTS, key="name")
+def account_of(row: Values) -> Account:
+    """Return the account of a row of ACCOUNTS."""
+    return Account(row["name"], in_usd(row["limit_micro_usd"]), Period(row["period"]))
+
+
+@_reader(RESERVATIONS)
 def reservation_of(row: Values) -> Reservation:
     """Return the reservation of a row of RESERVATIONS."""
     return Reservation(
@@ -379,7 +445,7 @@ def parsed(url: str) -> URL:
     """Return a ledger's URL. Raises LedgerError if it leads to none."""
     try:
         found = make_url(url)
-    except ArgumentError as error:
+    except (ArgumentError, ValueError) as error:  # ValueError: a port that is no number
         raise LedgerError(f"{url!r} is no URL of a ledger. Such are sqlite:////var/lib/skyward/ledger.db and postgresql+psycopg://host/database.") from error
     if found.get_backend_name() not in ("sqlite", "postgresql"):
         raise LedgerError(f"A ledger is kept in SQLite or PostgreSQL, not in {found.get_backend_name()}.")
@@ -442,6 +508,7 @@ def _close_to_others(file: Path) -> None:
 
 def _prepare_sqlite(connection: PoolProxiedConnection, busy_timeout_seconds: float) -> None:
     driver: Any = connection
+    driver.text_factory = functools.partial(str, encoding="utf-8", errors="replace")  # a damaged text spoils its row, not the listing
     driver.isolation_level = None  # we say BEGIN ourselves; the driver's own one comes too late for DDL and takes no lock
     _switch_to_wal(driver, time.monotonic() + busy_timeout_seconds)
     driver.execute("PRAGMA synchronous=FULL")  # an intent must outlive a power cut, or a machine is rented that nobody has asked for

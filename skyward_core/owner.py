@@ -58,6 +58,12 @@ class Owner:
         boot, namespace, pid, started = process.split(".")
         return cls(user, host, boot, namespace, int(pid), started)
 
+    @classmethod
+    def unknown(cls, name: str) -> Self:
+        """Return an owner of whom only the name is known: whether it lives cannot be told."""
+        user, _, host = name.rpartition("@")
+        return cls(user, host, "", "", 0, "")
+
     def state(self) -> OwnerState:
         """Tell whether the process lives; UNKNOWN if it is none that could be seen from here."""
         if (self.host, self.boot, self.namespace) != (socket.gethostname(), _boot(), _namespace()) or not self.boot:

@@ -7,14 +7,16 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
 
-from skyward_core.entries import Bucket, CostBy, CostRow, Intent
+from skyward_core.entries import Bucket, CostBy, CostRow, Intent, UnreadableRow
 from skyward_core.errors import ZERO_USD, LedgerConflict
 from skyward_core.ledger import Ledger
 from skyward_core.providers.base import TYPE_TAG
 
 
-def receipt(ledger: Ledger, pool_id: str) -> dict[str, Any]:
+def receipt(ledger: Ledger, pool_id: str, *, unreadable: list[UnreadableRow] | None = None) -> dict[str, Any]:
     """Return the receipt of a pool, made of what `json.dumps` takes. Raises LedgerError, and LedgerConflict if the ledger does not know the pool.
+
+    Entries that cannot be read are left out and put into `unreadable`; without that list they are raised.
 
     Times are UTC in ISO 8601, None for what has not happened; money is USD to the micro-dollar, seconds are kept to the millisecond. `resources` are in the
     order in which they were asked for; their costs add up to `total_cost_usd`, and so do those of `buckets`, which have the billing rounding as one of them.
@@ -24,9 +26,9 @@ def receipt(ledger: Ledger, pool_id: str) -> dict[str, Any]:
     pool = ledger.pool(pool_id)
     if pool is None:
         raise LedgerConflict(f"The ledger at {ledger.url!r} has no pool {pool_id!r}. Is it another ledger than the one it was opened with?")
-    bills = {row.key: row for row in ledger.cost_rows(CostBy.RESOURCE, pool_id=pool_id)}
-    intents = sorted((intent for intent in ledger.intents(pool_id=pool_id) if str(intent.id) in bills), key=lambda intent: intent.id)
-    buckets = ledger.cost_rows(CostBy.BUCKET, pool_id=pool_id)
+    bills = {row.key: row for row in ledger.cost_rows(CostBy.RESOURCE, pool_id=pool_id, unreadable=unreadable)}
+    intents = sorted((intent for intent in ledger.intents(pool_id=pool_id, unreadable=unreadable) if str(intent.id) in bills), key=lambda intent: intent.id)
+    buckets = ledger.cost_rows(CostBy.BUCKET, pool_id=pool_id, unreadable=None if unreadable is None else [])
     return {
         "pool_id": pool.id,
         "owner": pool.owner.name,

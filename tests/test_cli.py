@@ -274,10 +274,21 @@ def test_whom_a_sweep_asks_can_be_said(skyward: Skyward, ledger: Ledger, folder:
 def test_a_pool_is_stopped_by_its_id(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
     """Live or not; one that nobody knows is an error that says where to look."""
     open_pool(ledger, clock, folder, "sky-live", owner=HERE, machines=2)
-    assert skyward("stop sky-live") == "sky-live has ended; nothing of it is left\n"
+    assert re.fullmatch(r"sky-live has ended: 2 machines ended \(sky-live\S+, sky-live\S+\); nothing of it is left\n", skyward("stop sky-live"))
     assert folder.instances() == []
     assert ledger.open_intents() == []
     assert "skyward ps --all" in skyward("stop sky-nowhere", code=1)
+
+
+def test_a_stop_says_whether_it_has_ended_anything(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
+    """Of a pool that is not there, and of one whose machines are gone, nobody reads that something was ended."""
+    where = shlex.quote(json.dumps({"name": "folder", "folder": folder.folder}))
+    assert skyward(f"stop nope --provider {where}").startswith("nothing was ended: the ledger has no pool 'nope', and folder lists no machine of it")
+    open_pool(ledger, clock, folder, "sky-gone", owner=DEAD)
+    folder.terminate([instance.id for instance in folder.instances()])
+    assert skyward("stop sky-gone") == "sky-gone has ended; there was no machine of it to end\n"
+    folder.launch(None, 1, {POOL_TAG: "sky-stranger", RANK_TAG: "0"}, "")
+    assert "1 machine ended" in skyward(f"stop sky-stranger --provider {where}")
 
 
 def test_a_receipt_is_json(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from skyward_core.entries import Bucket, CostBy, Intent, PoolEntry, ResourceKind, Wish
+from skyward_core.entries import Bucket, CostBy, Intent, PoolEntry, ResourceKind, UnreadableRow, Wish
 from skyward_core.errors import ZERO_USD, BadRequest, CredentialsError, LedgerConflict, LedgerError
 from skyward_core.instances import Instance, Lease
 from skyward_core.owner import Owner, OwnerState
@@ -56,7 +56,7 @@ def end_pool(
     clock: Clock = _now,
     monotonic: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
-) -> None:
+) -> tuple[str, ...]:
     """End a pool's machines, those that the ledger knows and those that the provider lists, and write down what became of them. May be called again.
 
     The caller answers for it that the pool is dead, or is to be: it has condemned it. Where an answer to a launch may be missing, the provider is asked
@@ -72,12 +72,14 @@ def end_pool(
         monotonic: counts seconds, for deadlines.
         pause: waits for so many seconds.
 
-    Raises InstancesLeft if some could not be confirmed gone; their entries stay open. Raises LedgerError once the machines are gone, if that could not be
+    Returns the ids of the machines that were there and are gone now. Raises InstancesLeft if some could not be confirmed gone; their entries stay open.
+    Raises LedgerError once the machines are gone, if that could not be
     written down; a sweep does it later.
     """
-    entry = _end_machines(ledger, provider, pool_id, why, may_still_launch=may_still_launch, clock=clock, monotonic=monotonic, pause=pause)
+    entry, ended = _end_machines(ledger, provider, pool_id, why, may_still_launch=may_still_launch, clock=clock, monotonic=monotonic, pause=pause)
     if ledger is not None and entry is not None and not ledger.open_intents(pool_id=pool_id):
         _end_entries(ledger, [entry])
+    return ended
 
 
 def _end_machines(
@@ -90,8 +92,8 @@ def _end_machines(
     clock: Clock,
     monotonic: Callable[[], float],
     pause: Callable[[float], None],
-) -> PoolEntry | None:
-    """End a pool's machines and close their entries; return its own, which is still open, if the ledger has one."""
+) -> tuple[PoolEntry | None, tuple[str, ...]]:
+    """End a pool's machines and close their entries; return its own, which is still open, if the ledger has one, and what was ended."""
     page = _Page(ledger, provider, pool_id, why, clock)
     unsure_until = 0.0
     if page.unlisted_seconds(may_still_launch=may_still_launch):
@@ -107,7 +109,7 @@ def _end_machines(
         except LedgerError as trouble:
             error.add_note(str(trouble))
         raise
-    return page.close()
+    return page.close(), page.ended()
 
 
 def release(
@@ -119,7 +121,7 @@ def release(
     clock: Clock = _now,
     monotonic: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
-) -> None:
+) -> tuple[str, ...]:
     """End a pool on purpose, live or not, from any process. It is condemned first, so that an owner that lives launches nothing more and closes.
 
     Args:
@@ -131,11 +133,16 @@ def release(
         monotonic: counts seconds, for deadlines.
         pause: waits for so many seconds.
 
-    Raises BadRequest if nobody knows the pool, and what `end_pool` raises.
+    Returns the ids of the machines that were there and are gone now. Raises BadRequest if nobody knows the pool, and what `end_pool` raises.
     """
     lease = lease_or_pool_id if isinstance(lease_or_pool_id, Lease) else None
     pool_id = lease_or_pool_id if isinstance(lease_or_pool_id, str) else lease_or_pool_id.pool_id
-    entry = None if ledger is None else _condemned(ledger, pool_id)
+    try:
+        entry = None if ledger is None else _condemned(ledger, pool_id)
+    except UnreadableRow as error:
+        if credentials is None and lease is None:
+            raise LedgerError(f"{error} Its machines can be ended all the same: `skyward stop {pool_id} --provider NAME`.") from error
+        entry = None
     if credentials is not None:
         provider = credentials
     elif lease is not None:
@@ -148,7 +155,7 @@ def release(
         raise error
     if entry is not None and not can_see(provider, entry.owner, Owner.here()):
         raise BadRequest(f"The machines of {pool_id!r} are processes of {entry.owner.name}, which cannot be seen from here: stop it there.")
-    end_pool(ledger, provider, pool_id, why=why, clock=clock, monotonic=monotonic, pause=pause)
+    return end_pool(ledger, provider, pool_id, why=why, clock=clock, monotonic=monotonic, pause=pause)
 
 
 def _condemned(ledger: Ledger, pool_id: str) -> PoolEntry | None:
@@ -239,6 +246,10 @@ class _Page:
     def gone(self, instance_ids: Iterable[str], evidence: str) -> None:
         """These are gone, and this is how it is known."""
         self._gone |= dict.fromkeys(instance_ids, f"{evidence}; it was ended because {self._why}")
+
+    def ended(self) -> tuple[str, ...]:
+        """Return the ids of the machines that a listing has shown and that are gone now."""
+        return tuple(sorted(self._machines.keys() & self._gone.keys()))
 
     # ── what is written ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -482,15 +493,17 @@ class _View:
 
 def _look(ledger: Ledger | None, providers: Sequence[Provider]) -> _View:
     """Read the ledger, then ask the providers: what a listing lacks was written down before it was made."""
-    intents = [] if ledger is None else ledger.open_intents()
-    pools = {} if ledger is None else {entry.id: entry for entry in ledger.pools()}
-    pools |= _entries(ledger, {intent.pool_id for intent in intents} - pools.keys())
+    damaged: list[UnreadableRow] = []
+    intents = [] if ledger is None else ledger.open_intents(unreadable=damaged)
+    pools = {} if ledger is None else {entry.id: entry for entry in ledger.pools(unreadable=damaged)}
+    pools |= _entries(ledger, {intent.pool_id for intent in intents} - pools.keys() - _unread_pools(damaged), damaged)
     survey = _Survey({_key(provider.to_json()): provider for provider in providers})
     survey.ask(pools.values())
-    late = _entries(ledger, {machine.pool_id for machine in survey.machines()} - pools.keys())
+    late = _entries(ledger, {machine.pool_id for machine in survey.machines()} - pools.keys() - _unread_pools(damaged), damaged)
     pools |= late
     survey.ask(late.values())
-    strange: list[Failure] = []
+    strange = [Failure("ledger", error.pool_id, error) for error in damaged]
+    strange += [Failure("ledger", entry.id, LedgerError(entry.trouble)) for entry in pools.values() if entry.trouble]
     for entry in pools.values():
         if (place := survey.places.get(_key(entry.provider))) is None:
             continue
@@ -500,10 +513,11 @@ def _look(ledger: Ledger | None, providers: Sequence[Provider]) -> _View:
             place.of_others[entry.id] = (entry, str(error))
             strange.append(Failure(place.provider.name, entry.id, error))
     for intent in intents:
-        place = survey.places.get(_key(pools[intent.pool_id].provider))
+        entry = pools.get(intent.pool_id)  # None if it cannot be read
+        place = None if entry is None else survey.places.get(_key(entry.provider))
         if place is not None and intent.pool_id in place.pools:
             place.intents.append(intent)
-    left = _keep_apart(survey.places, pools)
+    left = [*_not_judged(survey.places, _unread_pools(damaged)), *_keep_apart(survey.places, pools)]
     return _View(list(survey.places.values()), left, [*survey.failures, *strange])
 
 
@@ -514,10 +528,32 @@ def _other_account(entry: PoolEntry, account: str) -> CredentialsError | None:
     return CredentialsError(f"its machines are of account {entry.provider_account!r}, and these credentials are of {account!r}: sweep with those of the former")
 
 
-def _entries(ledger: Ledger | None, pool_ids: Iterable[str]) -> dict[str, PoolEntry]:
+def _entries(ledger: Ledger | None, pool_ids: Iterable[str], damaged: list[UnreadableRow]) -> dict[str, PoolEntry]:
+    found: dict[str, PoolEntry] = {}
     if ledger is None:
-        return {}
-    return {entry.id: entry for pool_id in sorted(pool_ids) if (entry := ledger.pool(pool_id)) is not None}
+        return found
+    for pool_id in sorted(pool_ids):
+        try:
+            entry = ledger.pool(pool_id)
+        except UnreadableRow as error:
+            damaged.append(error)
+        else:
+            found |= {} if entry is None else {entry.id: entry}
+    return found
+
+
+def _unread_pools(damaged: Iterable[UnreadableRow]) -> set[str]:
+    return {error.pool_id for error in damaged if error.is_pool}
+
+
+def _not_judged(places: Mapping[str, _Place], pool_ids: set[str]) -> Generator[Finding]:
+    """Take out the machines of pools whose entries cannot be read: the ledger knows them, so that tags alone may not call them dead."""
+    for place in places.values():
+        for pool_id in sorted(pool_ids):
+            if ids := tuple(machine.id for machine in place.machines if machine.pool_id == pool_id):
+                reason = f"its entry in the ledger cannot be read: mend it, or end the pool with `skyward stop {pool_id} --provider {place.provider.name}`"
+                yield Finding(Action.LEAVE, pool_id, place.provider.name, ids, reason)
+        place.machines = [machine for machine in place.machines if machine.pool_id not in pool_ids]
 
 
 def _key(provider: Mapping[str, Any]) -> str:
@@ -693,7 +729,8 @@ class _Work:
             return set()
         assert self._ledger is not None
         try:
-            over = sorted(wanted - {intent.pool_id for intent in self._ledger.open_intents()})
+            damaged: list[UnreadableRow] = []
+            over = sorted(wanted - {intent.pool_id for intent in self._ledger.open_intents(unreadable=damaged)} - {error.pool_id for error in damaged})
             _end_entries(self._ledger, [self._pools[pool_id] for pool_id in over])
         except LedgerError as error:
             self._fail("", error)

@@ -1,0 +1,384 @@
+"""What people, terminals and damaged files do to the `skyward` command: it says so in words, does the rest, and shows no traceback."""
+
+import json
+import os
+import shlex
+import string
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sqlalchemy import create_engine, text
+
+from skyward_core import cli
+from skyward_core.entries import Account, Attempt, Period
+from skyward_core.errors import BadRequest, LedgerError
+from skyward_core.ledger import Ledger
+from skyward_core.providers import base
+from skyward_core.providers.base import BUILT_IN
+from tests.test_cli import DEAD, HERE, ROOT, Clock, Skyward, clock, folder, ledger, open_pool, skyward, url  # noqa: F401 - fixtures
+from tests.test_sweep import FolderProvider
+
+type Damage = Callable[[str], None]
+
+
+@pytest.fixture
+def damage(url: str) -> Damage:  # noqa: F811
+    """Run a statement on the ledger's database behind the ledger's back."""
+
+    def run(statement: str) -> None:
+        engine = create_engine(url)
+        with engine.begin() as connection:
+            connection.execute(text(statement))
+        engine.dispose()
+
+    return run
+
+
+@pytest.fixture
+def run(url: str, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:  # noqa: F811
+    """Run a command line; return its exit code, what it printed, and what it complained of."""
+
+    def go(line: str) -> tuple[int, str, str]:
+        code = cli.main(shlex.split(line))
+        return code, *capsys.readouterr()
+
+    return go
+
+
+# ── damaged rows ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+POOL_DAMAGES = {
+    "provider is no JSON": "UPDATE skyward_pools SET provider_json = '{' WHERE id = 'sky-odd'",
+    "provider is a list": "UPDATE skyward_pools SET provider_json = '[1]' WHERE id = 'sky-odd'",
+    "lease is text": "UPDATE skyward_pools SET lease_expires_microseconds = 'soon' WHERE id = 'sky-odd'",
+    "lease is beyond the calendar": "UPDATE skyward_pools SET lease_expires_microseconds = 9000000000000000000 WHERE id = 'sky-odd'",
+    "lease is infinite": "UPDATE skyward_pools SET lease_expires_microseconds = 9e999 WHERE id = 'sky-odd'",
+}
+RESOURCE_DAMAGES = {
+    "price is nan": "UPDATE skyward_resources SET price_micro_usd_per_hour = 'nan' WHERE pool_id = 'sky-odd'",
+    "price is infinite": "UPDATE skyward_resources SET price_micro_usd_per_hour = 9e999 WHERE pool_id = 'sky-odd'",
+    "tags are no JSON": "UPDATE skyward_resources SET tags_json = 'x' WHERE pool_id = 'sky-odd'",
+    "kind is unknown": "UPDATE skyward_resources SET kind = 'dream' WHERE pool_id = 'sky-odd'",
+    "time is text": "UPDATE skyward_resources SET intended_microseconds = 'then' WHERE pool_id = 'sky-odd'",
+    "seconds are infinite": "UPDATE skyward_resources SET idle_milliseconds = 9e999 WHERE pool_id = 'sky-odd'",
+}
+
+
+@pytest.fixture
+def three(ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:  # noqa: F811
+    """A live pool, a dead one, and one whose rows a test damages, which is live too."""
+    open_pool(ledger, clock, folder, "sky-live", owner=HERE)
+    open_pool(ledger, clock, folder, "sky-dead", owner=DEAD)
+    open_pool(ledger, clock, folder, "sky-odd", owner=HERE)
+
+
+@pytest.mark.parametrize("what", POOL_DAMAGES)
+def test_a_pool_that_cannot_be_read_stops_nothing(
+    what: str,
+    three: None,
+    run: Callable[..., tuple[int, str, str]],
+    damage: Damage,
+    folder: FolderProvider,  # noqa: F811
+    ledger: Ledger,  # noqa: F811
+) -> None:
+    """The others are listed and swept; its own machines are left, for the ledger knows them; each command says so and exits with 1."""
+    damage(POOL_DAMAGES[what])
+    code, told, complaint = run("ps")
+    assert (code, "sky-live" in told, "sky-dead" in told) == (1, True, True)
+    assert complaint.startswith("skyward: row 'sky-odd' of skyward_pools in the ledger cannot be read: ")
+    code, told, complaint = run("sweep --yes --min-age 0 --unknown --json")
+    report = json.loads(told)
+    assert code == 1
+    assert [finding["pool"] for finding in report["ended"]] == ["sky-dead"]
+    assert [(failure["provider"], failure["pool"]) for failure in report["failures"]] == [("ledger", "sky-odd")]
+    (left,) = [finding for finding in report["findings"] if finding["pool"] == "sky-odd"]
+    assert left["action"] == "leave"
+    assert {machine.pool_id for machine in folder.instances()} == {"sky-live", "sky-odd"}
+    for line in ("receipt sky-odd", "why sky-odd", "stop sky-odd"):
+        code, _, complaint = run(line)
+        assert (code, complaint.count("\n"), "cannot be read" in complaint) == (1, 1, True)
+    code, told, complaint = run(f"stop sky-odd --provider {shlex.quote(json.dumps(folder.to_json()))}")
+    assert {machine.pool_id for machine in folder.instances()} == {"sky-live"}
+    assert "cannot be read" in complaint
+
+
+def test_a_pool_whose_owner_cannot_be_read_lives_by_its_lease(
+    three: None,
+    run: Callable[..., tuple[int, str, str]],
+    damage: Damage,
+    folder: FolderProvider,  # noqa: F811
+    clock: Clock,  # noqa: F811
+) -> None:
+    """It is listed, has a receipt, is reported, and ended when its lease has run out: nothing bills on for a text."""
+    damage("UPDATE skyward_pools SET owner_process = 'garbage' WHERE id = 'sky-odd'")
+    code, told, complaint = run("ps --json")
+    assert (code, {pool["pool"]: pool["state"] for pool in json.loads(told)}["sky-odd"]) == (1, "live")
+    assert "its owner's process, 'garbage', cannot be read" in complaint
+    assert json.loads(run("receipt sky-odd")[1])["owner"] == "ada@laptop"
+    code, told, _ = run("sweep --yes --json")
+    report = json.loads(told)
+    assert (code, [finding["pool"] for finding in report["ended"]]) == (1, ["sky-dead"])
+    assert [failure["pool"] for failure in report["failures"]] == ["sky-odd"]
+    damage("UPDATE skyward_pools SET lease_expires_microseconds = 1 WHERE id = 'sky-odd'")
+    assert [finding["pool"] for finding in json.loads(run("sweep --yes --json")[1])["ended"]] == ["sky-odd"]
+    assert {machine.pool_id for machine in folder.instances()} == {"sky-live"}
+
+
+@pytest.mark.parametrize("what", RESOURCE_DAMAGES)
+def test_a_resource_that_cannot_be_read_stops_nothing(
+    what: str,
+    three: None,
+    run: Callable[..., tuple[int, str, str]],
+    damage: Damage,
+    folder: FolderProvider,  # noqa: F811
+    ledger: Ledger,  # noqa: F811
+) -> None:
+    """It is told apart from the rest, in ps, cost, receipt and sweep; a dead pool's machine is ended all the same."""
+    damage(RESOURCE_DAMAGES[what])
+    for line in ("ps", "cost --by day", "cost --by bucket --json", "cost --by pool", "receipt sky-odd"):
+        code, told, complaint = run(line)
+        assert code in (0, 1), line
+        if code:
+            assert complaint.startswith("skyward: row "), line
+    assert "cannot be read" in run("ps")[2]
+    damage("UPDATE skyward_pools SET lease_expires_microseconds = 1 WHERE id = 'sky-odd'")
+    code, told, _ = run("sweep --yes --json")
+    report = json.loads(told)
+    assert code == 1
+    assert "sky-dead" in [finding["pool"] for finding in report["ended"]]
+    assert "sky-odd" in [failure["pool"] for failure in report["failures"]]
+    assert {machine.pool_id for machine in folder.instances()} == {"sky-live"}
+    entry = ledger.pool("sky-odd")
+    assert entry is not None
+    assert entry.ended_at is None  # what cannot be read is not known to be gone
+
+
+def test_a_bill_without_the_rows_that_are_no_numbers(three: None, run: Callable[..., tuple[int, str, str]], damage: Damage) -> None:
+    """Nothing is added up as zero in silence: the row is named, the total is that of the others."""
+    before = json.loads(run("cost --json")[1])["total"]["cost_usd"]
+    damage(RESOURCE_DAMAGES["price is nan"])
+    code, told, complaint = run("cost --json")
+    assert (code, json.loads(told)["total"]["cost_usd"]) == (1, pytest.approx(before * 2 / 3))
+    assert "a price or a time is no number" in complaint
+
+
+def test_other_rows_that_cannot_be_read(
+    three: None,
+    run: Callable[..., tuple[int, str, str]],
+    damage: Damage,
+    ledger: Ledger,  # noqa: F811
+    clock: Clock,  # noqa: F811
+) -> None:
+    """Tries, accounts and reservations, and text that is not UTF-8: each stops its own line only."""
+    ledger.set_account(Account("team", Decimal(5), Period.DAY))
+    ledger.set_account(Account("odd", Decimal(5), Period.DAY))
+    tried = [Attempt("sky-live", clock.now, "folder", region, "t", is_spot=False, seconds=1.0) for region in ("here", "there")]
+    ledger.note_attempts(tried)
+    damage("UPDATE skyward_accounts SET period = 'fortnight' WHERE name = 'odd'")
+    damage("UPDATE skyward_attempts SET at_microseconds = 'x' WHERE region = 'there'")
+    damage("UPDATE skyward_pools SET owner_user = CAST(x'ff41' AS TEXT) WHERE id = 'sky-odd'")
+    code, told, complaint = run("budget list")
+    assert (code, "team" in told, "'odd' of skyward_accounts" in complaint) == (1, True, True)
+    code, told, complaint = run("why sky-live")
+    assert (code, "here" in told, "skyward_attempts" in complaint) == (1, True, True)
+    code, told, complaint = run("ps")
+    assert (code, "\ufffdA@laptop" in told, complaint) == (0, True, "")
+
+
+@pytest.mark.parametrize("version", ["abc", "-1", "", "2.5", "²"])
+def test_a_version_that_is_none_is_refused(version: str, ledger: Ledger, skyward: Skyward, damage: Damage, url: str) -> None:  # noqa: F811
+    """Nobody migrates, or writes into, what is not known to be a ledger of a known version."""
+    damage(f"UPDATE skyward_meta SET value = '{version}'")
+    told = skyward("ps", code=1)
+    assert f"says that it has version {version!r}, which is none" in told
+    with pytest.raises(LedgerError, match="SKYWARD_LEDGER"):
+        Ledger(url)
+
+
+# ── what is typed ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "offers --max-price nan",
+        "offers --max-price inf",
+        "offers --max-price -1",
+        "offers --max-price 0",
+        "offers --max-age nan",
+        "offers --max-age -1",
+        "offers --count 0",
+        "offers --cpu 1e9",
+        "sweep --min-age nan",
+        "sweep --min-age -5",
+        "sweep --min-age 1e300",
+        "ps --limit 99999999999999999999",
+        "ps --limit ²",
+        "budget set team --limit 1e400 --per day",
+        "budget set team --limit 99999999999999 --per day",
+        "budget set '' --limit 1 --per day",
+        "budget set $'\\x1b[2J' --limit 1 --per day",
+        f"budget set {'x' * 300} --limit 1 --per day",
+        "stop ''",
+        "stop '  '",
+        f"stop {'x' * 5000}",
+        "why 'sky\x07'",
+        "receipt 'sky\x00'",
+        "receipt 'sky\udcff'",
+        "sweep --provider ''",
+        "--ledger '' ps",
+    ],
+)
+def test_what_means_nothing_is_refused_in_words(line: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    """Exit code 2; the terminal sees no control character, and no endless line."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(shlex.split(line.replace("$'\\x1b[2J'", "'\x1b[2J'")))
+    assert caught.value.code == 2
+    told = capsys.readouterr().err
+    assert "usage: skyward" in told
+    assert told.replace("\n", "").isprintable()
+    assert max(map(len, told.splitlines())) < 400
+
+
+def test_the_command_says_its_version(skyward: Skyward, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    """And where the versions are that it was tested with."""
+    for line, expected in (("--version", "skyward 0."), ("--constraints", str(ROOT / "skyward_core/constraints-3."))):
+        with pytest.raises(SystemExit) as caught:
+            cli.main([line])
+        assert caught.value.code == 0
+        told = capsys.readouterr().out
+        assert told.startswith(expected)
+    assert Path(told.strip()).is_file()
+
+
+# ── where it is printed ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def shell(line: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = line.replace("skyward", f"{shlex.quote(sys.executable)} -m skyward_core.cli", 1)
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, check=False, timeout=60, env=os.environ | environ)
+
+
+def test_a_full_disk_and_a_reader_that_goes(three: None) -> None:
+    """One line, or none at all for a reader who has seen enough; the exit code is 1."""
+    for line in ("skyward ps", "skyward ps --json", "skyward --version"):
+        done = shell(f"{line} > /dev/full")
+        assert (done.returncode, done.stderr.count("\n"), "No space left on device" in done.stderr) == (1, 1, True), line
+    for line in ("skyward ps", "skyward cost --json", "skyward receipt sky-live"):
+        done = shell(f"{line} | true")
+        assert (done.stdout, done.stderr) == ("", ""), line
+    assert shell("skyward ps 2>&1 >/dev/full | true").stderr == ""
+    assert shell("skyward ps >&-").returncode in (0, 1)
+    assert "Traceback" not in shell("skyward ps >&- 2>&1").stdout
+
+
+def test_a_terminal_without_unicode_shows_all(ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:  # noqa: F811
+    """A name that it cannot show stands there by its numbers."""
+    open_pool(ledger, clock, folder, "sky-möwe", owner=HERE)
+    done = shell("skyward ps", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert (done.returncode, "sky-m\\xf6we" in done.stdout) == (0, True)
+
+
+def test_tables_are_readable_on_a_narrow_terminal(three: None, skyward: Skyward, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """With 20 columns each value stands on a line of its own, whole; with 200 it is a table."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "20")
+    told = skyward("ps")
+    assert "POOL: sky-live\nSTATE: live\nOWNER: ada@laptop\nPROVIDER: folder\nOPEN: 1/1\n" in told
+    assert "COST USD: 2.0000" in told
+    assert "USD: 6.0000" in skyward("cost --by pool")
+    monkeypatch.setenv("COLUMNS", "200")
+    assert skyward("ps").splitlines()[0].startswith("POOL  ")
+
+
+# ── anything at all ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _options(parser: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], list[Any]]]:
+    """Each command with its options and arguments, as the parser knows them."""
+    subs = [action for action in parser._actions if hasattr(action, "choices") and isinstance(action.choices, dict)]
+    if not subs:
+        yield path, [action for action in parser._actions if action.dest != "help"]
+    for action in subs:
+        for name, sub in action.choices.items():
+            yield from _options(sub, (*path, name))
+
+
+COMMANDS = list(_options(cli._parser()))
+WORDS = st.one_of(
+    st.sampled_from(
+        ["", " ", "nan", "inf", "-inf", "-1", "0", "1", "1e400", "1e-400", "²", "sky-live", "sky-odd", "nope", "team", "day", "A100", "H100:8", "64GB"]
+    ),
+    st.sampled_from(
+        ["2026-11-21", "0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00", "90d", "1d", "9" * 400 + "d", "{}", "[]", '{"name": 1}', "x" * 300]
+    ),
+    st.text(max_size=20),
+    st.floats().map(str),
+    st.integers().map(str),
+    st.text(alphabet=string.printable, max_size=30),
+)
+
+
+@st.composite
+def command_lines(draw: st.DrawFn) -> list[str]:
+    """A command with some of its options; most values mean nothing."""
+    path, actions = draw(st.sampled_from(COMMANDS))
+    words: list[str] = []
+    for action in actions:
+        if not draw(st.booleans()) and not action.required:
+            continue
+        value = st.sampled_from(sorted(action.choices)) if action.choices and draw(st.booleans()) else WORDS
+        words += [*action.option_strings[:1], *([draw(value)] if action.nargs != 0 else [])]
+    return [*path, *words]
+
+
+@given(command_lines())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_no_command_line_is_a_traceback(
+    three: None,
+    url: str,  # noqa: F811
+    folder: FolderProvider,  # noqa: F811
+    tmp_path_factory: pytest.TempPathFactory,
+    line: list[str],
+) -> None:
+    """Whatever is typed: an exit code, and words."""
+    load = base.load
+
+    def loading(wish: Any) -> Any:
+        if isinstance(wish, str) and wish in BUILT_IN:
+            raise BadRequest("tests rent nothing")
+        return load(wish)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "load", loading)
+        patch.setattr(FolderProvider, "offers", lambda self, want: [])
+        patch.setenv("XDG_CACHE_HOME", str(folder.folder))
+        try:
+            assert cli.main(line) in (0, 1, 3)
+        except SystemExit as end:
+            assert end.code in (0, 2)
+
+
+@given(
+    st.one_of(
+        st.text(max_size=30),
+        st.text(max_size=10).map(lambda name: f"sqlite:///{name}"),
+        st.text(max_size=10).map(lambda name: f"postgresql+psycopg://localhost:{name}"),
+    )
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_url_of_a_ledger_is_a_traceback(url: str, tmp_path: Path, where: str) -> None:  # noqa: F811
+    """It is opened, or refused in words."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        try:
+            assert cli.main([f"--ledger={where}", "ps"]) in (0, 1)
+        except SystemExit as end:
+            assert end.code in (0, 2)
