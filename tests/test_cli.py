@@ -24,6 +24,7 @@ from skyward_core.providers import base
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG
 from skyward_core.provisioning import giving_back
 from skyward_core.provisioning import sweep as sweeping
+from skyward_core.work import Work
 from tests.test_sweep import FolderProvider
 
 ROOT = Path(__file__).parent.parent
@@ -456,12 +457,16 @@ def told_fields(data: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     """Where each value of some JSON stands, and the value; an empty list is a value of its own."""
     if isinstance(data, dict):
         for name, value in data.items():
-            yield from told_fields(value, f"{place}.<bucket>" if name in BUCKETS else f"{place}.{name}".lstrip("."))
+            yield from told_fields(value, f"{place}.{_kind_of(name, place)}".lstrip("."))
     elif isinstance(data, list) and data:
         for value in data:
             yield from told_fields(value, f"{place}[]" if place else "")
     else:
         yield place, data
+
+
+def _kind_of(name: str, place: str) -> str:
+    return "<bucket>" if name in BUCKETS else "<field>" if place == "work" else name
 
 
 def test_programs_are_told_what_the_page_says(
@@ -483,7 +488,7 @@ def test_programs_are_told_what_the_page_says(
     skyward("stop sky-ended")
     open_pool(ledger, clock, folder, "sky-gone", owner=DEAD)
     folder.terminate([instance.id for instance in folder.instances()])
-    open_pool(ledger, clock, folder, "sky-live", owner=HERE, account="team-a", machines=2)
+    open_pool(ledger, clock, folder, "sky-live", owner=HERE, account="team-a", machines=2, work=Work(system="cron", run="1"))
     open_pool(ledger, clock, folder, "sky-dead", owner=DEAD)
     ledger.open_pool("sky-odd", owner=DEAD, provider={"name": "nonesuch"}, spec_json="{}", lease_expires_at=clock.now)
     ledger.note_attempts([Attempt("sky-live", clock.now, "folder", "here", "t", is_spot=True, seconds=0.5, error=error) for error in ("", "NoCapacity")])
