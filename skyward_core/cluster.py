@@ -441,20 +441,20 @@ class Cluster:
     # ── calls out ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def submit(
-        self, calls: Sequence[PendingCompute[Any]], replace_object: pickling.Replace | None = None, *, is_awaited: bool = False
+        self, calls: Iterable[PendingCompute[Any]], replace_object: pickling.Replace | None = None, *, is_awaited: bool = False
     ) -> list[CallFuture[Any]]:
         """Hand calls over, to run wherever a slot is free; returns their futures, in order. Raises NotPicklable, PoolClosed or NodeLost at once.
 
         `is_awaited`: the caller does nothing else until they have ended, so that large arguments need not be copied in order to stay as they are.
         """
-        return self._take_in([(call, None) for call in calls], replace_object, None, is_awaited)
+        return self._take_in(((call, None) for call in calls), replace_object, None, is_awaited)
 
     def broadcast(self, call: PendingCompute[Any], replace_object: pickling.Replace | None = None) -> list[CallFuture[Any]]:
         """Hand a call over once for each worker of the pool; returns the futures in the order of the workers.
 
         Those of a node that is away wait for the one in its place: left out, they would take their share of the data along.
         """
-        return self._take_in([(call, worker) for worker in self._names()], replace_object, uuid.uuid4().hex, is_awaited=True)
+        return self._take_in(((call, worker) for worker in self._names()), replace_object, uuid.uuid4().hex, is_awaited=True)
 
     def _names(self) -> list[str]:
         """Names of all workers of the pool, whether they are there or not, in their order."""
@@ -541,22 +541,26 @@ class Cluster:
         return asked(client, operation, lambda: self._client is client and time.monotonic() < until, what)
 
     def _take_in(
-        self, calls: Sequence[tuple[PendingCompute[Any], str | None]], replace_object: pickling.Replace | None, job_id: str | None, is_awaited: bool
+        self, calls: Iterable[tuple[PendingCompute[Any], str | None]], replace_object: pickling.Replace | None, job_id: str | None, is_awaited: bool
     ) -> list[CallFuture[Any]]:
         if (refusal := self._lost or self._drained) is not None:
             raise refusal
-        functions: dict[int, tuple[str, Parcel]] = {}
+        functions: dict[int, tuple[Any, str, Parcel]] = {}
+        """By the function's id, with the function, so that no other one takes its id."""
+        stop = self._cancel
         entries = list[Entry]()
         given = list[_Given]()
         with contextlib.ExitStack() as undo:
             for pending, worker in calls:
-                name, function = functions.get(id(pending.fn)) or functions.setdefault(id(pending.fn), _packed_function(pending.fn, replace_object))
+                if id(pending.fn) not in functions:
+                    functions[id(pending.fn)] = (pending.fn, *_packed_function(pending.fn, replace_object))
+                _, name, function = functions[id(pending.fn)]
                 arguments = self._packed((pending.args, dict(pending.kwargs)), replace_object, is_awaited)
                 if arguments.path is not None:
                     undo.callback(arguments.release)
                 call_id = uuid.uuid4().hex
                 entries.append(Entry(Call(call_id, name, arguments, job_id or call_id), function, worker))
-                given.append(_Given(CallFuture(call_id, self._cancel), arguments, entries[-1]))
+                given.append(_Given(CallFuture(call_id, stop), arguments, entries[-1]))
             with self._lock:
                 if self._lost is not None:
                     raise self._lost

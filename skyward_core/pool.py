@@ -271,11 +271,13 @@ class ComputePool:
             raise BadRequest("map needs something to map over: pool.map(fn, [1, 2, 3])")
         function = fn.local if isinstance(fn, ComputeFunction) else fn
         try:
-            calls = [PendingCompute(function, items) for items in zip(*iterables, strict=True)]
+            items = list(zip(*iterables, strict=True))
         except ValueError as error:
             raise BadRequest(f"map: {error}. Give iterables of one length, or zip them yourself with what should happen to the rest") from error
-        if calls:
-            refuse_wrong_arguments(function, calls[0].args, {})
+        if items:
+            refuse_wrong_arguments(function, items[0], {})
+        items.reverse()
+        calls = (PendingCompute(function, items.pop()) for _ in range(len(items)))  # each is gone once it is sent: there may be many
         return cast("list[R]", _results(self._cluster.submit(calls, self._replace_object, is_awaited=True)))
 
     def start_detached[R](self, pending: PendingCompute[R]) -> DetachedCall[R]:
