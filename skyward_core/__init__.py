@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from skyward_core.events import InstanceLost as InstanceLost
     from skyward_core.events import InstanceProvisioned as InstanceProvisioned
     from skyward_core.events import InstanceStopping as InstanceStopping
+    from skyward_core.events import InstancesUnconfirmed as InstancesUnconfirmed
     from skyward_core.events import LogLine as LogLine
     from skyward_core.events import Metrics as Metrics
     from skyward_core.events import PoolReady as PoolReady
@@ -134,7 +135,7 @@ _HOMES = {
     " LedgerError NoCapacity NodeLost NotPicklable NotYetSupported OfferGone PoolClosed ProviderFailed ProvisioningTimeout QuotaExceeded RateLimited"
     " RemoteError ResultNotLoaded SkywardError Unreachable",
     "events": "BootstrapCompleted BootstrapProgress BootstrapStarting BudgetWarning CallProgress CallRetrying Callback CandidateRefused ClusterRestarting"
-    " ContactLost ContactRegained CostFinal CostUpdate Error InfraCreated InfraCreating InstanceLaunching InstanceLost InstanceProvisioned"
+    " ContactLost ContactRegained CostFinal CostUpdate Error InfraCreated InfraCreating InstanceLaunching InstanceLost InstanceProvisioned InstancesUnconfirmed"
     " InstanceStopping LogLine Metrics PoolReady PoolStopping PreemptionNoticed ProviderName RebalanceRecommended SkywardEvent compose emit"
     " use_callback",
     "futures": "CallFuture",

@@ -26,6 +26,7 @@ from skyward_core.events import (
     InfraCreating,
     InstanceLaunching,
     InstanceLost,
+    InstancesUnconfirmed,
     LogLine,
     PoolReady,
     PoolStopping,
@@ -250,7 +251,7 @@ class _Spinner:
                 return
             told = self._narrator.tell(event)
             match event:
-                case LogLine() | InstanceLost() | PreemptionNoticed() | RebalanceRecommended() | BudgetWarning() | Error():
+                case LogLine() | InstanceLost() | InstancesUnconfirmed() | PreemptionNoticed() | RebalanceRecommended() | BudgetWarning() | Error():
                     self._print_above(told[1] if told else "")
                 case CallProgress():
                     self._show_calls(event)

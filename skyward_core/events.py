@@ -175,6 +175,18 @@ class InstanceLost:
 
 
 @dataclass(frozen=True, slots=True)
+class InstancesUnconfirmed:
+    """The pool has ended, and these machines could not be confirmed gone. Their ledger entries stay open; the pool's reaper, and every sweep, asks again.
+
+    `is_free`: they cost nothing and end themselves by their lease. Else they may be billed until they are known to be gone.
+    """
+
+    instance_ids: tuple[str, ...]
+    reason: str
+    is_free: bool
+
+
+@dataclass(frozen=True, slots=True)
 class PreemptionNoticed:
     """A spot machine was told that it is to be taken back: it is given no more calls, and another one is prepared to take its place.
 
@@ -303,6 +315,7 @@ type SkywardEvent = (
     | PreemptionNoticed
     | RebalanceRecommended
     | InstanceLost
+    | InstancesUnconfirmed
     | CallRetrying
     | ContactLost
     | ContactRegained

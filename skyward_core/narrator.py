@@ -25,6 +25,7 @@ from skyward_core.events import (
     InstanceLost,
     InstanceProvisioned,
     InstanceStopping,
+    InstancesUnconfirmed,
     LogLine,
     PoolReady,
     PoolStopping,
@@ -61,6 +62,8 @@ class Narrator:
                 return logging.WARNING, _running_low(event)
             case InstanceLost(_, node, reason):
                 return logging.WARNING, f"node {node} is lost: {reason}"
+            case InstancesUnconfirmed(_, reason, is_free):
+                return (logging.WARNING, f"not confirmed gone, left to their lease: {reason}") if is_free else (logging.ERROR, f"NOT CONFIRMED GONE: {reason}")
             case PreemptionNoticed():
                 return logging.WARNING, _noticed(event)
             case RebalanceRecommended(_, node):

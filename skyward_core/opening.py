@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, override
 
 from skyward_core import console
 from skyward_core.entries import SECONDS_PER_HOUR, Bucket, ResourceKind
-from skyward_core.errors import BudgetExceeded, LeaseLost, LedgerError, NotPicklable, PoolClosed, SkywardError
+from skyward_core.errors import BudgetExceeded, InstancesLeft, LeaseLost, LedgerError, NotPicklable, PoolClosed, SkywardError
 from skyward_core.events import (
     BootstrapCompleted,
     BootstrapProgress,
@@ -37,6 +37,7 @@ from skyward_core.events import (
     CostFinal,
     Error,
     InstanceLost,
+    InstancesUnconfirmed,
     PoolReady,
     PoolStopping,
     SkywardEvent,
@@ -120,6 +121,8 @@ class Opening:
         """Whether a call was started detached: from then on nodes of this machine live by their lease and not with this process."""
         self.is_released = False
         """Whether the machines are gone, or live on by their lease."""
+        self.unconfirmed: InstancesLeft | None = None
+        """What could not be confirmed gone when the machines were given back last."""
         self.why_ended: SkywardError | None = None
         """Why the pool has ended itself, if it has: what its calls raise from then on."""
         self.receipt: Mapping[str, Any] | None = None
@@ -443,12 +446,22 @@ class Opening:
         """Give the machines back and write that down, unless that was done; nothing in a fork.
 
         Called again, by `close` or at the interpreter's end, if a second interrupt has cut it off; and by `close` if the ledger has refused something: the
-        reaper tries to write it down too, for two minutes.
+        reaper tries to write it down too, for two minutes. Machines that cannot be confirmed gone raise InstancesLeft, unless they cost nothing and end
+        themselves: those are left to the reaper, with a warning.
         """
         if self.recovery is None or self.machines is None or self.is_running or self.is_fork:
             return
         if not self.is_released:
-            self.machines.release()
+            try:
+                self.machines.release()
+            except InstancesLeft as error:
+                self.unconfirmed = error
+                self.emit(InstancesUnconfirmed(error.ids, str(error), self.machines.may_be_left_to_their_lease))
+                if not self.machines.may_be_left_to_their_lease:
+                    raise
+                self.hand_over(error)
+                return
+            self.unconfirmed = None
             self.is_released = True
             atexit.unregister(self._at_exit)
         if not self._is_written_down:
@@ -460,6 +473,24 @@ class Opening:
             self._is_written_down = True
             self._let_reaper_go()  # after the book: killed in between, the reaper finds that the pool has ended
             self._close_ledger()
+
+    def hand_over(self, left: InstancesLeft) -> None:
+        """Leave machines that could not be confirmed gone to the reaper, as if this process were gone: it asks again, for half an hour, and sweeps do after it.
+
+        Their entries stay open, and so does the pool's. Killed between any two lines, the pool is one whose owner is dead: the same two end it.
+        """
+        if self.is_released or self.machines is None or self._book is None or self._ledger is None:
+            return
+        is_free = self.machines.may_be_left_to_their_lease
+        _log.log(logging.WARNING if is_free else logging.ERROR, "%s was closed, and some of its machines are not confirmed gone: %s", self.pool_id, left)
+        self.is_released = self._is_written_down = True
+        atexit.unregister(self._at_exit)
+        self._book.note()
+        receipt = importlib.import_module("skyward_core.receipt")
+        with contextlib.suppress(SkywardError):  # a ledger that is away: the reaper and the sweeps do without this process
+            self.receipt = receipt.receipt(self._ledger, self.pool_id)
+        self._leave_to_reaper()
+        self._close_ledger()
 
     def _close_ledger(self) -> None:
         if self._ledger is not None:

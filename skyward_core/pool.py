@@ -27,7 +27,7 @@ from skyward_core import console, pickling
 from skyward_core.attached import Attached, DetachedCall
 from skyward_core.compute import ComputeFunction, PendingBatch, PendingCompute, refuse_wrong_arguments
 from skyward_core.config import Settings
-from skyward_core.errors import BadRequest, PoolClosed, ResultNotLoaded, SkywardError, Stored
+from skyward_core.errors import BadRequest, InstancesLeft, PoolClosed, ResultNotLoaded, SkywardError, Stored
 from skyward_core.events import Callback, CostFinal, compose, registered_callback
 from skyward_core.futures import CallFuture
 from skyward_core.instances import Lease
@@ -152,6 +152,7 @@ class ComputePool:
         self._terminations = 0
         """How often `terminate_now` was called."""
         self._final: CostFinal | None = None
+        self._unconfirmed: InstancesLeft | None = None
         self._receipt: Mapping[str, Any] | None = None
         self._why_ended: SkywardError | None = None
         self._finalizer: weakref.finalize[Any, ComputePool] | None = None
@@ -172,7 +173,7 @@ class ComputePool:
             if self._open is None:
                 secrets = self._read_secrets()
                 self._was_opened = True
-                self._final = self._receipt = self._why_ended = None
+                self._final = self._receipt = self._why_ended = self._unconfirmed = None
                 self._process = os.getpid()
                 self._open = opened = Opening(self._spec, self._providers, self._on_event, self._work, secrets)
                 self._id = opened.pool_id
@@ -204,8 +205,9 @@ class ComputePool:
     def close(self) -> None:
         """Give the machines back and make sure that they are gone. Calls that still run are stopped. May be called twice, from any thread.
 
-        Raises InstancesLeft if some could not be confirmed gone, and LedgerError if the ledger could not be told that all are: then the reaper tries that
-        for two minutes, and closing again tries it at once. In a fork of the process that has opened the pool it does nothing.
+        Raises InstancesLeft if some could not be confirmed gone, unless they cost nothing and end themselves (`Hosts` without a price): then there is a warning
+        and an `InstancesUnconfirmed` event, and `unconfirmed` names them. Raises LedgerError if the ledger could not be told that all are: then the reaper
+        tries that for two minutes, and closing again tries it at once. In a fork of the process that has opened the pool it does nothing.
         """
         if self._is_in_a_fork:
             return
@@ -218,10 +220,28 @@ class ComputePool:
                 opened.release()
             finally:
                 self._final, self._receipt, self._why_ended = opened.final, opened.receipt, opened.why_ended
+                self._unconfirmed = opened.unconfirmed if isinstance(opened, Opening) else None
             self._open = None  # only now: after an interrupt, InstancesLeft or LedgerError, closing again tries again
             if self._finalizer is not None:
                 self._finalizer.detach()
                 self._finalizer = None
+
+    def hand_over(self) -> InstancesLeft | None:
+        """Close; what cannot be confirmed gone is left to the pool's reaper, and returned in place of being raised. None if all is gone.
+
+        For whoever runs the work of others, such as an orchestrator's step: its result, or its own exception, must not be lost for that. The machines
+        may be billed still: tell of them. There is an `InstancesUnconfirmed` event, their entries in the ledger stay open, and `skyward sweep` asks again.
+        """
+        opened = self._open
+        try:
+            self.close()
+        except InstancesLeft as error:
+            if not isinstance(opened, Opening):
+                raise
+            opened.hand_over(error)
+            self._unconfirmed = error
+            self.close()
+        return self._unconfirmed
 
     def terminate_now(self) -> None:
         """Hand the ending of the machines to the reaper and return at once, in well under a second; for kill hooks and signal handlers.
@@ -238,7 +258,11 @@ class ComputePool:
         return self.open()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        """Close. An exception of the block is never hidden by machines that could not be confirmed gone: it has a note of them then."""
+        if error is None:
+            self.close()
+        elif (left := self.hand_over()) is not None:
+            error.add_note(f"besides, machines are not confirmed gone: {left}")
 
     # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -387,6 +411,11 @@ class ComputePool:
         return self._receipt
 
     @property
+    def unconfirmed(self) -> InstancesLeft | None:
+        """What could not be confirmed gone when the pool was closed, with the machines' ids; None if all is gone, or the pool is open."""
+        return self._unconfirmed
+
+    @property
     def cost_final(self) -> CostFinal | None:
         """The whole bill, once the pool has ended."""
         return self._final
@@ -438,7 +467,10 @@ class MultiPool:
         return self._pools
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._all(ComputePool.close, "could not close all pools")
+        if error is None:
+            self._all(ComputePool.close, "could not close all pools")
+        else:
+            self._all(lambda pool: pool.__exit__(kind, error, trace), "could not close all pools")
 
     def _all(self, verb: Callable[[ComputePool], object], what: str) -> None:
         if not self._pools:

@@ -212,6 +212,7 @@ class RemoteReach:
         deadline = self._opening_until = time.monotonic() + timeout_seconds
         self._connection.connect(timeout_seconds, auth_grace_seconds=min(AUTH_GRACE_SECONDS, timeout_seconds))
         self._begin(self._keep)
+        self._again(self._connection.check_forwarding, deadline)  # before anything is installed
         patience = deadline if guard_seconds is None else min(deadline, time.monotonic() + guard_seconds)
         found = set(self._again(lambda: self._look(archive, patience), deadline).splitlines())
         self._has_memory = "memory" in found

@@ -14,6 +14,9 @@ A `Connection` is used from any thread and blocks its caller; asyncssh works beh
 Host keys: the one that the endpoint names; else those that the known_hosts file has for this host; else the first one seen, held for the
 life of the `Connection`. Any other refuses the connection with `HostKeyChanged`.
 
+Jump hosts (ProxyJump of the configuration file) must be known: by the endpoint's `known_hosts` file if it has keys of them, else by the files that the
+configuration names, as in OpenSSH.
+
 An endpoint with a `proxy_command` is reached through that command: one process for each connection, which ends with it (`proxy.py`).
 
 Commands, files and shells share SESSIONS places on one connection, and wait for one when all are taken. What stays for long (a `Shell`, a `run` that follows
@@ -53,6 +56,11 @@ from skyward_core.proxy import Proxy
 
 CIPHERS = "^aes128-gcm@openssh.com,aes256-gcm@openssh.com"
 """Preferred where ~/.ssh/config has no opinion: with AES in the processor two to three times faster than chacha20 (shared/facts/testbed.md, section 3)."""
+NO_FORWARDING = (
+    "refuses to forward ports (AllowTcpForwarding no, PermitOpen, or a key with `restrict` or `no-port-forwarding`): a pool reaches its nodes through one."
+    " Set `AllowTcpForwarding yes` in its sshd_config"
+)
+OPEN_PROHIBITED = 1  # "administratively prohibited", RFC 4254, 5.1
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 1.0
 FIRST_DIAL_SECONDS, LONGEST_DIAL_SECONDS = 3.0, 15.0  # the kernel repeats a lost SYN after 1, 3, 7 s: dialling anew finds a machine that just came up sooner
 LOGIN_SECONDS = 30.0  # an sshd that looks up names without a name server answers after 10 to 20 s
@@ -344,6 +352,10 @@ class Connection:
         except Unreachable:
             pass  # the connection ended with the command
 
+    def check_forwarding(self) -> None:
+        """Raise Unreachable if the machine's sshd forwards no ports: every forward would accept connections here, and close them."""
+        self._call(self._check_forwarding())
+
     # ── on the loop: connecting ──────────────────────────────────────────────────────────────────────────────────────
 
     async def _connect(self, timeout: float, grace: float, *, anew: bool) -> None:
@@ -373,6 +385,10 @@ class Connection:
                     problem = error
                 except (asyncssh.HostKeyNotVerifiable, asyncssh.KeyExchangeFailed, asyncssh.IllegalUserName) as error:
                     raise Unreachable(f"{self.endpoint}, or a jump host before it, cannot be trusted: {error}") from error
+                except asyncssh.ChannelOpenError as error:
+                    if error.code == OPEN_PROHIBITED:  # by the jump host: nothing else is opened on the way
+                        raise Unreachable(f"the jump host before {self.endpoint} {NO_FORWARDING}") from error
+                    problem = error
                 except socket.gaierror as error:
                     if error.errno == socket.EAI_NONAME:
                         raise Unreachable(f"there is no host named {self.endpoint.host}") from error
@@ -403,6 +419,8 @@ class Connection:
             raise BadRequest(f"cannot prepare a connection to {endpoint}: {error}") from error
         # asyncssh says None for "UserKnownHostsFile none" and an empty list where the user has not said anything.
         files = [endpoint.known_hosts] if endpoint.known_hosts else [] if base.known_hosts is None else _listed(base.known_hosts) or ["~/.ssh/known_hosts"]
+        if endpoint.known_hosts and not endpoint.proxy_command and isinstance(base.tunnel, str):
+            named["jumps"] = base.tunnel.split(",")
         return named | {
             "known_hosts": [os.path.expanduser(str(path)) for path in files],
             "encryption_algs": () if base.config.get("Ciphers") else CIPHERS,
@@ -437,11 +455,13 @@ class Connection:
 
     async def _log_in(self, settings: dict[str, Any], dial_seconds: float, login_seconds: float) -> None:
         guard = _Guard(self, [path for path in settings["known_hosts"] if os.access(path, os.R_OK)])
-        arguments = settings | {"known_hosts": guard.trusted, "client_factory": lambda: guard, "login_timeout": login_seconds}
+        jumps = _Jumps(settings.get("jumps", ()), settings["config"], settings["known_hosts"])
+        plain = {name: value for name, value in settings.items() if name != "jumps"}
+        arguments = plain | {"known_hosts": guard.trusted, "client_factory": lambda: guard, "login_timeout": login_seconds}
         if self._pinned:  # other kinds of keys stay on offer, so that a machine that has none of this kind is told from a broken one
             arguments["server_host_key_algs"] = _unique([*self._pinned.sig_algorithms, *get_default_public_key_algs()])
         deadline = asyncio.get_running_loop().time() + login_seconds
-        connecting = asyncio.ensure_future(_opened(arguments))
+        connecting = asyncio.ensure_future(_opened(arguments, jumps))
         try:
             async with asyncio.timeout(dial_seconds):
                 await asyncio.wait([connecting, asyncio.ensure_future(guard.picked_up.wait())], return_when=asyncio.FIRST_COMPLETED)
@@ -521,6 +541,14 @@ class Connection:
         ssh = self._living()
         for forward in self._forwards:
             await self._open_forward(ssh, forward)
+
+    async def _check_forwarding(self) -> None:
+        try:
+            _, writer = await self._living().open_connection("127.0.0.1", 1)
+            writer.close()
+        except asyncssh.ChannelOpenError as error:
+            if error.code == OPEN_PROHIBITED:  # else nobody listens there, as was to be expected
+                raise Unreachable(f"{self.endpoint} {NO_FORWARDING}") from error
 
     @staticmethod
     async def _open_forward(ssh: asyncssh.SSHClientConnection, forward: _Forward) -> int:
@@ -786,8 +814,49 @@ def _host_key(endpoint: Endpoint) -> asyncssh.SSHKey | None:
         raise BadRequest(f"the host key of {endpoint} must be text as in a .pub file, not {endpoint.host_key!r}") from error
 
 
-async def _opened(arguments: dict[str, Any]) -> asyncssh.SSHClientConnection:
-    return await asyncssh.connect(**arguments)
+@dataclass(frozen=True, slots=True)
+class _Jumps:
+    """The jump hosts on the way, each `[user@]host[:port]` as ProxyJump has it, the configuration that they are of, and the file that has their keys."""
+
+    names: Sequence[str]
+    config: Any
+    files: Sequence[str]
+
+
+async def _opened(arguments: dict[str, Any], jumps: _Jumps) -> asyncssh.SSHClientConnection:
+    """Connect, through the jump hosts if there are any. The connection closes those with itself."""
+    last: asyncssh.SSHClientConnection | None = None
+    try:
+        for name in jumps.names:
+            before, last = last, await _jumped(name, jumps, last)
+            last.set_tunnel(before)
+        ssh = await asyncssh.connect(**arguments, **({"tunnel": last} if last else {}))
+    except BaseException:
+        if last is not None:
+            last.close()
+        raise
+    if last is not None:
+        ssh.set_tunnel(last)
+    return ssh
+
+
+async def _jumped(name: str, jumps: _Jumps, tunnel: asyncssh.SSHClientConnection | None) -> asyncssh.SSHClientConnection:
+    """Connect to a jump host, whose key must be in the named file or, if that has none for it, where the configuration says that keys are."""
+    user, _, place = name.strip().rpartition("@")
+    host, _, port = place.rpartition(":") if ":" in place else (place, "", "")
+    named: dict[str, Any] = {"host": host, "config": jumps.config} | ({"username": user} if user else {}) | ({"port": int(port)} if port else {})
+    usual = (await asyncssh.SSHClientConnectionOptions.construct(client_keys=None, **named)).known_hosts
+    files = [] if usual is None else _listed(usual) or [os.path.expanduser("~/.ssh/known_hosts")]
+    ours = [path for path in jumps.files if os.access(path, os.R_OK)]
+
+    def trusted(host: str, address: str, port: int | None) -> Sequence[Any]:
+        found = asyncssh.match_known_hosts(asyncssh.read_known_hosts(ours), host, address, port)
+        if found[0] or found[1]:
+            return found
+        others = [path for path in files if os.access(str(path), os.R_OK)]
+        return asyncssh.match_known_hosts(asyncssh.read_known_hosts(others), host, address, port) if others else found
+
+    return await asyncssh.connect(**named, known_hosts=trusted, tunnel=tunnel or ())
 
 
 def _listed(value: object) -> list[Any]:

@@ -13,7 +13,7 @@ import skyward_core as sky
 from skyward_core import Instance, Offer, Requirements
 from skyward_core.certificates import make_certificate
 from skyward_core.errors import CommandFailed, ConnectionLost, CredentialsError
-from skyward_core.ledger import Ledger
+from skyward_core.ledger import Ledger, default_url
 from skyward_core.providers.base import EXPIRES_TAG
 from skyward_core.provisioning import ending, giving_back, lifecycle
 from skyward_core.provisioning.book import Book
@@ -183,19 +183,80 @@ def test_a_request_to_terminate_that_was_lost_is_made_again(make: Make) -> None:
 
 @pytest.mark.slow
 def test_closing_names_the_machines_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When an open pool's machines cannot be given back, close raises InstancesLeft with their ids, after the bill; the body's error is its context."""
+    """When an open pool's machines cannot be given back, close raises InstancesLeft with their ids, after the bill, and may be called again."""
     monkeypatch.setattr(giving_back, "DEADLINE_SECONDS", 0.3)
     told = Told()
     pool = sky.ComputePool(provider=StuckLocal(), on_event=told, display="quiet")
     with pytest.raises(sky.InstancesLeft) as caught, pool:
         (instance,) = [node.instance for node in pool.lease.nodes]
-        raise ZeroDivisionError
     sky.Local().terminate([instance.id])
     assert caught.value.ids == (instance.id,)
     assert len(told.of(sky.CostFinal)) == 1
     assert not pool.is_active
     pool.close()
-    assert isinstance(caught.value.__context__, ZeroDivisionError)
+    assert pool.unconfirmed is None
+
+
+@pytest.fixture
+def unending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process cannot end local nodes, and soon gives up; a reaper can."""
+    monkeypatch.setattr(giving_back, "DEADLINE_SECONDS", 0.3)
+    monkeypatch.setattr(sky.Local, "terminate", lambda *_: {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_free", [True, False])
+def test_work_that_is_done_stays_done(unending: None, monkeypatch: pytest.MonkeyPatch, is_free: bool) -> None:
+    """Machines that cannot be confirmed gone, when all results are there: no error where they cost nothing and end themselves, else InstancesLeft.
+
+    Either way an event is told before the bill, and the ledger's entry stays open. What costs nothing is left to the reaper, which closes the entry.
+    """
+    monkeypatch.setattr(sky.Local, "may_be_left_to_its_lease", lambda *_: is_free)
+    told = Told()
+    pool = sky.ComputePool(provider=sky.Local(), on_event=told, display="quiet").open()
+    (node,) = pool.lease.nodes
+    result = pool.run(sky.PendingCompute(abs, (-1,)))
+    try:
+        pool.close()
+        assert is_free
+    except sky.InstancesLeft:
+        assert not is_free
+    assert result == 1
+    (left,) = told.of(sky.InstancesUnconfirmed)
+    assert (left.instance_ids, left.is_free) == ((node.instance.id,), is_free)
+    assert told.events.index(left) < told.events.index(told.of(sky.CostFinal)[0])
+    assert pool.unconfirmed is not None
+    assert pool.unconfirmed.ids == (node.instance.id,)
+    if is_free:
+        assert [entry["cloud_id"] for entry in (pool.receipt or {})["left"]] == [node.instance.id]
+        pool.close()
+        with pytest.raises(sky.PoolClosed):
+            pool.run(sky.PendingCompute(abs, (-1,)))
+    else:
+        assert pool.hand_over() is not None
+        assert pool.hand_over() is not None
+    wait_until(lambda: is_ended(node.instance.pool_id), "the reaper to end it")
+    assert sky.Local().instances(node.instance.pool_id) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_multi", [False, True])
+def test_the_error_of_the_work_is_never_hidden(unending: None, is_multi: bool) -> None:
+    """It is raised as it is, with a note of the machines, which the reaper has from then on."""
+    pool = sky.ComputePool(provider=sky.Local(), display="quiet")
+    with pytest.raises(ZeroDivisionError) as caught, sky.MultiPool(pool) if is_multi else pool:
+        pool_id, (node,) = pool.lease.pool_id, pool.lease.nodes
+        raise ZeroDivisionError
+    assert [node.instance.id in note for note in caught.value.__notes__] == [True]
+    assert not pool.is_active
+    wait_until(lambda: is_ended(pool_id), "the reaper to end it")
+
+
+def is_ended(pool_id: str) -> bool:
+    """Whether the ledger says that the pool has ended."""
+    with Ledger(default_url()) as ledger:
+        entry = ledger.pool(pool_id)
+        return entry is not None and entry.ended_at is not None
 
 
 @pytest.mark.slow

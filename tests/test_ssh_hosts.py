@@ -384,3 +384,50 @@ def test_a_configuration_file_leads_through_another_machine(fleet, host, tmp_pat
         connection.put(b"x" * MIB, "through")
         assert connection.fetch("through", remove=True) == b"x" * MIB
         assert seconds_until_lost(connection, jump.crash) < 20
+
+
+@pytest.mark.parametrize("trust", ["named", "usual", "another", "none"])
+def test_the_named_file_holds_for_jump_hosts_too(fleet, host, tmp_path, trust):
+    """A jump host is known by the file that the endpoint names, else by the user's own; one whose key is another there, or that is nowhere, is refused."""
+    jump = fleet.create()
+    lines = {"named": jump.known_hosts_line, "usual": "", "another": f"{jump.ip} {host.known_hosts_line.partition(' ')[2]}", "none": ""}
+    (tmp_path / "named").write_text(f"{lines[trust]}\n{host.known_hosts_line}\n")
+    (tmp_path / ".ssh" / "known_hosts").write_text("" if trust in {"named", "none"} else f"{jump.known_hosts_line}\n")
+    (tmp_path / "config").write_text(f"Host {host.ip}\n  ProxyJump root@{jump.ip}:22\nHost *\n  User root\n  IdentityFile {host.key_path}\n")
+    connection = Connection(Endpoint(host=host.ip, config=str(tmp_path / "config"), known_hosts=str(tmp_path / "named")))
+    with connection:
+        if trust in {"named", "usual"}:
+            assert connection.connect(60).run("echo ${SSH_CONNECTION%% *}").output == f"{jump.ip}\n"
+            assert seconds_until_lost(connection, jump.crash) < 20
+        else:
+            with pytest.raises(Unreachable, match=f"cannot be trusted.*{jump.ip}"):
+                connection.connect(60)
+    jump.crash()
+
+
+def forbid_forwarding(host: Host) -> None:
+    """Say `AllowTcpForwarding no` from the next connection on."""
+    with (host.root / "etc/ssh/sshd_config").open("a") as config:
+        config.write("\nAllowTcpForwarding no\n")
+    os.kill(host.pid, signal.SIGHUP)
+    wait_until(lambda: "allowtcpforwarding no" in host.run("/usr/sbin/sshd -T").stdout, "the setting")
+    wait_until(host.is_listening, "sshd to be back")
+
+
+def test_forwarding_that_is_not_allowed_is_said_by_its_name(fleet, host, tmp_path):
+    """At once, of the machine itself and of a jump host before it; where it is allowed nothing is said."""
+    jump = fleet.create()
+    with reach(host).connect(60) as connection:
+        connection.check_forwarding()
+    (tmp_path / "known").write_text(f"{jump.known_hosts_line}\n{host.known_hosts_line}\n")
+    (tmp_path / "config").write_text(f"Host *\n  User root\n  IdentityFile {host.key_path}\nHost {host.ip}\n  ProxyJump {jump.ip}\n")
+    forbid_forwarding(jump)
+    forbid_forwarding(host)
+    began = time.monotonic()
+    with reach(host).connect(60) as connection, pytest.raises(Unreachable, match="AllowTcpForwarding no"):
+        connection.check_forwarding()
+    behind = Connection(Endpoint(host=host.ip, config=str(tmp_path / "config"), known_hosts=str(tmp_path / "known")))
+    with behind, pytest.raises(Unreachable, match=r"the jump host before .*AllowTcpForwarding no"):
+        behind.connect(60)
+    assert time.monotonic() - began < 30
+    jump.crash()

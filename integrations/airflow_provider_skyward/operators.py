@@ -179,7 +179,7 @@ class _Attempt:
         self._is_interruptible = False
 
     def run(self, spec: sky.PoolSpec, calls: Sequence[sky.PendingCompute[Any]]) -> list[Any]:
-        """Return the results, in order. Raises what a call raised, _Killed after `kill`, and what opening and closing a pool raise."""
+        """Return the results, in order. Raises what a call raised, _Killed after `kill`, and what opening a pool raises."""
         if not calls:  # `map_over` an empty list: nothing to rent machines for
             return []
         # The task log plays the display's part; the pool's own would tell everything twice.
@@ -196,7 +196,7 @@ class _Attempt:
             self._calls = len(futures)
             return self._wait(futures)
         finally:
-            pool.close()
+            pool.hand_over()  # what is not confirmed gone is told by the log and by `bill`, and fails no task whose work is done
             self._drain()
 
     def kill(self) -> None:
@@ -226,6 +226,7 @@ class _Attempt:
             "savings_usd": final.savings_vs_ondemand,
             "provider": self._provider,
             "calls": self._calls,
+            "unconfirmed": [] if self._pool is None or self._pool.unconfirmed is None else list(self._pool.unconfirmed.ids),
         }
 
     def push_bill(self) -> None:

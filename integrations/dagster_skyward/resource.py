@@ -159,12 +159,12 @@ class _Live:
             self._scribe.flush()
 
     def close(self) -> None:
-        """Give the machines back. Raises InstancesLeft if some could not be confirmed gone."""
+        """Give the machines back. What cannot be confirmed gone is an error in the run's log, and the reaper's business: it fails no step."""
         self._log = self._resource_log
         with self._lock:
             try:
                 if self._pool is not None:
-                    self._pool.close()
+                    self._pool.hand_over()
             finally:
                 self._scribe.close()
 
@@ -174,7 +174,7 @@ class _Live:
             if self._pool is None:
                 self._pool = sky.ComputePool.from_spec(self._spec, on_event=self._tell)
             if not self._pool.is_active:
-                self._pool.close()
+                self._pool.hand_over()
                 self._settled += self._pool.cost
                 self._pool.open()
             return self._pool

@@ -103,7 +103,10 @@ class SkywardTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, exc_value: BaseException | None, traceback: TracebackType | None) -> None:
-        """Close the pool. Raises what goes wrong with that, InstancesLeft above all; if the flow is being stopped, its own error goes on with a note."""
+        """Close the pool. Raises what goes wrong with that; if the flow is being stopped, its own error goes on with a note.
+
+        Machines that cannot be confirmed gone raise nothing: the run's log and artifact tell of them, and the pool's reaper goes on.
+        """
         live, self._live = self._live, None
         super().__exit__(exc_type, exc_value, traceback)
         if live is not None:
@@ -291,7 +294,7 @@ class _Live:
                 undo.callback(self._artifact.close)
             if self.pool is not None:
                 undo.callback(self._share_cost, self.pool)  # after its end: then no call comes any more
-                undo.callback(self.pool.close)
+                undo.callback(self.pool.hand_over)  # what is not confirmed gone is in the run's log and on its artifact, and fails no flow whose work is done
 
     def _is_tried_again(self) -> bool:
         """Prefect sets this state on the flow run, then sleeps, then sets Running, and leaves the runner last of all."""

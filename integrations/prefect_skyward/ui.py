@@ -123,6 +123,8 @@ class Bill:
     done: int = 0
     failed: int = 0
     cancelled: int = 0
+    unconfirmed: tuple[str, ...] = ()
+    """Machines that were not confirmed gone when the pool was closed."""
     is_final: bool = False
 
     def after(self, event: sky.SkywardEvent) -> Bill:
@@ -130,6 +132,8 @@ class Bill:
         match event:
             case sky.InstanceProvisioned():
                 return replace(self, nodes=self.nodes + 1)
+            case sky.InstancesUnconfirmed(machines):
+                return replace(self, unconfirmed=machines)
             case sky.CallProgress(submitted, done, failed, cancelled):
                 return replace(self, submitted=submitted, done=done, failed=failed, cancelled=cancelled)
             case sky.CostUpdate(elapsed_seconds, accumulated_cost, hourly_rate):
@@ -148,6 +152,8 @@ class Bill:
             "Nodes": str(self.nodes),
             "Calls": f"{self.done} of {self.submitted} done, {self.failed} failed" + (f", {self.cancelled} cancelled" if self.cancelled else ""),
         }
+        if self.unconfirmed:
+            rows["**Not confirmed gone**"] = f"{', '.join(self.unconfirmed)}; the pool's reaper and `skyward sweep` ask again"
         return "\n".join(["| Machines of this run | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows.items())])
 
 

@@ -150,6 +150,10 @@ class Provider(BaseModel):
         """
         return []
 
+    def may_be_left_to_its_lease(self) -> bool:
+        """Tell whether a machine that cannot be confirmed gone costs nothing and ends itself by its lease: then closing a pool warns, and does not raise."""
+        return False
+
     def ends_for_good(self) -> bool:
         """Tell whether a machine that has ended itself is gone, and paid for no more. Asks nobody; False where that cannot be told."""
         return False

@@ -363,6 +363,10 @@ class Hosts(Provider):
                 log.warning("%s: %s", instance_id, PROOFS[kind])
         return {instance_id: PROOFS[kind] for instance_id, _, kind in proofs}
 
+    def may_be_left_to_its_lease(self) -> bool:
+        """Without a price: its guard ends the node, if the host lives at all."""
+        return self.price_per_hour == 0
+
     # ── and a fifth ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def sweep_environments(self) -> list[str]:

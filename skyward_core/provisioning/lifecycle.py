@@ -33,6 +33,7 @@ from skyward_core.errors import (
     CommandFailed,
     ConnectionLost,
     CredentialsError,
+    InstancesLeft,
     NoCapacity,
     NodeLost,
     NotYetSupported,
@@ -177,7 +178,7 @@ class Machines:
         self._emit(InfraCreating(self._pool_id, self._book.work))
         self._created_at = datetime.now(UTC)
         deadline = time.monotonic() + self._spec.provision_timeout
-        undo.callback(self._give_back)
+        undo.callback(self._give_back_or_warn)
         undo.callback(self.reaches.close)
         instances = self._rent(deadline)
         if self._spec.image.cache and not self._provider.keeps_images:
@@ -276,6 +277,20 @@ class Machines:
         """Give the pool's machines back and make sure. May be called again. Raises InstancesLeft if some could not be confirmed gone."""
         self.stop()
         self._give_back()
+
+    @property
+    def may_be_left_to_their_lease(self) -> bool:
+        """Whether machines that cannot be confirmed gone cost nothing, and end themselves."""
+        return self._provider.may_be_left_to_its_lease()
+
+    def _give_back_or_warn(self) -> None:
+        """Give back what an opening that fails has rented; what has cut it short is told, and not hidden behind hosts that cost nothing."""
+        try:
+            self._give_back()
+        except InstancesLeft as error:
+            if not self.may_be_left_to_their_lease:
+                raise
+            _log.warning("left to their lease: %s", error)
 
     def _give_back(self) -> None:
         if not self._has_asked:

@@ -118,6 +118,35 @@ def airflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Airflow]:
     airflow.close()
 
 
+LEFT = """
+import time
+from airflow_provider_skyward.operators import SkywardOperator
+from skyward_core.provisioning import giving_back
+
+class TaskInstance:
+    told = {}
+    def xcom_push(self, key, value):
+        self.told[key] = value
+
+terminate, giving_back.DEADLINE_SECONDS = sky.Local.terminate, 0.3
+sky.Local.terminate = lambda *_: {}
+try:
+    result = SkywardOperator(task_id="work", python_callable=abs, op_args=[-2], provider="local").execute({"ti": TaskInstance()})
+    bill = TaskInstance.told["skyward_cost"]
+    deadline = time.monotonic() + 60
+    while sky.Local().instances(bill["pool_id"]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+finally:
+    sky.Local.terminate, giving_back.DEADLINE_SECONDS = terminate, 600.0
+answer = [result, len(bill["unconfirmed"])]
+"""
+
+
+def test_machines_that_may_be_left_fail_no_task(airflow: "Airflow") -> None:
+    """The work is done: the task succeeds, its bill in XCom names the machine, and the pool's reaper ends it."""
+    assert airflow.evaluate(LEFT) == [2, 1]
+
+
 def slowness() -> float:
     from tests import conftest  # not where this file is run as a program
 

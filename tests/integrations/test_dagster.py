@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -156,6 +157,26 @@ def test_a_failing_asset_raises_its_own_error_and_closes_the_pool(instance):
 
 
 @pytest.mark.slow
+def test_machines_that_may_be_left_fail_no_step(instance, monkeypatch):
+    """The work is done: the run succeeds, its log has an error that names the machine, and the pool's reaper ends it."""
+    monkeypatch.setattr("skyward_core.provisioning.giving_back.DEADLINE_SECONDS", 0.3)
+    monkeypatch.setattr(sky.Local, "terminate", lambda *_: {})
+    result = materialize([alone], resource(), instance)
+    assert result.success
+    machine, pool_id = result.output_for_node("alone")[1:]
+    told = [(entry.level, line) for entry in instance.all_logs(result.run_id) for line in entry.user_message.splitlines()]
+    assert [machine in line for level, line in told if level == logging.ERROR and "NOT CONFIRMED GONE" in line] == [True]
+    deadline = time.monotonic() + 60
+    while sky.Local().instances(pool_id):  # until the reaper has ended it
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@dg.asset
+def alone(context: dg.AssetExecutionContext, compute: SkywardResource):
+    return compute.run(context, where, 1)
+
+
 def test_an_interrupt_in_the_step_closes_the_pool(instance):
     """What Dagster raises when a run is terminated is no Exception; the pool is closed all the same, and it is raised on."""
     with pytest.raises(dg.DagsterExecutionInterruptedError):
