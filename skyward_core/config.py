@@ -16,6 +16,7 @@ import logging
 import os
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -67,7 +68,9 @@ class Settings:
 
 
 def _find(directory: Path) -> Path | None:
-    candidates = [parent / FILE for parent in (directory, *directory.parents)] + [user_config_path("skyward") / FILE]
+    candidates = [parent / FILE for parent in (directory, *directory.parents)]
+    with suppress(RuntimeError, KeyError):  # no home, and no entry for this user
+        candidates.append(user_config_path("skyward") / FILE)
     return next((path for path in candidates if path.is_file()), None)
 
 

@@ -9,16 +9,17 @@ thing is gone. Whatever dies in between leaves an open intent, with all that is 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
-from platformdirs import user_state_path
 from sqlalchemy import BigInteger, ColumnElement, Connection, RowMapping, Select, and_, bindparam, case, delete, func, insert, literal, not_, select, update
 
 from skyward_core.entries import (
@@ -40,7 +41,7 @@ from skyward_core.entries import (
     Wish,
     micro_usd,
 )
-from skyward_core.errors import ZERO_USD, BadRequest, BudgetExceeded, LeaseLost, LedgerConflict
+from skyward_core.errors import ZERO_USD, BadRequest, BudgetExceeded, LeaseLost, LedgerConflict, LedgerError
 from skyward_core.ledger_tables import (
     ACCOUNTS,
     ATTEMPTS,
@@ -70,19 +71,51 @@ from skyward_core.ledger_tables import (
     work_values,
 )
 from skyward_core.owner import Owner
+from skyward_core.places import first_private, state_places
 from skyward_core.work import NO_WORK, Work, of_system
+from skyward_core.worker.private import NotPrivate
 
 BUSY_TIMEOUT_SECONDS = 30.0
 """How long a statement waits for another process that is writing; a write takes milliseconds."""
+ELSEWHERE = "name another place, SKYWARD_LEDGER=sqlite:////var/lib/skyward/ledger.db or postgresql+psycopg://host/database"
 NUMBERS_PER_STATEMENT = 1000
 """How many values one `IN` may list; SQLite takes 32,766 in a statement, PostgreSQL twice that."""
+_log = logging.getLogger("skyward")
 _DAY_MICROSECONDS = 86_400_000_000
 _MAY_SPEND = POOLS.c.condemned_microseconds.is_(None) & POOLS.c.ended_microseconds.is_(None)
 
 
-def default_url(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the ledger's URL: `SKYWARD_LEDGER`, or a SQLite file under the user's state directory."""
-    return environ.get("SKYWARD_LEDGER") or f"sqlite:///{user_state_path('skyward') / 'ledger.db'}"
+def default_url(environ: Mapping[str, str] = os.environ, *, must_last: bool = False) -> str:
+    """Return the ledger's URL: `SKYWARD_LEDGER`, or a SQLite file under the user's state directory.
+
+    Where that may not be written to, it is a file in the user's runtime folder, after a warning: such a ledger may be gone after a reboot. `must_last` raises
+    LedgerError instead, for what is paid from an account; and so does whoever has no home at all.
+    """
+    if url := environ.get("SKYWARD_LEDGER"):
+        return url
+    home, *others = state_places()
+    try:
+        folder = home[1]()
+    except (RuntimeError, KeyError) as error:
+        raise LedgerError(f"there is no place for the ledger, for this user has no home ({error}): set HOME, or {ELSEWHERE}") from error
+    if not folder.is_absolute():
+        raise LedgerError(f"there is no place for the ledger, for this user has no home ({folder} leads nowhere): set HOME, or {ELSEWHERE}")
+    if _can_be_written(folder):
+        return f"sqlite:///{folder / 'ledger.db'}"
+    if must_last:
+        raise LedgerError(f"{folder} may not be written to, and a budget needs a ledger that lasts: {ELSEWHERE}")
+    try:
+        runtime = first_private("ledger", others)
+    except NotPrivate as error:
+        raise LedgerError(f"{folder} may not be written to, and nothing else may be: {error}. {ELSEWHERE[0].upper()}{ELSEWHERE[1:]}") from error
+    _log.warning("%s may not be written to: the ledger is in %s, which may be gone after a reboot; %s", folder, runtime, ELSEWHERE)
+    return f"sqlite:///{runtime / 'ledger.db'}"
+
+
+def _can_be_written(folder: Path) -> bool:
+    """Whether files can be made in a folder, or the folder itself."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    return os.access(there, os.W_OK | os.X_OK)
 
 
 def now() -> datetime:

@@ -211,7 +211,7 @@ class Opening:
     def _open_book(self, undo: ExitStack) -> tuple[Book, Purse]:
         """Write the pool into the ledger, and give it a reaper: from here on a kill leaves nothing that nobody knows of."""
         ledger_module = importlib.import_module("skyward_core.ledger")
-        url = ledger_module.default_url()
+        url = ledger_module.default_url(must_last=self.spec.budget is not None)
         self._ledger = ledger = ledger_module.Ledger(url, busy_timeout_seconds=LEDGER_BUSY_SECONDS)
         undo.callback(ledger.close)
         self._book = book = Book(ledger, self.pool_id, self.spec, self.providers[0], self.meter, self.emit, work=self.work)

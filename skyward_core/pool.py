@@ -30,6 +30,7 @@ from skyward_core.config import Settings
 from skyward_core.errors import BadRequest, InstancesLeft, PoolClosed, ResultNotLoaded, SkywardError, Stored
 from skyward_core.events import Callback, CostFinal, compose, registered_callback
 from skyward_core.futures import CallFuture
+from skyward_core.greenlets import refuse_greenlets
 from skyward_core.instances import Lease
 from skyward_core.opening import Opening
 from skyward_core.providers import base
@@ -101,6 +102,7 @@ class ComputePool:
         nodes know, if it is not where it was for the opener, or its text, which is kept in memory alone.
         Raises Unreachable, CredentialsError or HostKeyChanged, and NodeLost if the scheduler that the lease names is gone.
         """
+        refuse_greenlets()
         claim = lease if isinstance(lease, Lease) else Lease.model_validate_json(lease) if isinstance(lease, str) else Lease.model_validate(lease)
         pool = cls.__new__(cls)
         spec = PoolSpec.of(nodes=max(1, len(claim.nodes)), display="quiet", retries=retries, lease_seconds=lease_seconds)
@@ -163,9 +165,10 @@ class ComputePool:
         """Rent and prepare the machines; what `with` does. Returns the pool. A closed pool may be opened again: new machines, a new bill.
 
         Raises NoCapacity, BootstrapFailed, ProvisioningTimeout or what the provider raises; then nothing is left running. PoolClosed if it has ended, and must
-        be closed first.
+        be closed first. BadRequest in a process that gevent or eventlet has patched.
         """
         self._raise_in_a_fork()
+        refuse_greenlets()
         terminations = self._terminations
         with self._opening:
             if isinstance(self._open, Opening) and not self._open.is_running:

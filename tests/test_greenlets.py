@@ -1,0 +1,75 @@
+"""A process that gevent or eventlet has patched gets no pool: it is told so at once, in words."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import uv
+
+import skyward_core as sky
+from skyward_core.greenlets import refuse_greenlets
+
+
+def patched(*names: str) -> Any:
+    return SimpleNamespace(is_module_patched=lambda name: name in names, is_monkey_patched=lambda name: name in names)
+
+
+@pytest.mark.parametrize(("module", "library"), [("gevent.monkey", "gevent"), ("eventlet.patcher", "eventlet")])
+def test_what_is_patched_is_named(module: str, library: str) -> None:
+    """With what to do instead; a library that has patched nothing that a pool needs is no reason."""
+    with pytest.raises(sky.BadRequest, match=f"{library} has replaced socket, select in this process.*process of its own"):
+        refuse_greenlets({module: patched("socket", "select", "os")})
+    refuse_greenlets({module: patched("os", "dns")})
+    refuse_greenlets({})
+
+
+def test_neither_opening_nor_attaching_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever it was patched, before the import or after: it is looked at as a pool opens."""
+    pool = sky.ComputePool(provider=sky.Local(), display="quiet")
+    monkeypatch.setitem(sys.modules, "gevent.monkey", cast("Any", patched("thread")))
+    with pytest.raises(sky.BadRequest, match="gevent has replaced thread"):
+        pool.open()
+    with pytest.raises(sky.BadRequest, match="gevent has replaced thread"):
+        sky.ComputePool.attach("{}")
+
+
+PROGRAM = """
+{before}
+import skyward_core as sky
+{after}
+if __name__ == "__main__":
+    try:
+        with sky.ComputePool(provider=sky.Local(), display="quiet") as pool:
+            print("open")
+    except sky.BadRequest as error:
+        print("refused:", error)
+"""
+PATCHES = {"gevent": "from gevent import monkey; monkey.patch_all()", "eventlet": "import eventlet; eventlet.monkey_patch()"}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the real libraries, which are in no environment of ours."""
+    folder = tmp_path_factory.mktemp("greenlets")
+    command = [uv.find_uv_bin(), "pip", "install", "--quiet", "--python", sys.executable, "--target", str(folder), "gevent", "eventlet"]
+    subprocess.run(command, check=True, timeout=200)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("library", PATCHES)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_the_real_library_is_noticed(library: str, when: str, site: Path, tmp_path: Path) -> None:
+    """Patched before or after the import, `open` ends in seconds."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(**{"before": "", "after": "", when: PATCHES[library]}))
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, str(program)], env=os.environ | {"PYTHONPATH": str(site)}, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.startswith(f"refused: {library} has replaced "), done.stderr[-2000:]
+    assert time.monotonic() - began < 30

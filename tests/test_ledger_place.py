@@ -1,0 +1,68 @@
+"""Where the ledger lies when nobody says so, and what happens where it may not lie there."""
+
+import logging
+import os
+import pwd
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+import skyward_core as sky
+from skyward_core import cli
+from skyward_core.ledger import default_url
+
+
+@pytest.fixture
+def read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home that may not be written to, for root too, and a runtime folder that may."""
+    home, runtime = tmp_path / "home", tmp_path / "run"
+    home.mkdir()
+    runtime.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: may(path, mode) and not str(path).startswith(str(home)))
+    return runtime
+
+
+def test_who_has_no_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """No HOME, and no entry in the user database: a LedgerError with an example, and one line from the command."""
+
+    def nobody(uid: int) -> NoReturn:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for name in ("HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME", "SKYWARD_LEDGER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    with pytest.raises(sky.LedgerError, match=r"this user has no home.*SKYWARD_LEDGER=sqlite:////var/lib/skyward/ledger\.db"):
+        default_url()
+    with pytest.raises(sky.LedgerError, match="SKYWARD_LEDGER"), sky.ComputePool(provider=sky.Local(), display="quiet"):
+        pass
+    assert cli.main(["ps"]) == cli.FAILED
+    assert "SKYWARD_LEDGER=" in capsys.readouterr().err
+
+
+def test_a_read_only_home_has_its_ledger_in_the_runtime_folder(read_only: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A pool without a budget works after a warning, and the command finds it there."""
+    with caplog.at_level(logging.WARNING, logger="skyward"), sky.ComputePool(provider=sky.Local(), display="quiet") as pool:
+        assert sky.compute(abs)(-2) >> pool == 2
+    assert any("may not be written to: the ledger is in" in message and "SKYWARD_LEDGER=" in message for message in caplog.messages)
+    assert default_url() == f"sqlite:///{read_only}/skyward/ledger/ledger.db"
+    assert (read_only / "skyward/ledger/ledger.db").is_file()
+
+
+def test_a_budget_needs_a_ledger_that_lasts(read_only: Path) -> None:
+    """An account that is gone after a reboot would be full again."""
+    with (
+        pytest.raises(sky.LedgerError, match=r"a budget needs a ledger that lasts.*SKYWARD_LEDGER="),
+        sky.ComputePool(provider=sky.Local(price_per_hour=1.2), budget="team", display="quiet"),
+    ):
+        pass
+
+
+def test_the_usual_place_is_taken_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SKYWARD_LEDGER, else the state folder, also where nothing of that is there yet."""
+    assert default_url({"SKYWARD_LEDGER": "sqlite:////x.db"}) == "sqlite:////x.db"
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "not/there/yet"))
+    assert default_url({}) == f"sqlite:///{tmp_path}/not/there/yet/skyward/ledger.db"
