@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, override
@@ -31,6 +31,7 @@ SHOWN_POOLS = 100
 MOST_COUNTED = 1_000_000_000
 MOST_SECONDS = 3_155_760_000.0
 """A hundred years: ages beyond that leave the calendar."""
+MOST_DAYS = 36_500
 MOST_USD = 1_000_000_000_000
 """The ledger's micro-dollars are 64-bit numbers."""
 LONGEST_NAME = 200
@@ -152,6 +153,11 @@ def _parser() -> argparse.ArgumentParser:
     receipt = _add(commands, "receipt", _receipt, "show what a pool has rented and what became of it, as JSON")
     receipt.add_argument("pool_id", type=_name)
 
+    ledgers = commands.add_parser("ledger", help="the ledger itself").add_subparsers(required=True, metavar="COMMAND")
+    prune = _add(ledgers, "prune", _prune, "show which details of old pools can go; with --yes, take them away: what they have cost stays", has_json=True)
+    prune.add_argument("--older-than", type=_days, required=True, metavar="DAYS", help="of pools that ended longer ago than that: 90d")
+    prune.add_argument("--yes", action="store_true", help="do it; without this nothing is touched")
+
     budgets = commands.add_parser("budget", help="accounts that pools are paid from").add_subparsers(required=True, metavar="COMMAND")
     limit = _add(budgets, "set", _set_budget, "make an account, or change its limit")
     limit.add_argument("name", type=_name)
@@ -187,6 +193,13 @@ def _seconds(text: str) -> float:
     if not 0 <= (seconds := _number_told(text)) <= MOST_SECONDS:
         raise argparse.ArgumentTypeError(f"seconds are zero or more, and at most {MOST_SECONDS:.0f}; given {_short(text)}")
     return seconds
+
+
+def _days(text: str) -> timedelta:
+    number = text.removesuffix("d")
+    if number == text or not (number.isascii() and number.isdecimal()) or len(number) > len(str(MOST_DAYS)) or not 0 < int(number) <= MOST_DAYS:
+        raise argparse.ArgumentTypeError(f"{_short(text)} is no number of days from 1d to {MOST_DAYS}d")
+    return timedelta(days=int(number))
 
 
 def _price(text: str) -> float:
@@ -581,6 +594,8 @@ def _offers(_: Ledger, asked: argparse.Namespace) -> int:
 
 
 def _why(ledger: Ledger, asked: argparse.Namespace) -> int:
+    from skyward_core.entries import PRUNED_SPEC
+
     entry = ledger.pool(asked.pool_id)
     if entry is None:
         raise BadRequest(f"the ledger has no pool {asked.pool_id!r}: look with `skyward ps --all`")
@@ -590,7 +605,10 @@ def _why(ledger: Ledger, asked: argparse.Namespace) -> int:
         _print_json([_attempt(one) for one in attempts])
         return _warned(damaged)
     if not attempts:
-        print(f"{entry.id} has not tried to rent anything")
+        what = (
+            "what it tried is not known any more: `skyward ledger prune` took it away" if entry.spec_json == PRUNED_SPEC else "has not tried to rent anything"
+        )
+        print(f"{entry.id} {what}" if what.startswith("has") else f"{entry.id}: {what}")
         return _warned(damaged)
     _print_table(
         ["AT", "PROVIDER", "REGION", "TYPE", "MARKET", ">SECONDS", "OUTCOME", "CODE", "REASON"],
@@ -624,6 +642,25 @@ def _attempt(one: Attempt) -> dict[str, Any]:
         "code": one.code or None,
         "message": one.message or None,
     }
+
+
+# ── the ledger itself ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _prune(ledger: Ledger, asked: argparse.Namespace) -> int:
+    before = datetime.now(UTC) - asked.older_than
+    pruned = ledger.prune(before, is_dry_run=not asked.yes)
+    if asked.yes and pruned.pools:
+        ledger.vacuum()
+    told = {"pools": pruned.pools, "attempts": pruned.attempts, "reservations": pruned.reservations}
+    if asked.json:
+        _print_json({"is_dry_run": not asked.yes, "ended_before": _iso(before), **told})
+    elif not pruned.pools:
+        print(f"no pool that ended before {_iso(before)} has details left")
+    else:
+        what = f"details of {pruned.pools} pools, {pruned.attempts} tries to rent machines, {pruned.reservations} settled reservations"
+        print(f"taken away: {what}; what they have cost stays" if asked.yes else f"to be taken away: {what}\nnothing was touched; --yes does it")
+    return TO_DO if pruned.pools and not asked.yes else 0
 
 
 # ── budgets ──────────────────────────────────────────────────────────────────────────────────────────────────────────

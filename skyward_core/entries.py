@@ -261,6 +261,19 @@ class PoolRow:
     on_demand_usd: Decimal
 
 
+PRUNED_SPEC = '{"pruned": true}'
+"""Takes the place of the spec of a pool whose details were pruned (`Ledger.prune`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What `Ledger.prune` has taken away, or would take: details of so many pools, tries to rent machines, and reservations that were settled."""
+
+    pools: int
+    attempts: int
+    reservations: int
+
+
 @dataclass(frozen=True, slots=True)
 class Account:
     """A limit in USD for each period, shared by all pools that name it."""

@@ -25,6 +25,7 @@ from sqlalchemy import BigInteger, ColumnElement, Connection, RowMapping, Select
 from skyward_core.entries import (
     BILLING_ROUNDING,
     MICRO_USD,
+    PRUNED_SPEC,
     SECONDS_PER_HOUR,
     Account,
     Attempt,
@@ -35,6 +36,7 @@ from skyward_core.entries import (
     Period,
     PoolEntry,
     PoolRow,
+    Pruned,
     Rented,
     Reservation,
     UnreadableRow,
@@ -72,6 +74,7 @@ from skyward_core.ledger_tables import (
 )
 from skyward_core.owner import Owner
 from skyward_core.places import first_private, state_places
+from skyward_core.providers.base import LAUNCH_TAG, RANK_TAG, TYPE_TAG
 from skyward_core.work import NO_WORK, Work, of_system
 from skyward_core.worker.private import NotPrivate
 
@@ -697,6 +700,40 @@ class Ledger:
             its = connection.execute(wanted if pool_id is None else wanted.where(RESERVATIONS.c.pool_id == pool_id))
             return read_rows(its.mappings(), reservation_of, unreadable)
 
+    # ── keeping it small ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def prune(self, ended_before: datetime, *, is_dry_run: bool = True) -> Pruned:
+        """Take away the details of pools that ended before then, of which nothing is open; again with the same changes nothing.
+
+        Their specs, their tries to rent machines, the tags of their machines and their settled reservations go. What they have cost stays, machine by
+        machine, and so does what accounts have spent: bills, receipts and budgets say what they said before.
+        """
+        p, r = POOLS.c, RESERVATIONS.c
+        is_closed = (p.ended_microseconds < stamp(ended_before)) & (p.spec_json != PRUNED_SPEC)
+        is_open = p.id.in_(select(RESOURCES.c.pool_id).where(IS_OPEN)) | p.id.in_(select(r.pool_id).where(r.settled_microseconds.is_(None)))
+        with self._write() as connection:
+            pools = list(connection.execute(select(p.id).where(is_closed, not_(is_open)).order_by(p.id).with_for_update()).scalars())
+            attempts = reservations = 0
+            for start in range(0, len(pools), NUMBERS_PER_STATEMENT):
+                some = pools[start : start + NUMBERS_PER_STATEMENT]
+                attempts += int(connection.execute(select(func.count()).where(ATTEMPTS.c.pool_id.in_(some))).scalar_one())
+                reservations += int(connection.execute(select(func.count()).where(r.pool_id.in_(some))).scalar_one())
+                if not is_dry_run:
+                    _take_details(connection, some)
+        return Pruned(len(pools), attempts, reservations)
+
+    def vacuum(self) -> None:
+        """Give the room of what was pruned back to the disk (SQLite), or to the tables (PostgreSQL, where it is done by itself too)."""
+        with told(self.url), self._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            tables = [table.name for table in (POOLS, RESOURCES, ATTEMPTS, RESERVATIONS)]
+            driver = cast("Any", connection.connection)
+            if connection.dialect.name == "sqlite":
+                driver.rollback()
+                driver.execute("VACUUM")
+                driver.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            else:
+                connection.exec_driver_sql(f"VACUUM {', '.join(tables)}")
+
     # ── transactions ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     @contextmanager
@@ -711,6 +748,23 @@ class Ledger:
 
 
 # ── pools ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _take_details(connection: Connection, pool_ids: Sequence[str]) -> None:
+    connection.execute(delete(ATTEMPTS).where(ATTEMPTS.c.pool_id.in_(pool_ids)))
+    connection.execute(delete(RESERVATIONS).where(RESERVATIONS.c.pool_id.in_(pool_ids)))
+    rows = connection.execute(select(RESOURCES.c.id, RESOURCES.c.tags_json).where(RESOURCES.c.pool_id.in_(pool_ids))).all()
+    if slim := [{"number": number, "tags": _slim(tags)} for number, tags in rows]:
+        connection.execute(update(RESOURCES).where(RESOURCES.c.id == bindparam("number")).values(tags_json=bindparam("tags")), slim)
+    connection.execute(update(POOLS).where(POOLS.c.id.in_(pool_ids)).values(spec_json=PRUNED_SPEC))
+
+
+def _slim(tags_json: str) -> str:
+    """Keep of a machine's tags what a receipt says of it, and what tells it from others of its pool should it be listed once more."""
+    try:
+        return json.dumps({name: value for name, value in json.loads(tags_json).items() if name in (TYPE_TAG, LAUNCH_TAG, RANK_TAG)}, sort_keys=True)
+    except (ValueError, AttributeError):  # a damaged row stays as it is
+        return tags_json
 
 
 def _pools(include_ended: bool) -> Select[Any]:

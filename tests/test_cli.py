@@ -501,6 +501,7 @@ def test_programs_are_told_what_the_page_says(
         "why": ["why sky-live --json"],
         "sweep": ["sweep --json", "sweep --yes --json"],
         "budget list": ["budget list --json"],
+        "ledger prune": ["ledger prune --older-than 90d --json"],
     }
     for command, typed in lines.items():
         fields, seen = documented(command), set[str]()

@@ -1,0 +1,155 @@
+"""`skyward ledger prune`: the details of old pools go, what they have cost stays, on both databases; and the role that a shared ledger needs."""
+
+import json
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+from sqlalchemy import create_engine, text
+
+from skyward_core import cli
+from skyward_core.entries import Account, Attempt, Bucket, CostBy, Period, Price, Pruned, ResourceKind, Wish
+from skyward_core.errors import LedgerError
+from skyward_core.ledger import Ledger
+from skyward_core.providers.base import LAUNCH_TAG, OWNER_TAG, RANK_TAG, TYPE_TAG
+from skyward_core.receipt import receipt
+from tests.test_ledger import LATER, NOON, OWNER, PROVIDER, Clock, clock, postgresql_server, postgresql_url, run_on, sqlite_url, url  # noqa: F401 - fixtures
+
+ROOT = Path(__file__).parent.parent
+SPEC = json.dumps({"nodes": 2, "env": {"TEXT": "x" * 2000}})
+TAGS = {LAUNCH_TAG: "l", RANK_TAG: "0", TYPE_TAG: "t4.large", OWNER_TAG: "ada@laptop", "much": "x" * 500}
+
+
+@pytest.fixture
+def ledger(url: str, clock: Clock) -> Iterator[Ledger]:  # noqa: F811
+    """A ledger with old pools: one that has ended, one that has ended and left a machine, one that lives; and one that has ended today."""
+    with Ledger(url, clock=clock, busy_timeout_seconds=10) as opened:
+        opened.set_account(Account("team", Decimal(500), Period.MONTH))
+        clock.time = NOON - timedelta(days=100)
+        for pool_id in ("old", "left", "lives"):
+            use(opened, pool_id, closes=pool_id == "old")
+        for pool_id in ("old", "left"):
+            opened.end_pool(pool_id)
+        clock.time = NOON
+        use(opened, "new", closes=True)
+        opened.end_pool("new")
+        yield opened
+
+
+def use(ledger: Ledger, pool_id: str, *, closes: bool) -> None:
+    ledger.open_pool(pool_id, owner=OWNER, provider=PROVIDER, spec_json=SPEC, lease_expires_at=LATER, account="team")
+    wish = Wish(ResourceKind.INSTANCE, "local", "here", f"{pool_id}-0", pool_id, TAGS, LATER, Price(Decimal("1.5"), Decimal(4)))
+    (intent,) = ledger.intend_all(pool_id, [wish])
+    ledger.bind(intent, f"i-{pool_id}")
+    ledger.note_all({intent.id: {Bucket.LAUNCHING: 60.0, Bucket.RUNNING_CALLS: 3600.5}})
+    ledger.note_attempts([Attempt(pool_id, ledger._clock(), "local", "here", "t4.large", is_spot=False, seconds=1.0, message="x" * 300)] * 3)
+    ledger.settle(ledger.reserve("team", pool_id, Decimal(5)), Decimal("1.6"))
+    if closes:
+        ledger.close_intent(intent, "it is not listed")
+
+
+def money(ledger: Ledger, clock: Clock) -> object:  # noqa: F811
+    """All that bills, receipts and budgets say, this month and when the old pools lived."""
+    bills = {by: ledger.cost_rows(by) for by in CostBy}
+    receipts = [receipt(ledger, pool_id) for pool_id in ("old", "left", "lives", "new")]
+    left = [ledger.left_usd("team", "any")]
+    now, clock.time = clock.time, NOON - timedelta(days=100)
+    left.append(ledger.left_usd("team", "any"))
+    clock.time = now
+    return bills, receipts, left, ledger.pool_rows(include_ended=True)[-1].cost_usd
+
+
+def test_details_go_and_money_stays(ledger: Ledger, clock: Clock) -> None:  # noqa: F811
+    """Only of pools that ended long ago and of which nothing is open; a dry run touches nothing; again there is nothing to do."""
+    before, since = money(ledger, clock), NOON - timedelta(days=90)
+    assert ledger.prune(since) == Pruned(1, 3, 1)
+    assert len(ledger.attempts()) == 12
+    assert ledger.prune(since, is_dry_run=False) == Pruned(1, 3, 1)
+    ledger.vacuum()
+    assert money(ledger, clock) == before
+    assert {attempt.pool_id for attempt in ledger.attempts()} == {"left", "lives", "new"}
+    (intent,) = ledger.intents(pool_id="old")
+    assert dict(intent.tags) == {LAUNCH_TAG: "l", RANK_TAG: "0", TYPE_TAG: "t4.large"}
+    assert ledger.prune(since, is_dry_run=False) == Pruned(0, 0, 0)
+    ledger.settle_pool("old", Decimal("1.6"))  # as a late sweep does
+    assert money(ledger, clock) == before
+    ledger.reserve("team", "lives", Decimal(400))
+
+
+def test_a_file_becomes_smaller(sqlite_url: str, clock: Clock) -> None:  # noqa: F811
+    """By most of what it was, where pools have specs and tries as real ones do."""
+    file = Path(sqlite_url.removeprefix("sqlite:///"))
+    with Ledger(sqlite_url, clock=clock) as ledger:
+        ledger.set_account(Account("team", Decimal(5000), Period.MONTH))
+        for number in range(100):
+            use(ledger, f"p{number}", closes=True)
+            ledger.end_pool(f"p{number}")
+        ledger.vacuum()
+        before = file.stat().st_size
+        ledger.prune(clock.time + timedelta(days=1), is_dry_run=False)
+        ledger.vacuum()
+        assert file.stat().st_size < 0.4 * before
+
+
+def test_the_command_is_dry_unless_it_is_told_otherwise(
+    ledger: Ledger,
+    clock: Clock,  # noqa: F811
+    url: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It exits with 3 while there is something to take away; `why` says that it was; JSON has its numbers."""
+    monkeypatch.setenv("SKYWARD_LEDGER", url)
+    days = "1d"
+    ledger.prune(NOON - timedelta(days=3650))
+    assert cli.main(["ledger", "prune", "--older-than", days]) == cli.TO_DO
+    told = capsys.readouterr().out
+    assert re.match(r"to be taken away: details of \d pools, \d tries to rent machines, \d settled reservations\nnothing was touched; --yes does it\n", told)
+    assert cli.main(["ledger", "prune", "--older-than", days, "--yes", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["is_dry_run"], told["attempts"], told["reservations"]) == (False, 3 * told["pools"], told["pools"])
+    assert cli.main(["ledger", "prune", "--older-than", days]) == 0
+    assert "has details left" in capsys.readouterr().out
+    assert cli.main(["why", "old"]) == 0
+    assert "`skyward ledger prune` took it away" in capsys.readouterr().out
+    for wrong in ("90", "0d", "-1d", "nand", "1e9d", "99999999d", "²d"):
+        with pytest.raises(SystemExit):
+            cli.main(["ledger", "prune", f"--older-than={wrong}"])
+        capsys.readouterr()
+
+
+@pytest.mark.slow
+def test_a_minimal_role_is_enough(postgresql_server: str, postgresql_url: str, clock: Clock) -> None:  # noqa: F811
+    """The GRANTs of docs/ledger.md, after the owner has made the tables: every verb works, and no table can be made, changed or dropped."""
+    page = (ROOT / "docs/ledger.md").read_text()
+    (grants,) = re.findall(r"```sql\n(.*?)```", page, re.DOTALL)
+    with Ledger(postgresql_url):
+        pass
+    engine = create_engine(postgresql_url)
+    try:
+        with engine.begin() as connection:
+            connection.execute(text(grants.replace("'...'", "'secret'")))
+        theirs = postgresql_url.replace("//ada@", "//skyward_user@")
+        with Ledger(theirs, clock=clock) as ledger:
+            ledger.set_account(Account("team", Decimal(500), Period.MONTH))
+            use(ledger, "p", closes=True)
+            ledger.condemn("p", seen=LATER)
+            ledger.end_pool("p")
+            assert ledger.prune(NOON + timedelta(days=1), is_dry_run=False).pools == 1
+            ledger.vacuum()
+        other = create_engine(theirs)
+        for statement in ("CREATE TABLE mine (a int)", "DROP TABLE skyward_pools", "DELETE FROM skyward_resources", "ALTER TABLE skyward_meta ADD b int"):
+            with pytest.raises(Exception, match=r"permission denied|must be owner"), other.begin() as connection:
+                connection.execute(text(statement))
+        other.dispose()
+        with engine.begin() as connection:
+            connection.execute(text("UPDATE skyward_meta SET value = '1'"))
+        with pytest.raises(LedgerError, match="SQLSTATE 42501"):
+            Ledger(theirs)
+    finally:
+        with engine.begin() as connection:
+            connection.execute(text("DROP OWNED BY skyward_user; DROP ROLE skyward_user"))
+        engine.dispose()
