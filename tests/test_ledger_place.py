@@ -6,6 +6,7 @@ import pwd
 from pathlib import Path
 from typing import NoReturn
 
+import distributed  # noqa: F401 - imported here, and not by a thread of a pool that ends before it has begun
 import pytest
 
 import skyward_core as sky
