@@ -99,8 +99,8 @@ class FakeVast(FakeCloud):
     @route("POST", "/api/v0/bundles/")
     def search(self, request: Request) -> Reply:
         wish = dict(request.body)
-        kind, order, limit = wish.pop("type"), wish.pop("order"), wish.pop("limit")
-        wish.pop("allocated_storage")
+        kind, order, limit = wish.pop("type"), wish.pop("order", []), wish.pop("limit", 64)
+        wish.pop("allocated_storage", None)
         if kind not in ("on-demand", "bid"):
             return Reply(400, {"success": False, "error": "invalid_args", "msg": f"Invalid type: {kind}"})
         found = [row for row in self.asks.values() if all(self._fits(row, field, conditions) for field, conditions in wish.items())]
@@ -234,6 +234,16 @@ class FakeVast(FakeCloud):
             return Reply(404, {"error": "instances_not_found", "msg": f"Instances {ids} not found."})
         for contract in ids:
             self._destroy(contract)
+        return Reply(200, {"success": True})
+
+    @route("PUT", "/api/v0/instances/{id}/")
+    def put_into_a_state(self, request: Request) -> Reply:
+        contract = int(request.words["id"])
+        if contract not in self.containers:
+            return Reply(404, {"success": False, "error": "no_such_instance", "msg": f"Instance {contract} not found."})
+        if request.body.get("state") != "stopped":
+            return Reply(400, {"success": False, "error": "invalid_args", "msg": "this fake stops containers, and no more"})
+        self.halt(contract)
         return Reply(200, {"success": True})
 
     @route("DELETE", "/api/v0/instances/{id}/")

@@ -28,8 +28,13 @@ def kind(name: str, gpu: str, chips: int, gpu_gb: int, cores: int, gb: int, pric
         "gpu": {"description": f"{chips}x {gpu}" if chips else "", "number_of_gpus": chips},
         "gpu_memory": {"description": f"{gpu_gb}GB GPU RAM", "size_in_gigabytes": gpu_gb},
         "storage": {"description": "dynamic"},
+        "display_name": name,
+        "description": "Dedicated Hardware Instance",
+        "best_for": [],
+        "p2p": None,
+        "supported_os": [],
         "price_per_hour": price,
-        "spot_price": spot,
+        "spot_price": spot or "0.000",
         "dynamic_price": None,
         "max_dynamic_price": None,
         "serverless_price": None,
@@ -156,12 +161,12 @@ class FakeVerda(FakeCloud):
 
     @route("GET", "/v1/instance-availability")
     def availability(self, request: Request) -> Reply:
-        is_spot = request.query["is_spot"] == "true"
+        is_spot = request.query.get("is_spot", request.query.get("isSpot")) == "true"  # Verda's Python client and its REST documentation differ
         return Reply(200, [{"location_code": place, "availabilities": names} for (place, spot), names in self.sold.items() if spot == is_spot])
 
     @route("GET", "/v1/images")
     def images(self, request: Request) -> Reply:
-        of = request.query["instance_type"]
+        of = request.query.get("instance_type", "")
         slugs = CPU_SLUGS if of.startswith("CPU") else OLD_SLUGS if "V100" in of or "A6000" in of else GPU_SLUGS
         return Reply(
             200, [{"id": str(uuid.uuid4()), "image_type": slug, "name": slug, "is_default": False, "is_cluster": False, "details": []} for slug in slugs]
@@ -183,6 +188,10 @@ class FakeVerda(FakeCloud):
         self.keys[key_id] = {"id": key_id, "name": request.body["name"], "key": request.body["key"] + " added"}
         return Reply(201, key_id, is_text=True)
 
+    @route("POST", "/v1/sshkeys")
+    def add_key_as_its_sdk_does(self, request: Request) -> Reply:
+        return self.add_key(request)
+
     @route("GET", "/v1/scripts")
     def list_scripts(self, request: Request) -> Reply:
         return Reply(200, list(self.scripts.values()))
@@ -191,7 +200,7 @@ class FakeVerda(FakeCloud):
     def add_script(self, request: Request) -> Reply:
         script_id = self.script(request.body["name"])
         self.scripts[script_id]["script"] = request.body["script"]
-        return Reply(201, f'"{script_id}"', is_text=True)
+        return Reply(201, script_id, is_text=True)
 
     @route("DELETE", "/v1/scripts/{id}")
     def remove_script(self, request: Request) -> Reply:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from pydantic import SecretStr
 
@@ -798,3 +799,51 @@ def test_it_refuses_volumes_and_tells_where_to_look(fake: FakeRunPod) -> None:
     assert set(RunPod.refuses) == {"volume", "mig"}
     assert RunPod().console_url(machine) == f"https://console.runpod.io/pods?id={machine.id}"
     assert json.loads(json.dumps(RunPod(region=("EU-RO-1",)).to_json())) == {"name": "runpod", "region": ["EU-RO-1"]}
+
+
+# ── RunPod's own specification ───────────────────────────────────────────────────────────────────────────────────────
+
+SPECIFICATION = json.loads(Path(__file__).with_name("runpod_specification.json").read_text())
+
+
+def check(what: str, value: object) -> None:
+    """Raise if a value is not what the specification of RunPod's API calls so."""
+    jsonschema.Draft202012Validator({"$ref": f"#/$defs/{what}", "$defs": SPECIFICATION["$defs"]}).validate(value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "wish"),
+    [
+        ({}, RTX_4090),
+        ({"cloud": "community"}, RTX_4090),
+        ({"global_networking": True, "registry": "r1", "region": "EU-RO-1", "disk_gb": 70}, RTX_4090),
+        ({}, Requirements(vcpus=2)),
+    ],
+)
+def test_what_is_asked_and_what_the_fake_answers_is_as_runpod_specifies(fake: FakeRunPod, settings: dict[str, Any], wish: Requirements) -> None:
+    """Each order, each pod in each of its states, and each refusal: neither we nor the fake drift from the published document."""
+    provider = RunPod(**settings)
+    rows: list[dict[str, Any]] = []
+    made = fake._make
+
+    def make(body: dict[str, Any]) -> str:
+        pod = made(body)
+        rows.append(fake.pods[pod])
+        return pod
+
+    fake._make = make  # type: ignore[method-assign]
+    (machine,) = provider.launch(cheapest(wish, provider), 1, tags(), STARTUP)
+    (order,) = fake.asked("POST", "/v2/pods")
+    check("CreatePodRequest", order.body)
+    check("Pod", fake.pods[machine.id])
+    for status in SPECIFICATION["$defs"]["PodStatus"]["enum"]:
+        assert status in runpod.STATES
+    fake.halt(machine.id)
+    check("Pod", fake.pods[machine.id])
+    provider.terminate([machine.id])
+    check("Pod", rows[0])
+    assert (rows[0]["status"], rows[0]["cost"]) == ("TERMINATED", 0.0)
+    for status in (400, 404, 422, 429):
+        check("ErrorResponse", problem(status, "no").body)
+    with pytest.raises(jsonschema.ValidationError):
+        check("CreatePodRequest", {**order.body, "labels": {}})
