@@ -177,6 +177,8 @@ class Opening:
                 undo.callback(self._settle_bill)
                 undo.push(self._tell_error)
                 dask.start()  # half a second that passes while the nodes come up
+                if (image := self.spec.image.locked()) is not self.spec.image:
+                    self.spec = self.spec.with_(image=image)  # before anything is rented, and the same for every machine that is rented later
                 book, purse = self._open_book(undo)
                 self.machines = machines = lifecycle.Machines(
                     self.spec, self.providers, self.pool_id, certificate, emit=self.emit, meter=self.meter, book=book, purse=purse

@@ -364,19 +364,19 @@ def test_hosts_that_do_not_see_each_other_are_one_pool(fleet, mirror):  # noqa: 
 
 @pytest.fixture(scope="module")
 def rented_pool(fleet: Fleet, mirror: Mirror) -> Iterator[sky.ComputePool]:  # noqa: F811
-    """One host that knows of no index; the image alone says where to install from, packages from an extra index."""
+    """One host that knows of no index; the image alone says where to install from, and which package from an index of its own."""
     env = {
-        "UV_DEFAULT_INDEX": f"{mirror.url}/nothing/",
+        "UV_DEFAULT_INDEX": f"{mirror.url}/simple/",
         "UV_PYTHON_DOWNLOADS_JSON_URL": mirror.environment["UV_PYTHON_DOWNLOADS_JSON_URL"],
         "GREETING": "it's $HOME",
     }
-    image = sky.Image(pip=[PURE_PACKAGE], pip_extra_index_url=f"{mirror.url}/simple/", env=env)
+    image = sky.Image(pip=[PURE_PACKAGE], pip_indexes={f"{mirror.url}/simple": [PURE_PACKAGE.partition("==")[0]]}, env=env)
     with pool_on(Cloud(fleet).provider(), Told(), image=image) as pool:
         yield pool
 
 
 def test_what_the_image_says_reaches_the_installer_and_the_calls(rented_pool):
-    """uv asks the indexes that the image names, the extra one too; calls see its variables, literally."""
+    """uv asks the indexes that the image names; calls see its variables, literally."""
     assert imported("six") >> rented_pool == PURE_PACKAGE.partition("==")[2]
     assert seen("GREETING") >> rented_pool == "it's $HOME"
 

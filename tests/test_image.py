@@ -83,6 +83,22 @@ def test_an_image_cannot_be_changed():
         ({"pyhton": "3.13"}, "did you mean 'python'"),
         ({"pip_extra_index": "https://x.org"}, "did you mean 'pip_extra_index_url'"),
         ({"packages": ["six"]}, "did you mean '"),
+        ({"pip": ["torch"], "pip_indexes": {"https://me:secret@x.org": ["torch"]}}, "must not hold a password"),
+        ({"pip": ["torch"], "pip_indexes": {"x.org": ["torch"]}}, "is not the URL of an index"),
+        ({"pip": ["torch"], "pip_indexes": {"https://x.org": []}}, "names no package"),
+        ({"pip": ["torch"], "pip_indexes": {"https://x.org": ["torch>=2"]}}, "write the name of a package alone"),
+        ({"pip": ["torch"], "pip_indexes": {"https://x.org": ["torch"], "https://y.org": ["Torch"]}}, "a package comes from one index"),
+        ({"pip": ["torch"], "pip_indexes": {"https://x.org": ["torchvision"]}}, "which is not in pip"),
+        ({"pip": ["torch"], "pip_extra_index_url": "https://x.org", "require_hashes": True}, "say with pip_indexes"),
+        ({"pip": ["torch"], "lock": "torch==1 --hash=sha256:1"}, "pip and lock cannot be together"),
+        ({"lock": "/no/such/file"}, "cannot be read: No such file"),
+        ({"lock": "# nothing\n"}, "names no package"),
+        ({"lock": "torch==1\n"}, "without a sha256 hash"),
+        ({"lock": "torch==1 --hash=md5:1\n"}, "without a sha256 hash"),
+        ({"lock": "torch>=1 --hash=sha256:1\n"}, "without a version"),
+        ({"lock": "-e .\n"}, "only packages can stand in it"),
+        ({"lock": "--extra-index-url https://x.org\n"}, "only packages can stand in it"),
+        ({"lock": 'lock-version = "1.0"\n[[packages]]\nname = "own"\ndirectory = {path = "."}\n'}, "'own' from a folder or a repository"),
         ({"python": "3"}, 'write "3.13"'),
         ({"python": "3.13.1"}, 'write "3.13"'),
         ({"python": "python3.13"}, 'write "3.13"'),
@@ -159,6 +175,12 @@ def test_the_hash_names_what_is_installed():
         Image(python="3.13", pip=["torch", "numpy"], apt=["ffmpeg"]),
         Image(python="3.13", pip=["torch", "numpy", "git"], apt=["ffmpeg"]),
         Image(python="3.13", pip=["torch", "numpy"], apt=["ffmpeg", "git"], pip_extra_index_url="https://x.org"),
+        Image(python="3.13", pip=["torch", "numpy"], apt=["ffmpeg", "git"], pip_indexes={"https://x.org": ["torch"]}),
+        Image(python="3.13", pip=["torch", "numpy"], apt=["ffmpeg", "git"], pip_indexes={"https://x.org": ["torch", "numpy"]}),
+        Image(python="3.13", pip=["torch", "numpy"], apt=["ffmpeg", "git"], pip_indexes={"https://y.org": ["torch"]}),
+        Image(python="3.13", pip=["torch", "numpy"], apt=["ffmpeg", "git"], require_hashes=True),
+        Image(python="3.13", lock="torch==1 --hash=sha256:1", apt=["ffmpeg", "git"]),
+        Image(python="3.13", lock="torch==1 --hash=sha256:2", apt=["ffmpeg", "git"]),
     ]
     assert len({name, one.content_hash(runtime=["dask==2"]), *(other.content_hash(runtime=["dask==1"]) for other in others)}) == 2 + len(others)
 
@@ -196,6 +218,7 @@ def test_the_runtime_is_what_this_client_has():
 FULL = {
     "pip": ["torch>=2.9; python_version<'3.15'", "pkg[extra]==1.*", "a @ https://x.org/a.whl#sha256=0"],
     "pip_extra_index_url": "https://download.pytorch.org/whl/cu128?a=$(id)",
+    "pip_indexes": {"https://pins.example.org/a'b?c=$(id)": ["pkg"]},
     "apt": ["ffmpeg", "g++", "git=1:2.39.5-0+deb12u2"],
     "env": {"A": 'it\'s "quoted" $(id) `id` \\ !', "PEM": "-----\nabc\n-----", "EMPTY": "", "_x9": "~/*"},
 }
@@ -414,9 +437,10 @@ def test_uv_is_told_which_interpreter_to_take(machine, interpreter):
     image = Image(pip_extra_index_url="https://x.org/simple")
     machine.run(image.bootstrap(runtime=["dask==1"]), **({"SKYWARD_PYTHON": interpreter} if interpreter else {}))
     environment = machine.home / "envs" / image.content_hash(runtime=["dask==1"])
-    index = "[--extra-index-url] [https://x.org/simple] [--index-strategy] [unsafe-best-match]"
+    index = "[--index] [https://x.org/simple] [--index-strategy] [first-index]"
     assert [line for line in machine.called("uv") if not line.startswith("[--version]")] == [
         f"[venv] [--no-project] [--python] [{interpreter or HERE}] [{environment}]",
+        f"[pip] [install] [--no-progress] [--python] [{environment}/bin/python] [--] [dask==1]",
         f"[pip] [install] [--no-progress] [--python] [{environment}/bin/python] {index} [--] [dask==1]",
     ]
 

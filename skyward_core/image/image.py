@@ -1,5 +1,7 @@
 """`Image`: what a node needs installed, as a value, and the script that installs it."""
 
+from __future__ import annotations
+
 import difflib
 import hashlib
 import json
@@ -7,6 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, NoReturn
 from urllib.parse import urlsplit
 
@@ -15,11 +18,25 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_seriali
 from skyward_core.accelerators.cuda import cuda_of
 from skyward_core.errors import BadRequest
 from skyward_core.image import shell
+from skyward_core.image.locking import locked
+from skyward_core.image.packages import NAME, Step, canonical, lacks, locked_steps, name_of, read_lock, steps
 from skyward_core.secret import masked, refuse_masks
 
 
 def _refuse(*_: object, **__: object) -> NoReturn:
     raise TypeError("an image is a value: make a new one, with env={**image.env, ...}")
+
+
+class FrozenIndexes(dict[str, tuple[str, ...]]):
+    """Packages by the index that they come from; compares and prints as a dict, hashes by value, and cannot be changed."""
+
+    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride] - a dict has none because it can change
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FrozenIndexes, (dict(self),)
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
 
 
 class FrozenEnv(dict[str, str]):
@@ -43,11 +60,13 @@ class Image(BaseModel):
     """What a node has installed.
 
     `python` is "major.minor" and defaults to the interpreter that builds the image: functions travel as bytecode, so both sides must agree.
-    `pip` holds requirements (PEP 508) and `pip_extra_index_url` one more index beside the package index, asked as pip asks it: the best
-    version of all indexes wins. `apt` holds Debian package names, also as "name=version". `env` is set in every call, its values
-    literally; in repr and JSON those that look like secrets are masked (docs/secrets.md). With `cache` a provider that can keep disks (AWS) keeps
-    that of the first machine with these packages, and later machines start from it; elsewhere it changes nothing. Lists become tuples. Raises
-    pydantic's ValidationError (a ValueError) before anything starts.
+    `pip` holds requirements (PEP 508); `pip_indexes` names, for an index that is not the package index, those of them that come from it, and from it
+    alone. `pip_extra_index_url` is one more index beside the package index: what it has comes from it, in whatever version, and the rest from the
+    package index. With `require_hashes` nothing is installed that has another hash than the package index told this client before anything was
+    rented; `lock`, the path of a lock file that has hashes, or its text, takes the place of `pip`. `apt` holds Debian package names, also as
+    "name=version". `env` is set in every call, its values literally; in repr and JSON those that look like secrets are masked (docs/secrets.md). With
+    `cache` a provider that can keep disks (AWS) keeps that of the first machine with these packages, and later machines start from it; elsewhere it
+    changes nothing. Lists become tuples. Raises pydantic's ValidationError (a ValueError) before anything starts.
 
     >>> Image(python="3.13", pip=["torch"], env={"OMP_NUM_THREADS": "1"}).pip
     ('torch',)
@@ -58,6 +77,9 @@ class Image(BaseModel):
     python: str = Field(default_factory=lambda: "{}.{}".format(*sys.version_info))
     pip: Sequence[str] = ()
     pip_extra_index_url: str | None = None
+    pip_indexes: Annotated[dict[str, tuple[str, ...]], AfterValidator(FrozenIndexes)] = Field(default_factory=FrozenIndexes)
+    require_hashes: bool = False
+    lock: str | None = Field(default=None, repr=False)
     apt: Sequence[str] = ()
     env: Annotated[dict[str, str], AfterValidator(FrozenEnv)] = Field(default_factory=FrozenEnv)
     cache: bool = False
@@ -68,34 +90,54 @@ class Image(BaseModel):
     @property
     def is_bare(self) -> bool:
         """Whether there is nothing to install beside the node's own needs; `env` does not count."""
-        return not self.pip and not self.apt
+        return not self.pip and not self.apt and self.lock is None
 
     @property
     def min_cuda(self) -> float | None:
-        """The CUDA that `pip` and `pip_extra_index_url` speak of, as "+cu128" and ".../whl/cu128" do; None if they do not.
+        """The CUDA that the packages and their indexes speak of, as "+cu128" and ".../whl/cu128" do; None if they do not.
 
         >>> Image(pip=["torch"], pip_extra_index_url="https://download.pytorch.org/whl/cu128").min_cuda
         12.8
         """
-        told = [version for text in (*self.pip, self.pip_extra_index_url or "") if (version := cuda_of(text)) is not None]
+        told = [version for text in (*self.pip, *(self.lock or "").splitlines(), *self.pip_indexes, self.pip_extra_index_url or "") if (version := cuda_of(text)) is not None]
         return max(told, default=None)
 
     def content_hash(self, *, runtime: Sequence[str] | None = None) -> str:
         """Return 12 hexadecimal characters that name what is on the disk of a prepared machine; it names environments and snapshots.
 
-        Two images have the same if and only if they install the same: python, pip, apt (in any order), the extra index and `runtime`, what
+        Two images have the same if and only if they install the same: python, pip, apt (in any order), the indexes, hashes and `runtime`, what
         the node itself needs (default: `runtime_pins()`). `env` is left out: it is exported after the installation and cannot change it; and so is `cache`.
         The same in every process and on every machine.
         """
-        parts = {
+        parts: dict[str, Any] = {
             "python": self.python,
             "pip": sorted(set(self.pip)),
             "pip_extra_index_url": self.pip_extra_index_url,
             "apt": sorted(set(self.apt)),
             "runtime": sorted(set(runtime_pins() if runtime is None else runtime)),
         }
-        canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+        if self.pip_extra_index_url is not None:
+            parts["index_strategy"] = "first-index"
+        if self.pip_indexes:
+            parts["pip_indexes"] = {url: sorted({canonical(name) for name in names}) for url, names in self.pip_indexes.items()}
+        if self.require_hashes or self.lock is not None:
+            parts["lock"] = sorted(self.lock.splitlines()) if self.lock is not None else []
+        text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def locked(self, *, runtime: Sequence[str] | None = None) -> Image:
+        """Return this image with a lock that holds all that is installed and is complete; itself if it has one, or need not have one.
+
+        Asks the package index of this client (or the one that `env` names) which versions to take, and their hashes. `runtime` is as in `content_hash`.
+        Raises BadRequest if it cannot be told.
+        """
+        pins = tuple(runtime_pins() if runtime is None else runtime)
+        known = self.lock or ""
+        if (not self.require_hashes and self.lock is None) or (self.lock is not None and not lacks(known, pins)):
+            return self
+        wanted = pins if self.lock is not None else (*pins, *self.pip)
+        lock = locked(self.python, wanted, self.pip_indexes if self.lock is None else {}, known, self.env)
+        return self.model_copy(update={"pip": (), "lock": lock})
 
     def bootstrap(self, ttl: int = 0, *, runtime: Sequence[str] | None = None) -> str:
         """Return a bash script that prepares a machine for this image, as whoever runs it. It may run twice: then it installs nothing.
@@ -107,7 +149,7 @@ class Image(BaseModel):
         end (see `shell`). What is appended runs in the same shell, under the same trap, with the image's `env`, `SKYWARD_HOME` and
         `SKYWARD_ENV_PYTHON` (the environment's interpreter) exported; it may call `skyward_phase NAME`.
 
-        Raises BadRequest if `ttl` is negative.
+        Raises BadRequest if `ttl` is negative, and for an image with hashes that is not `locked`.
         """
         if ttl < 0:
             raise BadRequest(f"ttl={ttl} seconds is in the past: give 0 for a machine that is not turned off by itself, or more")
@@ -117,7 +159,7 @@ class Image(BaseModel):
             shell.prelude(),
             shell.export(self.env),  # first: indexes and proxies for what is installed stand here
             shell.shutdown_after(ttl),
-            shell.python_environment(self.content_hash(runtime=pins), self.python, (*pins, *self.pip), self.pip_extra_index_url, self.apt),
+            shell.python_environment(self.content_hash(runtime=pins), self.python, self._steps(pins), self.apt),
             'export SKYWARD_ENV_PYTHON="$skyward_environment/bin/python"',
             shell.done("deps"),
         )
@@ -125,6 +167,14 @@ class Image(BaseModel):
     @field_serializer("env", when_used="json")
     def _without_secrets(self, env: dict[str, str]) -> dict[str, str]:
         return masked(env)
+
+    def _steps(self, pins: Sequence[str]) -> list[Step]:
+        if self.lock is None and not self.require_hashes:
+            return steps(pins, self.pip, self.pip_extra_index_url, self.pip_indexes)
+        if self.lock is None or lacks(self.lock, pins):
+            raise BadRequest("the image's packages have no hashes yet: take image.locked(), which asks the package index for them")
+        extra = [self.pip_extra_index_url] if self.pip_extra_index_url is not None else []
+        return locked_steps(self.lock, [*self.pip_indexes, *extra])
 
     @model_validator(mode="before")
     @classmethod
@@ -151,14 +201,46 @@ class Image(BaseModel):
     @field_validator("pip_extra_index_url")
     @classmethod
     def _look_like_an_index(cls, url: str | None) -> str | None:
-        if url is None:
+        return None if url is None else _sound_index("pip_extra_index_url", url)
+
+    @field_validator("pip_indexes")
+    @classmethod
+    def _look_like_indexes(cls, indexes: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        for url in indexes:
+            _sound_index("pip_indexes", url)
+        names = [canonical(name) for listed in indexes.values() for name in listed]
+        for url, listed in indexes.items():
+            if not listed:
+                raise ValueError(f"pip_indexes names no package for {url}: write which ones come from there")
+            if wrong := [name for name in listed if not NAME.fullmatch(name)]:
+                raise ValueError(f"pip_indexes has {wrong[0]!r}: write the name of a package alone; its version goes to pip")
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"pip_indexes names {twice[0]!r} twice: a package comes from one index")
+        return indexes
+
+    @field_validator("lock")
+    @classmethod
+    def _read_lock(cls, lock: str | None) -> str | None:
+        if lock is None:
             return None
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https", "file") or not url.isprintable() or " " in url:
-            raise ValueError(f'pip_extra_index_url={url!r} is not the URL of an index: write "https://..."')
-        if parts.username is not None:
-            raise ValueError("pip_extra_index_url must not hold a password or token, for images are written to logs: put it into ~/.netrc on the machine")
-        return url
+        is_text = "\n" in lock or "--hash" in lock
+        try:
+            return read_lock(lock if is_text else Path(lock).read_text())
+        except OSError as error:
+            raise ValueError(f"lock={lock!r} cannot be read: {error.strerror}") from error
+
+    @model_validator(mode="after")
+    def _say_each_thing_once(self) -> Image:
+        if self.lock is not None:
+            if self.pip:
+                raise ValueError("pip and lock cannot be together: lock the packages too (uv pip compile --generate-hashes)")
+            return self
+        asked = {name_of(entry) for entry in self.pip}
+        if strangers := [name for names in self.pip_indexes.values() for name in names if canonical(name) not in asked]:
+            raise ValueError(f"pip_indexes names {strangers[0]!r}, which is not in pip: name it there too")
+        if self.require_hashes and self.pip_extra_index_url is not None:
+            raise ValueError("require_hashes and pip_extra_index_url cannot be together: say with pip_indexes which packages come from there, or give a lock")
+        return self
 
     @field_validator("apt")
     @classmethod
@@ -179,6 +261,16 @@ class Image(BaseModel):
             if "\0" in value:
                 raise ValueError(f"env[{name!r}] holds a NUL character, which no environment variable can")
         return env
+
+
+def _sound_index(field: str, url: str) -> str:
+    """Return the URL of an index. Raises ValueError for anything else, and for one with a secret in it."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https", "file") or not url.isprintable() or " " in url:
+        raise ValueError(f'{field}={url!r} is not the URL of an index: write "https://..."')
+    if parts.username is not None:
+        raise ValueError(f"{field} must not hold a password or token, for images are written to logs: put it into ~/.netrc on the machine")
+    return url
 
 
 def runtime_pins() -> tuple[str, ...]:

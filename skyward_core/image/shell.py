@@ -11,6 +11,7 @@ Every function here is pure and returns lines of bash. The program is constant; 
 import shlex
 from collections.abc import Iterable, Mapping
 
+from skyward_core.image.packages import Step
 from skyward_core.image.uv_wheels import WHEELS
 
 
@@ -27,18 +28,24 @@ def shutdown_after(ttl_seconds: int) -> str:
     return _call("skyward_shutdown_after", [str(ttl_seconds)]) if ttl_seconds else ""
 
 
-def python_environment(name: str, python: str, requirements: Iterable[str], extra_index_url: str | None, apt: Iterable[str]) -> str:
+def python_environment(name: str, python: str, steps: Iterable[Step], apt: Iterable[str]) -> str:
     """Return lines that make sure of the apt packages and of `$SKYWARD_HOME/envs/NAME`, an environment with Python `python` (as "3.13").
 
     Phases: "uv" and "deps" unless the environment is complete, "apt" if a package is missing.
     """
-    # pip looks at all indexes alike and takes the best version; uv by default takes the first index that knows the name, and the extra
-    # one first: an index that mirrors a few old versions (as PyTorch's does) would then hide the package index.
-    index = ["--extra-index-url", extra_index_url, "--index-strategy", "unsafe-best-match"] if extra_index_url else []
-    build = _call("skyward_build", [name, python, *index, "--", *requirements])
     packages = list(apt)
     install = _call("skyward_apt", packages) + "\n" if packages else ""
-    return f'{_call("skyward_find", [name])}\n{install}[ -n "$skyward_complete" ] || {build}'
+    body = "\n".join(f"  {_step(step)}" for step in steps)
+    build = _call("skyward_build", [name, python])
+    return f'skyward_packages() {{\n{body}\n}}\n{_call("skyward_find", [name])}\n{install}[ -n "$skyward_complete" ] || {build}'
+
+
+def _step(step: Step) -> str:
+    if step.file is None:
+        return _call("skyward_pip", step.arguments)
+    name, text = step.file
+    path = f'"$skyward_environment/{name}"'
+    return f"printf '%s' {_quoted(text)} >{path}\n  {_call('skyward_pip', step.arguments)} -r {path}"
 
 
 def export(env: Mapping[str, str]) -> str:
@@ -265,16 +272,18 @@ skyward_find() {
     skyward_find_uv
   fi
 }
-skyward_build() { # name, version of Python, arguments of uv pip install
+skyward_pip() { # arguments of uv pip install
+  skyward_run skyward_uv pip install --no-progress --python "$skyward_environment/bin/python" "$@"
+}
+skyward_build() { # name, version of Python; skyward_packages installs the rest
   local name=$1 version=$2
-  shift 2
   skyward_phase deps
   skyward_lock "$SKYWARD_HOME/envs/$name.lock"
   if ! skyward_is_complete; then
     skyward_run rm -rf -- "$skyward_environment"
     skyward_run skyward_uv venv --no-project --python "${SKYWARD_PYTHON:-$version}" "$skyward_environment"
     skyward_run "$skyward_environment/bin/python" -c "$skyward_check" "$version"
-    skyward_run skyward_uv pip install --no-progress --python "$skyward_environment/bin/python" "$@"
+    skyward_packages
     : >"$skyward_environment/.skyward-complete"
   fi
   skyward_unlock

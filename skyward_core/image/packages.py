@@ -1,0 +1,126 @@
+"""How an image's packages are asked for: which of them from which index, and files by their hashes. Pure text, for uv on a node and on the client alike."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+NAME = re.compile(r"\s*([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)")
+"""The name that a requirement begins with (PEP 508)."""
+_HASH = re.compile(r"--hash[= ]([a-z0-9]+):([0-9a-f]+)")
+_WEAK = ("md5", "sha1")
+PROJECT, LOCK = "pyproject.toml", "requirements.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One `uv pip install` with these arguments. `file` is one that it reads, by its name, of these contents."""
+
+    arguments: tuple[str, ...]
+    file: tuple[str, str] | None = None
+
+
+def canonical(name: str) -> str:
+    """Return a distribution's name as the package index has it (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def name_of(requirement: str) -> str:
+    """Return the canonical name of what a requirement asks for, "" if it has none, as a bare URL."""
+    found = NAME.match(requirement)
+    return canonical(found[1]) if found is not None else ""
+
+
+def steps(pins: Sequence[str], pip: Sequence[str], extra_index: str | None, pinned: Mapping[str, Sequence[str]]) -> list[Step]:
+    """Return how to install what a node needs (`pins`) and `pip`: the packages that `pinned` names from their index alone, the others from the package index.
+
+    With an extra index, whatever that one has comes from it and from nowhere else, so that no stranger's package of the same name is taken for one's own.
+    What a node needs is installed before that one is asked: it may have one old version of Dask, which then would be the only one.
+    """
+    if not pinned and extra_index is None:
+        return [Step(("--", *pins, *pip))]
+    index = ("--index", extra_index, "--index-strategy", "first-index") if extra_index is not None else ()
+    first = [Step(("--", *pins))] if extra_index is not None and pins else []
+    if not pinned:
+        return [*first, Step((*index, "--", *pins, *pip))]
+    return [*first, Step(index, (PROJECT, project((*pins, *pip), pinned)))]
+
+
+def locked_steps(lock: str, indexes: Iterable[str]) -> list[Step]:
+    """Return how to install a lock and nothing else. Whichever index has a file of the right hash, it is the right file."""
+    asked = [word for index in indexes for word in ("--index", index)]
+    strategy = ("--index-strategy", "unsafe-best-match") if asked else ()
+    return [Step(("--require-hashes", *asked, *strategy), (LOCK, lock))]
+
+
+def project(requirements: Iterable[str], pinned: Mapping[str, Sequence[str]]) -> str:
+    """Return a pyproject.toml with these dependencies, of which some come from an index of their own."""
+    listed = list(dict.fromkeys(requirements))
+    places = {canonical(name): f"index-{number}" for number, names in enumerate(pinned.values()) for name in names}
+    lines = ["[project]", 'name = "skyward-image"', 'version = "0"', f"dependencies = {json.dumps(listed, ensure_ascii=False)}"]
+    lines += ["[tool.uv.workspace]  # so that no folder above is asked", "members = []", "[tool.uv.sources]"]
+    lines += [f"{name} = {{ index = {json.dumps(place)} }}" for name, place in places.items()]
+    for number, url in enumerate(pinned):
+        lines += ["[[tool.uv.index]]", f'name = "index-{number}"', f"url = {json.dumps(url, ensure_ascii=False)}", "explicit = true"]
+    return "\n".join(lines) + "\n"
+
+
+# ── locks ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def read_lock(text: str) -> str:
+    """Return a lock as lines of a requirements file, each with its hashes, of a requirements file or a pylock.toml (PEP 751). Raises ValueError."""
+    lines = _of_pylock(text) if re.search(r"^lock-version\s*=", text, re.MULTILINE) else _logical_lines(text)
+    if not lines:
+        raise ValueError("the lock names no package")
+    for line in lines:
+        what = line.split()[0]
+        if line.startswith("-"):
+            raise ValueError(f"the lock has {what!r}: only packages can stand in it (uv export --no-emit-project; indexes go to pip_indexes)")
+        if not name_of(line) or not re.match(r"\S+\s*(==\s*\S|@)", line):
+            raise ValueError(f"the lock has {what!r} without a version: each must be as name==version (make it with uv pip compile --generate-hashes)")
+        hashes = [kind for kind, _ in _HASH.findall(line)]
+        if not hashes or set(hashes) & set(_WEAK):
+            raise ValueError(f"the lock has {what!r} without a sha256 hash (make it with uv pip compile --generate-hashes, or uv export)")
+    return "\n".join(lines) + "\n"
+
+
+def names_of(lock: str) -> set[str]:
+    """Return the names of the packages of a lock."""
+    return {name_of(line) for line in lock.splitlines()}
+
+
+def lacks(lock: str, pins: Iterable[str]) -> list[str]:
+    """Return which of these, each as name==version, a lock does not have."""
+    there = {(name_of(line), _version(line)) for line in lock.splitlines()}
+    return [pin for pin in pins if (name_of(pin), _version(pin)) not in there]
+
+
+def _version(line: str) -> str:
+    return line.partition("==")[2].split(";")[0].split("--hash")[0].strip()
+
+
+def _logical_lines(text: str) -> list[str]:
+    joined = re.sub(r"\\\r?\n", " ", text)
+    bare = (re.sub(r"(^|\s)#.*$", "", line) for line in joined.splitlines())
+    return [" ".join(line.split()) for line in bare if line.strip()]
+
+
+def _of_pylock(text: str) -> list[str]:
+    try:
+        packages = cast("list[dict[str, Any]]", tomllib.loads(text).get("packages", []))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"the lock is no TOML: {error}") from error
+    lines: list[str] = []
+    for package in packages:
+        files = [*package.get("wheels", []), *([package["sdist"]] if "sdist" in package else [])]
+        hashes = sorted({f"--hash=sha256:{file['hashes']['sha256']}" for file in files if "sha256" in file.get("hashes", {})})
+        if "version" not in package or not hashes:
+            raise ValueError(f"the lock has {package.get('name')!r} from a folder or a repository: only packages of an index can stand in it")
+        marker = f" ; {package['marker']}" if "marker" in package else ""
+        lines.append(" ".join([f"{package['name']}=={package['version']}{marker}", *hashes]))
+    return lines

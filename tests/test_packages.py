@@ -1,0 +1,212 @@
+"""Which index packages come from, and that they are the files that they were: real installations from two small indexes on this machine."""
+
+import hashlib
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import uv
+
+import skyward_core as sky
+from skyward_core.errors import BadRequest
+from skyward_core.image.image import Image, runtime_pins
+from skyward_core.image.packages import lacks, read_lock
+
+HERE = "{}.{}".format(*sys.version_info)
+RUNTIME = ("runtimepkg==2.0",)
+
+
+class Indexes:
+    """Two package indexes below one address: the one that is asked by default, and another one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.asked: list[str] = []
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), name="indexes", daemon=True).start()
+
+    def add(self, index: str, name: str, version: str, *needs: str, note: str = "") -> Path:
+        """Publish a wheel with one module that tells its version and where it is from."""
+        path = self.folder / index / name / f"{name}-{version}-py3-none-any.whl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        needed = "".join(f"Requires-Dist: {need}\n" for need in needs)
+        with zipfile.ZipFile(path, "w") as wheel:
+            info = f"{name}-{version}.dist-info"
+            wheel.writestr(f"{name}.py", f"FOUND = {f'{version} of {index}{note}'!r}\n")
+            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needed}")
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{info}/RECORD", "")
+        return path
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    def _handler(self) -> type[http.server.BaseHTTPRequestHandler]:
+        indexes = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def log_message(self, *_: object) -> None:
+                """Say nothing."""
+
+            def do_GET(self) -> None:
+                indexes.asked.append(self.path)
+                path = indexes.folder / self.path.strip("/")
+                files = sorted(path.glob("*.whl")) if path.is_dir() else []
+                if not path.is_file() and not files:
+                    self.send_error(404)
+                    return
+                page = "".join(f'<a href="{file.name}#sha256={hashlib.sha256(file.read_bytes()).hexdigest()}">{file.name}</a>' for file in files)
+                body = page.encode() or path.read_bytes()
+                self.send_response(200)
+                self.send_header("Content-Type", "text/html" if files else "application/octet-stream")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                if self.command == "GET":
+                    self.wfile.write(body)
+
+            do_HEAD = do_GET  # uv asks for the size before it asks for a part
+
+        return Handler
+
+
+@pytest.fixture
+def indexes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Indexes]:
+    """Two indexes. Both have a package that only the other one should have, and an old version of something that everybody needs is in the extra one."""
+    made = Indexes(tmp_path / "indexes")
+    monkeypatch.setenv("UV_DEFAULT_INDEX", f"{made.url}/default")
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv-cache"))
+    made.add("default", "runtimepkg", "2.0", "common>=1")
+    made.add("default", "common", "3.0")
+    made.add("default", "ours", "99.0", note=", by a stranger")
+    made.add("default", "torchy", "5.0", "common")
+    made.add("extra", "runtimepkg", "9.0")
+    made.add("extra", "common", "1.0")
+    made.add("extra", "ours", "1.0")
+    made.add("extra", "torchy", "4.0+cu128", "common")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def install(tmp_path: Path) -> Callable[..., dict[str, str] | str]:
+    """Run an image's script; return what each module that is asked for tells of itself, or what went wrong."""
+
+    def install(image: Image, *modules: str) -> dict[str, str] | str:
+        env = {**os.environ, "SKYWARD_HOME": str(tmp_path / "home"), "SKYWARD_UV": uv.find_uv_bin(), "SKYWARD_PYTHON": sys.executable}
+        tell = f"import json; print(json.dumps({{name: __import__(name).FOUND for name in {modules!r}}}))"
+        script = image.bootstrap(runtime=RUNTIME) + '\n"$SKYWARD_ENV_PYTHON" "$TELL"\n'
+        (tmp_path / "tell.py").write_text(tell)
+        run = subprocess.run(["bash"], input=script, env={**env, "TELL": str(tmp_path / "tell.py")}, capture_output=True, text=True, timeout=100, check=False)
+        return json.loads(run.stdout.splitlines()[-1]) if run.returncode == 0 else run.stderr
+
+    return install
+
+
+def test_what_an_extra_index_has_comes_from_it_and_what_nodes_need_does_not(indexes, install) -> None:
+    """A stranger's newer package of the same name is not taken (dependency confusion), and an old copy in the extra index hides nothing of a node's own."""
+    image = Image(pip=["torchy", "ours"], pip_extra_index_url=f"{indexes.url}/extra")
+    assert install(image, "ours", "torchy", "runtimepkg", "common") == {
+        "ours": "1.0 of extra",
+        "torchy": "4.0+cu128 of extra",
+        "runtimepkg": "2.0 of default",
+        "common": "3.0 of default",
+    }
+
+
+def test_a_package_that_is_pinned_to_an_index_comes_from_it_and_nothing_else_does(indexes, install) -> None:
+    """The index of a pin is asked for those packages alone; with an extra index beside it too."""
+    pinned = Image(pip=["torchy", "common"], pip_indexes={f"{indexes.url}/extra": ["Torchy"]})
+    assert install(pinned, "torchy", "runtimepkg", "common") == {"torchy": "4.0+cu128 of extra", "runtimepkg": "2.0 of default", "common": "3.0 of default"}
+    assert {path.split("/")[2] for path in indexes.asked if path.startswith("/extra/")} == {"torchy"}
+    indexes.add("third", "ours", "2.0")
+    both = Image(pip=["torchy", "ours"], pip_indexes={f"{indexes.url}/extra": ["torchy"]}, pip_extra_index_url=f"{indexes.url}/third")
+    assert install(both, "torchy", "ours") == {"torchy": "4.0+cu128 of extra", "ours": "2.0 of third"}
+
+
+def test_with_hashes_only_the_files_that_the_client_has_seen_are_installed(indexes, install) -> None:
+    """What the nodes need is locked with the rest, for every architecture; another file of the same name and version is refused."""
+    image = Image(pip=["torchy"], pip_indexes={f"{indexes.url}/extra": ["torchy"]}, require_hashes=True)
+    with pytest.raises(BadRequest, match="no hashes yet"):
+        image.bootstrap(runtime=RUNTIME)
+    locked = image.locked(runtime=RUNTIME)
+    assert [line.split()[0] for line in str(locked.lock).splitlines()] == ["common==3.0", "runtimepkg==2.0", "torchy==4.0+cu128"]
+    assert locked.locked(runtime=RUNTIME) is locked
+    assert Image.model_validate_json(locked.model_dump_json()) == locked
+    assert locked.content_hash(runtime=RUNTIME) != image.content_hash(runtime=RUNTIME)
+    indexes.add("extra", "torchy", "4.0+cu128", "common", note=", and altered")
+    assert "Hash mismatch" in install(locked, "torchy")
+    assert locked.content_hash(runtime=RUNTIME) != image.locked(runtime=RUNTIME).content_hash(runtime=RUNTIME)
+    indexes.add("extra", "torchy", "4.0+cu128", "common")
+    again = image.locked(runtime=RUNTIME)
+    assert install(again, "torchy", "runtimepkg") == {"torchy": "4.0+cu128 of extra", "runtimepkg": "2.0 of default"}
+
+
+def test_what_cannot_be_locked_is_told_before_anything_is_rented(indexes) -> None:
+    """With uv's own words."""
+    with pytest.raises(BadRequest, match=r"cannot be locked: [\s\S]*nowhere"):
+        Image(pip=["nowhere"], require_hashes=True).locked(runtime=RUNTIME)
+
+
+def test_a_lock_is_completed_with_what_nodes_need(indexes, install, tmp_path) -> None:
+    """The user's own versions and hashes hold; what is missing comes with the hashes that the package index tells; a lock that has all asks nobody."""
+    common = hashlib.sha256((indexes.folder / "default/common/common-3.0-py3-none-any.whl").read_bytes()).hexdigest()
+    ours = hashlib.sha256((indexes.folder / "extra/ours/ours-1.0-py3-none-any.whl").read_bytes()).hexdigest()
+    (tmp_path / "requirements.lock").write_text(f"# made by hand\ncommon==3.0 \\\n    --hash=sha256:{common}\nours==1.0 --hash=sha256:{ours}  # via us\n")
+    image = Image(lock=str(tmp_path / "requirements.lock"), pip_extra_index_url=f"{indexes.url}/extra")
+    assert image.lock == f"common==3.0 --hash=sha256:{common}\nours==1.0 --hash=sha256:{ours}\n"
+    assert lacks(image.lock, RUNTIME) == list(RUNTIME)
+    locked = image.locked(runtime=RUNTIME)
+    assert str(locked.lock).startswith(image.lock)
+    assert str(locked.lock).splitlines()[-1].startswith("runtimepkg==2.0 --hash=sha256:")
+    assert install(locked, "ours", "common", "runtimepkg") == {"ours": "1.0 of extra", "common": "3.0 of default", "runtimepkg": "2.0 of default"}
+    indexes.asked.clear()
+    assert locked.locked(runtime=RUNTIME) is locked
+    assert indexes.asked == []
+    wrong = Image(lock=f"common==3.0 --hash=sha256:{'0' * 64}").locked(runtime=RUNTIME)
+    assert "Hash mismatch" in install(wrong, "common")
+
+
+def test_a_pylock_is_read(tmp_path) -> None:
+    """The standard's format (PEP 751): names, versions, markers and the hashes of all files."""
+    (tmp_path / "pylock.toml").write_text("""lock-version = "1.0"
+created-by = "uv"
+[[packages]]
+name = "six"
+version = "1.17.0"
+marker = "python_version < '4'"
+sdist = { url = "https://x.org/six.tar.gz", hashes = { sha256 = "bb" } }
+wheels = [{ url = "https://x.org/six.whl", hashes = { sha256 = "aa" } }]
+""")
+    assert Image(lock=str(tmp_path / "pylock.toml")).lock == "six==1.17.0 ; python_version < '4' --hash=sha256:aa --hash=sha256:bb\n"
+
+
+def test_what_uv_exports_is_read(tmp_path) -> None:
+    """A lock is the same however often it is read."""
+    text = "six==1.17.0 ; python_full_version < '3.14' \\\n    --hash=sha256:aa \\\n    --hash=sha256:bb\n"
+    assert read_lock(read_lock(text)) == read_lock(text) == "six==1.17.0 ; python_full_version < '3.14' --hash=sha256:aa --hash=sha256:bb\n"
+    assert lacks(read_lock(text), ["Six==1.17.0", "six==1.16.0"]) == ["six==1.16.0"]
+
+
+@pytest.mark.slow
+def test_a_pool_whose_image_requires_hashes_runs() -> None:
+    """From the package index itself: all that a node needs is installed by its hash."""
+
+    @sky.compute
+    def found() -> str:
+        import six
+
+        return six.__version__
+
+    image = Image(pip=["six==1.17.0"], require_hashes=True)
+    with sky.ComputePool(provider=sky.Local(), image=image, display="quiet") as pool:
+        assert found() >> pool == "1.17.0"
+    assert lacks(str(image.locked().lock), runtime_pins()) == []
