@@ -18,6 +18,8 @@ import skyward_core as sky
 from skyward_core.errors import BadRequest
 from skyward_core.image.image import Image, runtime_pins
 from skyward_core.image.packages import lacks, read_lock
+from skyward_core.providers.local import kept_environment
+from skyward_core.provisioning import bootstrap
 
 HERE = "{}.{}".format(*sys.version_info)
 RUNTIME = ("runtimepkg==2.0",)
@@ -150,6 +152,12 @@ def test_with_hashes_only_the_files_that_the_client_has_seen_are_installed(index
     assert install(again, "torchy", "runtimepkg") == {"torchy": "4.0+cu128 of extra", "runtimepkg": "2.0 of default"}
 
 
+def test_an_index_and_a_lock_tell_which_cuda_they_need() -> None:
+    """As requirements do: hosts with an older driver are not rented for them."""
+    assert Image(pip=["torch"], pip_indexes={"https://download.pytorch.org/whl/cu128": ["torch"]}).min_cuda == 12.8
+    assert Image(lock="torch==2.9.1+cu130 --hash=sha256:aa").min_cuda == 13.0
+
+
 def test_what_cannot_be_locked_is_told_before_anything_is_rented(indexes) -> None:
     """With uv's own words."""
     with pytest.raises(BadRequest, match=r"cannot be locked: [\s\S]*nowhere"):
@@ -210,3 +218,41 @@ def test_a_pool_whose_image_requires_hashes_runs() -> None:
     with sky.ComputePool(provider=sky.Local(), image=image, display="quiet") as pool:
         assert found() >> pool == "1.17.0"
     assert lacks(str(image.locked().lock), runtime_pins()) == []
+
+
+SECRETS = {
+    "UV_INDEX_URL": "https://me:hunter2@index.example.org/simple",
+    "UV_INDEX": "ours=https://token-hunter2@index.example.org/simple",
+    "UV_INDEX_OURS_PASSWORD": "hunter2",
+    "HTTPS_PROXY": "http://me:hunter2@proxy:3128",
+    "http_proxy": "me:hunter2@proxy:3128",
+}
+KEPT = {"UV_CACHE_DIR": "/home/me@corp/uv", "XDG_CACHE_HOME": "/home/me@corp/.cache", "ALL_PROXY": "http://proxy:3128", "PIP_INDEX_URL": "https://x.org/simple"}
+
+
+def test_passwords_of_indexes_and_proxies_are_for_what_installs_alone(monkeypatch, tmp_path) -> None:
+    """On this machine too: they are in no process of a node, but for uv while it installs; what an image asks for by its `env` calls see."""
+    for name, value in {**SECRETS, **KEPT}.items():
+        monkeypatch.setenv(name, value)
+    assert not SECRETS.keys() & kept_environment().keys()
+    assert kept_environment().items() >= KEPT.items()
+    monkeypatch.setattr(bootstrap, "WATCHER", "")
+    python = f"#!/bin/bash\\nenv -0 >{tmp_path}/node\\n"
+    stub = tmp_path / "uv"
+    stub.write_text(f"""#!/bin/bash
+env -0 >{tmp_path}/uv-$1
+if [ "$1" = venv ]; then mkdir -p "${{@: -1}}/bin"; printf '{python}' >"${{@: -1}}/bin/python"; chmod 755 "${{@: -1}}/bin/python"; fi
+""")
+    stub.chmod(0o755)
+    monkeypatch.setattr(uv, "find_uv_bin", lambda: str(stub))
+    image = Image(pip=["six"], env={"PIP_INDEX": "https://you:asked@index"})
+    script = bootstrap.startup_script(sky.PoolSpec.of(image=image, env={"HTTPS_PROXY": "http://you:asked@proxy"}), sky.Local())
+    environment = {**kept_environment(), "SKYWARD_HOME": str(tmp_path / "home"), "SKYWARD_INSTANCE_DIRECTORY": str(tmp_path)}
+    subprocess.run(["bash"], input=script, env=environment, text=True, check=True, capture_output=True, timeout=30)
+
+    def seen(process: str) -> dict[str, str]:
+        return dict(item.partition("=")[::2] for item in (tmp_path / process).read_text().split("\0") if item)
+
+    assert seen("uv-pip").items() >= {**SECRETS, **KEPT, "PIP_INDEX": "https://you:asked@index"}.items()
+    assert "hunter2" not in str(seen("node"))
+    assert seen("node").items() >= {**KEPT, "PIP_INDEX": "https://you:asked@index", "HTTPS_PROXY": "http://you:asked@proxy"}.items()

@@ -99,7 +99,11 @@ class Image(BaseModel):
         >>> Image(pip=["torch"], pip_extra_index_url="https://download.pytorch.org/whl/cu128").min_cuda
         12.8
         """
-        told = [version for text in (*self.pip, *(self.lock or "").splitlines(), *self.pip_indexes, self.pip_extra_index_url or "") if (version := cuda_of(text)) is not None]
+        told = [
+            version
+            for text in (*self.pip, *(self.lock or "").splitlines(), *self.pip_indexes, self.pip_extra_index_url or "")
+            if (version := cuda_of(text)) is not None
+        ]
         return max(told, default=None)
 
     def content_hash(self, *, runtime: Sequence[str] | None = None) -> str:

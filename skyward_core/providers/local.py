@@ -57,6 +57,10 @@ NODES = "nodes"
 KEPT_VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH")
 KEPT_PREFIXES = ("LC_", "NVIDIA_", "SSL_CERT_", "UV_", "PIP_", "XDG_")
 KEPT_ENDINGS = ("_CA_BUNDLE", "_proxy", "_PROXY")
+INSTALLER_PREFIXES, PROXY_ENDINGS = ("UV_", "PIP_"), ("_proxy", "_PROXY")
+WITH_USER = re.compile(r"(^|://)[^\s/@]+@")
+"""The address of an index or a proxy with a user in it, and mostly a password."""
+LOGIN_NAME = re.compile(r"USERNAME|PASSWORD|TOKEN|CREDENTIAL")
 
 
 _log = logging.getLogger("skyward")
@@ -184,7 +188,22 @@ class Local(Provider):
 
 def kept_environment() -> dict[str, str]:
     """Return the part of this process's environment that a node inherits: where things are, never credentials or an orchestrator's settings."""
+    return {name: value for name, value in _of_nodes().items() if not _holds_password(name, value)}
+
+
+def installing_environment() -> dict[str, str]:
+    """Return what of this process's environment installing packages needs and calls must not see: indexes and proxies with a password in them."""
+    return {name: value for name, value in _of_nodes().items() if _holds_password(name, value)}
+
+
+def _of_nodes() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name in KEPT_VARIABLES or name.startswith(KEPT_PREFIXES) or name.endswith(KEPT_ENDINGS)}
+
+
+def _holds_password(name: str, value: str) -> bool:
+    is_of_installer = name.startswith(INSTALLER_PREFIXES)
+    has_user = (is_of_installer or name.endswith(PROXY_ENDINGS)) and WITH_USER.search(value) is not None
+    return has_user or (is_of_installer and LOGIN_NAME.search(name) is not None)
 
 
 def _keeper(group: ControlGroup | None, *leftovers: str | Path) -> list[str]:

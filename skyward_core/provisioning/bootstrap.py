@@ -20,12 +20,14 @@ import uv
 from skyward_core.accelerators import Accelerator
 from skyward_core.errors import BootstrapFailed, CommandFailed, ProvisioningTimeout, Unreachable
 from skyward_core.events import BootstrapProgress, BootstrapStarting, SkywardEvent
+from skyward_core.image import shell
 from skyward_core.image.image import FrozenEnv
 from skyward_core.image.mig_shell import partition_gpus
 from skyward_core.image.volume_shell import mount_volumes
 from skyward_core.instances import Instance
 from skyward_core.market import memory_gb
 from skyward_core.providers.base import Provider
+from skyward_core.providers.local import installing_environment
 from skyward_core.provisioning.guard import guard_script
 from skyward_core.reach import Reach
 from skyward_core.shipping import shipped_archive, shipped_package
@@ -73,9 +75,15 @@ def startup_script(spec: PoolSpec, provider: Provider, paid_seconds: float | Non
         lines += [
             f"export SKYWARD_PYTHON={shlex.quote(sys.executable)} SKYWARD_UV={shlex.quote(uv.find_uv_bin())}",
             "export PYTHONDONTWRITEBYTECODE=",
-            spec.image.bootstrap(),
+            *_for_installing(spec.image.bootstrap()),
         ]
     return "\n".join(lines) + "\n" + _server(spec, shlex.quote(str(shipped_package())), is_kept=True)
+
+
+def _for_installing(installation: str) -> list[str]:
+    """Let what installs see this process's own indexes and proxies with a password, and nothing after it."""
+    secret = installing_environment()
+    return [shell.export(secret), installation, f"unset {' '.join(sorted(secret))}"] if secret else [installation]
 
 
 def node_script(spec: PoolSpec) -> str:
