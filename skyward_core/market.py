@@ -171,7 +171,8 @@ def why_none(offers: Sequence[Offer], want: Requirements) -> str:
     reasons = "; ".join([*told, *more]) or "there are no offers at all"
     if want.accelerator is None or any(offer.accelerator == wanted for offer in offers):
         return reasons
-    return f"{reasons}. {advice(want.accelerator)}"
+    rehearsal = f' Local(simulate="{want.accelerator.name}") stands in for one here.' if any(offer.provider == "local" for offer in offers) else ""
+    return f"{reasons}. {advice(want.accelerator)}{rehearsal}"
 
 
 def select_instance(

@@ -33,7 +33,6 @@ from skyward_core.futures import CallFuture
 from skyward_core.greenlets import refuse_greenlets
 from skyward_core.instances import Lease
 from skyward_core.opening import Opening
-from skyward_core.providers import base
 from skyward_core.providers.base import Provider
 from skyward_core.providers.local import Local
 from skyward_core.provisioning import lifecycle
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
 
     from skyward_core.cluster import Cluster
 
-DEFAULT_PROVIDER = "local"
 TOGETHER_SECONDS = 0.2  # between looks for an error, while results that cannot be loaded here are waited for
 _log = logging.getLogger("skyward")
 
@@ -183,7 +181,10 @@ class ComputePool:
                 if self._terminations != terminations:  # by a signal handler, when there was nothing yet that could be told
                     opened.terminate_now()
                 if self._why_provider:
-                    _log.info("%s", self._why_provider)  # now, because before the display has opened nobody may be listening
+                    is_stand_in = not self._spec.providers and any(provider.simulates for provider in self._providers)
+                    _log.log(
+                        logging.WARNING if is_stand_in else logging.INFO, "%s", self._why_provider
+                    )  # now, because before the display has opened nobody may be listening
                 try:
                     opened.start()
                 except BaseException:
@@ -501,7 +502,11 @@ def complete(spec: PoolSpec, credentials: Provider | Sequence[Provider] | None =
     if spec.providers:
         names = ", ".join(repr(provider.name) for provider in spec.providers)
         return spec, spec.providers, f"provider {names}, from {settings.sources['provider']}" if "provider" in missing else ""
-    return spec, (base.load(DEFAULT_PROVIDER),), "no provider was named, neither in the program nor in the settings: running on this machine (Local)"
+    here = Local() if spec.accelerator is None else Local().standing_in_for(spec.accelerator)
+    why = "no provider was named, neither in the program nor in the settings: running on this machine (Local)"
+    if here.simulates:
+        why += f", which has no GPU and stands in for {spec.accelerator}: calls find it in instance_info(), simulated, and no device"
+    return spec, (here,), why
 
 
 def _checked[R](pending: PendingCompute[R]) -> PendingCompute[R]:

@@ -94,6 +94,11 @@ class Provider(BaseModel):
     keeps_images: ClassVar[bool] = False
     """True if it can keep the disk of a prepared machine, and start others from it: `keep_image` does the former, `launch` the latter."""
 
+    @property
+    def simulates(self) -> bool:
+        """Whether the accelerators of its machines are simulated: calls are told so, and see no GPU."""
+        return False
+
     def for_pool(self) -> Provider:
         """Return the provider as one pool uses it while it lives: equal to this one, and free to remember what it has seen. Itself where there is nothing."""
         return self

@@ -23,12 +23,12 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import BinaryIO, ClassVar
+from typing import Annotated, Any, BinaryIO, ClassVar
 
 import psutil
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from skyward_core.accelerators import parse
+from skyward_core.accelerators import Accelerator, parse
 from skyward_core.errors import BadRequest, InstancesLeft
 from skyward_core.instances import Instance, InstanceState
 from skyward_core.market import ARCHITECTURES, Offer, Requirements
@@ -71,6 +71,9 @@ class Local(Provider):
 
     `price_per_hour` (USD for one node) makes cost visible without a cloud. A node sees a small part of this process's environment (paths, locale,
     certificates, proxies), as a machine elsewhere would; `ComputePool(env=...)` adds to it.
+
+    `simulate` ("A100", "A100:2", an `Accelerator`) lets this machine stand in for one that has these accelerators, so that a program for them can be tried
+    without: pools that ask for them open, calls find them in `instance_info().accelerators`, with `is_simulated`, and see no GPU, not even one that is here.
     """
 
     name: ClassVar[str] = "local"
@@ -84,10 +87,23 @@ class Local(Provider):
     ending_seconds: ClassVar[float] = 1.0
 
     price_per_hour: float = Field(default=0.0, ge=0)
+    simulate: Annotated[str, BeforeValidator(lambda wish: _in_words(wish)), AfterValidator(lambda wish: _whole(wish))] | None = None
+
+    @property
+    def simulates(self) -> bool:
+        """Whether the accelerators of its machines are simulated."""
+        return self.simulate is not None
+
+    def standing_in_for(self, accelerator: Accelerator) -> Local:
+        """Return this provider; where the machine has no GPU, and the accelerator is whole, one that simulates it."""
+        return self if accelerator.mig or gpus_here() else self.model_copy(update={"simulate": _in_words(accelerator)})
 
     def offers(self, want: Requirements) -> list[Offer]:
-        """Return one offer: this machine, with the GPUs that its driver shows."""
-        gpus = gpus_here() if want.accelerator is not None else ()
+        """Return one offer: this machine, with the GPUs that its driver shows, or those that it simulates."""
+        simulated = None if self.simulate is None else parse(self.simulate)
+        gpus = gpus_here() if want.accelerator is not None and simulated is None else ()
+        if simulated is not None:
+            gpus = ((simulated.name, float(simulated.memory_gb)),) * simulated.count
         return [
             Offer(
                 provider=self.name,
@@ -101,6 +117,7 @@ class Local(Provider):
                 accelerators=len(gpus),
                 architecture=ARCHITECTURES.get(platform.machine()),
                 accelerator_memory_gb=gpus[0][1] if gpus else None,
+                form_factor=simulated.form_factor if simulated is not None else None,
             )
         ]
 
@@ -302,6 +319,20 @@ def _instance(tags: dict[str, str], instance_id: str, price: float, directory: s
         tags=tags,
         directory=directory,
     )
+
+
+def _in_words(wish: Any) -> Any:
+    """An accelerator as a string that `parse` reads."""
+    if not isinstance(wish, Accelerator):
+        return wish
+    if wish.mig:
+        raise ValueError("partitions of a GPU are not simulated: leave mig out")
+    return f"{wish.count}x{wish.name}-{wish.memory}" + (f"-{wish.form_factor}" if wish.form_factor else "")
+
+
+def _whole(wish: str) -> str:
+    parse(wish)  # raises BadRequest with the nearest names
+    return wish
 
 
 def _catalogue_name(driver_name: str) -> str:

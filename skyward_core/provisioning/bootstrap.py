@@ -145,8 +145,10 @@ def settings_of(
     accelerator: Accelerator | None,
     max_lifetime_seconds: float | None = None,
     notice_url: str = "",
+    *,
+    is_simulated: bool = False,
 ) -> NodeSettings:
-    """Return what a node is told. `accelerator` is what its calls may use (`PoolSpec.accelerator_on`)."""
+    """Return what a node is told. `accelerator` is what its calls may use (`PoolSpec.accelerator_on`), or, with `is_simulated`, what they take for it."""
     limit = memory_gb(spec.memory) if spec.memory is not None else None
     chips = 0 if accelerator is None else 1 if accelerator.mig else accelerator.count
     return NodeSettings(
@@ -162,7 +164,7 @@ def settings_of(
         tls_key=certificate.key,
         value_directories=reach.value_directories,
         scheduler=role.scheduler,
-        workers=tuple({} for _ in range(spec.workers_per_node)),
+        workers=tuple({"CUDA_VISIBLE_DEVICES": ""} if is_simulated else {} for _ in range(spec.workers_per_node)),
         accelerators=(accelerator.name,) * chips if accelerator is not None else (),
         neuron_cores=spec.neuron_cores_of(accelerator),
         memory_limit_bytes=int(limit * 1e9) if limit is not None else None,
@@ -177,6 +179,7 @@ def settings_of(
         generation=role.generation,
         notice_url=notice_url,
         secret_names=tuple(spec.secrets or ()),
+        is_simulated=is_simulated,
     )
 
 

@@ -738,7 +738,8 @@ class Machines:
         certificate = self._certificate.result()
         if isinstance(node.reach, LocalReach):
             node.reach.say_busy()  # for how long it is paid: nothing else tells it before it can do without us
-        return settings_of(node.reach, role, self._spec, certificate, self._accelerators.get(machine), self._spec.max_lifetime, self._notice_url(node))
+        accelerator, lifetime = self._accelerators.get(machine), self._spec.max_lifetime
+        return settings_of(node.reach, role, self._spec, certificate, accelerator, lifetime, self._notice_url(node), is_simulated=self._provider.simulates)
 
     # ── nodes that do not see each other ─────────────────────────────────────────────────────────────────────────────
 

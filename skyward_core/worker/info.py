@@ -21,6 +21,7 @@ class InstanceInfo:
     address that all nodes reach and a port that is free on the head. `job_id` is the same on all workers of one broadcast, and
     different for each call. `neuron_cores` are the numbers of the NeuronCores (Trainium, Inferentia) that this process may use, also told to AWS's
     runtime as NEURON_RT_VISIBLE_CORES: a part of the node's if calls run there at once. Empty elsewhere, and where the runtime is left the choice.
+    `is_simulated` says that there are no such accelerators: `Local` stands in for a machine that has them.
     """
 
     node: int
@@ -33,6 +34,7 @@ class InstanceInfo:
     worker: int
     workers_per_node: int
     neuron_cores: list[int] = field(default_factory=list[int])
+    is_simulated: bool = False
 
     @property
     def rank(self) -> int:
@@ -67,6 +69,8 @@ def to_env(info: InstanceInfo) -> str:
     fields = asdict(info)
     if not info.neuron_cores:  # a version from before there were any, in an environment of the user's own, reads it too
         del fields["neuron_cores"]
+    if not info.is_simulated:  # likewise
+        del fields["is_simulated"]
     return json.dumps(fields)
 
 

@@ -40,6 +40,7 @@ class NodeSettings:
     0 and empty: wherever there is room. A client that writes settings with another `generation` has the node begin anew with them.
     `secret_names` are the variables that calls find beside their environment: their values never stand here (`worker/secret_values.py`).
     `notice_url` is where it asks whether its machine is to be taken back (`worker/notice.py`); empty: it does not ask. Without `workers` it runs no calls.
+    `is_simulated`: its accelerators are not there.
     """
 
     pool_id: str
@@ -69,6 +70,7 @@ class NodeSettings:
     generation: int = 0
     notice_url: str = ""
     secret_names: tuple[str, ...] = ()
+    is_simulated: bool = False
 
     def cores_of(self, slot: int) -> tuple[int, ...]:
         """Return the NeuronCores that calls in this slot may use."""

@@ -235,6 +235,7 @@ class Supervisor:
             worker=index,
             workers_per_node=len(settings.workers),
             neuron_cores=list(settings.cores_of(slot)),
+            is_simulated=settings.is_simulated,
         )
         run_calls(
             Line(

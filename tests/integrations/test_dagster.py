@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -494,3 +495,20 @@ def test_the_library_is_known_to_dagster():
     from dagster_shared.libraries import DagsterLibraryRegistry
 
     assert DagsterLibraryRegistry.get()["dagster-skyward"] == sky.__version__
+
+
+@pytest.mark.slow
+def test_the_first_example_of_the_page_runs_on_a_machine_without_a_gpu(instance, tmp_path, monkeypatch, caplog):
+    """As it is written, accelerator and all: this machine stands in for one that has it, which one warning says."""
+    monkeypatch.setattr("skyward_core.providers.local.gpus_here", lambda: ())
+    page = (Path(__file__).parents[2] / "docs" / "dagster.md").read_text()
+    (tmp_path / "page.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    spec = importlib.util.spec_from_file_location("page", tmp_path / "page.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "page", module)
+    spec.loader.exec_module(module)
+    assert module.defs.resources["compute"].accelerator is not None
+    with caplog.at_level("WARNING", "skyward"):
+        result = dg.materialize([module.model], resources=module.defs.resources, instance=instance)
+    assert result.output_for_node("model") == 0.98
+    assert [record.getMessage() for record in caplog.records if "stands in for A100" in record.getMessage()] != []

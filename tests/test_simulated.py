@@ -1,0 +1,97 @@
+"""A machine without an accelerator stands in for one that has it: where it was asked to, and where nobody said who should rent one."""
+
+import logging
+import os
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.pool import complete
+from skyward_core.providers import base, local
+
+
+@sky.compute
+def seen() -> tuple[sky.InstanceInfo, str | None, str | None]:
+    return sky.instance_info(), sky.current_accelerator(), os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
+    """The GPUs of this machine: none, unless a test adds some."""
+    found: list[tuple[str, float]] = []
+    monkeypatch.setattr(local, "gpus_here", lambda: tuple(found))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("wish", "name", "count", "memory_gb", "form_factor"),
+    [
+        ("A100", "A100", 1, 80, None),
+        ("A100:2", "A100", 2, 80, None),
+        ("4xH100-NVL", "H100", 4, 94, "NVL"),
+        (sky.NVIDIA.A100_40GB, "A100", 1, 40, None),
+        (sky.accelerators.RTX_4090(count=2), "RTX 4090", 2, 24, None),
+        (sky.accelerators.H100(form_factor="SXM"), "H100", 1, 80, "SXM"),
+    ],
+)
+def test_it_offers_what_it_simulates(wish: Any, name: str, count: int, memory_gb: int, form_factor: str | None) -> None:
+    """However it is spelled, and after a way through JSON."""
+    provider = sky.Local(simulate=wish, price_per_hour=1.5)
+    assert base.load(provider.to_json()) == provider
+    (offer,) = provider.offers(sky.Requirements())
+    assert (offer.accelerator, offer.accelerators, offer.accelerator_memory_gb, offer.form_factor) == (name, count, memory_gb, form_factor)
+    assert offer.price_per_hour == 1.5
+    assert provider.simulates
+    assert not sky.Local().simulates
+
+
+@pytest.mark.parametrize(("wish", "words"), [("A1000", "nearest are 'A100'"), (sky.accelerators.H100(mig="3g.40gb"), "not simulated"), (3, "string")])
+def test_what_cannot_be_simulated_is_refused(wish: Any, words: str) -> None:
+    """In words, where the provider is made."""
+    with pytest.raises(ValueError, match=words):
+        sky.Local(simulate=wish)
+
+
+def test_calls_know_that_it_is_simulated(gpus: list[tuple[str, float]]) -> None:
+    """The list of accelerators is filled as on a machine that has them, and no device is seen: not even one that is here."""
+    gpus.append(("NVIDIA GeForce RTX 4090", 24.0))
+    with sky.ComputePool(provider=sky.Local(simulate="A100:2"), accelerator="A100:2", display="quiet") as pool:
+        info, first, devices = pool.run(seen())
+    assert (info.accelerators, info.is_simulated, first, devices) == (["A100", "A100"], True, "A100", "")
+
+
+def test_without_a_provider_this_machine_stands_in(gpus: list[tuple[str, float]], caplog: pytest.LogCaptureFixture) -> None:
+    """The program for the cloud runs on a laptop, which one line says, as a warning."""
+    with caplog.at_level(logging.INFO, "skyward"), sky.ComputePool(accelerator="A100", display="quiet") as pool:
+        info, _, _ = pool.run(seen())
+        assert pool.spec.provider is None
+    assert (info.accelerators, info.is_simulated) == (["A100"], True)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "no provider was named" in warning
+    assert "stands in for A100 80GB" in warning
+    assert "\n" not in warning
+
+
+def test_a_machine_with_gpus_is_what_it_is(gpus: list[tuple[str, float]]) -> None:
+    """Nothing is simulated where there is a GPU, or none is asked for, or partitions of one, or the settings name a provider."""
+    assert complete(sky.PoolSpec.of())[1] == (sky.Local(),)
+    assert complete(sky.PoolSpec.of(accelerator=sky.accelerators.H100(mig="3g.40gb")))[1] == (sky.Local(),)
+    assert complete(sky.PoolSpec.of(accelerator="A100", provider="local"))[1] == (sky.Local(),)
+    assert complete(sky.PoolSpec.of(accelerator="A100"))[1] == (sky.Local(simulate="1xA100-80GB"),)
+    gpus.append(("NVIDIA GeForce RTX 4090", 24.0))
+    assert complete(sky.PoolSpec.of(accelerator="A100"))[1] == (sky.Local(),)
+
+
+def test_a_provider_that_the_settings_name_is_obeyed(gpus: list[tuple[str, float]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`SKYWARD_PROVIDER=local` is somebody's word."""
+    monkeypatch.setenv("SKYWARD_PROVIDER", "local")
+    assert complete(sky.PoolSpec.of(accelerator="A100"))[1] == (sky.Local(),)
+
+
+def test_an_explicit_local_refuses_with_advice(gpus: list[tuple[str, float]]) -> None:
+    """It says how to try the program here all the same."""
+    with pytest.raises(sky.NoCapacity, match=r'has no accelerator.*Local\(simulate="A100"\) stands in for one here'):
+        sky.ComputePool(provider=sky.Local(), accelerator="A100", display="quiet").open()
+    with pytest.raises(sky.NoCapacity, match=r'has A100.*Local\(simulate="H100"\)'):
+        sky.ComputePool(provider=sky.Local(simulate="A100"), accelerator="H100", display="quiet").open()
