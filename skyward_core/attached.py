@@ -21,6 +21,7 @@ from skyward_core.events import CostFinal, SkywardEvent
 from skyward_core.instances import Lease, Node
 from skyward_core.reach import Reaches
 from skyward_core.side_by_side import side_by_side
+from skyward_core.worker.private import NotPrivate, check_private
 from skyward_core.worker.wire import Ending, Outcome, Output, Report
 
 if TYPE_CHECKING:
@@ -116,6 +117,9 @@ class Attached:
         try:
             self._reach(head, deadline - time.monotonic())
             settings = json.loads(self._reaches.to(head.instance).read("settings.json"))
+            _refuse_anothers(head, settings)
+        except NotPrivate as error:
+            raise CredentialsError(f"the lease leads to a folder that another user can change, and is not followed: {error}") from error
         except (CommandFailed, OSError) as error:
             raise NodeLost("its head has ended, for the pool was closed, its lease has run out, or the head alone was lost") from error
         seconds = (deadline - time.monotonic()) / 2  # what is left then is the scheduler's
@@ -126,6 +130,8 @@ class Attached:
         return settings
 
     def _reach(self, node: Node, seconds: float) -> None:
+        if node.instance.endpoint is None:
+            _verify_folder(node)
         self._reaches.to(node.instance).join(timeout_seconds=max(1.0, seconds), guard_seconds=GUARD_SECONDS)
 
     def _why_out_of_reach(self, node: Node, seconds: float) -> Exception | None:
@@ -134,6 +140,8 @@ class Attached:
             self._reach(node, seconds)
         except (CredentialsError, HostKeyChanged):
             raise
+        except NotPrivate as error:
+            raise CredentialsError(f"the lease leads to a folder that another user can change, and is not followed: {error}") from error
         except (SkywardError, OSError) as error:
             self._reaches.forget(node.instance)
             return error
@@ -220,6 +228,19 @@ class Attached:
         self.cluster.give_up(lost)
         self._ended.set()
         self._reaches.close()  # nobody can use the nodes from here any more: their leases are not kept by this one
+
+
+def _verify_folder(node: Node) -> None:
+    """Refuse a node of this machine whose folder another user could have made or changed. Raises NotPrivate, or another OSError if it is not there."""
+    directory, instance_id = Path(node.instance.directory or ""), node.instance.id
+    if not directory.is_absolute() or directory.name != instance_id:
+        raise NotPrivate(f"{str(directory)!r} is not the folder of {instance_id!r}")
+    check_private(directory)
+
+
+def _refuse_anothers(head: Node, settings: Mapping[str, Any]) -> None:
+    if settings.get("instance_id") != head.instance.id or settings.get("pool_id") != head.instance.pool_id:
+        raise NodeLost(f"its head is {settings.get('instance_id')} of pool {settings.get('pool_id')} now")
 
 
 class DetachedCall[R]:

@@ -116,6 +116,8 @@ class Lease(BaseModel):
     """Address of the pool's Dask scheduler."""
     created_at: datetime
     expires_at: datetime | None = None
+    signature: str = ""
+    """Made by the opener, over all but the paths of SSH keys (`signing.py`); "" where the nodes are processes of this machine."""
 
     def with_key(self, key: str) -> Lease:
         """Return the lease with another path of the SSH key, for a process that has it elsewhere."""

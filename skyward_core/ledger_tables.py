@@ -11,7 +11,6 @@ import functools
 import json
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -56,7 +55,7 @@ from skyward_core.errors import BadRequest, LedgerConflict, LedgerError
 from skyward_core.market import Extra
 from skyward_core.owner import Owner
 from skyward_core.work import WORK_CHARACTERS, Work
-from skyward_core.worker.private import NotPrivate, other_writers
+from skyward_core.worker.private import NotPrivate, make_file, other_writers
 
 CONNECT_TIMEOUT_SECONDS = 10
 BESIDE = ("-wal", "-shm", "-journal")
@@ -484,11 +483,7 @@ def _keep_from_others(path: Path) -> None:
     if status.st_mode & 0o077 and status.st_uid == os.geteuid() and path.parent == user_state_path("skyward"):
         path.parent.chmod(0o700)
     if not path.exists():
-        descriptor, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # with mode 0600
-        os.close(descriptor)
-        with suppress(FileExistsError):
-            os.link(part, path)
-        os.unlink(part)
+        make_file(path)
     for file in (path, *(path.with_name(f"{path.name}{ending}") for ending in BESIDE)):
         with suppress(FileNotFoundError):  # those beside it come and go
             _close_to_others(file)

@@ -37,6 +37,7 @@ from skyward_core.providers.base import Provider
 from skyward_core.providers.local import Local
 from skyward_core.provisioning import lifecycle
 from skyward_core.secret import read_values, too_short_to_mask
+from skyward_core.signing import signed, verify
 from skyward_core.spec import LONGEST_SECONDS, PoolSpec
 from skyward_core.work import NO_WORK, Work
 from skyward_core.worker.masking import SecretValues
@@ -93,15 +94,20 @@ class ComputePool:
         retries: int = 3,
         lease_seconds: float = 120.0,
         timeout_seconds: float = 60.0,
+        is_trusted: bool = False,
     ) -> Self:
         """Use a pool that another process has opened, from its `lease` (or the JSON of it); several may at once. Returns it open, for `with` or `close`.
 
         Closing it leaves the pool as it is. As long as it is open it keeps the nodes' lease, `lease_seconds` ahead. `key` is the path of the SSH key that the
         nodes know, if it is not where it was for the opener, or its text, which is kept in memory alone.
+        The lease is verified before anything in it is followed: the folder of a node of this machine must be this user's alone, and a lease that leads to other
+        machines must be signed with this user's key (SKYWARD_LEASE_KEY, `signing.py`), unless `is_trusted` says that nobody else could have altered it.
         Raises Unreachable, CredentialsError or HostKeyChanged, and NodeLost if the scheduler that the lease names is gone.
         """
         refuse_greenlets()
         claim = lease if isinstance(lease, Lease) else Lease.model_validate_json(lease) if isinstance(lease, str) else Lease.model_validate(lease)
+        if not is_trusted:
+            verify(claim)
         pool = cls.__new__(cls)
         spec = PoolSpec.of(nodes=max(1, len(claim.nodes)), display="quiet", retries=retries, lease_seconds=lease_seconds)
         pool._prepare(spec, [Local()], "", on_event, None)
@@ -343,7 +349,7 @@ class ComputePool:
             opened = self._open
             if not isinstance(opened, Opening) or not opened.is_running:
                 raise PoolClosed(self._why_closed() if opened is None else "an attached pool is left by closing it")
-            lease = opened.detach(self._spec.lease_seconds if lease_seconds is None else lease_seconds)
+            lease = signed(opened.detach(self._spec.lease_seconds if lease_seconds is None else lease_seconds))
             self._final = opened.final
             self._open = None
             if self._finalizer is not None:
@@ -387,7 +393,7 @@ class ComputePool:
         """The written claim on the machines. Raises PoolClosed while there is none."""
         if self._open is None or self._open.lease is None:
             raise PoolClosed(self._why_closed())
-        return self._open.lease
+        return signed(self._open.lease)
 
     @property
     def cost(self) -> float:

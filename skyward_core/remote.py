@@ -77,9 +77,15 @@ echo "system $(uname -s) $(uname -m)"
 for loader in /lib/ld-musl-*; do [ ! -e "$loader" ] || [ -e /lib64/ld-linux-x86-64.so.2 ] || [ -e /lib/ld-linux-aarch64.so.1 ] || echo musl; done
 if [ -d "$home/ship/$3" ]; then echo shipped; fi
 if "$home/uv/bin/uv" --version >/dev/null 2>&1 || uv --version >/dev/null 2>&1; then echo uv; fi
-if [ -d /dev/shm ] && [ -w /dev/shm ]; then echo memory; fi
+if [ -n "$3" ] && [ ! -e "$1/memory" ] && memory=$(mktemp -d --suffix="-$4" /dev/shm/skyward-XXXXXXXXXX 2>/dev/null); then
+  { echo "$memory" >"$1/memory.$$" && mv -f "$1/memory.$$" "$1/memory"; } || rmdir "$memory"
+fi
+if [ -s "$1/memory" ]; then echo "memory $(cat "$1/memory")"; fi
 """
-"""Waits until the node's guard is up ($2 tenths of a second), then tells what is there."""
+"""Waits until the node's guard is up ($2 tenths of a second), then tells what is there.
+
+Asked by who starts the node (with $3), it makes the folder in memory, under a name that nobody can guess: another user of the machine sees the node's id in
+the list of processes, and could make a folder of a known name first."""
 
 START = """\
 cd "$1" || exit 3
@@ -94,7 +100,6 @@ if [ -f "$6.tar.gz" ]; then
   mv -T "$6" "$home/ship/$7" 2>/dev/null || [ -d "$home/ship/$7" ] || exit 1
   rm -rf "$6"
 fi
-[ -z "$8" ] || mkdir -p -m 700 "$8" || exit 1
 id=$(tr '\\0' '\\n' <"/proc/$(cat "$1/guard")/environ" 2>/dev/null | sed -n 's/^SKYWARD_INSTANCE_ID=//p')
 export SKYWARD_INSTANCE_DIRECTORY="$1" SKYWARD_INSTANCE_ID="${id:-$2}" SKYWARD_POOL_ID="$3" SKYWARD_RANK="$4" SKYWARD_HOME="$home"
 tags=$(tr '\\0' '\\n' <"/proc/$(cat "$1/guard")/environ" 2>/dev/null | sed -n 's/^SKYWARD_TAGS=//p')
@@ -183,7 +188,8 @@ class RemoteReach:
         self._reconnect_seconds = RECONNECT_SECONDS if is_direct else PROXIED_RECONNECT_SECONDS
         keepalive_seconds = KEEPALIVE_SECONDS if is_direct else PROXIED_KEEPALIVE_SECONDS
         self._connection = Connection(instance.endpoint, loop=loop, keepalive_seconds=keepalive_seconds, on_lost=lambda _: self._wake.set())
-        self._has_memory = False
+        self._memory: str | None = None
+        """The node's folder in its memory; None if there is none, or it is not known yet."""
         self._opening_until = 0.0
         """Until when (of time.monotonic) the pool has time to open; 0 when the node is a part of it."""
         self._guard = "1"
@@ -201,8 +207,7 @@ class RemoteReach:
         self._again(lambda: self._send_what_is_missing(found), deadline)
         part = f"{self._directory}/ship"
         words = [self._directory, self.instance.id, self.instance.pool_id, str(self.instance.rank), str(len(script.encode())), part, archive.name]
-        memory = self.value_directories[0] if self._has_memory else ""
-        self._again(lambda: self._command(START, [*words, memory], stdin=script), deadline)
+        self._again(lambda: self._command(START, words, stdin=script), deadline)
 
     def join(self, *, timeout_seconds: float, guard_seconds: float | None = None, archive: str = "") -> set[str]:
         """Connect, wait for the node's guard, and begin to keep its lease and to follow its log. Returns what LOOK has found, a line each.
@@ -215,7 +220,7 @@ class RemoteReach:
         self._again(self._connection.check_forwarding, deadline)  # before anything is installed
         patience = deadline if guard_seconds is None else min(deadline, time.monotonic() + guard_seconds)
         found = set(self._again(lambda: self._look(archive, patience), deadline).splitlines())
-        self._has_memory = "memory" in found
+        self._memory = next((line.removeprefix("memory ") for line in found if line.startswith("memory ")), None)
         self._guard = next(line.split()[1] for line in found if line.startswith("guard "))
         self._begin(self._follow)
         return found
@@ -242,7 +247,7 @@ class RemoteReach:
 
     def _look(self, archive: str, deadline: float) -> str:
         left = max(1.0, deadline - time.monotonic())
-        return self._command(LOOK, [self._directory, str(int(left * 10)), archive], timeout_seconds=left + COMMAND_SECONDS)
+        return self._command(LOOK, [self._directory, str(int(left * 10)), archive, self.instance.id], timeout_seconds=left + COMMAND_SECONDS)
 
     def _again[T](self, ask: Callable[[], T], deadline: float) -> T:
         """Ask for something that may be asked for twice; once more if the connection was lost under it, as soon as the keeper has made a new one."""
@@ -269,16 +274,15 @@ class RemoteReach:
 
     @property
     def value_directories(self) -> tuple[str, ...]:
-        memory = (f"/dev/shm/skyward-node-{self.instance.id}",) if self._has_memory else ()  # noqa: S108 - made by us with mode 0700
-        return (*memory, self._directory)
+        return (self._directory,) if self._memory is None else (self._memory, self._directory)
 
     def write(self, name: str, text: str) -> None:
         self._patiently(lambda: self._connection.put(text.encode(), f"{self._directory}/{name}", mode=0o600, timeout_seconds=self._command_seconds))
 
     def write_in_memory(self, name: str, text: str) -> str | None:
-        if not self._has_memory:
+        if self._memory is None:
             return None
-        path = f"{self.value_directories[0]}/{name}"
+        path = f"{self._memory}/{name}"
         self._patiently(lambda: self._connection.put(text.encode(), path, mode=0o600, timeout_seconds=self._command_seconds))
         return path
 

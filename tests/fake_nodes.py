@@ -301,7 +301,7 @@ class _Command(asyncssh.SSHServerSession[bytes]):
         await self._nodes.begin(what, self._node)
         match what:
             case "look":
-                return 0, f"guard {GUARD}\nsystem {self._node.played.system}\nmemory\n" + "uv\n" * self._node.played.has_uv
+                return 0, f"guard {GUARD}\nsystem {self._node.played.system}\nmemory /dev/shm/skyward-0123456789-fake\n" + "uv\n" * self._node.played.has_uv
             case "read":
                 content = self._node.files.get(arguments[1])
                 return (1, "no such file\n") if content is None else (0, content.decode())

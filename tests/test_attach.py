@@ -437,14 +437,14 @@ def test_over_ssh_a_wrong_key_is_refused(rented_pool: sky.ComputePool, tmp_path:
     assert endpoint is not None and endpoint.host_key is not None
     other = " ".join(key.with_suffix(".pub").read_text().split()[:2])
     with pytest.raises(sky.HostKeyChanged):
-        sky.ComputePool.attach(rented_pool.lease.model_dump_json().replace(endpoint.host_key, other))
+        sky.ComputePool.attach(rented_pool.lease.model_dump_json().replace(endpoint.host_key, other), is_trusted=True)
     assert doubled(2) >> rented_pool == 4
 
 
 def test_over_ssh_a_node_that_has_ended_is_left_out(rented_pool: sky.ComputePool, caplog: pytest.LogCaptureFixture) -> None:
     """The lease speaks of another node on the second machine: the head is used without it, for every call that goes to all."""
     lease = rented_pool.lease.model_dump_json().replace(rented_pool.lease.nodes[1].instance.id, "rental-000000000000")
-    with sky.ComputePool.attach(lease) as pool:
+    with sky.ComputePool.attach(lease, is_trusted=True) as pool:
         assert [node.rank for node in pool.lease.nodes] == [0]
         assert rank() @ pool == (0,)
         assert doubled(2) >> pool == 4
@@ -458,7 +458,7 @@ def test_over_ssh_a_stale_lease_is_told(rented_pool: sky.ComputePool) -> None:
     for node in rented_pool.lease.nodes:
         lease = lease.replace(node.instance.id, "rental-000000000000")
     with pytest.raises(sky.NodeLost, match="is not there any more"):
-        sky.ComputePool.attach(lease)
+        sky.ComputePool.attach(lease, is_trusted=True)
     assert doubled(2) >> rented_pool == 4
 
 

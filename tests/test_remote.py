@@ -2,6 +2,7 @@
 
 import gzip
 import pickle
+import re
 import socket
 import subprocess
 import threading
@@ -408,6 +409,24 @@ def test_values_go_to_the_nodes_memory_and_come_back(lead):
     assert list(memory.iterdir()) == []
     way.reach.release(way.reach.put(_parcel(MIB)))
     assert list(memory.iterdir()) == []
+
+
+def test_the_nodes_folder_in_memory_is_under_a_name_that_nobody_can_guess(lead):
+    """Another user of the host sees the node's id: a folder that he makes with it is not used. Who joins the node later is told the same folder."""
+    way = lead()
+    squatted = [f"/dev/shm/skyward-node-{way.instance.id}", f"/dev/shm/skyward-0-{way.instance.id}"]
+    assert way.host.run(f"setpriv --reuid=nobody --clear-groups mkdir -m 777 {' '.join(squatted)}").returncode == 0
+    way.reach.start("true", timeout_seconds=60, emit=way.told)
+    memory, directory = way.reach.value_directories
+    assert directory == way.instance.directory
+    assert re.fullmatch(rf"/dev/shm/skyward-[A-Za-z0-9]{{10}}-{way.instance.id}", memory)
+    there = (way.host.root / memory.lstrip("/")).stat()
+    assert (there.st_uid, there.st_mode & 0o777) == (0, 0o700)
+    way.reach.put(_parcel(MIB))
+    assert [list((way.host.root / path.lstrip("/")).iterdir()) for path in squatted] == [[], []]
+    way.reach.join(timeout_seconds=60)
+    assert way.reach.value_directories == (memory, directory)
+    way.host.run(f"rmdir {' '.join(squatted)}")
 
 
 def test_a_value_goes_to_disk_where_memory_is_full_and_is_refused_where_both_are(lead):

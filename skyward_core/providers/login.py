@@ -8,12 +8,9 @@ needs to be kept. All machines of one creating call share it.
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import hmac
 import importlib
-import os
-import tempfile
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +19,7 @@ from typing import Any
 from platformdirs import user_state_path
 
 from skyward_core.errors import BadRequest
+from skyward_core.worker.private import make_file
 
 PURPOSE = b"skyward host key of launch "
 
@@ -76,17 +74,10 @@ def host_key(launch: str, key: Key) -> HostKey:
 
 
 def _make(place: Path) -> None:
-    """Make our key. Two processes may do so at once: a link is made by one of them only, and whole."""
+    """Make our key. Two processes may do so at once: that of one of them stays, and whole."""
     place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     private = importlib.import_module("cryptography.hazmat.primitives.asymmetric.ed25519").Ed25519PrivateKey.generate()
-    descriptor, part = tempfile.mkstemp(dir=place.parent)  # with mode 0600
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(_text(private))
-        with contextlib.suppress(FileExistsError):
-            os.link(part, place)
-    finally:
-        Path(part).unlink()
+    make_file(place, _text(private).encode())
 
 
 def _load(place: Path) -> Any:

@@ -13,6 +13,7 @@ import grp
 import os
 import pwd
 import stat
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
@@ -62,6 +63,18 @@ def make_private(path: Path) -> Path:
     """Make a private folder, or check the one that is there; return its path, without symlinks. Raises NotPrivate or another OSError."""
     with opened_private(path, make=True) as folder:
         return Path(os.readlink(f"/proc/self/fd/{folder}"))
+
+
+def make_file(path: Path, content: bytes = b"") -> None:
+    """Make a file that is this user's alone (mode 0600), whole or not at all; one that is there already, another process's perhaps, stays as it is."""
+    descriptor, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        with contextlib.suppress(FileExistsError):
+            os.link(part, path)
+    finally:
+        os.unlink(part)
 
 
 def check_private(path: Path) -> None:

@@ -1,0 +1,179 @@
+"""Who may say where a process logs in: leases are signed by their opener, and verified before anything in them is followed."""
+
+import json
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from skyward_core import signing
+from skyward_core.instances import InstanceState, Lease, Node
+
+POOL = "sky-signed"
+
+
+def lease(directory: str = "/root/x", endpoint: sky.Endpoint | None = None, instance_id: str = "host-0123456789ab") -> Lease:
+    instance = sky.Instance(
+        id=instance_id,
+        provider="hosts" if endpoint else "local",
+        pool_id=POOL,
+        rank=0,
+        state=InstanceState.RUNNING,
+        region="r",
+        instance_type="t",
+        directory=directory,
+        endpoint=endpoint,
+    )
+    return Lease(
+        pool_id=POOL, provider={"name": "hosts"}, nodes=(Node(instance=instance, rank=0),), scheduler="tls://127.0.0.1:1", created_at=datetime.now(UTC)
+    )
+
+
+ELSEWHERE = lease(endpoint=sky.Endpoint(host="gpu-1", user="me", key="/home/me/key"))
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path / "skyward"
+
+
+def altered(claim: Lease, where: tuple[Any, ...], value: object) -> Lease:
+    fields = claim.model_dump(mode="json")
+    place = fields
+    for step in where[:-1]:
+        place = place[step]
+    place[where[-1]] = value
+    return Lease.model_validate(fields)
+
+
+def test_a_lease_is_verified_after_a_way_through_json(state: Path) -> None:
+    """By another process of the same user; with another path of the SSH key too. The key is that user's alone."""
+    claim = signing.signed(ELSEWHERE)
+    assert claim.signature
+    again = Lease.model_validate_json(claim.model_dump_json())
+    signing.verify(again)
+    signing.verify(again.with_key("/elsewhere/key"))
+    assert signing.signed(again) == claim
+    assert (state / "lease.key").stat().st_mode & 0o777 == 0o600
+    assert (state / "lease.key").read_bytes().hex() not in claim.model_dump_json()
+
+
+INSTANCE = ("nodes", 0, "instance")
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (("scheduler",), "tls://10.0.0.1:1"),
+        (("pool_id",), "sky-other"),
+        (("expires_at",), "2030-01-01T00:00:00Z"),
+        ((*INSTANCE, "directory"), "/tmp/hers"),
+        ((*INSTANCE, "endpoint", "host"), "hers"),
+        ((*INSTANCE, "endpoint", "host_key"), "ssh-ed25519 AAAA"),
+        ((*INSTANCE, "endpoint", "config"), "/tmp/config"),
+        ((*INSTANCE, "endpoint", "known_hosts"), "/dev/null"),
+        ((*INSTANCE, "endpoint", "proxy_command"), ["sh", "-c", "touch /tmp/proof"]),
+    ],
+)
+def test_an_altered_lease_is_refused(where: tuple[Any, ...], value: object) -> None:
+    """Whatever of it: machine, host key, and the commands that the client would run."""
+    claim = altered(signing.signed(ELSEWHERE), where, value)
+    with pytest.raises(sky.CredentialsError, match="altered"):
+        sky.ComputePool.attach(claim)
+
+
+def test_a_lease_without_our_signature_runs_nothing(tmp_path: Path) -> None:
+    """Neither one without a signature nor one with another key's is followed, not even its proxy command; who vouches for it may."""
+    proof = tmp_path / "proof"
+    claim = altered(ELSEWHERE, (*INSTANCE, "endpoint", "proxy_command"), ["sh", "-c", f"touch {proof}; echo no >&2; exit 78"])
+    claim = altered(claim, (*INSTANCE, "endpoint", "key"), None)
+    signing.signed(ELSEWHERE)
+    for signature, words in (("", "is not signed"), ("01234567:00", "signed with another key")):
+        with pytest.raises(sky.CredentialsError, match=f"{words}.*SKYWARD_LEASE_KEY.*is_trusted=True"):
+            sky.ComputePool.attach(altered(claim, ("signature",), signature), timeout_seconds=5)
+    assert not proof.exists()
+    with pytest.raises(sky.SkywardError):
+        sky.ComputePool.attach(claim, is_trusted=True, timeout_seconds=5)
+    assert proof.exists()
+
+
+def test_two_computers_share_a_key(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a variable; nothing is written then. One that can be guessed is refused."""
+    monkeypatch.setenv("SKYWARD_LEASE_KEY", "k" * 16)
+    claim = signing.signed(ELSEWHERE)
+    signing.verify(claim)
+    assert not state.exists()
+    monkeypatch.setenv("SKYWARD_LEASE_KEY", "l" * 16)
+    with pytest.raises(sky.CredentialsError, match="another key"):
+        signing.verify(claim)
+    monkeypatch.setenv("SKYWARD_LEASE_KEY", "short")
+    with pytest.raises(sky.BadRequest, match="at least 16"):
+        signing.verify(claim)
+
+
+@pytest.mark.parametrize("kind", ["open", "symlink", "folder"])
+def test_a_key_that_others_may_know_is_not_used(state: Path, kind: str) -> None:
+    """Nor one that somebody has put there by a link."""
+    signing.signed(ELSEWHERE)
+    key = state / "lease.key"
+    if kind == "open":
+        key.chmod(0o644)
+    else:
+        key.rename(state / "other")
+        key.symlink_to(state / "other") if kind == "symlink" else key.mkdir()
+    with pytest.raises(sky.CredentialsError, match="cannot be verified"):
+        signing.verify(ELSEWHERE)
+
+
+def test_without_a_place_for_a_key_the_lease_is_not_signed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The pool works; the log says what attaching needs."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    assert signing.signed(ELSEWHERE).signature == ""
+    assert "is_trusted=True" in caplog.text
+
+
+def made(tmp_path: Path, name: str, mode: int = 0o700, owner: int = 0) -> Path:
+    folder = tmp_path / name
+    folder.mkdir()
+    settings = {"pool_id": POOL, "instance_id": name, "tls_certificate": "", "tls_key": ""}
+    (folder / "settings.json").write_text(json.dumps(settings))
+    folder.chmod(mode)
+    os.chown(folder, owner, owner)
+    return folder
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give folders to others")
+@pytest.mark.parametrize(("mode", "owner", "words"), [(0o700, 61_001, "belongs to user 61001"), (0o755, 61_001, "belongs to"), (0o777, 0, "everybody")])
+def test_the_folder_of_a_node_of_this_machine_is_looked_at_first(tmp_path: Path, mode: int, owner: int, words: str) -> None:
+    """Certificate and key are taken from it: another user's, or one that he may write to, is not read."""
+    folder = made(tmp_path, "local-0123456789ab", mode, owner)
+    with pytest.raises(sky.CredentialsError, match=f"not followed: .*{words}"):
+        sky.ComputePool.attach(lease(str(folder), instance_id=folder.name), timeout_seconds=5)
+
+
+def test_a_folder_by_another_name_or_a_link_is_not_followed(tmp_path: Path) -> None:
+    """The id is a part of other paths too; `is_trusted` vouches for the lease, not for a folder."""
+    folder = made(tmp_path, "local-0123456789ab")
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / folder.name).symlink_to(folder)
+    for directory, instance_id in (
+        (folder, "../local-0123456789ab"),
+        (folder, "local-ab"),
+        ("relative", "relative"),
+        (tmp_path / "link" / folder.name, folder.name),
+    ):
+        with pytest.raises(sky.CredentialsError, match="not followed"):
+            sky.ComputePool.attach(lease(str(directory), instance_id=instance_id), timeout_seconds=5, is_trusted=True)
+
+
+def test_settings_of_another_node_are_not_taken(tmp_path: Path) -> None:
+    """A folder that was moved there tells of itself."""
+    folder = made(tmp_path, "local-0123456789ab")
+    moved = folder.rename(tmp_path / "local-ab0123456789")
+    with pytest.raises(sky.NodeLost, match="its head is local-0123456789ab"):
+        sky.ComputePool.attach(lease(str(moved), instance_id=moved.name), timeout_seconds=5)
