@@ -130,6 +130,14 @@ directory=$skyward_home/instances/$1
 trap 'skyward_remove "$directory"' EXIT
 trap 'exit 1' HUP INT TERM
 mkdir -p -- "$directory" || exit 1
+for skyward_place in "$skyward_home" "$skyward_home/instances" "$directory"; do
+  case "$(stat -L -c '%u %a' -- "$skyward_place")" in
+    "$(id -u) "*[2367]) ;; # everybody may write to it
+    "$(id -u) "*) continue ;;
+  esac
+  echo "$skyward_place belongs to another user, or everybody may write to it: what runs there could be exchanged. Set SKYWARD_HOME to a folder of your own" >&2
+  exit 1
+done
 cat >"$directory/startup.sh" || exit 1
 [ "$(wc -c <"$directory/startup.sh")" -eq "$6" ] || { echo "only a part of the script arrived" >&2; exit 1; }
 SKYWARD_HOME=$skyward_home SKYWARD_INSTANCE_ID=$1 SKYWARD_POOL_ID=$2 SKYWARD_RANK=$3 SKYWARD_PRICE_PER_HOUR=$4 SKYWARD_INSTANCE_TYPE=$5 \

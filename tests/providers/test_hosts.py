@@ -632,6 +632,22 @@ def test_a_home_of_the_hosts_own(machines) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("squatted", ["-o nobody -m 755 /shared/home", "-o nobody -m 755 /shared/home /shared/home/instances", "-m 777 /shared/home"])
+def test_a_home_that_another_user_could_exchange_is_refused(machines, squatted: str) -> None:
+    """What runs there would be his: nothing is started, and the error says what to set. The same folder, closed and one's own, serves."""
+    (host,) = machines(1)
+    said(host, f"mkdir -m 1777 /shared; install -d {squatted}")
+    (host.root / "root/.bashrc").write_text("export SKYWARD_HOME=/shared/home\n")
+    provider = provider_of([host])
+    with pytest.raises(sky.NoCapacity, match=r"/shared/home belongs to another user, or everybody may write to it.*SKYWARD_HOME"):
+        launch(provider)
+    assert provider.instances(POOL) == []
+    said(host, "chown -R root /shared/home; chmod 755 /shared/home")
+    (instance,) = launch(provider)
+    provider.terminate([instance.id])
+
+
+@pytest.mark.slow
 def test_environments_are_swept_where_nobody_uses_them(machines) -> None:
     """Cached environments go when asked for, and not from under a node; what else lies in the directory stays."""
     busy, idle = pair = machines(2)
@@ -649,7 +665,7 @@ def test_environments_are_swept_where_nobody_uses_them(machines) -> None:
 
 @pytest.mark.slow
 def test_environments_may_go_with_the_node(machines) -> None:
-    """With keep_environments=False nothing but the empty lock remains."""
+    """With keep_environments=False nothing remains but the folder that the node's home was in."""
     (host,) = machines(1)
     provider = provider_of([host], keep_environments=False)
     (instance,) = launch(provider)
