@@ -54,7 +54,7 @@ def test_the_page_of_machines_runs_on_machines(fleet: Fleet, mirror: Mirror, tmp
         mirror.configure(host)
         aliases += [f"Host {name}", f"HostName {host.ip}", f"User {host.user}", f"IdentityFile {host.key_path}", f"UserKnownHostsFile {host.known_hosts_path}"]
     (tmp_path / ".ssh/config").write_text("\n".join(aliases) + "\n")
-    run_as_script("docs/machines.md", tmp_path, {"HOME": str(tmp_path), "TMPDIR": str(tmp_path)})
+    run_as_script("docs/machines.md", tmp_path, {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state"), "TMPDIR": str(tmp_path)})
     directory = str(tmp_path)  # of the local nodes that the page leaves to their lease
     wait_until(lambda: not any(path.startswith(directory) for _, path in processes_by_tag("SKYWARD_INSTANCE_DIRECTORY")), "the end of the lease", seconds=60)
 
