@@ -65,7 +65,7 @@ def test_offers_are_asked_for_by_it() -> None:
 def test_the_market_tells_it_machine_by_machine() -> None:
     """Machines of one class and price are one offer only where they have the same processor; Grace boards are known to be arm64."""
     rows = [ask(1), ask(2, cpu_arch="amd64"), ask(3, cpu_arch="arm64"), ask(4, gpu_name="GH200 SXM", gpu_ram=97871)]
-    read = [_ask(row, is_spot=False) for row in rows]
+    read = [_ask(row, (), is_spot=False) for row in rows]
     assert [one.offer.architecture for one in read if one is not None] == ["x86_64", "x86_64", "arm64", "arm64"]
     assert [offer.architecture for offer in _merged(one.offer for one in read[:3] if one is not None)] == ["x86_64", "arm64"]
 
