@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing, contextmanager
 from itertools import groupby
 from types import UnionType
-from typing import Annotated, Any, Literal, Optional, TypeAliasType, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Optional, TypeAliasType, Union, cast, get_args, get_origin
 from weakref import WeakKeyDictionary
 
 import dagster as dg
@@ -18,12 +18,16 @@ from pydantic import BaseModel, Field, PrivateAttr, create_model
 from pydantic_core import PydanticUndefined
 
 import skyward_core as sky
-from dagster_skyward.metadata import StepContext, Usage, record
+from dagster_skyward.metadata import Share, StepContext, Usage, record, step_key, tell_rest, work_of
+from dagster_skyward.watch import RunWatch, interrupt_step
 
 type Log = dg.DagsterLogManager
 
 ENVIRONMENT = (dg.EnvVar, type(dg.EnvVar.int("NAME")))
 """What stands for a value that Dagster takes from the environment when a run starts."""
+
+OF_VARIABLES = ("env", "image.env")
+"""Where a mapping's keys are names of variables: `{"env": "prod"}` is a variable called env there, and no `EnvVar`; its values may be some."""
 
 FLUSH_SECONDS = 60.0
 LINES_PER_RECORD = 100
@@ -117,7 +121,7 @@ class SkywardResource(_PoolFields):
     @contextmanager
     def yield_for_execution(self, context: dg.InitResourceContext) -> "Generator[SkywardResource]":
         """Called by Dagster, once in each process that executes steps. Whatever ends the run, an interrupt included, closes the pool."""
-        live = self._live = _Live(self.spec, context.log)
+        live = self._live = _Live(self.spec, context.log, context.instance)
         try:
             yield self
         finally:
@@ -129,15 +133,21 @@ class SkywardResource(_PoolFields):
 class _Live:
     """The one pool of a resource's lifetime, and who listens to it: the step that used it last, and before and after all steps the resource."""
 
-    def __init__(self, spec: sky.PoolSpec, log: Log | None) -> None:
+    def __init__(self, spec: sky.PoolSpec, log: Log | None, instance: dg.DagsterInstance | None = None) -> None:
         self._spec = spec
+        self._instance = instance
+        self._watch: RunWatch | None = None
         self._resource_log = self._log = log
         self._scribe = _Scribe()
         self._narrator = sky.Narrator()
         self._lock = threading.RLock()
         self._pool: sky.ComputePool | None = None
-        self._settled = 0.0
-        self._first_use: WeakKeyDictionary[StepContext, tuple[float, float]] = WeakKeyDictionary()
+        self._began: WeakKeyDictionary[StepContext, tuple[float, float]] = WeakKeyDictionary()
+        """When each step began to use pools: by the monotonic clock, and in seconds since 1970."""
+        self._uses: dict[str, dict[StepContext, tuple[float, float]]] = {}
+        """What each pool had cost when a step first used it, and when it last did, by the pools' ids."""
+        self._pools: dict[str, sky.ComputePool] = {}
+        """All that were opened, by their ids."""
 
     @contextmanager
     def used_by(self, context: StepContext) -> Generator[sky.ComputePool]:
@@ -146,46 +156,105 @@ class _Live:
         Whoever stops it may kill it before the provider has answered.
         """
         self._log = context.log
-        cost, started = self._first_use.setdefault(context, (self._cost(), time.monotonic()))
+        self._began.setdefault(context, (time.monotonic(), time.time()))
+        before = self._pool.id if self._pool is not None and self._pool.is_active else ""
+        cost = self._pool.cost if self._pool is not None and before else 0.0
         try:
-            yield self._opened()
+            yield self._opened(context)
         except (dg.DagsterExecutionInterruptedError, KeyboardInterrupt):
             if self._pool is not None:
                 self._pool.terminate_now()
             raise
         finally:
-            accelerator = str(self._spec.accelerator or "none")
-            record(context, self, Usage(self._cost() - cost, time.monotonic() - started, self._spec.nodes, accelerator))
+            if self._pool is not None and self._pool.id:
+                self._note(context, self._pool, cost if self._pool.id == before else 0.0)
             self._scribe.flush()
 
+    def _note(self, context: StepContext, pool: sky.ComputePool, cost_before: float) -> None:
+        self._pools[pool.id] = pool
+        its = self._uses.setdefault(pool.id, {})
+        its[context] = (its.get(context, (cost_before, 0.0))[0], pool.cost)
+        used = {pool_id: last - first for pool_id, uses in self._uses.items() for step, (first, last) in uses.items() if step is context}
+        seconds = time.monotonic() - self._began[context][0]
+        record(context, self, Usage(sum(used.values()), seconds, self._spec.nodes, str(self._spec.accelerator or "none"), tuple(used)))
+
     def close(self) -> None:
-        """Give the machines back. What cannot be confirmed gone is an error in the run's log, and the reaper's business: it fails no step."""
+        """Give the machines back, and share out the bill. What cannot be confirmed gone is told in the run's log, and is the reaper's: it fails no step."""
         self._log = self._resource_log
+        if self._watch is not None:
+            self._watch.close()
         with self._lock:
             try:
                 if self._pool is not None:
                     self._pool.hand_over()
             finally:
-                self._scribe.close()
+                try:
+                    self._share_out()
+                finally:
+                    self._scribe.close()
 
-    def _opened(self) -> sky.ComputePool:
+    def _share_out(self) -> None:
+        """Tell what of the bills the steps' metadata could not tell, and the ledger whose it all is. The machines are gone: what fails here is only told."""
+        shares = [share for pool in self._pools.values() for share in self._shares(pool.id, pool.cost)]
+        try:
+            for pool_id, its in tell_rest(shares).items():
+                self._pools[pool_id].share_cost(its)
+        except Exception:  # Dagster's storage or the ledger is out of order; the whole bill is in the ledger, for the step that has opened the pool
+            logging.getLogger("skyward").exception("the shares of the bill could not all be told")
+
+    def _shares(self, pool_id: str, bill: float) -> list[Share]:
+        """What each step of a run has to bear of a pool's bill: what it was when the step used it, and of the rest in proportion."""
+        costs = {step: last - first for step, (first, last) in self._uses.get(pool_id, {}).items() if step_key(step) is not None}
+        used = sum(costs.values())
+        rest = max(0.0, bill - used)
+        return [
+            Share(step, work_of(step), cost + rest * (cost / used if used else 1 / len(costs)), self._began[step][1], pool_id) for step, cost in costs.items()
+        ]
+
+    def _opened(self, context: StepContext) -> sky.ComputePool:
         """The open pool. One that has ended itself, idle between two steps, is opened anew: new machines, a new bill."""
         with self._lock:
-            if self._pool is None:
-                self._pool = sky.ComputePool.from_spec(self._spec, on_event=self._tell)
-            if not self._pool.is_active:
-                self._pool.hand_over()
-                self._settled += self._pool.cost
+            pool = self._pool
+            if pool is None or not pool.is_active:
+                if pool is not None:
+                    pool.hand_over()
+                self._pool = sky.ComputePool.from_spec(self._spec, on_event=self._tell, replace_object=_refuse_context, work=work_of(context))
+                self._watch_run(context)
                 self._pool.open()
             return self._pool
 
-    def _cost(self) -> float:
-        return self._settled + (self._pool.cost if self._pool is not None else 0.0)
+    def _watch_run(self, context: StepContext) -> None:
+        """From before anything is rented: end the pool when the run is over, or the process that has started this one for a step is gone."""
+        if self._watch is None and self._instance is not None and not self._instance.is_ephemeral and step_key(context) is not None:
+            self._watch = RunWatch(self._instance, context.run_id, self._stop)
+            self._watch.start()
+
+    def _stop(self, why: str) -> None:
+        """Called in the watch's thread: the machines' end is handed to the reaper first, whatever becomes of this process."""
+        logging.getLogger("skyward").warning("%s: the pool is ended, and the step with it", why)
+        if self._pool is not None:
+            self._pool.terminate_now()
+        interrupt_step()
 
     def _tell(self, event: sky.SkywardEvent) -> None:
         told = self._narrator.tell(event)
         if told is not None and self._log is not None:
             self._scribe.write(self._log, *told)
+
+
+def _refuse_context(obj: Any) -> Any:
+    """For the pickler, to whom a step's context is a database and a hundred objects more, the first of which cannot travel."""
+    if isinstance(obj, (dg.AssetExecutionContext, dg.OpExecutionContext, dg.AssetCheckExecutionContext, dg.InitResourceContext)):
+        raise sky.BadRequest(
+            f"the function, or an argument of it, uses the step's `context` (a Dagster {type(obj).__name__}), which cannot travel to a node. Take what it needs"
+            " of it as arguments: compute.run(context, train, context.partition_key); and log with print or logging: both arrive in the step's log"
+        )
+    if isinstance(obj, SkywardResource):
+        raise sky.BadRequest(
+            "the function, or an argument of it, uses the resource itself, which cannot travel to a node: call compute.run(...) in the step, and not within the"
+            " function that runs on a node"
+        )
+    return NotImplemented
 
 
 class _Scribe:
@@ -242,25 +311,29 @@ def _plain(wishes: Mapping[str, Any]) -> dict[str, Any]:
     Raises BadRequest.
     """
     said = {name: value for name, value in wishes.items() if value is not None}
-    later = {name: value for name, value in said.items() if name in _FIELDS and _is_from_environment(value)}
+    later = {name: value for name, value in said.items() if name in _FIELDS and _is_from_environment(value, name)}
     for name, value in later.items():
         _refuse_unreadable(name, value)
     spec = sky.PoolSpec.of(**{name: value for name, value in said.items() if name not in later})
     spec.refuse_what_cannot_be()
-    return spec.model_dump(mode="json", exclude_unset=True) | later
+    plain = spec.model_dump(mode="json", exclude_unset=True) | later
+    image = plain.get("image")
+    if isinstance(image, Mapping) and set(cast("Mapping[str, Any]", image)) == {"env"}:
+        plain["image"] = {**image, "pip": []}  # Dagster takes any mapping in a default whose one key is "env" for an EnvVar, and fails on this one's value
+    return plain
 
 
-def _is_from_environment(value: object) -> bool:
+def _is_from_environment(value: object, place: str) -> bool:
     """Whether a value is, or holds, an `EnvVar`, also in the form that it has in config: {"env": "NAME"}."""
     match value:
         case _ if isinstance(value, ENVIRONMENT):
             return True
-        case {"env": str(), **others} if not others:
+        case {"env": str(), **others} if not others and place not in OF_VARIABLES:
             return True
         case Mapping():
-            return any(map(_is_from_environment, value.values()))
+            return any(_is_from_environment(item, f"{place}.{key}") for key, item in value.items())
         case list() | tuple():
-            return any(map(_is_from_environment, value))
+            return any(_is_from_environment(item, place) for item in value)
         case _:
             return False
 
@@ -277,12 +350,12 @@ def _refuse_unreadable(name: str, value: object) -> None:
 def _filled_in(value: Any, name: str) -> Any:
     """Return the value with the environment variables that it refers to filled in. Dagster has done so for text and whole numbers, not inside plain data."""
     match value:
-        case {"env": str() as variable, **others} if not others and name != "env":
+        case {"env": str() as variable, **others} if not others and name not in OF_VARIABLES:
             return _from_environment(variable, name)
         case _ if isinstance(value, ENVIRONMENT):  # outside of a run Dagster has filled in nothing
             return _from_environment(getattr(value, "env_var_name", None) or getattr(value, "name", ""), name)
         case Mapping():
-            return {key: _filled_in(item, name) for key, item in value.items()}
+            return {key: _filled_in(item, f"{name}.{key}") for key, item in value.items()}
         case list() | tuple():
             return [_filled_in(item, name) for item in value]
         case _:

@@ -1,5 +1,6 @@
 """Dagster for real: ephemeral instances, real pools of one or two local nodes."""
 
+import contextlib
 import importlib.util
 import json
 import logging
@@ -19,7 +20,9 @@ from skyward_core.worker.watchdog import tagged_processes
 
 dg = pytest.importorskip("dagster")
 from dagster_skyward import SkywardResource  # noqa: E402
-from dagster_skyward.metadata import ACCELERATOR, COST_USD, NODES, SECONDS  # noqa: E402
+from dagster_skyward.metadata import ACCELERATOR, COST_USD, NODES, OTHER_COST_USD, POOL_ID, SECONDS  # noqa: E402
+from skyward_core.entries import CostBy  # noqa: E402
+from skyward_core.ledger import Ledger, default_url  # noqa: E402
 
 PRICE = 36.0
 
@@ -324,6 +327,244 @@ def test_helpers_of_an_asset_module_travel(tmp_path, instance):
         assert result.output_for_node("point") == module.Point(42)
     finally:
         del sys.modules["asset_module"]
+
+
+# ── money ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def bill_of(pool_id):
+    with Ledger(default_url()) as ledger:
+        return float(sum(row.cost_usd for row in ledger.cost_rows(CostBy.POOL, pool_id=pool_id)))
+
+
+def costs_by_asset(pool_id):
+    with Ledger(default_url()) as ledger:
+        return {row.key: float(row.cost_usd) for row in ledger.cost_rows(CostBy.ASSET, pool_id=pool_id)}
+
+
+def told_costs(instance, run_id):
+    """What the run's events say that things have cost, by asset; and the pools' ids."""
+    costs, pools = {}, set()
+    for kind in (dg.DagsterEventType.ASSET_MATERIALIZATION, dg.DagsterEventType.ASSET_OBSERVATION):
+        for entry in instance.all_logs(run_id, of_type=kind):
+            event = entry.dagster_event
+            data = event.step_materialization_data.materialization if kind.value == "ASSET_MATERIALIZATION" else event.asset_observation_data.asset_observation
+            key = COST_USD if kind.value == "ASSET_MATERIALIZATION" else OTHER_COST_USD
+            if key in data.metadata:
+                name = event.asset_key.to_user_string()
+                costs[name] = costs.get(name, 0.0) + data.metadata[key].value
+                pools |= set(data.metadata[POOL_ID].value.split(", "))
+    return costs, pools
+
+
+def slow_square(number):
+    time.sleep(1.1)  # longer than the second that is billed at least
+    return number * number
+
+
+def slow_fail():
+    time.sleep(1.1)
+    raise LookupError("the payload's own error")
+
+
+@dg.asset
+def failing_late(context: dg.AssetExecutionContext, compute: SkywardResource):
+    compute.run(context, slow_fail)
+
+
+@dg.op
+def first_op(context: dg.OpExecutionContext, compute: SkywardResource):
+    return compute.run(context, slow_square, 2)
+
+
+@dg.op
+def second_op(context: dg.OpExecutionContext, compute: SkywardResource, number):
+    return compute.run(context, square, number)
+
+
+@dg.graph_asset
+def graphic():
+    return second_op(first_op())
+
+
+@dg.multi_asset(outs={"made": dg.AssetOut(is_required=False), "unmade": dg.AssetOut(is_required=False)})
+def optional(context: dg.AssetExecutionContext, compute: SkywardResource):
+    compute.run(context, slow_square, 2)
+    yield dg.Output(1, output_name="made")
+
+
+@pytest.mark.slow
+def test_the_shares_add_up_to_the_bill_whatever_the_steps_are(instance):
+    """Graphs of ops, generators, checks, outputs that are not made and steps that fail: materializations and observations are the bill, and the ledger agrees."""
+    result = materialize([graphic, both, checked, optional, failing_late], resource(), instance, raise_on_error=False)
+
+    assert not result.success
+    costs, (pool,) = told_costs(instance, result.run_id)
+    bill = bill_of(pool)
+    assert set(costs) == {"graphic", "left", "deep/right", "made", "failing_late"}
+    assert all(cost > 0 for cost in costs.values())
+    assert sum(costs.values()) == pytest.approx(bill, abs=1e-5)
+    assert {name: cost for name, cost in costs_by_asset(pool).items() if cost > 1e-5} == {name: pytest.approx(cost, abs=1e-5) for name, cost in costs.items()}
+    assert "the shares of the bill could not" not in "".join(entry.user_message for entry in instance.all_logs(result.run_id))
+
+
+days = dg.StaticPartitionsDefinition(["monday", "tue|sday"])
+
+
+@dg.asset(partitions_def=days)
+def daily(context: dg.AssetExecutionContext, compute: SkywardResource):
+    return compute.run(context, tags_of_the_node)
+
+
+def tags_of_the_node():
+    return json.loads(os.environ["SKYWARD_TAGS"])
+
+
+def test_pool_run_job_step_asset_and_partition_are_in_metadata_ledger_and_tags(instance):
+    """The machine itself, the ledger and the materialization say the same of what it was rented for."""
+    result = materialize([daily], resource(), instance, partition_key="tue|sday")
+
+    metadata = metadata_of(result, "daily")
+    said = {name: metadata[f"skyward/{name}"].value for name in ("pool_id", "run", "job", "step", "asset", "partition")}
+    pool = said.pop("pool_id")
+    assert said == {"run": result.run_id, "job": result.job_def.name, "step": "daily", "asset": "daily", "partition": "tue|sday"}
+    work = sky.Work(system="dagster", workflow=said["job"], run=said["run"], task="daily", attempt="1", asset="daily", partition="tue|sday")
+    with Ledger(default_url()) as ledger:
+        assert ledger.pool(pool).work == work
+    tags = result.output_for_node("daily")
+    assert {name.removeprefix("skyward-work-"): value for name, value in tags.items() if name.startswith("skyward-work-")} == {
+        **{name: value for name, value in work.labels().items() if name != "partition"},
+        "partition": "tue_sday",
+    }
+
+
+# ── what cannot travel, and what comes in any order ──────────────────────────────────────────────────────────────────
+
+
+@dg.asset
+def captures(context: dg.AssetExecutionContext, compute: SkywardResource):
+    def payload():
+        context.log.info("on a node")
+
+    compute.run(context, payload)
+
+
+def test_a_captured_context_is_named_with_the_cure(instance):
+    """A function that uses the step's context fails with what it is and what to write, not with the first thread lock in it."""
+    result = materialize([captures], resource(), instance, raise_on_error=False)
+
+    error = result.failure_data_for_node("captures").error.to_string()
+    assert "the step's `context` (a Dagster AssetExecutionContext), which cannot travel to a node" in error
+    assert "compute.run(context, train, context.partition_key)" in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["before", "after", "both"])
+def test_metadata_may_be_added_in_any_order_where_an_asset_is_invoked_directly(order):
+    """A valid asset is valid under `build_asset_context`, where Dagster itself takes an output's metadata only once."""
+
+    @dg.asset
+    def model(context: dg.AssetExecutionContext, compute: SkywardResource):
+        if order in {"before", "both"}:
+            context.add_output_metadata({"loss": 1.0})
+        compute.run(context, square, 2)
+        if order in {"after", "both"}:
+            context.add_output_metadata({"loss": 0.5}, output_name="result")
+        return compute.run(context, square, 3)
+
+    with dg.build_asset_context() as context:
+        assert model(context, compute=resource()) == 9
+        metadata = context.get_output_metadata("result")
+    assert metadata["loss"] == (1.0 if order == "before" else 0.5)
+    assert metadata[COST_USD] > 0
+
+
+def test_a_variable_called_env_is_no_reference_to_the_environment(instance, monkeypatch):
+    """`Image(env={"env": "prod"})` and `env={"env": "prod"}` mean what they say; values of such mappings may still come from the environment."""
+    monkeypatch.delenv("prod", raising=False)
+    monkeypatch.setenv("TEST_STAGE", "staging")
+    seen = {}
+
+    @dg.asset
+    def look(context: dg.AssetExecutionContext, compute: SkywardResource):
+        seen["spec"] = compute.spec
+
+    for image in (sky.Image(env={"env": "prod"}), {"env": {"env": "prod"}}):
+        assert materialize([look], resource(image=image, env={"env": "test"}), instance).success
+        assert (seen["spec"].image.env, seen["spec"].env) == ({"env": "prod"}, {"env": "test"})
+    assert materialize([look], resource(image={"env": {"STAGE": dg.EnvVar("TEST_STAGE")}}), instance).success
+    assert seen["spec"].image.env == {"STAGE": "staging"}
+    config = {"resources": {"compute": {"config": {"image": {"env": {"env": "prod"}}}}}}
+    assert materialize([look], SkywardResource.configure_at_launch(), instance, run_config=config).success
+    assert seen["spec"].image.env == {"env": "prod"}
+
+
+# ── kills ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+ORPHAN = """
+import os, sys, time
+import dagster as dg
+import skyward_core as sky
+from dagster_skyward import SkywardResource
+
+def forever():
+    open(os.environ["RUNS"], "w").close()
+    time.sleep(600)
+
+@dg.asset
+def endless(context: dg.AssetExecutionContext, compute: SkywardResource):
+    with open("step.txt", "w") as file:  # Dagster captures what a step prints
+        file.write(f"{os.getpid()} {context.run_id}")
+    compute.run(context, forever)
+
+defs = dg.Definitions(assets=[endless], jobs=[dg.define_asset_job("orphan")], resources={"compute": SkywardResource(provider=sky.Local(price_per_hour=36.0), env={"RUNS": os.path.abspath("runs.txt")})})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["the run's process is killed", "the run is marked as canceled"])
+def test_a_step_whose_run_is_gone_ends_its_pool(tmp_path, how):
+    """Under the multiprocess executor a killed run process leaves its step processes alone, and they would pay until the payload ends: here for ten minutes."""
+    (tmp_path / "dagster.yaml").write_text("telemetry: {enabled: false}\n")
+    script = tmp_path / "orphan.py"
+    script.write_text(ORPHAN)
+    environ = {**os.environ, "DAGSTER_HOME": str(tmp_path), "SKYWARD_LEDGER": f"sqlite:///{tmp_path}/ledger.db"}
+
+    def pools():
+        with Ledger(environ["SKYWARD_LEDGER"]) as ledger:
+            return ledger.pool_rows(include_ended=True)
+
+    with (tmp_path / "run.log").open("w") as log:
+        command = [str(Path(sys.executable).parent / "dagster"), "job", "execute", "-f", str(script), "-j", "orphan"]
+        run = subprocess.Popen(command, stdout=log, stderr=log, cwd=tmp_path, env=environ, start_new_session=True)
+    try:
+        while not (tmp_path / "runs.txt").exists():
+            assert run.poll() is None, (tmp_path / "run.log").read_text()
+            time.sleep(0.05)
+        step, run_id = (tmp_path / "step.txt").read_text().split()
+        assert owned_processes(step)
+        if how == "the run's process is killed":
+            os.kill(run.pid, signal.SIGKILL)
+        else:
+            with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
+                instance.report_run_canceled(instance.get_run_by_id(run_id))
+        began = time.monotonic()
+        while owned_processes(step) and time.monotonic() - began < 60:
+            time.sleep(0.1)
+        assert owned_processes(step) == []
+        assert time.monotonic() - began < 30
+        while not pools() or pools()[0].entry.ended_at is None:
+            time.sleep(0.1)
+        run.wait(timeout=60)
+        while os.path.exists(f"/proc/{step}"):
+            time.sleep(0.1)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+        run.wait()
+    (row,) = pools()
+    assert (row.open_resources, row.entry.work.run, row.entry.work.asset) == (0, run_id, "endless")
+    assert row.cost_usd > 0
 
 
 SCRIPT = """

@@ -1,0 +1,87 @@
+"""Who still wants a step: its run, and under the multiprocess executor the run's process. A step that has lost them works, and pays, for nobody."""
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+import dagster as dg
+
+PARENT_SECONDS = 1.0
+RUN_SECONDS = 5.0
+OVER = (dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED)
+
+_log = logging.getLogger("skyward")
+
+
+class RunWatch:
+    """Looks after the run of this process in a thread of its own, and calls `stop` with the reason, once, when nobody wants its steps any more.
+
+    A killed run process leaves the run "started" for as long as nobody monitors it, and its step processes alone: so both are looked at.
+    """
+
+    def __init__(self, instance: dg.DagsterInstance, run_id: str, stop: Callable[[str], None]) -> None:
+        self._instance = instance
+        self._run_id = run_id
+        self._stop = stop
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="skyward-dagster-run", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End, and wait for the thread unless it is the one that calls."""
+        self._over.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(RUN_SECONDS)
+
+    def _look(self) -> None:
+        parent = multiprocessing.parent_process() if is_step_process(self._instance, self._run_id) else None
+        looks = 0
+        while not self._over.wait(PARENT_SECONDS):
+            looks += 1
+            if parent is not None and not parent.is_alive():
+                why = f"the run's process {parent.pid} is gone"
+            elif looks * PARENT_SECONDS % RUN_SECONDS or not (status := self._status()):
+                continue
+            else:
+                why = f"its run is {status}"
+            self._over.set()
+            self._stop(why)
+
+    def _status(self) -> str:
+        """How the run has ended; "" if it has not, or its storage does not answer: that is no end."""
+        try:
+            run = self._instance.get_run_by_id(self._run_id)
+        except Exception:
+            _log.warning("the run's status could not be read, and is again in %.0f s", RUN_SECONDS, exc_info=True)
+            return ""
+        if run is None:
+            return "deleted"
+        return run.status.value.lower() if run.status in OVER else ""
+
+
+def is_step_process(instance: dg.DagsterInstance, run_id: str) -> bool:
+    """Whether this is a process that the run's process has started for one step: then that has written its pid into the run's log, as the one of an executor.
+
+    The parent of a run's own process is the code server, which may be started anew while runs go on.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return False
+    for entry in instance.all_logs(run_id, of_type=dg.DagsterEventType.ENGINE_EVENT):
+        event = entry.dagster_event
+        pid = event.engine_event_data.metadata.get("pid") if event is not None else None
+        if pid is not None and str(pid.value) == str(parent.pid):
+            return True
+    return False
+
+
+def interrupt_step() -> None:
+    """Have the step's main thread raise what it raises when Dagster terminates the run, in a process that Dagster has started."""
+    if multiprocessing.parent_process() is not None and os.name == "posix":
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
