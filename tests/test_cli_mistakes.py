@@ -266,6 +266,7 @@ def shell(line: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, check=False, timeout=60, env=os.environ | environ)
 
 
+@pytest.mark.slow
 def test_a_full_disk_and_a_reader_that_goes(three: None) -> None:
     """One line, or none at all for a reader who has seen enough; the exit code is 1."""
     for line in ("skyward ps", "skyward ps --json", "skyward --version"):
@@ -339,6 +340,7 @@ def command_lines(draw: st.DrawFn) -> list[str]:
     return [*path, *words]
 
 
+@pytest.mark.slow
 @given(command_lines())
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_no_command_line_is_a_traceback(

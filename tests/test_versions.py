@@ -47,6 +47,8 @@ TypeError: Body() got an unexpected keyword argument 'min_items'
     assert blamed(log, installed, {"prefect": "3.7.7", "fastapi": "0.140.0"}) == "look at fastapi 0.140.0, prefect 3.8.8 (locked: 3.7.7)"
     missing = f"{log}\nModuleNotFoundError: No module named 'importlib_metadata'\n"
     assert blamed(missing, installed, {}).startswith("look at importlib-metadata missing, fastapi 0.140.0")
+    under = blamed(log.replace("fastapi/", "prefect/"), installed, {"prefect": "3.7.7", "fastapi": "0.136.3"}, {"prefect": {"fastapi", "rich"}})
+    assert under == "look at prefect 3.8.8 (locked: 3.7.7); changed below prefect: fastapi 0.140.0 (locked: 0.136.3)"
     assert blamed("exit", installed, {}) == "no package stands in a traceback"
 
 

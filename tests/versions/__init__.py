@@ -20,6 +20,7 @@ from pathlib import Path
 
 import uv
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PARTS = {"core": ["aws", "postgres"], "prefect": ["prefect"], "airflow": ["airflow"], "dagster": ["dagster"]}
@@ -99,7 +100,7 @@ def tried(trial: Trial, wheel: Path) -> str:
     if code == 0:
         return ""
     text = log.read_text(errors="replace")
-    return f"{'it took too long' if code is None else f'exit code {code}'}; {blamed(text, versions(trial), locked)}\n{_tail(text)}"
+    return f"{'it took too long' if code is None else f'exit code {code}'}; {blamed(text, versions(trial), locked, _needs(trial))}\n{_tail(text)}"
 
 
 def _installed(trial: Trial, wheel: Path, locked: Mapping[str, str]) -> str:
@@ -166,8 +167,22 @@ def _locked() -> dict[str, str]:
 # ── whose fault it is ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def blamed(log: str, installed: Mapping[str, str], locked: Mapping[str, str]) -> str:
-    """Name the packages in whose files the last traceback of a library goes through, the innermost first, each with its version and the locked one."""
+def _needs(trial: Trial) -> dict[str, set[str]]:
+    """Return what each package of a trial's environment asks for by itself."""
+    found: dict[str, set[str]] = {}
+    for metadata in (trial.folder / "venv").glob("lib/*/site-packages/*.dist-info/METADATA"):
+        lines = metadata.read_text(errors="replace").splitlines()
+        name = next(line.removeprefix("Name: ") for line in lines if line.startswith("Name: "))
+        asked = (Requirement(line.removeprefix("Requires-Dist: ")) for line in lines if line.startswith("Requires-Dist: "))
+        found[canonicalize_name(name)] = {canonicalize_name(one.name) for one in asked if one.marker is None or one.marker.evaluate({"extra": ""})}
+    return found
+
+
+def blamed(log: str, installed: Mapping[str, str], locked: Mapping[str, str], needs: Mapping[str, set[str]] | None = None) -> str:
+    """Name the packages in whose files the last traceback of a library goes through, the innermost first, each with its version and the locked one.
+
+    The innermost may have called something that has changed under it, in a package that it `needs` and that is not in the traceback.
+    """
     names = {name.lower().replace("-", "_"): name for name in installed}
     frames = [match for match in re.findall(r"site-packages/([A-Za-z0-9_]+)", log)]
     missing = re.findall(r"No module named '([A-Za-z0-9_]+)", log)
@@ -178,7 +193,11 @@ def blamed(log: str, installed: Mapping[str, str], locked: Mapping[str, str]) ->
         if not module.startswith("skyward")
         if (name := names.get(module.lower(), module.replace("_", "-") if module in missing else ""))
     ]
-    return f"look at {', '.join(told[:4])}" if told else "no package stands in a traceback"
+    if not told:
+        return "no package stands in a traceback"
+    others = sorted((needs or {}).get(told[0].split()[0], ()))
+    changed = [f"{name} {installed[name]} (locked: {locked[name]})" for name in others if installed.get(name, "") != locked.get(name, installed.get(name, ""))]
+    return f"look at {', '.join(told[:4])}{f'; changed below {told[0].split()[0]}: {", ".join(changed)}' if changed else ''}"
 
 
 def _tail(text: str, lines: int = 25) -> str:
