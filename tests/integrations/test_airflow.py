@@ -124,6 +124,7 @@ from airflow_provider_skyward.operators import SkywardOperator
 from skyward_core.provisioning import giving_back
 
 class TaskInstance:
+    dag_id, run_id, task_id, map_index, try_number = "left", "run", "work", -1, 1
     told = {}
     def xcom_push(self, key, value):
         self.told[key] = value
