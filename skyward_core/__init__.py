@@ -116,6 +116,7 @@ if TYPE_CHECKING:
     from skyward_core.providers.verda import Verda as Verda
     from skyward_core.secret import Secret as Secret
     from skyward_core.spec import PoolSpec as PoolSpec
+    from skyward_core.spec import Wishes as Wishes
     from skyward_core.spot import Spot as Spot
     from skyward_core.spot import SpotLike as SpotLike
     from skyward_core.work import Work as Work
@@ -155,7 +156,7 @@ _HOMES = {
     "providers.vastai": "VastAI",
     "providers.verda": "Verda",
     "secret": "Secret",
-    "spec": "PoolSpec",
+    "spec": "PoolSpec Wishes",
     "spot": "Spot SpotLike",
     "work": "Work",
     "worker.info": "InstanceInfo current_accelerator instance_info",

@@ -10,6 +10,7 @@ does nothing.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import pickle
@@ -21,7 +22,7 @@ from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoo
 from decimal import Decimal
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack, cast
 
 from skyward_core import console, pickling
 from skyward_core.attached import Attached, DetachedCall
@@ -38,7 +39,7 @@ from skyward_core.providers.local import Local
 from skyward_core.provisioning import lifecycle
 from skyward_core.secret import read_values, too_short_to_mask
 from skyward_core.signing import signed, verify
-from skyward_core.spec import LONGEST_SECONDS, PoolSpec
+from skyward_core.spec import LONGEST_SECONDS, PoolSpec, Wishes, signature
 from skyward_core.work import NO_WORK, Work
 from skyward_core.worker.masking import SecretValues
 
@@ -61,7 +62,12 @@ class ComputePool:
             result = train(data) >> pool
     """
 
-    def __init__(self, *, on_event: Callback | None = None, work: Work = NO_WORK, **wishes: Any) -> None:
+    __signature__: ClassVar = signature(
+        inspect.Parameter("on_event", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Callback | None),
+        inspect.Parameter("work", inspect.Parameter.KEYWORD_ONLY, default=NO_WORK, annotation=Work),
+    )
+
+    def __init__(self, *, on_event: Callback | None = None, work: Work = NO_WORK, **wishes: Unpack[Wishes]) -> None:
         self._settle(PoolSpec.of(**wishes), on_event, None, None, work, {})
 
     @classmethod

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self, TypedDict, Unpack, cast, get_type_hints
 
 from pydantic import (
     BaseModel,
@@ -25,12 +26,24 @@ from skyward_core.accelerators import Accelerator
 from skyward_core.accelerators.catalog import find
 from skyward_core.accelerators.neuron import slot_cores
 from skyward_core.errors import BadRequest
+from skyward_core.frozen import told
 from skyward_core.image.image import FrozenEnv, Image
 from skyward_core.image.volume import Volume, refuse_overlaps
 from skyward_core.market import Architecture, Offer, Requirements, memory_gb
 from skyward_core.providers import base
 from skyward_core.providers.base import Provider
 from skyward_core.secret import Secret, as_references, looks_secret, masked, refuse_masks
+
+OTHER_NAMES = {
+    "allocation": 'spot="always", "if-available", "never" or a share such as 0.8',
+    "gpu": 'accelerator="A100"',
+    "gpus": 'accelerator="4xA100"',
+    "instance_type": 'machine="p5.48xlarge"',
+    "region": 'the provider\'s: provider=sky.AWS(region="us-east-1")',
+    "num_nodes": "nodes=2",
+    "volumes": "volume=[...]",
+}
+"""What others call the same thing."""
 
 LONGEST_SECONDS = 10 * 365 * 86_400.0
 
@@ -52,6 +65,33 @@ type AnySpot = Annotated[
 type Secrets = Annotated[Mapping[str, Secret], BeforeValidator(as_references)]
 UNREPEATED = frozenset({"env", "secrets"})
 """Fields that no message repeats as they were written."""
+
+
+class Wishes(TypedDict, total=False):
+    """The keywords of `ComputePool`, for editors and type checkers: what may be written for each field of `PoolSpec`, where its default and meaning stand."""
+
+    provider: str | Provider | Mapping[str, Any] | Sequence[str | Provider | Mapping[str, Any]] | None
+    image: Image | Mapping[str, Any]
+    nodes: int
+    machine: str | None
+    accelerator: str | Accelerator | Mapping[str, Any] | None
+    cpu: int | None
+    memory: str | None
+    architecture: Architecture | None
+    volume: Volume | Sequence[Volume | Mapping[str, Any]] | None
+    spot: spot.SpotLike | Mapping[str, Any] | None
+    timeout: float
+    max_lifetime: float | None
+    lease_seconds: float
+    retries: int
+    max_cost: float | None
+    budget: str | None
+    env: Mapping[str, str] | None
+    secrets: str | Sequence[str] | Mapping[str, Any] | None
+    concurrency: int
+    provision_timeout: float
+    display: Display
+    collect_metrics: bool
 
 
 class PoolSpec(BaseModel):
@@ -95,8 +135,9 @@ class PoolSpec(BaseModel):
     collect_metrics: bool = Field(default=True, description="Sample processor, memory and GPUs of each node every two seconds.")
 
     @classmethod
-    def of(cls, **wishes: Any) -> Self:
+    def of(cls, **asked: Unpack[Wishes]) -> Self:
         """Build a spec from keywords; raises BadRequest with what to do. Strings and numbers stand for values: `accelerator="A100"`, `spot=0.8`."""
+        wishes: dict[str, Any] = {**asked}
         if isinstance(wishes.get("volume"), BaseModel):
             wishes["volume"] = (wishes["volume"],)
         if wishes.get("volume", ()) is None:
@@ -104,11 +145,13 @@ class PoolSpec(BaseModel):
         try:
             return cls(**wishes)
         except ValidationError as error:
-            raise BadRequest(_told(error, wishes)) from error
+            raise BadRequest(told(error, wishes, unshown=UNREPEATED)) from error
 
-    def with_(self, **changes: Any) -> Self:
+    def with_(self, **changes: Unpack[Wishes]) -> Self:
         """Return a spec with these fields changed, validated anew."""
-        return type(self).of(**{name: getattr(self, name) for name in self.model_fields_set} | changes)
+        fields: dict[str, Any] = {name: getattr(self, name) for name in self.model_fields_set}
+        fields.update(cast("dict[str, Any]", changes))
+        return type(self).of(**fields)
 
     @model_validator(mode="before")
     @classmethod
@@ -204,6 +247,16 @@ class PoolSpec(BaseModel):
         _ = self.neuron_cores  # raises
 
 
+def signature(*own: inspect.Parameter) -> inspect.Signature:
+    """Return what a callable takes that has its own parameters and one keyword for each field of `PoolSpec`."""
+    hints = get_type_hints(Wishes)
+    keywords = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.get_default(call_default_factory=True), annotation=hints[name])
+        for name, field in PoolSpec.model_fields.items()
+    ]
+    return inspect.Signature([*own, *keywords])
+
+
 def _loaded(wish: Any) -> Provider | tuple[Provider, ...]:
     """Read one provider or several; BadRequest is a ValueError, which pydantic tells as the field's fault."""
     found = base.load_all(wish)
@@ -215,18 +268,9 @@ def _plain(providers: Provider | tuple[Provider, ...]) -> Any:
 
 
 def _unknown(name: str, known: Sequence[str]) -> str:
+    if name in OTHER_NAMES:
+        return f"there is no {name!r} of a pool: it is {OTHER_NAMES[name]}"
     if name in Image.model_fields:
         return f"there is no {name!r} of a pool, it is its image's: write image=Image({name}=...)"
     near = get_close_matches(name, known, 1, cutoff=0.5)
     return f"there is no {name!r}; {f'did you mean {near[0]!r}?' if near else 'known are: ' + ', '.join(known)}"
-
-
-def _told(error: ValidationError, wishes: Mapping[str, Any]) -> str:
-    """Our own words for each fault, pydantic's where we have none."""
-    told = list[str]()
-    for fault in error.errors():
-        field = ".".join(map(str, fault["loc"]))
-        message = fault["msg"].removeprefix("Value error, ")
-        is_repeated = field in wishes and field not in UNREPEATED
-        told.append(f"{field}={wishes.get(field)!r}: {message}" if is_repeated else f"{field}: {message}" if field else message)
-    return "; ".join(told)

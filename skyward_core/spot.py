@@ -129,7 +129,9 @@ def from_json(data: object) -> Strategy:
 
 def _parse_name(name: str) -> Strategy:
     if name not in _NAMED:
-        raise BadRequest(f'spot={name!r} is no strategy: did you mean "{_nearest(name, _NAMED)}"?')
+        near = difflib.get_close_matches(name, _NAMED, n=1)
+        hint = f'did you mean "{near[0]}"? ' if near else ""
+        raise BadRequest(f'spot={name!r} is no strategy: {hint}Write "always", "if-available", "never", a share such as 0.8, or Spot.Always()')
     return _NAMED[name]
 
 

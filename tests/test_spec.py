@@ -1,7 +1,9 @@
 """`PoolSpec`: one frozen value, the same after a trip through JSON."""
 
+import inspect
 import json
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -175,3 +177,51 @@ def test_what_is_installed_is_read_once_and_only_for_what_is_not_ours(monkeypatc
         assert len(scans) == 2
     finally:
         base._elsewhere.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("ask", "told"),
+    [
+        (lambda: sky.Image(pipp=["torch"]), "Image has no field 'pipp': did you mean 'pip'?"),
+        (lambda: sky.Image(python=3), "python: Input should be a valid string"),
+        (lambda: sky.AWS(regio="x"), "AWS has no field 'regio': did you mean 'region'?"),
+        (lambda: sky.AWS(region=5), "region"),
+        (lambda: sky.S3Volume(), "S3Volume needs 'mount_path': write S3Volume(mount_path=...)"),
+        (lambda: sky.S3Volume(mount_path="/d", bukket="abc"), "S3Volume has no field 'bukket': did you mean 'bucket'?"),
+        (lambda: sky.S3Volume(mount_path="/d", bucket=5), "bucket=5"),
+        (lambda: sky.ComputePool(provider=sky.AWS), "write sky.AWS()"),
+        (lambda: sky.ComputePool(provider=[sky.AWS]), "write sky.AWS()"),
+        (lambda: sky.ComputePool(provider=5), 'write a name such as "aws"'),
+        (lambda: sky.ComputePool(provider={"name": "aws", "regio": 1}), "AWS has no field 'regio'"),
+        (lambda: sky.ComputePool(image=sky.Image), "write sky.Image(...)"),
+        (lambda: sky.ComputePool(image={"pipp": []}), "did you mean 'pip'?"),
+        (lambda: sky.ComputePool(allocation="spot"), 'it is spot="always", "if-available", "never"'),
+        (lambda: sky.ComputePool(spot="sometimes"), 'Write "always", "if-available", "never", a share such as 0.8'),
+        (lambda: sky.ComputePool(spot="alway"), 'did you mean "always"?'),
+    ],
+)
+def test_every_mistake_in_a_wish_is_a_bad_request_with_the_cure(ask: Callable[[], object], told: str) -> None:
+    """Images, providers and volumes raise what pools raise, and name the nearest field or what to write."""
+    with pytest.raises(sky.BadRequest) as caught:
+        ask()
+    assert told in str(caught.value)
+
+
+def test_a_wrong_secret_is_not_told() -> None:
+    """Where a provider holds a secret, no value of it stands in an error, nor in its cause."""
+    with pytest.raises(sky.BadRequest) as caught:
+        sky.RunPod(api_key=271828)  # type: ignore[arg-type]
+    assert "271828" not in f"{caught.value} {caught.value.__cause__}"
+
+
+def test_editors_see_every_keyword_with_its_type_and_default() -> None:
+    """The signature of a pool has each field of PoolSpec with its default; the types that checkers see name exactly these."""
+    shown = inspect.signature(sky.ComputePool).parameters
+    assert list(shown) == ["on_event", "work", *sky.PoolSpec.model_fields]
+    assert set(sky.Wishes.__annotations__) == set(sky.PoolSpec.model_fields)
+    for name, field in sky.PoolSpec.model_fields.items():
+        assert shown[name].default == field.get_default(call_default_factory=True)
+        assert shown[name].annotation is not inspect.Parameter.empty
+        assert shown[name].kind is inspect.Parameter.KEYWORD_ONLY
+    defaults = {name: parameter.default for name, parameter in shown.items() if name in sky.PoolSpec.model_fields}
+    assert sky.PoolSpec.of(**defaults) == sky.PoolSpec()

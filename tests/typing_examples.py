@@ -1,5 +1,7 @@
 """What a type checker makes of the API. Never run: `assert_type` is checked by pyright in strict mode (see test_compute.py and CI)."""
 
+# pyright: reportUnnecessaryTypeIgnoreComment=true
+
 from collections.abc import Callable, Generator
 from typing import assert_type
 
@@ -81,6 +83,18 @@ def pools_keep_their_types() -> None:
         assert_type(pool, sky.ComputePool)
     with sky.MultiPool(sky.ComputePool(), sky.ComputePool()) as pools:
         assert_type(pools, tuple[sky.ComputePool, ...])
+
+
+def editors_know_the_keywords_of_a_pool() -> None:
+    """Names and types of the settings are checked; strings, numbers and plain data stand for values."""
+    sky.ComputePool(
+        provider=["aws", sky.Local()], accelerator="A100", spot=0.8, nodes=2, volume=sky.S3Volume(mount_path="/data", bucket="abc"), work=sky.Work()
+    )
+    sky.PoolSpec.of(image=sky.Image(pip=["torch"]), accelerator=sky.accelerators.H100(count=4), spot=sky.Spot.Never).with_(max_cost=3, env={"A": "b"})
+    sky.ComputePool(acclerator="A100")  # pyright: ignore[reportCallIssue]
+    sky.ComputePool(nodes="two")  # pyright: ignore[reportArgumentType]
+    sky.Image(pipp=["torch"])  # pyright: ignore[reportCallIssue]
+    sky.AWS(regio="us-east-1")  # pyright: ignore[reportCallIssue]
 
 
 def methods_and_generic_functions(pool: sky.ComputePool, model: Model) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import re
@@ -13,10 +12,11 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, NoReturn
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_serializer, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, field_serializer, field_validator
 
 from skyward_core.accelerators.cuda import cuda_of
 from skyward_core.errors import BadRequest
+from skyward_core.frozen import Frozen
 from skyward_core.image import shell
 from skyward_core.image.locking import locked
 from skyward_core.image.packages import NAME, Step, canonical, lacks, locked_steps, name_of, read_lock, steps
@@ -56,7 +56,7 @@ class FrozenEnv(dict[str, str]):
     __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
 
 
-class Image(BaseModel):
+class Image(Frozen):
     """What a node has installed.
 
     `python` is "major.minor" and defaults to the interpreter that builds the image: functions travel as bytecode, so both sides must agree.
@@ -66,13 +66,13 @@ class Image(BaseModel):
     rented; `lock`, the path of a lock file that has hashes, or its text, takes the place of `pip`. `apt` holds Debian package names, also as
     "name=version". `env` is set in every call, its values literally; in repr and JSON those that look like secrets are masked (docs/secrets.md). With
     `cache` a provider that can keep disks (AWS) keeps that of the first machine with these packages, and later machines start from it; elsewhere it
-    changes nothing. Lists become tuples. Raises pydantic's ValidationError (a ValueError) before anything starts.
+    changes nothing. Lists become tuples. Raises BadRequest before anything starts.
 
     >>> Image(python="3.13", pip=["torch"], env={"OMP_NUM_THREADS": "1"}).pip
     ('torch',)
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(hide_input_in_errors=True)
 
     python: str = Field(default_factory=lambda: "{}.{}".format(*sys.version_info))
     pip: Sequence[str] = ()
@@ -180,11 +180,6 @@ class Image(BaseModel):
         extra = [self.pip_extra_index_url] if self.pip_extra_index_url is not None else []
         return locked_steps(self.lock, [*self.pip_indexes, *extra])
 
-    @model_validator(mode="before")
-    @classmethod
-    def _know_every_field(cls, data: Any) -> Any:
-        return refuse_unknown_fields(cls, data)
-
     @field_validator("python")
     @classmethod
     def _look_like_a_version(cls, python: str) -> str:
@@ -280,16 +275,6 @@ def _sound_index(field: str, url: str) -> str:
 def runtime_pins() -> tuple[str, ...]:
     """Return what a node needs to run calls, at the versions that this client has: both ends of Dask's protocol must be the same."""
     return tuple(f"{name}=={version(name)}" for name in ("cloudpickle", "dask", "distributed", "nvidia-ml-py", "psutil", "uvloop"))
-
-
-def refuse_unknown_fields(model: type[BaseModel], data: Any) -> Any:
-    """Return `data`, or raise a ValueError that names the nearest field if it is a mapping with a field that `model` has not."""
-    if isinstance(data, dict):
-        for name in data:  # pyright: ignore[reportUnknownVariableType] - whatever the user wrote
-            if name not in model.model_fields:
-                nearest = difflib.get_close_matches(str(name), model.model_fields, n=1, cutoff=0.0)[0]  # pyright: ignore[reportUnknownArgumentType]
-                raise ValueError(f"{model.__name__} has no field {name!r}: did you mean {nearest!r}?")
-    return data  # pyright: ignore[reportUnknownVariableType]
 
 
 # Names: Debian Policy 5.6.1. A trailing "-" would make apt-get remove the package.

@@ -4,29 +4,27 @@ import re
 from collections.abc import Sequence
 from itertools import combinations
 from posixpath import normpath
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import field_validator
 
 from skyward_core.errors import BadRequest
-from skyward_core.image.image import refuse_unknown_fields
+from skyward_core.frozen import Frozen
 
 
-class S3Volume(BaseModel):
+class S3Volume(Frozen):
     """A bucket of S3 under an absolute path.
 
     `prefix` narrows it to the keys below one "folder"; it gets the "/" at its end that mounting needs. `mount_path` loses its own.
     `endpoint_url` is that of another service than Amazon's that speaks S3 ("https://minio.example.org:9000"), and `region` the bucket's;
     None leaves both to the node's environment (AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL; AWS_REGION, AWS_DEFAULT_REGION). Credentials are no part
-    of a volume: they go to the environment too. Raises pydantic's ValidationError (a ValueError).
+    of a volume: they go to the environment too. Raises BadRequest.
 
     >>> volume = S3Volume(mount_path="/data/", bucket="my-bucket", prefix="datasets")
     >>> volume.mount_path, volume.prefix, volume.read_only
     ('/data', 'datasets/', True)
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["s3"] = "s3"
     mount_path: str
@@ -35,11 +33,6 @@ class S3Volume(BaseModel):
     read_only: bool = True
     endpoint_url: str | None = None
     region: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _know_every_field(cls, data: Any) -> Any:
-        return refuse_unknown_fields(cls, data)
 
     @field_validator("mount_path")
     @classmethod

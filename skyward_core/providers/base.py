@@ -16,9 +16,8 @@ from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, cast
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
 from skyward_core.errors import BadRequest, SkywardError
+from skyward_core.frozen import Frozen
 from skyward_core.instances import Instance
 from skyward_core.market import Offer, Requirements
 
@@ -52,10 +51,8 @@ class Sale(list[Offer]):
         self.unasked = dict(unasked)
 
 
-class Provider(BaseModel):
+class Provider(Frozen):
     """Somebody who rents machines. A frozen value that holds no secret unless it was given one; importing its file imports no SDK."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: ClassVar[str]
     refuses: ClassVar[Mapping[str, str]] = {}
@@ -186,6 +183,10 @@ def load(wish: str | Mapping[str, Any] | Provider) -> Provider:
     """
     if isinstance(wish, Provider):
         return wish
+    if isinstance(cast(object, wish), type):
+        raise BadRequest(f"{cast(type, wish).__name__} is the class of a provider: write sky.{cast(type, wish).__name__}()")
+    if not isinstance(cast(object, wish), str | Mapping):
+        raise BadRequest(f'{wish!r} is no provider: write a name such as "aws" or "local", or a provider such as sky.AWS()')
     fields = {"name": wish} if isinstance(wish, str) else dict(wish)
     name = str(fields.pop("name", ""))
     if name in BUILT_IN:
@@ -198,7 +199,7 @@ def load(wish: str | Mapping[str, Any] | Provider) -> Provider:
         raise BadRequest(f"no provider is called {name!r}; {f'did you mean {near[0]!r}? ' if near else ''}known here: {', '.join(known)}")
     try:
         return kind(**fields)
-    except ValidationError as error:
+    except BadRequest as error:
         raise BadRequest(f"provider {name!r}: {error}") from error
 
 

@@ -1,0 +1,57 @@
+"""`Frozen`: a value that a user writes, such as an image or a provider. What is wrong with it is told in our words, as `BadRequest`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any, cast
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from skyward_core.errors import BadRequest
+
+_SHOWN = (str, int, float, bool, type(None))
+
+
+class Frozen(BaseModel):
+    """A frozen value with known fields. Raises BadRequest, with the nearest name for a field that it has not, and without values where they may be secret."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def __init__(self, /, **fields: Any) -> None:
+        """Raises BadRequest."""
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            kind = type(self)
+            raise BadRequest(told(error, fields, kind.__name__, is_secret=bool(kind.model_config.get("hide_input_in_errors")))) from error
+
+    @model_validator(mode="before")
+    @classmethod
+    def _know_every_field(cls, data: Any) -> Any:
+        for name in cast("Mapping[Any, Any]", data) if isinstance(data, Mapping) else ():
+            if name not in cls.model_fields:
+                near = difflib.get_close_matches(str(name), cls.model_fields, n=1, cutoff=0.0)
+                raise ValueError(f"{cls.__name__} has no field {name!r}: did you mean {near[0]!r}?" if near else f"{cls.__name__} has no fields")
+        return data
+
+
+def told(error: ValidationError, fields: Mapping[str, Any], name: str = "", *, is_secret: bool = False, unshown: Collection[str] = ()) -> str:
+    """Return what is wrong with the fields of a value: our own words for each fault, pydantic's where we have none."""
+    found = list[str]()
+    for fault in error.errors(include_url=False, include_input=False):
+        field = ".".join(map(str, fault["loc"]))
+        message = fault["msg"].removeprefix("Value error, ")
+        value = fields.get(field)
+        if fault["type"] == "missing":
+            message = f"{name} needs {field!r}: write {name}({field}=...)"
+        elif isinstance(value, type) and fault["type"] != "value_error":
+            message = f"{field}={value.__name__} is a class: write sky.{value.__name__}(...)"
+        elif fault["type"] == "value_error" and (name or message.startswith(field)):
+            pass  # its own words name the field
+        elif field in fields and not is_secret and field not in unshown and isinstance(value, _SHOWN):
+            message = f"{field}={value!r}: {message}"
+        elif field:
+            message = f"{field}: {message}"
+        found.append(message)
+    return "; ".join(found)
