@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, NoReturn
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, ConfigDict, Field, field_serializer, field_validator
+from pydantic import AfterValidator, ConfigDict, Field, field_serializer, field_validator, model_validator
 
 from skyward_core.accelerators.cuda import cuda_of
 from skyward_core.errors import BadRequest
