@@ -20,7 +20,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from types import NoneType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from airflow.sdk import BaseOperator
 from airflow.sdk.bases.xcom import BaseXCom
@@ -29,6 +29,7 @@ from airflow.sdk.exceptions import AirflowException, AirflowFailException
 from airflow.sdk.execution_time.lazy_sequence import LazyXComSequence
 
 import skyward_core as sky
+from airflow_provider_skyward.secrets import hidden, shown, values_of
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -117,7 +118,7 @@ class SkywardOperator(BaseOperator):
     @property
     def pool_spec(self) -> sky.PoolSpec:
         """What is asked for, once templates are rendered. Raises BadRequest if a rendered value is none."""
-        return sky.PoolSpec.of(**{field: getattr(self, OTHER_NAMES.get(field, field)) for field in self._asked})
+        return sky.PoolSpec.of(**{field: shown(getattr(self, OTHER_NAMES.get(field, field))) for field in self._asked})
 
     def execute(self, context: Context) -> Any:
         """Run the function on a pool of its own and return its result; the pool is closed on every way out."""
@@ -183,7 +184,9 @@ class _Attempt:
         if not calls:  # `map_over` an empty list: nothing to rent machines for
             return []
         # The task log plays the display's part; the pool's own would tell everything twice.
-        self._pool = pool = sky.ComputePool.from_spec(spec.with_(display="quiet"), on_event=self._tell, replace_object=_plain_function, work=self._work)
+        self._pool = pool = sky.ComputePool.from_spec(
+            spec.with_(display="quiet"), on_event=self._tell, secrets=values_of(spec), replace_object=_plain_function, work=self._work
+        )
         try:
             self._log.info("::group::Provisioning")
             try:
@@ -352,7 +355,7 @@ def _refuse_unknown(operator: str, keywords: Mapping[str, Any]) -> None:
 
 def _as_keywords(spec: sky.PoolSpec | Mapping[str, Any] | None) -> dict[str, Any]:
     if isinstance(spec, sky.PoolSpec):
-        return spec.model_dump(mode="json", exclude_unset=True)
+        return {name: getattr(spec, name) for name in spec.model_fields_set}
     return dict(spec or {})
 
 
@@ -360,7 +363,14 @@ def _as_plain_data(wishes: Mapping[str, Any]) -> dict[str, Any]:
     """Values become JSON data, checked by PoolSpec; templates and results of other tasks stay as they are, to be checked when they are known."""
     known = {name: value for name, value in wishes.items() if not _is_template(value)}
     checked = sky.PoolSpec.of(**known).model_dump(mode="json", exclude_unset=True)
-    return {name: checked.get(name, value) for name, value in wishes.items()}
+    plain = {name: checked.get(name, value) for name, value in wishes.items()}
+    if "env" in wishes:
+        plain["env"] = hidden(wishes["env"])
+    if isinstance(image := wishes.get("image"), sky.Image):
+        image = image.model_dump(exclude_unset=True)  # with the values, which its JSON masks
+    if isinstance(image, Mapping) and "env" in image:
+        plain["image"] = {**plain["image"], "env": hidden(cast("Mapping[str, Any]", image)["env"])}
+    return plain
 
 
 def _is_template(value: object) -> bool:

@@ -92,7 +92,7 @@ class SkywardResource(_PoolFields):
     @property
     def spec(self) -> sky.PoolSpec:
         """The keywords as a `PoolSpec`, environment variables filled in. Raises BadRequest if one is not set."""
-        said = {name: getattr(self, name) for name in type(self).model_fields}
+        said = _with_references({name: getattr(self, name) for name in type(self).model_fields})
         return sky.PoolSpec.of(**{name: _filled_in(value, name) for name, value in said.items() if value is not None})
 
     def run[**P, R](self, context: StepContext, fn: "Callable[P, R] | sky.ComputeFunction[P, R]", /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -310,7 +310,8 @@ def _plain(wishes: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises BadRequest.
     """
-    said = {name: value for name, value in wishes.items() if value is not None}
+    said = _with_references({name: value for name, value in wishes.items() if value is not None})
+    _refuse_plain_secrets(said)
     later = {name: value for name, value in said.items() if name in _FIELDS and _is_from_environment(value, name)}
     for name, value in later.items():
         _refuse_unreadable(name, value)
@@ -321,6 +322,41 @@ def _plain(wishes: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(image, Mapping) and set(cast("Mapping[str, Any]", image)) == {"env"}:
         plain["image"] = {**image, "pip": []}  # Dagster takes any mapping in a default whose one key is "env" for an EnvVar, and fails on this one's value
     return plain
+
+
+def _with_references(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords with an `EnvVar` among `secrets` as what it is there: the name of a variable. Raises BadRequest."""
+    secrets = said.get("secrets")
+    if isinstance(secrets, Mapping):
+        secrets = {name: _reference(one) for name, one in cast("Mapping[str, Any]", secrets).items()}
+    elif isinstance(secrets, (list, tuple)):
+        secrets = [one.env_var_name if isinstance(one, dg.EnvVar) else one for one in cast("list[Any]", secrets)]
+    return {**said, "secrets": secrets} if secrets is not None else dict(said)
+
+
+def _reference(one: Any) -> Any:
+    match one:
+        case dg.EnvVar():
+            return sky.Secret.from_env(one.env_var_name)
+        case {"env": str() as variable, **others} if not others:
+            return sky.Secret.from_env(variable)
+        case sky.Secret(source="store") | {"source": "store"}:
+            raise sky.BadRequest('secrets: Dagster has no store of its own: write secrets={"NAME": dg.EnvVar("NAME")}')
+        case _:
+            return one
+
+
+def _refuse_plain_secrets(said: Mapping[str, Any]) -> None:
+    """Raise BadRequest for what looks like a secret in plain text: Dagster writes a resource's configuration to its database, and shows it."""
+    image = said.get("image")
+    for env in (said.get("env"), image.env if isinstance(image, sky.Image) else image.get("env") if isinstance(image, Mapping) else None):
+        if isinstance(env, Mapping):
+            plain = {name: value for name, value in cast("Mapping[str, Any]", env).items() if isinstance(value, str) and not isinstance(value, dg.EnvVar)}
+            if found := sky.PoolSpec.of(env=plain).plain_secrets:
+                raise sky.BadRequest(
+                    f"env holds {', '.join(found)} in plain text, which Dagster writes to its database and shows: write "
+                    f'secrets={{"{found[0]}": dg.EnvVar("{found[0]}")}}, or env={{"{found[0]}": dg.EnvVar("{found[0]}")}} for what installing packages needs'
+                )
 
 
 def _is_from_environment(value: object, place: str) -> bool:

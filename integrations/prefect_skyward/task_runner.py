@@ -37,6 +37,7 @@ from prefect.task_runners import TaskRunner
 from prefect.tasks import Task
 
 import skyward_core as sky
+from prefect_skyward.secrets import values_of, with_references
 from prefect_skyward.ui import CostArtifact, RunLog, RunLogs
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class SkywardTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         super().__init__()
         if spec is not None and wishes:
             raise sky.BadRequest(f"give spec=... or keywords, not both: {', '.join(wishes)} stand beside a spec; write spec=spec.with_(...)")
-        self._spec = spec if spec is not None else sky.PoolSpec.of(**wishes)
+        self._spec = spec if spec is not None else sky.PoolSpec.of(**with_references(wishes))
         self._spec.refuse_what_cannot_be()
         if self._spec.provider is not None:  # else the settings of the machine that runs the flow will name one, which need not be this machine
             sky.ComputePool.from_spec(self._spec)
@@ -225,7 +226,9 @@ class _Live:
                     sinks.append(self._artifact)
                 if self._on_event is not None:
                     sinks.append(self._on_event)
-                pool = sky.ComputePool.from_spec(self._spec, on_event=sky.compose(*sinks), replace_object=_portable, work=self._work)
+                pool = sky.ComputePool.from_spec(
+                    self._spec, on_event=sky.compose(*sinks), secrets=values_of(self._spec), replace_object=_portable, work=self._work
+                )
                 self.pool = pool  # before it is open: what stops the flow must be able to end the opening
                 if not self.is_stopping:
                     pool.open()

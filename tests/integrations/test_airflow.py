@@ -193,7 +193,7 @@ def test_airflow_lists_the_provider(airflow: Airflow) -> None:
 EVERY_KEYWORD = (
     'provider=LOCAL, image=sky.Image(pip=["torch"], env={"A": "b"}), nodes=2, machine="m", accelerator=sky.Accelerator.NVIDIA.A100(count=2), cpu=4, '
     'memory="32GB", volume=[sky.S3Volume(mount_path="/data", bucket="my-bucket")], spot=sky.Spot.Percent(0.8), timeout=600, max_lifetime=7200, max_cost=10, budget="team-a", lease_seconds=60, '
-    'env={"C": "d"}, concurrency=2, provision_timeout=300, display="quiet", collect_metrics=False'
+    'architecture="x86_64", env={"C": "d"}, secrets={"E": sky.Secret.from_env("F")}, concurrency=2, provision_timeout=300, display="quiet", collect_metrics=False'
 )
 CALL_RETRIES = "call_retries=1"
 
@@ -222,6 +222,77 @@ def test_every_keyword_survives_the_serialisation_of_the_dag(airflow: Airflow) -
         )
     """)
     assert answer == {"fields": True, "same": [True, True], "base": [2, 3600, 3, "all_done"], "stable": True}
+
+
+@pytest.mark.slow
+def test_no_secret_is_in_the_serialised_dag(airflow: Airflow) -> None:
+    """What looks like one in `env` is masked there, and is what it was where the task runs; templates stay."""
+    code = """
+        import json
+        from airflow.serialization.serialized_objects import DagSerialization
+        wishes = dict(env={"HF_TOKEN": "hf_plaintext1", "DAY": "{{ ds }}", "API_KEY": "{{ conn.x.password }}"}, image=sky.Image(env={"DB_PASSWORD": "opensesame1"}))
+        @dag(schedule=None)
+        def d():
+            SkywardOperator(task_id="a", python_callable=len, secrets=("A",), **wishes)
+            SkywardOperator(task_id="b", python_callable=len, spec=sky.PoolSpec.of(**wishes))
+            task.skyward(image={"env": {"DB_PASSWORD": "opensesame1"}}, env=wishes["env"])(lambda: 1).override(task_id="c")()
+        made = d()
+        tasks = {}
+        for op in made.tasks:
+            op.render_template_fields({"ds": "today", "conn": {"x": {"password": "of the store"}}})
+            tasks[op.task_id] = op.pool_spec.node_environment
+        answer = [json.dumps(DagSerialization.to_dict(made)), str([op.env for op in made.tasks]), tasks]
+    """
+    serialized, shown, environments = airflow.evaluate(code)
+    assert "hf_plaintext1" not in serialized + shown
+    assert "opensesame1" not in serialized + shown
+    expected = {"DB_PASSWORD": "opensesame1", "HF_TOKEN": "hf_plaintext1", "DAY": "today", "API_KEY": "of the store"}
+    assert environments == dict.fromkeys("abc", expected)
+
+
+@pytest.mark.slow
+def test_secrets_come_from_connections_and_variables_when_the_task_runs(airflow: Airflow) -> None:
+    """Parsing asks for none of them; the call has them, the log masks them, and Airflow's home holds them nowhere."""
+    code = """
+        import os
+        os.environ["AIRFLOW_CONN_HF"] = '{"conn_type": "generic", "login": "me", "password": "pw-0123456789", "extra": {"token": "extra-0123456789"}}'
+        os.environ["AIRFLOW_VAR_HF"] = "var-0123456789"
+        os.environ["OF_THE_WORKER"] = "env-0123456789"
+        answer = None
+    """
+    airflow.evaluate(code)  # not in the DAG file, whose source Airflow keeps
+    ran = airflow.run(
+        "secrets",
+        """
+        @dag(schedule=None)
+        def secrets():
+            @task.skyward(
+                provider=LOCAL,
+                secrets={
+                    "A": sky.Secret.from_store("hf"), "B": sky.Secret.from_store("hf", "login"), "C": sky.Secret.from_store("hf", "token"),
+                    "D": sky.Secret.from_store("variable/hf"), "E": sky.Secret.from_env("OF_THE_WORKER"),
+                },
+            )
+            def reads():
+                import os
+                print("all:", *(os.environ[name] for name in "ACDE"))
+                return ["".join(reversed(os.environ[name])) for name in "ABCDE"]
+
+            @task.skyward(provider=LOCAL, secrets={"A": sky.Secret.from_store("nope")})
+            def fails(): ...
+
+            reads()
+            fails()
+
+        secrets()
+        """,
+    )
+    values = ["pw-0123456789", "me", "extra-0123456789", "var-0123456789", "env-0123456789"]
+    assert ran.xcoms["reads", -1, "return_value"] == [value[::-1] for value in values]
+    assert "all: *** *** *** ***" in ran.log
+    assert "the secret A is to be the password of Airflow's connection 'nope'" in ran.log
+    files = [path.read_bytes().decode(errors="replace") for path in airflow.home.rglob("*") if path.is_file()]
+    assert [text[:100] for text in [ran.log, *files] for value in values if len(value) > 2 and value in text] == []
 
 
 @pytest.mark.slow

@@ -689,6 +689,53 @@ def test_environment_variables_are_read_when_the_run_starts(instance, monkeypatc
     assert seen["spec"].env == {"GREETING": "hello"}
 
 
+def backwards():
+    print("they are", os.environ["HF_TOKEN"], os.environ["B_TOKEN"])
+    return [os.environ[name][::-1] for name in ("HF_TOKEN", "B_TOKEN")]
+
+
+def test_secrets_are_read_from_the_environment_when_the_step_opens_the_pool(instance, monkeypatch):
+    """EnvVar among `secrets`, and names; neither the definition, nor the run's events and configuration, nor its metadata hold a value."""
+    compute = resource(secrets={"HF_TOKEN": dg.EnvVar("TEST_SECRET"), "B_TOKEN": sky.Secret.from_env("TEST_OTHER")})
+    assert compute == resource(secrets={"HF_TOKEN": {"env": "TEST_SECRET"}, "B_TOKEN": dg.EnvVar("TEST_OTHER")})
+    assert resource(secrets=[dg.EnvVar("TEST_SECRET")]).spec == resource(secrets=("TEST_SECRET",)).spec
+    monkeypatch.setenv("TEST_SECRET", "env-0123456789")
+    monkeypatch.setenv("TEST_OTHER", "other-0123456789")
+
+    @dg.asset
+    def read(context: dg.AssetExecutionContext, compute: SkywardResource):
+        return compute.run(context, backwards)
+
+    result = materialize([read], compute, instance)
+    assert result.output_for_node("read") == ["9876543210-vne", "9876543210-rehto"]
+    lines = messages(instance, result, "read")
+    assert any("they are *** ***" in line for line in lines)
+    written = [json.dumps(dict(compute)), repr(compute), str(instance.all_logs(result.run_id)), str(instance.get_run_by_id(result.run_id))]
+    job = dg.Definitions(assets=[read], resources={"compute": compute}).resolve_implicit_global_asset_job_def()
+    written.append(str(job.get_job_snapshot() if hasattr(job, "get_job_snapshot") else job.job_snapshot))
+    assert [text[:100] for text in written if "0123456789" in text] == []
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {"env": {"HF_TOKEN": "hf_plaintext1"}},
+        {"env": {"HF_TOKEN": "hf_plaintext1", "A": dg.EnvVar("A")}},
+        {"image": sky.Image(env={"HF_TOKEN": "hf_plaintext1"})},
+        {"image": {"env": {"HF_TOKEN": "hf_plaintext1"}}},
+        {"secrets": {"HF_TOKEN": "hf_plaintext1"}},
+        {"secrets": {"HF_TOKEN": sky.Secret.from_store("hf_plaintext1")}},
+    ],
+)
+def test_a_secret_in_plain_text_is_refused(wishes):
+    """Dagster would store it and show it; the message says what to write and does not repeat it."""
+    for make in (SkywardResource, SkywardResource.configure_at_launch):
+        with pytest.raises(sky.BadRequest) as caught:
+            make(**wishes)
+        assert "EnvVar" in str(caught.value) or "from_env" in str(caught.value)
+        assert "hf_plaintext1" not in str(caught.value)
+
+
 def test_the_run_config_decides_what_was_left_to_the_launch(instance):
     """configure_at_launch keeps what it was given as defaults; the run's config, in plain words, comes on top."""
     seen = {}

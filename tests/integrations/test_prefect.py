@@ -35,11 +35,12 @@ os.environ.update(
 )
 
 from prefect import flow, get_run_logger, task, unmapped  # noqa: E402
+from prefect.blocks.system import Secret  # noqa: E402
 from prefect.cache_policies import NO_CACHE  # noqa: E402
 from prefect.client.orchestration import get_client  # noqa: E402
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, LogFilter, LogFilterFlowRunId  # noqa: E402
 from prefect.context import FlowRunContext  # noqa: E402
-from prefect.settings import PREFECT_API_URL  # noqa: E402
+from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL, PREFECT_API_URL  # noqa: E402
 from prefect.states import Cancelling  # noqa: E402
 from prefect.tasks import task_input_hash  # noqa: E402
 from prefect.testing.utilities import prefect_test_harness  # noqa: E402
@@ -47,6 +48,7 @@ from pydantic import PrivateAttr  # noqa: E402
 
 import skyward_core as sky  # noqa: E402
 from prefect_skyward import SkywardTaskRunner, cost_so_far  # noqa: E402
+from prefect_skyward.secrets import values_of  # noqa: E402
 from prefect_skyward.ui import Bill, RunLog, RunLogs  # noqa: E402
 from skyward_core.entries import CostBy  # noqa: E402
 from skyward_core.ledger import Ledger, default_url  # noqa: E402
@@ -829,6 +831,53 @@ def test_results_are_cached_here(events: list[Any], tmp_path: Path) -> None:
         return [counted.submit(tmp_path / "n").result(), counted.submit(tmp_path / "n").result(), other.submit(tmp_path / "n").result()]
 
     assert twice() == [1, 1, -2]
+
+
+# ── secrets ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@task
+def reads_secrets() -> list[str]:
+    """Print them, and return them backwards."""
+    print("they are", os.environ["HF_TOKEN"], os.environ["OTHER"], os.environ["USER_TOKEN"])
+    return [os.environ[name][::-1] for name in ("HF_TOKEN", "OTHER", "USER_TOKEN")]
+
+
+@pytest.mark.slow
+def test_secrets_come_from_blocks_when_the_pool_opens(events: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, by the block itself or from the environment; the run's log masks them, and the server's database holds none in plain text."""
+    Secret(value="block-0123456789").save("hf-token", overwrite=True)
+    Secret(value={"token": "part-0123456789"}).save("user", overwrite=True)
+    monkeypatch.setenv("OF_THE_WORKER", "env-0123456789")
+    secrets = {"HF_TOKEN": Secret.load("hf-token"), "OTHER": sky.Secret.from_env("OF_THE_WORKER"), "USER_TOKEN": sky.Secret.from_store("user", "token")}
+    made = runner(events, secrets=secrets)
+    assert made == runner(events, secrets={**secrets, "HF_TOKEN": sky.Secret.from_store("hf-token")})
+
+    @flow(task_runner=made)
+    def reading() -> tuple[Any, UUID]:
+        context = FlowRunContext.get()
+        assert context is not None
+        assert context.flow_run is not None
+        return reads_secrets.submit().result(), context.flow_run.id
+
+    read, flow_run_id = reading()
+    values = ["block-0123456789", "env-0123456789", "part-0123456789"]
+    assert read == [value[::-1] for value in values]
+    messages = wait_for(lambda: [text for record in logs(flow_run_id) if "they are" in (text := record["message"])])
+    assert "they are *** *** ***" in messages[0]
+    database = Path(str(PREFECT_API_DATABASE_CONNECTION_URL.value()).partition(":///")[2])
+    files = [path.read_bytes().decode(errors="replace") for path in database.parent.glob(f"{database.name}*")]
+    assert files
+    spoken = [repr(made.spec), made.spec.model_dump_json(), repr(events), repr(pickle.dumps(made)), str([record["message"] for record in logs(flow_run_id)])]
+    assert [text[:100] for text in (*files, *spoken) for value in values if value in text] == []
+
+
+def test_a_block_that_is_not_there_is_named() -> None:
+    """One that was not saved where the runner is made, one that does not exist when its pool opens; nothing is rented."""
+    with pytest.raises(sky.BadRequest, match="HF_TOKEN"):
+        SkywardTaskRunner(secrets={"HF_TOKEN": Secret(value="block-0123456789")})
+    with pytest.raises(sky.BadRequest, match="the secret HF_TOKEN is to be Prefect's Secret block 'no-such-block'"):
+        values_of(sky.PoolSpec.of(secrets={"HF_TOKEN": sky.Secret.from_store("no-such-block")}))
 
 
 # ── the runner as a value ────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,45 @@
+"""Secrets from Prefect's `Secret` blocks: named where the runner is made, loaded when its pool opens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from prefect.blocks.system import Secret
+
+import skyward_core as sky
+
+
+def with_references(wishes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords with references in the place of blocks that were loaded. Raises BadRequest for a block that is not saved."""
+    secrets = wishes.get("secrets")
+    if not isinstance(secrets, Mapping):
+        return dict(wishes)
+    references = {name: _reference(name, one) for name, one in cast("Mapping[str, Any]", secrets).items()}
+    return {**wishes, "secrets": references}
+
+
+def values_of(spec: sky.PoolSpec) -> dict[str, str]:
+    """Return the values of those secrets that are kept by Prefect. Raises BadRequest for a block that there is not."""
+    return {name: _value_of(name, reference) for name, reference in (spec.secrets or {}).items() if reference.source == "store"}
+
+
+def _reference(name: str, one: Any) -> Any:
+    if not isinstance(one, Secret):
+        return one
+    if (block := cast(Any, one)._block_document_name) is None:
+        raise sky.BadRequest(f'secrets: the block for {name} has no name, for it was not saved: save it, and write sky.Secret.from_store("its-name")')
+    return sky.Secret.from_store(block)
+
+
+def _value_of(name: str, reference: sky.Secret) -> str:
+    told = f"Prefect's Secret block {reference.key!r}"
+    try:
+        value = cast(Any, Secret).load(reference.key, _sync=True).get()
+    except ValueError as error:
+        raise sky.BadRequest(f"the secret {name} is to be {told}, which cannot be loaded: make it with Secret(value=...).save({reference.key!r})") from error
+    if reference.field:
+        value = cast("Mapping[str, Any]", value).get(reference.field) if isinstance(value, Mapping) else None
+    if value is None or value == "":
+        raise sky.BadRequest(f"the secret {name} is to be {reference.field or 'the value'} of {told}, which has none")
+    return str(value)
