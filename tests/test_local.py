@@ -19,7 +19,6 @@ import pytest
 import skyward_core as sky
 from skyward_core.places import existing, state_places
 from skyward_core.providers import base
-from skyward_core.provisioning.bootstrap import startup_script
 from skyward_core.worker import watchdog
 from tests.conftest import processes_by_tag, wait_until
 
