@@ -140,9 +140,9 @@ def _smoked(trial: Trial, log: Path) -> int | None:
         try:
             return process.wait(SMOKE_SECONDS)
         except subprocess.TimeoutExpired:
-            process.terminate()
             return None
         finally:
+            process.terminate()  # it ends its servers
             try:
                 process.wait(20)
             except subprocess.TimeoutExpired:

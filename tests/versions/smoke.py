@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import os
 import pkgutil
+import signal
 import socket
 import subprocess
 import sys
@@ -217,6 +218,7 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers end with it
     name = sys.argv[1]
     {"core": core, "prefect": prefect, "airflow": airflow, "dagster": dagster}[name]()
     print(json.dumps({"smoke": name, "ok": True}))
