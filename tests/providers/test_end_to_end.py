@@ -9,9 +9,11 @@ import base64
 import gzip
 import json
 import logging
+import os
 import platform
 import re
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -59,6 +61,13 @@ def square(number: int) -> int:
     """Take a moment."""
     time.sleep(0.1)
     return number * number
+
+
+@sky.compute
+def talks() -> str:
+    """Print a secret; return it backwards."""
+    print("it is", os.environ["HF_TOKEN"])
+    return os.environ["HF_TOKEN"][::-1]
 
 
 @dataclass(frozen=True)
@@ -327,11 +336,31 @@ def contents(folder: Path) -> Iterator[str]:
             yield path.read_bytes().decode(errors="replace")
 
 
-def test_a_pool_lives_on_a_cloud(rented: Rented, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Launched, prepared over SSH with a host key that was known before, used; a machine is taken back and replaced under running calls; nothing is left."""
+def places_of(value: str, rented: Rented) -> list[str]:
+    """Where on the machines that run a value stands: files of nodes, on disk and in memory, and the start environments and arguments of all processes."""
+    look = "cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline 2>/dev/null | grep -c -a -f /dev/shm/look.$$; grep -rl -f /dev/shm/look.$$"
+    command = f"umask 077; cat >/dev/shm/look.$$; {look} ~/.cache /tmp /var/lib /var/log /dev/shm 2>/dev/null | grep -v /look; rm /dev/shm/look.$$"
+    return [
+        f"{host.name}: {line}"
+        for host in rented.hosting.hosts.values()
+        if host.is_up
+        for line in host.run(command, text=value).stdout.splitlines()
+        if line != "0"
+    ]
+
+
+def test_a_pool_lives_on_a_cloud(
+    rented: Rented, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launched, prepared over SSH with a host key that was known before, used; a machine is taken back and replaced under running calls; nothing is left.
+
+    Of secrets nothing is written: neither of the cloud's, nor of those of calls and of what looks like one in `env`.
+    """
     caplog.set_level(logging.DEBUG)
-    told = Told()
-    pool = sky.ComputePool(provider=rented.provider, nodes=2, cpu=4, image=sky.Image(), on_event=told, display="log", lease_seconds=30)
+    token, password, told = f"tok-{uuid.uuid4().hex}", f"pw-{uuid.uuid4().hex}", Told()
+    monkeypatch.setenv("HF_TOKEN", token)
+    wishes: dict[str, Any] = {"secrets": ("HF_TOKEN",), "env": {"DB_PASSWORD": password}}
+    pool = sky.ComputePool(provider=rented.provider, nodes=2, cpu=4, image=sky.Image(), on_event=told, display="log", lease_seconds=30, **wishes)
     with pool:
         assert rented.alive() == {node.instance.id for node in pool.lease.nodes}
         assert all(node.instance.endpoint.host_key for node in pool.lease.nodes)
@@ -342,15 +371,18 @@ def test_a_pool_lives_on_a_cloud(rented: Rented, caplog: pytest.LogCaptureFixtur
         assert [future.result(300) for future in futures] == [number * number for number in range(40)]
         wait_until(lambda: len({event.instance_id for event in told.of(sky.BootstrapCompleted)}) == 3, "another machine", seconds=300)
         assert len(where() @ pool) == 2
+        assert list(talks() @ pool) == [token[::-1]] * 2
+        assert places_of(password, rented) != []  # plain text, so that the search is known to find what there is
+        assert places_of(token, rented) == []
         wait_until(lambda: rented.alive() == {node.instance.id for node in pool.lease.nodes}, "the lost one to be given back", seconds=120)
-        written = pool.lease.model_dump_json() + repr(pool.lease)
+        written = pool.lease.model_dump_json() + repr(pool.lease) + repr(pool.spec) + pool.spec.model_dump_json()
     assert rented.alive() == set()
     assert not any(host.is_up for host in rented.hosting.hosts.values())
     assert pool.receipt["left"] == []
     assert len(pool.receipt["resources"]) == 3
     out, err = capfd.readouterr()
     texts = [written, out, err, caplog.text, repr(told.events), repr(pool.receipt), default_url(), *contents(tmp_path)]
-    for secret in rented.secrets:
+    for secret in (*rented.secrets, token, password):
         assert not [text[:200] for text in texts if secret in text]
 
 
