@@ -21,7 +21,7 @@ def state_places() -> list[Place]:
     """Return where state of this user may lie, best first.
 
     The state folder goes before XDG_RUNTIME_DIR: systemd gives the latter a tenth of the memory, and takes it away with the user's last session
-    (docs/decisions/0011). Below TMPDIR another user may have made the folder of that name first: then it is refused, and the others are left.
+    (docs/decisions/0015). Below TMPDIR another user may have made the folder of that name first: then it is refused, and the others are left.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     return [
