@@ -1125,7 +1125,7 @@ def test_what_is_due_is_done_even_if_the_rest_fails(monkeypatch: pytest.MonkeyPa
     assert done == [*look, "renew", *look, "_keep_here", "_mind_reaper", "note", "emit", *look]
 
 
-@pytest.mark.parametrize(("process", "stopped"), [(os.getpid(), 1), (os.getpid() + 1, 0)])
+@pytest.mark.parametrize(("process", "stopped"), [(os.getpid(), 1), (os.getpid() + 1, 0)], ids=["the opener", "a fork"])
 def test_an_attached_pool_that_is_forgotten_in_a_fork_is_not_left(process: int, stopped: int) -> None:
     """Its connections are those of the process that has attached."""
     reasons: list[str] = []

@@ -154,7 +154,7 @@ def test_what_the_drivers_of_gpus_say() -> None:
     """Names become the catalogue's, MiB become GB; a second kind does not count; memory may be unknown, the name too."""
 
     def host(*gpus: str) -> hosts._Host:
-        return hosts._Host.told_by(hosts._Told({"vcpus": ["4"], "memory_kib": ["1000000"], "gpu": list(gpus)}))
+        return hosts._Host.told_by(hosts._Told({"vcpus": ["4"], "memory_kib": ["1000000"], "machine": ["x86_64"], "gpu": list(gpus)}))
 
     four = host(*["NVIDIA A100-SXM4-80GB, 81920"] * 4)
     assert (four.accelerator, four.accelerators, four.accelerator_memory_gb) == ("A100", 4, 81920 * 1024**2 / 1e9)
