@@ -86,9 +86,10 @@ def test_a_pool_that_cannot_be_read_stops_nothing(
     run: Callable[..., tuple[int, str, str]],
     damage: Damage,
     folder: FolderProvider,  # noqa: F811
-    ledger: Ledger,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The others are listed and swept; its own machines are left, for the ledger knows them; each command says so and exits with 1."""
+    monkeypatch.setattr("skyward_core.provisioning.judging.IN_FLIGHT_SECONDS", 0.0)  # nothing else asks this provider for machines
     damage(POOL_DAMAGES[what])
     code, told, complaint = run("ps")
     assert (code, "sky-live" in told, "sky-dead" in told) == (1, True, True)

@@ -44,6 +44,7 @@ def test_who_has_no_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch, ca
     assert "SKYWARD_LEDGER=" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_read_only_home_has_its_ledger_in_the_runtime_folder(read_only: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A pool without a budget works after a warning, and the command finds it there."""
     with caplog.at_level(logging.WARNING, logger="skyward"), sky.ComputePool(provider=sky.Local(), display="quiet") as pool:

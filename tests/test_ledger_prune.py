@@ -79,6 +79,7 @@ def test_details_go_and_money_stays(ledger: Ledger, clock: Clock) -> None:  # no
     ledger.reserve("team", "lives", Decimal(400))
 
 
+@pytest.mark.slow
 def test_a_file_becomes_smaller(sqlite_url: str, clock: Clock) -> None:  # noqa: F811
     """By most of what it was, where pools have specs and tries as real ones do."""
     file = Path(sqlite_url.removeprefix("sqlite:///"))

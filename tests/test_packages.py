@@ -113,6 +113,7 @@ def install(tmp_path: Path) -> Callable[..., dict[str, str] | str]:
     return install
 
 
+@pytest.mark.slow
 def test_what_an_extra_index_has_comes_from_it_and_what_nodes_need_does_not(indexes, install) -> None:
     """A stranger's newer package of the same name is not taken (dependency confusion), and an old copy in the extra index hides nothing of a node's own."""
     image = Image(pip=["torchy", "ours"], pip_extra_index_url=f"{indexes.url}/extra")

@@ -143,6 +143,7 @@ answer = [result, len(bill["unconfirmed"])]
 """
 
 
+@pytest.mark.slow
 def test_machines_that_may_be_left_fail_no_task(airflow: "Airflow") -> None:
     """The work is done: the task succeeds, its bill in XCom names the machine, and the pool's reaper ends it."""
     assert airflow.evaluate(LEFT) == [2, 1]
