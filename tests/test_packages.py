@@ -18,7 +18,7 @@ import skyward_core as sky
 from skyward_core.errors import BadRequest
 from skyward_core.image.image import Image, runtime_pins
 from skyward_core.image.packages import lacks, read_lock
-from skyward_core.providers.local import kept_environment
+from skyward_core.providers.local import installing_environment, kept_environment
 from skyward_core.provisioning import bootstrap
 
 HERE = "{}.{}".format(*sys.version_info)
@@ -229,6 +229,15 @@ SECRETS = {
     "http_proxy": "me:hunter2@proxy:3128",
 }
 KEPT = {"UV_CACHE_DIR": "/home/me@corp/uv", "XDG_CACHE_HOME": "/home/me@corp/.cache", "ALL_PROXY": "http://proxy:3128", "PIP_INDEX_URL": "https://x.org/simple"}
+
+
+@pytest.mark.parametrize("name", ["NVIDIA_API_KEY", "XDG_SECRET_TOKEN", "LC_API_KEY", "SSL_CERT_PASSWORD", "MY_PASSWORD_PROXY"])
+def test_what_looks_like_a_secret_reaches_no_node_by_its_prefix_or_ending(monkeypatch, name) -> None:
+    """NVIDIA's own services read NVIDIA_API_KEY, and NVIDIA_ is among the prefixes that nodes inherit."""
+    monkeypatch.setenv(name, "nvapi-123")
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "all")
+    assert name not in kept_environment() | installing_environment()
+    assert kept_environment()["NVIDIA_VISIBLE_DEVICES"] == "all"
 
 
 def test_passwords_of_indexes_and_proxies_are_for_what_installs_alone(monkeypatch, tmp_path) -> None:

@@ -101,6 +101,18 @@ def test_the_symlink_of_another_user_leads_nowhere(tmp_path: Path) -> None:
         make_private(link / "inside")
 
 
+@pytest.mark.parametrize("between", ["theirs", "missing"])
+def test_a_path_that_goes_through_a_folder_of_another_user_is_refused(tmp_path: Path, between: str) -> None:
+    """`theirs/../mine` is `mine` until he puts a symlink in the place of `theirs`: then it is what lies beside that link's target."""
+    (tmp_path / "mine").mkdir(mode=0o700)
+    (tmp_path / "theirs").mkdir()
+    path = tmp_path / between / ".." / "mine"
+    with pytest.raises(NotPrivate, match=r"has '\.\.' in it"):
+        check_private(path)
+    assert not is_private(path)
+    assert is_private(tmp_path / "mine")
+
+
 @pytest.mark.parametrize("target", ["loop", "../loop", "missing"])
 def test_links_that_lead_nowhere_end(tmp_path: Path, target: str) -> None:
     """In an error of the operating system's."""

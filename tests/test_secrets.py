@@ -10,6 +10,7 @@ import subprocess
 import time
 import traceback
 import uuid
+from base64 import b64encode, urlsafe_b64encode
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -203,6 +204,17 @@ def test_no_spelling_of_a_value_gets_through(value: str, before: str, after: str
         for spelled in spellings(value):
             if len(spelled) >= len(value):
                 assert spelled == MASK or spelled not in mask.text(before + spelled + after).replace(MASK, "\0")
+
+
+@pytest.mark.parametrize("user", ["", "a:", "me:", "you:"])
+@pytest.mark.parametrize("encode", [b64encode, urlsafe_b64encode])
+def test_base64_of_a_value_is_masked_alone_and_behind_a_user(user: str, encode: Any) -> None:
+    """HTTP libraries log the header `Authorization: Basic` with it; what is left of it is less than one character of the value."""
+    value = "s3cr3t?>/~Zq8\xff"
+    left = Mask([value]).text(f"Basic {encode((user + value + ':x').encode()).decode()}") + Mask([value]).text(encode((user + value).encode()).decode())
+    assert left.count(MASK) == 2
+    for offset in range(3):
+        assert encode(b"." * offset + value.encode())[4:12].decode() not in left
 
 
 def test_each_line_of_a_key_is_masked() -> None:

@@ -38,6 +38,7 @@ from skyward_core.providers.base import POOL_TAG, RANK_TAG, Provider, Tags
 from skyward_core.providers.control_groups import ControlGroup
 from skyward_core.providers.ending import PROOFS
 from skyward_core.providers.tagging import TAGS_VARIABLE, from_word, of_machine, to_word
+from skyward_core.secret import looks_secret
 from skyward_core.worker import keeper
 from skyward_core.worker.metrics import gpus_here
 from skyward_core.worker.private import NotPrivate, is_private
@@ -205,7 +206,7 @@ class Local(Provider):
 
 def kept_environment() -> dict[str, str]:
     """Return the part of this process's environment that a node inherits: where things are, never credentials or an orchestrator's settings."""
-    return {name: value for name, value in _of_nodes().items() if not _holds_password(name, value)}
+    return {name: value for name, value in _of_nodes().items() if not _holds_password(name, value) and not looks_secret(name, value)}
 
 
 def installing_environment() -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import json
 import re
+from base64 import b64encode
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
 from urllib.parse import quote, quote_plus
@@ -19,7 +20,10 @@ SHORTEST_LINE = 8
 """The same for one line of a value of several lines, such as a private key."""
 SHORTEST_IN_PICKLE = 12
 """Bytes of the shortest value that is looked for in a pickle, where it must not be the name of a module or a class."""
+SHORTEST_IN_BASE64 = 8
+"""Characters of the shortest piece of base64 that is masked."""
 DEEPEST = 6
+_URLSAFE = str.maketrans("+/", "-_")
 
 
 class SecretValues(dict[str, str]):
@@ -101,10 +105,21 @@ class Mask:
 
 
 def spellings(secret: str) -> Iterator[str]:
-    """Return a secret as it is and as others quote it: in a URL, in JSON, in HTML, in an error of Python's, and without the white space around it."""
+    """Return a secret as it is and as others quote it: in a URL, JSON, HTML, base64, an error of Python's, and without the white space around it."""
     for text in (secret, secret.strip()):
         if text:
             encoded = text.encode(errors="surrogateescape")
             yield from (text, quote(encoded, safe=""), quote(encoded), quote_plus(encoded), html.escape(text), repr(text)[1:-1])
             yield from (json.dumps(text, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False))
             yield re.sub("%[0-9A-F]{2}", lambda match: match[0].lower(), quote(encoded, safe=""))
+            yield from _in_base64(encoded)
+
+
+def _in_base64(value: bytes) -> Iterator[str]:
+    """Return what base64 makes of a value, alone or within a longer text (`user:password` of HTTP): the characters that the text around it does not change."""
+    yield b64encode(value).decode()
+    for before in range(3):
+        encoded = b64encode(b"\0" * before + value)
+        certain = encoded[(8 * before + 5) // 6 : 8 * (before + len(value)) // 6].decode()
+        if len(certain) >= SHORTEST_IN_BASE64:
+            yield from (certain, certain.translate(_URLSAFE))

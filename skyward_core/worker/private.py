@@ -78,7 +78,12 @@ def make_file(path: Path, content: bytes = b"") -> None:
 
 
 def check_private(path: Path) -> None:
-    """Raise NotPrivate, or another OSError, for what is no private folder."""
+    """Raise NotPrivate, or another OSError, for what is no private folder.
+
+    So is a path with `..`: it leads through folders that are not looked at, and another user can exchange one of them for a symlink afterwards.
+    """
+    if ".." in path.parts:
+        raise NotPrivate(f"{path} has '..' in it: give the path that it stands for")
     with opened_private(path):
         pass
 
