@@ -56,7 +56,7 @@ def state_of(error: BaseException) -> State:
     for name, descriptor in _descriptors(type(error)).items():
         with suppress(AttributeError):  # an empty slot
             value = descriptor.__get__(error, type(error))
-            if value is not None:
+            if value is not None or is_from_python(descriptor.__objclass__):  # None is a value of a slot, and nothing in a field of C
                 fields[name] = value
     return State(error.args, attributes, fields, texts)
 

@@ -60,6 +60,13 @@ class PendingCompute[R]:
             f"Write {name}.local(...) to run it inside this function; or give the calls to the pool: pool.map({name}, ...), {name}(...) >> pool"
         )
 
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """Raise TypeError that says what to write: as an argument, or deep in a result, a call that was not made is a mistake."""
+        name = _name(self.fn)
+        raise TypeError(
+            f"a call that was not made does not travel: make it first, {name}(...) >> pool, and pass its result; inside a function write {name}.local(...)"
+        )
+
     def __rshift__(self, pool: Runner) -> R:
         """Run the call on the pool and return its result; its exception is raised here."""
         return _runner(pool, ">>").run(self)
@@ -94,6 +101,10 @@ class PendingBatch[*Rs]:
     def why_no_result(self) -> str:
         """As that of its calls."""
         return self.calls[0].why_no_result if self.calls else "it is an empty batch of calls"
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """Raise TypeError, as its calls do."""
+        raise TypeError("calls that were not made do not travel: make them first, (f(x) & g(y)) >> pool, and pass their results")
 
     def __and__[S](self, other: PendingCompute[S]) -> PendingBatch[*Rs, S]:
         """Add a call."""

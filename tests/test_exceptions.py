@@ -12,6 +12,7 @@ from typing import Any, ClassVar, cast
 
 import botocore.exceptions
 import httpx
+import numpy as np
 import pydantic
 import pytest
 import sklearn.exceptions
@@ -195,6 +196,15 @@ def test_slots_travel_also_private_and_empty_ones() -> None:
     there = over(Slotted("k", 5))
     assert (there.key, there.hidden, there.args) == ("k", 5, ())
     assert not hasattr(there, "empty")
+
+
+def test_none_in_a_slot_is_none_and_no_empty_slot() -> None:
+    """NumPy's AxisError keeps None in one, and cannot say what it is without."""
+    there = over(Slotted("k", cast(int, None)))
+    assert (there.key, there.hidden) == ("k", None)
+    with pytest.raises(np.exceptions.AxisError) as caught:
+        np.zeros((2, 2)).sum(axis=5)
+    assert str(over(caught.value)) == str(caught.value)
 
 
 def test_exceptions_of_libraries_arrive_with_their_attributes() -> None:

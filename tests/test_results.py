@@ -179,6 +179,8 @@ def outer(how: str) -> Any:
             return add(1, 2) & add(3, 4)
         case "list":
             return [add(n, n) for n in range(3)]
+        case "deep":
+            return {"a": (add(1, 2),)}
         case _:
             return {"a": add(1, 2)}
 
@@ -193,6 +195,24 @@ def test_a_function_that_returns_a_pending_call_is_told_what_to_write(own_pool: 
     assert what in str(caught.value)
     assert "add.local(...)" in str(caught.value)
     assert "pool.map(add, ...)" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("send", "path"),
+    [
+        (lambda pool: add(add(1, 2), 3) >> pool, "args[0]"),
+        (lambda pool: pool.map(len, [[add(1, 2) & add(3, 4)]]), "args[0][0]"),
+        (lambda pool: pool.map(add(1, 2), [1]), "function"),
+        (lambda pool: outer("deep") >> pool, "result['a'][0]"),
+    ],
+)
+def test_a_pending_call_as_an_argument_or_deep_in_a_result_is_told_by_its_path(
+    own_pool: sky.ComputePool, send: Callable[[sky.ComputePool], Any], path: str
+) -> None:
+    """It used to travel, and to fail on the other side: `a pending call cannot be changed (args)`."""
+    with pytest.raises(sky.NotPicklable, match=r"make (it|them) first, .* >> pool, and pass (its result|their results)") as caught:
+        send(own_pool)
+    assert caught.value.path == path
 
 
 def test_mapping_a_function_that_calls_a_decorated_one_is_told_what_to_write(own_pool: sky.ComputePool) -> None:
