@@ -84,7 +84,7 @@ def _fail(error: Exception) -> int:
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is sys.stderr:
-                print(f"skyward: {' '.join(str(error).split())}", file=stream)
+                print(f"skyward: {_visible(' '.join(str(error).split()))}", file=stream)
             stream.flush()
         except OSError:
             _discard(stream)
@@ -319,7 +319,7 @@ def _ps(ledger: Ledger, asked: argparse.Namespace) -> int:
 
 def _warned(troubles: Iterable[object]) -> int:
     """Say what could not be read, one line each; return the exit code."""
-    lines = list(dict.fromkeys(" ".join(str(trouble).split()) for trouble in troubles))
+    lines = list(dict.fromkeys(_visible(" ".join(str(trouble).split())) for trouble in troubles))
     for line in lines:
         print(f"skyward: {line}", file=sys.stderr)
     return FAILED if lines else 0
@@ -447,7 +447,7 @@ def _tell(report: SweepReport, *, is_dry_run: bool) -> None:
             [[its.action.value, its.pool_id, its.provider, _some(its.resource_ids), its.reason] for its in report.findings],
         )
     for failure in report.failures:
-        print(f"skyward: {' '.join(str(failure).split())}", file=sys.stderr)
+        print(f"skyward: {_visible(' '.join(str(failure).split()))}", file=sys.stderr)
     for line in report.pruned:
         print(f"{'to be taken away' if is_dry_run else 'taken away'}: {line}")
     if not report.to_do and not report.pruned:
@@ -717,11 +717,17 @@ def _print_json(data: object) -> int:
     return 0
 
 
+def _visible(text: str) -> str:
+    """A text from the ledger or a provider without what a terminal would obey: others may have written it."""
+    return text if text.isprintable() else "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+
+
 def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print columns, those to the right whose head begins with `>`; on a terminal what is too long is folded, and what is too wide for that stands in lines."""
     from rich.console import Console
     from rich.table import Table
 
+    rows = [[_visible(text) for text in row] for row in rows]
     console = Console(markup=False, highlight=False, emoji=False, color_system=None)
     if not console.is_terminal:
         console.width = WIDE

@@ -107,7 +107,7 @@ def release(pool: Lease | str, *, credentials: Provider | None = None, ledger_ur
     """End a pool on purpose, from any process, by its lease or its id: what a teardown step does for a pool that another step has detached.
 
     May be called again. `credentials` is the provider with secrets from the caller's own store. Raises InstancesLeft if some machines could not be confirmed
-    gone, BadRequest if nobody knows the pool.
+    gone, BadRequest if nobody knows the pool, CredentialsError for a lease of a pool that the ledger does not know and that may have been altered.
     """
     sweeping, ledgers = importlib.import_module("skyward_core.provisioning.sweep"), importlib.import_module("skyward_core.ledger")
     with ledgers.Ledger(ledger_url or ledgers.default_url()) as ledger:

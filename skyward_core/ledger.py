@@ -885,7 +885,7 @@ _COST = _billed_micro_usd(RESOURCES.c.price_micro_usd_per_hour)
 _ON_DEMAND = _billed_micro_usd(RESOURCES.c.on_demand_micro_usd_per_hour)
 
 
-_NUMBERS = ("intended_microseconds", "price_micro_usd_per_hour", "on_demand_micro_usd_per_hour", "increment_seconds", "minimum_seconds")
+_NUMBERS = ("intended_microseconds", "price_micro_usd_per_hour", "on_demand_micro_usd_per_hour", "increment_seconds", "minimum_seconds", "minimum_micro_usd")
 _HAS_NUMBERS = and_(*(func.typeof(RESOURCES.c[name]) == "integer" for name in (*_NUMBERS, *map(milliseconds_of, Bucket))))
 
 
@@ -944,7 +944,7 @@ def _work_rows(connection: Connection, by: CostBy, conditions: Sequence[ColumnEl
             dealt = [amount * part // whole if whole else 0 for amount in (milliseconds, cost, on_demand)]
             left = [rest - amount for rest, amount in zip(left, dealt, strict=True)]
             _add(totals[_WORK_KEYS[by](work)], 0, *dealt)
-        _add(totals[_WORK_KEYS[by](works[pool_id])], resources, *left)
+        _add(totals[_WORK_KEYS[by](works.get(pool_id, Work()))], resources, *left)  # its pool's row may be damaged: the bill is whole all the same
     return [_cost_row(by, key, *sums) for key, sums in sorted(totals.items())]
 
 

@@ -281,6 +281,12 @@ def read_rows[T](rows: Iterable[Values], read: Callable[[Values], T], unreadable
     return found
 
 
+def _refuse_bytes(row: Values) -> None:
+    """Raise TypeError for bytes, which SQLite keeps in a column of any type."""
+    if columns := [column for column, value in row.items() if isinstance(value, bytes)]:
+        raise TypeError(f"bytes in {', '.join(columns)}")
+
+
 def _reader[T](table: Table, key: str = "id", pool: str = "pool_id") -> Callable[[Callable[[Values], T]], Callable[[Values], T]]:
     """Let a function that reads a row of a table raise UnreadableRow for what means nothing."""
 
@@ -288,6 +294,7 @@ def _reader[T](table: Table, key: str = "id", pool: str = "pool_id") -> Callable
         @functools.wraps(read)
         def checked(row: Values) -> T:
             try:
+                _refuse_bytes(row)
                 return read(row)
             except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
                 raise UnreadableRow(table.name, row[key], str(row.get(pool, "")), f"{type(error).__name__}: {error}") from error

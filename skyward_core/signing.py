@@ -26,13 +26,16 @@ from skyward_core.worker.private import make_file
 VARIABLE = "SKYWARD_LEASE_KEY"
 PURPOSE = b"skyward lease 1\n"
 SHORTEST_KEY = 16
-_CURE = f"Give both processes the same {VARIABLE}, or, if nobody else can write to where the lease comes from, attach with is_trusted=True"
+_CURE = (
+    f"Give both processes the same {VARIABLE}. Else attach with is_trusted=True if nobody else can write to where the lease comes from,"
+    " and release with credentials=, the provider itself"
+)
 _log = logging.getLogger("skyward")
 
 
 def signed(lease: Lease) -> Lease:
     """Return the lease with a signature; as it is where it leads to this machine alone, or where no key can be kept."""
-    if not _leads_elsewhere(lease):
+    if not _leads_elsewhere(lease) and not _asks_elsewhere(lease):
         return lease
     try:
         key = _key(may_make=True)
@@ -42,9 +45,12 @@ def signed(lease: Lease) -> Lease:
     return lease.model_copy(update={"signature": f"{_name_of(key)}:{_mac(key, lease)}"})
 
 
-def verify(lease: Lease) -> None:
-    """Raise CredentialsError unless the lease leads to this machine alone, where its folders are checked, or is as one with our key has signed it."""
-    if not _leads_elsewhere(lease):
+def verify(lease: Lease, *, asks_provider: bool = False) -> None:
+    """Raise CredentialsError unless the lease leads to this machine alone, where its folders are checked, or is as one with our key has signed it.
+
+    `asks_provider` says that its provider is followed too: credentials of this process go to the address that is its `endpoint_url`.
+    """
+    if not _leads_elsewhere(lease) and not (asks_provider and _asks_elsewhere(lease)):
         return
     try:
         key = _key(may_make=False)
@@ -60,6 +66,10 @@ def verify(lease: Lease) -> None:
 
 def _leads_elsewhere(lease: Lease) -> bool:
     return any(node.instance.endpoint is not None for node in lease.nodes)
+
+
+def _asks_elsewhere(lease: Lease) -> bool:
+    return lease.provider.get("name") != "local"
 
 
 def _key(*, may_make: bool) -> bytes:
@@ -79,7 +89,10 @@ def _read(place: Path) -> bytes:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise PermissionError(f"{place} is not this user's alone (user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}): remove it")
-        return file.read()
+        key = file.read()
+    if len(key) < SHORTEST_KEY:
+        raise PermissionError(f"{place} has {len(key)} bytes, which anybody can guess: remove it, and a new one is made")
+    return key
 
 
 def _name_of(key: bytes) -> str:

@@ -59,6 +59,7 @@ POOL_DAMAGES = {
     "provider is a list": "UPDATE skyward_pools SET provider_json = '[1]' WHERE id = 'sky-odd'",
     "lease is text": "UPDATE skyward_pools SET lease_expires_microseconds = 'soon' WHERE id = 'sky-odd'",
     "lease is beyond the calendar": "UPDATE skyward_pools SET lease_expires_microseconds = 9000000000000000000 WHERE id = 'sky-odd'",
+    "account is bytes": "UPDATE skyward_pools SET account = x'ff00' WHERE id = 'sky-odd'",
     "lease is infinite": "UPDATE skyward_pools SET lease_expires_microseconds = 9e999 WHERE id = 'sky-odd'",
 }
 RESOURCE_DAMAGES = {
@@ -66,6 +67,9 @@ RESOURCE_DAMAGES = {
     "price is infinite": "UPDATE skyward_resources SET price_micro_usd_per_hour = 9e999 WHERE pool_id = 'sky-odd'",
     "tags are no JSON": "UPDATE skyward_resources SET tags_json = 'x' WHERE pool_id = 'sky-odd'",
     "kind is unknown": "UPDATE skyward_resources SET kind = 'dream' WHERE pool_id = 'sky-odd'",
+    "minimum is infinite": "UPDATE skyward_resources SET minimum_micro_usd = 9e999 WHERE pool_id = 'sky-odd'",
+    "minimum is text": "UPDATE skyward_resources SET minimum_micro_usd = 'x' WHERE pool_id = 'sky-odd'",
+    "region is bytes": "UPDATE skyward_resources SET region = x'ff00' WHERE pool_id = 'sky-odd'",
     "time is text": "UPDATE skyward_resources SET intended_microseconds = 'then' WHERE pool_id = 'sky-odd'",
     "seconds are infinite": "UPDATE skyward_resources SET idle_milliseconds = 9e999 WHERE pool_id = 'sky-odd'",
 }
@@ -385,3 +389,20 @@ def test_no_url_of_a_ledger_is_a_traceback(url: str, tmp_path: Path, where: str)
             assert cli.main([f"--ledger={where}", "ps"]) in (0, 1)
         except SystemExit as end:
             assert end.code in (0, 2)
+
+
+def test_a_bill_by_work_is_whole_without_a_pools_row(three: None, run: Callable[..., tuple[int, str, str]], damage: Damage) -> None:
+    """Its resources are nobody's work, and are paid for all the same."""
+    whole = json.loads(run("cost --by run --json")[1])["total"]
+    damage("UPDATE skyward_pools SET id = 'sky-lost' WHERE id = 'sky-odd'")
+    code, out, _ = run("cost --by run --json")
+    assert code == 0
+    assert json.loads(out)["total"] == whole
+
+
+def test_a_terminal_obeys_nothing_that_a_row_holds(three: None, run: Callable[..., tuple[int, str, str]], damage: Damage) -> None:
+    """Others may write to a ledger that is shared: their words are shown, escape sequences included."""
+    damage("UPDATE skyward_pools SET owner_user = 'x\x1b[2J' WHERE id = 'sky-odd'")
+    _, out, told = run("ps --all")
+    assert "\x1b" not in out + told
+    assert "x\\x1b[2J" in out

@@ -101,6 +101,29 @@ def test_a_lease_without_our_signature_runs_nothing(tmp_path: Path) -> None:
     assert proof.exists()
 
 
+def test_a_providers_address_in_a_lease_is_verified_before_it_gets_our_credentials(tmp_path: Path) -> None:
+    """Who alters `endpoint_url` would be sent the API key. Without nodes, and as one of this machine that became a cloud's, too."""
+    claim = signing.signed(ELSEWHERE)
+    address = {"name": "runpod", "endpoint_url": "http://127.0.0.1:1"}
+    nowhere = f"sqlite:///{tmp_path / 'ledger.db'}"
+    for changed in (altered(claim, ("provider",), address), altered(altered(claim, ("nodes",), []), ("provider",), address)):
+        for signature, words in ((claim.signature, "altered"), ("", "is not signed")):
+            with pytest.raises(sky.CredentialsError, match=words):
+                sky.release(altered(changed, ("signature",), signature), ledger_url=nowhere)
+    signing.verify(signing.signed(altered(claim, ("nodes",), [])), asks_provider=True)
+
+
+@pytest.mark.parametrize("size", [0, 15])
+def test_a_key_that_was_cut_short_is_not_used(state: Path, size: int, caplog: pytest.LogCaptureFixture) -> None:
+    """A full disk leaves an empty file: with it anybody could sign."""
+    signing.signed(ELSEWHERE)
+    os.truncate(state / "lease.key", size)
+    assert signing.signed(ELSEWHERE).signature == ""
+    assert "remove it" in caplog.text
+    with pytest.raises(sky.CredentialsError, match="cannot be verified"):
+        signing.verify(ELSEWHERE)
+
+
 def test_two_computers_share_a_key(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a variable; nothing is written then. One that can be guessed is refused."""
     monkeypatch.setenv("SKYWARD_LEASE_KEY", "k" * 16)

@@ -24,6 +24,7 @@ from skyward_core.provisioning.book import price_of
 from skyward_core.provisioning.giving_back import give_back
 from skyward_core.provisioning.judging import Action, Finding, Scene, answers, asked_by, can_see, judge, owners_of, paid_until, unsure_seconds
 from skyward_core.side_by_side import side_by_side
+from skyward_core.signing import verify
 
 if TYPE_CHECKING:
     from skyward_core.ledger import Ledger
@@ -125,7 +126,7 @@ def release(
     """End a pool on purpose, live or not, from any process. It is condemned first, so that an owner that lives launches nothing more and closes.
 
     Args:
-        lease_or_pool_id: which; a lease tells of its provider too.
+        lease_or_pool_id: which; a lease tells of its provider too, and is verified before that is asked.
         ledger: where it is written down; None: nothing but the lease and the provider's tags is known.
         credentials: the provider, if it needs secrets that neither the environment nor its entry has.
         why: goes into the evidence.
@@ -133,7 +134,8 @@ def release(
         monotonic: counts seconds, for deadlines.
         pause: waits for so many seconds.
 
-    Returns the ids of the machines that were there and are gone now. Raises BadRequest if nobody knows the pool, and what `end_pool` raises.
+    Returns the ids of the machines that were there and are gone now. Raises BadRequest if nobody knows the pool, CredentialsError for a lease that
+    may have been altered, and what `end_pool` raises.
     """
     lease = lease_or_pool_id if isinstance(lease_or_pool_id, Lease) else None
     pool_id = lease_or_pool_id if isinstance(lease_or_pool_id, str) else lease_or_pool_id.pool_id
@@ -145,10 +147,11 @@ def release(
         entry = None
     if credentials is not None:
         provider = credentials
-    elif lease is not None:
-        provider = load(lease.provider)
     elif entry is not None:
         provider = load(entry.provider)
+    elif lease is not None:
+        verify(lease, asks_provider=True)
+        provider = load(lease.provider)
     else:
         raise BadRequest(f"The ledger has no pool {pool_id!r}: look with `skyward ps --all`, or name the provider that may have its machines.")
     if entry is not None and entry.provider_account and (error := _other_account(entry, provider.account())) is not None:
