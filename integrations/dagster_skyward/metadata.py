@@ -109,7 +109,8 @@ def tell_rest(shares: Iterable[Share]) -> dict[str, dict[sky.Work, float]]:
     A share goes equally to the assets that the step has made, to all that it was to make if it has made none. Of an op that makes none the log tells it.
     """
     told: dict[str, dict[sky.Work, float]] = {}
-    for context, its in _by_context(shares).items():
+    for its in _by_step(shares):
+        context = its[-1].context
         made = _made(context, min(share.since for share in its))
         assets = sorted(made) or assets_of(context)
         due = sum(share.cost_usd for share in its)
@@ -128,11 +129,12 @@ def tell_rest(shares: Iterable[Share]) -> dict[str, dict[sky.Work, float]]:
     return told
 
 
-def _by_context(shares: Iterable[Share]) -> dict[StepContext, list[Share]]:
-    found: dict[StepContext, list[Share]] = {}
+def _by_step(shares: Iterable[Share]) -> list[list[Share]]:
+    """All tries of a step in this process belong together: what one try has materialized is to be taken from what they have cost only once."""
+    found: dict[str | None, list[Share]] = {}
     for share in shares:
-        found.setdefault(share.context, []).append(share)
-    return found
+        found.setdefault(step_key(share.context), []).append(share)
+    return list(found.values())
 
 
 def _made(context: StepContext, since: float) -> dict[dg.AssetKey, float]:

@@ -408,6 +408,22 @@ def test_the_shares_add_up_to_the_bill_whatever_the_steps_are(instance):
     assert "the shares of the bill could not" not in "".join(entry.user_message for entry in instance.all_logs(result.run_id))
 
 
+@dg.asset(retry_policy=dg.RetryPolicy(max_retries=1))
+def second_try(context: dg.AssetExecutionContext, compute: SkywardResource):
+    compute.run(context, slow_square, 2)
+    if context.retry_number == 0:
+        raise LookupError("the first try's error")
+
+
+@pytest.mark.slow
+def test_tries_of_a_step_in_one_process_add_up_to_the_bill(instance):
+    """What the second try's materialization tells is not taken from the first try's cost as well."""
+    result = materialize([second_try], resource(), instance)
+
+    costs, (pool,) = told_costs(instance, result.run_id)
+    assert costs == {"second_try": pytest.approx(bill_of(pool), abs=1e-5)}
+
+
 days = dg.StaticPartitionsDefinition(["monday", "tue|sday"])
 
 
