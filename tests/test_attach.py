@@ -309,7 +309,7 @@ def test_after_its_opener_a_node_is_lost_too(tmp_path: Path, caplog: pytest.LogC
             assert rank() @ another == (0,)
             assert doubled(4) >> another == 8
         assert "node 1 of pool" in caplog.text
-        assert "its workers are not in the pool" in caplog.text
+        assert "is not there, and the pool is attached to without it" in caplog.text
         assert pool.detached_call(call_id).result(30) == "end"
         supervisor_of(lease, 0, signal.SIGKILL)
         with pytest.raises(sky.NodeLost, match="is not there any more, or has another head"):

@@ -53,8 +53,8 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
     def loading(wish: Any) -> Any:
         fields = dict(wish) if isinstance(wish, Mapping) else {"name": wish}
-        assert fields["name"] != "local", "a test must not sweep this host"
-        return FolderProvider(folder=fields["folder"]) if fields["name"] == "folder" else load(wish)
+        assert fields.get("name") != "local", "a test must not sweep this host"
+        return FolderProvider(folder=fields["folder"]) if fields.get("name") == "folder" else load(wish)
 
     monkeypatch.setattr(base, "load", loading)
     monkeypatch.setattr(sweeping, "load", loading)

@@ -19,6 +19,7 @@ the machine ends itself. Docs: decisions/0006 and 0011.
 from __future__ import annotations
 
 import math
+import re
 import shlex
 
 from skyward_core.providers.ending import ENDING
@@ -43,7 +44,8 @@ def guard_script(lease_seconds: float, max_lifetime_seconds: float | None, end_c
         "skyward_pause": f"{PAUSE_SECONDS:g}",
         "skyward_end_command": end_command,
     }
-    return "\n".join(["#!/bin/sh", *(f"{name}={shlex.quote(value)}" for name, value in values.items()), ENDING + GUARD])
+    program = re.sub(r"(?m)^ +", "", ENDING + GUARD)  # user data has little room: 16 KiB on AWS, in which a line end and a quote count twice
+    return "\n".join(["#!/bin/sh", *(f"{name}={shlex.quote(value)}" for name, value in values.items()), program])
 
 
 GUARD = r"""skyward_write() { # file, text: whole or not at all

@@ -670,7 +670,8 @@ def test_a_container_lets_us_in_and_stays(machine: Host, key: Key, host: HostKey
         first = "unshare --pid --fork --mount-proc sh -c {script} </dev/null >/root/first.log 2>&1 &"
         orphan = "sh -c 'sleep 0.3 & :'\n(sleep 1.5; cat /proc/[0-9]*/stat >/root/stat; mv /root/stat /root/first) &\n"
         orphan += "(until [ -e /root/enough ]; do sleep 0.1; done; kill 1) &\n"
-        connection.run(first.format(script=shlex.quote(userdata.OBEY + orphan + userdata.STAY)))
+        guard = "skyward_until=''\nsleep 1000 &\nskyward_guard_pid=$!\n"
+        connection.run(first.format(script=shlex.quote(userdata.OBEY + orphan + guard + userdata.WATCH)))
         wait_until(lambda: connection.run("cat /root/first").exit_code == 0, "the first process of a container to be looked at")
         told = connection.run("cat /root/first /root/first.log").output
         assert "1 (sh) S" in told
