@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
+import hypothesis
 import pytest
 import uvloop
 
@@ -27,6 +28,9 @@ import skyward_core as sky
 
 SETTLE_SECONDS = 30.0
 """How long what a test has closed may take to be gone; only a test that leaks waits so long."""
+
+hypothesis.settings.register_profile("skyward", deadline=None)  # a slow machine is no fault
+hypothesis.settings.load_profile("skyward")
 
 # Process-wide pools of threads, made once by the first who needs them: Dask's two, asyncio's name lookups, hypothesis and pytest-timeout.
 SHARED_THREADS = ("Dask-Offload", "TCP-Executor", "asyncio_", "pytest_timeout", "Profile", "AsyncProcess")
