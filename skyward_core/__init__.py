@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from skyward_core.compute import PendingCompute as PendingCompute
     from skyward_core.compute import gather as gather
     from skyward_core.config import Settings as Settings
+    from skyward_core.engine.futures import CallFuture as CallFuture
     from skyward_core.errors import BadRequest as BadRequest
     from skyward_core.errors import BootstrapFailed as BootstrapFailed
     from skyward_core.errors import BudgetExceeded as BudgetExceeded
@@ -87,7 +88,6 @@ if TYPE_CHECKING:
     from skyward_core.events import compose as compose
     from skyward_core.events import emit as emit
     from skyward_core.events import use_callback as use_callback
-    from skyward_core.futures import CallFuture as CallFuture
     from skyward_core.housekeeping import cost_of as cost_of
     from skyward_core.housekeeping import offers as offers
     from skyward_core.housekeeping import release as release
@@ -139,7 +139,7 @@ _HOMES = {
     " ContactLost ContactRegained CostFinal CostUpdate Error InfraCreated InfraCreating InstanceLaunching InstanceLost InstanceProvisioned InstancesUnconfirmed"
     " InstanceStopping LogLine Metrics PoolReady PoolStopping PreemptionNoticed ProviderName RebalanceRecommended SkywardEvent compose emit"
     " use_callback",
-    "futures": "CallFuture",
+    "engine.futures": "CallFuture",
     "housekeeping": "cost_of offers release sweep",
     "image.image": "Image",
     "image.volume": "S3Volume Volume",

@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from skyward_core.certificates import PoolCertificate
+from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.errors import CallCrashed, CommandFailed, CredentialsError, HostKeyChanged, LeaseLost, LedgerError, NodeLost, SkywardError
 from skyward_core.events import CostFinal, SkywardEvent
 from skyward_core.instances import Lease, Node
@@ -25,7 +25,7 @@ from skyward_core.worker.private import NotPrivate, check_private
 from skyward_core.worker.wire import Ending, Outcome, Output, Report
 
 if TYPE_CHECKING:
-    from skyward_core.cluster import Cluster
+    from skyward_core.engine.cluster import Cluster
     from skyward_core.ledger import Ledger
 
 _log = logging.getLogger("skyward")
@@ -78,7 +78,7 @@ class Attached:
             settings = self._reach_all(deadline)
             head = self._reaches.to(self.lease.nodes[0].instance)
             certificate = PoolCertificate(settings["tls_certificate"], settings["tls_key"])
-            module = importlib.import_module("skyward_core.cluster")
+            module = importlib.import_module("skyward_core.engine.cluster")
             self.cluster = cluster = cast("Cluster", module.Cluster(self.lease, certificate, self._reaches, self.emit, self._retries))
             cluster.start(head.address(self.lease.scheduler), deadline, lambda: None, min(JOIN_SECONDS, self._lease_seconds / 2))
             for node in self.lease.nodes:

@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, override
 
 from skyward_core import console
+from skyward_core.engine.recovery import Recovery
 from skyward_core.entries import SECONDS_PER_HOUR, Bucket, ResourceKind
 from skyward_core.errors import BudgetExceeded, InstancesLeft, LeaseLost, LedgerError, NotPicklable, PoolClosed, SkywardError
 from skyward_core.events import (
@@ -52,13 +53,12 @@ from skyward_core.provisioning.leaving import living_alone
 from skyward_core.provisioning.metering import Meter
 from skyward_core.provisioning.purse import Fill, Purse
 from skyward_core.reaper import Charge, Reaper
-from skyward_core.recovery import Recovery
 from skyward_core.spec import PoolSpec
 from skyward_core.work import NO_WORK, Work
 
 if TYPE_CHECKING:
-    from skyward_core.certificates import PoolCertificate
-    from skyward_core.cluster import Cluster
+    from skyward_core.engine.certificates import PoolCertificate
+    from skyward_core.engine.cluster import Cluster
     from skyward_core.ledger import Ledger
     from skyward_core.worker.masking import SecretValues
 
@@ -188,7 +188,7 @@ class Opening:
                 over = self._keep_while_opening(undo, machines)
                 lease = machines.acquire(undo)
                 dask.join()
-                cluster_module = importlib.import_module("skyward_core.cluster")
+                cluster_module = importlib.import_module("skyward_core.engine.cluster")
                 self.cluster = cluster = cluster_module.Cluster(
                     lease, certificate.result(), machines.reaches, self.emit, self.spec.retries, self.meter, self._secrets
                 )
@@ -617,8 +617,8 @@ class Opening:
 def _make_ready(pool_id: str, certificate: Future[PoolCertificate]) -> None:
     """Make the pool's certificate and import Dask: most of a second, which passes while the machines come up."""
     try:
-        certificate.set_result(importlib.import_module("skyward_core.certificates").make_certificate(pool_id))
+        certificate.set_result(importlib.import_module("skyward_core.engine.certificates").make_certificate(pool_id))
     except BaseException as error:
         certificate.set_exception(error)
         return
-    importlib.import_module("skyward_core.cluster")
+    importlib.import_module("skyward_core.engine.cluster")

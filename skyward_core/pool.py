@@ -28,9 +28,9 @@ from skyward_core import console, pickling
 from skyward_core.attached import Attached, DetachedCall
 from skyward_core.compute import ComputeFunction, PendingBatch, PendingCompute, refuse_wrong_arguments
 from skyward_core.config import Settings
+from skyward_core.engine.futures import CallFuture
 from skyward_core.errors import BadRequest, InstancesLeft, PoolClosed, ResultNotLoaded, SkywardError, Stored
 from skyward_core.events import Callback, CostFinal, compose, registered_callback
-from skyward_core.futures import CallFuture
 from skyward_core.greenlets import refuse_greenlets
 from skyward_core.instances import Lease
 from skyward_core.opening import Opening
@@ -46,7 +46,7 @@ from skyward_core.worker.masking import SecretValues
 if TYPE_CHECKING:
     import distributed
 
-    from skyward_core.cluster import Cluster
+    from skyward_core.engine.cluster import Cluster
 
 TOGETHER_SECONDS = 0.2  # between looks for an error, while results that cannot be loaded here are waited for
 _log = logging.getLogger("skyward")

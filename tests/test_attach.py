@@ -512,7 +512,7 @@ def attach_and_wait(path: str) -> None:
 
 def attach(call_id: str) -> None:
     """Say that this has begun, use the pool whose lease is on stdin, and tell what it said."""
-    importlib.import_module("skyward_core.cluster")  # and Dask with it
+    importlib.import_module("skyward_core.engine.cluster")  # and Dask with it
     print("ready", flush=True)
     with sky.ComputePool.attach(sys.stdin.read(), lease_seconds=LEASE_SECONDS) as pool:
         call = pool.detached_call(call_id)

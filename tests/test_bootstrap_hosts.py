@@ -21,7 +21,7 @@ from pydantic import PrivateAttr
 
 import skyward_core as sky
 from skyward_core import remote
-from skyward_core.cluster import members
+from skyward_core.engine.cluster import members
 from skyward_core.events import BootstrapProgress, InstanceProvisioned, compose
 from skyward_core.instances import Instance
 from skyward_core.market import Offer

@@ -24,8 +24,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from skyward_core import sources
-from skyward_core.certificates import PoolCertificate, make_certificate
-from skyward_core.cluster import members
+from skyward_core.engine.certificates import PoolCertificate, make_certificate
+from skyward_core.engine.cluster import members
 from skyward_core.worker.calls import KEEP, NAME, RETRIES, Calls, Following, Resumed, Topic, cancel, detached_key, let_go
 from skyward_core.worker.node import DASK_CONFIG, RUN_BATCH, SILENCE_CHECK_SECONDS, PoolScheduler, Prompt, Silence, run_batch
 from skyward_core.worker.settings import NodeSettings, memory_directory, this_process

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import skyward_core as sky
-from skyward_core.cluster import Cluster, members
+from skyward_core.engine.cluster import Cluster, members
 
 
 class Counting:

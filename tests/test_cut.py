@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core import cluster as module
 from skyward_core.attached import Attached
-from skyward_core.cluster import Cluster
-from skyward_core.dispatch import Entry, Queue
+from skyward_core.engine import cluster as module
+from skyward_core.engine.cluster import Cluster
+from skyward_core.engine.outbox import Entry, Queue
 from skyward_core.errors import BudgetExceeded, ConnectionLost
 from skyward_core.worker.wire import Call, Parcel
 from tests.conftest import wait_until

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
-from skyward_core.dispatch import BATCH_BYTES, BATCH_CALLS, LEAST_SECONDS, TARGET_SECONDS, Entry, Queue, Shipment
+from skyward_core.engine.outbox import BATCH_BYTES, BATCH_CALLS, LEAST_SECONDS, TARGET_SECONDS, Entry, Queue, Shipment
 from skyward_core.worker.wire import Call, Parcel
 
 FUNCTIONS = {name: Parcel(name.encode()) for name in ("f", "g", "h")}

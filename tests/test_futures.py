@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from skyward_core.certificates import PoolCertificate
-from skyward_core.cluster import Cluster
 from skyward_core.compute import PendingCompute
-from skyward_core.futures import CallFuture, SmallCondition
+from skyward_core.engine.certificates import PoolCertificate
+from skyward_core.engine.cluster import Cluster
+from skyward_core.engine.futures import CallFuture, SmallCondition
 from skyward_core.instances import Lease
 from skyward_core.reach import Reaches
 from tests.conftest import wait_until

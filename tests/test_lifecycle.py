@@ -11,7 +11,7 @@ from pydantic import PrivateAttr
 
 import skyward_core as sky
 from skyward_core import Instance, Offer, Requirements
-from skyward_core.certificates import make_certificate
+from skyward_core.engine.certificates import make_certificate
 from skyward_core.errors import CommandFailed, ConnectionLost, CredentialsError
 from skyward_core.ledger import Ledger, default_url
 from skyward_core.providers.base import EXPIRES_TAG

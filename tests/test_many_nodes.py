@@ -26,7 +26,7 @@ from pydantic import PrivateAttr
 
 import skyward_core as sky
 from skyward_core import remote, shipping
-from skyward_core.certificates import make_certificate
+from skyward_core.engine.certificates import make_certificate
 from skyward_core.errors import CommandTimedOut
 from skyward_core.instances import Endpoint, Instance
 from skyward_core.ledger import Ledger

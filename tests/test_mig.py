@@ -16,7 +16,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.accelerators.mig import CHANGED_BY_RESET, TABLES, profiles
-from skyward_core.certificates import PoolCertificate
+from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.image import shell
 from skyward_core.image.mig_shell import UNPARTITION, partition_gpus
 from skyward_core.instances import Instance, InstanceState

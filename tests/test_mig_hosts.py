@@ -15,7 +15,7 @@ import pytest
 from distributed.diagnostics import nvml
 
 import skyward_core as sky
-from skyward_core.cluster import members
+from skyward_core.engine.cluster import members
 from skyward_core.events import BootstrapProgress, InstanceLost
 from tests.conftest import Told, wait_until
 from tests.testbed import Fleet, Host

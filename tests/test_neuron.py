@@ -18,7 +18,7 @@ import pytest
 import skyward_core as sky
 from skyward_core.accelerators.catalog import CHIPS, find
 from skyward_core.accelerators.neuron import slot_cores
-from skyward_core.certificates import PoolCertificate
+from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.instances import Instance, InstanceState
 from skyward_core.market import Offer
 from skyward_core.provisioning.bootstrap import Role, settings_of

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 import skyward_core as sky
+from skyward_core.engine.recovery import HOLD_SECONDS, LATE_SECONDS, LOOKS_AT_REST
 from skyward_core.instances import Instance
 from skyward_core.narrator import Narrator
 from skyward_core.provisioning.bootstrap import Preparation
 from skyward_core.provisioning.lifecycle import Machines
-from skyward_core.recovery import HOLD_SECONDS, LATE_SECONDS, LOOKS_AT_REST
 from skyward_core.worker.notice import MARK, NOTICE_SECONDS, Kind, Listener, Metadata, Notice
 from skyward_core.worker.settings import NodeSettings, with_partitions
 from tests.conftest import Told, wait_until

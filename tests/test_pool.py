@@ -31,7 +31,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core import opening
-from skyward_core.cluster import members
+from skyward_core.engine.cluster import members
 from skyward_core.entries import Account, Bucket, CostBy, Period
 from skyward_core.ledger import Ledger, default_url
 from skyward_core.opening import Opening

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import skyward_core as sky
-from skyward_core.errors import NoCapacity, NodeLost, PoolClosed, SkywardError, Unreachable
-from skyward_core.instances import Endpoint, Instance, InstanceState, Lease, Node
-from skyward_core.recovery import (
+from skyward_core.engine.recovery import (
     FIRST_PAUSE_SECONDS,
     HEAD_PATIENCE_SECONDS,
     HEAD_WORKERS_SECONDS,
@@ -25,6 +23,8 @@ from skyward_core.recovery import (
     ROUSE_SECONDS,
     Recovery,
 )
+from skyward_core.errors import NoCapacity, NodeLost, PoolClosed, SkywardError, Unreachable
+from skyward_core.instances import Endpoint, Instance, InstanceState, Lease, Node
 from skyward_core.worker.notice import Kind, Notice
 from tests.conftest import Told, wait_until
 

@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 import pytest
 from distributed import Client, Security
 
-from skyward_core.certificates import make_certificate
-from skyward_core.cluster import members
+from skyward_core.engine.certificates import make_certificate
+from skyward_core.engine.cluster import members
 from skyward_core.worker.settings import NodeSettings, Owner, memory_directory, this_process, write_atomically
 from skyward_core.worker.supervisor import Deaths
 from skyward_core.worker.watchdog import write_lease

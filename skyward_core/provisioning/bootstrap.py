@@ -36,7 +36,7 @@ from skyward_core.worker.notice import Notice
 from skyward_core.worker.settings import NodeSettings, this_process
 
 if TYPE_CHECKING:
-    from skyward_core.certificates import PoolCertificate
+    from skyward_core.engine.certificates import PoolCertificate
 
 MARK = "::skyward "
 GUARD_ENDS = "skyward: node ends: "

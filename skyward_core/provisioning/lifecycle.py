@@ -87,7 +87,7 @@ from skyward_core.worker.settings import NodeSettings
 from skyward_core.worker.watchdog import MISSED
 
 if TYPE_CHECKING:
-    from skyward_core.certificates import PoolCertificate
+    from skyward_core.engine.certificates import PoolCertificate
 
 HEIR_SECONDS = 60.0  # for a node that is left to become the head: its scheduler listens in two
 PORTS = range(20_000, 30_000)  # below Linux's ephemeral ports, ip(7)

@@ -280,11 +280,12 @@ class Operator:
 
 def prepare_process() -> None:
     """Put the stand-ins in the place of what costs seconds; once in each process, before anything is opened."""
-    cluster = types.ModuleType("skyward_core.cluster")
+    cluster = types.ModuleType("skyward_core.engine.cluster")
     cluster.Cluster = _Cluster  # type: ignore[attr-defined]
-    sys.modules["skyward_core.cluster"] = cluster
+    sys.modules["skyward_core.engine.cluster"] = cluster
 
-    from skyward_core import certificates, reach, shipping
+    from skyward_core import reach, shipping
+    from skyward_core.engine import certificates
 
     certificate = certificates.make_certificate("sky-kill")
     certificates.make_certificate = lambda _: certificate

@@ -30,10 +30,11 @@ from distributed.protocol.serialize import to_serialize  # noqa: TID253
 from distributed.scheduler import KilledWorker  # noqa: TID253
 
 from skyward_core import bare_exceptions, exceptions, pickling, sources
-from skyward_core._cluster_client import PoolClient, asked, connect, members
-from skyward_core.certificates import PoolCertificate
 from skyward_core.compute import PendingCompute
-from skyward_core.dispatch import Entry, Queue, Shipment
+from skyward_core.engine.certificates import PoolCertificate
+from skyward_core.engine.connection import PoolClient, asked, connect, members
+from skyward_core.engine.futures import CallFuture
+from skyward_core.engine.outbox import Entry, Queue, Shipment
 from skyward_core.errors import (
     BadRequest,
     Bytes,
@@ -48,7 +49,6 @@ from skyward_core.errors import (
     Unreachable,
 )
 from skyward_core.events import BootstrapCompleted, CallProgress, CallRetrying, LogLine, Metrics, SkywardEvent
-from skyward_core.futures import CallFuture
 from skyward_core.instances import Lease, Node
 from skyward_core.reach import Reach, Reaches
 from skyward_core.remote_notes import note_for

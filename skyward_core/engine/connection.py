@@ -1,6 +1,6 @@
 """The connection to a pool's scheduler: Dask's client, which does not connect again by itself, and questions whose wait ends when the connection does.
 
-A closet of `cluster.py`, which owns the client.
+A part of `engine.cluster`, which owns the client.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, cast
 import dask.config  # noqa: TID253 - with cluster.py and worker/node.py owns Dask
 import distributed  # noqa: TID253
 
-from skyward_core.certificates import PoolCertificate
+from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.errors import NodeLost
 from skyward_core.worker.streams import send_at_once
 
