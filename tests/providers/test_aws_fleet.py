@@ -35,7 +35,6 @@ pytestmark = pytest.mark.slow
 
 A, B, C = "us-east-1a", "us-east-1b", "us-east-1c"
 NONE_LEFT = ("InsufficientInstanceCapacity", "There is no Spot capacity available that matches your request.")
-NOW = datetime.now(UTC)
 TOGETHER = of_type("g6.8xlarge", accelerator="L4", price_per_hour=2.0, on_demand_price_per_hour=2.014, nodes=2)
 """A type with one EFA."""
 
@@ -65,6 +64,11 @@ def cloud(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAWS]:
 def account(cloud: FakeAWS) -> Iterator[Account]:
     with Account(None, cloud.url, None) as asked:
         yield asked
+
+
+def now() -> datetime:
+    """Return the time as of this call: the product reads its own clock too, and a run of all tests takes longer than some of these ages."""
+    return datetime.now(UTC)
 
 
 def spot(cloud: FakeAWS, **prices: float) -> None:
@@ -297,7 +301,7 @@ def test_a_template_that_cannot_be_deleted_is_in_nobodys_way(cloud: FakeAWS, acc
     assert "taken away later" in caplog.text
     ((_, name),) = cloud.fleets.templates
     assert name.startswith("skyward-")
-    assert _aws_launch.prune_launches(account, "us-east-1", NOW) == [f"launch template {name} in us-east-1"]
+    assert _aws_launch.prune_launches(account, "us-east-1", now()) == [f"launch template {name} in us-east-1"]
     assert cloud.fleets.templates == {}
 
 
@@ -736,7 +740,7 @@ def test_what_is_there_already_is_taken(cloud: FakeAWS) -> None:
 
 def leave(cloud: FakeAWS, age: timedelta, name: str) -> None:
     """Leave a template and a placement group of a pool, so old."""
-    made = {POOL_TAG: f"sky-{name}", CREATED_TAG: str(int((NOW - age).timestamp()))}
+    made = {POOL_TAG: f"sky-{name}", CREATED_TAG: str(int((now() - age).timestamp()))}
     words = {f"TagSpecification.1.Tag.{n}.{part}": text for n, pair in enumerate(made.items(), 1) for part, text in zip(("Key", "Value"), pair, strict=True)}
     cloud.fleets.templates["us-east-1", f"skyward-{name}"] = words
     cloud.fleets.groups["us-east-1", f"skyward-{name}-{A}"] = Group(made)
@@ -756,41 +760,41 @@ def test_what_is_old_is_taken_away(cloud: FakeAWS, account: Account) -> None:
     leave(cloud, YOUNG, "young")
     cloud.fleets.groups["us-east-1", "theirs"] = Group({"Name": "theirs"})
     expected = {f"launch template skyward-old{n} in us-east-1" for n in range(4)} | {f"placement group skyward-old{n}-{A} in us-east-1" for n in range(4)}
-    assert set(_aws_launch.prune_launches(account, "us-east-1", NOW, is_dry_run=True)) == expected
+    assert set(_aws_launch.prune_launches(account, "us-east-1", now(), is_dry_run=True)) == expected
     assert len(left(cloud)) == 11
-    assert set(_aws_launch.prune_launches(account, "us-east-1", NOW)) == expected
+    assert set(_aws_launch.prune_launches(account, "us-east-1", now())) == expected
     assert left(cloud) == {"skyward-young", f"skyward-young-{A}", "theirs"}
-    assert _aws_launch.prune_launches(account, "us-east-1", NOW) == []
+    assert _aws_launch.prune_launches(account, "us-east-1", now()) == []
 
 
 def test_a_sweep_takes_away_what_all_regions_have(cloud: FakeAWS) -> None:
     """By the provider's own verb."""
     leave(cloud, OLD, "old")
-    cloud.fleets.groups["eu-west-1", "skyward-west"] = Group({POOL_TAG: "sky-west", CREATED_TAG: str(int((NOW - OLD).timestamp()))})
+    cloud.fleets.groups["eu-west-1", "skyward-west"] = Group({POOL_TAG: "sky-west", CREATED_TAG: str(int((now() - OLD).timestamp()))})
     both = make(cloud, region=("us-east-1", "eu-west-1"))
-    told = both.prune(NOW, is_dry_run=True)
+    told = both.prune(now(), is_dry_run=True)
     assert sorted(told) == [
         "launch template skyward-old in us-east-1",
         f"placement group skyward-old-{A} in us-east-1",
         "placement group skyward-west in eu-west-1",
     ]
     assert len(left(cloud)) == 3
-    assert both.prune(NOW, is_dry_run=False) == told
+    assert both.prune(now(), is_dry_run=False) == told
     assert left(cloud) == set()
 
 
 def test_a_group_that_is_in_use_stays(cloud: FakeAWS, account: Account) -> None:
     """Until its machines are terminated, however old it is."""
-    launched = make(cloud).launch(TOGETHER, 2, tags() | {CREATED_TAG: str(int((NOW - OLD).timestamp()))}, STARTUP)
+    launched = make(cloud).launch(TOGETHER, 2, tags() | {CREATED_TAG: str(int((now() - OLD).timestamp()))}, STARTUP)
     for is_dry_run in (True, False):
-        assert _aws_launch.prune_launches(account, "us-east-1", NOW, is_dry_run=is_dry_run) == []
+        assert _aws_launch.prune_launches(account, "us-east-1", now(), is_dry_run=is_dry_run) == []
     for instance in launched:
         cloud.put(instance.id, "shutting-down")
-    assert _aws_launch.prune_launches(account, "us-east-1", NOW, is_dry_run=True) == []
+    assert _aws_launch.prune_launches(account, "us-east-1", now(), is_dry_run=True) == []
     for instance in launched:
         cloud.put(instance.id, "terminated")
     for is_dry_run in (True, False):
-        assert _aws_launch.prune_launches(account, "us-east-1", NOW, is_dry_run=is_dry_run) == [f"placement group skyward-{POOL}-{A} in us-east-1"]
+        assert _aws_launch.prune_launches(account, "us-east-1", now(), is_dry_run=is_dry_run) == [f"placement group skyward-{POOL}-{A} in us-east-1"]
 
 
 def test_one_that_cannot_be_taken_away_keeps_no_other(cloud: FakeAWS, account: Account) -> None:
@@ -799,7 +803,7 @@ def test_one_that_cannot_be_taken_away_keeps_no_other(cloud: FakeAWS, account: A
         leave(cloud, OLD, f"old{n}")
     cloud.fail("DeleteLaunchTemplate", "InvalidParameterValue")
     with pytest.raises(sky.BadRequest, match="delete_launch_template"):
-        _aws_launch.prune_launches(account, "us-east-1", NOW)
+        _aws_launch.prune_launches(account, "us-east-1", now())
     assert left(cloud) == {"skyward-old0"}
 
 
@@ -807,14 +811,14 @@ def test_an_outage_is_no_cleanliness(cloud: FakeAWS, account: Account) -> None:
     """Without the right to look there is nothing of ours; without an answer nobody knows."""
     leave(cloud, OLD, "old")
     cloud.fail("DescribePlacementGroups", "UnauthorizedOperation", 403)
-    assert _aws_launch.prune_launches(account, "us-east-1", NOW) == []
+    assert _aws_launch.prune_launches(account, "us-east-1", now()) == []
     cloud.fail("DescribePlacementGroups", "InternalError", 500, times=99)
     with pytest.raises(ProviderFailed):
-        _aws_launch.prune_launches(account, "us-east-1", NOW)
+        _aws_launch.prune_launches(account, "us-east-1", now())
     cloud.faults.clear()
     cloud.is_refusing = True
     with pytest.raises(CredentialsError):
-        _aws_launch.prune_launches(account, "us-east-1", NOW)
+        _aws_launch.prune_launches(account, "us-east-1", now())
 
 
 def test_the_next_launch_takes_away_what_earlier_pools_have_left(cloud: FakeAWS) -> None:
@@ -873,7 +877,7 @@ def test_a_client_killed_at_any_step_leaves_nothing_that_is_not_found(cloud: Fak
         patch.setattr(Account, "ask", dying_ask)
         patch.setattr(Account, "pages", dying_pages)
         with pytest.raises(Killed):
-            make(cloud).launch(SPOT, 3, tags() | {CREATED_TAG: str(int((NOW - OLD).timestamp()))}, STARTUP)
+            make(cloud).launch(SPOT, 3, tags() | {CREATED_TAG: str(int((now() - OLD).timestamp()))}, STARTUP)
     assert is_over
     there = make(cloud).instances(POOL)
     assert {instance.id for instance in there} == cloud.alive()
@@ -881,7 +885,7 @@ def test_a_client_killed_at_any_step_leaves_nothing_that_is_not_found(cloud: Fak
     assert {instance.price_per_hour for instance in there} <= ({0.15, 0.2} if step == "CreateTags" else {0.2})
     make(cloud).terminate([instance.id for instance in there])
     assert cloud.alive() == set()
-    _aws_launch.prune_launches(account, "us-east-1", NOW)
+    _aws_launch.prune_launches(account, "us-east-1", now())
     assert left(cloud) == set()
 
 
