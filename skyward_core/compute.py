@@ -164,6 +164,8 @@ def compute(fn: Callable[..., Any]) -> Any:
     >>> double.local(21)
     42
     """
+    if not callable(fn):
+        raise TypeError(f"{fn!r} is no function: write @sky.compute above one, or sky.compute(fn)")
     return fn if isinstance(fn, ComputeFunction) else ComputeFunction(fn)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from platformdirs import user_cache_path, user_state_path
 
-from skyward_core.worker.private import NotPrivate, opened_private
+from skyward_core.worker.private import NotPrivate, opened_private, real_path
 
 type Place = tuple[str, Callable[[], Path]]
 """The variable that names a folder, and what returns it."""
@@ -44,12 +44,12 @@ def first_private(name: str, places: Sequence[Place], *, is_locked: bool = False
     reasons: list[str] = []
     for variable, place in places:
         try:
-            with opened_private(place() / name, make=True) as folder:
-                path = os.readlink(f"/proc/self/fd/{folder}")
+            path = real_path(place() / name)
+            with opened_private(path, make=True) as folder:
                 _try_write(folder, path)
                 if is_locked:
                     _try_lock(folder)
-                return Path(path)
+                return path
         except (OSError, RuntimeError, KeyError) as error:  # the latter two: no home, and no entry for this user
             reasons.append(f"{variable}: {error}")
     raise NotPrivate(f"no folder is safe from other users of this computer: {'; '.join(reasons)}. Name one of your own with {places[0][0]}")
@@ -66,10 +66,10 @@ def existing(name: str, places: Sequence[Place]) -> list[Path]:
     return found
 
 
-def _try_write(folder: int, path: str) -> None:
+def _try_write(folder: int, path: Path) -> None:
     """A folder may be ours and closed to others, and the file system be read-only."""
-    if not os.access(f"/proc/self/fd/{folder}", os.W_OK):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+    if not os.access(".", os.W_OK, dir_fd=folder):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
 
 def _try_lock(folder: int) -> None:

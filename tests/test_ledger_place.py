@@ -23,7 +23,7 @@ def read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     may = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: may(path, mode) and not str(path).startswith(str(home)))
+    monkeypatch.setattr(os, "access", lambda path, mode, **named: may(path, mode, **named) and not str(path).startswith(str(home)))
     return runtime
 
 

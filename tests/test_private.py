@@ -1,6 +1,8 @@
 """What counts as a folder that no other user can touch."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -151,3 +153,41 @@ def test_the_first_place_that_serves_is_taken(tmp_path: Path, monkeypatch: pytes
     assert first_private("nodes", places) == tmp_path / "b" / "nodes"
     with pytest.raises(NotPrivate, match=r"A: .*written to by everybody.*B: .*Bad file descriptor.*with A"):
         first_private("nodes", places, is_locked=True)
+
+
+AS_ON_MACOS = """
+import os, sys
+del os.O_PATH
+
+def without_proc(real):
+    def call(path, *arguments, **named):
+        if str(path).startswith("/proc"):
+            raise FileNotFoundError(2, "no /proc here", path)
+        return real(path, *arguments, **named)
+    return call
+
+for name in ("readlink", "open", "stat", "access"):
+    setattr(os, name, without_proc(getattr(os, name)))
+from pathlib import Path
+from skyward_core.places import first_private
+from skyward_core.worker.private import make_private
+print(first_private("nodes", [("A", lambda: Path(sys.argv[1]))], is_locked=True), make_private(Path(sys.argv[1], "b")))
+"""
+
+
+def test_a_client_without_proc_has_its_places(tmp_path: Path) -> None:
+    """macOS has neither /proc nor O_PATH. The path is told without symlinks there too."""
+    (tmp_path / "link").symlink_to(made(tmp_path / "real"))
+    done = subprocess.run([sys.executable, "-c", AS_ON_MACOS, str(tmp_path / "link" / "skyward")], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == [str(tmp_path / "real/skyward/nodes"), str(tmp_path / "real/skyward/b")], done.stderr
+
+
+def test_a_folder_on_a_read_only_disk_serves_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is ours, and cannot be written to: the next place is taken."""
+    real = os.access
+
+    def access(path: str, mode: int, *, dir_fd: int) -> bool:
+        return os.readlink(f"/proc/self/fd/{dir_fd}") != str(tmp_path / "a/nodes") and real(path, mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "access", access)
+    assert first_private("nodes", [("A", lambda: tmp_path / "a"), ("B", lambda: tmp_path / "b")]) == tmp_path / "b" / "nodes"

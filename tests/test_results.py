@@ -222,6 +222,17 @@ def test_mapping_a_function_that_calls_a_decorated_one_is_told_what_to_write(own
     assert own_pool.map(lambda x: add.local(x, x), [1, 2]) == [2, 4]
 
 
+@pytest.mark.parametrize("wrong", [None, 3, "double", [1]], ids=repr)
+def test_what_is_no_function_is_refused_at_the_call(wrong: Any) -> None:
+    """By a map, whatever it maps over and before its pool is asked for anything, and by `sky.compute`."""
+    pool = sky.ComputePool(provider=sky.Local())
+    for items in ([1, 2], []):
+        with pytest.raises(TypeError, match=r"is no function: write pool\.map\(fn, \[1, 2, 3\]\)"):
+            pool.map(wrong, items)
+    with pytest.raises(TypeError, match="is no function"):
+        sky.compute(wrong)
+
+
 def test_a_map_with_wrong_arguments_sends_nothing(own_pool: sky.ComputePool) -> None:
     """A function that takes another number of arguments than there are iterables is refused here."""
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'b'"):

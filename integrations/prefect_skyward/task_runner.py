@@ -30,6 +30,7 @@ from prefect.context import FlowRunContext, TaskRunContext
 from prefect.exceptions import MissingContextError
 from prefect.futures import PrefectConcurrentFuture, PrefectFuture
 from prefect.logging import get_run_logger
+from prefect.logging.loggers import task_run_logger
 from prefect.settings import get_current_settings
 from prefect.states import Cancelled
 from prefect.task_engine import run_task_async, run_task_sync
@@ -41,7 +42,7 @@ from prefect_skyward.secrets import values_of, with_references
 from prefect_skyward.ui import CostArtifact, RunLog, RunLogs
 
 if TYPE_CHECKING:
-    from prefect.client.schemas.objects import FlowRun, RunInput, State
+    from prefect.client.schemas.objects import FlowRun, RunInput, State, TaskRun
 
 SLICE_SECONDS = 0.25
 """How long a thread waits at a stretch: Prefect's timeouts interrupt it between two stretches only."""
@@ -173,6 +174,7 @@ class _Live:
         opening = self.opening()
         remote = copy.copy(task)  # not with_options, which would make a new task key
         remote.fn = (_AsyncCall if task.isasync else _SyncCall)(self, task, opening)
+        remote.retry_condition_fn = _unless_the_work_is_done(task.retry_condition_fn)
         run = _TaskRun(remote, uuid4(), parameters, wait_for, dependencies)
         # The engine starts once the pool has opened: a task's timeout_seconds are for its work, not for the renting.
         future = self._engines.submit(copy_context().run, run.after, opening)
@@ -421,6 +423,21 @@ class _AsyncCall(_RemoteCall):
         except Exception as error:
             _raise_if_it_asked_for_prefect_s_api(error)
             raise
+
+
+def _unless_the_work_is_done(condition: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return a task's retry condition for all failures but one: work that has succeeded, and whose result cannot be loaded here, is not done again."""
+
+    def may_be_tried_again(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> Any:
+        if isinstance(state.data, sky.ResultNotLoaded):
+            task_run_logger(task_run, task).error("%s. The task is not tried again: that would do its work a second time", state.data)
+            return False
+        return condition is None or condition(task, task_run, state)
+
+    async def may_be_tried_again_async(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> Any:
+        return await asked if inspect.isawaitable(asked := may_be_tried_again(task, task_run, state)) else asked
+
+    return may_be_tried_again_async if inspect.iscoroutinefunction(condition) else may_be_tried_again
 
 
 def _without_prefect_s_api(spec: sky.PoolSpec) -> sky.PoolSpec:

@@ -237,9 +237,8 @@ class AWS(Provider):
             def launches(region: str) -> list[str]:
                 return prune_launches(account, region, now, is_dry_run=is_dry_run)
 
-            steps = [(step, region) for region in self._regions for step in (images, launches)]
-            found = each(steps, lambda one: one[0](one[1]))
-        return [line for lines in found for line in lines]
+            found = each_enabled(account, self._regions, lambda region: each((images, launches), lambda step: step(region)))
+        return [line for steps in found for lines in steps for line in lines]
 
     def ends_for_good(self) -> bool:
         """Power off terminates it."""

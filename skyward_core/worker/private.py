@@ -20,7 +20,7 @@ from pathlib import Path
 UID_MAP = Path("/proc/self/uid_map")
 OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
 MOST_LINKS = 40
-_LOOK = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_LOOK = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -41,7 +41,7 @@ def opened_private(path: Path, *, make: bool = False) -> Generator[int]:
     A folder of this user that others may only read is closed to them; one that others may write to is refused, for they may have put something there.
     Raises NotPrivate, or another OSError where it cannot be opened or made.
     """
-    path = _without_links(path.absolute().parent) / path.name
+    path = real_path(path)
     with contextlib.ExitStack() as open_folders:
 
         def held(descriptor: int) -> int:
@@ -61,8 +61,17 @@ def opened_private(path: Path, *, make: bool = False) -> Generator[int]:
 
 def make_private(path: Path) -> Path:
     """Make a private folder, or check the one that is there; return its path, without symlinks. Raises NotPrivate or another OSError."""
-    with opened_private(path, make=True) as folder:
-        return Path(os.readlink(f"/proc/self/fd/{folder}"))
+    path = real_path(path)
+    with opened_private(path, make=True):
+        return path
+
+
+def real_path(path: Path) -> Path:
+    """Return where a private folder of this path is: the path without symlinks above it, of which nobody else can exchange a part. It need not be there.
+
+    Raises NotPrivate for a symlink of another user.
+    """
+    return _without_links(path.absolute().parent) / path.name
 
 
 def make_file(path: Path, content: bytes = b"") -> None:

@@ -343,6 +343,87 @@ def test_the_function_s_exception_arrives_as_itself_with_its_remote_traceback(ev
     failing()
 
 
+class Busy(Exception):
+    """Cannot be rebuilt in pickle's own way."""
+
+    def __init__(self, code: int, wait: str) -> None:
+        super().__init__(f"busy {code}")
+        self.wait = wait
+
+
+def only_if_it_passes(_task: Any, _run: Any, state: Any) -> bool:
+    return isinstance(state.data, Busy) and state.data.wait == "a moment"
+
+
+@task(retries=3, retry_condition_fn=only_if_it_passes, cache_policy=NO_CACHE)
+def busy(path: Path) -> None:
+    attempts = int(path.read_text()) + 1 if path.exists() else 1
+    path.write_text(str(attempts))
+    raise Busy(503, "a moment" if attempts < 3 else "for ever")
+
+
+def test_a_retry_condition_sees_the_function_s_own_exception(events: list[Any], tmp_path: Path) -> None:
+    """Its class and what it holds, of an exception that pickle alone cannot rebuild: tried again twice, and then no more."""
+
+    @flow(task_runner=runner(events))
+    def trying() -> None:
+        with pytest.raises(Busy) as caught:
+            busy.submit(tmp_path / "n").result()
+        assert caught.value.wait == "for ever"
+
+    trying()
+    assert (tmp_path / "n").read_text() == "3"
+
+
+def far_tensor(folder: Path, name: str) -> Any:
+    """Note the run; return something of a library that this process does not have."""
+    import types
+
+    (folder / f"{name}-{time.monotonic_ns()}").touch()
+    module = sys.modules["far_library"] = types.ModuleType("far_library")
+    module.__file__ = "/opt/python/site-packages/far_library.py"
+    exec("class Tensor: pass", vars(module))
+    return module.Tensor()
+
+
+async def always(_task: Any, _run: Any, _state: Any) -> bool:
+    return True
+
+
+@task(retries=2, cache_policy=NO_CACHE)
+def plain_weights(folder: Path) -> Any:
+    return far_tensor(folder, "plain")
+
+
+@task(retries=2, retry_condition_fn=only_if_it_passes, cache_policy=NO_CACHE)
+def picky_weights(folder: Path) -> Any:
+    return far_tensor(folder, "picky")
+
+
+@task(retries=2, retry_condition_fn=always, cache_policy=NO_CACHE)
+async def async_weights(folder: Path) -> Any:
+    return far_tensor(folder, "async")
+
+
+def test_work_whose_result_cannot_be_loaded_here_is_not_done_again(events: list[Any], tmp_path: Path) -> None:
+    """The payload has succeeded and is paid for; another try would end here again. The error keeps the result, and the run's log says why."""
+
+    @flow(task_runner=runner(events))
+    def weighing() -> UUID:
+        for future in [each.submit(tmp_path) for each in (plain_weights, picky_weights, async_weights)]:
+            with pytest.raises(sky.ResultNotLoaded, match="the call succeeded on node 0") as caught:
+                future.result()
+            assert caught.value.missing == "far_library"
+        context = FlowRunContext.get()
+        assert context is not None
+        assert context.flow_run is not None
+        return context.flow_run.id
+
+    flow_run_id = weighing()
+    assert sorted(path.name.partition("-")[0] for path in tmp_path.iterdir()) == ["async", "picky", "plain"]
+    wait_for(lambda: len([r for r in logs(flow_run_id) if r["level"] == 40 and "is not tried again" in r["message"]]) == 3)
+
+
 @task(timeout_seconds=4, cache_policy=NO_CACHE)  # so long may it take to begin
 def sleeper(path: Path) -> None:
     path.write_text(str(os.getpid()))

@@ -418,6 +418,16 @@ def test_all_regions_are_looked_at(cloud: FakeAWS) -> None:
     assert [line.split()[1] for line in prune(region=("us-east-1", "us-west-2"))] == [here.id, there.id]
 
 
+def test_a_region_that_the_account_has_not_enabled_holds_nothing(cloud: FakeAWS, caplog: pytest.LogCaptureFixture) -> None:
+    """It is named in the log, and the others are pruned; where nobody can say that it is not enabled, its refusal is raised as ever."""
+    cloud.not_enabled = {"us-west-2"}
+    here = cloud.images.add(until(-1))
+    assert [line.split()[1] for line in prune(region=("us-east-1", "us-west-2"))] == [here.id]
+    assert [record.getMessage().split(" is not enabled")[0] for record in caplog.records if "not enabled" in record.getMessage()] == ["us-west-2"]
+    with pytest.raises(CredentialsError):
+        prune(region="us-west-2")
+
+
 def test_an_outage_is_not_read_as_nothing_there(cloud: FakeAWS) -> None:
     """Without the list of images every snapshot would look like an orphan."""
     image = cloud.images.add(until(9), at=NOW - timedelta(days=9))
