@@ -310,8 +310,9 @@ class ComputePool:
         if not iterables:
             raise BadRequest("map needs something to map over: pool.map(fn, [1, 2, 3])")
         function = fn.local if isinstance(fn, ComputeFunction) else fn
-        if not callable(function) and not isinstance(function, (PendingCompute, PendingBatch)):  # of these two the pickler tells what to write
-            raise TypeError(f"{function!r} is no function: write pool.map(fn, [1, 2, 3])")
+        mapped = cast(object, fn)
+        if not callable(mapped) and not isinstance(mapped, (PendingCompute, PendingBatch)):  # of these two the pickler tells what to write
+            raise TypeError(f"{mapped!r} is no function: write pool.map(fn, [1, 2, 3])")
         try:
             items = list(zip(*iterables, strict=True))
         except ValueError as error:
