@@ -100,7 +100,7 @@ class _Packing:
             place = self._places[id(error)] = len(self.table)
             self.table.append(None)
             self._depth += 1
-            self.table[place] = self._raised(error) if self._depth <= DEEPEST else Raised(name_of(type(error)), self._clean(text_of(error)), None)
+            self.table[place] = self._raised(error) if self._depth <= DEEPEST else Raised(name_of(type(error)), text_of(error, self._clean), None)
             self._depth -= 1
         return self._places[id(error)]
 
@@ -113,7 +113,7 @@ class _Packing:
             members = (self._clean(str(group.message)), tuple(map(self.place_of, group.exceptions)))
         return Raised(
             name_of(kind),
-            self._clean(text_of(error)),
+            text_of(error, self._clean),
             _picked(kind),
             self._in_its_own_way(error),
             tuple(map(self._piece, state.args)),
@@ -146,7 +146,7 @@ class _Packing:
         try:
             return pickling.dumps_or_raise(value)
         except Exception as failure:
-            return Absent(self._clean(_safely(repr, value)), self._clean(one_line(failure)))
+            return Absent(self._clean(_safely(repr, value)), one_line(failure, self._clean))
 
 
 def _picked(kind: type[BaseException]) -> Pickled | None:
@@ -289,9 +289,9 @@ def name_of(kind: type) -> str:
     return kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def text_of(error: BaseException) -> str:
-    """Return what an exception says, whatever its class makes of it."""
-    return _safely(str, error)[:MESSAGE_CHARACTERS]
+def text_of(error: BaseException, clean: Callable[[str], str] = lambda text: text) -> str:
+    """Return what an exception says, whatever its class makes of it; `clean` before it is cut, so that no half of a secret is left."""
+    return clean(_safely(str, error))[:MESSAGE_CHARACTERS]
 
 
 def _safely(write: Callable[[Any], str], value: Any) -> str:

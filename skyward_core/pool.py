@@ -86,8 +86,9 @@ class ComputePool:
         `secrets` are values from that store for names of the spec's `secrets`; the others are read from the environment when the pool opens.
         `work` is what the machines are for. `replace_object` may exchange objects on their way into a pickle (see `pickling.dumps`).
         """
+        secrets = SecretValues(secrets or {})  # what reports errors may show this frame
         pool = cls.__new__(cls)
-        pool._settle(spec, on_event, credentials, replace_object, work, secrets or {})
+        pool._settle(spec, on_event, credentials, replace_object, work, secrets)
         return pool
 
     @classmethod

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self, cast
 from pydantic import BaseModel, ConfigDict, Field
 
 from skyward_core.errors import BadRequest
-from skyward_core.worker.masking import MASK, SHORTEST, SecretValues
+from skyward_core.worker.masking import MASK, SHORTEST, SHORTEST_LINE, SecretValues
 
 LARGEST_BYTES = 32 * 1024
 """Of all values together: they travel in one packet with a call."""
@@ -81,25 +81,41 @@ def as_references(wish: Any) -> Any:
     return found
 
 
-def read_values(secrets: Mapping[str, Secret], given: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> SecretValues:
+def read_values(secrets: Mapping[str, Secret], given: Mapping[str, str], environ: Mapping[str, str] | None = None) -> SecretValues:
     """Return the values: those that are given, the others from the environment.
 
-    Raises BadRequest for those that there are not, by the names of their variables, and for what no variable can hold.
+    Raises BadRequest for those that there are not, by the names of their variables, and for what no variable can hold. What reports errors may show the
+    variables of this frame: none of them shows a value.
     """
     if unknown := sorted(given.keys() - secrets.keys()):
         raise BadRequest(f"values were given for {', '.join(unknown)}, and the spec names no such secrets")
-    values = {name: given.get(name) or (environ.get(reference.key) if reference.source == "env" else None) for name, reference in secrets.items()}
-    missing = [f"{name} ({_cure(reference)})" for name, reference in secrets.items() if not values[name]]
+    found = _looked_up(secrets, given, os.environ if environ is None else environ)
+    missing = [f"{name} ({_cure(reference)})" for name, reference in secrets.items() if name not in found]
     if missing:
         raise BadRequest(f"secrets without a value: {'; '.join(missing)}. Nothing was rented")
-    found = SecretValues({name: value for name, value in values.items() if value})
-    if odd := [name for name, value in found.items() if "\0" in value]:
+    if odd := [name for name in found if "\0" in found[name]]:
         raise BadRequest(f"the values of {', '.join(odd)} hold a NUL character, which no environment variable can")
-    if (size := sum(len(value.encode(errors="surrogateescape")) for value in found.values())) > LARGEST_BYTES:
+    if odd := [name for name in found if not _is_storable(found[name])]:
+        raise BadRequest(f"the values of {', '.join(odd)} hold half of a surrogate pair, which no environment variable can")
+    if (size := sum(len(os.fsencode(found[name])) for name in found)) > LARGEST_BYTES:
         raise BadRequest(
             f"the values of all secrets take {size:,} bytes, and {LARGEST_BYTES:,} is the limit: keep what is larger in a store that calls can read"
         )
     return found
+
+
+def _looked_up(secrets: Mapping[str, Secret], given: Mapping[str, str], environ: Mapping[str, str]) -> SecretValues:
+    values = {name: given.get(name) or (environ.get(reference.key) if reference.source == "env" else None) for name, reference in secrets.items()}
+    return SecretValues({name: value for name, value in values.items() if value})
+
+
+def _is_storable(value: str) -> bool:
+    """Whether an environment variable can hold a text. The error that says why not would repeat it."""
+    try:
+        value.encode(errors="surrogateescape")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def too_short_to_mask(values: SecretValues) -> list[str]:
@@ -136,6 +152,16 @@ def refuse_masks(env: Mapping[str, str], where: str) -> None:
 def _refuse_no_variable(name: object) -> None:
     if not isinstance(name, str) or not VARIABLE.fullmatch(name):
         raise BadRequest("secrets has what is no name of a variable (letters, digits and underscores, no digit first): write the name and not the value")
+    if variable := _variable_with(name):
+        raise BadRequest(f'secrets has the value of {variable} in the place of a name: write secrets=("{variable}",)')
+
+
+def _variable_with(value: str) -> str:
+    """Return the variable of this process that has this value and seems to hold a secret; "" if there is none. Most tokens could be names."""
+    if len(value) < SHORTEST_LINE or value in os.environ:
+        return ""
+    ours = (name for name, its in os.environ.items() if its == value and not name.startswith("SKYWARD_"))
+    return next((name for name in ours if looks_secret(name)), "")
 
 
 def _cure(reference: Secret) -> str:

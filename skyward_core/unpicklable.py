@@ -166,9 +166,9 @@ def _kind_of(obj: Any) -> str:
     return f"it is a {kind.__qualname__}" if kind.__module__ == "builtins" else f"it is a {kind.__module__}.{kind.__qualname__}"
 
 
-def one_line(error: Exception) -> str:
-    """Return type and beginning of the text of an error."""
-    text = " ".join(str(error).split())
+def one_line(error: Exception, clean: Callable[[str], str] = lambda text: text) -> str:
+    """Return type and beginning of the text of an error; `clean` before it is cut."""
+    text = " ".join(clean(str(error)).split())
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 

@@ -119,6 +119,15 @@ def test_tags_are_found_whole_by_another_process(pool_id: str) -> None:
     assert [instance for instance in found if instance.pool_id == pool_id] == launched
 
 
+def test_a_script_is_run_from_no_path(pool_id: str) -> None:
+    """What lies in a folder could be exchanged between its check and its start: bash reads a file without a name, and no file of the node holds the script."""
+    (instance,) = launch(pool_id, script='echo "$BASH_SOURCE/$(readlink /proc/$$/fd/255)"; touch started; sleep 300 # a mark of this script')
+    folder = folder_of(instance)
+    assert "memfd:skyward-startup" in (folder / "log").read_text()
+    assert str(folder) not in (folder / "log").read_text()
+    assert [path.name for path in folder.rglob("*") if path.is_file() and b"a mark of this script" in path.read_bytes()] == []
+
+
 def test_without_a_pool_the_instances_of_all_pools_are_listed(pool_id: str) -> None:
     """Every instance of this user is listed, whichever pool it is of; what another provider has started as processes of this machine is not."""
     (mine,), (other,) = launch(pool_id), launch(f"{pool_id}-other")

@@ -1,10 +1,13 @@
 """`secrets=`: references in the spec, values in the memory of the processes of calls, and in nothing that is written."""
 
 import asyncio
+import html
+import io
 import json
 import logging
 import os
 import pickle
+import shlex
 import signal
 import subprocess
 import time
@@ -12,22 +15,30 @@ import traceback
 import uuid
 from base64 import b64encode, urlsafe_b64encode
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import skyward_core as sky
-from skyward_core.ledger import default_url
+from skyward_core.exceptions import MESSAGE_CHARACTERS, unpack
+from skyward_core.ledger import Ledger, default_url
+from skyward_core.provisioning.book import Book
+from skyward_core.provisioning.metering import Meter
+from skyward_core.receipt import receipt
 from skyward_core.secret import LARGEST_BYTES, looks_secret, read_values
 from skyward_core.worker import secret_values
-from skyward_core.worker.invoke import Packet
+from skyward_core.worker.invoke import Packet, _failed
 from skyward_core.worker.masking import MASK, Mask, SecretValues, spellings
 from skyward_core.worker.secret_values import Keeping, ask_for
 from skyward_core.worker.settings import NodeSettings
+from skyward_core.worker.slot import Foundry, Slot, Stream, _BatchRun
+from skyward_core.worker.wire import Batch, Call, Parcel
 from tests.conftest import Told, processes_by_tag, shared, wait_until
 from tests.fakes import FakeProvider
 
@@ -100,6 +111,48 @@ def test_a_value_that_misses_is_named_and_no_value_is(environ: dict[str, str], g
     assert "secret" not in str(caught.value).replace("secrets", "")
 
 
+@pytest.mark.parametrize("value", ["hunter2-\ud800", "hunter2-\ud83d\ude00"])
+def test_a_value_that_no_variable_can_hold_is_refused_and_not_repeated(value: str) -> None:
+    """A store may hold it: half of a pair of UTF-16. It ended every process of calls, and the error at opening held the value."""
+    with pytest.raises(sky.BadRequest, match="the values of A hold") as caught:
+        read_values({"A": sky.Secret.from_store("a")}, {"A": value}, {})
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value)) + repr(caught.value)
+
+
+def test_no_frame_of_ours_shows_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tools that report errors show the variables of every frame, as Sentry does by default, and rich's tracebacks if they are asked to."""
+    monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
+    monkeypatch.delenv("OTHER", raising=False)
+    secrets = {"HF_TOKEN": sky.Secret.from_env("HF_TOKEN"), "GIVEN": sky.Secret.from_store("g"), "OTHER": sky.Secret.from_env("OTHER")}
+
+    def shown(error: BaseException) -> str:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename != __file__]
+        assert frames
+        texts = list[str]()
+        for value in (value for frame in frames for value in frame.f_locals.values()):
+            with suppress(AttributeError):  # a pool that is half made
+                texts.append(repr(value))
+        return "\n".join(texts)
+
+    for env in ({}, {"A": MASK}):  # one is refused when it opens, and one when it is made
+        with pytest.raises(sky.BadRequest) as caught:
+            sky.ComputePool.from_spec(sky.PoolSpec.of(secrets=secrets, env=env, display="quiet"), secrets={"GIVEN": "hf_given_9876"}).open()
+        assert "GIVEN" in shown(caught.value)
+        assert "hf_0123456789" not in shown(caught.value)
+        assert "hf_given_9876" not in shown(caught.value)
+
+
+@pytest.mark.parametrize("wish", [lambda value: (value,), lambda value: value, lambda value: {value: sky.Secret.from_env("A")}, sky.Secret.from_env])
+def test_the_value_of_a_variable_is_no_name(monkeypatch: pytest.MonkeyPatch, wish: Any) -> None:
+    """`secrets=os.environ["HF_TOKEN"]` is a slip, and most tokens could be names: it would stand in the ledger, and in the message about what is not set."""
+    monkeypatch.setenv("HF_TOKEN", "hf_0123456789abcdef")
+    monkeypatch.setenv("SKYWARD_SECRETS", "NOT_SET_HERE")
+    with pytest.raises(sky.BadRequest, match="value of HF_TOKEN") as caught:
+        sky.PoolSpec.of(secrets=wish(os.environ["HF_TOKEN"]))
+    assert "hf_0123456789abcdef" not in "".join(traceback.format_exception(caught.value))
+    assert sky.PoolSpec.of(secrets=("NOT_SET_HERE",)).secrets
+
+
 def test_a_missing_secret_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes before anything is rented, and names the variable."""
     monkeypatch.delenv("HF_TOKEN", raising=False)
@@ -159,6 +212,33 @@ def test_env_is_masked_where_a_spec_is_shown_or_written() -> None:
     assert spec.node_environment == {"DB_PASSWORD": "opensesame1", "A": "1", "HF_TOKEN": "hf_0123456789", "B": "2"}
     assert pickle.loads(pickle.dumps(spec)).with_(nodes=2).node_environment == spec.node_environment
     assert spec.plain_secrets == ["DB_PASSWORD", "HF_TOKEN"]
+
+
+def test_the_ledgers_file_holds_no_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of what `secrets` names nor of what only looks like a secret; the names are there."""
+    monkeypatch.setenv("WORD", "tok-0123456789")
+    spec = sky.PoolSpec.of(**{"secrets": ("WORD",), **both_envs().model_dump(exclude_unset=True)})
+    with Ledger(f"sqlite:///{tmp_path}/ledger.db") as ledger:
+        Book(ledger, "sky-1", spec, FakeProvider(folder=str(tmp_path)), Meter(time.monotonic), lambda _: None).open()
+        told = receipt(ledger, "sky-1")
+        written = b"".join(path.read_bytes() for path in tmp_path.glob("ledger.db*"))
+    for value in ("tok-0123456789", "opensesame1", "hf_0123456789"):
+        assert value.encode() not in written
+        assert value not in str(told)
+    for name in ("WORD", "DB_PASSWORD", "HF_TOKEN"):
+        assert name.encode() in written
+
+
+def test_a_pool_warns_of_what_it_cannot_hide(caplog: pytest.LogCaptureFixture) -> None:
+    """Of what looks like a secret in env, with what to write, and of values that are too short to be masked; names only."""
+    pool: Any = sky.ComputePool.from_spec(both_envs().with_(secrets={"PIN": sky.Secret.from_store("pin")}), secrets={"PIN": "42a"})
+    assert pool._read_secrets() == {"PIN": "42a"}
+    short, plain = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert short.startswith("PIN: too short")
+    assert plain.startswith("env holds DB_PASSWORD, HF_TOKEN as plain text")
+    assert "secrets=('DB_PASSWORD',)" in plain
+    for value in ("42a", "opensesame1", "hf_0123456789"):
+        assert value not in caplog.text
 
 
 @pytest.mark.parametrize("make", [lambda env: sky.PoolSpec.of(env=env), lambda env: sky.Image(env=env), lambda env: sky.PoolSpec(env=env)])
@@ -224,6 +304,53 @@ def test_each_line_of_a_key_is_masked() -> None:
     assert mask.text(repr(PEM)) == f"'{MASK}'"
 
 
+AWKWARD = 'p@ss\'w\u00f6rd!$&=+/ "x"'
+
+
+@pytest.mark.parametrize(
+    "quoted",
+    [
+        "p%40ss'w%C3%B6rd!$&=+%2F%20%22x%22",  # WHATWG's URLs and yarl's keep what may stand in user information
+        "p%40ss'w%C3%B6rd!%24%26%3D%2B%2F%20%22x%22",  # JavaScript's encodeURIComponent
+        repr(AWKWARD.encode())[2:-1],  # what http.client shows of what it sends
+        ascii(AWKWARD)[1:-1],
+        html.escape(AWKWARD, quote=False),
+        shlex.quote(AWKWARD)[1:-1],
+        AWKWARD.replace("'", "'\\''"),  # bash -x
+        AWKWARD.encode().hex(),
+        AWKWARD.encode().hex().upper(),
+        AWKWARD.encode("utf-16-le").decode(errors="backslashreplace"),
+        AWKWARD.encode("utf-16-be").decode(errors="backslashreplace"),
+    ],
+)
+def test_a_value_is_masked_as_programs_quote_it(quoted: str) -> None:
+    """In whatever way: nothing of it is left but what stands around it."""
+    left = Mask([AWKWARD]).text(f"<{quoted}>")
+    assert left.replace("\0", "") == f"<{MASK}>"
+
+
+@pytest.mark.parametrize("value", ["caf\udce9-au-lait", "caf\udcff\udcfe12"])
+def test_a_value_that_is_no_text_is_masked_as_it_is_told(value: str) -> None:
+    """An environment variable may hold any bytes: Python prints those of a runner escaped, and a child's own are shown escaped when they are read."""
+    told = [value.encode(errors="backslashreplace").decode(), os.fsencode(value).decode(errors="backslashreplace"), repr(value)]
+    assert [Mask([value]).text(text) for text in told] == [MASK, MASK, f"'{MASK}'"]
+
+
+@pytest.mark.parametrize("separator", ["\r", "\r\n", "\n", "\n\n"])
+def test_each_line_is_masked_wherever_output_is_cut_into_lines(separator: str) -> None:
+    """A carriage return ends a line of output; a form feed does not."""
+    value = separator.join(["first-line", "second\x0cline", "third-line"])
+    stream = Stream("stdout", 0, b"\x1emark\x1e", rest=f"{value}\n".encode())
+    lines = [line for _, lines in stream.lines() for line in lines]
+    assert len(lines) >= 3
+    assert {Mask([value]).text(line) for line in lines} <= {MASK, ""}
+
+
+def test_what_surrounds_a_value_is_no_value() -> None:
+    """White space that belongs to it does not make a letter one."""
+    assert Mask(["   a"]).text("a cat\n") == "a cat\n"
+
+
 def test_without_values_nothing_changes() -> None:
     """And a value that stands in many words is left alone."""
     for mask in (Mask(), Mask(["", "abc"])):
@@ -253,6 +380,70 @@ def test_a_pickle_keeps_its_lengths() -> None:
     value = {"header": b"Bearer hf_0123456789", "text": "hf_0123456789", "shorter": 1}
     masked = pickle.loads(mask.pickle(pickle.dumps(value)))
     assert masked == {"header": b"Bearer *************", "text": "*************", "shorter": 1}
+
+
+def test_bytes_of_an_exception_are_masked() -> None:
+    """As a response has them, and in what could not be decoded; short values too, which are not looked for in a pickle."""
+    error: Any = ValueError(b"no opensesame", [bytearray(b"opensesame")])
+    error.body = b'{"password": "opensesame"}'
+    Mask(["opensesame"]).error(error)
+    assert error.args == (b"no ***", [bytearray(b"***")])
+    assert error.body == b'{"password": "***"}'
+
+
+class Pickled(Exception):
+    """Is pickled as its class says."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Pickled, self.args
+
+
+def test_a_short_value_is_masked_in_an_exception_that_is_pickled_in_its_own_way() -> None:
+    """It is taken out of the exception itself, before its class writes it down."""
+    parcel = _failed("call", Pickled("not opensesame"), 0.0, Mask(["opensesame"])).parcel
+    assert b"opensesame" not in parcel.data
+    assert unpack(parcel.data, parcel.buffers, 0, "").args == ("not ***",)
+
+
+class Refused(Exception):
+    """Says what it has in an object of its own."""
+
+    def __init__(self, body: Any) -> None:
+        super().__init__("refused")
+        self.body = body
+
+    def __str__(self) -> str:
+        return f"refused: {self.body.text}"
+
+
+class Body:
+    """A response, as libraries keep it in an exception."""
+
+    def __init__(self, text: str, *parts: Any) -> None:
+        self.text, self.parts = text, parts
+
+
+def test_no_half_of_a_value_is_left_where_a_message_is_cut() -> None:
+    """It is masked first."""
+    value = "hf_0123456789abcdef"
+    for length in range(MESSAGE_CHARACTERS - len(value), MESSAGE_CHARACTERS + 1):
+        error = Refused(Body("." * (length - len("refused: ")) + value))
+        outcome = _failed("call", error, 0.0, Mask([value]))
+        assert value[:8].encode() not in outcome.parcel.data
+        assert value[:8] not in outcome.text
+
+
+def test_an_object_of_an_exception_keeps_no_spelling_of_a_value() -> None:
+    """Nor does a large array that travels beside the pickle."""
+    value = "p@ss/word-0123456789"
+    body = Body(value, quote(value, safe=""), b64encode(value.encode()), np.frombuffer(value.encode() * 20_000, dtype=np.uint8))
+    parcel = _failed("call", Refused(body), 0.0, Mask([value])).parcel
+    assert len(parcel.buffers) == 1
+    for spelling in (value, quote(value, safe=""), b64encode(value.encode()).decode()):
+        for data in (parcel.data, *map(bytes, parcel.buffers)):
+            assert spelling.encode() not in data
+    error: Any = unpack(parcel.data, parcel.buffers, 0, "")
+    assert (len(error.body.text), error.body.parts[2].nbytes) == (len(value), len(value) * 20_000)
 
 
 # ── on the way ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -306,6 +497,36 @@ def test_packets_do_not_show_values() -> None:
     packet = Packet(None, None, secrets=values)  # type: ignore[arg-type]
     assert "hf_0" not in f"{values} {values!r} {packet} {Mask(values.values())!r}"
     assert pickle.loads(pickle.dumps(packet)).secrets == values
+
+
+class NoRunner(Foundry):
+    """Forks nothing: packets stay where they are."""
+
+    def __init__(self) -> None:
+        pass
+
+    def fork(self, descriptors: list[int], mark: bytes) -> int:
+        """Return no pid of anything."""
+        return 0
+
+
+def test_the_packet_with_the_values_is_sent_again_when_it_was_taken_back(tmp_path: Path) -> None:
+    """A call is cancelled before its runner has begun it: the runner has not got the values yet, and the next packet brings them."""
+    slot = Slot(NoRunner(), (str(tmp_path),))
+    try:
+        slot.furnish(SecretValues(HF_TOKEN="hf_0123456789"))
+        calls = tuple(Call(name, "f", Parcel(b""), "job") for name in "ab")
+        run: Any = _BatchRun(slot, Batch("topic", calls, {"f": Parcel(b"")}), lambda _: None)
+        run._send()
+        packets = [pickle.loads(slot.take.recv(1 << 20)) for _ in calls]
+        assert [packet.secrets for packet in packets] == [{"HF_TOKEN": "hf_0123456789"}, None]
+        for packet in packets:
+            slot.send.send(pickle.dumps(packet))
+        run._waiting.extend(run._take_back())
+        run._send()
+        assert pickle.loads(slot.take.recv(1 << 20)).secrets == {"HF_TOKEN": "hf_0123456789"}
+    finally:
+        slot.close()
 
 
 # ── in a pool ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -365,8 +586,9 @@ def exits(name: str) -> None:
 class Secretive:
     """A pool with a secret, with what it has told, and where it may have written."""
 
-    def __init__(self, pool: sky.ComputePool, told: Told, name: str, value: str) -> None:
-        self.pool, self.told, self.name, self.value = pool, told, name, value
+    def __init__(self, pool: sky.ComputePool, told: Told, name: str, value: str, plain: str, said: str) -> None:
+        self.pool, self.told, self.name, self.value, self.plain, self.said = pool, told, name, value, plain, said
+        """`plain` is a value in env that looks like a secret; `said` is what the client has printed and logged while the pool opened."""
 
     def processes(self) -> list[int]:
         """Every process of the pool's nodes."""
@@ -377,13 +599,28 @@ class Secretive:
 @pytest.fixture(scope="module")
 def secretive() -> Iterator[Secretive]:
     """Two nodes, with a secret under another name than it has here, and something in env that looks like one."""
-    told, value = Told(), f"tok-{uuid.uuid4().hex}"
+    told, value, plain = Told(), f"tok-{uuid.uuid4().hex}", f"plain-{uuid.uuid4().hex}"
     patch = pytest.MonkeyPatch()
     patch.setenv("OTHER", value)
-    wishes: dict[str, Any] = {"secrets": {"HF_TOKEN": sky.Secret.from_env("OTHER")}, "env": {"PLAIN": "lemon"}, "concurrency": 2}
-    with shared(sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", on_event=told, **wishes)) as pool:
-        patch.undo()  # it was read when the pool opened
-        yield Secretive(pool, told, "HF_TOKEN", value)
+    wishes: dict[str, Any] = {
+        "secrets": {"HF_TOKEN": sky.Secret.from_env("OTHER")},
+        "env": {"PLAIN": "lemon", "DB_PASSWORD": plain},
+        "concurrency": 2,
+    }
+    said = io.StringIO()
+    listening, root = logging.StreamHandler(said), logging.getLogger()
+    patch.setattr(root, "level", logging.DEBUG)
+    root.addHandler(listening)
+    try:
+        with ExitStack() as stack:
+            with redirect_stdout(said), redirect_stderr(said):
+                pool = stack.enter_context(shared(sky.ComputePool(provider=sky.Local(), nodes=2, display="log", on_event=told, **wishes)))
+            root.removeHandler(listening)
+            patch.undo()  # it was read when the pool opened
+            yield Secretive(pool, told, "HF_TOKEN", value, plain, said.getvalue())
+    finally:
+        root.removeHandler(listening)
+        patch.undo()
 
 
 @pytest.mark.slow
@@ -486,7 +723,11 @@ def test_nothing_that_is_written_holds_a_value(secretive: Secretive, caplog: pyt
     with suppress(ExceptionGroup):
         _ = fails("HF_TOKEN") >> pool
     texts = [repr(pool), repr(pool.spec), pool.spec.model_dump_json(), pool.lease.model_dump_json(), repr(pool.lease), repr(secretive.told.events), caplog.text]
-    texts += [*capfd.readouterr(), default_url()]
+    texts += [*capfd.readouterr(), default_url(), secretive.said, repr(vars(pool))]
+    assert "DB_PASSWORD as plain text" in secretive.said
+    assert [text[:200] for text in texts if secretive.plain in text] == []
+    state = [path for path in Path(os.environ["XDG_STATE_HOME"]).rglob("*") if path.is_file() and "nodes" not in path.parts]
+    assert [path for path in state if secretive.plain.encode() in path.read_bytes()] == []
     folders = [Path(str(node.instance.directory)) for node in pool.lease.nodes] + [Path(os.environ["XDG_STATE_HOME"])]
     folders += [Path("/dev/shm") / name for name in os.listdir("/dev/shm") if any(name.endswith(node.instance.id) for node in pool.lease.nodes)]
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]

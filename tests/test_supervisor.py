@@ -25,6 +25,8 @@ from distributed import Client, Security
 
 from skyward_core.engine.certificates import make_certificate
 from skyward_core.engine.cluster import members
+from skyward_core.worker import supervisor
+from skyward_core.worker.private import NotPrivate
 from skyward_core.worker.settings import NodeSettings, Owner, memory_directory, this_process, write_atomically
 from skyward_core.worker.supervisor import Deaths
 from skyward_core.worker.watchdog import write_lease
@@ -412,6 +414,23 @@ def test_what_was_there_before_the_supervisor_stays(start: Start, tmp_path: Path
     wait_until(lambda: machine.process.poll() is not None, "the node to end")
     assert machine.pids() == [guard]
     assert machine.text("ended") == "asked to\n"
+
+
+@pytest.mark.parametrize("kind", ["symlink", "open to all"])
+def test_a_node_takes_no_folder_in_memory_that_another_user_may_have_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """The client has looked at it too, but from elsewhere, and earlier: large values are pickles."""
+    (tmp_path / "node").mkdir(mode=0o700)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs").chmod(0o777)
+    place = tmp_path / "memory"
+    place.symlink_to(tmp_path / "theirs") if kind == "symlink" else (tmp_path / "theirs").rename(place)
+    fields = dict.fromkeys(("pool_id", "instance_id", "host", "head_host", "tls_certificate", "tls_key"), "x")
+    told = NodeSettings(**fields, rank=0, total_nodes=1, slots=1, head_port=1, value_directories=(str(place), str(tmp_path / "node")))
+    write_atomically(tmp_path / "node" / "settings.json", told.to_json())
+    monkeypatch.setattr(sys, "argv", ["supervisor", str(tmp_path / "node")])
+    monkeypatch.setattr(supervisor, "Supervisor", lambda *_: pytest.fail("it goes on"))
+    with pytest.raises(NotPrivate):
+        supervisor.main()
 
 
 def test_settings_of_the_same_generation_change_nothing(start: Start) -> None:

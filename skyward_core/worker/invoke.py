@@ -149,9 +149,15 @@ def _failed(call_id: str, error: BaseException, seconds: float, mask: Mask) -> O
         text = "".join(traceback.format_exception(error.with_traceback(_below_invoke(error))))
         pickled = exceptions.pack(error, mask.value)
     except Exception:  # the exception's own code has run, which may raise anything
-        text, pickled = f"{exceptions.name_of(type(error))}: {exceptions.text_of(error)}", pickling.Pickled(b"")
+        text, pickled = f"{exceptions.name_of(type(error))}: {exceptions.text_of(error, mask.text)}", pickling.Pickled(b"")
     error.with_traceback(None)  # its frames, and what lies in their variables
-    return Outcome(call_id, Ending.ERROR, Parcel(mask.pickle(pickled.data), pickled.buffers), text=mask.text(text), seconds=seconds)
+    return Outcome(
+        call_id,
+        Ending.ERROR,
+        Parcel(mask.pickle(pickled.data), tuple(mask.pickle(bytes(buffer)) for buffer in pickled.buffers)),
+        text=mask.text(text),
+        seconds=seconds,
+    )
 
 
 def _below_invoke(error: BaseException) -> Any:

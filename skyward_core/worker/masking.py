@@ -24,6 +24,9 @@ SHORTEST_IN_BASE64 = 8
 """Characters of the shortest piece of base64 that is masked."""
 DEEPEST = 6
 _URLSAFE = str.maketrans("+/", "-_")
+_SAFE_IN_URL = ("", "/", "!'()*~", "!$&'()*+,;=:~", "!$&'()*+,;=:~/")
+"""Beside letters and digits: what Python leaves as it is by default, JavaScript's encodeURIComponent, and what may stand in user information (RFC 3986)."""
+_APOSTROPHES_IN_SHELL = ("'\"'\"'", r"'\''")
 
 
 class SecretValues(dict[str, str]):
@@ -43,12 +46,14 @@ class Mask:
 
     def __init__(self, values: Iterable[str] = ()) -> None:
         long = [value for value in values if len(value) >= SHORTEST]
-        lines = [line.strip() for value in long if "\n" in value.strip() for line in value.splitlines()]
-        found = {spelling for value in long for spelling in spellings(value)} | {line for line in lines if len(line) >= SHORTEST_LINE}
+        found = {spelling for value in long for spelling in spellings(value) if len(spelling) >= SHORTEST}
+        found |= {line for value in long for line in _lines(value) if len(line) >= SHORTEST_LINE}
         longest_first = sorted(found, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-        raw = [value.encode(errors="surrogatepass") for value in sorted(long, key=len, reverse=True)]
-        self._raw = tuple(value for value in raw if len(value) >= SHORTEST_IN_PICKLE)
+        raw = [raw for spelling in longest_first for raw in {spelling.encode(errors=errors) for errors in ("surrogateescape", "surrogatepass")}]
+        self._raw = re.compile(b"|".join(map(re.escape, raw))) if raw else None
+        long_enough = [spelling for spelling in raw if len(spelling) >= SHORTEST_IN_PICKLE]
+        self._in_pickle = re.compile(b"|".join(map(re.escape, long_enough))) if long_enough else None
 
     def __repr__(self) -> str:
         return "Mask(...)"
@@ -70,11 +75,8 @@ class Mask:
             left += [one.__cause__, one.__context__, *(cast("BaseExceptionGroup[Any]", one).exceptions if isinstance(one, BaseExceptionGroup) else ())]
 
     def pickle(self, data: bytes) -> bytes:
-        """Return a pickle in which the values, where they still stand, are as many stars: its lengths stay right."""
-        for value in self._raw:
-            if value in data:
-                data = data.replace(value, b"*" * len(value))
-        return data
+        """Return a pickle, or a buffer of one, in which the values, where they still stand, are as many stars: its lengths stay right."""
+        return data if self._in_pickle is None else self._in_pickle.sub(lambda found: b"*" * len(found[0]), data)
 
     def _mask_one(self, error: BaseException) -> None:
         try:
@@ -92,6 +94,8 @@ class Mask:
         if isinstance(value, str):
             masked = self.text(value)
             return value if masked == value else masked
+        if type(value) in (bytes, bytearray):
+            return self._raw.sub(MASK.encode(), value) if self._raw is not None and self._raw.search(value) else value
         if depth > DEEPEST:
             return value
         if type(value) in (list, tuple, set, frozenset):
@@ -105,14 +109,30 @@ class Mask:
 
 
 def spellings(secret: str) -> Iterator[str]:
-    """Return a secret as it is and as others quote it: in a URL, JSON, HTML, base64, an error of Python's, and without the white space around it."""
+    """Return a secret as it is and as others quote it, and without the white space around it.
+
+    In a URL, JSON, HTML, a shell, base64, hexadecimal and UTF-16, as Python shows text and bytes, and as what is no UTF-8 is escaped.
+    """
     for text in (secret, secret.strip()):
         if text:
             encoded = text.encode(errors="surrogateescape")
-            yield from (text, quote(encoded, safe=""), quote(encoded), quote_plus(encoded), html.escape(text), repr(text)[1:-1])
+            yield from (text, text.encode(errors="backslashreplace").decode(), encoded.decode(errors="backslashreplace"))
+            yield from (repr(text)[1:-1], ascii(text)[1:-1], repr(encoded)[2:-1])
             yield from (json.dumps(text, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False))
-            yield re.sub("%[0-9A-F]{2}", lambda match: match[0].lower(), quote(encoded, safe=""))
+            yield from (html.escape(text), html.escape(text, quote=False))
+            yield from (text.replace("'", in_shell) for in_shell in _APOSTROPHES_IN_SHELL)
+            for in_url in (*(quote(encoded, safe=safe) for safe in _SAFE_IN_URL), quote_plus(encoded)):
+                yield from (in_url, re.sub("%[0-9A-F]{2}", lambda match: match[0].lower(), in_url))
+            yield from (encoded.hex(), encoded.hex().upper())
+            wide = text.encode("utf-16-le", errors="surrogatepass")
+            yield from (part.decode(errors="backslashreplace") for part in (wide[:-1], wide) if len(wide) > 1)
             yield from _in_base64(encoded)
+
+
+def _lines(value: str) -> list[str]:
+    """Return the lines of a value of several: as output is cut into lines, and as Python does it."""
+    lines = [*re.split(r"[\r\n]+", value), *value.splitlines()]
+    return [line.strip() for line in lines] if len(value.strip().splitlines()) > 1 else []
 
 
 def _in_base64(value: bytes) -> Iterator[str]:
