@@ -82,6 +82,10 @@ class Reach(Protocol):
         """Let connections to 127.0.0.1:`port` on the node end at a port of this machine."""
         ...
 
+    def lives(self, timeout_seconds: float) -> bool | None:
+        """Tell whether the node's supervisor lives; None if it has not begun yet. Raises CommandTimedOut or ConnectionLost if the machine does not say."""
+        ...
+
     def put(self, parcel: Parcel) -> Parcel:
         """Put a parcel into a file in the node's memory, or where it has room; return it as the node sees it. Raises OSError or CommandFailed without room."""
         ...
@@ -160,6 +164,17 @@ class LocalReach:
 
     def lead(self, port: int, to_local_port: int) -> None:
         """Nothing to do: the node has this machine's loopback."""
+
+    def lives(self, timeout_seconds: float) -> bool | None:
+        try:
+            pid = int((self._directory / "supervisor").read_text())
+        except FileNotFoundError:
+            return None if self._directory.is_dir() else False
+        try:
+            environ = Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:
+            return False
+        return f"SKYWARD_INSTANCE_DIRECTORY={self._directory}".encode() in environ.split(b"\0")  # nothing can be read of a zombie
 
     def put(self, parcel: Parcel) -> Parcel:
         return parcel.put_aside(self.value_directories)

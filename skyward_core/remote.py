@@ -131,6 +131,16 @@ need not be the cloud's id, which not every machine can tell. Where this user ma
 What it says of a full disk finds room in the log because the reserve is given up first."""
 
 
+LIVES = """\
+[ -d "$1" ] || { echo "::skyward dead"; exit 0; }
+{ read -r pid rest <"$1/supervisor"; } 2>/dev/null || exit 0
+{ tr '\\0' '\\n' <"/proc/$pid/environ"; } 2>/dev/null | grep -qxF -e "SKYWARD_INSTANCE_DIRECTORY=$1" && echo "::skyward lives" || echo "::skyward dead"
+"""
+"""Tells whether the node's supervisor lives, by what it was started with, for its pid may be somebody else's by now. Of a zombie nothing can be read.
+
+Says nothing if it has not begun yet."""
+
+
 FOLLOW = """\
 exec tail --pid="$2" -n "+$3" -s "$4" -F "$1/log" 2>/dev/null
 """
@@ -312,6 +322,10 @@ class RemoteReach:
 
     def lead(self, port: int, to_local_port: int) -> None:
         self._patiently(lambda: self._connection.forward_remote("127.0.0.1", to_local_port, remote_port=port))
+
+    def lives(self, timeout_seconds: float) -> bool | None:
+        told = self._command(LIVES, [self._directory], timeout_seconds=timeout_seconds).splitlines()  # a login shell may have said more
+        return None if not {"::skyward lives", "::skyward dead"} & set(told) else "::skyward lives" in told
 
     # ── large values ─────────────────────────────────────────────────────────────────────────────────────────────────
 

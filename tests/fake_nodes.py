@@ -27,7 +27,7 @@ GUARD = "4711"
 PHASES_BEFORE, PHASES_AFTER = ("uv", "deps"), ("skyward", "server")
 
 type Before = Callable[[str, "FakeNode"], Awaitable[object]]
-"""Awaited before a node does what it is asked: "login", "look", "start", "lease", "follow", "read", "reach", "lead", "kill", or "put NAME"."""
+"""Awaited before a node does what it is asked: "login", "look", "start", "lease", "follow", "read", "lives", "reach", "lead", "kill", or "put NAME"."""
 type Serve = Callable[["FakeNode", NodeSettings], Awaitable[object]]
 """What a node does with its settings, each time it is told some."""
 
@@ -72,6 +72,8 @@ class FakeNode:
     asked: list[str] = field(default_factory=list)
     """What it was asked, in order; see `Before`."""
     is_started: bool = False
+    lives: bool = True
+    """Whether its supervisor does, while the machine answers."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
     told: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -294,6 +296,7 @@ class _Command(asyncssh.SSHServerSession[bytes]):
         """Return exit code and output."""
         text, arguments = (self._words[2], self._words[4:]) if self._words[:2] == ["sh", "-c"] else ("", [])
         known = {remote.LOOK: "look", remote.START: "start", remote.LEASE: "lease", remote.FOLLOW: "follow", ssh.KILL: "kill", 'cat -- "$1/$2"': "read"}
+        known[remote.LIVES] = "lives"
         what = f"put {arguments[0].rpartition('/')[2]}" if text == ssh.PUT else "reach" if self._words[0] == "timeout" else known.get(text)
         if what is None:
             self._nodes.unknown.append(shlex.join(self._words))
@@ -309,6 +312,8 @@ class _Command(asyncssh.SSHServerSession[bytes]):
                 return await self._start(int(arguments[4]))
             case "follow":
                 return await self._follow(int(arguments[2]))
+            case "lives":
+                return 0, f"::skyward {'lives' if self._node.lives else 'dead'}\n"
             case "reach":
                 return (0, "") if self._node.played.sees_others else (124, "")
             case _:

@@ -27,7 +27,7 @@ from pydantic import PrivateAttr
 import skyward_core as sky
 from skyward_core import remote, shipping
 from skyward_core.engine.certificates import make_certificate
-from skyward_core.errors import CommandTimedOut
+from skyward_core.errors import CommandFailed, CommandTimedOut
 from skyward_core.instances import Endpoint, Instance
 from skyward_core.ledger import Ledger
 from skyward_core.market import Offer
@@ -36,7 +36,7 @@ from skyward_core.provisioning.book import Book
 from skyward_core.provisioning.metering import Meter
 from skyward_core.provisioning.purse import Purse
 from skyward_core.worker.settings import NodeSettings
-from tests.conftest import Told
+from tests.conftest import Told, wait_until
 from tests.fake_nodes import Before, FakeNode, FakeNodes, Played
 from tests.fakes import FakeProvider
 
@@ -224,7 +224,7 @@ def test_leases_are_extended_and_a_new_head_is_told_of_all_at_once(rent: Rent) -
     many.expect("lease")
     many.machines.extend_leases(7200.0)
     many.expect(excused="fake-1", put_settings=NODES - 2)
-    lease = many.machines.restart(lambda instance: True)
+    lease = many.machines.restart([node.instance.id for node in many.machines.lease.nodes], [])
     assert many.together.alone == []
     assert many.together.met == {"put settings"}
     assert [node.instance.id for node in lease.nodes] == [f"fake-{number}" for number in range(1, NODES)]
@@ -242,9 +242,54 @@ def test_a_node_that_cannot_be_told_of_a_new_head_is_given_back_and_the_others_g
     lost = ["fake-3", "fake-7"]
     for instance_id in lost:
         many.nodes.end(instance_id)
-    lease = many.machines.restart(lambda instance: True)
+    lease = many.machines.restart([node.instance.id for node in many.machines.lease.nodes], [])
     assert [node.instance.id for node in lease.nodes] == [f"fake-{number}" for number in range(1, NODES) if f"fake-{number}" not in lost]
     assert {event.instance_id for event in many.told.of(sky.InstanceStopping)} >= set(lost)
+
+
+def test_where_all_processes_have_died_all_begin_anew_at_once(rent: Rent) -> None:
+    """They are asked at once whether they live, given back, and as many machines are rented in one launch and prepared at the same time, under their ranks."""
+    many = rent()
+    with ExitStack() as undo:
+        before = many.machines.acquire(undo)
+        undo.pop_all()
+    assert many.machines.lives(range(NODES)) == dict.fromkeys(range(NODES), True)
+    for node in many.nodes.nodes.values():
+        node.lives = False
+    many.expect("lives")
+    assert many.machines.lives(range(NODES)) == dict.fromkeys(range(NODES), False)
+    assert many.together.met == {"lives"}
+    many.expect("login", "look", "start", excused=f"fake-{NODES}", put_settings=NODES - 1)
+    dead = {node.instance.id for node in before.nodes}
+    lease = many.machines.restart([], dead)
+    assert many.together.alone == []
+    assert many.together.met == many.together.wanted.keys()
+    assert [(node.rank, node.instance.id) for node in lease.nodes] == [(rank, f"fake-{NODES + rank}") for rank in range(NODES)]
+    assert {many.told_of(node.instance.id).scheduler for node in lease.nodes} == {None, lease.scheduler}
+    assert [event.count for event in many.told.of(sky.InstanceLaunching)] == [NODES, NODES]
+    wait_until(lambda: many.machines._meter.rented() == {node.instance.id for node in lease.nodes}, "the dead ones to be gone")
+
+
+def test_a_machine_that_cannot_begin_anew_leaves_its_rank_vacant(rent: Rent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others go on without it, and it is given back; whose processes live, and may not be the head, is told of the new one."""
+    many = rent()
+    with ExitStack() as undo:
+        before = many.machines.acquire(undo)
+        undo.pop_all()
+    monkeypatch.setattr(lifecycle, "BEGIN_SECONDS", 1.0)
+    start = remote.RemoteReach.start
+
+    def fail(self: remote.RemoteReach, *args: Any, **words: Any) -> None:
+        if self.instance.rank == 2:
+            raise CommandFailed("no room", 1, "")
+        start(self, *args, **words)
+
+    monkeypatch.setattr(remote.RemoteReach, "start", fail)
+    lease = many.machines.restart([], {node.instance.id for node in before.nodes if node.rank != 3})
+    assert [node.rank for node in lease.nodes] == [rank for rank in range(NODES) if rank != 2]
+    assert lease.nodes[2].instance.id == "fake-3"
+    assert many.told_of("fake-3").scheduler == lease.scheduler
+    wait_until(lambda: many.machines._meter.rented() == {node.instance.id for node in lease.nodes}, "the others to be gone")
 
 
 # ── what they are sent ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -5,6 +5,7 @@ Run as a program it is a client: one that opens a pool and waits to be killed, o
 """
 
 import json
+import os
 import platform
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import psutil
 import pytest
 
 import skyward_core as sky
-from skyward_core.events import BootstrapCompleted, BootstrapProgress, CallProgress, CallRetrying, ContactLost, ContactRegained, InstanceLost
+from skyward_core.events import BootstrapCompleted, BootstrapProgress, CallProgress, CallRetrying, ClusterRestarting, ContactLost, ContactRegained, InstanceLost
 from skyward_core.providers import hosts as providers_of_hosts
 from skyward_core.provisioning import lifecycle
 from tests.conftest import Told, processes_by_tag, slowness, wait_until
@@ -38,6 +39,7 @@ LEASE_SECONDS = 8
 NOTICE_SECONDS = 20
 NOTICE_OF_DEATH_SECONDS = 3
 GUARD_SECONDS = 10
+FIRST_CALL_SECONDS = 15
 NOBODY = "02:77:ff:00:00:00"
 REPOSITORY = Path(__file__).parents[1]
 
@@ -377,6 +379,50 @@ def test_a_partition_that_does_not_heal_costs_a_host(hosts, owned, timings, monk
         cut.heal()
         pool.close()
     executions(hosts)
+
+
+@pytest.fixture
+def six(hosts: list[Host], fleet: Fleet, mirror: Mirror) -> Iterator[list[Host]]:  # noqa: F811
+    """Two more of them."""
+    more = [fleet.create() for _ in range(2)]
+    for host in more:
+        mirror.configure(host)
+    yield [*hosts, *more]
+    for host in more:
+        host.crash()
+
+
+def test_all_processes_of_all_hosts_die_at_once(six, timings, tmp_path):
+    """Six nodes, each with its guard, are killed while their hosts answer: the pool begins anew on the same hosts at once, and no call is lost."""
+    told = Clocked()
+    with pool_on(owned_by(six, tmp_path / "known_hosts"), told, nodes=6) as pool:
+        before = pool.lease.nodes
+        futures = pool.submit_all([square(number) for number in range(60)])
+        wait_until(lambda: all((host.root / RAN).exists() for host in six), "all hosts to be at work")
+        killed = [pid for host in six for pid in tagged(host)]
+        for pid in killed:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        killed_at = time.monotonic()
+        first = pool.submit(where())
+        first.result(90)
+        seconds = time.monotonic() - killed_at
+        timings.rows.append(("all processes of six hosts killed, until the first call has run", seconds))
+        assert [future.result(90) for future in futures] == [number * number for number in range(60)]
+        wait_until(lambda: len(told.of(BootstrapCompleted)) == 12, "all nodes to be there", 60)
+        timings.rows.append(
+            ("until all six nodes are there again", told.times[index_of(told.events, lambda event: event is told.of(BootstrapCompleted)[-1])] - killed_at)
+        )
+        assert sorted(where() @ pool) == sorted((host.name, rank) for rank, host in enumerate(six))
+        lost = [(event.instance_id, event.node, event.reason) for event in told.of(InstanceLost)]
+        assert sorted(lost) == sorted((node.instance.id, node.rank, "its processes have died") for node in before)
+        assert len(told.of(ClusterRestarting)) == 1
+        assert seconds < FIRST_CALL_SECONDS * slowness()
+    assert {entry["cloud_id"] for entry in (pool.receipt or {})["resources"]} == {event.instance_id for event in told.of(sky.InstanceProvisioned)}
+    assert (pool.receipt or {})["left"] == []
+    assert [names_of(tagged(host)) for host in six] == [[]] * 6
+    assert [list((host.root / "dev/shm").iterdir()) for host in six] == [[]] * 6
+    executions(six)
 
 
 def test_the_client_is_killed_and_its_reaper_ends_the_nodes(hosts, timings, tmp_path):

@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -25,6 +25,7 @@ from skyward_core.engine.recovery import (
 )
 from skyward_core.errors import NoCapacity, NodeLost, PoolClosed, SkywardError, Unreachable
 from skyward_core.instances import Endpoint, Instance, InstanceState, Lease, Node
+from skyward_core.provisioning.lifecycle import HEIR_SECONDS
 from skyward_core.worker.notice import Kind, Notice
 from tests.conftest import Told, wait_until
 
@@ -39,6 +40,8 @@ class Machine:
     lives: bool = True
     is_wired: bool = True
     last_words: str = ""
+    is_hollow: bool = False
+    """Whether all of its processes have died while it answers: out of memory, or started anew."""
     is_missed: bool = False
     """Whether the provider leaves it out of its lists, though it may live."""
     notices: tuple[Notice, ...] = ()
@@ -48,7 +51,7 @@ class Machine:
 
     @property
     def answers(self) -> bool:
-        return self.lives and self.is_wired and not self.is_retired
+        return self.lives and self.is_wired and not self.is_retired and not self.is_hollow
 
 
 class World:
@@ -63,6 +66,8 @@ class World:
         self.has_capacity = True
         self.is_asked_in_vain = False
         self.is_cloud = False
+        self.mute: set[int] = set()
+        """Ranks that do not say in time whether they live."""
         self.aside: list[tuple[str, Callable[[], None]]] = []
         self.told = Told()
         self.machines = FakeMachines(self)
@@ -77,6 +82,12 @@ class World:
     def kill(self, rank: int, last_words: str = "") -> Machine:
         machine = self.nodes[rank]
         machine.lives, machine.last_words = False, last_words
+        self._goes(rank)
+        return machine
+
+    def hollow_out(self, rank: int) -> Machine:
+        machine = self.nodes[rank]
+        machine.is_hollow = True
         self._goes(rank)
         return machine
 
@@ -210,17 +221,27 @@ class FakeMachines:
         self.world.cluster.joins(rank)
         assert is_there()
 
-    def restart(self, is_left: Callable[[Instance], bool]) -> Lease:
+    def lives(self, ranks: Collection[int]) -> dict[int, bool]:
+        machines = {rank: machine for rank in ranks if (machine := self.world.nodes.get(rank)) is not None and machine.lives and machine.is_wired}
+        return {rank: machine.answers for rank, machine in machines.items() if rank not in self.world.mute}
+
+    def restart(self, heirs: Collection[str], dead: Collection[str]) -> Lease:
         self.restarts += 1
-        self.give_back(0)
-        left = [node.rank for node in self.lease.nodes if is_left(node.instance)]
+        fallen = [rank for rank, machine in sorted(self.world.nodes.items()) if machine.id in dead]
+        for rank in {0, *fallen}:
+            self.give_back(rank)
+        left = [rank for rank, machine in sorted(self.world.nodes.items()) if machine.id in heirs]
         if left:
             self.world.nodes[0] = self.world.nodes.pop(left[0])
         else:
-            self.rent(0)
+            for rank in fallen or [0]:
+                self.rent(rank)
+            self.world.nodes[0] = self.world.nodes.pop(min(fallen or [0]))
         self.on_restart()
         if self.fails_to_restart or not self.world.nodes[0].answers:
             self.fails_to_restart = max(0, self.fails_to_restart - 1)
+            if self.world.nodes[0].is_hollow:  # there is nobody who could say that it does not come
+                self.world.now += HEIR_SECONDS
             raise SkywardError("the new head did not come up in time")
         for rank in [rank for rank, machine in self.world.nodes.items() if not machine.is_wired]:
             self.give_back(rank)
@@ -759,6 +780,71 @@ def test_a_replacement_that_falls_with_the_head_is_no_loss(world: World) -> None
     assert world.lost() == [(first.id, 1), (head.id, 0)]
 
 
+# ── all processes die, the machines answer ───────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("is_cloud", [False, True])
+def test_where_all_processes_die_at_once_all_begin_anew_at_once(is_cloud: bool) -> None:
+    """No dead heir is waited for: one restart, all ranks there within 15 s, and each loss is told once."""
+    world = World(nodes=6)
+    world.is_cloud = is_cloud
+    ids = [machine.id for machine in world.nodes.values()]
+    for rank in reversed(range(6)):
+        world.hollow_out(rank)
+    world.go_on(15)
+    assert world.all_are_there()
+    assert (world.machines.restarts, world.machines.replaced) == (1, [])
+    assert sorted(world.lost()) == [(instance_id, rank) for rank, instance_id in enumerate(ids)]
+    assert {event.reason for event in world.told.of(sky.InstanceLost)} == {"its processes have died"}
+    assert len(world.told.of(sky.ClusterRestarting)) == len(world.told.of(sky.PoolReady)) == 1
+    assert world.cluster.given_up == []
+
+
+def test_an_heir_whose_processes_have_died_is_passed_over(world: World) -> None:
+    """The next one that lives becomes the head at once, and the dead one is replaced with the lost head."""
+    heir = world.nodes[2]
+    world.hollow_out(1)
+    world.hollow_out(0)
+    world.go_on(REJOIN_SECONDS - 0.5)
+    assert world.nodes[0] is heir
+    world.go_on(5)
+    assert world.all_are_there()
+    assert world.machines.restarts == 1
+    assert len(world.lost()) == 2
+
+
+def test_nodes_that_do_not_say_whether_they_live_are_told_of_a_head_that_begins_anew(world: World) -> None:
+    """Who is slow to answer keeps what it has; its machine is not given back, and it is not waited for either."""
+    slow = world.nodes[2]
+    world.mute = {2}
+    world.hollow_out(1)
+    world.hollow_out(0)
+    world.go_on(5)
+    assert world.nodes[2] is slow
+    assert world.all_are_there()
+    assert world.machines.restarts == 1
+
+
+def test_where_nobody_says_whether_it_lives_one_that_is_connected_is_tried(world: World) -> None:
+    """A client that is too busy to hear the answers does not rent machines for it."""
+    heir = world.nodes[1]
+    world.mute = {0, 1, 2}
+    world.kill(0)
+    world.go_on(5)
+    assert world.nodes[0] is heir
+    assert world.all_are_there()
+
+
+def test_the_only_node_whose_processes_have_died_is_not_waited_for() -> None:
+    """Its machine has said so: the lease, which a silent one has, is not its."""
+    world = World(nodes=1)
+    world.is_cloud = True
+    world.hollow_out(0)
+    world.go_on(3)
+    assert world.all_are_there()
+    assert [event.reason for event in world.told.of(sky.InstanceLost)] == ["its processes have died"]
+
+
 # ── threads ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -773,7 +859,7 @@ class Blocking(FakeMachines):
     def replace(self, rank: int, is_there: Callable[[], bool]) -> None:
         self._wait()
 
-    def restart(self, is_left: Callable[[Instance], bool]) -> Lease:
+    def restart(self, heirs: Collection[str], dead: Collection[str]) -> Lease:
         self._wait()
         raise AssertionError
 
@@ -819,6 +905,37 @@ def test_closing_at_rest_is_immediate(others: set[threading.Thread]) -> None:
     world.recovery.stop()
     world.recovery.join()
     assert threads_of_recovery(others) == []
+
+
+class Held(Blocking):
+    """The same, that hold up a turn too, until `go`."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.is_in_turn = threading.Event()
+        self.go = threading.Event()
+
+    def has_ended(self, rank: int) -> bool:
+        self.is_in_turn.set()
+        assert self.go.wait(30)
+        return super().has_ended(rank)
+
+
+def test_nothing_is_begun_once_it_is_stopped(others: set[threading.Thread]) -> None:
+    """A turn that is under way when recovery is stopped starts no thread: `join` could not know of it."""
+    world = World()
+    machines = Held(world)
+    recovery = world.recovery = Recovery(machines, world.cluster, NODES, 600.0, world.told)
+    recovery.start()
+    world.kill(1, "gone")
+    assert machines.is_in_turn.wait(30)
+    recovery.stop()
+    machines.go.set()
+    try:
+        recovery.join()
+        assert (threads_of_recovery(others), machines.is_waiting.is_set()) == ([], False)
+    finally:
+        machines.stopped.set()
 
 
 def test_news_wake_the_thread() -> None:
@@ -900,6 +1017,15 @@ class AnyOrder(RuleBasedStateMachine):
     def announce(self, data: st.DataObject, seconds_left: float, calls_left: int) -> None:
         self.world.announce(data.draw(st.sampled_from(sorted(self.world.nodes))), seconds_left, calls_left)
 
+    @precondition(lambda self: self.world.nodes)
+    @rule(data=st.data())
+    def hollow_out(self, data: st.DataObject) -> None:
+        self.world.hollow_out(data.draw(st.sampled_from(sorted(self.world.nodes))))
+
+    @rule(mute=st.sets(st.integers(0, NODES - 1)))
+    def mute(self, mute: set[int]) -> None:
+        self.world.mute = mute
+
     @rule(has_capacity=st.booleans())
     def capacity(self, has_capacity: bool) -> None:
         self.world.has_capacity = has_capacity
@@ -934,6 +1060,7 @@ class AnyOrder(RuleBasedStateMachine):
     def teardown(self) -> None:
         world = self.world
         world.has_capacity, world.is_asked_in_vain, world.machines.fails_to_restart = True, False, 0
+        world.mute = set()
         for rank in sorted(world.nodes):
             world.mend(rank)
         world.go_on(400, step=1.0)

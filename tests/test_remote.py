@@ -1,6 +1,7 @@
 """The way to a node over SSH, on real hosts with a guard and nothing else: files, lines, ports, values and leases, and what a lost connection does to them."""
 
 import gzip
+import os
 import pickle
 import re
 import socket
@@ -21,6 +22,7 @@ from skyward_core.events import ContactLost, ContactRegained
 from skyward_core.image import shell
 from skyward_core.instances import Instance
 from skyward_core.provisioning.guard import guard_script
+from skyward_core.reach import LocalReach
 from skyward_core.remote import RemoteReach, Wires
 from skyward_core.shipping import shipped_archive
 from skyward_core.worker.watchdog import uptime, write_lease
@@ -243,6 +245,38 @@ def test_the_node_lives_as_long_as_its_lease_is_extended_and_ends_itself_then(le
     wait_until(lambda: int((way.directory / "lease").read_text()) >= first + 6, "signs of life for longer than a lease")
     way.reach.close()
     wait_until(lambda: not way.host.is_up, "the host to turn itself off")
+
+
+@pytest.mark.parametrize("is_remote", [True, False])
+def test_whether_a_supervisor_lives_is_told_by_what_it_was_started_with(tmp_path: Path, is_remote: bool) -> None:
+    """Not by its pid, which may be somebody else's by now; one that has not begun yet is not dead, and a node without its folder is."""
+    directory = tmp_path / "host-1"
+
+    def lives() -> bool | None:
+        if not is_remote:
+            return LocalReach(here(directory), lambda: False, lambda: None).lives(1.0)
+        output = subprocess.run(["sh", "-c", remote.LIVES, "skyward", str(directory)], capture_output=True, text=True, check=True).stdout
+        return {"": None, "::skyward lives\n": True, "::skyward dead\n": False}[output]
+
+    assert lives() is False
+    directory.mkdir()
+    assert lives() is None
+    (directory / "supervisor").write_text(f"{os.getpid()}\n")
+    assert lives() is False, "that is this process"
+    with subprocess.Popen(["sleep", "60"], env={"PATH": os.environ["PATH"], "SKYWARD_INSTANCE_DIRECTORY": str(directory)}) as process:
+        (directory / "supervisor").write_text(f"{process.pid}\n")
+        wait_until(lives, "it to be what it was started as")
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert lives() is False, "it is a zombie"
+    assert lives() is False
+
+
+def here(directory: Path) -> Instance:
+    """A node of this machine with that folder."""
+    return Instance(
+        id=directory.name, provider="local", pool_id="p", rank=0, state=sky.InstanceState.RUNNING, region="r", instance_type="t", directory=str(directory)
+    )
 
 
 def test_a_lease_is_not_shortened_by_who_comes_at_the_same_time(tmp_path: Path) -> None:

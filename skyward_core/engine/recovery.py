@@ -14,8 +14,13 @@ under the same rank. Whatever comes in between (the machine goes early, nobody c
 notice is told, and it is replaced when it is lost.
 
 The head: connected ──cut──▶ silent ──it answers──▶ connected
-                              └──the provider says gone, it has ended, or it is silent for too long──▶ lost ──restart──▶ connected
-                                                                                                        └──not to be had──▶ lost (tried again later)
+                              └──gone, ended, dead, or silent for too long──▶ lost ──restart──▶ connected
+                                                                               └──not to be had──▶ lost (tried again later)
+
+Gone is what the provider says, ended what the head has said itself, dead what its machine says: the supervisor's process is not there any more.
+
+A restart asks all nodes at once whether they live. The first that does becomes the head. Where none does and machines answer that their processes have died, as
+many are rented anew, all at once; else a machine is rented for the head. What is dead is given back either way.
 
 How long is too long: HEAD_PATIENCE_SECONDS where another node answers, or half the lease if that is less. Where none does, it is rather this client that is
 cut off, and all of them live: the lease is waited out, with which the head ends in any case.
@@ -23,7 +28,8 @@ cut off, and all of them live: the lease is waited out, with which the head ends
 A head whose scheduler answers and whose workers stay away (they stand still) has them killed and begun anew by its supervisor; if that brings none back within
 HEAD_WORKERS_SECONDS, it is lost.
 
-All of it changes in one thread. What may take minutes (a machine that comes up) runs in a thread of its own and leaves its outcome for the next turn.
+All of it changes in one thread. What may take minutes (a machine that comes up) runs in a thread of its own and leaves its outcome for the next turn; what the
+cluster tells (`joined`, `left`, `cut`) comes in any thread, and only wakes that one.
 
 Nothing here owns a machine: what is rented or given back is `Machines`' business, and when this thread is stopped between two lines the pool's release finds
 every machine by its tag.
@@ -35,8 +41,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from skyward_core.errors import NodeLost, PoolClosed, SkywardError
@@ -58,6 +64,7 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 60.0
 NOBODY_LEFT_SECONDS = 300.0
 HOLD_SECONDS = 1.0
 LOOKS_AT_REST = 2  # in a row without a call: what the last one told is here by then
+DIED = "its processes have died"
 ANNOUNCED = "its provider had announced to take its machine back (spot notice)"
 LATE_SECONDS = 5.0  # for which a machine may outlive the time that its notice has named
 ASKING = "skyward-ask"
@@ -81,7 +88,8 @@ class Machines(Protocol):
     def retire(self, rank: int, instance_id: str) -> None: ...
     def rouse(self, rank: int, workers: Sequence[int]) -> None: ...
     def replace(self, rank: int, is_there: Callable[[], bool]) -> None: ...
-    def restart(self, is_left: Callable[[Instance], bool]) -> Lease: ...
+    def lives(self, ranks: Collection[int]) -> dict[int, bool]: ...
+    def restart(self, heirs: Collection[str], dead: Collection[str]) -> Lease: ...
 
 
 class Cluster(Protocol):
@@ -123,7 +131,7 @@ class _Retry:
 class _Silence:
     """The head is out of reach, since when, and in how many listings in a row its provider had it no more.
 
-    `alone_since` is when it fell silent, or when last no other node answered either.
+    `alone_since` is when it fell silent, or when last no other node answered either. `is_dead`: its machine answers, and its processes have died.
     """
 
     since: float
@@ -131,7 +139,14 @@ class _Silence:
     head: Instance | None
     ask_at: float
     is_asking: bool = False
+    is_dead: bool = False
     misses: int = 0
+
+    def take(self, *, is_dead: bool, is_listed: bool | None) -> None:
+        """What was asked is answered; None: the provider has not said."""
+        self.is_asking, self.is_dead = False, is_dead
+        if is_listed is not None:
+            self.misses = 0 if is_listed else self.misses + 1
 
     @property
     def is_gone(self) -> bool:
@@ -161,20 +176,35 @@ class _Leaving:
     is_retired: bool = False
 
     def note(self, left: int) -> None:
-        """So many calls are left there."""
+        """So many calls are left there, says who was asked."""
+        self.is_asking = False
         self.looks_at_rest = 0 if left else self.looks_at_rest + 1
 
+    def take_retired(self, is_retired: bool) -> None:
+        """It was asked to end its workers; False: it does not answer."""
+        self.is_asking, self.is_retired = False, is_retired
 
-@dataclass(slots=True)
+
 class _Threads:
-    """The default `Aside`."""
+    """The default `Aside`: owns the threads that it starts, and starts none after `stop`."""
 
-    threads: list[threading.Thread] = field(default_factory=list[threading.Thread])
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._is_stopped = False
 
     def __call__(self, name: str, work: Callable[[], None], /) -> None:
         thread = threading.Thread(target=work, name=name, daemon=True)
-        self.threads = [other for other in self.threads if other.is_alive()] + [thread]
-        thread.start()
+        with self._lock:
+            if not self._is_stopped:
+                self._threads = [*(other for other in self._threads if other.is_alive()), thread]
+                thread.start()
+
+    def stop(self) -> list[threading.Thread]:
+        """Start nothing any more; return the threads there are."""
+        with self._lock:
+            self._is_stopped = True
+            return list(self._threads)
 
 
 class Recovery:
@@ -204,7 +234,8 @@ class Recovery:
         self._aside = aside or self._threads
         self._wake = threading.Event()
         self._was_cut = threading.Event()
-        self._outcomes: queue.SimpleQueue[tuple[int, _Retry, Exception | None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        """What was done or asked aside, for the next turn: what is known here changes in one thread alone."""
         self._lost_by: dict[int, float] = {}
         self._rouse_at = 0.0
         self._vacant: dict[int, _Retry] = {}
@@ -216,7 +247,6 @@ class Recovery:
         self._leaving: dict[int, _Leaving] = {}
         self._relieving: set[int] = set()
         """Ranks for which somebody is being prepared to stand by."""
-        self._reliefs: queue.SimpleQueue[tuple[int, _Leaving, Exception | None]] = queue.SimpleQueue()
         self._has_given_up = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="skyward-recovery", daemon=True)
@@ -228,6 +258,7 @@ class Recovery:
     def stop(self) -> None:
         """Do nothing more; whoever waits for a machine must be woken by its owner (`Machines.stop`) before `join`."""
         self._closing.set()
+        self._threads.stop()
         self._wake.set()
 
     def join(self) -> None:
@@ -237,11 +268,12 @@ class Recovery:
         after that `Machines` gives back itself.
         """
         deadline = time.monotonic() + JOIN_SECONDS
-        for thread in (self._thread, *self._threads.threads):
+        for thread in (self._thread, *self._threads.stop()):
             if thread.is_alive() and thread is not threading.current_thread() and thread.name != ASKING:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
-    # ── what the cluster tells, in its inbox thread ──────────────────────────────────────────────────────────────────
+    # ── what the cluster tells, in any thread ────────────────────────────────────────────────────────────────────────
+    # Each only leaves a mark for the next turn, and waits for nothing. They may come late, and of a connection of before: a turn looks for itself who is there.
 
     def joined(self, rank: int) -> None:
         """All workers of a node are there."""
@@ -275,10 +307,8 @@ class Recovery:
 
     def turn(self) -> None:
         """Look once at the head, at who is there and at the clock, and do what is to be done by now."""
-        while not self._outcomes.empty():
-            self._take_in(*self._outcomes.get())
-        while not self._reliefs.empty():
-            self._take_relief(*self._reliefs.get())
+        while not self._inbox.empty():
+            self._inbox.get()()
         if self._closing.is_set() or self._has_given_up:
             return
         if self._was_cut.is_set():
@@ -352,7 +382,11 @@ class Recovery:
                 self._machines.replace(rank, lambda: self._is_there(rank))
         except Exception as error:
             failure = error
-        self._outcomes.put((rank, vacancy, failure))
+        self._post(lambda: self._take_in(rank, vacancy, failure))
+
+    def _post(self, news: Callable[[], None]) -> None:
+        """Have the next turn begin with it; from any thread."""
+        self._inbox.put(news)
         self._wake.set()
 
     def _is_there(self, rank: int) -> bool:
@@ -419,8 +453,7 @@ class Recovery:
                 self._machines.stand_by(rank)
             except Exception as error:
                 failure = error
-            self._reliefs.put((rank, leaving, failure))
-            self._wake.set()
+            self._post(lambda: self._take_relief(rank, leaving, failure))
 
         self._relieving.add(rank)
         self._aside(f"skyward-relieve-{rank}", stand_by)
@@ -448,23 +481,22 @@ class Recovery:
 
     def _hold(self, rank: int, leaving: _Leaving) -> None:
         """Aside, for the scheduler may not answer; asked again and again, for a worker that comes anew is free."""
+        left = MAYBE
         try:
-            leaving.note(self._cluster.hold(rank))
+            left = self._cluster.hold(rank)
         except Exception as error:
             _log.debug("node %d could not be held: %s", rank, error)
-            leaving.note(MAYBE)
-        leaving.is_asking = False
-        self._wake.set()
+        self._post(lambda: leaving.note(left))
 
     def _retire(self, rank: int, leaving: _Leaving) -> None:
         """Aside, for a machine may not answer; then it is tried again."""
+        is_retired = True
         try:
             self._machines.retire(rank, leaving.instance_id)
         except Exception as error:
             _log.debug("node %d could not be retired: %s", rank, error)
-            leaving.is_retired = False
-        leaving.is_asking = False
-        self._wake.set()
+            is_retired = False
+        self._post(lambda: leaving.take_retired(is_retired))
 
     # ── the head ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -492,6 +524,8 @@ class Recovery:
         is_too_long = now - silence.alone_since > self._patience or silent_seconds > self._lease_seconds
         if self._machines.has_ended(0):
             return "it has ended"
+        if silence.is_dead:
+            return DIED
         if silence.is_gone:
             return "its provider lists it no more"
         return f"it has been silent for {silent_seconds:.0f} s" if is_too_long else ""
@@ -501,17 +535,22 @@ class Recovery:
         return any(self._machines.is_connected(node.rank) for node in self._machines.lease.nodes)
 
     def _ask(self, silence: _Silence) -> None:
-        """Ask the provider now and then whether the head exists. Aside, for an answer may take as long as the machine is silent; an outage says nothing."""
+        """Ask the head's machine now and then whether its processes live, and its provider whether it exists.
+
+        Aside, for an answer may take as long as the machine is silent; an outage says nothing.
+        """
         now, head = self._clock(), silence.head
         if silence.is_asking or now < silence.ask_at or head is None:
             return
 
         def ask() -> None:
+            is_dead, is_listed = False, None
             try:
-                silence.misses = 0 if head.id in self._machines.living() else silence.misses + 1
+                is_dead = self._machines.lives([0]).get(0) is False
+                is_listed = is_dead or head.id in self._machines.living()
             except Exception as error:
                 _log.debug("the provider does not say whether the head exists: %s", error)
-            silence.is_asking = False
+            self._post(lambda: silence.take(is_dead=is_dead, is_listed=is_listed))
 
         silence.is_asking, silence.ask_at = True, now + ASK_SECONDS
         self._aside(ASKING, ask)
@@ -532,8 +571,9 @@ class Recovery:
         if lost.trouble is not None:  # the head that was to be: `Machines.restart` gives it back
             self._tell_lost(0, f"the cluster did not come up on it: {lost.trouble}")
         before = [node for node in self._machines.lease.nodes if node.rank not in self._vacant]
+        heirs, dead = self._who_is_left(before)
         try:
-            lease = self._machines.restart(self._is_left)
+            lease = self._machines.restart(heirs, dead)
             self._cluster.restart(lease, self._machines.scheduler, RESTART_SECONDS)
         except PoolClosed:
             raise
@@ -543,7 +583,7 @@ class Recovery:
             self._head = None
             self._renumber(lease)
             self._emit(PoolReady(lease.pool_id, len(lease.nodes), self._cluster.slots, self._clock() - lost.retry.since))
-        self._tell_dropped(before)
+        self._tell_dropped(before, dead)
 
     def _on_no_restart(self, lost: _Lost, error: Exception) -> None:
         if self._closing.is_set():
@@ -563,10 +603,18 @@ class Recovery:
             if rank not in there:
                 self._vacant.setdefault(rank, _Retry(now, now))
 
-    def _is_left(self, instance: Instance) -> bool:
-        """Tell whether a node may become the head: nothing is known against it."""
-        rank = next((node.rank for node in self._machines.lease.nodes if node.instance.id == instance.id), -1)
-        return rank not in self._vacant and rank not in self._leaving and self._machines.is_connected(rank) and not self._machines.has_ended(rank)
+    def _who_is_left(self, nodes: Sequence[Node]) -> tuple[list[str], list[str]]:
+        """Ask all nodes whether they live; return the ids of those that may become the head, and of those whose processes have died under a living machine.
+
+        Nodes that do not say are believed to live only where nobody else answers, neither yes nor no: waiting for one of them in vain takes its time.
+        """
+        answers = self._machines.lives([node.rank for node in nodes])
+        dead = [node.instance.id for node in nodes if answers.get(node.rank) is False]
+        fit = [node for node in nodes if node.rank and node.rank not in self._leaving and not self._machines.has_ended(node.rank)]
+        heirs = [node for node in fit if answers.get(node.rank) is True]
+        if not heirs and not dead:
+            heirs = [node for node in fit if self._machines.is_connected(node.rank)]
+        return [node.instance.id for node in heirs], dead
 
     # ── what is told ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -580,13 +628,14 @@ class Recovery:
         told = f"{reason} ({words})" if words else reason
         self._emit(InstanceLost(node.instance.id, rank, f"{told}; {ANNOUNCED}" if node.instance.id in self._due else told))
 
-    def _tell_dropped(self, before: list[Node]) -> None:
+    def _tell_dropped(self, before: Sequence[Node], dead: Collection[str]) -> None:
         """Tell of nodes that were lost while the cluster came up anew."""
         left = {node.instance.id for node in self._machines.lease.nodes}
         for node in before:
             if node.instance.id not in left | self._told_lost:
                 self._told_lost.add(node.instance.id)
-                self._emit(InstanceLost(node.instance.id, node.rank, "it could not be told of the new head"))
+                reason = DIED if node.instance.id in dead else "it could not be told of the new head"
+                self._emit(InstanceLost(node.instance.id, node.rank, reason))
 
     def _id_of(self, rank: int) -> str | None:
         instance = self._instance_of(rank)

@@ -16,7 +16,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -80,7 +80,7 @@ from skyward_core.provisioning.placing import (
 )
 from skyward_core.provisioning.purse import Grant, Purse
 from skyward_core.reach import LocalReach, Reaches
-from skyward_core.side_by_side import side_by_side
+from skyward_core.side_by_side import Threads, side_by_side
 from skyward_core.spec import PoolSpec
 from skyward_core.worker.notice import Notice
 from skyward_core.worker.settings import NodeSettings
@@ -90,6 +90,10 @@ if TYPE_CHECKING:
     from skyward_core.engine.certificates import PoolCertificate
 
 HEIR_SECONDS = 60.0  # for a node that is left to become the head: its scheduler listens in two
+LIVES_SECONDS = 4.0  # for the answer whether a node's supervisor lives
+LIVES_AGAIN_SECONDS = 2.0
+BEGIN_SECONDS = 20.0  # for the other nodes to begin, when the head is up
+END_FIRST_SECONDS = 10.0  # for the end of nodes whose processes have died, before others are started on the same machines
 PORTS = range(20_000, 30_000)  # below Linux's ephemeral ports, ip(7)
 PORT_TRIES = 5
 GUARD_GRACE_SECONDS = 10.0
@@ -468,6 +472,22 @@ class Machines:
         if node is not None:
             node.reach.write(MISSED, " ".join(map(str, workers)))
 
+    def lives(self, ranks: Collection[int]) -> dict[int, bool]:
+        """Ask these nodes, all at once, whether their supervisors live. False: the machine answers, and there is none any more. Without an answer: left out.
+
+        Takes LIVES_SECONDS at most.
+        """
+
+        def ask_one(ranked: tuple[int, Preparation]) -> tuple[int, bool | None]:
+            rank, node = ranked
+            try:
+                return rank, node.reach.lives(LIVES_SECONDS)
+            except (SkywardError, OSError):
+                return rank, None
+
+        nodes = [(rank, node) for rank in ranks if (node := self._nodes.get(rank)) is not None]
+        return {rank: lives for rank, lives in side_by_side(ask_one, nodes, "skyward-lives", ALL_AT_ONCE) if lives is not None}
+
     def notices(self, rank: int) -> tuple[Notice, ...]:
         """Return what the machine of a node was told of being taken back."""
         node = self._nodes.get(rank)
@@ -509,42 +529,113 @@ class Machines:
         """With a share of spot machines each kind keeps to itself; otherwise every candidate is what the strategy allows."""
         return other.is_spot == own.is_spot or not isinstance(self._spec.spot, spot.Percent)
 
-    def restart(self, is_left: Callable[[Instance], bool]) -> Lease:
-        """The head is lost: make a node that is left the head, or rent one; tell every node anew. Returns the new lease; ranks that miss in it are vacant."""
-        with self._telling:  # a machine that is being prepared meanwhile is told afterwards, of the new head
-            return self._restart(is_left)
+    def restart(self, heirs: Collection[str], dead: Collection[str]) -> Lease:
+        """The head is lost: make a node that is left the head, tell every node anew. Returns the new lease; ranks that miss in it are vacant.
 
-    def _restart(self, is_left: Callable[[Instance], bool]) -> Lease:
+        `heirs` are the ids of those that may become the head. `dead` are those whose processes have died while their machines answer (`lives`), the head among
+        them if it is one: they are given back. Where there is no heir, as many machines are rented anew, all at once; where an instance is nothing but its
+        processes (`Local`, `Hosts`) these are the same machines, for they are free again by then. Without either a machine is rented for the head.
+        """
+        with self._telling:  # a machine that is being prepared meanwhile is told afterwards, of the new head
+            return self._restart(frozenset(heirs), frozenset(dead))
+
+    def _restart(self, heirs: frozenset[str], dead: frozenset[str]) -> Lease:
         self._generation += 1
         lost = self._nodes.pop(0, None)
-        ending = self._end_aside(lost) if lost is not None else None
-        left = [rank for rank, node in sorted(self._nodes.items()) if rank and is_left(node.instance)]
-        deadline = time.monotonic() + self._spec.provision_timeout
-        head = self._nodes.pop(left[0]) if left else Preparation(self.reaches.to(self._launch_instead(0, ending)), 0, self._emit)
-        self._nodes[0] = head
+        fallen = [self._nodes.pop(rank) for rank, node in sorted(self._nodes.items()) if node.instance.id in dead]
+        endings = {node.rank: self._end_aside(node) for node in ([] if lost is None else [lost]) + fallen}
+        left = [rank for rank, node in sorted(self._nodes.items()) if node.instance.id in heirs]
+        if left:
+            return self._succeed(self._nodes.pop(left[0]))
+        is_head_dead = lost is not None and lost.instance.id in dead
+        ranks = [0] if is_head_dead or not fallen else []
+        return self._begin_anew([*ranks, *(node.rank for node in fallen)], endings, is_end_awaited=bool(fallen) or is_head_dead)
+
+    def _succeed(self, heir: Preparation) -> Lease:
+        """Make a node that is left the head. It has all that it needs, and another may have to try if it does not come up."""
+        self._nodes[0] = heir
+        deadline = time.monotonic() + min(HEIR_SECONDS, self._spec.provision_timeout)
+        asked_at = time.monotonic()
+
+        def look() -> None:
+            nonlocal asked_at
+            self._go_on_until(deadline, "the new head did not come up in time")
+            self._raise_if_lost(heir)
+            if time.monotonic() - asked_at > LIVES_AGAIN_SECONDS:
+                if self.lives([0]).get(0) is False:
+                    raise NodeLost("the processes of the node that was to be the new head have died")
+                asked_at = time.monotonic()
+
         if self._ports:
             self._choose_ports()
-        if not left:
-            head.start(self._node_script(), self._spec.provision_timeout)
         self._lead_all()
-        head.tell(self._settings(head, 0, None))
-        if left:  # it has all that it needs, and another may have to try if it does not come up
-            deadline = min(deadline, time.monotonic() + HEIR_SECONDS)
+        self._go_on_under(heir, look, deadline)
+        return self.lease
+
+    def _begin_anew(self, ranks: Sequence[int], endings: Mapping[int, Ending], *, is_end_awaited: bool) -> Lease:
+        """Rent machines for these ranks, make the first of them the head, and have them all become nodes at the same time. Who cannot is vacant."""
+        deadline = time.monotonic() + self._spec.provision_timeout
+        if is_end_awaited and (self._provider.is_here or self._provider.terminate_confirms):  # then the machines are free
+            until = time.monotonic() + END_FIRST_SECONDS
+            for ending in endings.values():
+                ending.over.wait(max(0.0, until - time.monotonic()))
+        nodes = [Preparation(self.reaches.to(instance), instance.rank, self._emit) for instance in self._launch_anew(ranks, endings)]
+        self._nodes |= {node.rank: node for node in nodes}
+        head = self._nodes[0] = self._nodes.pop(nodes[0].rank)
+        if self._ports:
+            self._choose_ports()
+        threads = Threads("skyward-anew")
+        begun = [(node, threads.submit(node.start, self._node_script(), self._spec.provision_timeout)) for node in nodes]
 
         def look() -> None:
             self._go_on_until(deadline, "the new head did not come up in time")
             self._raise_if_lost(head)
 
+        (_, head_begun), *others = begun
+        while not head_begun.done():
+            self._go_on_until(deadline, "the new head could not begin in time")
+        head_begun.result()
+        if self._ports:
+            self._drop_unless_begun(others, deadline)
+        self._lead_all()
+        self._go_on_under(head, look, deadline, lambda: self._drop_unless_begun(others, deadline))
+        return self.lease
+
+    def _launch_anew(self, ranks: Sequence[int], endings: Mapping[int, Ending]) -> list[Instance]:
+        """Rent machines for these ranks, or some of them, the lowest first; at least one."""
+        instances: list[Instance] = []
+        for first, count in _runs(ranks, self._offers):
+            try:
+                instances += self._launch_up_to(self._offers[first], count, first)
+            except (NoCapacity, BudgetExceeded):
+                break
+        return sorted(instances, key=lambda instance: instance.rank) or [self._launch_instead(ranks[0], endings.get(ranks[0]))]
+
+    def _drop_unless_begun(self, begun: Sequence[tuple[Preparation, Future[None]]], deadline: float) -> None:
+        """Give back those nodes that could not begin, or have not by now."""
+        until = min(deadline, time.monotonic() + BEGIN_SECONDS)
+        for node, future in begun:
+            while not future.done() and time.monotonic() < until:
+                self._go_on_until(deadline, "the nodes did not begin in time")
+            if self._nodes.get(node.rank) is node and (not future.done() or future.exception() is not None):
+                _log.warning("node %d could not begin anew, and is replaced: %s", node.rank, future.exception() if future.done() else "it takes too long")
+                del self._nodes[node.rank]
+                self._end_aside(node)
+
+    def _go_on_under(self, head: Preparation, look: Callable[[], None], deadline: float, before_others: Callable[[], None] = lambda: None) -> None:
+        """Tell a node that it is the head, wait for its scheduler, and tell all the others."""
+        head.tell(self._settings(head, 0, None))
         self._scheduler = await_scheduler(head, [head], look, deadline)
         head.reach.opened()
+        before_others()
         side_by_side(lambda ranked: self._tell_or_drop(*ranked), [(rank, node) for rank, node in self._nodes.items() if rank], "skyward-nodes", ALL_AT_ONCE)
-        return self.lease
 
     def _tell_or_drop(self, rank: int, node: Preparation) -> None:
         is_told = not self._provider.is_here or self.is_connected(rank)
         try:
             if is_told:
                 node.tell(self._settings(node, rank, self._scheduler))
+                node.reach.opened()
         except (Unreachable, CommandFailed, OSError):
             is_told = False
         if not is_told:  # lost as well
@@ -596,7 +687,17 @@ class Machines:
     # ── from machines to nodes ───────────────────────────────────────────────────────────────────────────────────────
 
     def _launch(self, offer: Offer, count: int, first_rank: int, along: Sequence[Part] = ()) -> list[Instance]:
-        """Rent machines; the meter counts from the moment they are asked for. Raises NoCapacity if fewer came than were asked for.
+        """Rent machines, as `_launch_up_to`. Raises NoCapacity if fewer came than were asked for: its caller gives them back."""
+        began = time.monotonic()
+        instances = self._launch_up_to(offer, count, first_rank, along)
+        if len(instances) < count:
+            few = NoCapacity(f"{self._provider.name} had {len(instances)} of {count} x {offer.instance_type} in {offer.region}; they have been given back")
+            self._book.tried(offer, time.monotonic() - began, few)
+            raise few
+        return instances
+
+    def _launch_up_to(self, offer: Offer, count: int, first_rank: int, along: Sequence[Part] = ()) -> list[Instance]:
+        """Rent machines, one at least; the meter counts from the moment they are asked for. Raises what `Provider.launch` raises, BudgetExceeded, PoolClosed.
 
         `along` are the parts of the same candidate that are asked for next: the money has to be enough for all of them.
         """
@@ -650,11 +751,8 @@ class Machines:
         if self._is_closing or self._closing.is_set():  # the pool's own giving back may be over already
             self._end_all()
             raise PoolClosed("the pool is closing")
-        if len(instances) < count:
-            few = NoCapacity(f"{self._provider.name} had {len(instances)} of {count} x {offer.instance_type} in {offer.region}; they have been given back")
-            self._book.tried(offer, time.monotonic() - began, few)
-            raise few
-        self._book.tried(offer, time.monotonic() - began)
+        if len(instances) == count:
+            self._book.tried(offer, time.monotonic() - began)
         return instances
 
     def _prepare(self, deadline: float) -> None:
@@ -788,6 +886,18 @@ class Machines:
                     self._led.add((node.instance.id, port))
 
         side_by_side(lead, list(self._nodes.values()), "skyward-nodes", ALL_AT_ONCE)
+
+
+def _runs(ranks: Sequence[int], offers: Mapping[int, Offer]) -> list[tuple[int, int]]:
+    """Split ranks, which rise, into stretches of one kind of machine without a gap: the first rank and the number of each."""
+    runs: list[tuple[int, int]] = []
+    for rank in ranks:
+        first, count = runs[-1] if runs else (rank, 0)
+        if runs and rank == first + count and offers[rank] == offers[first]:
+            runs[-1] = (first, count + 1)
+        else:
+            runs.append((rank, 1))
+    return runs
 
 
 def refuse(spec: PoolSpec, provider: Provider) -> None:
