@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests import versions
-from tests.versions import MINORS, ROOT, blamed, constraints, pins
+from tests.versions import MINORS, ROOT, Trial, blamed, constraints, pins
 
 
 @pytest.mark.parametrize("minor", MINORS)
@@ -49,7 +49,19 @@ TypeError: Body() got an unexpected keyword argument 'min_items'
     assert blamed(missing, installed, {}).startswith("look at importlib-metadata missing, fastapi 0.140.0")
     under = blamed(log.replace("fastapi/", "prefect/"), installed, {"prefect": "3.7.7", "fastapi": "0.136.3"}, {"prefect": {"fastapi", "rich"}})
     assert under == "look at prefect 3.8.8 (locked: 3.7.7); changed below prefect: fastapi 0.140.0 (locked: 0.136.3)"
+    absent = blamed(log, installed, {"whenever": "0.9"}, {"fastapi": {"whenever", "typing-extensions"}})
+    assert absent == "look at fastapi 0.140.0, prefect 3.8.8; changed below fastapi: whenever missing (locked: 0.9)"
     assert blamed("exit", installed, {}) == "no package stands in a traceback"
+
+
+@pytest.mark.parametrize(("minor", "asked"), [("3.12", {"pendulum"}), ("3.13", {"whenever", "rich"})])
+def test_what_a_package_needs_is_told_of_the_trials_python(tmp_path: Path, minor: str, asked: set[str]) -> None:
+    """A trial may have another Python than the one that runs it."""
+    info = tmp_path / f"venv/lib/python{minor}/site-packages/prefect-3.8.8.dist-info"
+    info.mkdir(parents=True)
+    needs = ["pendulum; python_version<'3.13'", "whenever>=0.9; python_version>='3.13'", "rich; python_full_version>='3.13'", "dask; extra=='dask'"]
+    (info / "METADATA").write_text("\n".join(["Name: prefect", *(f"Requires-Dist: {need}" for need in needs)]))
+    assert versions._needs(Trial("prefect", "newest", f"/usr/bin/python{minor}", tmp_path)) == {"prefect": asked}
 
 
 def test_only_the_lowest_versions_may_stop_ci(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -168,13 +168,15 @@ def _locked() -> dict[str, str]:
 
 
 def _needs(trial: Trial) -> dict[str, set[str]]:
-    """Return what each package of a trial's environment asks for by itself."""
+    """Return what each package of a trial's environment asks for by itself, on the trial's Python."""
     found: dict[str, set[str]] = {}
-    for metadata in (trial.folder / "venv").glob("lib/*/site-packages/*.dist-info/METADATA"):
+    for metadata in (trial.folder / "venv").glob("lib/python*/site-packages/*.dist-info/METADATA"):
+        minor = metadata.parents[2].name.removeprefix("python")
+        here = {"python_version": minor, "python_full_version": f"{minor}.0", "extra": ""}
         lines = metadata.read_text(errors="replace").splitlines()
         name = next(line.removeprefix("Name: ") for line in lines if line.startswith("Name: "))
         asked = (Requirement(line.removeprefix("Requires-Dist: ")) for line in lines if line.startswith("Requires-Dist: "))
-        found[canonicalize_name(name)] = {canonicalize_name(one.name) for one in asked if one.marker is None or one.marker.evaluate({"extra": ""})}
+        found[canonicalize_name(name)] = {canonicalize_name(one.name) for one in asked if one.marker is None or one.marker.evaluate(here)}
     return found
 
 
@@ -196,7 +198,7 @@ def blamed(log: str, installed: Mapping[str, str], locked: Mapping[str, str], ne
     if not told:
         return "no package stands in a traceback"
     others = sorted((needs or {}).get(told[0].split()[0], ()))
-    changed = [f"{name} {installed[name]} (locked: {locked[name]})" for name in others if installed.get(name, "") != locked.get(name, installed.get(name, ""))]
+    changed = [f"{name} {its} (locked: {locked[name]})" for name in others if name in locked and (its := installed.get(name, "missing")) != locked[name]]
     return f"look at {', '.join(told[:4])}{f'; changed below {told[0].split()[0]}: {", ".join(changed)}' if changed else ''}"
 
 
