@@ -29,9 +29,10 @@ class Frozen(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _know_every_field(cls, data: Any) -> Any:
+        known = cls.model_fields
         for name in cast("Mapping[Any, Any]", data) if isinstance(data, Mapping) else ():
-            if name not in cls.model_fields:
-                near = difflib.get_close_matches(str(name), cls.model_fields, n=1, cutoff=0.0)
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)
                 raise ValueError(f"{cls.__name__} has no field {name!r}: did you mean {near[0]!r}?" if near else f"{cls.__name__} has no fields")
         return data
 

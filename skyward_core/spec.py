@@ -27,7 +27,7 @@ from skyward_core.accelerators.catalog import find
 from skyward_core.accelerators.neuron import slot_cores
 from skyward_core.errors import BadRequest
 from skyward_core.frozen import told
-from skyward_core.image.image import FrozenEnv, Image
+from skyward_core.image.image import FrozenEnv, Image, refuse_unexportable
 from skyward_core.image.volume import Volume, refuse_overlaps
 from skyward_core.market import Architecture, Offer, Requirements, memory_gb
 from skyward_core.providers import base
@@ -156,9 +156,10 @@ class PoolSpec(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known_fields_only(cls, data: Any) -> Any:
-        unknown = [name for name in cast("Mapping[str, Any]", data) if name not in cls.model_fields] if isinstance(data, Mapping) else []
+        known = cls.model_fields
+        unknown = [name for name in cast("Mapping[str, Any]", data) if name not in known] if isinstance(data, Mapping) else []
         if unknown:
-            raise ValueError("; ".join(_unknown(name, list(cls.model_fields)) for name in unknown))
+            raise ValueError("; ".join(_unknown(name, list(known)) for name in unknown))
         return data
 
     @model_validator(mode="after")
@@ -166,7 +167,7 @@ class PoolSpec(BaseModel):
         if self.memory is not None:
             memory_gb(self.memory)
         if self.env:
-            Image(env=dict(self.env))  # the same names are refused in both places
+            refuse_unexportable(self.env)  # as in the image's
         if self.secrets and (both := sorted(self.secrets.keys() & ((self.env or {}).keys() | self.image.env.keys()))):
             raise ValueError(f"{', '.join(both)} stands in env and in secrets: leave it out of env")
         return self

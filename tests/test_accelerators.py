@@ -131,6 +131,14 @@ def test_a_wish_is_read(wish, meant):
     assert parse(wish) == meant
 
 
+def test_a_name_is_read_once() -> None:
+    """Orchestrators parse their files again and again, with a name in each of hundreds of tasks; what is wrong with one is said each time."""
+    assert parse("2xh100-nvl") is parse("2xh100-nvl")
+    for _ in range(2):
+        with pytest.raises(BadRequest, match="A100"):
+            parse("A1000000")
+
+
 @pytest.mark.parametrize("value", ["T4", "L4", "L40", "L40S", "A10", "A10G", "A100-40GB", "A100-80GB", "H100-80GB", "H100-SXM", "H100-PCIe", "H100-NVL", "H200", "B100", "B200", "GB200", "GH200", "A100", "H100"])  # fmt: skip
 def test_each_literal_of_the_reference_is_a_member(value):
     """A literal is found by value and by identifier, is the string itself, and can be asked for."""

@@ -27,6 +27,7 @@ from airflow.sdk.bases.xcom import BaseXCom
 from airflow.sdk.definitions.context import KNOWN_CONTEXT_KEYS
 from airflow.sdk.exceptions import AirflowException, AirflowFailException
 from airflow.sdk.execution_time.lazy_sequence import LazyXComSequence
+from pydantic import BaseModel
 
 import skyward_core as sky
 from airflow_provider_skyward.secrets import hidden, shown, values_of
@@ -85,6 +86,7 @@ class SkywardOperator(BaseOperator):
     template_fields_renderers: ClassVar[dict[str, str]] = {"op_args": "py", "op_kwargs": "py", **dict.fromkeys(("provider", "image", "volume", "env"), "json")}
     shallow_copy_attrs: Sequence[str] = ("python_callable", "op_kwargs")
     ui_color = "#e3f0ea"
+    _attempt: _Attempt | None = None
 
     @_names_pool_keywords
     def __init__(
@@ -110,10 +112,10 @@ class SkywardOperator(BaseOperator):
         self.max_xcom_bytes = max_xcom_bytes
         _refuse_callable(python_callable, self.op_args, self.op_kwargs, self.map_over)
         plain = _as_plain_data(wishes)
-        for name, field in POOL_FIELDS.items():
-            setattr(self, name, plain.get(field))
+        for field, value in plain.items():
+            setattr(self, OTHER_NAMES.get(field, field), value)
         self._asked = tuple(plain)
-        self._attempt: _Attempt | None = None
+        self.template_fields = tuple(name for name in type(self).template_fields if POOL_FIELDS.get(name, name) in plain or name not in POOL_FIELDS)
 
     @property
     def pool_spec(self) -> sky.PoolSpec:
@@ -151,9 +153,13 @@ class SkywardOperator(BaseOperator):
     def _calls(self, context: Context) -> list[sky.PendingCompute[Any]]:
         args, kwargs = _at_hand(list(self.op_args)), _at_hand(dict(self.op_kwargs))
         _refuse_callable(self.python_callable, args, kwargs, self.map_over)
-        wanted = _wanted_of_context(self.python_callable, args, kwargs)
+        wanted = _wanted_of_context(inspect.signature(self.python_callable).parameters, args, kwargs)
         from_context = {name: _plain(name, context[name]) for name in wanted if name in context}  # type: ignore[literal-required]
         return _pending(self.python_callable, args, from_context | kwargs, self.map_over)
+
+
+for _name in POOL_KEYWORDS:
+    setattr(SkywardOperator, _name, None)  # what is not asked for: each attribute that an instance is given costs Airflow 2 µs, and there are two dozen
 
 
 # ── one execution ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -362,20 +368,22 @@ def _as_keywords(spec: sky.PoolSpec | Mapping[str, Any] | None) -> dict[str, Any
 def _as_plain_data(wishes: Mapping[str, Any]) -> dict[str, Any]:
     """Values become JSON data, checked by PoolSpec; templates and results of other tasks stay as they are, to be checked when they are known."""
     known = {name: value for name, value in wishes.items() if not _is_template(value)}
-    checked = sky.PoolSpec.of(**known).model_dump(mode="json", exclude_unset=True)
+    spec = sky.PoolSpec.of(**known)
+    checked = spec.model_dump(mode="json", exclude_unset=True)
     plain = {name: checked.get(name, value) for name, value in wishes.items()}
-    if "env" in wishes:
-        plain["env"] = hidden(wishes["env"])
-    if isinstance(image := wishes.get("image"), sky.Image):
-        image = image.model_dump(exclude_unset=True)  # with the values, which its JSON masks
-    if isinstance(image, Mapping) and "env" in image:
-        plain["image"] = {**plain["image"], "env": hidden(cast("Mapping[str, Any]", image)["env"])}
+    if plain.get("env"):
+        plain["env"] = hidden(spec.env, plain["env"]) if "env" in known else hidden(plain["env"])
+    if isinstance(image := plain.get("image"), Mapping) and cast("Mapping[str, Any]", image).get("env"):
+        env = cast("Mapping[str, Any]", image)["env"]
+        plain["image"] = {**image, "env": hidden(spec.image.env, env) if "image" in known else hidden(env)}
     return plain
 
 
 def _is_template(value: object) -> bool:
     if isinstance(value, str):
         return "{{" in value or "{%" in value
+    if isinstance(value, (int, float, BaseModel)):
+        return False
     if isinstance(value, Mapping):
         return any(map(_is_template, value.values()))
     if isinstance(value, (list, tuple)):
@@ -390,16 +398,16 @@ def _refuse_callable(fn: Callable[..., Any], args: object, kwargs: object, map_o
     """Raise BadRequest for a function that no node could run."""
     if not callable(fn):
         raise sky.BadRequest(f"python_callable={fn!r} is no function")
-    name = getattr(fn, "__name__", repr(fn))
+    name = getattr(fn, "__name__", "") or repr(fn)
     if inspect.iscoroutinefunction(inspect.unwrap(fn)):
         raise sky.BadRequest(f"{name} is async, and a node runs plain functions: write `def {name}` and call asyncio.run(...) inside it")
     parameters = inspect.signature(fn).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    takes_any = _takes_any(parameters)
     for argument in map_over:
         if argument not in parameters and not takes_any:
             near = get_close_matches(argument, parameters, 1)
             raise sky.BadRequest(f"map_over={argument!r}: {name} has no such argument{f'; did you mean {near[0]!r}?' if near else ''}")
-    if isinstance(args, (list, tuple)) and isinstance(kwargs, Mapping) and (bound := _wanted_of_context(fn, args, kwargs) - PLAIN_CONTEXT):
+    if isinstance(args, (list, tuple)) and isinstance(kwargs, Mapping) and (bound := _wanted_of_context(parameters, args, kwargs) - PLAIN_CONTEXT):
         raise sky.BadRequest(
             f"{name} asks for {', '.join(map(repr, sorted(bound)))}, which talks to Airflow and cannot travel to a node. Ask for plain data instead "
             f"(ds, ts, run_id, params, ...), pass what you need of it as a template, such as op_kwargs={{'try_number': '{{{{ ti.try_number }}}}'}}, "
@@ -407,12 +415,15 @@ def _refuse_callable(fn: Callable[..., Any], args: object, kwargs: object, map_o
         )
 
 
-def _wanted_of_context(fn: Callable[..., Any], args: Collection[Any], kwargs: Mapping[str, Any]) -> set[str]:
-    """Names of the context that the function's signature asks for and the caller has not given; with `**kwargs`, also what is at hand and can travel."""
-    parameters = inspect.signature(fn).parameters
+def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def _wanted_of_context(parameters: Mapping[str, inspect.Parameter], args: Collection[Any], kwargs: Mapping[str, Any]) -> set[str]:
+    """Names of the context that a signature asks for and the caller has not given; with `**kwargs`, also what is at hand and can travel."""
     named = {name for name in list(parameters)[len(args) :] if name in KNOWN_CONTEXT_KEYS}
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    unnamed = {name for name in PLAIN_CONTEXT - set(parameters) if takes_any and not name.startswith("prev_")}  # each of which asks Airflow's database
+    others = PLAIN_CONTEXT - set(parameters) if _takes_any(parameters) else ()
+    unnamed = {name for name in others if not name.startswith("prev_")}  # each of which asks Airflow's database
     return (named | unnamed) - set(kwargs)
 
 

@@ -37,8 +37,13 @@ class Hidden:
         return self._value
 
 
-def hidden(env: Any) -> Any:
-    """Return environment variables with what looks like a secret hidden. Templates stay as they are: they name a secret and are none."""
+def hidden(env: Any, masked: Mapping[str, str] | None = None) -> Any:
+    """Return environment variables with what looks like a secret hidden. Templates stay as they are: they name a secret and are none.
+
+    `masked` are the same variables as the JSON of a spec has them, if there is one.
+    """
+    if masked is not None:
+        return {name: value if masked[name] == value else Hidden(value) for name, value in env.items()}
     if not isinstance(env, Mapping):
         return env
     variables = dict(cast("Mapping[str, Any]", env))

@@ -4,6 +4,7 @@ One value, spelled as one likes: "A100-40GB", `NVIDIA.A100_40GB`, `A100(memory="
 chip stands in `catalog`, how it can be partitioned in `mig`; here are names and the checks that join them.
 """
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -339,11 +340,16 @@ def parse(wish: "str | NVIDIA | Accelerator") -> Accelerator:
         return wish
     if not isinstance(wish, str) or not wish.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadRequest(f'accelerator={wish!r} is no accelerator: write a name such as "A100" or "4xH100", or use skyward_core.accelerators.A100()')
-    text, count = _count(str(wish).strip())
+    return _parsed(str(wish))
+
+
+@functools.lru_cache(maxsize=128)
+def _parsed(wish: str) -> Accelerator:
+    text, count = _count(wish.strip())
     words = re.split(r"[\s_-]+", text)
     memory = _take(words, r"\d+GB")
     form_factor = _take(words, r"SXM\d?|PCIe|NVL")
-    return _make(" ".join(words) or str(wish), count, memory, None, cast("FormFactor | None", form_factor))
+    return _make(" ".join(words) or wish, count, memory, None, cast("FormFactor | None", form_factor))
 
 
 def is_nvidia(name: str | Accelerator | None) -> bool:

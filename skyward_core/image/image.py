@@ -6,10 +6,10 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NoReturn
+from typing import Annotated, Any, NoReturn
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, ConfigDict, Field, field_serializer, field_validator, model_validator
@@ -56,6 +56,10 @@ class FrozenEnv(dict[str, str]):
     __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
 
 
+_RESERVED = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"})
+"""Read-only in bash: exporting one of them fails (bash(1), "Shell Variables")."""
+
+
 class Image(Frozen):
     """What a node has installed.
 
@@ -83,9 +87,6 @@ class Image(Frozen):
     apt: Sequence[str] = ()
     env: Annotated[dict[str, str], AfterValidator(FrozenEnv)] = Field(default_factory=FrozenEnv)
     cache: bool = False
-
-    _RESERVED: ClassVar = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"})
-    """Read-only in bash: exporting one of them fails (bash(1), "Shell Variables")."""
 
     @property
     def is_bare(self) -> bool:
@@ -252,14 +253,19 @@ class Image(Frozen):
     @field_validator("env")
     @classmethod
     def _can_be_exported(cls, env: dict[str, str]) -> dict[str, str]:
-        for name, value in env.items():
-            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                raise ValueError(f"env has {name!r}: a name is made of letters, digits and underscores, and does not begin with a digit")
-            if name in cls._RESERVED or name.startswith("SKYWARD_"):
-                raise ValueError(f"env has {name!r}, which belongs to {'us' if name.startswith('SKYWARD_') else 'bash'}: choose another name")
-            if "\0" in value:
-                raise ValueError(f"env[{name!r}] holds a NUL character, which no environment variable can")
+        refuse_unexportable(env)
         return env
+
+
+def refuse_unexportable(env: Mapping[str, str]) -> None:
+    """Raise BadRequest for variables that no script can export, and for those that belong to us."""
+    for name, value in env.items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise BadRequest(f"env has {name!r}: a name is made of letters, digits and underscores, and does not begin with a digit")
+        if name in _RESERVED or name.startswith("SKYWARD_"):
+            raise BadRequest(f"env has {name!r}, which belongs to {'us' if name.startswith('SKYWARD_') else 'bash'}: choose another name")
+        if "\0" in value:
+            raise BadRequest(f"env[{name!r}] holds a NUL character, which no environment variable can")
 
 
 def _sound_index(field: str, url: str) -> str:

@@ -383,7 +383,7 @@ def test_a_wrong_task_is_refused_while_the_dag_is_parsed(airflow: Airflow, task:
 
 @pytest.mark.slow
 def test_parsing_a_dag_is_quick_and_asks_nobody(airflow: Airflow) -> None:
-    """Making three hundred tasks imports no engine and no SDK, opens no connection, and never reads what is installed."""
+    """Making four hundred tasks imports no engine and no SDK, opens no connection, never reads what is installed, and checks each one's wishes once."""
     code = """
         import sys
         dag("first", schedule=None)(lambda: None)()  # Airflow itself starts a process when its first DAG is made
@@ -395,15 +395,47 @@ def test_parsing_a_dag_is_quick_and_asks_nobody(airflow: Airflow) -> None:
                 task.skyward(provider=LOCAL, nodes=2, image=sky.Image(pip=["torch"]), accelerator="A100")(lambda x: x).override(task_id=f"t{n}")(n)
                 SkywardOperator(task_id=f"named{n}", python_callable=len, op_args=["ab"], provider="local")
                 SkywardOperator(task_id=f"spec{n}", python_callable=len, op_args=["ab"], spec=spec)
+                SkywardOperator(task_id=f"env{n}", python_callable=len, op_args=["ab"], env={"TOKEN": "s"}, image=sky.Image(env={"TOKEN": "s"}))
         spec = sky.PoolSpec.of(provider=LOCAL, nodes=2)
+        made, of = [], sky.PoolSpec.of
+        sky.PoolSpec.of = lambda **wishes: made.append(wishes) or of(**wishes)
         from importlib import metadata
         from skyward_core.providers import base
         base.entry_points = lambda **group: opened.append("a scan of all distributions") or metadata.entry_points(**group)
-        assert len(d().tasks) == 300
-        print("answer", opened, [m for m in ("distributed", "dask", "boto3", "torch", "skyward_core.pool") if m in sys.modules])
+        assert len(d().tasks) == 400
+        print("answer", len(made), opened, [m for m in ("distributed", "dask", "boto3", "torch", "skyward_core.pool") if m in sys.modules])
     """
     done = subprocess.run([sys.executable, "-c", HEAD + textwrap.dedent(code)], env=airflow.environ, check=True, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "answer [] []"
+    assert done.stdout.splitlines()[-1] == "answer 400 [] []"
+
+
+@pytest.mark.slow
+def test_a_task_holds_and_shows_what_was_asked_for_alone(airflow: Airflow) -> None:
+    """Airflow looks at each attribute that is set and at each templated field, at every parse, and stores and shows the fields of every run."""
+    code = """
+        from airflow_provider_skyward.operators import POOL_KEYWORDS
+        class Mine(SkywardOperator):
+            template_fields = ("bucket", *SkywardOperator.template_fields)
+            def __init__(self, bucket, **kwargs):
+                super().__init__(**kwargs)
+                self.bucket = bucket
+        @dag(schedule=None, default_args={"nodes": 2})
+        def d():
+            SkywardOperator(task_id="a", python_callable=len, provider="local", call_retries=1)
+            task.skyward(spec={"env": {"DAY": "{{ ds }}"}})(lambda: 1).override(task_id="b")()
+            Mine(task_id="c", python_callable=len, bucket="{{ ds }}", accelerator="{{ ds }}")
+            SkywardOperator.partial(task_id="m", python_callable=len).expand(nodes=[1, 2])
+        tasks = d().task_dict
+        mapped = tasks["m"].unmap({"nodes": 2})
+        held = [sorted({*POOL_KEYWORDS} & {*vars(op)}) for op in (tasks["a"], tasks["b"], tasks["c"], mapped)]
+        answer = [[sorted(tasks[t].template_fields) for t in "abc"], held, mapped.pool_spec.nodes, tasks["a"].cpu, len(tasks["m"].template_fields)]
+    """
+    shown, held, nodes, cpu, of_mapped = airflow.evaluate(code)
+    call = ["op_args", "op_kwargs"]
+    assert shown == [["call_retries", "nodes", *call, "provider"], ["env", "nodes", *call], ["accelerator", "bucket", "nodes", *call]]
+    assert held == [["call_retries", "nodes", "provider"], ["env", "nodes"], ["accelerator", "nodes"], ["nodes"]]
+    assert (nodes, cpu) == (2, None)
+    assert of_mapped > 20, "which of them a mapped task sets is known when it runs"
 
 
 # ── runs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,108 @@
+"""What a task costs while Airflow parses a DAG file: 200 of them in each of the forms that users write, beside Airflow's own PythonOperator and `@task`.
+
+Airflow parses each file again and again, and makes every operator anew each time. In one process: one DAG of 200 tasks in each form, the forms take turns within each
+round. By the processor time of the thread, for others may be at work; the least of the rounds, [median]. What the user's own values cost (`sky.Image(...)`) is in it.
+
+    python benchmarks/airflow_parse.py --rounds 25
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+os.environ.setdefault("AIRFLOW_HOME", tempfile.mkdtemp(prefix="skyward-airflow-"))  # before Airflow is imported: it reads its settings then
+
+from airflow.providers.standard.operators.python import PythonOperator
+from airflow.sdk import DAG, task
+
+import skyward_core as sky
+from airflow_provider_skyward.decorators import skyward_task
+from airflow_provider_skyward.operators import SkywardOperator
+
+TASKS = 200
+MOST_MS = 0.3
+SPEC = sky.PoolSpec.of(provider="local", nodes=2)
+OPERATOR, DECORATOR = "PythonOperator", "@task"
+
+
+def square(x: int) -> int:
+    """What the tasks run."""
+    return x**2
+
+
+def _operator(number: int, **pool: Any) -> None:
+    SkywardOperator(task_id=f"t{number}", python_callable=square, op_args=[number], **pool)
+
+
+def _decorated(number: int, **pool: Any) -> None:
+    skyward_task(square, task_id=f"t{number}", **pool)(number)
+
+
+def _everything(number: int) -> dict[str, Any]:
+    image = sky.Image(pip=["torch", "numpy"], env={"OMP_NUM_THREADS": "1"})
+    return {"provider": sky.AWS(region="us-east-1"), "image": image, "accelerator": "A100", "nodes": number + 1, "spot": "always", "env": {"DAY": f"{number}"}}
+
+
+FORMS: dict[str, tuple[str, Callable[[int], object]]] = {
+    OPERATOR: (OPERATOR, lambda n: PythonOperator(task_id=f"t{n}", python_callable=square, op_args=[n])),
+    'provider="local"': (OPERATOR, lambda n: _operator(n, provider="local")),
+    "spec=, one for all": (OPERATOR, lambda n: _operator(n, spec=SPEC)),
+    "spec=, plain data": (OPERATOR, lambda n: _operator(n, spec={"provider": "local", "nodes": 2})),
+    'provider=sky.AWS(region="us-east-1")': (OPERATOR, lambda n: _operator(n, provider=sky.AWS(region="us-east-1"))),
+    "image=sky.Image(pip=[...])": (OPERATOR, lambda n: _operator(n, provider="local", image=sky.Image(pip=["torch", "numpy"]))),
+    "provider, image, accelerator, nodes, spot, env": (OPERATOR, lambda n: _operator(n, **_everything(n))),
+    DECORATOR: (DECORATOR, lambda n: task(square, task_id=f"t{n}")(n)),
+    '@task.skyward(provider="local")': (DECORATOR, lambda n: _decorated(n, provider="local")),
+    "@task.skyward(...), with all of the above": (DECORATOR, lambda n: _decorated(n, **_everything(n))),
+}
+"""Each form with its peer: what Airflow itself takes for a task of that kind."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=25)
+    rounds = parser.parse_args().rounds
+    load = os.getloadavg()[0]
+    measured: dict[str, list[float]] = defaultdict(list)
+    gc.collect()
+    gc.freeze()  # what was imported: else whichever form comes when the collector is due pays for looking through it
+    for _ in range(rounds):
+        for form, (_, make) in FORMS.items():
+            measured[form].append(_ms_per_task(make))
+    print(f"Load {load:.1f} → {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, Python {platform.python_version()}, Airflow {version('apache-airflow')}.\n")
+    print("| 200 tasks, each | unit | ours | Airflow's own | added | mark |  |\n| --- | --- | ---: | ---: | ---: | --- | --- |")
+    for form, (peer, _) in FORMS.items():
+        if form != peer:
+            print(_line(form, peer, measured[form], measured[peer]))
+
+
+def _ms_per_task(make: Callable[[int], object]) -> float:
+    gc.collect()  # the DAG before this one
+    with DAG("parsed", schedule=None):
+        began = time.thread_time()
+        for number in range(TASKS):
+            make(number)
+        return (time.thread_time() - began) / TASKS * 1000
+
+
+def _line(form: str, peer: str, ours: list[float], theirs: list[float]) -> str:
+    added = min(ours) - min(theirs)
+    is_operator = peer == OPERATOR
+    mark = f"≤ {MOST_MS} ms, all" if is_operator else f"≤ {MOST_MS} ms added"
+    met = "met" if (min(ours) if is_operator else added) <= MOST_MS else "MISSED"
+    cells = [f"{min(values):.3f} [{statistics.median(values):.3f}]" for values in (ours, theirs)]
+    return f"| {f'`{form}`' if '(' in form or '=' in form else form} | ms | {cells[0]} | {peer} {cells[1]} | {added:.3f} | {mark} | {met} |"
+
+
+if __name__ == "__main__":
+    main()
