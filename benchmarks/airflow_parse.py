@@ -9,9 +9,11 @@ round. By the processor time of the thread, for others may be at work; the least
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import os
 import platform
+import shutil
 import statistics
 import tempfile
 import time
@@ -20,7 +22,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
-os.environ.setdefault("AIRFLOW_HOME", tempfile.mkdtemp(prefix="skyward-airflow-"))  # before Airflow is imported: it reads its settings then
+os.environ["AIRFLOW_HOME"] = tempfile.mkdtemp(prefix="skyward-airflow-")  # before Airflow is imported: it reads its settings then, and writes some of its own
 
 from airflow.providers.standard.operators.python import PythonOperator
 from airflow.sdk import DAG, task
@@ -72,6 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=25)
     rounds = parser.parse_args().rounds
+    atexit.register(shutil.rmtree, os.environ["AIRFLOW_HOME"])
     load = os.getloadavg()[0]
     measured: dict[str, list[float]] = defaultdict(list)
     gc.collect()
