@@ -530,6 +530,60 @@ def test_pauses_between_deaths_grow_and_are_forgotten() -> None:
     assert not deaths.is_loop
 
 
+def test_a_runner_that_is_stopped_ends_with_its_worker(start: Start) -> None:
+    """A worker stops a runner for a moment to see which call it has, and may die just then: nobody would let the runner go on."""
+    machine = start()
+    machine.await_ready()
+    machine.call("import os, time; open('runner', 'w').write(str(os.getpid())); time.sleep(1000)")
+    runner = int(machine.await_file("runner"))
+    (machine.directory / "call").unlink()
+    (worker,) = [pid for pid in machine.pids() if pid not in (machine.process.pid, runner)]
+    os.kill(runner, signal.SIGSTOP)
+    os.kill(worker, signal.SIGKILL)
+    wait_until(lambda: not os.path.exists(f"/proc/{runner}"), "the call to end")
+    assert machine.is_alive
+
+
+ROUNDS = """
+import random, threading
+from skyward_core.worker import slot as slots
+from skyward_core.worker.wire import Outcome
+
+def run_worker(directory, settings, index, control):
+    slots.PATIENCE_SECONDS = 60.0  # a worker that waits for a processor is no long call
+    slot = Slot(Foundry(control), settings.value_directories)
+    first, wrong, stopped, random_moments = slot.pid, [], 0, random.Random(11)
+    nap = Parcel(pickle.dumps(((0.0003,), {})))
+    for number in range(400):
+        ids = [f"{number}-{place}" for place in range(12)]
+        wanted = random_moments.choice(ids)
+        timer = threading.Timer(random_moments.random() * 0.006, slot.cancel, [wanted])
+        news = []
+        timer.start()
+        slot.run(Batch("", tuple(Call(call_id, "sleep", nap, "job") for call_id in ids), {"sleep": Parcel(pickle.dumps(time.sleep))}), news.extend)
+        timer.join()
+        endings = [(item.call_id, item.ending.name) for item in news if isinstance(item, Outcome)]
+        wrong += [item.text for item in news if isinstance(item, Outcome) and item.text]
+        wrong += [ending for ending in endings if ending[1] != "RESULT" and ending != (wanted, "CANCELLED")]
+        wrong += [call_id for call_id in ids if sum(call_id == ended for ended, _ in endings) != 1]
+        stopped += (wanted, "CANCELLED") in endings
+    (directory / "done").write_text(f"{stopped} stopped, {wrong} wrong")
+    while True:
+        signal.pause()
+
+node.run_worker = run_worker
+"""
+
+
+@pytest.mark.slow
+def test_a_cancellation_takes_one_call_whenever_it_comes(start: Start) -> None:
+    """Four hundred batches of calls of 0.3 ms, of each of which one is cancelled at some moment: it is stopped or has ended, and no other call is touched."""
+    machine = start(DRIVER + ROUNDS)
+    stopped, _, rest = machine.await_file("done", 120.0).partition(" ")
+    assert rest == "stopped, [] wrong"
+    assert int(stopped) > 20
+
+
 # ── with Dask ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -53,7 +53,8 @@ class Line:
 class Packet(NamedTuple):
     """What travels to a runner: a call, and its function unless this runner has seen it; `fresh` lets it forget all it has seen.
 
-    `may_reuse`: the file of the arguments is the client's, and the result may take it over. `secrets` come with the first call that a runner gets.
+    `may_reuse`: the file of the arguments is the client's, and the result may take it over. `secrets` come with the first call that a runner gets;
+    `needs_secrets` stands in each packet where there are any.
     """
 
     call: Call
@@ -61,6 +62,7 @@ class Packet(NamedTuple):
     fresh: bool = False
     may_reuse: bool = False
     secrets: SecretValues | None = None
+    needs_secrets: bool = False
 
 
 def run_calls(line: Line) -> NoReturn:
@@ -68,18 +70,30 @@ def run_calls(line: Line) -> NoReturn:
     _settle_in(line)
     functions: dict[str, sources.Loaded] = {}
     info = RewrittenVariable(ENV)
-    mask = Mask()
+    mask, is_furnished = Mask(), False
     while packet := line.calls.recv(INLINE_BYTES * 4):
         request = cast(Packet, pickle.loads(packet))
         info.set(line.info.replace(JOB_PLACE, request.call.job_id))
         if request.secrets is not None:
             os.environ.update(request.secrets)
-            mask = Mask(request.secrets.values())
-        outcome, spent = _run(request, functions, mask)
+            mask, is_furnished = Mask(request.secrets.values()), True
+        outcome, spent = _run(request, functions, mask) if _is_complete(request, functions, is_furnished) else (_returned(request), None)
         _end_output(line)
         line.outcomes.send(pickle.dumps(_fit(outcome, line, spent), protocol=5))
         del packet, request, outcome, spent  # while the next call is waited for, nothing of this one stays in memory
     os._exit(0)
+
+
+def _is_complete(request: Packet, functions: dict[str, sources.Loaded], is_furnished: bool) -> bool:
+    """Tell whether this runner has all that the call needs.
+
+    The slot takes packets back while the runner takes them: it may get the one with the function, or with the secrets, and the runner one that stood behind it.
+    """
+    return (request.function is not None or request.call.function in functions) and (is_furnished or not request.needs_secrets)
+
+
+def _returned(request: Packet) -> Outcome:
+    return Outcome(request.call.call_id, Ending.RETURNED)
 
 
 def _settle_in(line: Line) -> None:

@@ -3,6 +3,10 @@
 Between slot and runner stands a queue of packets that both can take from (a Unix socket whose receiving end is shared), so that the kernel alone
 decides whether a call has begun: what the slot takes back has not, what it cannot take back has. On that rests everything here: a crash takes one call,
 a cancelled call stops alone, and calls that wait behind a long one are handed back to run elsewhere. No call is ever run twice.
+
+What the slot knows of the call that runs may be out of date: its outcome may lie unread, and the runner may have begun the next call. So a runner is killed
+because of its call only while it is stopped (SIGSTOP), after the queue was taken back and the outcomes were read: then it is known which call it has, and that
+it begins no other one. If this process dies while a runner is stopped, the supervisor kills the runner, as it does all runners of a worker that has died.
 """
 
 from __future__ import annotations
@@ -32,6 +36,10 @@ PATIENCE_SECONDS = 0.1  # a call that runs longer than this lets the calls behin
 MEMORY_CHECK_SECONDS = 0.1
 TOGETHER_SECONDS = 0.005  # what happens within this time is told together
 TERM_SECONDS = 2.0  # from asking a cancelled call to end to killing it
+STOP_SECONDS = 1.0  # for a runner to stop: one that has not by then is in the kernel, and takes the signal before it does anything else
+STOP_LOOK_SECONDS = 0.0002
+FORK_SECONDS = 30.0
+REQUEST_BYTES = 8  # of a request's number, which stands before the mark
 LAST_LINES = 20
 READ_BYTES = 1 << 16
 CANCELLED_LIMIT = 10_000
@@ -48,26 +56,47 @@ class Exit:
     code: int
 
 
+@dataclass(frozen=True, slots=True)
+class Born:
+    """The runner that was forked for a request of this number."""
+
+    request: int
+    pid: int
+
+
 class Foundry:
-    """The worker's line to the supervisor, which forks runners on request and tells how they ended."""
+    """The worker's line to the supervisor, which forks runners on request and tells how they ended.
+
+    Requests are numbered. A runner that comes when its request has been given up is killed: it must not be taken for that of a later request.
+    """
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._exits: dict[int, int] = {}
         self._changed = threading.Condition()
-        self._births: deque[int] = deque()
+        self._request = 0
+        """Number of the request that is waited for; those before it are answered or given up."""
+        self._is_awaited = False
+        self._born = 0
+        """Pid of the runner that it was answered with."""
+        self._late: set[int] = set()
+        """Runners that have come too late, and have not ended yet."""
         self._requests = threading.Lock()
         threading.Thread(target=self._listen, name="skyward-foundry", daemon=True).start()
 
     def fork(self, descriptors: list[int], mark: bytes) -> int:
         """Have a runner forked with these four descriptors (calls, outcomes, stdout, stderr); return its pid. Raises ConnectionError without a supervisor."""
         with self._requests:
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
-            self._control.sendmsg([mark], rights)
             with self._changed:
-                if not self._changed.wait_for(lambda: self._births, timeout=30.0):
-                    raise ConnectionError("the node's supervisor did not start a process within 30 s")
-                return self._births.popleft()
+                self._request, self._is_awaited, self._born = self._request + 1, True, 0
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+            self._control.sendmsg([self._request.to_bytes(REQUEST_BYTES) + mark], rights)
+            with self._changed:
+                self._changed.wait_for(lambda: self._born, timeout=FORK_SECONDS)
+                self._is_awaited = False
+                if not self._born:
+                    raise ConnectionError(f"the node's supervisor did not start a process within {FORK_SECONDS:g} s")
+                return self._born
 
     def exit_code(self, pid: int, timeout_seconds: float = 10.0) -> int | None:
         """Return how a runner ended, or None if the supervisor does not say so in time."""
@@ -78,13 +107,22 @@ class Foundry:
     def _listen(self) -> None:
         with contextlib.suppress(OSError):
             while message := self._control.recv(READ_BYTES):
-                said = pickle.loads(message)
                 with self._changed:
-                    if isinstance(said, Exit):
-                        self._exits[said.pid] = said.code
-                    else:
-                        self._births.append(said)
+                    self._hear(pickle.loads(message))
                     self._changed.notify_all()
+
+    def _hear(self, said: Exit | Born) -> None:
+        match said:
+            case Exit(pid) if pid in self._late:
+                self._late.remove(pid)
+            case Exit(pid, code):
+                self._exits[pid] = code
+            case Born(self._request, pid) if self._is_awaited:
+                self._born = pid
+            case Born(_, pid):
+                self._late.add(pid)
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
 
 
 @dataclass(slots=True)
@@ -136,8 +174,9 @@ class Slot:
         self.foundry = foundry
         self.value_directories = value_directories
         self.memory_limit_bytes = memory_limit_bytes
-        self.send, self.take = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.send.settimeout(0)
+        self.send: socket.socket | None = None
+        self.take: socket.socket | None = None
+        """The two ends of the queue of this runner. The next one gets a queue of its own, so that one that was given up finds its queue closed, and ends."""
         self.wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.lock = threading.Lock()
         self.cancelled: set[str] = set()
@@ -159,23 +198,27 @@ class Slot:
         self.start()
 
     def start(self) -> None:
-        """Have a runner forked, in place of one that has died."""
+        """Have a runner forked, in place of one that has died. Raises ConnectionError if none comes: then there is none, and `run` tries again."""
+        send, take = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         outcomes, runner_outcomes = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         mark = b"\x1e" + secrets.token_hex(8).encode() + b"\x1e"
         pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(2)]
-        given = [self.take.fileno(), runner_outcomes.fileno(), pipes[0][1], pipes[1][1]]
+        send.settimeout(0)
+        outcomes.settimeout(0)
+        for read, _ in pipes:
+            os.set_blocking(read, False)
+        self.send, self.take, self.outcomes = send, take, outcomes
+        self.streams = (Stream("stdout", pipes[0][0], mark), Stream("stderr", pipes[1][0], mark))
+        self.known, self.ended, self.killed_for, self.kill_at, self.is_furnished = set(), 0, None, None, False
         try:
-            self.pid = self.foundry.fork(given, mark)
+            self.pid = self.foundry.fork([take.fileno(), runner_outcomes.fileno(), pipes[0][1], pipes[1][1]], mark)
+        except BaseException:
+            self.drop_lines()
+            raise
         finally:
             runner_outcomes.close()
             for _, write in pipes:
                 os.close(write)
-        for read, _ in pipes:
-            os.set_blocking(read, False)
-        outcomes.settimeout(0)
-        self.outcomes = outcomes
-        self.streams = (Stream("stdout", pipes[0][0], mark), Stream("stderr", pipes[1][0], mark))
-        self.known, self.ended, self.killed_for, self.kill_at, self.is_furnished = set(), 0, None, None, False
 
     def furnish(self, secrets: SecretValues) -> None:
         """Give these to every runner from now on, and take them out of what it writes; before its first batch."""
@@ -215,17 +258,17 @@ class Slot:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
         self.drop_lines()
-        self.send.close()
-        self.take.close()
         os.close(self.wake_read)
         os.close(self._wake_write)
 
     def drop_lines(self) -> None:
-        if self.outcomes is not None:
-            self.outcomes.close()
+        for line in (self.send, self.take, self.outcomes):
+            if line is not None:
+                line.close()
         for stream in self.streams:
             os.close(stream.descriptor)
-        self.outcomes, self.streams, self.pid = None, (), 0
+        self.send = self.take = self.outcomes = None
+        self.streams, self.pid = (), 0
 
 
 class _BatchRun:
@@ -243,6 +286,8 @@ class _BatchRun:
 
     def run(self) -> None:
         try:
+            if not self.slot.pid:
+                self.slot.start()
             self.slot.busy_since = self._progress_at
             self._pump_idle_output()
             while True:
@@ -255,6 +300,9 @@ class _BatchRun:
                 self._listen()
                 self._check_memory()
                 self._check_patience()
+        except ConnectionError:  # no runner comes: what has ended is told nevertheless
+            self._tell(self._news)
+            raise
         finally:
             self.slot.busy_since = None
             for parcel in self._aside:
@@ -264,6 +312,11 @@ class _BatchRun:
     def _is_runner_doomed(self) -> bool:
         """Whether the runner was sent a signal that ends it. Its call may have ended before that, but it must get no other one: that would die with it."""
         return self.slot.killed_for is not None
+
+    @property
+    def _queue_end(self) -> socket.socket:
+        assert self.slot.send is not None
+        return self.slot.send
 
     # ── to the runner ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -276,7 +329,7 @@ class _BatchRun:
                 self._news.append(Outcome(self._waiting.popleft().call_id, Ending.ERROR, text=text))
                 continue
             try:
-                self.slot.send.send(pickle.dumps(packet, protocol=5))
+                self._queue_end.send(pickle.dumps(packet, protocol=5))
             except BlockingIOError:
                 return
             call = self._waiting.popleft()
@@ -296,7 +349,7 @@ class _BatchRun:
         may_reuse = call.arguments.path is not None and call.arguments.path not in own
         secrets = None if self.slot.is_furnished else self.slot.secrets
         is_fresh = function is not None and len(self.slot.known) >= KNOWN_FUNCTIONS
-        return Packet(call, function, may_reuse=may_reuse, fresh=is_fresh, secrets=secrets)
+        return Packet(call, function, may_reuse=may_reuse, fresh=is_fresh, secrets=secrets, needs_secrets=self.slot.secrets is not None)
 
     def _put_aside(self, parcel: Parcel) -> Parcel:
         aside = parcel.put_aside(self.slot.value_directories)
@@ -306,9 +359,11 @@ class _BatchRun:
     def _take_back(self) -> list[Call]:
         """Take from the queue what the runner has not begun."""
         taken: list[Call] = []
+        take = self.slot.take
+        assert take is not None
         with contextlib.suppress(BlockingIOError):
             while True:
-                packet: Packet = pickle.loads(self.slot.take.recv(INLINE_BYTES * 4, socket.MSG_DONTWAIT))
+                packet: Packet = pickle.loads(take.recv(INLINE_BYTES * 4, socket.MSG_DONTWAIT))
                 taken.append(packet.call)
                 if packet.secrets is not None:
                     self.slot.is_furnished = False
@@ -324,7 +379,7 @@ class _BatchRun:
         slot = self.slot
         assert slot.outcomes is not None
         sources: list[int] = [slot.outcomes.fileno(), slot.wake_read, *(stream.descriptor for stream in slot.streams)]
-        ready, _, _ = select.select(sources, [slot.send] if self._waiting and not self._is_runner_doomed else [], [], self._wait_seconds())
+        ready, _, _ = select.select(sources, [self._queue_end] if self._waiting and not self._is_runner_doomed else [], [], self._wait_seconds())
         if slot.wake_read in ready:
             os.read(slot.wake_read, READ_BYTES)
         self._read_output()
@@ -358,8 +413,11 @@ class _BatchRun:
             call = self._sent.popleft()
             assert call.call_id == outcome.call_id
             last_lines = self._last_lines()
-            self._news.append(outcome._replace(output=last_lines) if outcome.ending is Ending.CRASH else outcome)
             slot.ended += 1
+            if outcome.ending is Ending.RETURNED:  # it has not begun: what it needs was in a packet that was taken back
+                self._waiting.appendleft(call)
+                continue
+            self._news.append(outcome._replace(output=last_lines) if outcome.ending is Ending.CRASH else outcome)
 
     def _await_marks(self) -> None:
         """Read until the output of the call that has just ended is complete. Its marks were written before its outcome: they are in the pipes."""
@@ -422,12 +480,8 @@ class _BatchRun:
             wanted = {call.call_id for call in self._batch.calls} if slot.cancelled else set[str]()
             if self._batch.topic not in slot.cancelled:
                 wanted &= slot.cancelled
-        if wanted & {call.call_id for call in self._sent}:
-            back = self._take_back()
-            if self._sent and self._sent[0].call_id in wanted and slot.kill_at is None:
-                self._kill(Ending.CANCELLED, signal.SIGTERM)
-                slot.kill_at = time.monotonic() + TERM_SECONDS
-            self._waiting.extendleft(reversed(back))
+        if wanted & {call.call_id for call in self._sent} and not self._is_runner_doomed:
+            self._kill_if(Ending.CANCELLED, signal.SIGTERM, lambda running: running.call_id in wanted)
         if wanted:
             self._news.extend(Outcome(call.call_id, Ending.CANCELLED) for call in self._waiting if call.call_id in wanted)
             self._waiting = deque(call for call in self._waiting if call.call_id not in wanted)
@@ -436,8 +490,25 @@ class _BatchRun:
 
     def _check_memory(self) -> None:
         limit = self.slot.memory_limit_bytes
-        if limit is not None and self._sent and self.slot.killed_for is None and _resident_bytes(self.slot.pid) > limit:
-            self._kill(Ending.OUT_OF_MEMORY, signal.SIGKILL)
+        if limit is not None and self._sent and not self._is_runner_doomed and _resident_bytes(self.slot.pid) > limit:
+            self._kill_if(Ending.OUT_OF_MEMORY, signal.SIGKILL, lambda _: _resident_bytes(self.slot.pid) > limit)
+
+    def _kill_if(self, ending: Ending, sig: signal.Signals, is_meant: Callable[[Call], bool]) -> None:
+        """Kill the runner if the call that it runs is meant. What waits in its queue is taken back, and what it has told is read."""
+        slot, pid = self.slot, self.slot.pid
+        self._waiting.extendleft(reversed(self._take_back()))
+        if not any(map(is_meant, self._sent)):
+            return
+        _stop(pid)
+        try:
+            self._receive()
+            if slot.pid == pid and self._sent and is_meant(self._sent[0]):
+                self._kill(ending, sig)
+                if sig is signal.SIGTERM:
+                    slot.kill_at = time.monotonic() + TERM_SECONDS
+        finally:
+            if slot.pid == pid:
+                _send_signal(pid, signal.SIGCONT)
 
     def _kill(self, ending: Ending, sig: signal.Signals) -> None:
         self.slot.killed_for = ending
@@ -464,6 +535,27 @@ class _BatchRun:
 def _split(part: bytes) -> tuple[str, ...]:
     text = part.decode("utf-8", errors="backslashreplace").replace("\r\n", "\n").replace("\r", "\n")
     return tuple(text.removesuffix("\n").split("\n")) if text else ()
+
+
+def _stop(pid: int) -> None:
+    """Stop a process, and nothing below it; return when it has stopped, or is gone, or STOP_SECONDS are over."""
+    deadline = time.monotonic() + STOP_SECONDS
+    _send_signal(pid, signal.SIGSTOP)
+    while time.monotonic() < deadline and not _stands_still(pid):
+        time.sleep(STOP_LOOK_SECONDS)
+
+
+def _stands_still(pid: int) -> bool:
+    """Tell whether a process's main thread is stopped or traced (field 3 of proc(5) stat), or there is no such process any more."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")[2][0] in "TtZX"
+    except OSError:
+        return True
+
+
+def _send_signal(pid: int, sig: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, sig)
 
 
 def _resident_bytes(pid: int) -> int:

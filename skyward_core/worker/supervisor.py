@@ -38,7 +38,7 @@ from skyward_core.worker.keeper import adopt_orphans
 from skyward_core.worker.notice import listen
 from skyward_core.worker.private import make_private
 from skyward_core.worker.settings import NodeSettings, Owner, with_partitions, write_atomically
-from skyward_core.worker.slot import Exit
+from skyward_core.worker.slot import REQUEST_BYTES, Born, Exit
 from skyward_core.worker.watchdog import (
     DETACHED,
     MISSED,
@@ -192,13 +192,14 @@ class Supervisor:
         control = self._controls[index]
         space = socket.CMSG_SPACE(4 * array.array("i").itemsize)
         try:
-            mark, ancillary, _, _ = control.recvmsg(4096, space)
+            request, ancillary, _, _ = control.recvmsg(4096, space)
         except ConnectionResetError:
-            mark, ancillary = b"", []
-        if not mark:
+            request, ancillary = b"", []
+        if not request:
             control.close()
             del self._controls[index]
             return
+        number, mark = int.from_bytes(request[:REQUEST_BYTES]), request[REQUEST_BYTES:]
         descriptors = array.array("i")
         descriptors.frombytes(ancillary[0][2])
         busy = Busy()
@@ -209,7 +210,7 @@ class Supervisor:
         for descriptor in descriptors:
             os.close(descriptor)
         self._runners[pid] = Runner(index, slot, busy)
-        self._say(index, pid)
+        self._say(index, Born(number, pid))
 
     def _free_slot(self, index: int) -> int:
         """Return the first slot of a worker that no process serves.

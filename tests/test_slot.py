@@ -1,0 +1,360 @@
+"""A slot and its runner: which call a cancellation stops, and which process belongs to which request for one.
+
+The runners here are processes of their own that the tests start in the supervisor's place.
+"""
+
+import contextlib
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyward_core.worker import slot as slots
+from skyward_core.worker.slot import Born, Exit, Foundry, News, Slot
+from skyward_core.worker.wire import Batch, Call, Ending, Outcome, Output, Parcel
+from tests.conftest import wait_until
+
+RUNNER = """
+import os, socket, sys, time
+from skyward_core.worker.invoke import Line, run_calls
+while os.path.exists(f"{sys.argv[6]}/closed"):
+    time.sleep(0.001)
+calls, outcomes, stdout, stderr = map(int, sys.argv[1:5])
+run_calls(Line(socket.socket(fileno=calls), socket.socket(fileno=outcomes), stdout, stderr, bytes.fromhex(sys.argv[5]), "", (sys.argv[6],), {}))
+"""
+
+
+class Runners:
+    """In the place of the supervisor: starts runners, and tells how they ended."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def fork(self, descriptors: list[int], mark: bytes) -> int:
+        arguments = [*map(str, descriptors), mark.hex(), str(self._directory)]
+        environ = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(sys.path)}
+        process = subprocess.Popen([sys.executable, "-c", RUNNER, *arguments], pass_fds=descriptors, start_new_session=True, env=environ)
+        self.processes[process.pid] = process
+        return process.pid
+
+    def exit_code(self, pid: int, timeout_seconds: float = 10.0) -> int | None:
+        return self.processes[pid].wait(timeout_seconds)
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.fixture
+def runners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runners]:
+    monkeypatch.setattr(slots, "PATIENCE_SECONDS", 600.0)  # runners that start as programs do take longer than a call may before the others are handed back
+    runners = Runners(tmp_path)
+    yield runners
+    runners.close()
+
+
+@pytest.fixture
+def slot(runners: Runners, tmp_path: Path) -> Iterator[Slot]:
+    slot = Slot(runners, (str(tmp_path),))  # type: ignore[arg-type]
+    yield slot
+    slot.close()
+
+
+def batch_of(**texts: str) -> Batch:
+    """Calls that run these texts, by their ids."""
+    calls = tuple(Call(call_id, "exec", Parcel(pickle.dumps(((text,), {}))), "job") for call_id, text in texts.items())
+    return Batch("topic", calls, {"exec": Parcel(pickle.dumps(exec))})
+
+
+class Run:
+    """A batch that runs in a slot, in a thread of its own."""
+
+    def __init__(self, slot: Slot, batch: Batch) -> None:
+        self.news: list[News] = []
+        self._thread = threading.Thread(target=lambda: slot.run(batch, self.news.extend), daemon=True)
+        self._thread.start()
+
+    def endings(self, seconds: float = 30.0) -> dict[str, Ending]:
+        """Wait for the end; return how each call ended."""
+        self._thread.join(seconds)
+        assert not self._thread.is_alive(), f"after {seconds} s there is only {self.news}"
+        return {news.call_id: news.ending for news in self.news if isinstance(news, Outcome)}
+
+
+def waits_for(path: Path, begun: Path | None = None) -> str:
+    """Return the text of a call that waits for a file, after it has made another one."""
+    begin = f"open({str(begun)!r}, 'w').close()" if begun else "pass"
+    return f"{begin}\nimport os, time\nwhile not os.path.exists({str(path)!r}): time.sleep(0.001)"
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+
+
+# ── cancellations ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def at_cancel(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
+    """Have something happen once, when a slot has seen that a call of its runner's is cancelled, and before it takes back what waits."""
+
+    def install(happen: Callable[[], object]) -> None:
+        waiting, really = [happen], slots._BatchRun._take_back
+
+        def take_back(run: Any) -> Any:
+            if run.slot.cancelled and waiting:
+                waiting.pop()()
+            return really(run)
+
+        monkeypatch.setattr(slots._BatchRun, "_take_back", take_back)
+
+    return install
+
+
+def test_a_cancellation_that_comes_late_spares_the_next_call(slot: Slot, tmp_path: Path, at_cancel: Callable[[Callable[[], object]], None]) -> None:
+    """When the slot looks, the call has ended, its outcome lies unread, and the runner has begun the next one."""
+    go, begun, end = (tmp_path / name for name in ("go", "begun", "end"))
+    pid = slot.pid
+
+    def move_on() -> None:
+        go.touch()
+        wait_until(begun.exists, "the next call to begin")
+
+    at_cancel(move_on)
+    started = tmp_path / "started"
+    run = Run(slot, batch_of(wanted=waits_for(go, started), neighbour=waits_for(end, begun)))
+    wait_until(started.exists, "the first call to begin")
+    slot.cancel("wanted")
+    wait_until(lambda: any(isinstance(news, Outcome) and news.call_id == "wanted" for news in run.news), "the outcome of the first call")
+    wait_until(lambda: state_of(pid) != "T", "the runner to go on")
+    end.touch()
+    assert run.endings() == {"wanted": Ending.RESULT, "neighbour": Ending.RESULT}
+    assert slot.pid == pid
+
+
+def test_a_cancelled_call_stops_and_those_behind_it_run(slot: Slot, tmp_path: Path) -> None:
+    """The runner ends with the call that it runs; the others get another one."""
+    started, never = tmp_path / "started", tmp_path / "never"
+    pid = slot.pid
+    run = Run(slot, batch_of(wanted=waits_for(never, started), neighbour="pass"))
+    wait_until(started.exists, "the first call to begin")
+    slot.cancel("wanted")
+    assert run.endings() == {"wanted": Ending.CANCELLED, "neighbour": Ending.RESULT}
+    assert slot.pid != pid
+
+
+def test_what_a_cancelled_call_has_started_is_asked_to_end_too(slot: Slot, tmp_path: Path) -> None:
+    """Its children are of its process group: they get the signal, and are not stopped."""
+    child, never = tmp_path / "child", tmp_path / "never"
+    text = f"import subprocess; child = subprocess.Popen(['sleep', '1000']); open({str(child)!r}, 'w').write(str(child.pid))\n{waits_for(never)}"
+    run = Run(slot, batch_of(wanted=text))
+    wait_until(lambda: child.exists() and child.read_text(), "the child to start")
+    slot.cancel("wanted")
+    assert run.endings() == {"wanted": Ending.CANCELLED}
+    wait_until(lambda: not os.path.exists(f"/proc/{child.read_text()}"), "the child to end")
+
+
+def test_a_call_that_ignores_the_signal_is_killed_later(slot: Slot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs on, not stopped, until its time is up."""
+    monkeypatch.setattr(slots, "TERM_SECONDS", 0.2)
+    started, ignored = tmp_path / "started", tmp_path / "ignored"
+    text = f"import signal; signal.signal(signal.SIGTERM, lambda *_: open({str(ignored)!r}, 'w').close())\n{waits_for(tmp_path / 'never', started)}"
+    run = Run(slot, batch_of(wanted=text, neighbour="pass"))
+    wait_until(started.exists, "the call to begin")
+    slot.cancel("wanted")
+    assert run.endings()["wanted"] is Ending.CANCELLED
+    assert ignored.exists()
+
+
+def test_a_runner_that_dies_while_it_is_held_is_buried(slot: Slot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else kills it between the two signals: its call has ended by that, and the next runner is not touched."""
+    started, pid = tmp_path / "started", slot.pid
+    really = os.kill
+
+    def kill(victim: int, sig: int) -> None:
+        really(victim, sig)
+        if sig == signal.SIGSTOP:
+            really(victim, signal.SIGKILL)
+
+    monkeypatch.setattr(slots.os, "kill", kill)
+    run = Run(slot, batch_of(wanted=waits_for(tmp_path / "never", started), neighbour="pass"))
+    wait_until(started.exists, "the call to begin")
+    slot.cancel("wanted")
+    endings = run.endings()
+    assert endings["wanted"] in {Ending.CRASH, Ending.CANCELLED}
+    assert endings["neighbour"] is Ending.RESULT
+    assert slot.pid != pid
+
+
+def test_a_call_whose_memory_another_has_used_is_spared(runners: Runners, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call that took too much has ended when the slot looks again: the one that runs then has done nothing."""
+    go, begun, end, started = (tmp_path / name for name in ("go", "begun", "end", "started"))
+    slot = Slot(runners, (str(tmp_path),), memory_limit_bytes=1 << 30)  # type: ignore[arg-type]
+    pid = slot.pid
+    looks = list[int]()
+
+    def resident_bytes(_: int) -> int:
+        if not started.exists():
+            return 0
+        looks.append(1)
+        if len(looks) > 1:
+            return 1 << 20
+        go.touch()
+        wait_until(begun.exists, "the next call to begin")
+        return 2 << 30
+
+    monkeypatch.setattr(slots, "_resident_bytes", resident_bytes)
+    run = Run(slot, batch_of(large=waits_for(go, started), neighbour=waits_for(end, begun)))
+    wait_until(lambda: len(looks) > 1 or slot.pid != pid, "the slot to look again")
+    end.touch()
+    try:
+        assert run.endings() == {"large": Ending.RESULT, "neighbour": Ending.RESULT}
+        assert slot.pid == pid
+    finally:
+        slot.close()
+
+
+# ── what is taken back ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Contended:
+    """The end of the queue from which a slot takes packets back, where the runner is faster after the first one."""
+
+    def __init__(self, take: Any, meanwhile: Callable[[], object]) -> None:
+        self._take = take
+        self._meanwhile = [meanwhile]
+
+    def recv(self, size: int, flags: int) -> bytes:
+        packet = self._take.recv(size, flags)
+        if self._meanwhile:
+            self._meanwhile.pop()()
+        return packet
+
+    def close(self) -> None:
+        self._take.close()
+
+
+@pytest.mark.parametrize("secrets", [None, {"TOKEN": "abc"}])
+def test_a_runner_returns_a_call_whose_function_was_taken_back(runners: Runners, tmp_path: Path, secrets: dict[str, str] | None) -> None:
+    """The function, and the secrets, come with the first call: the slot takes that one back, and the runner meanwhile the one behind it."""
+    closed = tmp_path / "closed"
+    closed.touch()
+    slot: Any = Slot(runners, (str(tmp_path),))  # type: ignore[arg-type]
+    if secrets:
+        slot.furnish(secrets)
+    outcomes = slot.outcomes
+
+    def let_the_runner_be_faster() -> None:
+        closed.unlink()
+        ready, _, _ = select.select([outcomes], [], [], 60.0)
+        assert ready
+
+    slot.take = Contended(slot.take, let_the_runner_be_faster)
+    say = "import os; print(os.environ.get('TOKEN', 'none') == 'abc')"
+    run = Run(slot, batch_of(first=say, second=say, third="pass", fourth=say))
+    wait_until(lambda: len(slot.known) == 1, "the calls to be sent")
+    slot.cancel("third")
+    try:
+        assert run.endings() == {"first": Ending.RESULT, "second": Ending.RESULT, "third": Ending.CANCELLED, "fourth": Ending.RESULT}
+        assert sum(isinstance(news, Outcome) for news in run.news) == 4
+        lines = {news.call_id: news.lines for news in run.news if isinstance(news, Output)}
+        assert lines == dict.fromkeys(("first", "second", "fourth"), (str(bool(secrets)),))
+    finally:
+        slot.close()
+
+
+# ── births ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def request(supervisor: socket.socket) -> int:
+    """Take a request for a runner; return its number."""
+    message, ancillary, _, _ = supervisor.recvmsg(4096, socket.CMSG_SPACE(64))
+    for descriptor in memoryview(bytearray(ancillary[0][2])).cast("i"):
+        os.close(descriptor)
+    return int.from_bytes(message[:8])
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_birth_that_comes_late_is_ended_and_not_given_to_the_next_request(
+    sleeper: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each request from then on would get the process of the one before."""
+    ours, supervisor = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, supervisor, (tmp_path / "file").open("w") as file:
+        foundry = Foundry(ours)
+        monkeypatch.setattr(slots, "FORK_SECONDS", 0.05)
+        with pytest.raises(ConnectionError, match="did not start a process"):
+            foundry.fork([file.fileno()] * 4, b"mark")
+        monkeypatch.setattr(slots, "FORK_SECONDS", 30.0)
+        first = request(supervisor)
+        supervisor.send(pickle.dumps(Born(first, sleeper.pid)))
+
+        def answer() -> None:
+            supervisor.send(pickle.dumps(Born(request(supervisor), 4321)))
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        assert foundry.fork([file.fileno()] * 4, b"mark") == 4321
+        answering.join()
+        assert sleeper.wait(10) == -signal.SIGKILL
+        supervisor.send(pickle.dumps(Exit(sleeper.pid, -9)))
+        supervisor.send(pickle.dumps(Exit(4321, 5)))
+        assert foundry.exit_code(4321) == 5
+        assert foundry.exit_code(sleeper.pid, 0.0) is None  # nobody will ask: it is not kept
+        supervisor.close()
+
+
+def test_a_runner_that_comes_late_takes_no_call(runners: Runners, tmp_path: Path) -> None:
+    """Each runner has a queue of its own: one that its slot has given up finds it closed, and ends, whatever the slot does by then."""
+    late = list[int]()
+    really = runners.fork
+
+    def too_late(descriptors: list[int], mark: bytes) -> int:
+        late.append(really(descriptors, mark))
+        raise ConnectionError("too late")
+
+    slot = Slot(runners, (str(tmp_path),))  # type: ignore[arg-type]
+    try:
+        assert Run(slot, batch_of(first="pass")).endings() == {"first": Ending.RESULT}
+        runners.fork = too_late  # type: ignore[method-assign]
+        descriptors = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(ConnectionError):
+            slot.run(batch_of(crash="import os; os._exit(3)", second="pass"), lambda news: None)
+        assert runners.exit_code(late[0]) == 0
+        runners.fork = really  # type: ignore[method-assign]
+        assert Run(slot, batch_of(third="pass")).endings() == {"third": Ending.RESULT}
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+    finally:
+        slot.close()
+
+
+def test_what_has_ended_is_told_though_no_runner_comes(runners: Runners, slot: Slot) -> None:
+    """A crash is a crash, also if there is nobody to run what stood behind it."""
+
+    def refuse(descriptors: list[int], mark: bytes) -> int:
+        raise ConnectionError("no supervisor")
+
+    runners.fork = refuse  # type: ignore[method-assign]
+    news = list[News]()
+    with pytest.raises(ConnectionError):
+        slot.run(batch_of(crash="import os; os._exit(3)", second="pass"), news.extend)
+    assert [(item.call_id, item.ending, item.exit_code) for item in news if isinstance(item, Outcome)] == [("crash", Ending.CRASH, 3)]
