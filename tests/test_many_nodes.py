@@ -196,6 +196,20 @@ def test_nodes_that_do_not_see_each_other_are_led_all_at_once(rent: Rent) -> Non
     assert asked == {node.instance.id: 2 * (NODES - 1) + (node.rank > 0) for node in lease.nodes}  # two ports for each other node, the head's rendezvous
 
 
+def test_an_sshd_that_forwards_no_ports_is_named_before_anything_is_sent(rent: Rent) -> None:
+    """A pool reaches its nodes through forwarded ports only: it would prepare them for nothing, and then wait."""
+    asked = set[str]()
+
+    async def note(what: str, node: FakeNode) -> None:
+        asked.add(what)
+
+    many = rent(Played(forwards_ports=False), before=note)
+    with ExitStack() as undo, pytest.raises(sky.SkywardError, match="AllowTcpForwarding no"):
+        many.machines.acquire(undo)
+    assert "login" in asked
+    assert not asked & {"put uv", "put ship.tar.gz", "start"}
+
+
 def test_slow_nodes_have_as_long_as_the_pool_to_open_and_are_asked_for_a_sign_of_life_once(rent: Rent, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that needs longer for each command than an open pool's may take is opened all the same, and its lease is extended; an open pool has its limit."""
     monkeypatch.setattr(remote, "COMMAND_SECONDS", 0.05)
