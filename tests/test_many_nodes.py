@@ -137,7 +137,7 @@ def rent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rent]:
     monkeypatch.setattr(remote, "LONGEST_BEAT_SECONDS", 600.0)  # nobody's lease is extended but by the test
     with ExitStack() as undo:
 
-        def rent(played: Played = Played(has_uv=False), before: Before | None = None) -> Many:
+        def rent(played: Played = Played(has_uv=False), before: Before | None = None, nodes_wanted: int = NODES) -> Many:
             together, told = Together(), Told()
             nodes = FakeNodes(played, before=before or together)
             undo.callback(nodes.close)
@@ -153,7 +153,7 @@ def rent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rent]:
             cloud._nodes = nodes
             certificate = Future[Any]()
             certificate.set_result(CERTIFICATE)
-            spec, meter = sky.PoolSpec.of(nodes=NODES, lease_seconds=3600), Meter()
+            spec, meter = sky.PoolSpec.of(nodes=nodes_wanted, lease_seconds=3600), Meter()
             ledger = undo.enter_context(Ledger(f"sqlite:///{tmp_path / 'ledger.db'}"))
             book = Book(ledger, "sky-many", spec, cloud, meter, told)
             book.open()
@@ -203,7 +203,7 @@ def test_an_sshd_that_forwards_no_ports_is_named_before_anything_is_sent(rent: R
     async def note(what: str, node: FakeNode) -> None:
         asked.add(what)
 
-    many = rent(Played(forwards_ports=False), before=note)
+    many = rent(Played(forwards_ports=False), before=note, nodes_wanted=1)
     with ExitStack() as undo, pytest.raises(sky.SkywardError, match="AllowTcpForwarding no"):
         many.machines.acquire(undo)
     assert "login" in asked
