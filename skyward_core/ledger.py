@@ -137,6 +137,7 @@ class Ledger:
         """Open the ledger at a SQLAlchemy URL; make it if there is none, migrate it if it is of an older version."""
         self.url = parsed(url)
         self._clock = clock
+        self._is_closed = False
         self._engine = opened(self.url, busy_timeout_seconds)
         self._writing = self._engine.execution_options(skyward_writes=True)
         try:
@@ -153,7 +154,8 @@ class Ledger:
                 migrate(connection)
 
     def close(self) -> None:
-        """Close all connections; may be called twice."""
+        """Close all connections; may be called twice. What is used later opens a connection for the time of its transaction."""
+        self._is_closed = True
         self._engine.dispose()
 
     def __enter__(self) -> Self:
@@ -724,7 +726,7 @@ class Ledger:
 
     def vacuum(self) -> None:
         """Give the room of what was pruned back to the disk (SQLite), or to the tables (PostgreSQL, where it is done by itself too)."""
-        with told(self.url), self._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        with told(self.url), self._pooled(), self._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             tables = [table.name for table in (POOLS, RESOURCES, ATTEMPTS, RESERVATIONS)]
             driver = cast("Any", connection.connection)
             if connection.dialect.name == "sqlite":
@@ -738,13 +740,24 @@ class Ledger:
 
     @contextmanager
     def _read(self) -> Generator[Connection]:
-        with told(self.url), self._engine.connect() as connection:
+        with told(self.url), self._pooled(), self._engine.connect() as connection:
             yield connection
 
     @contextmanager
     def _write(self) -> Generator[Connection]:
-        with told(self.url), self._writing.begin() as connection:
+        with told(self.url), self._pooled(), self._writing.begin() as connection:
             yield connection
+
+    @contextmanager
+    def _pooled(self) -> Generator[None]:
+        """Keep no connection after a transaction that ends in a closed ledger: `dispose` closes only connections that no thread uses."""
+        pool = self._engine.pool
+        try:
+            yield
+        finally:
+            if self._is_closed:
+                pool.dispose()  # of the time before `close`, if it was called meanwhile
+                self._engine.dispose()
 
 
 # ── pools ────────────────────────────────────────────────────────────────────────────────────────────────────────────

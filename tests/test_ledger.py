@@ -931,6 +931,31 @@ def test_a_reader_blocks_no_writer(file_ledger: Ledger, tmp_path: Path) -> None:
     assert len(file_ledger.intents()) == 1
 
 
+@pytest.mark.parametrize("use", [lambda ledger: ledger.left_usd("team", "p"), lambda ledger: ledger.reserve("team", "p", USD(1))], ids=["read", "write"])
+def test_a_ledger_that_is_closed_while_it_is_used_keeps_no_connection(tmp_path: Path, clock: Clock, use: Callable[[Ledger], object]) -> None:
+    """Neither the one that another thread uses as it is closed, nor one that is used later. The verbs themselves do their work."""
+    path = tmp_path / "state/ledger.db"
+
+    def connections() -> int:
+        return sum(os.path.realpath(f"/proc/self/fd/{number}") == str(path) for number in os.listdir("/proc/self/fd"))
+
+    def closing() -> datetime:
+        if closes:
+            ledger.close()
+        return clock()
+
+    closes = False
+    with Ledger(f"sqlite:///{path}", clock=closing) as ledger:
+        open_pool(ledger, "p")
+        ledger.set_account(Account("team", USD(10), Period.RUN))
+        closes = True
+        use(ledger)
+        assert connections() == 0
+        closes = False
+        use(ledger)
+        assert connections() == 0
+
+
 def test_a_ledger_that_stays_locked_is_told(file_ledger: Ledger, tmp_path: Path) -> None:
     """A writer that never ends is named as the cause; readers do not mind it, and all is well when it has gone."""
     raw = sqlite3.connect(tmp_path / "state/ledger.db", isolation_level=None)
