@@ -60,9 +60,9 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def api() -> Iterator[str]:
-    """A Prefect server with an empty database, for the session."""
+    """A Prefect server with an empty database, for the tests of this file."""
     with prefect_test_harness(server_startup_timeout=90):
         yield PREFECT_API_URL.value()
 
@@ -480,6 +480,7 @@ def test_a_failing_flow_stops_its_calls_and_closes_its_pool(events: list[Any], t
     with pytest.raises(LookupError, match="the flow itself"):
         broken()
     assert time.monotonic() - started < 60  # of the 600 s that the call sleeps; a test's own timeout would be swallowed by Prefect here
+    futures[0].wait()  # it has ended; one that nobody has waited for asks the server, with a client that it never closes
     assert futures[0].state.name == "Cancelled"
     assert not is_alive(int((tmp_path / "pid").read_text()))
     assert processes_of({event.pool_id for event in events if isinstance(event, sky.PoolReady)}) == []
