@@ -4,18 +4,25 @@ UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 RUN := $(UV) run --locked --no-sync
 export UV_COMPILE_BYTECODE := 1
 
-.PHONY: help demo test quick check lint format kill soak live bench versions constraints clean
+# Several test processes (pytest-xdist), each with hosts, servers and folders of its own: most tests wait more than they compute.
+AT_ONCE ?= 3
+TESTS := $(RUN) pytest -q -n $(AT_ONCE) --dist loadfile --no-loadscope-reorder
+
+.PHONY: help demo test quick long check lint format kill soak live bench versions constraints clean
 help: ## what there is
 	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' Makefile
 
 demo: .venv/ready ## the same real job on Prefect, Airflow and Dagster, and a table of what came out
 	$(RUN) python tests/demo.py
 
-test: .venv/ready ## every test: real pools, real orchestrators, built wheels
-	$(RUN) pytest -q --durations=10
+test: .venv/ready ## real pools, real orchestrators, built wheels: all tests but the long ones
+	$(TESTS) -m "not long" --durations=20
 
 quick: .venv/ready ## the tests without those that install packages or start servers; under two minutes
-	$(RUN) pytest -q -m "not slow"
+	$(TESTS) -m "not slow and not long"
+
+long: .venv/ready ## the tests that take long, and all generated cases of those that generate them
+	EXAMPLES=all $(TESTS) -m "long or generated" --durations=20
 
 check: lint quick ## what must be green before a commit
 

@@ -49,8 +49,45 @@ _shared_schedulers: set[int] = set()
 _home: Path | None = None
 
 
+LONGEST_FIRST = (
+    "integrations/test_prefect.py",
+    "integrations/test_airflow.py",
+    "test_real_hosts.py",
+    "test_loss.py",
+    "integrations/test_dagster.py",
+    "test_pool.py",
+    "kill",
+    "providers/test_end_to_end.py",
+    "test_attach.py",
+    "providers/test_hosts.py",
+    "test_bootstrap_hosts.py",
+    "test_volume_hosts.py",
+    "integrations/test_sweeps.py",
+    "test_reaper.py",
+    "test_examples.py",
+    "test_docs.py",
+    "test_remote.py",
+    "test_supervisor.py",
+    "test_extras.py",
+    "test_mig_hosts.py",
+)
+"""Files (or folders) that take longest: they begin first, so that test processes that share the files end at about the same time."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of files that take longest first; the order within a file stays."""
+    root = Path(__file__).parent
+    place = {name: number for number, name in enumerate(LONGEST_FIRST)}
+
+    def rank(item: pytest.Item) -> int:
+        path = item.path.relative_to(root)
+        return place.get(str(path), place.get(path.parts[0], len(place)))
+
+    items.sort(key=rank)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Give the session its own caches and configuration, before any test module is imported."""
+    """Give the session its own caches and configuration, before any test module is imported. Each of several test processes (pytest-xdist) is a session."""
     global _home
     _home = Path(tempfile.mkdtemp(prefix="skyward-tests-"))
     old_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -188,6 +225,14 @@ def processes_by_tag(variable: str) -> list[tuple[int, str]]:
         if value is not None and state not in "ZX":
             found.append((int(entry), value))
     return found
+
+
+# ── what is generated ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def examples(many: int) -> int:
+    """Return how many cases a test generates: a fifth of `many`, and all of them in `make long`. Mark the test `generated`, so that it runs there again."""
+    return many if os.environ.get("EXAMPLES") == "all" else many // 5
 
 
 # ── waiting, and a pool to share ─────────────────────────────────────────────────────────────────────────────────────

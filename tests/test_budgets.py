@@ -25,14 +25,14 @@ from skyward_core.entries import Account, Period
 from skyward_core.errors import BudgetExceeded, LeaseLost
 from skyward_core.ledger import Ledger
 from skyward_core.owner import Owner
-from tests.conftest import wait_until
+from tests.conftest import examples, wait_until
 
 START = datetime(2026, 11, 30, 22, tzinfo=UTC)  # two hours before a midnight that ends a month too
 OWNER = Owner("ada", "laptop", "boot", "4026531836", 4711, "1234")
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # a ledger syncs each commit; of thousands of histories the disk has nothing
 POOL, ACCOUNT = st.integers(0, 2), st.integers(0, 2)  # which of a history's own
 CENTS = st.integers(1, 600)
-HISTORIES = int(os.environ.get("SKYWARD_TEST_HISTORIES", "2000"))
+HISTORIES = examples(2000)
 
 
 @dataclass
@@ -256,10 +256,11 @@ def shared() -> Iterator[Shared]:
 
 
 @pytest.mark.slow
+@pytest.mark.generated
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("part", range(4))
 def test_no_history_overdraws_an_account(shared: Shared, part: int) -> None:
-    """Two thousand of them, of twelve steps, in four parts that can run side by side."""
+    """Two thousand of them in `make long`, of twelve steps, in four parts that can run side by side."""
     many = settings(max_examples=HISTORIES // 4, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     run_state_machine_as_test(lambda: Budgets(shared), settings=many)
 

@@ -47,6 +47,7 @@ def installed(wheel: Path, extra: str, home: Path) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("orchestrator", ORCHESTRATORS)
 def test_each_extra_alone_brings_its_orchestrator_and_no_other(wheel: Path, orchestrator: str, tmp_path: Path) -> None:

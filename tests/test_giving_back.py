@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from skyward_core import Instance, InstancesLeft, InstanceState
 from skyward_core.providers.base import Provider
 from skyward_core.provisioning.giving_back import DEADLINE_SECONDS, give_back
+from tests.conftest import examples
 
 POOL = "sky-1"
 CONSOLE = "https://console.example/"
@@ -415,7 +416,8 @@ endings = st.lists(st.sampled_from(["", "fail", "nothing", "half", "refuse", "va
 listings = st.lists(st.sampled_from(["", "fail"]), max_size=8)
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.generated
+@settings(max_examples=examples(300), deadline=None)
 @given(
     billed=st.sets(st.sampled_from(LETTERS)),
     gone_before=st.sets(st.sampled_from("xy")),
@@ -464,7 +466,8 @@ def test_when_it_returns_nothing_is_billed_and_when_it_raises_all_that_lives_is_
         assert page.rented() == set()
 
 
-@settings(max_examples=400, deadline=None)
+@pytest.mark.generated
+@settings(max_examples=examples(400), deadline=None)
 @given(billed=st.sets(st.sampled_from(LETTERS)), hidden=st.sets(st.sampled_from(LETTERS)), endings=endings, listings=listings, is_blind=st.booleans())
 def test_the_same_of_providers_that_confirm(billed: set[str], hidden: set[str], endings: list[str], listings: list[str], is_blind: bool) -> None:
     """A confirmation is believed, but for machines that nobody knew."""

@@ -380,6 +380,7 @@ def test_closing_in_the_middle_of_a_replacement_leaves_nothing(tmp_path: Path, v
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_frozen_node_is_noticed(tmp_path: Path, victim: int) -> None:

@@ -21,6 +21,7 @@ from skyward_core.ledger import Ledger
 from skyward_core.owner import Owner
 from skyward_core.provisioning.metering import Meter
 from skyward_core.provisioning.purse import Fill, Grant, Purse
+from tests.conftest import examples
 
 START = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 HOUR = 3600.0
@@ -392,7 +393,8 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@pytest.mark.generated
+@settings(max_examples=examples(400), deadline=None)
 @given(limit=st.integers(1, 50_000_000) | st.integers(1, 3_000_000), price=prices, other=prices, steps=steps)
 def test_if_all_machines_ran_until_their_hard_end_the_bill_would_be_within_max_cost(
     limit: int, price: Price, other: Price, steps: list[tuple[str, int]]
@@ -534,7 +536,8 @@ world_steps = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@pytest.mark.generated
+@settings(max_examples=examples(400), deadline=None)
 @given(
     limit=st.integers(1, 50_000_000) | st.integers(1, 3_000_000),
     price=prices,

@@ -325,6 +325,7 @@ def test_a_call_that_must_not_run_twice_does_not(cloud, timings):
         assert told.of(CallRetrying) == []
 
 
+@pytest.mark.long
 def test_partitions_that_heal_cost_nothing(hosts, owned, timings):
     """Under running maps every host is cut off from everybody, then the client alone from all: no node is lost, no result missing, no call runs twice."""
     told = Told()
@@ -346,6 +347,7 @@ def test_partitions_that_heal_cost_nothing(hosts, owned, timings):
         assert where() @ pool == tuple((host.name, rank) for rank, host in enumerate(three))
 
 
+@pytest.mark.long
 def test_a_partition_that_does_not_heal_costs_a_host(hosts, owned, timings, monkeypatch):
     """A host stays cut off: it ends its node when the lease has run out, the spare host takes its place, and what could not be asked is told, and is no error."""
     told = Clocked()

@@ -6,6 +6,7 @@ from tests.soak import MB, growth, looks
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_process_that_runs_calls_does_not_grow() -> None:
     """It kept 272 bytes of each call: 8 MB here."""
     grown = growth(list(looks(40_000)))

@@ -26,6 +26,7 @@ from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, OW
 from skyward_core.provisioning import sweep as sweeping
 from skyward_core.provisioning.judging import BOOT_SECONDS, Action, Scene, judge, paid_until
 from skyward_core.provisioning.sweep import end_pool, release, sweep
+from tests.conftest import examples
 from tests.fakes import BlindProvider, FakeProvider, FlakyProvider, SlowToGoProvider, StuckProvider
 
 ROOT = Path(__file__).parent.parent
@@ -430,7 +431,8 @@ def scenes(draw: st.DrawFn) -> Scene:
 
 
 @pytest.mark.slow
-@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.generated
+@settings(max_examples=examples(1500), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scene=scenes(), min_age=st.sampled_from([0.0, 600.0]), unknown=st.booleans())
 def test_nothing_is_ended_without_proof_and_nothing_is_overlooked(scene: Scene, min_age: float, unknown: bool) -> None:
     """Whatever the ledger, the tags and the listing say: a live pool is never touched, a stranger only with proof, and each machine has one verdict."""

@@ -1,4 +1,4 @@
-"""Kill -9 at a thousand generated points: after recovery nothing lives but what may, and nothing of anybody else was touched."""
+"""Kill -9 at generated points, a thousand in `make long`: after recovery nothing lives but what may, and nothing of anybody else was touched."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from collections import Counter
 
 import pytest
 
+from tests.conftest import examples
 from tests.kill import matrix
 from tests.kill.__main__ import SEED
 from tests.kill.boundaries import PHASES
 
-POINTS, REAPED = 1000, 18
+POINTS, REAPED = examples(1000), 18
 
 
 @pytest.mark.slow
+@pytest.mark.generated
 @pytest.mark.timeout(900)
 def test_whoever_is_killed_wherever_nothing_is_left() -> None:
-    """A thousand kills over all phases, by every rope: no machine of the dead is alive, none of the living was asked to end, and the ledger's books are closed."""
+    """Kills over all phases, by every rope: no machine of the dead is alive, none of the living was asked to end, and the ledger's books are closed."""
     points = matrix.work_off(SEED, POINTS, REAPED)
     assert matrix.wrong(points) == []
     kills = [point for point in points if matrix.is_kill(point)]
