@@ -224,7 +224,7 @@ def _work(scenario: Scenario, pool: Any, boundaries: Boundaries, clock: SharedCl
         boundaries.enter(Phase.RUNNING)
     if scenario.is_head_lost:
         boundaries.enter(Phase.REPLACING)
-        opened.machines.restart(lambda _: True)
+        opened.machines.restart([node.instance.id for node in pool.lease.nodes], [])
         boundaries.enter(Phase.RUNNING)
     _beat(scenario, opened)
     match scenario.ends:
