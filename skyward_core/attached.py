@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.errors import CallCrashed, CommandFailed, CredentialsError, HostKeyChanged, LeaseLost, LedgerError, NodeLost, SkywardError
+from skyward_core.event_queue import EventQueue
 from skyward_core.events import CostFinal, SkywardEvent
 from skyward_core.instances import Lease, Node
 from skyward_core.reach import Reaches
@@ -47,24 +48,29 @@ class Attached:
     receipt: Mapping[str, Any] | None = None
     why_ended: SkywardError | None = None
 
-    def __init__(
-        self, lease: Lease, key: str | None, lease_seconds: float, retries: int, emit: Callable[[SkywardEvent], object], close_display: Callable[[], None]
-    ) -> None:
+    def __init__(self, lease: Lease, key: str | None, lease_seconds: float, retries: int, events: EventQueue) -> None:
         self.lease = lease
         self._key = key
         self._key_in_memory: int | None = None
         self.cluster: Cluster | None = None
         self.is_running = False
-        self.emit = emit
+        self.events = events
         self._lease_seconds = lease_seconds
         self._retries = retries
-        self._close_display = close_display
-        self._reaches = Reaches(lease_seconds, emit)
+        self._reaches = Reaches(lease_seconds, self.emit)
         self._stopping = threading.Lock()
         self._ended = threading.Event()
         self._away: dict[int, float] = {}
         """Since when nodes are not there, by rank."""
         self._entry = KeptEntry(lease.pool_id, lease_seconds)
+
+    def emit(self, event: SkywardEvent) -> int:
+        """Put an event on its way to the callbacks; return its number in `events`."""
+        return self.events.put(event)
+
+    def wait_for_lines(self) -> None:
+        """Before the result of a call: its lines are told first, unless the callbacks take too long for that."""
+        self.events.when_told(self.events.number)
 
     def start(self, timeout_seconds: float) -> None:
         """Reach the nodes and connect; without those that are not there, but for the head, which has the scheduler and what it keeps.
@@ -79,7 +85,9 @@ class Attached:
             head = self._reaches.to(self.lease.nodes[0].instance)
             certificate = PoolCertificate(settings["tls_certificate"], settings["tls_key"])
             module = importlib.import_module("skyward_core.engine.cluster")
-            self.cluster = cluster = cast("Cluster", module.Cluster(self.lease, certificate, self._reaches, self.emit, self._retries))
+            self.cluster = cluster = cast(
+                "Cluster", module.Cluster(self.lease, certificate, self._reaches, self.emit, self._retries, None, None, self.wait_for_lines)
+            )
             cluster.start(head.address(self.lease.scheduler), deadline, lambda: None, min(JOIN_SECONDS, self._lease_seconds / 2))
             for node in self.lease.nodes:
                 if node.rank and len(cluster.missing(node.rank)) == node.workers:
@@ -173,7 +181,7 @@ class Attached:
             if self._key_in_memory is not None:
                 os.close(self._key_in_memory)
                 self._key_in_memory = None
-            self._close_display()
+            self.events.close()
 
     def _keep(self) -> None:
         """Signs of life for nodes of this machine (over SSH each way sees to its own), and for the pool's entry in the ledger."""

@@ -30,6 +30,7 @@ from skyward_core import console
 from skyward_core.engine.recovery import Recovery
 from skyward_core.entries import SECONDS_PER_HOUR, Bucket, ResourceKind
 from skyward_core.errors import BudgetExceeded, InstancesLeft, LeaseLost, LedgerError, NotPicklable, PoolClosed, SkywardError
+from skyward_core.event_queue import EventQueue
 from skyward_core.events import (
     BootstrapCompleted,
     BootstrapProgress,
@@ -37,6 +38,7 @@ from skyward_core.events import (
     Callback,
     CostFinal,
     Error,
+    InfraCreating,
     InstanceLost,
     InstancesUnconfirmed,
     PoolReady,
@@ -138,10 +140,9 @@ class Opening:
         self._is_written_down = False
         self._refusal: LedgerError | None = None
         """What the ledger has refused of the end, as long as it was not written anew."""
-        self._display = console.display(spec.display)
+        display = console.display(spec.display)
         sinks = [callback for callback in (registered_callback(), on_event) if callback is not None]
-        self._callback = compose(*sinks, self._display)
-        self._telling = threading.RLock()
+        self.events = EventQueue(compose(*sinks, display), display.close)
         self._stopping = threading.Lock()
         self._stopper = 0
         self._is_over = threading.Event()
@@ -159,12 +160,16 @@ class Opening:
         """The claim on the machines that there are now; None before there are any."""
         return self.machines.lease if self.machines is not None and self.recovery is not None else None
 
-    def emit(self, event: SkywardEvent) -> None:
-        """Tell one event, never two at once, and none after the bill."""
+    def emit(self, event: SkywardEvent) -> int:
+        """Count one event, and put it on its way to the callbacks; return its number in `events`. Waits for no callback, but for the first event's.
+
+        That one, `InfraCreating`, is told before anything is rented: who writes the pool's id down has it then, whatever happens to this process.
+        """
         self._count(event)
-        with self._telling:
-            if self.final is None or event is self.final:
-                self._callback(event)
+        number = self.events.put(event)
+        if isinstance(event, InfraCreating):
+            self.events.flush()
+        return number
 
     def start(self) -> None:
         """Open; on any error everything is undone and the bill is told before it is raised."""
@@ -190,7 +195,7 @@ class Opening:
                 dask.join()
                 cluster_module = importlib.import_module("skyward_core.engine.cluster")
                 self.cluster = cluster = cluster_module.Cluster(
-                    lease, certificate.result(), machines.reaches, self.emit, self.spec.retries, self.meter, self._secrets
+                    lease, certificate.result(), machines.reaches, self.emit, self.spec.retries, self.meter, self._secrets, self._wait_for_lines
                 )
                 undo.callback(cluster.close, PoolClosed("the pool could not be opened"))
                 cluster.start(machines.scheduler, deadline, machines.check)
@@ -200,7 +205,7 @@ class Opening:
                 self.is_running = True  # before the undo is let go: an asynchronous exception may come between any two lines, and then `stop` is the undo
                 undo.pop_all()
         except BaseException as error:
-            self._display.close()
+            self.events.close()
             if self.why_ended is not None:
                 raise self.why_ended from error
             raise
@@ -359,7 +364,7 @@ class Opening:
                 self.release()
             finally:
                 self._settle_bill()
-                self._display.close()
+                self.events.close()
                 self._is_over.set()
 
     def terminate_now(self) -> None:
@@ -409,7 +414,7 @@ class Opening:
             self._let_reaper_go()
             self._close_ledger()
             self._settle_bill()
-            self._display.close()
+            self.events.close()
         return lease
 
     @contextlib.contextmanager
@@ -609,9 +614,16 @@ class Opening:
                 else:
                     reach.say_busy()
 
+    def _wait_for_lines(self) -> None:
+        """Before the result of a call: its lines are told first, unless the callbacks take too long for that."""
+        self.events.when_told(self.events.number)
+
     def _at_exit(self) -> None:
-        self.stop("the interpreter ends")
-        self.release()
+        try:
+            self.stop("the interpreter ends")
+            self.release()
+        finally:
+            self.events.flush()
 
 
 def _make_ready(pool_id: str, certificate: Future[PoolCertificate]) -> None:

@@ -30,6 +30,7 @@ from skyward_core.compute import ComputeFunction, PendingBatch, PendingCompute, 
 from skyward_core.config import Settings
 from skyward_core.engine.futures import CallFuture
 from skyward_core.errors import BadRequest, InstancesLeft, PoolClosed, ResultNotLoaded, SkywardError, Stored
+from skyward_core.event_queue import EventQueue
 from skyward_core.events import Callback, CostFinal, compose, registered_callback
 from skyward_core.greenlets import refuse_greenlets
 from skyward_core.instances import Lease
@@ -120,8 +121,14 @@ class ComputePool:
         pool._prepare(spec, [Local()], "", on_event, None)
         show = console.display(spec.display)
         callback = compose(*[sink for sink in (registered_callback(), on_event) if sink is not None], show)
-        attached = Attached(claim, None if key is None else str(key), lease_seconds, retries, lambda event: (callback(event), None)[1], show.close)
-        attached.start(timeout_seconds)
+        attached = Attached(claim, None if key is None else str(key), lease_seconds, retries, EventQueue(callback, show.close))
+        try:
+            attached.start(timeout_seconds)
+            attached.events.flush()
+        except BaseException:
+            attached.stop("the pool could not be attached to")
+            attached.events.flush()
+            raise
         pool._was_opened = True
         pool._open = attached
         pool._process = os.getpid()
@@ -181,33 +188,49 @@ class ComputePool:
         self._raise_in_a_fork()
         refuse_greenlets()
         terminations = self._terminations
-        with self._opening:
-            if isinstance(self._open, Opening) and not self._open.is_running:
-                raise PoolClosed("the pool has ended, and closing it has not succeeded yet: close it, and open it then")
-            if self._open is None:
-                secrets = self._read_secrets()
-                self._was_opened = True
-                self._final = self._receipt = self._why_ended = self._unconfirmed = None
-                self._process = os.getpid()
-                self._open = opened = Opening(self._spec, self._providers, self._on_event, self._work, secrets)
-                self._id = opened.pool_id
-                if self._terminations != terminations:  # by a signal handler, when there was nothing yet that could be told
-                    opened.terminate_now()
-                if self._why_provider:
-                    is_stand_in = not self._spec.providers and any(provider.simulates for provider in self._providers)
-                    _log.log(
-                        logging.WARNING if is_stand_in else logging.INFO, "%s", self._why_provider
-                    )  # now, because before the display has opened nobody may be listening
-                try:
-                    opened.start()
-                except BaseException:
-                    self._open = None
-                    opened.stop("the pool could not be opened")
-                    self._final, self._receipt = opened.final, opened.receipt
-                    raise
-                self._finalizer = weakref.finalize(self, _collected, opened)
-                self._finalizer.atexit = False
+        opened: Opening | None = None
+        try:
+            with self._opening:
+                if isinstance(self._open, Opening) and not self._open.is_running:
+                    raise PoolClosed("the pool has ended, and closing it has not succeeded yet: close it, and open it then")
+                if self._open is None:
+                    secrets = self._read_secrets()
+                    self._was_opened = True
+                    self._final = self._receipt = self._why_ended = self._unconfirmed = None
+                    self._process = os.getpid()
+                    self._open = opened = Opening(self._spec, self._providers, self._on_event, self._work, secrets)
+                    self._start(opened, terminations)
+        finally:
+            if opened is not None:
+                self._flush(opened)
         return self
+
+    def _start(self, opened: Opening, terminations: int) -> None:
+        self._id = opened.pool_id
+        if self._terminations != terminations:  # by a signal handler, when there was nothing yet that could be told
+            opened.terminate_now()
+        if self._why_provider:
+            is_stand_in = not self._spec.providers and any(provider.simulates for provider in self._providers)
+            _log.log(
+                logging.WARNING if is_stand_in else logging.INFO, "%s", self._why_provider
+            )  # now, because before the display has opened nobody may be listening
+        try:
+            opened.start()
+        except BaseException:
+            self._open = None
+            opened.stop("the pool could not be opened")
+            self._final, self._receipt = opened.final, opened.receipt
+            raise
+        self._finalizer = weakref.finalize(self, _collected, opened)
+        self._finalizer.atexit = False
+
+    def _flush(self, opened: Opening) -> None:
+        """Wait for the callbacks, without the lock: one of them may be closing the pool. If that is interrupted, nobody else closes it: no block has begun."""
+        try:
+            opened.events.flush()
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
 
     def _read_secrets(self) -> SecretValues:
         """Return the values of the spec's secrets, and say what would be better kept as one. Raises BadRequest."""
@@ -228,20 +251,28 @@ class ComputePool:
         """
         if self._is_in_a_fork:
             return
-        with self._opening:
-            opened = self._open
-            if opened is None:
-                return
-            try:
-                opened.stop("the pool was closed")
-                opened.release()
-            finally:
-                self._final, self._receipt, self._why_ended = opened.final, opened.receipt, opened.why_ended
-                self._unconfirmed = opened.unconfirmed if isinstance(opened, Opening) else None
-            self._open = None  # only now: after an interrupt, InstancesLeft or LedgerError, closing again tries again
-            if self._finalizer is not None:
-                self._finalizer.detach()
-                self._finalizer = None
+        opened = self._open
+        try:
+            with self._opening:
+                self._close()
+        finally:
+            if opened is not None:
+                opened.events.flush()  # without the lock: a callback may be closing the pool too
+
+    def _close(self) -> None:
+        opened = self._open
+        if opened is None:
+            return
+        try:
+            opened.stop("the pool was closed")
+            opened.release()
+        finally:
+            self._final, self._receipt, self._why_ended = opened.final, opened.receipt, opened.why_ended
+            self._unconfirmed = opened.unconfirmed if isinstance(opened, Opening) else None
+        self._open = None  # only now: after an interrupt, InstancesLeft or LedgerError, closing again tries again
+        if self._finalizer is not None:
+            self._finalizer.detach()
+            self._finalizer = None
 
     def hand_over(self) -> InstancesLeft | None:
         """Close; what cannot be confirmed gone is left to the pool's reaper, and returned in place of being raised. None if all is gone.
@@ -365,6 +396,7 @@ class ComputePool:
             if self._finalizer is not None:
                 self._finalizer.detach()
                 self._finalizer = None
+        opened.events.flush()
         return lease
 
     def dask_client(self) -> distributed.Client:

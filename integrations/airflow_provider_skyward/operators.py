@@ -170,7 +170,11 @@ class _Killed(BaseException):
 
 
 class _Attempt:
-    """One execution's pool and its news. `tell` may be called in any thread, everything else in the main thread."""
+    """One execution's pool and its news.
+
+    While the pool opens or closes, the main thread waits for that, and the thread of the pool's events writes the news as they happen. In between the main
+    thread does. All else happens in the main thread.
+    """
 
     def __init__(self, log: Any, context: Context) -> None:
         self._log = log
@@ -178,6 +182,9 @@ class _Attempt:
         self._work = _work_of(self._task_instance)
         self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._main = threading.current_thread()
+        self._writing = threading.Lock()
+        self._is_main_waiting = False
+        """For the pool to open, or to close."""
         self._pool: sky.ComputePool | None = None
         self._calls = 0
         self._provider = ""
@@ -196,7 +203,7 @@ class _Attempt:
         try:
             self._log.info("::group::Provisioning")
             try:
-                with self._interruptible():
+                with self._interruptible(), self._told_at_once():
                     pool.open()
             finally:
                 self._log.info("::endgroup::")
@@ -205,8 +212,8 @@ class _Attempt:
             self._calls = len(futures)
             return self._wait(futures)
         finally:
-            pool.hand_over()  # what is not confirmed gone is told by the log and by `bill`, and fails no task whose work is done
-            self._drain()
+            with self._told_at_once():
+                pool.hand_over()  # what is not confirmed gone is told by the log and by `bill`, and fails no task whose work is done
 
     def kill(self) -> None:
         """Stop `run`. Called in a signal handler: has the machines ended, then wakes the main thread, or raises where that may be waiting for machines.
@@ -268,15 +275,24 @@ class _Attempt:
             return {}
 
     def _push(self, key: str, value: dict[str, Any]) -> None:
-        """Store an XCom. A kill waits for that: a connection torn apart between question and answer would answer Airflow's next question with this one's."""
+        """Store an XCom. A kill waits for that: a connection torn apart between question and answer would answer Airflow's next question with this one's.
+
+        In the thread of the pool's events no signal handler raises anything.
+        """
+        if threading.current_thread() is not self._main:
+            self._store(key, value)
+            return
         was_interruptible, self._is_interruptible = self._is_interruptible, False
+        self._store(key, value)
+        self._is_interruptible = was_interruptible
+        if was_interruptible and self._is_killed:
+            raise _Killed
+
+    def _store(self, key: str, value: dict[str, Any]) -> None:
         try:
             self._task_instance.xcom_push(key=key, value=value)
         except Exception:  # the work is done and paid for, or failed for a better reason than this one
             self._log.exception("XCom %s could not be stored: %s", key, value)
-        self._is_interruptible = was_interruptible
-        if was_interruptible and self._is_killed:
-            raise _Killed
 
     @contextmanager
     def _interruptible(self) -> Generator[None]:
@@ -296,7 +312,8 @@ class _Attempt:
         while waiting and not self._is_killed:
             news = self._news.get()
             if not isinstance(news, Future):
-                self._write(news)
+                with self._writing:
+                    self._write(news)
             elif error := _error_of(news):
                 if len(futures) > 1:
                     error.add_note(f"in call {waiting[news]} of {len(futures)} (map_over)")
@@ -308,13 +325,24 @@ class _Attempt:
         return [future.result() for future in futures]
 
     def _tell(self, event: sky.SkywardEvent) -> None:
+        with self._writing:
+            if self._is_main_waiting:
+                self._write(event)
+                return
         self._news.put(event)
-        if threading.current_thread() is self._main:  # opening and closing happen in the main thread, and are told as they happen
-            self._drain()
 
-    def _drain(self) -> None:
-        while not self._news.empty():
-            self._write(self._news.get())
+    @contextmanager
+    def _told_at_once(self) -> Generator[None]:
+        """Have what happens in the block written by the thread of the pool's events. An exception that a signal handler raises cuts no record of theirs off."""
+        with self._writing:
+            while not self._news.empty():
+                self._write(self._news.get())
+            self._is_main_waiting = True
+        try:
+            yield
+        finally:
+            with self._writing:
+                self._is_main_waiting = False
 
     def _write(self, news: Any) -> None:
         if isinstance(news, sky.InstanceProvisioned):

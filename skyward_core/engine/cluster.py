@@ -150,6 +150,7 @@ class Cluster:
         retries: int = 0,
         counts: Counts | None = None,
         secrets: SecretValues | None = None,
+        wait_for_lines: Callable[[], object] = lambda: None,
     ) -> None:
         self._nodes = {node.rank: node for node in lease.nodes}
         self._ranks = sorted(self._nodes)
@@ -158,6 +159,8 @@ class Cluster:
         self._certificate = certificate
         self._reaches = reaches
         self._emit = emit
+        self._wait_for_lines = wait_for_lines
+        """Returns when what was emitted has been told, or shortly."""
         self._retries = retries
         self._counts = counts
         self._secrets = secrets
@@ -802,6 +805,7 @@ class Cluster:
                 for line in item.lines:
                     self._emit(LogLine(report.node, report.instance_id, line, item.timestamp, item.call_id, item.stream, item.level))
             elif item.ending is not Ending.RETURNED:
+                self._wait_for_lines()
                 self._on_outcome(item, report.node, usd_per_second)
         with self._lock:
             self._queue.returned([item.call_id for item in report.news if isinstance(item, Outcome) and item.ending is Ending.RETURNED])

@@ -1,0 +1,35 @@
+"""A thread that does one thing again and again, and nothing else, so that nothing else can hold it up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+class Beat:
+    """Calls `step` every so many seconds, from a daemon thread of that name, until `end` is called. The first call comes after the first pause.
+
+    `step` must not wait for a callback or a display, and so it must not log either. What it raises goes to `on_error`, and it is called again all the same.
+    """
+
+    def __init__(self, name: str, seconds: float, step: Callable[[], object], on_error: Callable[[Exception], object]) -> None:
+        self._seconds = seconds
+        self._step = step
+        self._on_error = on_error
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """Call `step` no more. Does not wait for a call that runs; may be called twice, before `start`, and by `step` itself."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._seconds):
+            try:
+                self._step()
+            except Exception as error:  # whatever it is: the next beat may succeed
+                self._on_error(error)

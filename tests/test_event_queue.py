@@ -1,0 +1,313 @@
+"""Events are told in a thread of their own: in order, each once, and whoever puts one waits for no callback."""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import skyward_core as sky
+from skyward_core.event_queue import EventQueue
+from tests.conftest import Told, wait_until
+
+BILL = sky.CostFinal(1.0, 1.0, 1.0, 0, 1, 0.0)
+PATIENCE_SECONDS = 0.05
+
+
+def line(number: int) -> sky.LogLine:
+    return sky.LogLine(0, "i-0", str(number), 0.0)
+
+
+class Blocked:
+    """A sink that takes events only while it is let, and says that it stands still."""
+
+    def __init__(self) -> None:
+        self.told = Told()
+        self.may_go_on = threading.Event()
+        self.is_in = threading.Event()
+
+    def __call__(self, event: Any) -> None:
+        self.is_in.set()
+        assert self.may_go_on.wait(60)
+        self.told(event)
+
+
+@pytest.fixture
+def blocked() -> Iterator[Blocked]:
+    """A sink that blocks; let go at the end of the test."""
+    sink = Blocked()
+    yield sink
+    sink.may_go_on.set()
+
+
+def ended(queue: EventQueue) -> bool:
+    queue.close()
+    return queue.flush()
+
+
+def test_events_are_told_in_order_and_each_once() -> None:
+    """Many threads put; what one thread has put keeps its order, and the display is closed after the last one, by the thread that tells."""
+    seen: list[Any] = []
+    queue = EventQueue(seen.append, lambda: seen.append(threading.current_thread().name))
+    threads = [threading.Thread(target=lambda first=first: [queue.put(line(first + number)) for number in range(500)]) for first in range(0, 4000, 1000)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ended(queue)
+    assert seen.pop() == "skyward-events"
+    numbers = [int(event.line) for event in seen]
+    assert sorted(numbers) == [first + number for first in range(0, 4000, 1000) for number in range(500)]
+    for first in range(0, 4000, 1000):
+        assert all(one < other for one, other in pairwise(number for number in numbers if number // 1000 == first // 1000))
+    assert queue.told == queue.number == 2000
+
+
+def test_who_puts_an_event_does_not_wait(blocked: Blocked) -> None:
+    """A callback that blocks holds up the thread of the events, and nobody else."""
+    queue = EventQueue(blocked)
+    began = time.monotonic()
+    for number in range(1000):
+        queue.put(line(number))
+    queue.log(logging.INFO, "for a terminal that takes nothing")
+    queue.close()
+    assert time.monotonic() - began < 10
+    assert blocked.told.events == []
+    blocked.may_go_on.set()
+    assert queue.flush()
+    assert len(blocked.told.events) == 1000
+
+
+def test_a_flush_gives_up_when_a_callback_blocks_and_what_is_left_is_told_later(blocked: Blocked) -> None:
+    """Nobody waits without end for a callback; nothing is lost by that."""
+    is_closed = threading.Event()
+    queue = EventQueue(blocked, is_closed.set)
+    queue.put(line(0))
+    queue.close()
+    assert blocked.is_in.wait(60)
+    assert not queue.flush(PATIENCE_SECONDS)
+    assert not is_closed.is_set()
+    blocked.may_go_on.set()
+    assert queue.flush()
+    assert is_closed.is_set()
+    assert blocked.told.events == [line(0)]
+
+
+def test_a_flush_waits_as_long_as_there_is_progress() -> None:
+    """The patience is for one event, not for all."""
+
+    def slow(event: Any) -> None:
+        time.sleep(PATIENCE_SECONDS)
+
+    queue = EventQueue(slow)
+    for number in range(20):
+        queue.put(line(number))
+    assert queue.flush(20 * PATIENCE_SECONDS, 60)
+    for number in range(20):
+        queue.put(line(number))
+    assert not queue.flush(60, 2 * PATIENCE_SECONDS)
+    queue.close()
+    queue.flush()
+
+
+def test_a_result_waits_for_its_lines_once(blocked: Blocked) -> None:
+    """`when_told` waits for an event that is told soon; for a callback that blocks only the first one waits, and the others do not."""
+    queue = EventQueue(blocked)
+    number = queue.put(line(0))
+    threading.Timer(0.02, blocked.may_go_on.set).start()
+    assert queue.when_told(number, 60)
+    blocked.may_go_on.clear()
+    last = [queue.put(line(number)) for number in range(100)][-1]
+    assert not queue.when_told(last, PATIENCE_SECONDS)
+    began = time.monotonic()
+    assert not any(queue.when_told(last, 60) for _ in range(100))
+    assert time.monotonic() - began < 30
+    blocked.may_go_on.set()
+    wait_until(lambda: queue.when_told(last, 60), "the queue to catch up")
+    assert queue.when_told(queue.put(line(0)), 60)
+    assert ended(queue)
+
+
+def test_an_event_that_is_being_told_for_long_is_not_waited_for_anew(blocked: Blocked) -> None:
+    """The timeout counts from when the callback got the event."""
+    queue = EventQueue(blocked)
+    number = queue.put(line(0))
+    assert blocked.is_in.wait(60)
+    queue._began -= 30.0
+    began = time.monotonic()
+    assert not queue.when_told(number, 30.0)
+    assert time.monotonic() - began < 20.0
+    blocked.may_go_on.set()
+    assert ended(queue)
+
+
+def test_a_callback_may_close_the_queue_and_waits_for_nothing() -> None:
+    """As `pool.close()` in a callback does: what comes after the event is told when the callback has returned."""
+    seen: list[Any] = []
+    waited: list[bool] = []
+
+    def closes(event: Any) -> None:
+        seen.append(event)
+        if event == line(0):
+            queue.put(BILL)
+            waited.append(queue.when_told(queue.number, 60))
+            waited.append(queue.flush(60))
+            queue.close()
+
+    queue = EventQueue(closes, lambda: seen.append("closed"))
+    queue.put(line(0))
+    wait_until(lambda: seen[-1:] == ["closed"], "the end")
+    assert seen == [line(0), BILL, "closed"]
+    assert waited == [False, False]
+    queue.flush()
+
+
+def test_nothing_comes_after_the_bill() -> None:
+    """CostFinal is the last event, whoever emits after it."""
+    seen: list[Any] = []
+    queue = EventQueue(seen.append)
+    queue.put(line(0))
+    number = queue.put(BILL)
+    assert queue.put(line(1)) == number
+    queue.put(BILL)
+    assert ended(queue)
+    queue.close()
+    assert seen == [line(0), BILL]
+
+
+@given(st.lists(st.sampled_from(["line", "progress", "lost"]), max_size=60), st.integers(2, 10))
+def test_what_waits_is_bounded_and_what_matters_is_kept(kinds: list[str], most: int) -> None:
+    """Beyond the limit lines and progress are dropped and counted; other events never, and the last progress comes last."""
+    may_go_on = threading.Event()
+    seen: list[Any] = []
+    queue = EventQueue(lambda event: (may_go_on.wait(60), seen.append(event)), most_waiting=most)
+    made: dict[str, Any] = {"line": lambda number: line(number), "lost": lambda number: sky.InstanceLost("i-0", number, "")}
+    made["progress"] = lambda number: sky.CallProgress(number, number, 0)
+    put = [made[kind](number) for number, kind in enumerate(kinds)]
+    for event in put:
+        queue.put(event)
+    lost = [event for event in put if isinstance(event, sky.InstanceLost)]
+    assert sum(isinstance(event, sky.LogLine) for event in queue._waiting) <= most
+    may_go_on.set()
+    queue.put(BILL)
+    assert ended(queue)
+    assert [event for event in seen if isinstance(event, sky.InstanceLost)] == lost
+    progress = [event for event in put if isinstance(event, sky.CallProgress)]
+    assert [event for event in seen if isinstance(event, sky.CallProgress)][-1:] == progress[-1:]
+    told = [int(event.message.split()[0]) for event in seen if isinstance(event, sky.Error)]
+    again = sum(1 for event in seen if isinstance(event, sky.CallProgress)) + sum(1 for event in seen if isinstance(event, sky.LogLine))
+    dropped = len(put) - len(lost) - again
+    assert dropped <= sum(told) <= dropped + len(told)  # the last progress was counted as dropped, and is told all the same
+    assert seen[-1] == BILL
+
+
+def test_callbacks_run_in_the_context_in_which_the_pool_was_opened() -> None:
+    """What an orchestrator keeps in context variables, such as the run that it works for, is there for its callbacks."""
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="nothing")
+    seen: list[str] = []
+    variable.set("the opener's")
+    queue = EventQueue(lambda _: seen.append(variable.get()))
+    variable.set("of later")
+    queue.put(line(0))
+    assert ended(queue)
+    assert seen == ["the opener's"]
+
+
+def test_a_callback_that_exits_ends_the_program_and_not_the_thread(caplog: pytest.LogCaptureFixture) -> None:
+    """`sys.exit` in a callback is raised where the pool is waited for, once; an exception is logged, and both keep nothing from being told."""
+    seen: list[Any] = []
+
+    def exits(event: Any) -> None:
+        seen.append(event)
+        if event == line(0):
+            sys.exit("out of here")
+        if event == line(1):
+            raise ValueError("trouble")
+
+    queue = EventQueue(exits)
+    for number in range(3):
+        queue.put(line(number))
+    queue.close()
+    with pytest.raises(SystemExit, match="out of here"):
+        queue.flush()
+    assert queue.flush()
+    assert seen == [line(0), line(1), line(2)]
+    assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == ["trouble"]
+
+
+def test_records_keep_their_place_among_the_events(caplog: pytest.LogCaptureFixture) -> None:
+    """`log` waits for no handler; after the end the record is written at once."""
+    caplog.set_level(logging.INFO, logger="skyward")
+    queue = EventQueue(lambda event: logging.getLogger("skyward").info("event %s", event.line))
+    queue.put(line(0))
+    queue.log(logging.WARNING, "between %d and %d", 0, 1, error=ValueError("trouble"))
+    queue.put(line(1))
+    assert ended(queue)
+    queue.log(logging.INFO, "late")
+    assert [record.getMessage() for record in caplog.records] == ["event 0", "between 0 and 1", "event 1", "late"]
+    assert "trouble" in caplog.text
+
+
+def test_in_a_fork_nothing_is_told() -> None:
+    """Another process has no thread that tells, and may have been forked while the lock was held."""
+    seen: list[Any] = []
+    queue = EventQueue(seen.append)
+    queue.put(line(0))
+    assert queue.flush()
+    with queue._lock:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                queue.put(line(1))
+                queue.log(logging.INFO, "late")
+                queue.close()
+                is_right = not queue.flush() and not queue.when_told(2, 60) and seen == [line(0)]
+                os._exit(0 if is_right else 1)
+            finally:
+                os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert ended(queue)
+
+
+def test_a_signal_handler_may_put_in_the_middle_of_a_put() -> None:
+    """It runs in the thread that it interrupts, which may hold the queue's lock."""
+    seen: list[Any] = []
+    queue = EventQueue(seen.append)
+    before = signal.signal(signal.SIGUSR1, lambda *_: (queue.put(line(1)), queue.flush(), None)[-1])
+    try:
+        with queue._lock:
+            signal.raise_signal(signal.SIGUSR1)
+            queue.put(line(2))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert ended(queue)
+    assert seen == [line(1), line(2)]
+
+
+def test_without_a_thread_events_are_told_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that has no thread left costs the events their thread, and nobody an error."""
+    seen: list[Any] = []
+    queue = EventQueue(seen.append, lambda: seen.append("closed"))
+
+    def fails(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fails)
+        queue.put(line(0))
+        assert not queue.flush()
+        assert not queue.when_told(1)
+        queue.close()
+    assert queue.flush()
+    assert seen == [line(0), "closed"]
