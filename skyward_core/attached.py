@@ -15,6 +15,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from skyward_core.beat import Beat
 from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.errors import CallCrashed, CommandFailed, CredentialsError, HostKeyChanged, LeaseLost, LedgerError, NodeLost, SkywardError
 from skyward_core.event_queue import EventQueue
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("skyward")
 KEY_BEGINS = "-----BEGIN "
 POLL_SECONDS = 0.2
+MOST_BEAT_SECONDS = 5.0
 GUARD_SECONDS = 2.0  # a node that was opened has had its guard for long
 JOIN_SECONDS = 5.0  # a worker that has crashed is back in one or two
 ALL_AT_ONCE = 1000
@@ -62,7 +64,12 @@ class Attached:
         self._ended = threading.Event()
         self._away: dict[int, float] = {}
         """Since when nodes are not there, by rank."""
-        self._entry = KeptEntry(lease.pool_id, lease_seconds)
+        self._entry = KeptEntry(lease.pool_id, lease_seconds, events.log)
+        self._beats = [
+            Beat(name, min(MOST_BEAT_SECONDS, lease_seconds / 6), step, self._on_trouble)
+            for name, step in (("skyward-node-lease", self._keep_here), ("skyward-lease", self._entry.renew), ("skyward-clock", self._look))
+        ]
+        """One thread each: a scheduler that does not answer, or a ledger, holds up no sign of life for the nodes."""
 
     def emit(self, event: SkywardEvent) -> int:
         """Put an event on its way to the callbacks; return its number in `events`."""
@@ -103,7 +110,8 @@ class Attached:
                 raise NodeLost(f"pool {self.lease.pool_id} is not there any more, or has another head than its lease tells of: {error}") from error
             raise
         self._entry.renew()
-        threading.Thread(target=self._keep, name="skyward-clock", daemon=True).start()
+        for beat in self._beats:
+            beat.start()
 
     def _key_path(self, key: str) -> str:
         """Return the path of a key that is given by its path or its text. The text stays in this process's memory: a kill leaves nothing of it on a disk."""
@@ -172,6 +180,8 @@ class Attached:
 
     def _leave(self, reason: str) -> None:
         self._ended.set()
+        for beat in self._beats:
+            beat.end()
         try:
             if self.cluster is not None:
                 self.cluster.leave(reason)
@@ -183,18 +193,16 @@ class Attached:
                 self._key_in_memory = None
             self.events.close()
 
-    def _keep(self) -> None:
-        """Signs of life for nodes of this machine (over SSH each way sees to its own), and for the pool's entry in the ledger."""
-        while not self._ended.wait(min(5.0, self._lease_seconds / 6)):
-            try:
-                self._keep_here()
-                self._reaches.is_busy = self.cluster is not None and self.cluster.has_work()
-                self._give_up_absent()
-                self._entry.renew()  # last: a ledger that does not answer may hold it up
-            except Exception:  # whatever it is: the nodes would end when nobody keeps their leases
-                _log.exception("pool %s could not be kept alive; it is tried again", self.lease.pool_id)
+    def _on_trouble(self, error: Exception) -> None:
+        self.events.log(logging.ERROR, "pool %s could not be kept alive; it is tried again", self.lease.pool_id, error=error)
+
+    def _look(self) -> None:
+        """Let the nodes know whether there are calls, and give up waiting for a lost node whose place stays empty."""
+        self._reaches.is_busy = self.cluster is not None and self.cluster.has_work()
+        self._give_up_absent()
 
     def _keep_here(self) -> None:
+        """Signs of life for nodes of this machine; over SSH each way sees to its own."""
         for reach in self._reaches.here():
             with contextlib.suppress(OSError):  # it has ended, which the cluster tells
                 reach.extend_lease(self._lease_seconds)
@@ -235,6 +243,8 @@ class Attached:
         lost.__cause__ = error
         self.cluster.give_up(lost)
         self._ended.set()
+        for beat in self._beats:
+            beat.end()
         self._reaches.close()  # nobody can use the nodes from here any more: their leases are not kept by this one
 
 
@@ -327,7 +337,9 @@ class KeptEntry:
     A ledger that cannot be used is asked again at each beat; only its answer that it has no such pool, or that nobody may spend for it any more, is believed.
     """
 
-    def __init__(self, pool_id: str, lease_seconds: float) -> None:
+    def __init__(self, pool_id: str, lease_seconds: float, log: Callable[..., object] = _log.log) -> None:
+        self._log = log
+        """Takes a level, a message and its arguments, and waits for no terminal."""
         self._pool_id = pool_id
         self._lease_seconds = lease_seconds
         self._ledger: Ledger | None = None
@@ -350,11 +362,11 @@ class KeptEntry:
             else:
                 self.close()
         except LeaseLost as error:
-            _log.error("%s", error)
+            self._log(logging.ERROR, "%s", error)
             self.close()
         except LedgerError as error:  # the next beat tries again
             level = logging.DEBUG if was_known or self._is_told else logging.WARNING
-            _log.log(level, "pool %s is not kept alive in the ledger, and a sweep may take it for dead: %s", self._pool_id, error)
+            self._log(level, "pool %s is not kept alive in the ledger, and a sweep may take it for dead: %s", self._pool_id, error)
             self._is_told = True
         finally:
             if self._is_over and self._ledger is not None:  # closed meanwhile, by who could not see what was being opened

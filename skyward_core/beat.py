@@ -27,9 +27,15 @@ class Beat:
         """Call `step` no more. Does not wait for a call that runs; may be called twice, before `start`, and by `step` itself."""
         self._ended.set()
 
+    def join(self, timeout_seconds: float) -> None:
+        """Wait for a call that runs, if there is one, unless it is the one that waits."""
+        if self._thread.ident not in (None, threading.get_ident()):
+            self._thread.join(timeout_seconds)
+
     def _run(self) -> None:
         while not self._ended.wait(self._seconds):
             try:
                 self._step()
             except Exception as error:  # whatever it is: the next beat may succeed
-                self._on_error(error)
+                if not self._ended.is_set():  # what it needs may be gone by then
+                    self._on_error(error)

@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, override
 
 from skyward_core import console
+from skyward_core.beat import Beat
 from skyward_core.engine.recovery import Recovery
 from skyward_core.entries import SECONDS_PER_HOUR, Bucket, ResourceKind
 from skyward_core.errors import BudgetExceeded, InstancesLeft, LeaseLost, LedgerError, NotPicklable, PoolClosed, SkywardError
@@ -71,7 +72,6 @@ JOIN_SECONDS = 10.0
 LEDGER_BUSY_SECONDS = 10.0
 """How long a pool waits for a ledger that another process has locked, at each step; a write takes milliseconds."""
 GONE_EVIDENCE = "it was confirmed gone when its pool was closed; the ledger could not be written then"
-_log = logging.getLogger("skyward")
 
 
 @dataclass(slots=True)
@@ -79,11 +79,11 @@ class _Clock:
     """What the pool's clock remembers from one look to the next; times are of `time.monotonic`, in seconds."""
 
     began: float
-    beat: float
     told: float
     asked: float
-    renewed: float
     is_busy: bool = False
+    busy_at: float = 0.0
+    """When the clock last knew of work that is not this client's own."""
     trouble: str = ""
     """The last error that was told: one that comes with every look is told once."""
 
@@ -149,6 +149,8 @@ class Opening:
         self._is_over.set()
         """Cleared while somebody stops the pool."""
         self._ended = threading.Event()
+        self._beats: list[Beat] = []
+        self._lease_lost: LeaseLost | None = None
 
     @property
     def is_fork(self) -> bool:
@@ -213,6 +215,7 @@ class Opening:
         recovery.start()
         book.note()  # from here on a node that nobody notes was idle, not launching
         self.emit(PoolReady(self.pool_id, len(lease.nodes), cluster.slots, time.monotonic() - started))
+        self._begin("skyward-node-lease", self._keep_here)
         threading.Thread(target=self._watch_clock, args=(started,), name="skyward-clock", daemon=True).start()
 
     def _open_book(self, undo: ExitStack) -> tuple[Book, Purse]:
@@ -230,7 +233,8 @@ class Opening:
             self._charge = Charge.of(self.providers, self.pool_id, url)
             self._reaper = Reaper.start(self._charge)
         except NotPicklable as error:
-            _log.warning("the pool has no reaper, for its provider cannot travel to another process (%s): after a kill, `skyward sweep` ends it", error)
+            words = "the pool has no reaper, for its provider cannot travel to another process (%s): after a kill, `skyward sweep` ends it"
+            self.events.log(logging.WARNING, words, error)
         book.open()  # after the reaper is there: from the first word on somebody ends what is written down here
         undo.callback(self._close_book_unless_left)
         if self._is_to_end:
@@ -238,7 +242,9 @@ class Opening:
         return book, purse
 
     def _keep_while_opening(self, undo: ExitStack, machines: lifecycle.Machines) -> Callable[[], None]:
-        """Renew the lease and what is reserved while the machines come up, which may take half an hour; return how to end that."""
+        """Renew the lease and what is reserved while the machines come up, which may take half an hour; return how to end the latter."""
+        undo.callback(self._end_beats)
+        self._begin("skyward-lease", self._renew_lease)
         ended = threading.Event()
         keeper = threading.Thread(target=self._keep_until, args=(ended, machines), name="skyward-opening", daemon=True)
 
@@ -251,21 +257,19 @@ class Opening:
         return end
 
     def _keep_until(self, ended: threading.Event, machines: lifecycle.Machines) -> None:
-        assert self._book is not None
         assert self._purse is not None
         while not ended.wait(min(self.spec.lease_seconds / 6, COST_SECONDS)):
             try:
-                self._book.renew()
                 fill, reason = self._purse.turn()
-            except LeaseLost as error:
-                self.why_ended = error
-            except Exception:  # whatever it is: who else would renew the lease?
-                _log.exception("the lease of a pool that opens could not be looked after, and is again in a moment")
+            except Exception as error:  # whatever it is: who else would look at the money?
+                self.events.log(logging.ERROR, "the money of a pool that opens could not be looked after, and is again in a moment", error=error)
                 continue
-            else:
-                if fill < Fill.USED_UP:
-                    continue
+            if self._lease_lost is not None:
+                self.why_ended = self._lease_lost
+            elif fill >= Fill.USED_UP:
                 self.why_ended = BudgetExceeded(f"{reason}, and it was not open yet: its machines are given back", self.spec.budget or "")
+            else:
+                continue
             machines.stop()  # whoever waits for a machine waits no longer, and the undo gives all of them back
             return
 
@@ -328,7 +332,7 @@ class Opening:
             book.close()
         except LedgerError as error:
             raise refusal from (None if error is refusal else error)
-        _log.warning("the ledger had refused some of the end of %s, and has it now: %s", self.pool_id, refusal)
+        self.events.log(logging.WARNING, "the ledger had refused some of the end of %s, and has it now: %s", self.pool_id, refusal)
 
     def stop(self, reason: str, error: SkywardError | None = None) -> None:
         """Close everything, in the order cluster, machines, bill; each is tried whatever happened to the one before.
@@ -350,6 +354,7 @@ class Opening:
                 self._is_over.wait(JOIN_SECONDS)
             return
         self._ended.set()
+        self._end_beats()
         assert self.cluster is not None
         assert self.machines is not None
         assert self.recovery is not None
@@ -401,6 +406,7 @@ class Opening:
         with self._stopping:
             self.is_running = False
         self._ended.set()
+        self._end_beats()
         self.is_released = self._is_written_down = True
         atexit.unregister(self._at_exit)
         lease = self.machines.lease.model_copy(update={"expires_at": now + timedelta(seconds=paid_seconds)})
@@ -449,6 +455,31 @@ class Opening:
         self.has_detached = True
         self._keep_here()
 
+    def _begin(self, name: str, step: Callable[[], object]) -> None:
+        """Have a thread of its own do this six times in each lease, and at least every few seconds, until the pool ends."""
+        troubles: set[str] = set()
+
+        def on_error(error: Exception) -> None:
+            if repr(error) not in troubles:  # one that comes with every beat is told once
+                troubles.add(repr(error))
+                self.events.log(logging.ERROR, "%s of %s goes on", name, self.pool_id, error=error)
+
+        beat = Beat(name, min(self.spec.lease_seconds / 6, COST_SECONDS), step, on_error)
+        self._beats.append(beat)
+        beat.start()
+
+    def _end_beats(self) -> None:
+        for beat in self._beats:
+            beat.end()
+
+    def _renew_lease(self) -> None:
+        """Lengthen the pool's lease in the ledger: all that the thread "skyward-lease" does. That it is lost is dealt with by the clock, within a second."""
+        assert self._book is not None
+        try:
+            self._book.renew()
+        except LeaseLost as error:
+            self._lease_lost = error
+
     def release(self) -> None:
         """Give the machines back and write that down, unless that was done; nothing in a fork.
 
@@ -489,7 +520,8 @@ class Opening:
         if self.is_released or self.machines is None or self._book is None or self._ledger is None:
             return
         is_free = self.machines.may_be_left_to_their_lease
-        _log.log(logging.WARNING if is_free else logging.ERROR, "%s was closed, and some of its machines are not confirmed gone: %s", self.pool_id, left)
+        level = logging.WARNING if is_free else logging.ERROR
+        self.events.log(level, "%s was closed, and some of its machines are not confirmed gone: %s", self.pool_id, left)
         self.is_released = self._is_written_down = True
         atexit.unregister(self._at_exit)
         self._book.note()
@@ -500,6 +532,8 @@ class Opening:
         self._close_ledger()
 
     def _close_ledger(self) -> None:
+        for beat in self._beats:
+            beat.join(LEDGER_BUSY_SECONDS)
         if self._ledger is not None:
             self._ledger.close()
 
@@ -527,13 +561,13 @@ class Opening:
             self.emit(final)
 
     def _watch_clock(self, began: float) -> None:
-        """Renew the lease, look at the money, tell the cost now and then, and end a pool that is too old, or was idle for too long.
+        """Look at the money, tell the cost now and then, and end a pool that has lost its lease, is too old, or was idle for too long.
 
-        What goes wrong with one of these is told, and the others go on, and it is tried again: nobody else renews the lease of a pool that is used.
+        What goes wrong with one of these is told, and the others go on, and it is tried again.
         """
         now = time.monotonic()
-        clock = _Clock(began, min(self.spec.lease_seconds / 6, COST_SECONDS), told=now, asked=now, renewed=now)
-        while not self._ended.wait(min(CLOCK_SECONDS, clock.beat)):
+        clock = _Clock(began, told=now, asked=now)
+        while not self._ended.wait(CLOCK_SECONDS):
             for step in self._due(clock, time.monotonic()):
                 self._take(step, clock)
 
@@ -541,14 +575,10 @@ class Opening:
         """Return what is to be done at this look."""
         assert self.cluster is not None
         assert self._book is not None
-        steps: list[Callable[[], object]] = []
-        if now - clock.renewed >= clock.beat:
-            clock.renewed = now
-            steps.append(self._book.renew)
-        steps += [partial(self._mind_money, self.cluster), partial(self._mind_work, self.cluster, clock, now)]
+        steps: list[Callable[[], object]] = [self._mind_lease, partial(self._mind_money, self.cluster), partial(self._mind_work, self.cluster, clock)]
         if now - clock.told >= COST_SECONDS:
             clock.told = now
-            steps += [self._keep_here, self._mind_reaper, self._book.note, lambda: self.emit(self.meter.update())]
+            steps += [self._mind_reaper, self._book.note, lambda: self.emit(self.meter.update())]
         return steps
 
     def _take(self, step: Callable[[], object], clock: _Clock) -> None:
@@ -557,26 +587,34 @@ class Opening:
                 if not self._ended.is_set():
                     step()
             except LeaseLost as error:
-                _log.error("%s", error)
+                self.events.log(logging.ERROR, "%s", error)
                 self.stop(str(error), error)
         except Exception as error:
             if repr(error) != clock.trouble:
                 clock.trouble = repr(error)
-                _log.exception("the clock of %s goes on", self.pool_id)
+                self.events.log(logging.ERROR, "the clock of %s goes on", self.pool_id, error=error)
 
-    def _mind_work(self, cluster: Cluster, clock: _Clock, now: float) -> None:
-        """Let the nodes know whether there are calls; end the pool if it is too old, or was idle for too long."""
+    def _mind_lease(self) -> None:
+        if self._lease_lost is not None:
+            raise self._lease_lost
+
+    def _mind_work(self, cluster: Cluster, clock: _Clock) -> None:
+        """Let the nodes know whether there are calls; end the pool if it is too old, or was idle for too long.
+
+        `busy_at` is read after `is_idle`: the cluster alone writes it, when work comes, and when the last has ended, before it is idle.
+        """
         assert self.machines is not None
+        now = time.monotonic()
         if now - clock.asked >= COST_SECONDS or cluster.is_idle == clock.is_busy:
             clock.asked, clock.is_busy = now, cluster.has_work()
             self.machines.reaches.is_busy = clock.is_busy
         if self.spec.max_lifetime is not None and now - clock.began > self.spec.max_lifetime:
-            _log.warning("the pool has lived for %.0f s (max_lifetime) and ends itself", self.spec.max_lifetime)
+            self.events.log(logging.WARNING, "the pool has lived for %.0f s (max_lifetime) and ends itself", self.spec.max_lifetime)
             self.stop(f"the pool has lived for {self.spec.max_lifetime:.0f} s (ComputePool(max_lifetime=...)) and has ended itself")
         elif clock.is_busy:
-            cluster.busy_at = now
-        elif now - cluster.busy_at > self.spec.timeout:
-            _log.warning("the pool was idle for %.0f s (timeout) and ends itself", self.spec.timeout)
+            clock.busy_at = now
+        elif now - max(clock.busy_at, cluster.busy_at) > self.spec.timeout:
+            self.events.log(logging.WARNING, "the pool was idle for %.0f s (timeout) and ends itself", self.spec.timeout)
             self.stop(f"the pool was idle for {self.spec.timeout:.0f} s (ComputePool(timeout=...)) and has ended itself")
 
     def _mind_money(self, cluster: Cluster) -> None:
@@ -588,7 +626,7 @@ class Opening:
             self.emit(BudgetWarning(float(self.meter.total()), self.spec.max_cost, self.spec.budget, reason))
         if fill >= Fill.USED_UP:
             error = BudgetExceeded(f"{reason}: the pool has closed", self.spec.budget or "")
-            _log.warning("%s", error)
+            self.events.log(logging.WARNING, "%s", error)
             self.stop(str(error), error)
         elif fill >= Fill.DRAINED:
             cluster.drain(BudgetExceeded(f"{reason}: calls that run may end, others are not begun any more", self.spec.budget or ""))
@@ -598,7 +636,7 @@ class Opening:
     def _mind_reaper(self) -> None:
         """Start another reaper if somebody has ended it."""
         if self._reaper is not None and self._charge is not None and not self._reaper.is_alive and self.is_running:
-            _log.warning("the pool's reaper is gone: another one is started")
+            self.events.log(logging.WARNING, "the pool's reaper is gone: another one is started")
             self._reaper.leave()
             self._reaper = Reaper.start(self._charge)
             if self.has_detached:

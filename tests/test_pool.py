@@ -1104,25 +1104,27 @@ def test_the_clock_of_a_pool_goes_on_whatever_happens(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(opened, "_due", lambda *_: [fails, looks_around])
     opened._watch_clock(time.monotonic())
+    opened.events.close()
+    assert opened.events.flush()
     assert len(looks) == 5
     assert caplog.text.count("the clock of sky-") == 1
     assert "Too many open files" in caplog.text
 
 
 def test_what_is_due_is_done_even_if_the_rest_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lease comes first and nothing of a look may be missing: whoever renews it, tells the nodes, and looks for the reaper."""
+    """A lost lease comes first and nothing of a look may be missing: whoever looks at the money, at the work, and for the reaper."""
     opened = Opening(sky.PoolSpec.of(display="quiet", lease_seconds=60), [sky.Local()], None)
     done: list[str] = []
-    for name in ("_mind_money", "_mind_work", "_keep_here", "_mind_reaper", "emit"):
+    for name in ("_mind_lease", "_mind_money", "_mind_work", "_mind_reaper", "emit"):
         monkeypatch.setattr(opened, name, lambda *_, name=name: done.append(name))
-    opened._book = SimpleNamespace(renew=lambda: done.append("renew"), note=lambda: done.append("note"))  # type: ignore[assignment]
+    opened._book = SimpleNamespace(note=lambda: done.append("note"))  # type: ignore[assignment]
     opened.cluster = SimpleNamespace()  # type: ignore[assignment]
-    clock = opening._Clock(0.0, 5.0, told=0.0, asked=0.0, renewed=0.0)
+    clock = opening._Clock(0.0, told=0.0, asked=0.0)
     for now in (1.0, 5.0, 6.0):
         for step in opened._due(clock, now):
             opened._take(step, clock)
-    look = ["_mind_money", "_mind_work"]
-    assert done == [*look, "renew", *look, "_keep_here", "_mind_reaper", "note", "emit", *look]
+    look = ["_mind_lease", "_mind_money", "_mind_work"]
+    assert done == [*look, *look, "_mind_reaper", "note", "emit", *look]
 
 
 @pytest.mark.parametrize(("process", "stopped"), [(os.getpid(), 1), (os.getpid() + 1, 0)], ids=["the opener", "a fork"])
