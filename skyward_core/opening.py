@@ -1,7 +1,19 @@
 """One opening of a pool: what is rented, written down, running and told between `open` and `close`, and everything that must be undone.
 
-States: new -> started -> running -> stopped -> released -> written down; `start` undoes everything if it fails, `stop` and `release` may be called again.
-Between any two of its lines the process may be killed: the reaper, which is started before anything is asked for, then does what `release` would have done.
+States (`State`); one lock guards the changes, so that of two threads which want to end the pool one way each, one wins:
+
+    new ── start ──> open ────────── stop ──────────> stopped ──> released ──> written down
+     │                │ ^                             (by `release`, which is called again where it has failed)
+     └─ all undone    │ └──── an error, or asked to stop: nodes and money are told as before; then stopped, if asked
+                      └─ detach ──> detaching ──> leaving ──> detached
+                         (the nodes are told)   (the ledger is told: whoever wants to stop the pool from here on does nothing)
+
+`start` undoes everything if it fails; `stop` and `release` may be called again. Between any two lines the process may be killed: the reaper, which is started
+before anything is asked for, then does what `release` would have done.
+
+Threads of an open pool, beside the cluster's and the recovery's: "skyward-events" calls callbacks and displays, "skyward-lease" lengthens the lease in the
+ledger, "skyward-node-lease" those of nodes of this machine, "skyward-clock" does the rest (`_watch_clock`). None of the last three waits for a callback, or
+logs: a terminal may take nothing.
 
 In a fork of the process an opening is nobody's: its threads, its reaper and its machines are those of the process that has opened it, and whatever would end
 them does nothing there, however the fork ends.
@@ -22,6 +34,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from enum import Enum, auto
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, override
@@ -74,6 +87,20 @@ LEDGER_BUSY_SECONDS = 10.0
 GONE_EVIDENCE = "it was confirmed gone when its pool was closed; the ledger could not be written then"
 
 
+class State(Enum):
+    """Where an opening stands; what comes after `STOPPED` is told by `is_released`."""
+
+    NEW = auto()
+    OPEN = auto()
+    DETACHING = auto()
+    """Open still: the nodes are being told that they live by their lease. Who wants to stop the pool is heard before the ledger is told."""
+    LEAVING = auto()
+    """Open still: the ledger is being told. If that succeeds the pool is detached, whatever anybody wants."""
+    DETACHED = auto()
+    STOPPED = auto()
+    """By `stop`, which may be at it still."""
+
+
 @dataclass(slots=True)
 class _Clock:
     """What the pool's clock remembers from one look to the next; times are of `time.monotonic`, in seconds."""
@@ -118,7 +145,13 @@ class Opening:
         self.recovery: Recovery | None = None
         self.cluster: Cluster | None = None
         self.final: CostFinal | None = None
-        self.is_running = False
+        self._state = State.NEW
+        self._changing = threading.RLock()
+        """Guards `_state` and what is written with it. Re-entrant: a forgotten pool is stopped by whichever thread collects it."""
+        self._detacher = 0
+        """The thread that detaches the pool."""
+        self._asked_to_stop: tuple[str, SkywardError | None] | None = None
+        """What somebody has wanted to stop the pool with while it was being detached."""
         self.has_detached = False
         """Whether a call was started detached: from then on nodes of this machine live by their lease and not with this process."""
         self.is_released = False
@@ -143,7 +176,6 @@ class Opening:
         display = console.display(spec.display)
         sinks = [callback for callback in (registered_callback(), on_event) if callback is not None]
         self.events = EventQueue(compose(*sinks, display), display.close)
-        self._stopping = threading.Lock()
         self._stopper = 0
         self._is_over = threading.Event()
         self._is_over.set()
@@ -151,6 +183,11 @@ class Opening:
         self._ended = threading.Event()
         self._beats: list[Beat] = []
         self._lease_lost: LeaseLost | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether calls can be made."""
+        return self._state in (State.OPEN, State.DETACHING, State.LEAVING)
 
     @property
     def is_fork(self) -> bool:
@@ -204,7 +241,7 @@ class Opening:
                 self.recovery = recovery = Recovery(machines, cluster, self.spec.nodes, self.spec.lease_seconds, self.emit)
                 cluster.watch(recovery)
                 over()
-                self.is_running = True  # before the undo is let go: an asynchronous exception may come between any two lines, and then `stop` is the undo
+                self._state = State.OPEN  # before the undo is let go: an asynchronous exception may come between any two lines, and then `stop` is the undo
                 undo.pop_all()
         except BaseException as error:
             self.events.close()
@@ -338,19 +375,24 @@ class Opening:
         """Close everything, in the order cluster, machines, bill; each is tried whatever happened to the one before.
 
         Calls that have not ended raise `error`, or PoolClosed with the reason. If another thread is at it (the clock, when the money has run out), it is
-        waited for, so that bill and receipt are there. Does nothing in a fork: the pool is its parent's, who goes on to use it.
+        waited for, so that bill and receipt are there. If another thread detaches the pool, that one stops it, as long as it can; this one does nothing.
+        Nor does it in a fork: the pool is its parent's, who goes on to use it.
         """
         if self.is_fork:
             return
-        with self._stopping:
-            is_ours = self.is_running
+        with self._changing:
+            # An interrupt may have cut the detaching off, in this thread: then it is open.
+            is_cut_off = self._state in (State.DETACHING, State.LEAVING) and self._detacher == threading.get_ident()
+            is_ours = is_cut_off or self._state is State.OPEN
             if is_ours:
+                self._state = State.STOPPED
                 self._is_over.clear()
                 self._stopper = threading.get_ident()
-                self.is_running = False
                 self.why_ended = error
+            elif self._state is State.DETACHING:
+                self._asked_to_stop = self._asked_to_stop or (reason, error)
         if not is_ours:
-            if self._stopper != threading.get_ident():
+            if not self.is_running and self._stopper != threading.get_ident():
                 self._is_over.wait(JOIN_SECONDS)
             return
         self._ended.set()
@@ -391,25 +433,77 @@ class Opening:
         """Let the machines live on under their lease, and let go of them; after an error the pool is open as before.
 
         Killed between any two lines it is a pool that its reaper ends, or one that lives as long as its lease says (`provisioning.leaving`). Raises
-        Unreachable, BadRequest, LedgerError, LeaseLost, and BudgetExceeded if its account does not pay for the whole lease.
+        Unreachable, BadRequest, LedgerError, LeaseLost, and BudgetExceeded if its account does not pay for the whole lease. If the pool has ended itself, or
+        wants to before the ledger is told, it is stopped, and what its calls raise is raised: BudgetExceeded, LeaseLost or PoolClosed.
         """
+        assert self.machines is not None
+        assert self._book is not None
+        longest = max(lease_seconds, self.spec.lease_seconds)  # a lease is never shortened: somebody else may be attached
+        now = datetime.now(UTC)
+        try:
+            self._claim()
+            with self._paid_for(longest) as paid_seconds, living_alone(self.machines, longest, self.spec.lease_seconds):
+                self._pass_the_last_objection()
+                self._book.live_by_lease(paid_seconds)
+            self._let_go()
+        except BaseException:
+            self._go_on()
+            raise
+        return self._leave(now + timedelta(seconds=paid_seconds))
+
+    def _claim(self) -> None:
+        """Begin to detach. Raises what has ended the pool, if somebody was quicker."""
+        with self._changing:
+            is_ours = self._state is State.OPEN
+            if is_ours:
+                self._state, self._detacher, self._asked_to_stop = State.DETACHING, threading.get_ident(), None
+        if not is_ours:
+            self._is_over.wait(JOIN_SECONDS)  # then the machines are gone
+            if self.why_ended is not None:
+                raise type(self.why_ended)(*self.why_ended.args)
+            raise PoolClosed("the pool has ended, or is being detached: there is nothing to detach")
+
+    def _pass_the_last_objection(self) -> None:
+        """Take the step after which nobody can stop the pool any more, unless the ledger refuses. Raises what somebody has asked for before it."""
+        with self._changing:
+            asked = self._asked_to_stop
+            if asked is None and self._is_to_end:
+                asked = "terminate_now() was called while the pool was detached: its machines are ended", None
+            if asked is None and self._state is State.DETACHING:
+                self._state = State.LEAVING
+                return
+        reason, error = asked or ("the pool was closed while it was detached", None)
+        raise error or PoolClosed(reason)
+
+    def _let_go(self) -> None:
+        with self._changing:
+            if self._state is not State.LEAVING:  # a signal handler has closed the pool
+                raise PoolClosed("the pool was closed while it was detached")
+            self._state = State.DETACHED
+            self.is_released = self._is_written_down = True
+
+    def _go_on(self) -> None:
+        """It was not detached: the pool is open as before, or stopped, if somebody has wanted that meanwhile."""
+        with self._changing:
+            if self._state not in (State.DETACHING, State.LEAVING) or self._detacher != threading.get_ident():
+                return
+            self._state = State.OPEN
+            asked, self._asked_to_stop = self._asked_to_stop, None
+        if asked is not None:
+            self.stop(*asked)
+
+    def _leave(self, expires_at: datetime) -> Lease:
+        """Let go of what is the nodes' from now on; return its lease."""
         assert self.cluster is not None
         assert self.machines is not None
         assert self.recovery is not None
         assert self._book is not None
-        longest = max(lease_seconds, self.spec.lease_seconds)  # a lease is never shortened: somebody else may be attached
-        now = datetime.now(UTC)
-        with self._paid_for(longest) as paid_seconds, living_alone(self.machines, longest, self.spec.lease_seconds):
-            self._book.live_by_lease(paid_seconds)
         if self._reaper is not None:
             self._reaper.live_by_lease()
-        with self._stopping:
-            self.is_running = False
         self._ended.set()
         self._end_beats()
-        self.is_released = self._is_written_down = True
         atexit.unregister(self._at_exit)
-        lease = self.machines.lease.model_copy(update={"expires_at": now + timedelta(seconds=paid_seconds)})
+        lease = self.machines.lease.model_copy(update={"expires_at": expires_at})
         try:
             self.recovery.stop()
             self.cluster.leave("the pool was detached: attach to it")
@@ -660,8 +754,12 @@ class Opening:
         try:
             self.stop("the interpreter ends")
             self.release()
+        except Exception as error:  # the interpreter would print its traceback, which tells nobody what to do
+            words = "%s could not be closed at the program's end: %s. Its reaper tries again, and so does `skyward sweep`; `skyward ps` tells what is left"
+            self.events.log(logging.ERROR, words, self.pool_id, error)
         finally:
-            self.events.flush()
+            with contextlib.suppress(SystemExit):  # of a callback: the program ends already
+                self.events.flush()
 
 
 def _make_ready(pool_id: str, certificate: Future[PoolCertificate]) -> None:

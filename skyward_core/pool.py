@@ -388,7 +388,7 @@ class ComputePool:
             raise BadRequest(f"lease_seconds={lease_seconds!r}: write the seconds that nodes may live on without a sign of life, at most {LONGEST_SECONDS:.0f}")
         with self._opening:
             opened = self._open
-            if not isinstance(opened, Opening) or not opened.is_running:
+            if not isinstance(opened, Opening):
                 raise PoolClosed(self._why_closed() if opened is None else "an attached pool is left by closing it")
             lease = signed(opened.detach(self._spec.lease_seconds if lease_seconds is None else lease_seconds))
             self._final = opened.final

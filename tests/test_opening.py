@@ -1,0 +1,184 @@
+"""One opening of a pool: who wins when two threads end it one way each, and what is said at the program's end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Generator, Iterator
+from datetime import UTC, datetime
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from skyward_core import opening
+from skyward_core.events import CostFinal
+from skyward_core.instances import Lease
+from skyward_core.opening import Opening, State
+from tests.conftest import Told
+
+OVER_BUDGET = sky.BudgetExceeded("the money is used up: the pool has closed", "team")
+
+
+class World:
+    """An open pool of which everything but its states is made up: what was done to it, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done: list[str] = []
+        self.told = Told()
+        self.opened = opened = Opening(sky.PoolSpec.of(display="quiet", lease_seconds=60), [sky.Local()], self.told)
+        self.hooks: dict[str, Any] = {}
+        """What happens meanwhile, by what is done."""
+        do = self.do
+        lease = Lease(pool_id=opened.pool_id, provider={}, nodes=(), scheduler="tls://127.0.0.1:1", created_at=datetime.now(UTC))
+        opened.machines = SimpleNamespace(lease=lease, stop=lambda: None, release=lambda: do("released"))  # type: ignore[assignment]
+        opened.cluster = SimpleNamespace(close=lambda error: do(f"closed with {type(error).__name__}"), leave=lambda _: do("left"))  # type: ignore[assignment]
+        opened.recovery = SimpleNamespace(stop=lambda: None, join=lambda: None)  # type: ignore[assignment]
+        opened._book = SimpleNamespace(live_by_lease=lambda _: do("ledger told"), note=lambda: None)  # type: ignore[assignment]
+        monkeypatch.setattr(opened, "_close_book", lambda: do("written down"))
+        monkeypatch.setattr(opened, "_paid_for", self._paid_for)
+        monkeypatch.setattr(opened.meter, "final", lambda: CostFinal(1.0, 1.0, 1.0, 0, 1, 0.0))
+        monkeypatch.setattr(opening, "living_alone", self._living_alone)
+        opened._state = State.OPEN
+
+    def do(self, what: str) -> None:
+        self.done.append(what)
+        if what in self.hooks:
+            self.hooks.pop(what)()
+
+    @contextlib.contextmanager
+    def _paid_for(self, seconds: float) -> Generator[float]:
+        yield seconds
+
+    @contextlib.contextmanager
+    def _living_alone(self, *_: Any) -> Generator[None]:
+        self.do("nodes told")
+        try:
+            yield
+        except BaseException:
+            self.do("nodes told again")
+            raise
+
+    def in_a_thread(self, what: Any, *given: Any) -> None:
+        """Have the clock's thread do this now, and wait for it."""
+        thread = threading.Thread(target=what, args=given)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
+
+    def stop(self) -> None:
+        """As the clock does when the money is used up."""
+        self.in_a_thread(self.opened.stop, str(OVER_BUDGET), OVER_BUDGET)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """A pool that is open."""
+    world = World(monkeypatch)
+    yield world
+    world.opened.events.close()
+    world.opened.events.flush()
+
+
+GIVEN_BACK = ["closed with BudgetExceeded", "released", "written down"]
+
+
+def test_a_pool_that_has_ended_itself_is_not_detached(world: World) -> None:
+    """Whoever detaches it hears why it has ended, once its machines are gone."""
+    world.stop()
+    with pytest.raises(sky.BudgetExceeded, match="used up"):
+        world.opened.detach(600)
+    assert world.done == GIVEN_BACK
+    assert world.opened.is_released
+
+
+def test_a_pool_whose_money_is_used_up_while_it_is_detached_is_given_back(world: World) -> None:
+    """Up to the ledger's word the pool is its owner's: the nodes are told again, the machines go, and no lease is returned."""
+    world.hooks["nodes told"] = world.stop
+    with pytest.raises(sky.BudgetExceeded, match="used up"):
+        world.opened.detach(600)
+    assert world.done == ["nodes told", "nodes told again", *GIVEN_BACK]
+    assert not world.opened.is_running
+    assert world.opened.events.flush()
+    assert len(world.told.of(CostFinal)) == 1
+
+
+def test_a_pool_that_was_detached_is_not_stopped(world: World) -> None:
+    """From the ledger's word on nobody takes the machines of a lease away, and the calls of others go on."""
+    world.hooks["ledger told"] = world.stop
+    lease = world.opened.detach(600)
+    assert lease.expires_at is not None
+    world.stop()
+    world.opened.release()
+    assert world.done == ["nodes told", "ledger told", "left"]
+    assert world.opened._state is State.DETACHED
+
+
+def test_a_detach_that_the_ledger_refuses_gives_way_to_who_wants_to_stop(world: World) -> None:
+    """The pool is open again for no longer than that."""
+
+    def refuses() -> None:
+        world.stop()
+        raise sky.LedgerError("the disk is full")
+
+    world.hooks["nodes told"] = lambda: None
+    world.hooks["ledger told"] = refuses
+    with pytest.raises(sky.LedgerError):
+        world.opened.detach(600)
+    assert world.opened.is_running  # nobody was heard: the clock looks again in a second
+    world.stop()
+    assert world.done == ["nodes told", "ledger told", "nodes told again", *GIVEN_BACK]
+
+
+def test_a_detach_that_fails_leaves_the_pool_open(world: World) -> None:
+    """An interrupt too."""
+    for error in (sky.Unreachable("node 1 does not answer"), KeyboardInterrupt()):
+
+        def fails(error: BaseException = error) -> None:
+            raise error
+
+        world.hooks["nodes told"] = fails
+        with pytest.raises(type(error)):
+            world.opened.detach(600)
+        assert world.opened._state is State.OPEN
+    world.opened.stop("the pool was closed")
+    assert world.done[-3:] == ["closed with PoolClosed", "released", "written down"]
+
+
+def test_a_signal_handler_may_close_a_pool_that_is_being_detached(world: World) -> None:
+    """It runs in the thread that detaches: nobody waits for the other, and no lease of machines that are gone is returned."""
+    for moment in ("nodes told", "ledger told"):
+        world.opened._state = State.OPEN
+        world.hooks[moment] = lambda: world.opened.stop("the pool was closed")
+        with pytest.raises(sky.PoolClosed, match="closed while it was detached"):
+            world.opened.detach(600)
+        assert world.opened._state is State.STOPPED
+        assert "released" in world.done
+
+
+def test_a_pool_that_is_to_be_terminated_is_not_detached(world: World) -> None:
+    """A kill hook may come in the middle."""
+    world.hooks["nodes told"] = lambda: setattr(world.opened, "_is_to_end", True)
+    with pytest.raises(sky.PoolClosed, match="terminate_now"):
+        world.opened.detach(600)
+    assert world.done == ["nodes told", "nodes told again"]
+
+
+def test_a_close_that_fails_at_the_programs_end_is_one_clear_line(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """What is left and who goes on with it, in place of the interpreter's traceback."""
+
+    def fails() -> None:
+        raise sky.InstancesLeft("2 machines are not confirmed gone: i-1, i-2", ("i-1", "i-2"))
+
+    machines: Any = world.opened.machines
+    machines.may_be_left_to_their_lease = False
+    machines.release = fails
+    with pytest.raises(sky.InstancesLeft):
+        world.opened.stop("the pool was closed")
+    world.opened._at_exit()
+    (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert "2 machines are not confirmed gone: i-1, i-2" in record.getMessage()
+    assert "skyward sweep" in record.getMessage()
+    assert record.exc_info is None
