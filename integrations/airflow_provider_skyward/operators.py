@@ -235,7 +235,7 @@ class _Attempt:
         return {
             "pool_id": self._pool.id if self._pool is not None else "",
             "cost_usd": final.total_cost,
-            "seconds": final.total_seconds,
+            "seconds": round(final.total_seconds, 3),
             "hourly_rate": final.hourly_rate,
             "nodes": final.spot_count + final.ondemand_count,
             "spot_nodes": final.spot_count,
@@ -252,7 +252,8 @@ class _Attempt:
             return
         costs = self._costs_so_far() | {bill["pool_id"]: bill["cost_usd"]}
         bill |= {"all_tries_usd": sum(costs.values()), "pools": sorted(costs)}
-        self._log.info("cost: %.6f USD, %.1f s, nodes: %d", bill["cost_usd"], bill["seconds"], bill["nodes"])
+        told = (bill["cost_usd"], bill["seconds"], bill["nodes"], bill["pool_id"])
+        self._log.info("cost: %.6f USD, %.1f s, nodes: %d; of each machine: skyward receipt %s", *told)
         if len(costs) > 1:
             self._log.info("cost of all tries: %.6f USD, for %d pools", bill["all_tries_usd"], len(costs))
         self._push(COST_KEY, bill)

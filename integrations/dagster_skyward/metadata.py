@@ -20,6 +20,8 @@ type StepContext = dg.AssetExecutionContext | dg.OpExecutionContext | dg.AssetCh
 COST_USD = "skyward/cost_usd"
 OTHER_COST_USD = "skyward/other_cost_usd"
 SECONDS = "skyward/seconds"
+PLACES = {COST_USD: 9, SECONDS: 3}
+"""Of a share, so that a person can read it; what it is rounded by is in what `tell_rest` tells."""
 NODES = "skyward/nodes"
 ACCELERATOR = "skyward/accelerator"
 POOL_ID = "skyward/pool_id"
@@ -64,7 +66,7 @@ def record(context: StepContext, pool: object, usage: Usage) -> None:
         return
     outputs = _outputs(context)
     for output in outputs:
-        _set(context, output, total | {name: total[name] / len(outputs) for name in (COST_USD, SECONDS)})
+        _set(context, output, total | {name: round(total[name] / len(outputs), places) for name, places in PLACES.items()})
 
 
 def work_of(context: StepContext) -> sky.Work:
@@ -152,7 +154,7 @@ def _made(context: StepContext, since: float) -> dict[dg.AssetKey, float]:
 
 def _observe(context: StepContext, asset: dg.AssetKey, cost_usd: float, shares: Sequence[Share]) -> None:
     work = shares[0].work
-    metadata = {OTHER_COST_USD: cost_usd, POOL_ID: ", ".join(dict.fromkeys(share.pool_id for share in shares)), **_names(work)}
+    metadata = {OTHER_COST_USD: round(cost_usd, PLACES[COST_USD]), POOL_ID: ", ".join(dict.fromkeys(share.pool_id for share in shares)), **_names(work)}
     partition = work.partition if "..." not in work.partition else ""
     _op_context(context).log_event(dg.AssetObservation(asset, metadata=metadata, partition=partition or None))
 

@@ -115,6 +115,7 @@ class RunLogs:
 class Bill:
     """What the artifact says. Money is USD."""
 
+    pool_id: str = ""
     total: float = 0.0
     per_hour: float = 0.0
     seconds: float = 0.0
@@ -130,6 +131,8 @@ class Bill:
     def after(self, event: sky.SkywardEvent) -> Bill:
         """Return the bill as it is after an event."""
         match event:
+            case sky.InfraCreating(pool_id):
+                return replace(self, pool_id=pool_id)
             case sky.InstanceProvisioned():
                 return replace(self, nodes=self.nodes + 1)
             case sky.InstancesUnconfirmed(machines):
@@ -151,6 +154,7 @@ class Bill:
             "Seconds": f"{self.seconds:.1f}",
             "Nodes": str(self.nodes),
             "Calls": f"{self.done} of {self.submitted} done, {self.failed} failed" + (f", {self.cancelled} cancelled" if self.cancelled else ""),
+            "Each machine": f"`skyward receipt {self.pool_id}`",
         }
         if self.unconfirmed:
             rows["**Not confirmed gone**"] = f"{', '.join(self.unconfirmed)}; the pool's reaper and `skyward sweep` ask again"

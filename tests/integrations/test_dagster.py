@@ -132,6 +132,9 @@ def test_two_assets_share_one_pool_and_each_tells_its_lines_its_cost_and_its_tim
         metadata = metadata_of(result, key)
         assert isinstance(metadata[COST_USD], dg.FloatMetadataValue)
         assert isinstance(metadata[SECONDS], dg.FloatMetadataValue)
+        assert (metadata[SECONDS].value, metadata[COST_USD].value) == (round(metadata[SECONDS].value, 3), round(metadata[COST_USD].value, 9)), (
+            "for people to read"
+        )
         # Machines are paid from when they are asked for, by begun seconds: a step may cost less than its own time, and at most one second more.
         assert metadata[COST_USD].value <= (metadata[SECONDS].value + 1) * 2 * PRICE / 3600
         assert metadata[NODES] == dg.IntMetadataValue(2)

@@ -880,6 +880,7 @@ def test_the_bill_is_an_artifact_of_the_flow_run(events: list[Any]) -> None:
         found = client.read_artifacts(artifact_filter=ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[state.state_details.flow_run_id])))
     (artifact,) = found
     (final,) = [event for event in events if isinstance(event, sky.CostFinal)]
+    (creating,) = [event for event in events if isinstance(event, sky.InfraCreating)]
     assert artifact.key == "skyward-cost"
     assert artifact.type == "markdown"
     rows = dict(row.strip("| ").split(" | ") for row in artifact.data.splitlines()[2:])
@@ -889,6 +890,7 @@ def test_the_bill_is_an_artifact_of_the_flow_run(events: list[Any]) -> None:
         "Seconds": f"{final.total_seconds:.1f}",
         "Nodes": "2",
         "Calls": "3 of 3 done, 0 failed",
+        "Each machine": f"`skyward receipt {creating.pool_id}`",
     }
     assert 0 < state.result() <= final.total_cost
 
