@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 PARTS = {"core": ["aws", "postgres"], "prefect": ["prefect"], "airflow": ["airflow"], "dagster": ["dagster"]}
 ALSO = {"dagster": ["dagster-webserver"]}
 """What a part's smoke starts beside what the extra installs."""
-SMOKE_SECONDS = 240
+SMOKE_SECONDS = 600
 MINORS = ("3.12", "3.13")
 ENVIRONMENTS = [(system, machine) for system in ("linux", "darwin") for machine in ("x86_64", "arm64", "aarch64")]
 HEAD = """\
