@@ -92,6 +92,9 @@ def test_an_image_cannot_be_changed():
         ({"pip": ["torch"], "pip_indexes": {"https://x.org": ["torchvision"]}}, "which is not in pip"),
         ({"pip": ["torch"], "pip_extra_index_url": "https://x.org", "require_hashes": True}, "say with pip_indexes"),
         ({"pip": ["torch"], "lock": "torch==1 --hash=sha256:1"}, "pip and lock cannot be together"),
+        ({"pip": ["ours @ git+https://x:hunter2@github.com/o/ours"]}, "and ours comes from a URL with one"),
+        ({"pip": ["https://hunter2@files.example.org/ours-1-py3-none-any.whl"]}, "pip must not hold a password or token"),
+        ({"lock": "ours @ https://me:hunter2@files.example.org/ours.whl --hash=sha256:1\n"}, "lock must not hold a password or token"),
         ({"lock": "/no/such/file"}, "cannot be read: No such file"),
         ({"lock": "# nothing\n"}, "names no package"),
         ({"lock": "torch==1\n"}, "without a sha256 hash"),
@@ -139,6 +142,15 @@ def test_what_no_machine_can_do_is_refused(fields, advice):
         Image(**fields)
     assert advice in str(caught.value)
     assert "secret" not in str(caught.value).partition("[type=")[0]
+
+
+def test_a_refusal_repeats_no_password():
+    """Neither in its own words nor in what it was caused by; a user of SSH, and a variable that is filled in on the node, are no secrets."""
+    for wish in ({"pip": ["ours @ git+https://x:hunter2@github.com/o/ours"]}, {"pip_extra_index_url": "https://x:hunter2@pypi.example.org"}):
+        with pytest.raises(BadRequest) as caught:
+            Image(**wish)
+        assert "hunter2" not in repr(caught.value) + str(caught.value) + str(caught.value.__cause__)
+    assert Image(pip=["a @ git+ssh://git@github.com/o/a", "b @ git+https://${TOKEN}@github.com/o/b"]).pip
 
 
 @pytest.mark.parametrize("package", ["ffmpeg", "g++", "libstdc++6", "libc6:amd64", "ffmpeg=7:5.1.6-0+deb12u1", "git/bookworm-backports", "r-base", "7zip"])

@@ -239,6 +239,36 @@ def test_roots_clean_up_removes_nothing_that_another_users_process_names(users: 
     assert (victim / "precious").is_dir()
 
 
+BOB_SHIPS = """
+from skyward_core.shipping import shipped_archive
+
+print(shipped_archive().path)
+"""
+
+
+@pytest.mark.parametrize("squatted", ["folder", "symlink"])
+def test_what_nodes_are_sent_is_kept_in_no_folder_of_another_user(users: Users, squatted: str) -> None:
+    """It is run, here and on every node of Bob's. The next place is taken, and where there is none he gets the reasons."""
+    cache, hers = users.folder / "cache", alice_owns(users, "hers")
+    cache.mkdir(mode=0o755)
+    if squatted == "folder":
+        (cache / "skyward" / "ship").mkdir(parents=True)
+        (cache / "skyward" / "ship").chmod(0o777)
+        for folder in (cache / "skyward", cache / "skyward" / "ship"):
+            os.chown(folder, ALICE, ALICE)
+    else:
+        (cache / "skyward").symlink_to(hers)
+        os.chown(cache / "skyward", ALICE, ALICE, follow_symlinks=False)
+    out, errors = users.run(BOB, BOB_SHIPS, XDG_CACHE_HOME=str(cache))
+    assert out.startswith(f"{users.home(BOB)}/.local/state/skyward/ship/"), errors
+    alice_squats(users, 0o777)
+    nowhere = {"XDG_CACHE_HOME": str(cache), "XDG_STATE_HOME": str(users.folder / "nowhere")}
+    out, errors = users.run(BOB, BOB_SHIPS, **nowhere)
+    assert out == ""
+    assert "BadRequest: what nodes are sent cannot be kept" in errors.splitlines()[-1]
+    assert list(hers.rglob("*")) == []
+
+
 BOB_POOL = """
 import numpy, pathlib, sys
 import skyward_core as sky

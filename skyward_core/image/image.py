@@ -196,6 +196,7 @@ class Image(Frozen):
                 raise ValueError(f'pip has the entry {entry!r}: each must be one requirement on one line, as "torch>=2.9"')
             if entry.lstrip().startswith("-"):
                 raise ValueError(f"pip has the entry {entry!r}, an option: only requirements can stand here; an index goes to pip_extra_index_url")
+            _refuse_login("pip", entry)
         return tuple(entry.strip() for entry in pip)
 
     @field_validator("pip_extra_index_url")
@@ -225,9 +226,12 @@ class Image(Frozen):
             return None
         is_text = "\n" in lock or "--hash" in lock
         try:
-            return read_lock(lock if is_text else Path(lock).read_text())
+            text = read_lock(lock if is_text else Path(lock).read_text())
         except OSError as error:
             raise ValueError(f"lock={lock!r} cannot be read: {error.strerror}") from error
+        for line in text.splitlines():
+            _refuse_login("lock", line)
+        return text
 
     @model_validator(mode="after")
     def _say_each_thing_once(self) -> Image:
@@ -268,6 +272,16 @@ def refuse_unexportable(env: Mapping[str, str]) -> None:
             raise BadRequest(f"env[{name!r}] holds a NUL character, which no environment variable can")
 
 
+def _refuse_login(field: str, requirement: str) -> None:
+    """Raise ValueError for the URL of a package with a user in it, which for HTTP is a password or a token. That of git over SSH is no secret."""
+    if _LOGIN.search(requirement):
+        what = name_of(requirement) if "@" in requirement.partition("://")[0] else "a package"
+        raise ValueError(
+            f"{field} must not hold a password or token, for images are written to logs and to the ledger, and {what} comes from a URL with one: "
+            "put it into ~/.netrc on the machine, or for git into env, as GIT_CONFIG_KEY_0"
+        )
+
+
 def _sound_index(field: str, url: str) -> str:
     """Return the URL of an index. Raises ValueError for anything else, and for one with a secret in it."""
     parts = urlsplit(url)
@@ -283,5 +297,6 @@ def runtime_pins() -> tuple[str, ...]:
     return tuple(f"{name}=={version(name)}" for name in ("cloudpickle", "dask", "distributed", "nvidia-ml-py", "psutil", "uvloop"))
 
 
+_LOGIN = re.compile(r"https?://(?!\$\{)[^/?#\s@]+@")
 # Names: Debian Policy 5.6.1. A trailing "-" would make apt-get remove the package.
 _DEBIAN_PACKAGE = re.compile(r"[a-z0-9][a-z0-9+.-]*[a-z0-9+.](:[a-z0-9-]*[a-z0-9])?([=/][A-Za-z0-9.+:~-]*[A-Za-z0-9.+~])?")
