@@ -276,7 +276,7 @@ def test_a_full_disk_and_a_reader_that_goes(three: None) -> None:
     """One line, or none at all for a reader who has seen enough; the exit code is 1."""
     for line in ("skyward ps", "skyward ps --json", "skyward --version"):
         done = shell(f"{line} > /dev/full")
-        assert (done.returncode, done.stderr.count("\n"), "No space left on device" in done.stderr) == (1, 1, True), line
+        assert (done.returncode, done.stderr.count("\n"), "No space left on device: what was to be printed is lost" in done.stderr) == (1, 1, True), line
     for line in ("skyward ps", "skyward cost --json", "skyward receipt sky-live"):
         done = shell(f"{line} | true")
         assert (done.stdout, done.stderr) == ("", ""), line

@@ -105,11 +105,16 @@ def test_the_command_is_dry_unless_it_is_told_otherwise(
     """It exits with 3 while there is something to take away; `why` says that it was; JSON has its numbers."""
     monkeypatch.setenv("SKYWARD_LEDGER", url)
     days = "1d"
+    made_smaller = list[str]()
+    really = Ledger.vacuum
+    monkeypatch.setattr(Ledger, "vacuum", lambda self: (made_smaller.append(str(self.url)), really(self))[1])
     ledger.prune(NOON - timedelta(days=3650))
     assert cli.main(["ledger", "prune", "--older-than", days]) == cli.TO_DO
     told = capsys.readouterr().out
     assert re.match(r"to be taken away: details of \d pools, \d tries to rent machines, \d settled reservations\nnothing was touched; --yes does it\n", told)
+    assert made_smaller == []
     assert cli.main(["ledger", "prune", "--older-than", days, "--yes", "--json"]) == 0
+    assert len(made_smaller) == 1
     told = json.loads(capsys.readouterr().out)
     assert (told["is_dry_run"], told["attempts"], told["reservations"]) == (False, 3 * told["pools"], told["pools"])
     assert cli.main(["ledger", "prune", "--older-than", days]) == 0

@@ -119,6 +119,13 @@ def test_a_value_that_no_variable_can_hold_is_refused_and_not_repeated(value: st
     assert "hunter2" not in "".join(traceback.format_exception(caught.value)) + repr(caught.value)
 
 
+def as_sentry_shows(value: Any) -> str:
+    """Its SDK's serializer takes mappings apart that have no `__sentry_repr__` (sentry_sdk/serializer.py)."""
+    if (show := getattr(type(value), "__sentry_repr__", None)) is not None:
+        return show(value)
+    return str({name: as_sentry_shows(item) for name, item in value.items()}) if type(value) is not dict and isinstance(value, dict) else repr(value)
+
+
 def test_no_frame_of_ours_shows_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tools that report errors show the variables of every frame, as Sentry does by default, and rich's tracebacks if they are asked to."""
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
@@ -131,7 +138,7 @@ def test_no_frame_of_ours_shows_a_value(monkeypatch: pytest.MonkeyPatch) -> None
         texts = list[str]()
         for value in (value for frame in frames for value in frame.f_locals.values()):
             with suppress(AttributeError):  # a pool that is half made
-                texts.append(repr(value))
+                texts.append(as_sentry_shows(value))
         return "\n".join(texts)
 
     for env in ({}, {"A": MASK}):  # one is refused when it opens, and one when it is made
@@ -209,6 +216,7 @@ def test_env_is_masked_where_a_spec_is_shown_or_written() -> None:
         assert "opensesame1" not in text
         assert "hf_0123456789" not in text
     assert spec.model_dump(mode="json")["env"] == {"HF_TOKEN": MASK, "B": "2"}
+    assert "hf_0123456789" not in as_sentry_shows(spec.env)
     assert spec.node_environment == {"DB_PASSWORD": "opensesame1", "A": "1", "HF_TOKEN": "hf_0123456789", "B": "2"}
     assert pickle.loads(pickle.dumps(spec)).with_(nodes=2).node_environment == spec.node_environment
     assert spec.plain_secrets == ["DB_PASSWORD", "HF_TOKEN"]

@@ -1,9 +1,11 @@
 """What is published of the versions that were tested, and how the trials with other versions tell whose fault it is."""
 
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests import versions
 from tests.versions import MINORS, ROOT, Trial, blamed, constraints, pins
@@ -33,6 +35,14 @@ def test_a_pin_holds_for_its_python_only() -> None:
     two = ['two==1; platform_machine == "arm64"', 'two==2; platform_machine != "arm64"']
     assert pins(exported, "3.12") == ["mac==1", "old==1", "plain==1", *two]
     assert pins(exported, "3.13") == ["mac==1", "old==2", "plain==1", *two]
+
+
+@pytest.mark.parametrize(("name", "failed"), [("sqlalchemy", "2.0.30"), ("pydantic", "2.11.10")])
+def test_a_version_that_was_seen_to_fail_is_not_allowed(name: str, failed: str) -> None:
+    """`make versions` tries the lower bounds, and takes minutes: what it has once refused stays refused (issue 10, on Python 3.12 and 3.13)."""
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (bound,) = [one for one in map(Requirement, dependencies) if one.name == name]
+    assert failed not in bound.specifier
 
 
 def test_a_failure_names_the_package() -> None:

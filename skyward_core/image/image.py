@@ -45,7 +45,7 @@ class FrozenEnv(dict[str, str]):
     def __repr__(self) -> str:
         return repr(masked(self))
 
-    __str__ = __repr__
+    __str__ = __sentry_repr__ = __repr__
 
     def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride] - a dict has none because it can change
         return hash(frozenset(self.items()))

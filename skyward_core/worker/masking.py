@@ -36,6 +36,8 @@ class SecretValues(dict[str, str]):
         return f"SecretValues({', '.join(self)})"
 
     __str__ = __repr__
+    __sentry_repr__ = __repr__
+    """Sentry sends the variables of frames, and takes a mapping apart whatever its `__repr__` says, unless it has this."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SecretValues, (dict(self),)
