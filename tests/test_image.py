@@ -551,6 +551,20 @@ def test_the_uv_of_other_machines_is_that_of_the_lock(kind):
     assert gnu == ([f"sha256:{wheel.other_sha256}"] if wheel.other_sha256 else [])
 
 
+@pytest.mark.parametrize(
+    ("client", "is_musl", "sent"), [(("Linux", "x86_64"), False, "own"), (("Linux", "x86_64"), True, "x86_64"), (("Darwin", "x86_64"), False, "x86_64")]
+)
+def test_our_own_uv_is_sent_only_where_it_runs(monkeypatch, client, is_musl, sent):
+    """A Mac with the same processor has another program, and a host with musl may not run the one that is made for glibc."""
+    monkeypatch.setattr("platform.system", lambda: client[0])
+    monkeypatch.setattr("platform.machine", lambda: client[1])
+    monkeypatch.setattr(shipping, "_compressed_uv", lambda: "own")
+    monkeypatch.setattr(shipping, "_fetched_uv", lambda machine: machine)
+    assert shipping.shipped_uv("Linux", "x86_64", is_musl=is_musl) == sent
+    assert shipping.shipped_uv("Linux", "aarch64") == "aarch64"
+    assert shipping.shipped_uv("Linux", "riscv64") is None
+
+
 @pytest.mark.slow
 def test_the_uv_of_another_architecture_is_fetched_and_kept(tmp_path, monkeypatch):
     """What the client sends to arm64 machines is a static program for them (ELF: EM_AARCH64 is 183), fetched once; another hash is refused."""

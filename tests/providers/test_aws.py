@@ -414,6 +414,14 @@ def test_who_says_nothing_of_memory_gets_enough_for_a_node(cloud: FakeAWS, wish:
     assert {offer.instance_type for offer in make(cloud).offers(Requirements(**wish))} == names
 
 
+def test_a_machine_says_which_processor_it_has(cloud: FakeAWS) -> None:
+    """The cheapest for who asks for nothing has another one than most clients, and is prepared as what it is; who asks for one gets no other."""
+    cloud.list_prices = {("us-east-1", name): price for name, price in (("t4g.small", 0.017), ("m7i.large", 0.1))}
+    assert {offer.instance_type: offer.architecture for offer in make(cloud).offers(Requirements())} == {"t4g.small": "arm64", "m7i.large": "x86_64"}
+    for architecture, name in (("arm64", "t4g.small"), ("x86_64", "m7i.large")):
+        assert {offer.instance_type for offer in make(cloud).offers(Requirements(architecture=architecture))} == {name}
+
+
 def test_the_list_of_prices_has_what_is_asked_for_by_name(cloud: FakeAWS, tmp_path: Path) -> None:
     """What is kept of an answer to all is no answer to who asks for little."""
     cloud.list_prices = {("us-east-1", "t4g.nano"): 0.0042, ("us-east-1", "t4g.small"): 0.017}

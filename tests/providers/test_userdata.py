@@ -279,9 +279,11 @@ class Container:
     def __init__(self, tmp_path: Path, **tags: str) -> None:
         self.ends = tmp_path / "ends"
         end = f'echo asked >>{self.ends}; [ "$(wc -l <{self.ends})" -lt 20 ] || sleep 100\nkill -KILL $$'
-        told = {**TAGS, CREATED_TAG: str(int(time.time())), **tags}
+        now = int(time.time())
+        told = {**TAGS, CREATED_TAG: str(now), EXPIRES_TAG: str(now + 86_400), **tags}
         guard = guard_script(300, 86_400, userdata.END_COMMAND, paid_seconds=600)
         boot = userdata.boot_script(guard, told, f"echo {tmp_path.name}-{os.getpid()}", end, is_container=True)
+        boot = boot.replace(f"sleep {userdata.END_AGAIN_SECONDS}\n", "sleep 0.2\n")
         self._script = moved(userdata.OBEY + boot + userdata.WATCH.replace("sleep 10", "sleep 0.1").replace("sleep 60", "sleep 0.1"), tmp_path)
         self._home = tmp_path / "root/.cache/skyward"
         self._main: subprocess.Popen[str] | None = None
