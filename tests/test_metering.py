@@ -20,6 +20,8 @@ import skyward_core as sky
 from skyward_core import CostFinal, Instance, InstanceState
 from skyward_core.engine.futures import CallFuture
 from skyward_core.entries import BILLING_ROUNDING, Bucket, Price
+from skyward_core.market import by_month
+from skyward_core.provisioning import lifecycle
 from skyward_core.provisioning.metering import PHASES, Meter
 from skyward_core.worker.streams import Told as Outcomes
 from skyward_core.worker.wire import Ending, Outcome
@@ -63,6 +65,20 @@ def test_a_machine_costs_its_price_for_each_hour() -> None:
     update = meter.update()
     assert update.accumulated_cost == 3.0
     assert (update.elapsed_seconds, update.hourly_rate, update.spot_count, update.ondemand_count) == (5400.0, 2.0, 0, 1)
+
+
+def test_what_is_billed_beside_a_machine_is_counted_with_it() -> None:
+    """Also where only a listing tells of the machine, with no price that was agreed; what on-demand would have cost has it too, and so does the first event."""
+    clock = Clock()
+    meter = Meter(clock)
+    disk = by_month("disk", 72.0, "a price page", "2026-11-22")  # 0.1 USD an hour
+    spot = machine("a", 2.0, on_demand=5.0, is_spot=True).model_copy(update={"extras_per_hour": (disk,)})
+    meter.start(spot, at=clock())
+    clock.seconds += 3600
+    assert meter.update().accumulated_cost == 2.1
+    assert meter.update().hourly_rate == 2.1
+    told = lifecycle._provisioned(spot)
+    assert (told.price_spot, told.price_on_demand) == (2.1, 5.1)
 
 
 def test_the_time_counts_from_the_asking() -> None:
