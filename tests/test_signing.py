@@ -138,13 +138,17 @@ def test_two_computers_share_a_key(state: Path, monkeypatch: pytest.MonkeyPatch)
         signing.verify(claim)
 
 
-@pytest.mark.parametrize("kind", ["open", "symlink", "folder"])
+@pytest.mark.parametrize(
+    "kind", ["open", "symlink", "folder", pytest.param("stranger's", marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others"))]
+)
 def test_a_key_that_others_may_know_is_not_used(state: Path, kind: str) -> None:
     """Nor one that somebody has put there by a link."""
     signing.signed(ELSEWHERE)
     key = state / "lease.key"
     if kind == "open":
         key.chmod(0o644)
+    elif kind == "stranger's":
+        os.chown(key, 61_001, 61_001)
     else:
         key.rename(state / "other")
         key.symlink_to(state / "other") if kind == "symlink" else key.mkdir()

@@ -45,6 +45,16 @@ def test_a_version_that_was_seen_to_fail_is_not_allowed(name: str, failed: str) 
     assert failed not in bound.specifier
 
 
+def test_ci_tries_the_lowest_and_the_newest_versions_of_the_core_and_every_plugin() -> None:
+    """Each part has a smoke, and each plugin's extra is in a part."""
+    assert "step make versions\n" in (ROOT / ".ci/run").read_text()
+    assert "python -m tests.versions lowest newest\n" in (ROOT / "Makefile").read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {extra for part in versions.PARTS.values() for extra in part} == set(extras) - {"all"}
+    smoke = (ROOT / "tests/versions/smoke.py").read_text()
+    assert [part for part in versions.PARTS if f"def {part}(" not in smoke] == []
+
+
 def test_a_failure_names_the_package() -> None:
     """The innermost package of the traceback first, each with what is locked; a module that is missing before all."""
     log = """

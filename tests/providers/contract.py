@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from datetime import date
 from typing import Any
 
 import pytest
@@ -120,6 +121,7 @@ class ProviderContract:
             assert offer.vcpus > 0
             assert offer.memory_gb > 0
             assert offer.architecture in {"x86_64", "arm64"}
+            assert all(extra.name and extra.source and (extra.checked == "at launch" or date.fromisoformat(extra.checked)) for extra in offer.extras_per_hour)
             assert (offer.accelerator is None) == (offer.accelerators == 0) == (offer.accelerator_memory_gb is None)
             if offer.accelerator is not None:
                 assert sky.accelerators.parse(offer.accelerator).name == offer.accelerator

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import gzip
 import hashlib
 import json
@@ -353,7 +354,7 @@ def test_a_region_that_only_refuses_us_is_no_empty_one(cloud: FakeAWS, *, is_ena
         provider.terminate(["i-0123456789abcdef0"])
 
 
-def test_a_machine_that_aws_does_not_know_yet_is_not_gone(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_aws_does_not_know_yet_is_not_gone(cloud: FakeAWS) -> None:
     """`InvalidInstanceID.NotFound` comes for seconds after RunInstances; a minute after it, and of a machine of nobody's, it is what it says."""
     provider = make(cloud)
     (machine,) = provider.launch(provider.offers(T4)[0], 1, tags(), STARTUP)
@@ -364,9 +365,11 @@ def test_a_machine_that_aws_does_not_know_yet_is_not_gone(cloud: FakeAWS, monkey
     provider.terminate([machine.id])
     assert cloud.alive() == set()
     provider.terminate(["i-0123456789abcdef0"])
-    monkeypatch.setattr(aws, "YOUNG_SECONDS", 0.0)
-    cloud.fail("TerminateInstances", "InvalidInstanceID.NotFound", times=1)
-    provider.terminate([machine.id])
+    for age_seconds, is_refused in ((55.0, True), (61.0, False)):
+        provider._young.made[machine.id] = time.monotonic() - age_seconds
+        cloud.fail("TerminateInstances", "InvalidInstanceID.NotFound", times=1)
+        with pytest.raises(ProviderFailed) if is_refused else contextlib.nullcontext():
+            provider.terminate([machine.id])
 
 
 def test_regions_without_a_place_and_an_outage_are_an_outage(cloud: FakeAWS) -> None:
