@@ -10,6 +10,7 @@ import json
 import re
 from base64 import b64encode
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import Any, cast
 from urllib.parse import quote, quote_plus
 
@@ -52,13 +53,24 @@ class Mask:
         found |= {line for value in long for line in _lines(value) if len(line) >= SHORTEST_LINE}
         longest_first = sorted(found, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-        raw = [raw for spelling in longest_first for raw in {spelling.encode(errors=errors) for errors in ("surrogateescape", "surrogatepass")}]
-        self._raw = re.compile(b"|".join(map(re.escape, raw))) if raw else None
-        long_enough = [spelling for spelling in raw if len(spelling) >= SHORTEST_IN_PICKLE]
-        self._in_pickle = re.compile(b"|".join(map(re.escape, long_enough))) if long_enough else None
+        self._spellings = longest_first
 
     def __repr__(self) -> str:
         return "Mask(...)"
+
+    @cached_property
+    def _raw(self) -> re.Pattern[bytes] | None:
+        """The spellings as bytes. Made when an exception is the first to need it: of a key with many lines that takes tenths of a second."""
+        return self._of_bytes(SHORTEST)
+
+    @cached_property
+    def _in_pickle(self) -> re.Pattern[bytes] | None:
+        return self._of_bytes(SHORTEST_IN_PICKLE)
+
+    def _of_bytes(self, shortest: int) -> re.Pattern[bytes] | None:
+        raw = [raw for spelling in self._spellings for raw in {spelling.encode(errors=errors) for errors in ("surrogateescape", "surrogatepass")}]
+        patterns = [re.escape(one) for one in raw if len(one) >= shortest]
+        return re.compile(b"|".join(patterns)) if patterns else None
 
     def text(self, text: str) -> str:
         """Return the text without the values."""
