@@ -297,6 +297,21 @@ def test_secrets_come_from_connections_and_variables_when_the_task_runs(airflow:
 
 
 @pytest.mark.slow
+def test_airflow_itself_masks_what_its_store_has_given(airflow: Airflow) -> None:
+    """A variable whose name says nothing is not masked by Airflow; once it is a secret of a pool, whatever the task's own process logs shows none of it."""
+    answer = airflow.evaluate("""
+        import os
+        from airflow.sdk._shared.secrets_masker import redact
+        from airflow_provider_skyward.secrets import values_of
+        os.environ["AIRFLOW_VAR_WORD"] = "var-9876543210"
+        before = redact("told: var-9876543210")
+        values = values_of(sky.PoolSpec.of(secrets={"D": sky.Secret.from_store("variable/word")}))
+        answer = [before, values, redact("told: var-9876543210")]
+    """)
+    assert answer == ["told: var-9876543210", {"D": "var-9876543210"}, "told: ***"]
+
+
+@pytest.mark.slow
 def test_no_keyword_of_the_pool_is_a_name_of_airflows(airflow: Airflow) -> None:
     """A keyword of the pool that BaseOperator has too, as argument or attribute, would silently change what the task is."""
     code = """
