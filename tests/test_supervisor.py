@@ -6,6 +6,7 @@ Most nodes here have a clock that stands in a file, and workers without Dask tha
 import contextlib
 import dataclasses
 import os
+import pickle
 import shutil
 import signal
 import socket
@@ -21,15 +22,19 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from distributed import Client, Security
+from distributed import Client, Future, Security
 
 from skyward_core.engine.certificates import make_certificate
 from skyward_core.engine.cluster import members
 from skyward_core.worker import supervisor
+from skyward_core.worker.calls import release, tell_kept
+from skyward_core.worker.kept import WorkerFree, WorkerKept
+from skyward_core.worker.node import POOL_TOPIC, RUN_BATCH
 from skyward_core.worker.private import NotPrivate
 from skyward_core.worker.settings import NodeSettings, Owner, memory_directory, this_process, write_atomically
 from skyward_core.worker.supervisor import Deaths
-from skyward_core.worker.watchdog import write_lease
+from skyward_core.worker.watchdog import uptime, write_lease
+from skyward_core.worker.wire import Batch, Call, Ending, Outcome, Output, Parcel, Report
 from tests.conftest import processes_by_tag, wait_until
 
 HOUR = 3600.0
@@ -629,3 +634,206 @@ def test_a_node_becomes_the_head_and_ceases_to_be_it(start: Start, certificate: 
     workers_at(fourth, certificate, {"0-0", "1-0"})
     assert not listens(third)
     assert other.text("head.json") == ""
+
+
+# ── calls that outlive their head ────────────────────────────────────────────────────────────────────────────────────
+
+
+class Listener:
+    """A client of one scheduler: what it was told of the pool and on the topic of its calls."""
+
+    TOPIC = "skyward-kept-test"
+
+    def __init__(self, address: str, certificate: Any) -> None:
+        pem, key = certificate.certificate, certificate.key
+        security = Security(require_encryption=True, tls_ca_file=pem, tls_client_cert=pem, tls_client_key=key)
+        self.client: Any = Client(address, security=security, set_as_default=False, timeout=60)
+        self.heard: list[Any] = []
+        self.futures: list[Any] = []
+        for topic in (self.TOPIC, POOL_TOPIC):
+            self.client.subscribe_topic(topic, lambda event: self.heard.append(pickle.loads(event[1])))
+        self.send(tell_kept())
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.client._send_to_scheduler(message)
+
+    def run(self, worker: str, **texts: str) -> None:
+        """Have a worker of this name run these calls."""
+        self.await_worker(worker)
+        address = next(address for address, there in members(self.client).items() if there["name"] == worker)
+        calls = tuple(Call(call_id, "exec", Parcel(pickle.dumps(((text,), {}))), "job") for call_id, text in texts.items())
+        batch = Batch(self.TOPIC, calls, {"exec": Parcel(pickle.dumps(exec))})
+        key = f"skyward-{'-'.join(texts)}"
+        self.futures.append(Future(key, self.client))
+        self.send({"op": RUN_BATCH, "key": key, "batch": pickle.dumps(batch, protocol=5), "annotations": {"workers": [address]}})
+
+    def await_worker(self, name: str, status: str = "running") -> None:
+        wait_until(lambda: (name, status) in {(there["name"], there["status"]) for there in members(self.client).values()}, f"{name}, {status}")
+
+    def kept(self, name: str) -> list[tuple[str, ...]]:
+        return [tuple(sorted(news.calls)) for news in self.heard if isinstance(news, WorkerKept) and news.name == name]
+
+    def reports(self) -> list[Report]:
+        return [news for news in self.heard if isinstance(news, Report)]
+
+    def endings(self) -> dict[str, Ending]:
+        return {item.call_id: item.ending for report in self.reports() for item in report.news if isinstance(item, Outcome)}
+
+    def close(self) -> None:
+        self.futures.clear()
+        self.client.close()
+
+
+@pytest.fixture
+def listen(certificate: Any) -> Iterator[Callable[[str], Listener]]:
+    listeners: list[Listener] = []
+
+    def listen_at(address: str) -> Listener:
+        listeners.append(Listener(address, certificate))
+        return listeners[-1]
+
+    yield listen_at
+    for listener in listeners:
+        listener.close()
+
+
+def long_call(directory: Path) -> str:
+    """A call that notes that it has begun, and with which head, says something, and waits for `go`."""
+    return textwrap.dedent(f"""
+        import os, time
+        with open({str(directory / "begun")!r}, "a") as begun:
+            begun.write("begun\\n")
+        print("before")
+        while not os.path.exists({str(directory / "go")!r}):
+            time.sleep(0.01)
+        print("after")
+    """)
+
+
+def two_nodes(start: Start, listen: Callable[[str], Listener], **fields: Any) -> tuple[Machine, Machine, Listener]:
+    head = start("", rank=0, scheduler=None, keeps_calls=True)
+    other = start("", rank=1, scheduler=head.await_file("head.json"), keeps_calls=True, **fields)
+    return head, other, listen(head.text("head.json"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", ["before", "after"])
+def test_a_call_outlives_its_head_and_is_told_to_the_next(start: Start, listen: Callable[[str], Listener], tmp_path: Path, ends: str) -> None:
+    """It is begun once. The new head hears who has it, then all that it has reported, and no more calls go there until it has ended."""
+    head, other, first = two_nodes(start, listen)
+    first.run("1-0", long=long_call(tmp_path), next="pass")
+    wait_until(lambda: "next" in first.endings(), "the call behind it to be handed back")
+    head.process.kill()
+    wait_until(lambda: "has lost its scheduler" in other.text("log"), "the loss to be noticed")
+    if ends == "before":
+        (tmp_path / "go").touch()
+    new = start("", rank=0, scheduler=None, keeps_calls=True)
+    second = listen(new.await_file("head.json"))
+    other.tell(rank=2, scheduler=new.text("head.json"), generation=1)
+    if ends == "after":
+        second.await_worker("2-0", "paused")
+        wait_until(lambda: ("long", "next") in second.kept("2-0"), "what is kept")
+        wait_until(lambda: second.reports(), "what was reported")
+        assert second.endings() == {"next": Ending.RETURNED}
+        (tmp_path / "go").touch()
+    wait_until(lambda: second.endings() == {"next": Ending.RETURNED, "long": Ending.RESULT}, "the call to end")
+    second.await_worker("2-0")
+    reports = [report for report in second.reports() if report.origin.endswith("/skyward-long-next")]
+    assert list(dict.fromkeys(report.number for report in reports)) == list(range(1, max(report.number for report in reports) + 1))
+    lines = {report.number: [line for item in report.news if isinstance(item, Output) for line in item.lines] for report in reports}
+    assert [line for number in sorted(lines) for line in lines[number]] == ["before", "after"]
+    assert second.kept("0-0")[0] == ()
+    second.send(release(["long", "next", "unknown"]))
+    second.send(tell_kept())
+    wait_until(lambda: second.kept("2-0")[-1] == (), "the release")
+    assert (tmp_path / "begun").read_text() == "begun\n"
+    second.run("2-0", place=f"import os; open({str(tmp_path / 'place')!r}, 'w').write(os.environ['SKYWARD_INSTANCE_INFO'])")
+    wait_until(lambda: "place" in second.endings(), "a call after it")
+    assert '"node": 2' in (tmp_path / "place").read_text()
+    second.send(tell_kept())
+    wait_until(lambda: second.kept("2-0")[-1] == ("place",), "it to be kept")
+    del second.futures[:]
+    wait_until(lambda: second.send(tell_kept()) or second.kept("2-0")[-1] == (), "Dask to free it")
+
+
+@pytest.mark.slow
+def test_a_node_that_becomes_the_head_keeps_its_calls(start: Start, listen: Callable[[str], Listener], tmp_path: Path) -> None:
+    """Its supervisor starts a scheduler beside the worker, which joins it with its call."""
+    head, other, first = two_nodes(start, listen)
+    first.run("1-0", long=long_call(tmp_path))
+    wait_until((tmp_path / "begun").exists, "the call to begin")
+    head.process.kill()
+    other.tell(rank=0, scheduler=None, generation=1)
+    second = listen(other.await_file("head.json"))
+    wait_until(lambda: ("long",) in second.kept("0-0"), "what is kept")
+    (tmp_path / "go").touch()
+    wait_until(lambda: second.endings() == {"long": Ending.RESULT}, "the call to end")
+    wait_until(lambda: any(isinstance(news, WorkerFree) for news in second.heard), "the worker to be free")
+    second.await_worker("0-0")
+    assert (tmp_path / "begun").read_text() == "begun\n"
+
+
+@pytest.mark.slow
+def test_a_worker_without_calls_begins_anew(start: Start, listen: Callable[[str], Listener], tmp_path: Path) -> None:
+    """And so does one that dies with its calls: the new head hears that they are not there."""
+    head, other, first = two_nodes(start, listen, workers=({}, {}))
+    first.run("1-0", long=long_call(tmp_path))
+    wait_until((tmp_path / "begun").exists, "the call to begin")
+    head.process.kill()
+    wait_until(lambda: "worker 1-0 has lost its scheduler" in other.text("log"), "the loss to be noticed")
+    other.kill_children()
+    new = start("", rank=0, scheduler=None, keeps_calls=True)
+    second = listen(new.await_file("head.json"))
+    other.tell(scheduler=new.text("head.json"), generation=1)
+    wait_until(lambda: second.kept("1-0") and second.kept("1-1"), "both workers")
+    assert set(second.kept("1-0") + second.kept("1-1")) == {()}
+    assert (tmp_path / "begun").read_text() == "begun\n"
+    other.tell(total_nodes=3, generation=2)
+    wait_until(lambda: other.text("log").count("carries on as generation 2"), "the node to be told")
+    second.await_worker("1-0")
+    second.await_worker("1-1")
+
+
+@pytest.mark.slow
+def test_a_worker_that_its_scheduler_has_given_up_ends_its_calls(start: Start, listen: Callable[[str], Listener], tmp_path: Path) -> None:
+    """The scheduler lives and has told the client that they are lost: they must not go on."""
+    _, other, first = two_nodes(start, listen)
+    first.run("1-0", long=long_call(tmp_path))
+    wait_until((tmp_path / "begun").exists, "the call to begin")
+    first.client.retire_workers(names=["1-0"], close_workers=True)
+    wait_until(lambda: "worker 0 died with 0" in other.text("log"), "the worker to end")
+    first.await_worker("1-0")
+    assert first.kept("1-0")[-1] == ()
+
+
+@pytest.mark.slow
+def test_a_call_outlives_one_head_after_the_other(start: Start, listen: Callable[[str], Listener], tmp_path: Path) -> None:
+    """Its reports keep their numbers, and the calls that came from each head are all told to the next."""
+    head, other, first = two_nodes(start, listen, slots=2)
+    first.run("1-0", long=long_call(tmp_path))
+    first.run("1-0", short="pass")
+    wait_until((tmp_path / "begun").exists, "the call to begin")
+    wait_until(lambda: first.endings() == {"short": Ending.RESULT}, "the other call to end")
+    for generation in (1, 2):
+        head.process.kill()
+        head = start("", rank=0, scheduler=None, keeps_calls=True)
+        other.tell(scheduler=head.await_file("head.json"), generation=generation)
+        listener = listen(head.text("head.json"))
+        listener.await_worker("1-0", "paused")
+        wait_until(lambda listener=listener: ("long", "short") in listener.kept("1-0"), "what is kept")
+        wait_until(lambda listener=listener: listener.endings() == {"short": Ending.RESULT}, "what was reported")
+    (tmp_path / "go").touch()
+    wait_until(lambda: listener.endings() == {"short": Ending.RESULT, "long": Ending.RESULT}, "the call to end")
+    assert (tmp_path / "begun").read_text() == "begun\n"
+
+
+@pytest.mark.slow
+def test_a_worker_whose_node_is_told_of_no_head_ends_its_calls(start: Start, listen: Callable[[str], Listener], tmp_path: Path) -> None:
+    """After a lease, though the node itself lives longer."""
+    head, other, first = two_nodes(start, listen, lease_seconds=25.0)
+    write_lease(other.directory, uptime() + HOUR)
+    first.run("1-0", long=long_call(tmp_path))
+    wait_until((tmp_path / "begun").exists, "the call to begin")
+    head.process.kill()
+    wait_until(lambda: "worker 0 died with 0" in other.text("log"), "the worker to end", 90.0)
+    assert other.is_alive

@@ -23,6 +23,7 @@ from typing import Any, cast
 from distributed import Scheduler  # noqa: TID253 - this file, node.py and cluster.py own Dask
 from distributed.diagnostics.plugin import SchedulerPlugin  # noqa: TID253
 
+from skyward_core.worker.kept import OLDER, RELEASE, TELL_KEPT
 from skyward_core.worker.wire import Ending, Outcome, Report
 
 KEEP = "skyward-keep"
@@ -53,6 +54,16 @@ def let_go(keys: Collection[str]) -> dict[str, Any]:
 def cancel(call_ids: Collection[str]) -> dict[str, Any]:
     """Return the message that stops these calls, wherever they are. Unknown ids are ignored."""
     return {"op": CANCEL, "calls": list(call_ids)}
+
+
+def tell_kept() -> dict[str, Any]:
+    """Return the message that has every worker tell what it keeps, and report it again: for a client that is new to the scheduler, as soon as it listens."""
+    return {"op": TELL_KEPT}
+
+
+def release(call_ids: Collection[str]) -> dict[str, Any]:
+    """Return the message that has workers forget calls that have outlived the head they were sent to: their outcomes have arrived, or nobody wants them."""
+    return {"op": RELEASE, "calls": list(call_ids)}
 
 
 def detached_key(call_id: str) -> str:
@@ -215,6 +226,8 @@ class Calls(SchedulerPlugin):
                 LEAVE: self._leave,
                 LET_GO: self._let_go,
                 CANCEL: self._cancel,
+                TELL_KEPT: self._tell_kept,
+                RELEASE: self._release,
                 "client-releases-keys": self._client_releases_keys,
             }
         )
@@ -362,12 +375,19 @@ class Calls(SchedulerPlugin):
         message = {"op": CANCEL, "calls": list(calls)}
         self._scheduler.send_all({}, {worker: [message] for worker in self._scheduler.workers})
 
+    def _tell_kept(self, client: str) -> None:
+        self._scheduler.send_all({}, {worker: [{"op": TELL_KEPT}] for worker in self._scheduler.workers})
+
+    def _release(self, client: str, calls: Collection[str]) -> None:
+        message = {"op": RELEASE, "calls": list(calls)}
+        self._scheduler.send_all({}, {worker: [message] for worker in self._scheduler.workers})
+
     # ── detached calls ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def skyward_busy(self) -> bool:
         """Tell whether any task runs or waits, whoever sent it."""
         scheduler = self._scheduler
-        return bool(scheduler.unrunnable or scheduler.queued or any(worker.processing for worker in scheduler.workers.values()))
+        return bool(scheduler.unrunnable or scheduler.queued or any(worker.processing or worker.metrics.get(OLDER) for worker in scheduler.workers.values()))
 
     def skyward_ran(self) -> list[Ran]:
         """Return for how long the slots of each worker were busy, as of its last heartbeat."""

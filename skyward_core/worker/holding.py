@@ -14,6 +14,8 @@ from distributed import Scheduler  # noqa: TID253 - with calls.py, node.py and s
 from distributed.core import Status  # noqa: TID253
 from distributed.diagnostics.plugin import SchedulerPlugin  # noqa: TID253
 
+from skyward_core.worker.kept import OLDER
+
 HOLD = "skyward_hold"
 HELD = Status.paused.name
 
@@ -46,11 +48,15 @@ class Holding(SchedulerPlugin):
         workers = [worker for worker in self._scheduler.workers.values() if str(worker.name).partition("-")[0] == str(rank)]
         for worker in workers:
             self._scheduler.handle_worker_status_change(Status.paused, worker, f"skyward-hold-{rank}")
-            left = len(worker.processing)
+            left = self._left_at(worker)
             if self._left.get(worker.address) != left:
                 self._left[worker.address] = left
                 self._scheduler.log_event(self._topic, pickle.dumps(WorkerHeld(worker.address, left)))
-        return sum(len(worker.processing) for worker in workers)
+        return sum(map(self._left_at, workers))
+
+    @staticmethod
+    def _left_at(worker: Any) -> int:
+        return len(worker.processing) + worker.metrics.get(OLDER, 0)
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
         """Forget a worker that is gone."""

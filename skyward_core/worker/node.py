@@ -23,7 +23,7 @@ import dask.config  # noqa: TID253 - this file and cluster.py own Dask
 import uvloop
 from dask.task_spec import Task  # noqa: TID253
 from distributed import Scheduler, Security, Worker, get_worker  # noqa: TID253
-from distributed.core import Status, error_message  # noqa: TID253
+from distributed.core import Status, error_message, rpc  # noqa: TID253
 from distributed.diagnostics.plugin import SchedulerPlugin, WorkerPlugin  # noqa: TID253
 from distributed.scheduler import DEFAULT_EXTENSIONS, heartbeat_interval  # noqa: TID253
 from distributed.spans import SpanMetadata  # noqa: TID253
@@ -31,12 +31,13 @@ from distributed.versions import get_versions  # noqa: TID253
 
 from skyward_core.worker.calls import CANCEL, KEEP, RAN, Calls, Ran, detached_key
 from skyward_core.worker.holding import Holding
+from skyward_core.worker.kept import OLDER, RELEASE, TELL_KEPT, Kept, WorkerFree
 from skyward_core.worker.metrics import Sampler
 from skyward_core.worker.secret_values import Keeping, ask_for
 from skyward_core.worker.settings import NodeSettings, write_atomically
 from skyward_core.worker.slot import Foundry, News, Slot
 from skyward_core.worker.streams import Told, send_at_once
-from skyward_core.worker.wire import Batch, Outcome, Report, Sealed
+from skyward_core.worker.wire import Batch, Outcome, Sealed
 
 POOL_TOPIC = "skyward-pool"
 PLUGIN = "skyward-slots"
@@ -47,6 +48,9 @@ START_DETACHED = "skyward_start_detached"
 
 SILENT_SECONDS = 14.0  # a worker not heard of for so long is lost; a wire that heals after 12 s carries again at TCP's try after 12.6 s
 SILENCE_CHECK_SECONDS = 1.0
+LEFT = 72  # exit code of a worker that had no calls to take along to the node's new place
+ASK_SECONDS, ASK_AGAIN_SECONDS = 5.0, 1.0  # whether the scheduler lives that a worker with calls has lost
+LEAVE_SECONDS = 10.0
 
 DASK_CONFIG: dict[str, Any] = {
     "distributed.admin.low-level-log-length": 0,  # the logs would keep every message, payloads included
@@ -110,32 +114,95 @@ def run_scheduler(directory: Path, settings: NodeSettings) -> NoReturn:
 
 
 def run_worker(directory: Path, settings: NodeSettings, index: int, control: socket.socket) -> NoReturn:
-    """Run one worker of the node in this process until it is killed or the scheduler goes away."""
+    """Run one worker of the node in this process until it is killed, or the scheduler goes away and no call is there that the next one must hear of."""
     slots = Slots(settings, index, control)
-
-    async def main() -> None:
-        address = settings.scheduler or await _head_address(directory)
-        worker = PoolWorker(
-            address,
-            host=settings.host,
-            port=settings.worker_ports[index] if settings.worker_ports else 0,
-            name=f"{settings.rank}-{index}",
-            nthreads=settings.slots,
-            memory_limit=0,
-            security=security(settings),
-            local_directory=str(directory),
-            dashboard=False,
-            dashboard_address="127.0.0.1:0",
-            plugins=(slots,),
-            extensions={},  # Dask's only one is for spans: see NoSpans
-        )
-        async with worker:
-            await worker.finished()
-
     os.environ.update(settings.workers[index])
     with dask.config.set(DASK_CONFIG):
-        uvloop.run(main())
+        uvloop.run(_work(directory, slots))
     os._exit(0)
+
+
+async def _work(directory: Path, slots: Slots) -> None:
+    """Be a worker of one scheduler after the other; each of them is told what has become of the calls that came from those before it."""
+    while True:
+        settings = slots.settings
+        here = asyncio.create_task(_be_member(directory, slots))
+        told = asyncio.create_task(slots.told_anew())
+        await asyncio.wait({here, told}, return_when=asyncio.FIRST_COMPLETED)
+        if told.done() and not slots.kept.calls:
+            os._exit(LEFT)
+        if not told.done() and here.exception() is not None:
+            if not slots.kept.calls:
+                here.result()
+            await asyncio.wait({told}, timeout=ASK_AGAIN_SECONDS)  # it could not join, or not stay: tried again, or somewhere else
+        elif not told.done():  # without calls the process has ended
+            await _await_place(slots, told)
+        await _leave(slots, here)
+        if not told.done():
+            told.cancel()
+            continue
+        slots.move(told.result())
+        print(f"skyward: worker {settings.rank}-{slots.index} goes to another head as {slots.settings.rank}-{slots.index}", flush=True)
+
+
+async def _be_member(directory: Path, slots: Slots) -> None:
+    """Join the pool and be its worker until the scheduler is gone."""
+    settings, index = slots.settings, slots.index
+    address = settings.scheduler or await _head_address(directory)
+    worker = slots.worker = PoolWorker(
+        address,
+        host=settings.host,
+        port=settings.worker_ports[index] if settings.worker_ports else 0,
+        name=f"{settings.rank}-{index}",
+        nthreads=settings.slots,
+        memory_limit=0,
+        security=security(settings),
+        local_directory=str(directory),
+        dashboard=False,
+        dashboard_address="127.0.0.1:0",
+        plugins=(slots,),
+        extensions={},  # Dask's only one is for spans: see NoSpans
+    )
+    async with worker:
+        slots.announce()
+        await worker.finished()
+
+
+async def _await_place(slots: Slots, told: asyncio.Task[NodeSettings]) -> None:
+    """Wait until the node is told of another head. Ends the process when none comes within a lease, or the scheduler turns out to live: it has given us up."""
+    address = slots.worker.scheduler.address if slots.worker is not None else ""
+    deadline = time.monotonic() + slots.settings.lease_seconds
+    while not told.done():
+        if time.monotonic() > deadline or await _is_there(address, slots.settings):
+            slots.end()
+            os._exit(0)
+        await asyncio.wait({told}, timeout=ASK_AGAIN_SECONDS)
+
+
+async def _is_there(address: str, settings: NodeSettings) -> bool:
+    try:
+        async with asyncio.timeout(ASK_SECONDS), rpc(address, connection_args=security(settings).get_connection_args("worker")) as scheduler:
+            await cast(Any, scheduler).identity()
+    except (OSError, TimeoutError):  # distributed.CommClosedError is an OSError
+        return False
+    return True
+
+
+async def _leave(slots: Slots, here: asyncio.Task[None]) -> None:
+    """Be no worker of the scheduler before any more; one that cannot be left in time takes the process along."""
+    worker = slots.worker
+    try:
+        async with asyncio.timeout(LEAVE_SECONDS):
+            if worker is None or worker.status is Status.init:
+                here.cancel()
+                await asyncio.wait({here})
+            if worker is not None:
+                worker.is_leaving = True
+                await worker.close(timeout=1, executor_wait=False, nanny=False, reason="there is another head")
+            await asyncio.wait({here})
+    except TimeoutError:
+        slots.end()
+        os._exit(LEFT)
 
 
 async def _head_address(directory: Path) -> str:
@@ -262,18 +329,38 @@ class PoolScheduler(Scheduler):
 
 
 class PoolWorker(Worker):
-    """Dask's worker, whose process ends with it: the supervisor starts another, which joins the pool anew.
+    """Dask's worker, whose process ends with it, unless it keeps calls: the supervisor starts another, which joins the pool anew.
 
-    Dask's own waits up to 30 s for the running calls, of which nobody waits for an outcome any more: this one ends them.
+    Dask's own waits up to 30 s for the running calls: this one ends them, or leaves them running to be told of to another head. It is paused from the start as
+    long as its slots have calls from a head before.
     """
+
+    is_leaving = False
+    """Whether it has somewhere to go."""
 
     async def close(self, *args: Any, **kwargs: Any) -> str | None:
         """Leave the pool: asked to, cut off from the scheduler, or given up by it."""
         if self.status not in {Status.running, Status.paused, Status.closing_gracefully}:
             return await super().close(*args, **kwargs)
-        print(f"skyward: worker {self.name} ends: {kwargs.get('reason', 'asked to')}", flush=True)
-        cast(Slots, self.plugins[PLUGIN]).teardown(self)
+        slots = cast(Slots, self.plugins[PLUGIN])
+        is_to_stay = self.is_leaving or bool(slots.settings.keeps_calls and slots.kept.calls)
+        print(f"skyward: worker {self.name} {'has lost its scheduler' if is_to_stay else 'ends'}: {kwargs.get('reason', 'asked to')}", flush=True)
+        if is_to_stay:
+            slots.detach()
+            return await super().close(timeout=1, executor_wait=False, nanny=False, reason=kwargs.get("reason", ""))
+        slots.end()
         os._exit(0)
+
+    @property
+    def status(self) -> Status:
+        """Where it is in its life, in Dask's words."""
+        return cast(Any, Worker.status).fget(self)
+
+    @status.setter
+    def status(self, value: Status) -> None:
+        slots = getattr(self, "plugins", {}).get(PLUGIN)
+        is_busy = value is Status.running and isinstance(slots, Slots) and slots.has_older_calls
+        cast(Any, Worker.status).fset(self, Status.paused if is_busy else value)
 
 
 class Prompt(SchedulerPlugin):
@@ -314,17 +401,30 @@ class Slots(WorkerPlugin):
         self._sampler: Sampler | None = None
         self._furnishing = threading.Lock()
         self._is_furnished = not settings.secret_names
+        self._told: asyncio.Queue[NodeSettings] = asyncio.Queue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._older: set[str] = set()
+        """Keys of the batches that came from a head before this one and still have slots."""
+        self.worker: PoolWorker | None = None
+        self.kept_is_attached = False
+        """Whether Dask's tasks are those of the scheduler that the worker is with: what a worker frees that is being closed, nobody has asked for."""
+        self.kept = Kept(f"{settings.instance_id}/{index}-{os.getpid()}", keeps=settings.keeps_calls)
 
     def setup(self, worker: Worker) -> None:
-        """Have the runners forked and begin to sample."""
-        foundry = Foundry(self._control)
-        for _ in range(self.settings.slots):
-            slot = Slot(foundry, self.settings.value_directories, self.settings.memory_limit_bytes)
-            self._all.append(slot)
-            self._idle.put(slot)
+        """Have the runners forked, if this is the first scheduler, and begin to sample."""
+        if self._loop is None:
+            self._loop = loop = asyncio.get_running_loop()
+            foundry = Foundry(self._control, lambda settings: loop.call_soon_threadsafe(self._told.put_nowait, settings))
+            for _ in range(self.settings.slots):
+                slot = Slot(foundry, self.settings.value_directories, self.settings.memory_limit_bytes)
+                self._all.append(slot)
+                self._idle.put(slot)
         send_at_once(worker.batched_stream)
         worker.stream_handlers[CANCEL] = self.cancel
+        worker.stream_handlers[TELL_KEPT] = self.announce
+        worker.stream_handlers[RELEASE] = self.release
         worker.metrics[RAN] = self.ran
+        worker.metrics[OLDER] = lambda _: len(self._older.intersection(self.kept.running))
         interval = self.settings.metrics_interval_seconds
         if self.index == 0 and interval is not None:
             settings = self.settings
@@ -332,11 +432,71 @@ class Slots(WorkerPlugin):
             self._sampler.start()
 
     def teardown(self, worker: Worker) -> None:
+        """End the sampling; the runners may have calls for another scheduler to hear of."""
+        if self._sampler is not None:
+            self._sampler.stop()
+
+    def end(self) -> None:
         """End the runners and the sampling."""
         if self._sampler is not None:
             self._sampler.stop()
         for slot in self._all:
             slot.close()
+
+    def transition(self, key: Any, start: str, finish: str, **_: Any) -> None:
+        """Release a batch whose task Dask frees. Dask calls this for every step of every task."""
+        if finish in {"released", "forgotten"} and isinstance(key, str) and self.kept_is_attached:
+            self.kept.release(key)
+
+    async def told_anew(self) -> NodeSettings:
+        """Wait for the node's new place in the pool; where there are several, for the last."""
+        settings = await self._told.get()
+        while not self._told.empty():
+            settings = self._told.get_nowait()
+        return settings
+
+    def move(self, settings: NodeSettings) -> None:
+        """Take up the node's new place: each runner is exchanged when its batch has ended."""
+        self.settings = settings
+        self._older = set(self.kept.running)
+        for slot in self._all:
+            slot.is_outdated = True
+
+    def detach(self) -> None:
+        """Tell and free nothing more: the scheduler is gone."""
+        self.kept_is_attached = False
+        self.kept.detach()
+
+    @property
+    def has_older_calls(self) -> bool:
+        """Whether slots have batches that came from a head before this one."""
+        return bool(self._older.intersection(self.kept.running))
+
+    def announce(self) -> None:
+        """Tell the scheduler which calls this worker has, and all that was reported of them. In Dask's loop."""
+        worker = self.worker
+        assert worker is not None
+        self.kept_is_attached = True
+        self.kept.attach(str(worker.name), worker.address, POOL_TOPIC, worker.log_event)
+        self._free()
+
+    def release(self, calls: Iterable[str]) -> None:
+        """Forget these calls: the client has their outcomes, or does not want them."""
+        self.kept.release_calls(list(calls))
+
+    def ended(self, key: str) -> None:
+        """A batch has ended, and its slot is idle. From the thread that drove it."""
+        self.kept.end(key)
+        if key in self._older and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._free)
+
+    def _free(self) -> None:
+        """Take calls again when those from the head before have ended."""
+        worker = self.worker
+        if worker is not None and worker.status is Status.paused and self._older and not self.has_older_calls:
+            self._older.clear()
+            worker.status = Status.running
+            worker.log_event(POOL_TOPIC, pickle.dumps(WorkerFree(str(worker.name), worker.address)))
 
     def furnish(self, worker: Worker) -> None:
         """Have the pool's secrets here before a call runs. In a thread of the worker. Raises LookupError or OSError if they cannot be had."""
@@ -376,13 +536,17 @@ def run_batch(sealed: Sealed) -> Mapping[str, Outcome]:
     worker = get_worker()
     slots = cast(Slots, worker.plugins[PLUGIN])
     outcomes: dict[str, Outcome] = {}
+    key = str(worker.get_current_task())
 
     def tell(news: list[News]) -> None:
         outcomes.update((item.call_id, item) for item in news if isinstance(item, Outcome))
-        report = Report(slots.settings.rank, slots.settings.instance_id, tuple(news))
-        worker.log_event(batch.topic, pickle.dumps(report, protocol=5))
+        slots.kept.tell(key, slots.settings.rank, slots.settings.instance_id, tuple(news))
 
     slots.furnish(worker)
-    with slots.borrowed() as slot:
-        slot.run(batch, tell)
+    slots.kept.begin(key, batch.topic, (call.call_id for call in batch.calls))
+    try:
+        with slots.borrowed() as slot:
+            slot.run(batch, tell)
+    finally:
+        slots.ended(key)
     return Told(outcomes, slots.settings.rank, slots.settings.instance_id)

@@ -40,7 +40,7 @@ class NodeSettings:
     0 and empty: wherever there is room. A client that writes settings with another `generation` has the node begin anew with them.
     `secret_names` are the variables that calls find beside their environment: their values never stand here (`worker/secret_values.py`).
     `notice_url` is where it asks whether its machine is to be taken back (`worker/notice.py`); empty: it does not ask. Without `workers` it runs no calls.
-    `is_simulated`: its accelerators are not there.
+    `is_simulated`: its accelerators are not there. `keeps_calls`: its workers outlive their scheduler while they have calls, and take them along to the next.
     """
 
     pool_id: str
@@ -71,6 +71,7 @@ class NodeSettings:
     notice_url: str = ""
     secret_names: tuple[str, ...] = ()
     is_simulated: bool = False
+    keeps_calls: bool = False
 
     def cores_of(self, slot: int) -> tuple[int, ...]:
         """Return the NeuronCores that calls in this slot may use."""
@@ -80,6 +81,13 @@ class NodeSettings:
         """Return what the processes of calls in this slot of this worker find in their environment, beside what the whole node has."""
         cores = self.cores_of(slot)
         return self.workers[worker] | ({"NEURON_RT_VISIBLE_CORES": _ranges(cores)} if cores else {})
+
+    def may_become(self, other: NodeSettings) -> bool:
+        """Tell whether living workers may go on under other settings: only their place in the pool is another one, and they are to keep their calls."""
+        theirs = (other.slots, other.workers, other.value_directories, other.memory_limit_bytes, other.tls_certificate, other.tls_key, other.secret_names)
+        ours = (self.slots, self.workers, self.value_directories, self.memory_limit_bytes, self.tls_certificate, self.tls_key, self.secret_names)
+        is_same = (self.instance_id, self.neuron_cores, self.accelerators) == (other.instance_id, other.neuron_cores, other.accelerators)
+        return self.keeps_calls and other.keeps_calls and is_same and ours == theirs
 
     def to_json(self) -> str:
         """Return the text that `from_json` reads."""

@@ -29,6 +29,7 @@ from pathlib import Path
 from skyward_core.worker.invoke import Packet
 from skyward_core.worker.masking import Mask, SecretValues
 from skyward_core.worker.records import split_records
+from skyward_core.worker.settings import NodeSettings
 from skyward_core.worker.wire import INLINE_BYTES, Batch, Call, Ending, Outcome, Output, Parcel
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -64,14 +65,22 @@ class Born:
     pid: int
 
 
+@dataclass(frozen=True, slots=True)
+class Anew:
+    """The node has another place in the pool, and its workers are to go there with the calls that they have."""
+
+    settings: NodeSettings
+
+
 class Foundry:
     """The worker's line to the supervisor, which forks runners on request and tells how they ended.
 
     Requests are numbered. A runner that comes when its request has been given up is killed: it must not be taken for that of a later request.
     """
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, on_anew: Callable[[NodeSettings], object] = lambda _: None) -> None:
         self._control = control
+        self._on_anew = on_anew
         self._exits: dict[int, int] = {}
         self._changed = threading.Condition()
         self._request = 0
@@ -111,8 +120,10 @@ class Foundry:
                     self._hear(pickle.loads(message))
                     self._changed.notify_all()
 
-    def _hear(self, said: Exit | Born) -> None:
+    def _hear(self, said: Exit | Born | Anew) -> None:
         match said:
+            case Anew(settings):
+                self._on_anew(settings)
             case Exit(pid) if pid in self._late:
                 self._late.remove(pid)
             case Exit(pid, code):
@@ -195,6 +206,8 @@ class Slot:
         self.kill_at: float | None = None
         self.busy_since: float | None = None
         self.ended_seconds = 0.0
+        self.is_outdated = False
+        """Whether the runner was forked for another place of the node in the pool: the next batch gets a new one."""
         self.start()
 
     def start(self) -> None:
@@ -210,6 +223,7 @@ class Slot:
         self.send, self.take, self.outcomes = send, take, outcomes
         self.streams = (Stream("stdout", pipes[0][0], mark), Stream("stderr", pipes[1][0], mark))
         self.known, self.ended, self.killed_for, self.kill_at, self.is_furnished = set(), 0, None, None, False
+        self.is_outdated = False  # from before it is forked: the place may change meanwhile
         try:
             self.pid = self.foundry.fork([take.fileno(), runner_outcomes.fileno(), pipes[0][1], pipes[1][1]], mark)
         except BaseException:
@@ -219,6 +233,17 @@ class Slot:
             runner_outcomes.close()
             for _, write in pipes:
                 os.close(write)
+
+    def make_ready(self) -> None:
+        """See that there is a runner, and that it knows the node's place. Raises ConnectionError if none comes."""
+        if self.pid and self.is_outdated:
+            pid = self.pid
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+            self.drop_lines()
+            self.foundry.exit_code(pid)
+        if not self.pid:
+            self.start()
 
     def furnish(self, secrets: SecretValues) -> None:
         """Give these to every runner from now on, and take them out of what it writes; before its first batch."""
@@ -286,8 +311,7 @@ class _BatchRun:
 
     def run(self) -> None:
         try:
-            if not self.slot.pid:
-                self.slot.start()
+            self.slot.make_ready()
             self.slot.busy_since = self._progress_at
             self._pump_idle_output()
             while True:

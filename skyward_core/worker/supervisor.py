@@ -38,7 +38,7 @@ from skyward_core.worker.keeper import adopt_orphans
 from skyward_core.worker.notice import listen
 from skyward_core.worker.private import make_private
 from skyward_core.worker.settings import NodeSettings, Owner, with_partitions, write_atomically
-from skyward_core.worker.slot import REQUEST_BYTES, Born, Exit
+from skyward_core.worker.slot import REQUEST_BYTES, Anew, Born, Exit
 from skyward_core.worker.watchdog import (
     DETACHED,
     MISSED,
@@ -312,6 +312,9 @@ class Supervisor:
                 with contextlib.suppress(PermissionError, ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
         now = time.monotonic()
+        if code == node.LEFT:
+            self._due[index] = now
+            return
         deaths = self._deaths[index] = self._deaths[index].and_at(now)
         self._log(f"worker {index} died with {code}")
         if self._settings.rank == 0 and deaths.is_loop:
@@ -342,7 +345,11 @@ class Supervisor:
             if not isinstance(error, FileNotFoundError):
                 self._log(f"the new settings cannot be read: {error!r}")
             return
-        if settings.generation != self._settings.generation:
+        if settings.generation == self._settings.generation:
+            return
+        if self._workers and not self._scheduler_pid and self._settings.may_become(settings):
+            self._carry_on(settings)
+        else:
             self._begin_anew(settings)
 
     def _look_for_missed(self) -> None:
@@ -360,6 +367,19 @@ class Supervisor:
                 self._log(f"worker {index} is missed by the pool, and is killed")
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+    def _carry_on(self, settings: NodeSettings) -> None:
+        """Tell living workers the node's new place: they go there with their calls, or end at once if they have none. The head was another node."""
+        (self._directory / "head.json").unlink(missing_ok=True)
+        self._settings = settings
+        self._watch.note_call()  # the client is there
+        self._log(f"carries on as generation {settings.generation}")
+        if settings.rank == 0:
+            self._scheduler_pid = self._fork(lambda: node.run_scheduler(self._directory, self._settings))
+        for index in self._workers.values():
+            self._say(index, Anew(settings))
+        self._deaths.clear()
+        self._due = dict.fromkeys(self._due, time.monotonic())
 
     def _begin_anew(self, settings: NodeSettings) -> None:
         """Kill all that has been forked, forget it, and start with other settings: another rank, another head. Dask stays imported."""

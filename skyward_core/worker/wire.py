@@ -205,11 +205,17 @@ class Output(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a worker tells a client, in the order in which it happened."""
+    """What a worker tells a client, in the order in which it happened.
+
+    `origin` names the batch and the worker process that had it, `number` counts its reports from 1 on. What is told again, to a client that has found another
+    head, bears the same number; numbers may be missing, where output was dropped for want of room.
+    """
 
     node: int
     instance_id: str
     news: tuple[Outcome | Output, ...]
+    origin: str = ""
+    number: int = 0
 
 
 def _spans(sizes: Iterable[int]) -> tuple[tuple[int, int], ...]:

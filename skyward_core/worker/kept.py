@@ -1,0 +1,166 @@
+"""What a worker keeps of its batches until the client has what became of them, so that it can be told to another head.
+
+A batch is kept from the moment that a slot has it. It is released when Dask frees its task, which the client has asked for by then, or, where the head that
+knew the task is gone, call by call (RELEASE). Its reports are numbered: a client that hears one twice knows it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+from skyward_core.worker.wire import Outcome, Output, Report
+
+TELL_KEPT, RELEASE = "skyward-tell-kept", "skyward-release"
+"""Operations of a client's stream to the scheduler, and of the scheduler's to every worker: tell again what is kept; these calls' outcomes have arrived."""
+OLDER = "skyward_older"
+"""Name of the workers' metric: how many batches their slots have from a head before this one. Dask, which has no task of them, takes them for nothing."""
+KEPT_LIMIT_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerKept:
+    """A worker tells which calls it has: those that run or wait in its slots, and those that have ended and were not released. Their reports follow."""
+
+    name: str
+    address: str
+    calls: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFree:
+    """A worker that came with calls runs none of them any more: it takes others again."""
+
+    name: str
+    address: str
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A batch: the calls that are not released, and its reports as they were sent."""
+
+    topic: str
+    origin: str
+    calls: set[str]
+    is_running: bool = True
+    number: int = 0
+    messages: list[bytes] = field(default_factory=list[bytes])
+    lean: int = 0
+    """So many of the messages, the first ones, hold no output."""
+
+
+class Kept:
+    """The batches of one worker process, by key. Used from any thread; what is told goes out in the order of its numbers.
+
+    `process` names the worker process in the origins of reports. Between `attach` and `detach` everything told goes to a scheduler; else it is only kept.
+    Without `keeps` nothing is kept: it goes to the scheduler and is forgotten. More than `limit_bytes` are not kept: output goes first, then the batches
+    that have ended.
+    """
+
+    def __init__(self, process: str, *, keeps: bool, limit_bytes: int = KEPT_LIMIT_BYTES) -> None:
+        self._process = process
+        self._keeps = keeps
+        self._limit_bytes = limit_bytes
+        self._batches: dict[str, _Kept] = {}
+        self.nbytes = 0
+        """Size of all reports that are kept."""
+        self._send: Callable[[str, bytes], object] | None = None
+        self._lock = threading.RLock()
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """The calls that are kept."""
+        with self._lock:
+            return tuple(call_id for batch in self._batches.values() for call_id in batch.calls)
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """The keys of the batches that slots have."""
+        with self._lock:
+            return tuple(key for key, batch in self._batches.items() if batch.is_running)
+
+    def begin(self, key: str, topic: str, calls: Iterable[str]) -> None:
+        """A slot has a batch."""
+        with self._lock:
+            self._batches[key] = _Kept(topic, f"{self._process}/{key}", set(calls))
+
+    def tell(self, key: str, node: int, instance_id: str, news: tuple[Outcome | Output, ...]) -> None:
+        """Send a report of a batch, and keep it."""
+        with self._lock:
+            batch = self._batches[key]
+            batch.number += 1
+            message = pickle.dumps(Report(node, instance_id, news, batch.origin, batch.number), protocol=5)
+            if self._keeps:
+                batch.messages.append(message)
+                self.nbytes += len(message)
+                self._make_room()
+            if self._send is not None:
+                self._send(batch.topic, message)
+
+    def end(self, key: str) -> None:
+        """No slot has the batch any more."""
+        with self._lock:
+            batch = self._batches[key]
+            batch.is_running = False
+            if not batch.calls or not self._keeps:
+                self._forget(key)
+
+    def release(self, key: str) -> None:
+        """The client has all of a batch, or wants nothing of it."""
+        with self._lock:
+            batch = self._batches.get(key)
+            if batch is not None:
+                batch.calls.clear()
+                if not batch.is_running:
+                    self._forget(key)
+
+    def release_calls(self, calls: Collection[str]) -> None:
+        """The client has the outcomes of these calls, or wants nothing of them. Unknown ids are ignored."""
+        with self._lock:
+            for key, batch in list(self._batches.items()):
+                if not batch.calls.isdisjoint(calls):
+                    batch.calls.difference_update(calls)
+                    if not batch.calls and not batch.is_running:
+                        self._forget(key)
+
+    def attach(self, name: str, address: str, topic: str, send: Callable[[str, bytes], object]) -> None:
+        """Send from now on, first of all what is kept; may be called again, and then tells it again. On `topic` it tells who keeps which calls."""
+        with self._lock:
+            self._send = send
+            if self._keeps:
+                send(topic, pickle.dumps(WorkerKept(name, address, self.calls), protocol=5))
+                for batch in self._batches.values():
+                    for message in batch.messages:
+                        send(batch.topic, message)
+
+    def detach(self) -> None:
+        """Send nothing more: there is no scheduler."""
+        with self._lock:
+            self._send = None
+
+    def _forget(self, key: str) -> None:
+        batch = self._batches.pop(key)
+        self.nbytes -= sum(map(len, batch.messages))
+
+    def _make_room(self) -> None:
+        if self.nbytes > self._limit_bytes:
+            for batch in self._batches.values():
+                self._drop_output(batch)
+        for key in [key for key, batch in self._batches.items() if not batch.is_running]:
+            if self.nbytes > self._limit_bytes:
+                self._forget(key)
+
+    def _drop_output(self, batch: _Kept) -> None:
+        before = sum(map(len, batch.messages))
+        lean = [message for fat in batch.messages[batch.lean :] if (message := _without_output(fat))]
+        batch.messages[batch.lean :] = lean
+        batch.lean = len(batch.messages)
+        self.nbytes += sum(map(len, batch.messages)) - before
+
+
+def _without_output(message: bytes) -> bytes:
+    report: Report = pickle.loads(message)
+    outcomes = tuple(item for item in report.news if isinstance(item, Outcome))
+    return pickle.dumps(report._replace(news=outcomes), protocol=5) if outcomes else b""

@@ -1,0 +1,128 @@
+"""What a worker keeps of its batches: released or not, told once or again, within its bounds."""
+
+import pickle
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyward_core.worker.kept import Kept, WorkerKept
+from skyward_core.worker.wire import Ending, Outcome, Output, Parcel, Report
+
+
+class Wire:
+    """What was sent to a scheduler."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, Any]] = []
+
+    def send(self, topic: str, message: bytes) -> None:
+        self.sent.append((topic, pickle.loads(message)))
+
+    @property
+    def reports(self) -> list[Report]:
+        return [message for _, message in self.sent if isinstance(message, Report)]
+
+    @property
+    def kept(self) -> list[tuple[str, ...]]:
+        return [tuple(sorted(message.calls)) for _, message in self.sent if isinstance(message, WorkerKept)]
+
+
+def outcome(call_id: str, size: int = 1) -> Outcome:
+    return Outcome(call_id, Ending.RESULT, Parcel(b"x" * size))
+
+
+def said(call_id: str, text: str) -> Output:
+    return Output(call_id, "stdout", (text,), 0.0)
+
+
+def test_another_head_hears_all_that_was_not_released() -> None:
+    """First who keeps what, then the reports in their order, with the numbers that they had; what is told meanwhile comes after."""
+    kept, first, second = Kept("process", keeps=True), Wire(), Wire()
+    kept.attach("1-0", "tls://a", "pool", first.send)
+    kept.begin("k1", "topic", ["a", "b"])
+    kept.tell("k1", 1, "i", (said("a", "hello"),))
+    kept.tell("k1", 1, "i", (outcome("a"),))
+    kept.detach()
+    kept.tell("k1", 1, "i", (outcome("b"),))
+    kept.end("k1")
+    kept.attach("2-0", "tls://b", "pool", second.send)
+    assert first.kept == [()]
+    assert [report.number for report in first.reports] == [1, 2]
+    assert second.sent[0] == ("pool", WorkerKept("2-0", "tls://b", kept.calls))
+    assert second.kept == [("a", "b")]
+    assert [(topic, message.origin, message.number) for topic, message in second.sent[1:]] == [("topic", "process/k1", number) for number in (1, 2, 3)]
+    assert second.reports[:2] == first.reports
+
+
+def test_what_is_released_is_kept_no_more() -> None:
+    """By its task's key or by its calls; a batch that still runs goes with its end."""
+    kept = Kept("process", keeps=True)
+    for key in ("k1", "k2", "k3"):
+        kept.begin(key, "topic", [f"{key}a", f"{key}b"])
+        kept.tell(key, 1, "i", (outcome(f"{key}a"),))
+    kept.end("k1")
+    kept.release("k1")
+    kept.release("unknown")
+    kept.release("k2")
+    assert kept.running == ("k2", "k3")
+    kept.tell("k2", 1, "i", (outcome("k2b"),))
+    kept.end("k2")
+    kept.release_calls(["k3a", "unknown"])
+    assert kept.calls == ("k3b",)
+    kept.end("k3")
+    kept.release_calls(["k3b"])
+    wire = Wire()
+    kept.attach("1-0", "tls://a", "pool", wire.send)
+    assert (kept.calls, kept.running, wire.reports, kept.nbytes) == ((), (), [], 0)
+
+
+def test_nothing_is_kept_where_nothing_is_to_be() -> None:
+    """It goes to the scheduler, numbered, and is forgotten."""
+    kept, wire = Kept("process", keeps=False), Wire()
+    kept.attach("1-0", "tls://a", "pool", wire.send)
+    kept.begin("k1", "topic", ["a"])
+    kept.tell("k1", 1, "i", (outcome("a"),))
+    assert kept.nbytes == 0
+    kept.end("k1")
+    assert (kept.calls, wire.kept) == ((), [])
+    assert [report.number for report in wire.reports] == [1]
+
+
+STEPS = st.lists(st.tuples(st.sampled_from(["begin", "say", "outcome", "end", "release"]), st.integers(0, 3), st.integers(1, 400)), max_size=60)
+
+
+@given(STEPS)
+def test_outcomes_outlive_output_when_there_is_no_room(steps: list[tuple[str, int, int]]) -> None:
+    """More than the limit is never kept but for outcomes of batches that run; of what is told again every outcome is there unless its batch was given up whole."""
+    kept, limit = Kept("process", keeps=True, limit_bytes=1000), 1000
+    running, told = set[str](), dict[str, list[str]]()
+    for number, (step, index, size) in enumerate(steps):
+        key = f"k{index}"
+        match step:
+            case "begin" if key not in running and key not in told:
+                running.add(key)
+                told[key] = []
+                kept.begin(key, "topic", [f"{key}-{number}"])
+            case "say" if key in running:
+                kept.tell(key, 1, "i", (said(key, "x" * size),))
+            case "outcome" if key in running:
+                told[key].append(f"{key}-{number}")
+                kept.tell(key, 1, "i", (outcome(f"{key}-{number}", size), said(key, "y" * size)))
+            case "end" if key in running:
+                running.remove(key)
+                kept.end(key)
+            case "release" if key in told and key not in running:
+                del told[key]
+                kept.release(key)
+            case _:
+                pass
+        wire = Wire()
+        kept.attach("1-0", "tls://a", "pool", wire.send)
+        there = {report.origin.removeprefix("process/") for report in wire.reports}
+        assert kept.nbytes == sum(len(pickle.dumps(report, protocol=5)) for report in wire.reports)
+        assert kept.nbytes <= limit or there <= running
+        for key, outcomes in told.items():
+            again = [item.call_id for report in wire.reports if report.origin == f"process/{key}" for item in report.news if isinstance(item, Outcome)]
+            assert again == outcomes or (not again and key not in running)
+        kept.detach()
