@@ -3,6 +3,7 @@
 import pickle
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,7 +41,7 @@ def test_another_head_hears_all_that_was_not_released() -> None:
     """First who keeps what, then the reports in their order, with the numbers that they had; what is told meanwhile comes after."""
     kept, first, second = Kept("process", keeps=True), Wire(), Wire()
     kept.attach("1-0", "tls://a", "pool", first.send)
-    kept.begin("k1", "topic", ["a", "b"])
+    kept.begin("k1", "topic", ["a", "b"], kept.epoch)
     kept.tell("k1", 1, "i", (said("a", "hello"),))
     kept.tell("k1", 1, "i", (outcome("a"),))
     kept.detach()
@@ -59,7 +60,7 @@ def test_what_is_released_is_kept_no_more() -> None:
     """By its task's key or by its calls; a batch that still runs goes with its end."""
     kept = Kept("process", keeps=True)
     for key in ("k1", "k2", "k3"):
-        kept.begin(key, "topic", [f"{key}a", f"{key}b"])
+        kept.begin(key, "topic", [f"{key}a", f"{key}b"], kept.epoch)
         kept.tell(key, 1, "i", (outcome(f"{key}a"),))
     kept.end("k1")
     kept.release("k1")
@@ -77,11 +78,24 @@ def test_what_is_released_is_kept_no_more() -> None:
     assert (kept.calls, kept.running, wire.reports, kept.nbytes) == ((), (), [], 0)
 
 
+def test_what_has_not_begun_when_its_scheduler_is_left_never_begins() -> None:
+    """The next scheduler hears which calls are here: one that began after that would run beside the one that the client sends again."""
+    kept, wire = Kept("process", keeps=True), Wire()
+    epoch = kept.epoch
+    kept.detach()
+    kept.attach("1-0", "tls://a", "pool", wire.send)
+    with pytest.raises(ConnectionError):
+        kept.begin("k1", "topic", ["a"], epoch)
+    assert (kept.calls, kept.running) == ((), ())
+    kept.begin("k1", "topic", ["a"], kept.epoch)
+    assert kept.calls == ("a",)
+
+
 def test_nothing_is_kept_where_nothing_is_to_be() -> None:
     """It goes to the scheduler, numbered, and is forgotten."""
     kept, wire = Kept("process", keeps=False), Wire()
     kept.attach("1-0", "tls://a", "pool", wire.send)
-    kept.begin("k1", "topic", ["a"])
+    kept.begin("k1", "topic", ["a"], kept.epoch)
     kept.tell("k1", 1, "i", (outcome("a"),))
     assert kept.nbytes == 0
     kept.end("k1")
@@ -103,7 +117,7 @@ def test_outcomes_outlive_output_when_there_is_no_room(steps: list[tuple[str, in
             case "begin" if key not in running and key not in told:
                 running.add(key)
                 told[key] = []
-                kept.begin(key, "topic", [f"{key}-{number}"])
+                kept.begin(key, "topic", [f"{key}-{number}"], kept.epoch)
             case "say" if key in running:
                 kept.tell(key, 1, "i", (said(key, "x" * size),))
             case "outcome" if key in running:

@@ -68,6 +68,8 @@ class Kept:
         """Size of all reports that are kept."""
         self._send: Callable[[str, bytes], object] | None = None
         self._lock = threading.RLock()
+        self.epoch = 0
+        """How many schedulers have been left."""
 
     @property
     def calls(self) -> tuple[str, ...]:
@@ -81,9 +83,14 @@ class Kept:
         with self._lock:
             return tuple(key for key, batch in self._batches.items() if batch.is_running)
 
-    def begin(self, key: str, topic: str, calls: Iterable[str]) -> None:
-        """A slot has a batch."""
+    def begin(self, key: str, topic: str, calls: Iterable[str], epoch: int) -> None:
+        """A slot is to have a batch, which came from the scheduler of this epoch.
+
+        Raises ConnectionError if that one was left meanwhile: the batch must not begin, since the next scheduler may have been told that it is not here.
+        """
         with self._lock:
+            if epoch != self.epoch:
+                raise ConnectionError("its scheduler was left before the batch could begin")
             self._batches[key] = _Kept(topic, f"{self._process}/{key}", set(calls))
 
     def tell(self, key: str, node: int, instance_id: str, news: tuple[Outcome | Output, ...]) -> None:
@@ -136,9 +143,10 @@ class Kept:
                         send(batch.topic, message)
 
     def detach(self) -> None:
-        """Send nothing more: there is no scheduler."""
+        """Send nothing more, and begin nothing that was sent so far: there is no scheduler."""
         with self._lock:
             self._send = None
+            self.epoch += 1
 
     def _forget(self, key: str) -> None:
         batch = self._batches.pop(key)

@@ -163,6 +163,7 @@ async def _be_member(directory: Path, slots: Slots) -> None:
         plugins=(slots,),
         extensions={},  # Dask's only one is for spans: see NoSpans
     )
+    worker.epoch = slots.kept.epoch
     async with worker:
         slots.announce()
         await worker.finished()
@@ -337,6 +338,8 @@ class PoolWorker(Worker):
 
     is_leaving = False
     """Whether it has somewhere to go."""
+    epoch = 0
+    """That of its scheduler, as `Kept` counts them."""
 
     async def close(self, *args: Any, **kwargs: Any) -> str | None:
         """Leave the pool: asked to, cut off from the scheduler, or given up by it."""
@@ -536,14 +539,14 @@ def run_batch(sealed: Sealed) -> Mapping[str, Outcome]:
     worker = get_worker()
     slots = cast(Slots, worker.plugins[PLUGIN])
     outcomes: dict[str, Outcome] = {}
-    key = str(worker.get_current_task())
+    key, epoch = str(worker.get_current_task()), cast(PoolWorker, worker).epoch
 
     def tell(news: list[News]) -> None:
         outcomes.update((item.call_id, item) for item in news if isinstance(item, Outcome))
         slots.kept.tell(key, slots.settings.rank, slots.settings.instance_id, tuple(news))
 
     slots.furnish(worker)
-    slots.kept.begin(key, batch.topic, (call.call_id for call in batch.calls))
+    slots.kept.begin(key, batch.topic, (call.call_id for call in batch.calls), epoch)
     try:
         with slots.borrowed() as slot:
             slot.run(batch, tell)
