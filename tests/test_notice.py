@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import skyward_core as sky
-from skyward_core.engine.recovery import HOLD_SECONDS, LATE_SECONDS, LOOKS_AT_REST
+from skyward_core.engine.membership import HOLD_SECONDS, LATE_SECONDS, LOOKS_AT_REST
 from skyward_core.instances import Instance
 from skyward_core.narrator import Narrator
 from skyward_core.provisioning.bootstrap import Preparation

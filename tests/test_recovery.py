@@ -1,5 +1,7 @@
 """What an open pool does about nodes and heads that go away: a small world of machines, a clock that is turned by hand, one turn of recovery at a time."""
 
+import ast
+import inspect
 import itertools
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -13,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import skyward_core as sky
-from skyward_core.engine.recovery import (
+from skyward_core.engine import membership
+from skyward_core.engine.membership import (
     FIRST_PAUSE_SECONDS,
     HEAD_PATIENCE_SECONDS,
     HEAD_WORKERS_SECONDS,
@@ -21,8 +24,8 @@ from skyward_core.engine.recovery import (
     NOBODY_LEFT_SECONDS,
     REJOIN_SECONDS,
     ROUSE_SECONDS,
-    Recovery,
 )
+from skyward_core.engine.recovery import Recovery
 from skyward_core.errors import NoCapacity, NodeLost, PoolClosed, SkywardError, Unreachable
 from skyward_core.instances import Endpoint, Instance, InstanceState, Lease, Node
 from skyward_core.provisioning.lifecycle import HEIR_SECONDS
@@ -972,6 +975,16 @@ def test_trouble_in_a_turn_does_not_end_the_watch() -> None:
         world.recovery.stop()
         world.recovery.join()
     assert len(world.told.of(sky.Error)) == 1
+
+
+def test_what_decides_has_no_thread_no_clock_and_no_machine() -> None:
+    """`membership` sees what it is shown and leaves what is to be done: nothing that it imports could do more."""
+    tree = ast.parse(inspect.getsource(membership))
+    imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    standard = {"__future__", "collections", "collections.abc", "dataclasses", "typing"}
+    values = {"skyward_core.errors", "skyward_core.events", "skyward_core.instances", "skyward_core.worker.notice"}
+    assert imported <= standard | values
 
 
 # ── any order of events ──────────────────────────────────────────────────────────────────────────────────────────────
