@@ -39,6 +39,7 @@ class PoolClient(distributed.Client):
             super().start(**kwargs)
         except BaseException:
             cast(Any, self)._loop_runner.stop()
+            self.status = "closed"  # else Dask closes it again when it is collected, on a loop that is closed by then
             raise
 
     async def _reconnect(self) -> None:
