@@ -45,6 +45,7 @@ DRIVER = """
 import os, pickle, signal, sys, time, types
 from pathlib import Path
 node = sys.modules["skyward_core.worker.node"] = types.ModuleType("node")
+node.LEFT = 72
 from skyward_core.worker import supervisor
 from skyward_core.worker.slot import Foundry, Slot
 from skyward_core.worker.wire import Batch, Call, Parcel
