@@ -6,6 +6,7 @@ small. Its standard input brings the charge, then words; its end, or another par
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -304,10 +305,19 @@ def _outlive_the_node() -> None:
         with open("/proc/self/mountinfo") as mounts:
             points = [line.split()[4] for line in mounts if " - cgroup2 " in line and line.split()[3] == "/"]
         if mark and points:
-            with open(f"{points[0]}{above}/cgroup.procs", "w") as processes:
-                processes.write("0")
+            _enter_above(points[0] + above)
     except OSError:  # the group is not ours to leave: the reaper ends with the node then, and what it would have ended by its lease or the sweep
         pass
+
+
+def _enter_above(group: str) -> None:
+    """Enter a control group, or one below it that all reapers share, where it may hold no process because it hands controllers down (cgroups(7))."""
+    for place in (group, os.path.join(group, "skyward-reapers")):
+        with contextlib.suppress(OSError):
+            os.makedirs(place, exist_ok=True)
+            with open(os.path.join(place, "cgroup.procs"), "w") as processes:
+                processes.write("0")
+            return
 
 
 def main(ending: Callable[[bytes], Ending] = Ending) -> int:

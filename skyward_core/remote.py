@@ -87,7 +87,15 @@ if [ -s "$1/memory" ]; then echo "memory $(cat "$1/memory")"; fi
 Asked by who starts the node (with $3), it makes the folder in memory, under a name that nobody can guess: another user of the machine sees the node's id in
 the list of processes, and could make a folder of a known name first."""
 
-START = """\
+PLACE = """\
+above=${parent%/*}
+if grep -qsw memory "$above/cgroup.subtree_control" && [ -w "$above" ] && [ -w "$above/cgroup.procs" ] &&
+  ! (cd "$parent" && cat memory.max memory.high pids.max cpu.max cpuset.cpus io.max 2>/dev/null | grep -qvE '^(max( 100000)?)?$'); then parent=$above; fi
+"""
+"""Where the node's control group is made, from $parent, the group of this process: as `control_groups` does it on the client's computer."""
+
+START = (
+    """\
 cd "$1" || exit 3
 umask 077
 [ ! -d started ] || exec cat >/dev/null
@@ -117,7 +125,10 @@ own=$(sed -n 's/^0:://p' /proc/self/cgroup 2>/dev/null)
 case $point:$own in
   :* | *:/..* | *:) ;;
   *)
-    group="${point%/}${own%/}/skyward.$SKYWARD_INSTANCE_ID"
+    parent="${point%/}${own%/}"
+"""
+    + PLACE
+    + """    group="$parent/skyward.$SKYWARD_INSTANCE_ID"
     echo "$group" >group
     { mkdir "$group" && [ -w "$group/cgroup.kill" ]; } 2>/dev/null || { rmdir "$group" 2>/dev/null; rm -f group; group=; }
     ;;
@@ -125,6 +136,7 @@ esac
 setsid sh -c '[ -z "$0" ] || { echo 0 >"$0/cgroup.procs"; } 2>/dev/null || rm -f group
 bash ./bootstrap.sh; code=$?; rm -f reserve; [ -z "$(tail -c 1 log)" ] || echo; echo "::skyward exited $code"' "$group" </dev/null >>log 2>&1 &
 """
+)
 """Takes the bootstrap script from stdin and starts it, cut loose from this connection, once however often it is asked. Asked again, it leaves a script that
 runs as it is: bash reads the file while it runs, and one cut short under it would end with 0. It carries the tag that the guard carries, which can end it; that
 need not be the cloud's id, which not every machine can tell. Where this user may make a control group (cgroup v2) it runs in one, which the file `group` names.

@@ -39,6 +39,7 @@ class Runners:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.is_out_of_memory = False
 
     def fork(self, descriptors: list[int], mark: bytes) -> int:
         arguments = [*map(str, descriptors), mark.hex(), str(self._directory)]
@@ -47,8 +48,8 @@ class Runners:
         self.processes[process.pid] = process
         return process.pid
 
-    def exit_code(self, pid: int, timeout_seconds: float = 10.0) -> int | None:
-        return self.processes[pid].wait(timeout_seconds)
+    def exit_of(self, pid: int, timeout_seconds: float = 10.0) -> Exit | None:
+        return Exit(pid, self.processes[pid].wait(timeout_seconds), is_out_of_memory=self.is_out_of_memory)
 
     def close(self) -> None:
         for process in self.processes.values():
@@ -226,6 +227,17 @@ def test_a_call_whose_memory_another_has_used_is_spared(runners: Runners, tmp_pa
         slot.close()
 
 
+@pytest.mark.parametrize("is_out_of_memory", [True, False])
+def test_a_call_that_the_kernel_has_killed_for_its_memory_says_so(runners: Runners, slot: Slot, is_out_of_memory: bool) -> None:
+    """The supervisor tells it of a process that was killed; any other one has crashed."""
+    runners.is_out_of_memory = is_out_of_memory
+    run = Run(slot, batch_of(large="import os; os.kill(os.getpid(), 9)"))
+    run.endings()
+    (news,) = [item for item in run.news if isinstance(item, Outcome)]
+    expected = (Ending.OUT_OF_MEMORY, slots.BY_KERNEL) if is_out_of_memory else (Ending.CRASH, "")
+    assert (news.ending, news.text, news.exit_code) == (*expected, -signal.SIGKILL)
+
+
 # ── what is taken back ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -318,8 +330,8 @@ def test_a_birth_that_comes_late_is_ended_and_not_given_to_the_next_request(
         assert sleeper.wait(10) == -signal.SIGKILL
         supervisor.send(pickle.dumps(Exit(sleeper.pid, -9)))
         supervisor.send(pickle.dumps(Exit(4321, 5)))
-        assert foundry.exit_code(4321) == 5
-        assert foundry.exit_code(sleeper.pid, 0.0) is None  # nobody will ask: it is not kept
+        assert foundry.exit_of(4321) == Exit(4321, 5)
+        assert foundry.exit_of(sleeper.pid, 0.0) is None  # nobody will ask: it is not kept
         supervisor.close()
 
 
@@ -339,7 +351,7 @@ def test_a_runner_that_comes_late_takes_no_call(runners: Runners, tmp_path: Path
         descriptors = len(os.listdir("/proc/self/fd"))
         with pytest.raises(ConnectionError):
             slot.run(batch_of(crash="import os; os._exit(3)", second="pass"), lambda news: None)
-        assert runners.exit_code(late[0]) == 0
+        assert runners.exit_of(late[0]) == Exit(late[0], 0)
         runners.fork = really  # type: ignore[method-assign]
         assert Run(slot, batch_of(third="pass")).endings() == {"third": Ending.RESULT}
         assert len(os.listdir("/proc/self/fd")) == descriptors

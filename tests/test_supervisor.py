@@ -550,6 +550,92 @@ def test_a_runner_that_is_stopped_ends_with_its_worker(start: Start) -> None:
     assert machine.is_alive
 
 
+GROUPS = """
+from skyward_core.worker import call_groups
+from skyward_core.worker.wire import Outcome
+from tests.fake_cgroup import FakeKernel
+
+kernel = FakeKernel(Path(sys.argv[1]) / "cgroup")
+call_groups.read, call_groups.write = kernel.read, lambda path, text: write(path, text)
+
+def write(path, text):
+    kernel.write(path, text)
+    if path.name == "memory.max":
+        with open(Path(sys.argv[1]) / "limits-written", "a") as limits:
+            print(text, file=limits)
+
+name = f"skyward.{os.environ['SKYWARD_INSTANCE_ID']}"
+group = kernel.root / name if kernel.root.exists() else kernel.make(name, sys.argv[2], str(os.getpid()))
+call_groups.own_group = lambda: group
+
+def value_of(text):
+    exec(text, names := {"directory": directory})
+    return names.get("value")
+
+def run_worker(directory, settings, index, control):
+    slot = Slot(Foundry(control), settings.value_directories)
+    while not (directory / "call").exists():
+        time.sleep(0.005)
+    for text in [*(directory / "call").read_text().split("---"), "pass"]:
+        news = []
+        call = Call("1", "exec", Parcel(pickle.dumps(((text,), {}))), "job")
+        slot.run(Batch("", (call,), {"exec": Parcel(pickle.dumps(value_of))}), news.extend)
+        with open(directory / "outcomes", "a") as outcomes:
+            outcomes.writelines(f"{item.ending.name} {item.exit_code}\\n" for item in news if isinstance(item, Outcome))
+    (directory / "done").write_text("done")
+    while True:
+        signal.pause()
+
+node.run_worker = run_worker
+"""
+LOOK = """
+import os, signal
+from skyward_core.worker import call_groups
+(group,) = [path for path in call_groups.own_group().glob("calls-*") if f" {os.getpid()} " in call_groups.read(path / "cgroup.procs") + " "]
+with open("limits", "a") as limits:
+    print(call_groups.read(group / "memory.max"), file=limits)
+"""
+DIE = """
+call_groups.write(group / "memory.events", "oom_kill %s")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("kills", [1, 0])
+def test_a_call_that_the_kernel_kills_for_its_memory_is_told_so(start: Start, kills: int) -> None:
+    """On a stand-in for cgroupfs: each process of calls has a group with the limit; one that was killed there had too much, another one has crashed."""
+    machine = start(DRIVER + GROUPS.replace("sys.argv[2]", "'memory'"), memory_limit_bytes=300_000_000)
+    machine.call(LOOK + DIE % kills)
+    machine.await_file("done")
+    assert machine.text("limits") == "300000000\n"
+    assert machine.text("outcomes").splitlines() == [f"{'OUT_OF_MEMORY' if kills else 'CRASH'} -9", "RESULT None"]
+    groups = sorted(path.name.partition("-")[0] for path in (machine.directory / "cgroup" / f"skyward.{machine.instance_id}").iterdir())
+    assert groups == ["calls", "node"]  # that of the process that has died is gone
+    assert "the memory of calls is bounded by the kernel" in machine.text("log")
+
+
+def test_results_in_memory_are_no_part_of_what_a_call_may_use(start: Start) -> None:
+    """The process raises its limit before it writes one, and takes that back before the first call after it was fetched."""
+    machine = start(DRIVER + GROUPS.replace("sys.argv[2]", "'memory'"), memory_limit_bytes=300_000_000)
+    fetch = f"import pathlib; [path.unlink() for path in pathlib.Path({machine.settings.value_directories[0]!r}).iterdir()]"
+    machine.call("---\n".join(["value = bytes(100_000)\n", LOOK, f"{fetch}\n", LOOK]))
+    machine.await_file("done")
+    assert machine.text("outcomes").splitlines() == ["RESULT None"] * 5
+    limit, higher = 300_000_000, int(machine.text("limits").split()[0])
+    assert 100_000 <= higher - limit < 101_000
+    assert machine.text("limits").split() == [str(higher), str(limit)]
+    assert machine.text("limits-written").split() == [str(limit), *[str(higher)] * 3, str(limit)]  # made, for the result, for two calls with it, without it
+
+
+def test_without_the_controller_the_log_says_who_bounds_memory(start: Start) -> None:
+    """The worker, as on most machines; calls run all the same."""
+    machine = start(DRIVER + GROUPS.replace("sys.argv[2]", "'pids'"), memory_limit_bytes=300_000_000)
+    machine.call("pass")
+    machine.await_file("done")
+    assert machine.text("outcomes").splitlines() == ["RESULT None"] * 2
+    assert "the memory of calls is bounded by their worker, which looks ten times a second" in machine.text("log")
+
+
 ROUNDS = """
 import random, threading
 from skyward_core.worker import slot as slots

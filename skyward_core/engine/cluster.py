@@ -1231,7 +1231,8 @@ def _value(outcome: Outcome, parcel: Parcel, node: int) -> Any:
     if outcome.ending is Ending.CANCELLED:
         raise CallCrashed(f"the call was stopped on node {node}", node, outcome.exit_code, outcome.output)
     if outcome.ending is Ending.OUT_OF_MEMORY:
-        message = f"the call used more memory than its worker on node {node} has, and was killed; ask for more with ComputePool(memory=...)"
+        by = f" by {outcome.text}" if outcome.text else ""
+        message = f"the call used more memory than its worker on node {node} has, and was killed{by}; ask for more with ComputePool(memory=...)"
         raise CallOutOfMemory(message, node, outcome.exit_code, outcome.output)
     raise CallCrashed(f"the process of the call died on node {node}: {outcome.text or _death(outcome.exit_code)}", node, outcome.exit_code, outcome.output)
 

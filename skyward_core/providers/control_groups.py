@@ -1,8 +1,8 @@
 """Control groups (cgroup v2) for the nodes of this machine: whatever forks in one stays in it, and the kernel kills all of it at once (`cgroup.kill`).
 
-A group is a folder below the group of the process that makes it. That needs a kernel of 5.14 or later and a folder that this user may write to: root has one
-nearly everywhere, other users below their systemd user manager (`user@.service` and what it starts), and nobody in most containers. Its name tells what it is
-of, `skyward.INSTANCE.POOL.RANK`, and its owner whose it is: so any process of the same user finds it, with no process left that carries a tag.
+A group is a folder below the group of the process that makes it, or beside that (`_home`). It needs a kernel of 5.14 or later and a folder that this user may
+write to: root has one nearly everywhere, other users below their systemd user manager (`user@.service` and what it starts), and nobody in most containers. Its
+name tells what it is of, `skyward.INSTANCE.POOL.RANK`, and its owner whose it is: so any process of the same user finds it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from skyward_core.worker import call_groups
+
 NAME_SHAPE = re.compile(r"skyward\.(?P<instance>local-[0-9a-f]{12})\.(?P<pool>[A-Za-z0-9_-]{1,120})\.(?P<rank>[0-9]{1,6})")
+LIMITS = ("memory.max", "memory.high", "pids.max", "cpu.max", "cpuset.cpus", "io.max")
+NO_LIMIT = ("", "max", "max 100000")
 ABANDONED_SECONDS = 60.0
 """An empty group that is older than this belongs to a node that has ended; a younger one may be about to be entered."""
 
@@ -57,8 +61,8 @@ class ControlGroup:
 
 
 def make(instance_id: str, pool_id: str, rank: str) -> ControlGroup | None:
-    """Make a group for a node below that of this process; None where that cannot be had."""
-    home = _own_folder()
+    """Make a group for a node, below that of this process or beside it; None where that cannot be had."""
+    home = _home()
     group = None if home is None else ControlGroup.of(home / f"skyward.{instance_id}.{pool_id}.{rank}")
     if group is None:
         return None
@@ -74,10 +78,10 @@ def make(instance_id: str, pool_id: str, rank: str) -> ControlGroup | None:
 
 def all_groups() -> list[ControlGroup]:
     """Return the groups of nodes that this user has made, wherever they are in the hierarchy. A read of its folders: some milliseconds."""
-    mount = _mount()
+    hierarchy = call_groups.mount()
     found: list[ControlGroup] = []
-    if mount is not None:
-        for folder, below, _ in os.walk(mount[1]):
+    if hierarchy is not None:
+        for folder, below, _ in os.walk(hierarchy[1]):
             groups = [group for name in below if name.startswith("skyward.") and (group := ControlGroup.of(Path(folder, name))) is not None]
             for group in groups:
                 with contextlib.suppress(OSError):
@@ -94,24 +98,22 @@ def remove_abandoned() -> None:
                 group.remove()
 
 
-def _own_folder() -> Path | None:
-    """The folder of this process's group; None if it is not to be seen here."""
-    mount = _mount()
-    with contextlib.suppress(OSError):
-        own = next((line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")), None)
-        if mount is not None and own is not None and not own.startswith("/.."):  # above the root of a namespace
-            root, point = mount
-            inside = Path(own)
-            return point / inside.relative_to(root) if inside.is_relative_to(root) else None
-    return None
+def _home() -> Path | None:
+    """Where groups of nodes are made; None if it is not to be seen here.
+
+    A group with processes of its own hands no controller down (cgroups(7)). So it is the group above that of this process if that hands `memory` down, and
+    if what is made there escapes no limit of this process's group: such as the group above a login session's or a terminal's.
+    """
+    own = call_groups.own_group()
+    if own is None:
+        return None
+    above = own.parent
+    hands_down = "memory" in _read(above / "cgroup.subtree_control").split()
+    is_ours = os.access(above, os.W_OK) and os.access(above / "cgroup.procs", os.W_OK)
+    return above if hands_down and is_ours and all(_read(own / name).strip() in NO_LIMIT for name in LIMITS) else own
 
 
-def _mount() -> tuple[Path, Path] | None:
-    """Where cgroup v2 is mounted: which of its folders is the root there, and the mount point."""
+def _read(path: Path) -> str:
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
-            front, _, back = line.partition(" - ")
-            if back.startswith("cgroup2 "):
-                fields = front.split()
-                return Path(fields[3]), Path(fields[4])
-    return None
+        return call_groups.read(path)
+    return ""

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 from skyward_core import exceptions, pickling, sources
 from skyward_core.errors import NotPicklable
+from skyward_core.worker.call_groups import Room
 from skyward_core.worker.info import ENV
 from skyward_core.worker.masking import Mask, SecretValues
 from skyward_core.worker.records import keep_levels
@@ -37,7 +38,7 @@ class Line:
     """The runner's ends of its lines to the worker: packets of calls come in, packets of outcomes go out, what calls write goes to two pipes.
 
     `info` is the text of the instance's information (`info.to_env`) with JOB_PLACE in it. `mark` separates the output of one call from the next one's; it
-    is secret, so that no call can forge it.
+    is secret, so that no call can forge it. `room` is set where the kernel bounds this process's memory.
     """
 
     calls: socket.socket
@@ -48,6 +49,7 @@ class Line:
     info: str
     value_directories: tuple[str, ...]
     env: dict[str, str]
+    room: Room | None = None
 
 
 class Packet(NamedTuple):
@@ -73,6 +75,8 @@ def run_calls(line: Line) -> NoReturn:
     mask, is_furnished = Mask(), False
     while packet := line.calls.recv(INLINE_BYTES * 4):
         request = cast(Packet, pickle.loads(packet))
+        if line.room is not None:
+            line.room.settle()
         info.set(line.info.replace(JOB_PLACE, request.call.job_id))
         if request.secrets is not None:
             os.environ.update(request.secrets)
@@ -192,9 +196,14 @@ def _fit(outcome: Outcome, line: Line, spent: Spent) -> Outcome:
     text = outcome.text if len(outcome.text) < INLINE_BYTES else f"{outcome.text[:20_000]}\n ...\n{outcome.text[-20_000:]}"
     if outcome.parcel.nbytes + len(text) < INLINE_BYTES and not outcome.parcel.buffers:
         return outcome._replace(text=text)
+    if line.room is not None:
+        line.room.make(outcome.parcel.nbytes)
     parcel, is_aside = outcome.parcel.put_into(*spent) if spent is not None else (outcome.parcel, False)
     try:
-        return outcome._replace(parcel=parcel if is_aside else parcel.put_aside(line.value_directories), text=text)
+        parcel = parcel if is_aside else parcel.put_aside(line.value_directories)
+        if line.room is not None and parcel.path is not None:
+            line.room.keep(parcel.path, outcome.parcel.nbytes)
+        return outcome._replace(parcel=parcel, text=text)
     except OSError as error:
         note = f"the {outcome.ending} of {outcome.parcel.nbytes} bytes found no room in {', '.join(line.value_directories)}: {error}"
         return Outcome(outcome.call_id, Ending.ERROR, Parcel(exceptions.pack(NotPicklable(note)).data), text=note, seconds=outcome.seconds)

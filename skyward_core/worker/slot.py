@@ -35,6 +35,8 @@ from skyward_core.worker.wire import INLINE_BYTES, Batch, Call, Ending, Outcome,
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 PATIENCE_SECONDS = 0.1  # a call that runs longer than this lets the calls behind it go elsewhere
 MEMORY_CHECK_SECONDS = 0.1
+BY_KERNEL = "the kernel, which counts all that it has started too (control group)"
+"""Who has killed a call for want of memory, where it was not its worker."""
 TOGETHER_SECONDS = 0.005  # what happens within this time is told together
 TERM_SECONDS = 2.0  # from asking a cancelled call to end to killing it
 STOP_SECONDS = 1.0  # for a runner to stop: one that has not by then is in the kernel, and takes the signal before it does anything else
@@ -51,10 +53,11 @@ type News = Outcome | Output
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a runner ended: its pid and exit code, negative for a signal, as in `subprocess`."""
+    """How a runner ended: its pid and exit code, negative for a signal, as in `subprocess`; whether the kernel has killed it for want of memory."""
 
     pid: int
     code: int
+    is_out_of_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ class Foundry:
     def __init__(self, control: socket.socket, on_anew: Callable[[NodeSettings], object] = lambda _: None) -> None:
         self._control = control
         self._on_anew = on_anew
-        self._exits: dict[int, int] = {}
+        self._exits: dict[int, Exit] = {}
         self._changed = threading.Condition()
         self._request = 0
         """Number of the request that is waited for; those before it are answered or given up."""
@@ -107,7 +110,7 @@ class Foundry:
                     raise ConnectionError(f"the node's supervisor did not start a process within {FORK_SECONDS:g} s")
                 return self._born
 
-    def exit_code(self, pid: int, timeout_seconds: float = 10.0) -> int | None:
+    def exit_of(self, pid: int, timeout_seconds: float = 10.0) -> Exit | None:
         """Return how a runner ended, or None if the supervisor does not say so in time."""
         with self._changed:
             self._changed.wait_for(lambda: pid in self._exits, timeout=timeout_seconds)
@@ -126,8 +129,8 @@ class Foundry:
                 self._on_anew(settings)
             case Exit(pid) if pid in self._late:
                 self._late.remove(pid)
-            case Exit(pid, code):
-                self._exits[pid] = code
+            case Exit(pid):
+                self._exits[pid] = said
             case Born(self._request, pid) if self._is_awaited:
                 self._born = pid
             case Born(_, pid):
@@ -241,7 +244,7 @@ class Slot:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
             self.drop_lines()
-            self.foundry.exit_code(pid)
+            self.foundry.exit_of(pid)
         if not self.pid:
             self.start()
 
@@ -484,10 +487,12 @@ class _BatchRun:
                 self._cut(stream)
             self._cut(stream, flush=True)
         unstarted = self._take_back()
-        output, ending, pid = self._last_lines(), slot.killed_for, slot.pid
-        code = slot.foundry.exit_code(pid)
+        output, pid = self._last_lines(), slot.pid
+        end = slot.foundry.exit_of(pid)
+        is_by_kernel = slot.killed_for is None and end is not None and end.is_out_of_memory
+        ending, text = (Ending.OUT_OF_MEMORY, BY_KERNEL) if is_by_kernel else (slot.killed_for or Ending.CRASH, "")
         for call in self._sent:  # at most one: a runner takes the next call only when it has told the outcome of the last
-            self._news.append(Outcome(call.call_id, ending or Ending.CRASH, exit_code=code, output=output, seconds=ran_seconds))
+            self._news.append(Outcome(call.call_id, ending, text=text, exit_code=end and end.code, output=output, seconds=ran_seconds))
             slot.busy_since = None
             slot.ended_seconds += ran_seconds
         self._sent.clear()

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from skyward_core.worker import node  # the one costly import: everything forked from here has it already
+from skyward_core.worker.call_groups import CallGroups, Room, call_groups, enter
 from skyward_core.worker.info import InstanceInfo, to_env
 from skyward_core.worker.invoke import JOB_PLACE, Line, run_calls
 from skyward_core.worker.keeper import adopt_orphans
@@ -68,11 +69,15 @@ HELD_SIGNALS = (signal.SIGCHLD, signal.SIGTERM)
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """A process for calls: the worker that it belongs to, which of that worker's slots it serves, and the mark that says whether it has a call."""
+    """A process for calls: the worker that it belongs to, which of that worker's slots it serves, and the mark that says whether it has a call.
+
+    `group` is its control group, where the kernel bounds its memory.
+    """
 
     index: int
     slot: int
     busy: Busy
+    group: Path | None
 
 
 class CallQueue(socket.socket):
@@ -131,6 +136,7 @@ class Supervisor:
         self._due: dict[int, float] = {}
         self._deaths: defaultdict[int, Deaths] = defaultdict(Deaths)
         self._settings_seen: tuple[int, int, int] | None = None
+        self._groups: CallGroups | None = None
         self._spared = frozenset(descendants())  # what the startup script has left running is not ours to kill
 
     def run(self) -> NoReturn:
@@ -161,11 +167,20 @@ class Supervisor:
     # ── starting ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _start(self) -> None:
+        self._bound_memory()
         if self._settings.rank == 0:
             self._scheduler_pid = self._fork(lambda: node.run_scheduler(self._directory, self._settings))
         for index in range(len(self._settings.workers)):
             self._start_worker(index)
         self._listen_at = time.monotonic() if self._settings.notice_url and self._settings.workers else math.inf
+
+    def _bound_memory(self) -> None:
+        """Have the kernel bound the memory of calls where it may, and say whether it does."""
+        limit = self._settings.memory_limit_bytes
+        self._groups = call_groups(self._settings.instance_id, limit)
+        if limit is not None:
+            kernel = "by the kernel, with all that they start (control group)"
+            self._log(f"the memory of calls is bounded {kernel if self._groups is not None else 'by their worker, which looks ten times a second'}")
 
     def _start_due(self) -> None:
         now = time.monotonic()
@@ -204,12 +219,13 @@ class Supervisor:
         descriptors.frombytes(ancillary[0][2])
         busy = Busy()
         slot = self._free_slot(index)
-        pid = self._fork(lambda: self._become_runner(index, slot, mark, list(descriptors), busy))
+        group = self._groups.make() if self._groups is not None else None
+        pid = self._fork(lambda: self._become_runner(index, slot, mark, list(descriptors), busy, group))
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pid)
         for descriptor in descriptors:
             os.close(descriptor)
-        self._runners[pid] = Runner(index, slot, busy)
+        self._runners[pid] = Runner(index, slot, busy, group)
         self._say(index, Born(number, pid))
 
     def _free_slot(self, index: int) -> int:
@@ -221,7 +237,7 @@ class Supervisor:
         held = Counter(runner.slot for runner in self._runners.values() if runner.index == index)
         return min(range(self._settings.slots), key=lambda slot: held[slot])
 
-    def _become_runner(self, index: int, slot: int, mark: bytes, descriptors: list[int], busy: Busy) -> NoReturn:
+    def _become_runner(self, index: int, slot: int, mark: bytes, descriptors: list[int], busy: Busy, group: Path | None) -> NoReturn:
         os.setpgid(0, 0)
         calls, outcomes, stdout, stderr = descriptors
         settings = self._settings
@@ -248,6 +264,7 @@ class Supervisor:
                 to_env(info),
                 settings.value_directories,
                 settings.environment_of(index, slot),
+                Room(group, settings.memory_limit_bytes) if group is not None and settings.memory_limit_bytes is not None and enter(group) else None,
             )
         )
 
@@ -291,7 +308,8 @@ class Supervisor:
                 runner = self._runners.pop(pid)
                 if runner.busy.look():
                     self._watch.note_call()
-                self._say(runner.index, Exit(pid, code))
+                was_too_large = self._was_too_large(runner)
+                self._say(runner.index, Exit(pid, code, is_out_of_memory=was_too_large and code == -signal.SIGKILL))
             elif pid in self._workers:
                 self._bury_worker(self._workers.pop(pid), code)
             elif pid == self._listener_pid:
@@ -299,6 +317,10 @@ class Supervisor:
                 self._listener_pid, self._listen_at = 0, time.monotonic() + LISTEN_AGAIN_SECONDS
             elif pid == self._scheduler_pid:
                 self._end(f"the scheduler died with {code}")
+
+    def _was_too_large(self, runner: Runner) -> bool:
+        """Whether the kernel has killed what was in the control group of a runner that has ended; the group goes."""
+        return self._groups is not None and runner.group is not None and self._groups.end(runner.group)
 
     def _bury_worker(self, index: int, code: int) -> None:
         """A worker process is gone, and with it whoever waits for its calls. The next one is started after a pause.
@@ -388,6 +410,8 @@ class Supervisor:
             control.close()
         if stuck := kill_descendants(self._spared, KILL_SECONDS):
             self._log(f"processes that outlive SIGKILL: {', '.join(str(birth.pid) for birth in sorted(stuck))}")
+        for runner in self._runners.values():
+            self._was_too_large(runner)
         for state in (self._controls, self._workers, self._runners, self._due, self._deaths):
             state.clear()
         self._scheduler_pid = self._listener_pid = 0

@@ -179,7 +179,7 @@ class Ending(StrEnum):
 class Outcome(NamedTuple):
     """The end of one call: for RESULT the value, for ERROR the exception (either may be empty: see `text`), for a crash its exit code and last lines.
 
-    `seconds`: for how long it kept its slot busy, however it ended.
+    `text` says for OUT_OF_MEMORY who has killed it, if not its worker. `seconds`: for how long it kept its slot busy, however it ended.
     """
 
     call_id: str

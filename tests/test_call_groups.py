@@ -1,0 +1,255 @@
+"""Limits of memory that the kernel keeps. Most of it on a stand-in for cgroupfs; the last test needs a kernel with cgroup v2's memory controller."""
+
+import os
+import signal
+import subprocess
+import uuid
+from pathlib import Path
+
+import pytest
+
+import skyward_core as sky
+from skyward_core import reaping, remote
+from skyward_core.engine import cluster
+from skyward_core.providers import control_groups
+from skyward_core.worker import call_groups
+from skyward_core.worker.call_groups import CallGroups, Room
+from skyward_core.worker.slot import BY_KERNEL
+from skyward_core.worker.wire import Ending, Outcome, Parcel
+from tests.fake_cgroup import FakeKernel
+
+NODE_GROUP = "skyward.local-1.sky-1.0"
+LIMIT = 300_000_000
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
+    kernel = FakeKernel(tmp_path / "cgroup")
+    monkeypatch.setattr(call_groups, "read", kernel.read)
+    monkeypatch.setattr(call_groups, "write", kernel.write)
+    return kernel
+
+
+@pytest.fixture
+def group(kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The group of a node, in which this process and two others are."""
+    group = kernel.make(NODE_GROUP, processes=f"11 12 {os.getpid()}")
+    monkeypatch.setattr(call_groups, "own_group", lambda: group)
+    return group
+
+
+def bounded() -> CallGroups:
+    groups = call_groups.call_groups("local-1", LIMIT)
+    assert groups is not None
+    return groups
+
+
+def test_the_nodes_group_is_divided(kernel: FakeKernel, group: Path) -> None:
+    """What was in it is below it, and it hands memory down."""
+    bounded()
+    assert kernel.members(group / "node") == {11, 12, os.getpid()}
+    assert kernel.read(group / "cgroup.subtree_control") == "memory"
+
+
+def test_a_node_that_begins_anew_is_divided_already(kernel: FakeKernel, group: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its supervisor is in a group below the node's then."""
+    bounded()
+    monkeypatch.setattr(call_groups, "own_group", lambda: group / "node")
+    path = bounded().make()
+    assert path is not None
+    assert path.parent == group
+
+
+def test_what_forks_while_the_group_is_divided_is_moved_too(kernel: FakeKernel, group: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was not there at the first look."""
+    really = kernel.write
+
+    def write(path: Path, text: str) -> None:
+        really(path, text)
+        if text == "12":
+            kernel.put(group / "cgroup.procs", f"{kernel.read(group / 'cgroup.procs')} 13")
+
+    monkeypatch.setattr(call_groups, "write", write)
+    bounded()
+    assert kernel.members(group / "node") == {11, 12, 13, os.getpid()}
+
+
+@pytest.mark.parametrize("lack", ["limit", "group", "memory", "another group", "a process that stays"])
+def test_without_what_it_needs_the_worker_bounds_memory_as_before(lack: str, kernel: FakeKernel, group: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No limit; no group to be seen; a group without the controller; one that is not the node's; one of which a process cannot be moved."""
+    really = kernel.write
+
+    def write(path: Path, text: str) -> None:
+        if text == "12":
+            raise PermissionError
+        really(path, text)
+
+    match lack:
+        case "group":
+            monkeypatch.setattr(call_groups, "own_group", lambda: None)
+        case "memory":
+            kernel.put(group / "cgroup.controllers", "pids")
+        case "another group":
+            monkeypatch.setattr(call_groups, "own_group", lambda: kernel.make("skyward.local-12.sky-1.0"))
+        case "a process that stays":
+            monkeypatch.setattr(call_groups, "write", write)
+        case _:
+            pass
+    assert call_groups.call_groups("local-1", None if lack == "limit" else LIMIT) is None
+
+
+def test_each_process_of_calls_has_a_group_with_the_limit(kernel: FakeKernel, group: Path) -> None:
+    """No swap, and all of it ends when the kernel ends one."""
+    groups = bounded()
+    first, second = groups.make(), groups.make()
+    assert first is not None
+    assert second not in {None, first}
+    files = {name: kernel.read(first / name) for name in ("memory.max", "memory.swap.max", "memory.oom.group")}
+    assert files == {"memory.max": str(LIMIT), "memory.swap.max": "0", "memory.oom.group": "1"}
+    assert call_groups.enter(first)
+    assert kernel.members(first) == {os.getpid()}
+    assert call_groups.enter(group / "gone") is False
+
+
+def test_a_group_that_cannot_be_made_is_done_without(kernel: FakeKernel, group: Path) -> None:
+    """The process stays where it is forked, and the next one is tried again."""
+    groups = bounded()
+    kernel.put(group / "cgroup.subtree_control", "")
+    assert groups.make() is None
+    kernel.put(group / "cgroup.subtree_control", "memory")
+    path = groups.make()
+    assert path is not None
+    groups.end(path)
+    assert [path.name for path in group.iterdir()] == ["node"]
+
+
+@pytest.mark.parametrize(("events", "expected"), [("oom_kill 0", False), ("oom 3\noom_kill 2\noom_group_kill 1", True), ("", False)])
+def test_the_kernel_says_whether_it_has_killed(events: str, expected: bool, kernel: FakeKernel, group: Path) -> None:
+    """By the count of the group, which is of that process alone; the group is gone after that."""
+    groups = bounded()
+    path = groups.make()
+    assert path is not None
+    kernel.put(path / "memory.events", events)
+    assert groups.end(path) is expected
+    assert not path.exists()
+
+
+def test_a_group_with_somebody_in_it_goes_later(kernel: FakeKernel, group: Path) -> None:
+    """What a call has left behind outlives its process: the group is removed when it is empty."""
+    groups = bounded()
+    first, second = groups.make(), groups.make()
+    assert first is not None
+    assert second is not None
+    (first / "left").mkdir()  # as the kernel, a folder that is not empty refuses to go
+    assert groups.end(first) is False
+    assert first.exists()
+    (first / "left").rmdir()
+    groups.end(second)
+    assert (first.exists(), second.exists()) == (False, False)
+
+
+def test_results_in_memory_have_room_of_their_own(kernel: FakeKernel, group: Path, tmp_path: Path) -> None:
+    """The kernel counts them as the process's: the limit is higher by as much, until they are fetched."""
+    path = bounded().make()
+    assert path is not None
+    room = Room(path, LIMIT)
+    room.make(50)
+    assert kernel.read(path / "memory.max") == str(LIMIT + 50)
+    (tmp_path / "result").touch()
+    room.keep(str(tmp_path / "result"), 50)
+    room.make(7)
+    assert kernel.read(path / "memory.max") == str(LIMIT + 57)
+    room.settle()
+    assert kernel.read(path / "memory.max") == str(LIMIT + 50)
+    (tmp_path / "result").unlink()
+    room.settle()
+    assert kernel.read(path / "memory.max") == str(LIMIT)
+
+
+def test_the_error_says_who_has_killed_the_call() -> None:
+    """The worker, or the kernel, which counts more."""
+    messages: list[str] = []
+    for text in ("", BY_KERNEL):
+        with pytest.raises(sky.CallOutOfMemory) as caught:
+            cluster._value(Outcome("1", Ending.OUT_OF_MEMORY, text=text, exit_code=-signal.SIGKILL), Parcel(b""), 3)
+        messages.append(str(caught.value))
+    assert "was killed; ask for more" in messages[0]
+    assert "was killed by the kernel, which counts all that it has started too (control group); ask for more with ComputePool(memory=...)" in messages[1]
+
+
+# ── where the node's group is made ───────────────────────────────────────────────────────────────────────────────────
+
+UNLIMITED = {"memory.max": "max\n", "cpu.max": "max 100000\n", "pids.max": "max\n", "cpuset.cpus": "\n"}
+PLACES = {
+    "beside a session": ("cpu memory pids", UNLIMITED, "slice"),
+    "no limit is known": ("memory", {}, "slice"),
+    "memory is not handed down": ("cpu pids", UNLIMITED, "slice/session"),
+    "nothing is handed down": ("", UNLIMITED, "slice/session"),
+    "a limit of memory": ("memory", UNLIMITED | {"memory.max": "8000000000\n"}, "slice/session"),
+    "a limit of processes": ("memory", UNLIMITED | {"pids.max": "4915\n"}, "slice/session"),
+    "a limit of CPUs": ("memory", UNLIMITED | {"cpuset.cpus": "0-1\n"}, "slice/session"),
+}
+
+
+def hierarchy(tmp_path: Path, case: str) -> tuple[Path, str]:
+    """Plain files: the group of this process, and where one of a node is to be made."""
+    handed_down, limits, expected = PLACES[case]
+    own = tmp_path / "slice" / "session"
+    own.mkdir(parents=True)
+    (own.parent / "cgroup.subtree_control").write_text(handed_down)
+    (own.parent / "cgroup.procs").touch()
+    for name, text in limits.items():
+        (own / name).write_text(text)
+    return own, str(tmp_path / expected)
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_a_group_is_made_where_memory_is_handed_down(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the group of this process, if that has no limit that would be escaped."""
+    own, expected = hierarchy(tmp_path, case)
+    monkeypatch.setattr(call_groups, "own_group", lambda: own)
+    assert str(control_groups._home()) == expected
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_a_group_on_a_host_is_made_in_the_same_place(case: str, tmp_path: Path) -> None:
+    """The shell's own words for it."""
+    own, expected = hierarchy(tmp_path, case)
+    told = subprocess.run(["sh", "-euc", f'parent=$1\n{remote.PLACE}\necho "$parent"', "sh", str(own)], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == expected
+
+
+def test_a_reaper_leaves_the_node_where_the_group_above_takes_no_process(tmp_path: Path) -> None:
+    """One that hands controllers down refuses; all reapers share a group below it."""
+    (tmp_path / "cgroup.procs").mkdir()  # cannot be written to
+    (tmp_path / "skyward-reapers").mkdir()
+    reaping._enter_above(str(tmp_path))
+    assert (tmp_path / "skyward-reapers" / "cgroup.procs").read_text() == "0"
+
+
+# ── a real kernel ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def keeps_limits() -> bool:
+    """Whether the group of a node would have the memory controller here."""
+    made = control_groups.make(f"local-{uuid.uuid4().hex[:12]}", "sky-test-probe", "0")
+    if made is None:
+        return False
+    try:
+        return "memory" in (made.path / "cgroup.controllers").read_text().split()
+    finally:
+        made.remove()
+
+
+@pytest.mark.skipif(not keeps_limits(), reason="no cgroup v2 whose memory controller a node's group would have")
+def test_what_a_call_has_started_counts_too() -> None:
+    """The call itself stays small: only the kernel sees that its child does not."""
+
+    @sky.compute
+    def hoard(mib: int) -> int:
+        return subprocess.run(["python3", "-c", f"x = bytearray({mib} << 20); print(len(x))"], check=False).returncode
+
+    with sky.ComputePool(provider=sky.Local(), memory="400MB", display="quiet") as pool:
+        with pytest.raises(sky.CallOutOfMemory, match="control group"):
+            hoard(800) >> pool
+        assert hoard(10) >> pool == 0
