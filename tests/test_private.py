@@ -104,14 +104,18 @@ def test_the_symlink_of_another_user_leads_nowhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [True, False])
-def test_a_symlink_that_appears_after_the_look_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: bool) -> None:
-    """In a folder that all may write to another user can make one between the look at where the path leads and the walk; it may lead to one's own home."""
+@pytest.mark.parametrize("folder", ["skyward", "skyward/nodes"])
+def test_a_symlink_that_appears_after_the_look_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: bool, folder: str) -> None:
+    """In a folder that all may write to another user can make one between the look at where the path leads and the walk; it may lead to one's own home.
+
+    It stands in the place of the folder, or of one above it.
+    """
     shared = made(tmp_path / "shared", 0o1777)
     target = made(made(tmp_path / "home") / "nodes")
     monkeypatch.setattr(private, "_without_links", lambda path: path)  # there was nothing when it looked
     (shared / "skyward").symlink_to(target.parent)
     with pytest.raises(NotPrivate, match="skyward is a symlink"):
-        with private.opened_private(shared / "skyward" / "nodes", make=make):
+        with private.opened_private(shared / folder, make=make):
             pass
 
 

@@ -18,7 +18,9 @@ def test_the_constraints_are_those_of_the_lock(minor: str) -> None:
     assert published.read_text() == constraints(minor), "run `make constraints`"
     link = ROOT / published.name
     assert link.resolve() == published.resolve()
-    assert f"-c {published.name}" in (ROOT / "README.md").read_text() or minor != "3.13"
+    readme = (ROOT / "README.md").read_text()
+    assert f"`{published.name}`" in readme
+    assert "pip install -c constraints-3.13.txt" in readme
 
 
 def test_a_pin_holds_for_its_python_only() -> None:
