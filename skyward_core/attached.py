@@ -75,10 +75,6 @@ class Attached:
         """Put an event on its way to the callbacks; return its number in `events`."""
         return self.events.put(event)
 
-    def wait_for_lines(self) -> None:
-        """Before the result of a call: its lines are told first, unless the callbacks take too long for that."""
-        self.events.when_told(self.events.number)
-
     def start(self, timeout_seconds: float) -> None:
         """Reach the nodes and connect; without those that are not there, but for the head, which has the scheduler and what it keeps.
 
@@ -93,7 +89,7 @@ class Attached:
             certificate = PoolCertificate(settings["tls_certificate"], settings["tls_key"])
             module = importlib.import_module("skyward_core.engine.cluster")
             self.cluster = cluster = cast(
-                "Cluster", module.Cluster(self.lease, certificate, self._reaches, self.emit, self._retries, None, None, self.wait_for_lines)
+                "Cluster", module.Cluster(self.lease, certificate, self._reaches, self.emit, self._retries, None, None, lambda: self.events.told)
             )
             cluster.start(head.address(self.lease.scheduler), deadline, lambda: None, min(JOIN_SECONDS, self._lease_seconds / 2))
             for node in self.lease.nodes:

@@ -234,7 +234,7 @@ class Opening:
                 dask.join()
                 cluster_module = importlib.import_module("skyward_core.engine.cluster")
                 self.cluster = cluster = cluster_module.Cluster(
-                    lease, certificate.result(), machines.reaches, self.emit, self.spec.retries, self.meter, self._secrets, self._wait_for_lines
+                    lease, certificate.result(), machines.reaches, self.emit, self.spec.retries, self.meter, self._secrets, lambda: self.events.told
                 )
                 undo.callback(cluster.close, PoolClosed("the pool could not be opened"))
                 cluster.start(machines.scheduler, deadline, machines.check)
@@ -745,10 +745,6 @@ class Opening:
                     reach.extend_lease(self.spec.lease_seconds)
                 else:
                     reach.say_busy()
-
-    def _wait_for_lines(self) -> None:
-        """Before the result of a call: its lines are told first, unless the callbacks take too long for that."""
-        self.events.when_told(self.events.number)
 
     def _at_exit(self) -> None:
         try:

@@ -159,8 +159,10 @@ def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _new_threads(before: set[threading.Thread], request: pytest.FixtureRequest) -> list[str]:
-    """Names of new threads; those that fetch large values for a pool that tests share stay with the pool."""
-    shared = (*SHARED_THREADS, "skyward-take") if any("pool" in name for name in request.fixturenames) else SHARED_THREADS
+    """Names of new threads; those that move large values and call callbacks for a pool that tests share stay with the pool."""
+    shared = (
+        (*SHARED_THREADS, "skyward-upload", "skyward-fetch", "skyward-callbacks") if any("pool" in name for name in request.fixturenames) else SHARED_THREADS
+    )
     return [thread.name for thread in threading.enumerate() if thread not in before and not thread.name.startswith(shared)]
 
 
@@ -302,3 +304,12 @@ def pool(_shared: tuple[sky.ComputePool, Told]) -> sky.ComputePool:
 def told(_shared: tuple[sky.ComputePool, Told]) -> Told:
     """What the shared pool has told, since it was opened."""
     return _shared[1]
+
+
+def members(client: Any) -> dict[str, Any]:
+    """Return what the scheduler knows of its workers, by address.
+
+    `Client.scheduler_info` may return the answer to a question that the client itself asks every two seconds, of another thread: about no workers at all.
+    """
+    workers: dict[str, Any] = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
+    return workers

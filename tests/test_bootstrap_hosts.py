@@ -21,14 +21,13 @@ from pydantic import PrivateAttr
 
 import skyward_core as sky
 from skyward_core import remote
-from skyward_core.engine.cluster import members
 from skyward_core.events import BootstrapProgress, InstanceProvisioned, compose
 from skyward_core.instances import Instance
 from skyward_core.market import Offer
 from skyward_core.providers.base import POOL_TAG, Tags
 from skyward_core.providers.hosts import Hosts
 from skyward_core.ssh import Connection
-from tests.conftest import Told, wait_until
+from tests.conftest import Told, members, wait_until
 from tests.testbed import Fleet, Host
 from tests.testbed.fixtures import PURE_PACKAGE, fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror

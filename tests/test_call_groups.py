@@ -10,12 +10,12 @@ import pytest
 
 import skyward_core as sky
 from skyward_core import reaping, remote
-from skyward_core.engine import cluster
+from skyward_core.engine import results
 from skyward_core.providers import control_groups
 from skyward_core.worker import call_groups
 from skyward_core.worker.call_groups import CallGroups, Room
 from skyward_core.worker.slot import BY_KERNEL
-from skyward_core.worker.wire import Ending, Outcome, Parcel
+from skyward_core.worker.wire import Ending, Outcome
 from tests.fake_cgroup import FakeKernel
 
 NODE_GROUP = "skyward.local-1.sky-1.0"
@@ -171,7 +171,7 @@ def test_the_error_says_who_has_killed_the_call() -> None:
     messages: list[str] = []
     for text in ("", BY_KERNEL):
         with pytest.raises(sky.CallOutOfMemory) as caught:
-            cluster._value(Outcome("1", Ending.OUT_OF_MEMORY, text=text, exit_code=-signal.SIGKILL), Parcel(b""), 3)
+            results.value_of(Outcome("1", Ending.OUT_OF_MEMORY, text=text, exit_code=-signal.SIGKILL), 3)
         messages.append(str(caught.value))
     assert "was killed; ask for more" in messages[0]
     assert "was killed by the kernel, which counts all that it has started too (control group); ask for more with ComputePool(memory=...)" in messages[1]

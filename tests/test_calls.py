@@ -25,13 +25,14 @@ from hypothesis import strategies as st
 
 from skyward_core import sources
 from skyward_core.engine.certificates import PoolCertificate, make_certificate
-from skyward_core.engine.cluster import members
-from skyward_core.worker.calls import KEEP, NAME, RETRIES, Calls, Following, Resumed, Topic, cancel, detached_key, let_go
+from skyward_core.worker.calls import KEEP, NAME, RETRIES, Calls, Topic, cancel, detached_key, leave, let_go, resume
+from skyward_core.worker.news import Resumed
 from skyward_core.worker.node import DASK_CONFIG, RUN_BATCH, SILENCE_CHECK_SECONDS, PoolScheduler, Prompt, Silence, run_batch
 from skyward_core.worker.settings import NodeSettings, memory_directory, this_process
 from skyward_core.worker.watchdog import kill_instance
 from skyward_core.worker.wire import Batch, Call, Ending, Outcome, Output, Parcel, Sealed
-from tests.conftest import slowness, wait_until
+from tests.conftest import members, slowness, wait_until
+from tests.following import Following
 from tests.testbed import Fleet, Host, why_not
 
 TOPIC = "skyward-0123"
@@ -78,6 +79,7 @@ class FakeScheduler:
     def __init__(self, calls: Calls) -> None:
         self.plugins = {calls.name: calls}
         self.tasks: dict[str, Any] = {}
+        self.workers: dict[str, Any] = {}
         self.stream_handlers: dict[str, Any] = {}
         self.handlers: dict[str, Any] = {}
         self.wires: dict[str, Wire] = {}
@@ -270,7 +272,7 @@ def test_messages_outlive_a_connection() -> None:
         head.scheduler.log_event(TOPIC, b"5")
         await head.until(lambda: len(heard) == 5, "live messages")
         assert heard == [b"1", large, b"3", b"4", b"5"]
-        assert answers[1] == Resumed(number=2, missed=0, is_known=True, tasks={})
+        assert answers[1] == Resumed(number=2, missed=0, is_known=True, tasks={}, last=4)
 
     with_head(test)
 
@@ -746,3 +748,41 @@ def test_a_worker_that_was_cut_off_joins_again(tmp_path: Path) -> None:
 
 def _worker(client: distributed.Client, address: str) -> dict[str, Any]:
     return members(client)[address]
+
+
+# ── connections that overtake each other ─────────────────────────────────────────────────────────────────────────────
+
+
+def answers_to(wire: Wire) -> list[Resumed]:
+    return [Resumed.of(event[1]) for event in wire.sent if isinstance(event[1], dict)]
+
+
+def scheduler_with(calls: Calls) -> FakeScheduler:
+    scheduler: Any = FakeScheduler(calls)
+    asyncio.run(calls.start(scheduler))
+    for name in ("first", "second"):
+        scheduler.wires[name] = Wire(name, print)
+    return scheduler  # type: ignore[no-any-return]
+
+
+def test_a_question_that_comes_late_does_not_take_the_topic_back() -> None:
+    """The client has a later connection, which has asked since: the one before is replaced, and gets no answer."""
+    calls = Calls(FOR_EVER)
+    scheduler = scheduler_with(calls)
+    scheduler.take("second", resume("second", TOPIC, 0, 2))
+    scheduler.take("first", resume("first", TOPIC, 0, 1))
+    assert calls.is_replaced("first")
+    assert not calls.is_replaced("second")
+    assert (len(answers_to(scheduler.wires["first"])), len(answers_to(scheduler.wires["second"]))) == (0, 1)
+
+
+def test_what_was_abandoned_stays_unknown() -> None:
+    """Also when the first answer that says so is lost: a client that takes the topic for known would send again what has run."""
+    calls = Calls(FOR_EVER)
+    scheduler = scheduler_with(calls)
+    scheduler.send_all = lambda client_msgs, worker_msgs: FakeScheduler.send_all(scheduler, client_msgs, worker_msgs)  # type: ignore[method-assign]
+    scheduler.take("first", resume("first", TOPIC, 0, 1))
+    scheduler.take("first", leave(TOPIC))
+    for asked in (2, 3):
+        scheduler.take("second", resume("second", TOPIC, 0, asked))
+    assert [answer.is_known for answer in answers_to(scheduler.wires["second"])] == [False, False]

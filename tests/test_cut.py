@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,11 +14,12 @@ import pytest
 import skyward_core as sky
 from skyward_core.attached import Attached
 from skyward_core.engine import cluster as module
-from skyward_core.engine.cluster import Cluster
-from skyward_core.engine.outbox import Entry, Queue
+from skyward_core.engine import dispatcher as dispatching
+from skyward_core.engine.connection import Connection
 from skyward_core.errors import BudgetExceeded, ConnectionLost
-from skyward_core.worker.wire import Call, Parcel
-from tests.conftest import wait_until
+from skyward_core.worker.calls import CANCEL
+from skyward_core.worker.wire import Parcel
+from tests.conftest import members, wait_until
 
 LARGE = 300_000
 
@@ -33,7 +35,7 @@ def lone() -> Iterator[sky.ComputePool]:
 def far() -> Iterator[sky.ComputePool]:
     """Two nodes with one slot each, whose memory the client reaches through their `Reach` only, as over SSH."""
     with sky.ComputePool(provider=sky.Local(), nodes=2, retries=0, display="quiet", collect_metrics=False) as pool:
-        cluster_of(pool)._is_here = False
+        cluster_of(pool).dispatcher.is_here = False
         yield pool
 
 
@@ -45,7 +47,6 @@ def cut(pool: sky.ComputePool) -> Callable[[], None]:
     """Cut a pool's client off from its scheduler; return what connects it again."""
     cluster: Any = cluster_of(pool)
     address = cluster.client.scheduler.address
-    cluster._is_cut = True
     cluster._disconnect(is_to_return=True)
     return lambda: cluster.resume(address, 20)
 
@@ -104,9 +105,9 @@ def test_a_cancel_of_which_the_scheduler_did_not_hear_is_told_again(lone: sky.Co
     """It went out before anybody noticed that nothing comes through."""
     cancelled = [lone.submit(note_and_wait(str(tmp_path), name)) for name in "ab"]
     wait_until(lambda: runs(tmp_path, "a") and runs(tmp_path, "b"), "both to run")
-    lose_messages(lone)
+    lost = lose_messages(lone)
     assert all(future.cancel() for future in cancelled)
-    wait_until(lambda: not cluster_of(lone)._to_stop, "the message to be sent")
+    wait_until(lambda: any(message["op"] == CANCEL for message in lost), "the message to be sent")
     cut(lone)()
     assert where() >> lone == 0
 
@@ -131,15 +132,6 @@ def test_the_cancel_of_a_detached_call_is_acknowledged_or_raises(lone: sky.Compu
     wait_until(lambda: call.state == "ended", "the call to be stopped")
 
 
-def test_what_nobody_waits_for_does_not_go_out() -> None:
-    """A call that was cancelled while a slot had it, and was handed back unbegun, is dropped; another one takes its place."""
-    queue = Queue("topic")
-    queue.add([Entry(Call(name, "f", Parcel(b""), name), Parcel(b"f")) for name in "abc"])
-    cluster: Any = SimpleNamespace(_queue=queue, _given={"b": None, "c": None})
-    assert [[call.call_id for call in shipment.batch.calls] for shipment in Cluster._wanted(cluster)] == [["b"]]
-    assert not queue.is_out("a")
-
-
 # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -149,7 +141,7 @@ def test_a_call_that_never_reached_the_scheduler_is_sent_again(lone: sky.Compute
     (tmp_path / "go").touch()
     lost = lose_messages(lone)
     future = lone.submit(note_and_wait(str(tmp_path), "call"))
-    assert [message["op"] for message in lost] == ["skyward-run-batch"]
+    wait_until(lambda: "skyward-run-batch" in [message["op"] for message in lost], "the call to be sent")
     cut(lone)()
     assert future.result(60) == "call"
     assert runs(tmp_path, "call") == 1
@@ -158,21 +150,24 @@ def test_a_call_that_never_reached_the_scheduler_is_sent_again(lone: sky.Compute
 
 @pytest.mark.slow
 def test_a_call_that_was_sent_just_before_the_cut_runs_once(lone: sky.ComputePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection is cut between two lines of the sender's: it is known to be out, and found again."""
+    """The connection ends between two lines of the sender's: it is known to be out, and found again."""
     cluster = cluster_of(lone)
-    follow, heals = cluster._follow, list[Callable[[], None]]()
+    sent = list[str]()
 
-    def interrupted(*args: Any) -> None:
-        if not heals:
-            wait_until(lambda: runs(tmp_path, "call"), "the call to run")
-            heals.append(cut(lone))
-        follow(*args)
+    def interrupted(self: Connection, number: int, key: str, inbox: Any) -> None:
+        if sent:
+            follow(self, number, key, inbox)
+        sent.append(key)
 
-    monkeypatch.setattr(cluster, "_follow", interrupted)
+    follow = Connection.follow
+    monkeypatch.setattr(Connection, "follow", interrupted)
     future = lone.submit(note_and_wait(str(tmp_path), "call"))
-    heals[0]()
+    wait_until(lambda: runs(tmp_path, "call"), "the call to run")
+    cut(lone)()
     (tmp_path / "go").touch()
     assert future.result(60) == "call"
+    assert len(set(sent)) == 1
+    assert not cluster.dispatcher.entries
     assert runs(tmp_path, "call") == 1
 
 
@@ -222,7 +217,7 @@ def test_no_detached_call_is_taken_in_when_the_money_is_gone(pool: sky.ComputePo
 def test_a_broadcast_waits_for_a_worker_that_is_away() -> None:
     """Left out, it would take its share of the data along."""
     with sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", collect_metrics=False) as pool:
-        pids = {info["name"]: pool.dask_client().run(os.getpid, workers=[address])[address] for address, info in module.members(pool.dask_client()).items()}
+        pids = {info["name"]: pool.dask_client().run(os.getpid, workers=[address])[address] for address, info in members(pool.dask_client()).items()}
         os.kill(pids["1-0"], signal.SIGKILL)
         wait_until(lambda: not cluster_of(pool).has(1), "the worker to be missed")
         assert sum(total(list(range(100))) @ pool) == 4950
@@ -273,6 +268,11 @@ class Flaky:
         self._reach.is_connected = True
 
 
+def waits_for_wire(pool: sky.ComputePool) -> bool:
+    """Tell whether an outcome waits for the way to its node."""
+    return any(fetching.error for fetching in list(cluster_of(pool).dispatcher.fetching.values()))
+
+
 def flaky(pool: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> list[Flaky]:
     return [Flaky(cluster_of(pool)._reaches.to(node.instance), monkeypatch) for node in pool.lease.nodes]
 
@@ -282,7 +282,7 @@ def test_a_result_is_fetched_when_the_way_to_its_node_is_there_again(far: sky.Co
     """It lies on the node meanwhile; nothing is lost, and other calls' news do not wait for it."""
     reaches = flaky(far, monkeypatch)
     future = far.submit(much())
-    wait_until(lambda: cluster_of(far)._cut_off, "the wire to be cut")
+    wait_until(lambda: waits_for_wire(far), "the wire to be cut")
     assert where() >> far in (0, 1)
     assert not future.done()
     for reach in reaches:
@@ -298,19 +298,19 @@ def test_a_result_that_cannot_be_fetched_is_given_up(far: sky.ComputePool, monke
     flaky(far, monkeypatch)
     cluster = cluster_of(far)
     if end == "late":
-        monkeypatch.setattr(module, "TAKE_SECONDS", 0.0)
+        monkeypatch.setattr(dispatching, "FETCH_SECONDS", 0.0)
     future = far.submit(much())
     if end != "late":
-        wait_until(lambda: cluster._cut_off, "the wire to be cut")
+        wait_until(lambda: waits_for_wire(far), "the wire to be cut")
     if end == "lost":
-        cluster._inbox.put(cluster._workers.clear)
+        cluster.owner.run(cluster.dispatcher.members.clear)
     elif end == "given up":
         cluster.give_up(sky.NodeLost("nobody is left"))
     elif end == "closed":
         far.close()
     with pytest.raises(sky.PoolClosed if end == "closed" else sky.NodeLost):
         future.result(60)
-    assert not cluster._taking
+    assert not cluster.dispatcher.fetching
 
 
 @pytest.mark.slow
@@ -320,9 +320,82 @@ def test_large_arguments_go_to_the_node_that_is_free(far: sky.ComputePool, tmp_p
     wait_until(lambda: runs(tmp_path, "long"), "the long call to run")
     flaky(far, monkeypatch)
     cluster = cluster_of(far)
-    cluster._queue.workers = sorted(cluster._queue.workers, key=lambda name: not cluster._ask("skyward_load")[name])  # else it is the first by chance
+    load = cluster._ask("skyward_load")
+    members_now = cluster.dispatcher.members
+    members_now.workers = dict(sorted(members_now.workers.items(), key=lambda item: not load[item[0]]))  # else it is the first by chance
     places = [far.submit(where(b"x" * LARGE)).result(60) for _ in range(3)]
     (tmp_path / "go").touch()
     assert long.result(60) == "long"
     assert places == [places[0]] * 3
-    wait_until(lambda: not cluster._sent_to, "all to have ended")
+    wait_until(lambda: not cluster.dispatcher.outs, "all to have ended")
+
+
+# ── who waits for whom ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.slow
+def test_a_scheduler_that_stands_still_after_the_connection_is_given_up_in_time(lone: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has taken the connection and says nothing: connecting ends at its deadline. It goes on, and the next try succeeds."""
+    cluster = cluster_of(lone)
+    address, scheduler = cluster.client.scheduler.address, cluster.client.run_on_scheduler(os.getpid)
+    listen = Connection.listen
+
+    def freeze(self: Connection, *args: Any) -> None:
+        os.kill(scheduler, signal.SIGSTOP)
+        listen(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Connection, "listen", freeze)
+        try:
+            with pytest.raises(sky.NodeLost, match="takes connections and does not answer"):
+                cluster.resume(address, 3.0)
+        finally:
+            os.kill(scheduler, signal.SIGCONT)
+    cluster.resume(address, 60.0)
+    assert where() >> lone == 0
+
+
+@pytest.mark.slow
+def test_a_callback_may_close_the_pool(far: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While another call's large arguments are on their way: its future ends too."""
+    going, turns = threading.Event(), iter([True, False])
+    for node in far.lease.nodes:
+        reach = cluster_of(far)._reaches.to(node.instance)
+        put = reach.put
+        monkeypatch.setattr(reach, "put", lambda parcel, put=put: (next(turns) or going.wait(60), put(parcel))[1])
+    first, second = [far.submit(where(b"x" * LARGE)) for _ in range(2)]
+    first.add_done_callback(lambda _: far.close())
+    with pytest.raises(sky.PoolClosed):
+        second.result(60)
+    going.set()
+    assert first.result(60) in (0, 1)
+
+
+@pytest.mark.slow
+def test_an_upload_holds_up_no_other_call(far: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its results, nor its lines, nor calls that come later."""
+    going, began = threading.Event(), threading.Event()
+    for node in far.lease.nodes:
+        reach = cluster_of(far)._reaches.to(node.instance)
+        put = reach.put
+        monkeypatch.setattr(reach, "put", lambda parcel, put=put: (began.set(), going.wait(60), put(parcel))[2])
+    large = far.submit(where(b"x" * LARGE))
+    assert began.wait(60)
+    assert where() >> far in (0, 1)
+    assert far.map(abs, range(-100, 0)) == list(range(100, 0, -1))
+    assert not large.done()
+    going.set()
+    assert large.result(60) in (0, 1)
+
+
+@pytest.mark.slow
+def test_a_slow_callback_holds_up_no_result(lone: sky.ComputePool) -> None:
+    """One that blocks delays other callbacks only; it may wait for another call of the pool."""
+    done = threading.Event()
+    got = list[int]()
+    first = lone.submit(where())
+    first.add_done_callback(lambda _: (done.wait(60), got.append(where() >> lone)))
+    assert first.result(60) == 0
+    assert lone.map(abs, range(-100, 0)) == list(range(100, 0, -1))
+    done.set()
+    wait_until(lambda: got == [0], "the callback to end")

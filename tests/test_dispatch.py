@@ -219,7 +219,6 @@ def test_a_lost_cluster_takes_no_slot_with_it() -> None:
     queue.ship()
     out = queue.all_out()
     assert out == ["0", "1"]
-    queue.forget_shipments()
     queue.returned(["0"])
     queue.ended("1")
     assert queue.all_out() == []
@@ -341,7 +340,6 @@ class AnyOrder(RuleBasedStateMachine):
         """All that is out is lost; some of it may run again, the rest has ended."""
         out = self.queue.all_out()
         assert sorted(out) == sorted(self.out)
-        self.queue.forget_shipments()
         again = out[: int(len(out) * share)]
         for call_id in out[len(again) :]:
             assert self.queue.ended(call_id)

@@ -15,9 +15,8 @@ import pytest
 from distributed.diagnostics import nvml
 
 import skyward_core as sky
-from skyward_core.engine.cluster import members
 from skyward_core.events import BootstrapProgress, InstanceLost
-from tests.conftest import Told, wait_until
+from tests.conftest import Told, members, wait_until
 from tests.testbed import Fleet, Host
 from tests.testbed.fakegpu import Gpus, install
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures

@@ -31,7 +31,6 @@ import pytest
 
 import skyward_core as sky
 from skyward_core import opening
-from skyward_core.engine.cluster import members
 from skyward_core.entries import Account, Bucket, CostBy, Period
 from skyward_core.ledger import Ledger, default_url
 from skyward_core.opening import Opening
@@ -39,7 +38,7 @@ from skyward_core.pool import _left
 from skyward_core.provisioning.lifecycle import Machines
 from skyward_core.worker.slot import TERM_SECONDS
 from skyward_core.worker.watchdog import DETACHED, read_lease, read_paid, uptime
-from tests.conftest import Told, connections, shared, wait_until
+from tests.conftest import Told, connections, members, shared, wait_until
 from tests.fakes import DyingLocal, NoCapacityProvider, UnpreparableLocal
 
 FACTOR = 3

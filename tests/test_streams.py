@@ -12,10 +12,12 @@ from distributed.protocol.pickle import dumps
 
 import skyward_core as sky
 from skyward_core.worker import streams
-from skyward_core.worker.calls import KEEP, Following, Resumed, cancel, let_go
+from skyward_core.worker.calls import KEEP, cancel, let_go
+from skyward_core.worker.news import Resumed
 from skyward_core.worker.node import RUN_BATCH
 from skyward_core.worker.streams import Told, send_at_once
 from skyward_core.worker.wire import Sealed
+from tests.following import Following
 from tests.test_calls import TOPIC, Head, follow, with_head
 
 CALLS = 40

@@ -25,7 +25,6 @@ import pytest
 from distributed import Client, Future, Security
 
 from skyward_core.engine.certificates import make_certificate
-from skyward_core.engine.cluster import members
 from skyward_core.worker import supervisor
 from skyward_core.worker.calls import release, tell_kept
 from skyward_core.worker.kept import WorkerFree, WorkerKept
@@ -35,7 +34,7 @@ from skyward_core.worker.settings import NodeSettings, Owner, memory_directory, 
 from skyward_core.worker.supervisor import Deaths
 from skyward_core.worker.watchdog import uptime, write_lease
 from skyward_core.worker.wire import Batch, Call, Ending, Outcome, Output, Parcel, Report
-from tests.conftest import processes_by_tag, wait_until
+from tests.conftest import members, processes_by_tag, wait_until
 
 HOUR = 3600.0
 START = 1000.0

@@ -40,9 +40,12 @@ class SmallCondition(RLock):  # pyright: ignore[reportGeneralTypeIssues] - in C 
 
 
 class CallFuture[R](Future[R]):
-    """A call that was handed over. As any `concurrent.futures.Future`, but `cancel()` also stops a call that is running."""
+    """A call that was handed over. As any `concurrent.futures.Future`, but `cancel()` also stops a call that is running.
 
-    def __init__(self, call_id: str, stop: Callable[[str], None]) -> None:
+    `stop` is called with the call's id when it is cancelled. `call_back` runs its done-callbacks; by default the thread that ends the future does.
+    """
+
+    def __init__(self, call_id: str, stop: Callable[[str], None], call_back: Callable[[Callable[[], None]], None] | None = None) -> None:
         super().__init__()
         self._condition: Any = SmallCondition()
         self.call_id = call_id
@@ -51,6 +54,7 @@ class CallFuture[R](Future[R]):
         self.cost: float | None = None
         """Its share of the bill, in USD: the price of its slot for that time. None where `seconds` is, and in a pool that somebody else pays for."""
         self._stop = stop
+        self._call_back = call_back
 
     def cancel(self) -> bool:
         """Stop the call, or do not begin it; False if it has ended already. One that is on its way may begin and is stopped then."""
@@ -58,3 +62,14 @@ class CallFuture[R](Future[R]):
             return False
         self._stop(self.call_id)
         return True
+
+    def claim(self) -> bool:
+        """Take the right to set the result; False if the call was cancelled before."""
+        return self.running() or self.set_running_or_notify_cancel()
+
+    def _invoke_callbacks(self) -> None:
+        callbacks: list[Any] = self._done_callbacks  # type: ignore[attr-defined]
+        if self._call_back is None or not callbacks:
+            super()._invoke_callbacks()  # type: ignore[misc]
+        else:
+            self._call_back(super()._invoke_callbacks)  # type: ignore[misc]

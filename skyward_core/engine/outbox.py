@@ -5,12 +5,11 @@ some twenty milliseconds; unknown and long ones travel alone, one for each slot,
 A slot hands back what it has not begun (`Ending.RETURNED`); it is sent again, first in the queue. What was lost with its node travels alone from then on:
 it may be what takes nodes down.
 
-Pure bookkeeping: nothing here knows Dask or a thread. The owner holds a lock around every method.
+Pure bookkeeping: nothing here knows Dask or a thread. `engine.dispatcher` owns it.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
@@ -27,12 +26,16 @@ SMOOTHING = 0.2
 
 @dataclass(slots=True)
 class Entry:
-    """One call, the name of the worker where it must run (None: anywhere), and how often it has been sent out and lost."""
+    """One call, the name of the worker where it must run (None: anywhere), and how often it has been sent out and lost.
+
+    `aside` is where its large arguments lie: the id of an instance, and the file in the memory of that one.
+    """
 
     call: Call
     function: Parcel
     worker: str | None = None
     losses: int = 0
+    aside: tuple[str, Parcel] | None = None
 
 
 @dataclass(slots=True)
@@ -50,9 +53,12 @@ class Queue:
 
     def __init__(self, topic: str) -> None:
         self.topic = topic
-        self._numbers = itertools.count()
+        self.next_number = 0
+        """The number of the batch that goes out next."""
         self._waiting: deque[Entry] = deque()
         self._pinned: deque[Entry] = deque()
+        self._resting: list[Entry] = []
+        """Those that could not be sent just now: they wait for `wake`."""
         self._out: dict[str, tuple[Entry, Shipment]] = {}
         self._shipments: dict[int, Shipment] = {}
         self._suspects: set[int] = set()
@@ -101,26 +107,39 @@ class Queue:
                 self.ended(call_id)
                 (self._waiting if found[0].worker is None else self._pinned).appendleft(found[0])
 
+    def rest(self, call_ids: Sequence[str]) -> None:
+        """Note that calls have not been begun and cannot be sent just now: they wait again once `wake` was called."""
+        for call_id in call_ids:
+            if (found := self._out.get(call_id)) is not None:
+                self.ended(call_id)
+                self._resting.append(found[0])
+
+    def wake(self) -> None:
+        """Have the calls that rest wait again, first in the queue."""
+        resting, self._resting = self._resting, []
+        for entry in reversed(resting):
+            (self._waiting if entry.worker is None else self._pinned).appendleft(entry)
+
+    @property
+    def _all_waiting(self) -> Iterable[Entry]:
+        return (*self._pinned, *self._resting, *self._waiting)
+
     def drop(self, call_ids: AbstractSet[str]) -> set[str]:
         """Forget those of the calls that wait; return which did."""
-        dropped = {entry.call.call_id for entry in (*self._pinned, *self._waiting) if entry.call.call_id in call_ids}
+        dropped = {entry.call.call_id for entry in self._all_waiting if entry.call.call_id in call_ids}
         if dropped:
+            self._resting = [entry for entry in self._resting if entry.call.call_id not in dropped]
             self._waiting = deque(entry for entry in self._waiting if entry.call.call_id not in dropped)
             self._pinned = deque(entry for entry in self._pinned if entry.call.call_id not in dropped)
         return dropped
 
     def pinned_to(self, worker: str) -> list[str]:
         """Return the ids of calls that wait for this worker."""
-        return [entry.call.call_id for entry in self._pinned if entry.worker == worker]
+        return [entry.call.call_id for entry in (*self._pinned, *self._resting) if entry.worker == worker]
 
     def all_out(self) -> list[str]:
         """Return the ids of all calls that have gone out and not ended."""
         return list(self._out)
-
-    def forget_shipments(self) -> None:
-        """Take note that whatever is out will not be heard of; its calls must be given back or ended by the caller."""
-        self._shipments.clear()
-        self._suspects.clear()
 
     def is_out(self, call_id: str) -> bool:
         """Tell whether a call has gone out and not ended."""
@@ -132,9 +151,7 @@ class Queue:
 
     def clear(self) -> list[str]:
         """Forget everything; return the ids of all calls that have not ended."""
-        ids = [entry.call.call_id for entry in (*self._pinned, *self._waiting)] + list(self._out)
-        self._waiting.clear()
-        self._pinned.clear()
+        ids = self.withdraw() + list(self._out)
         self._out.clear()
         self._shipments.clear()
         self._suspects.clear()
@@ -142,9 +159,10 @@ class Queue:
 
     def withdraw(self) -> list[str]:
         """Forget what has not been handed out; return the ids of those calls."""
-        ids = [entry.call.call_id for entry in (*self._pinned, *self._waiting)]
+        ids = [entry.call.call_id for entry in self._all_waiting]
         self._waiting.clear()
         self._pinned.clear()
+        self._resting.clear()
         return ids
 
     def _limit(self, entry: Entry) -> int:
@@ -169,7 +187,8 @@ class Queue:
     def _pack(self, entries: list[Entry], worker: str | None) -> Shipment:
         functions = {entry.call.function: entry.function for entry in entries}
         batch = Batch(self.topic, tuple(entry.call for entry in entries), functions)
-        shipment = Shipment(next(self._numbers), batch, worker, {entry.call.call_id for entry in entries})
+        shipment = Shipment(self.next_number, batch, worker, {entry.call.call_id for entry in entries})
+        self.next_number += 1
         if worker is None:  # calls for a given worker do not take part in the sharing out
             self._shipments[shipment.number] = shipment
             if entries[0].losses:

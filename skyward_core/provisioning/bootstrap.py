@@ -180,6 +180,7 @@ def settings_of(
         notice_url=notice_url,
         secret_names=tuple(spec.secrets or ()),
         is_simulated=is_simulated,
+        keeps_calls=True,
     )
 
 

@@ -1,7 +1,7 @@
 """The scheduler's memory of calls: with it they outlive the connection of the client that sent them, and detached ones the client itself.
 
 A client's topic is remembered from its first `resume` on: the n-th message on it has the number n, is kept as the bytes it came in, and dropped once the
-client acknowledges it. A client that lost its connection asks, on a new one, for what came after the last number it has seen (`Following` counts for it);
+client acknowledges it. A client that lost its connection asks, on a new one, for what came after the last number that it has handled (`resume`);
 the answer travels in the same stream as live messages, so nothing is missed, doubled or out of order, however the two meet.
 
 A task whose key begins with "skyward-" is wanted by KEEP too, a client that has no connection to lose: until the client that sent it, or the one that has
@@ -15,10 +15,9 @@ import asyncio
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from distributed import Scheduler  # noqa: TID253 - this file, node.py and cluster.py own Dask
 from distributed.diagnostics.plugin import SchedulerPlugin  # noqa: TID253
@@ -74,72 +73,22 @@ def detached_key(call_id: str) -> str:
 # ── the client's side ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """What the scheduler knows of a topic; the messages after `number` follow.
+def resume(client_id: str, topic: str, after: int, asked: int) -> dict[str, Any]:
+    """Return the message that has the scheduler send all after number `after` to this client, and make it the owner of the topic and its tasks.
 
-    `missed`: so many before them were dropped, for want of room. `is_known` is False if the scheduler had not heard of the topic, as a new head has not.
-    `tasks`: the client's tasks that are still kept, and their states in Dask's words ("processing", "memory", "erred"); what is not there is lost. The new
-    client wants them from here on: it makes a future of each at once (`distributed.Future(key, client)`), or sends `let_go` with those it is done with.
-    `gone`: those that came here, and of which there is no task any more. A key in neither has not come and will not, if the topic is known: what the client
-    before this one has sent and is still on its way is refused.
+    The answer is an event of the topic: a mapping with the number `asked`, and what `news.Resumed` tells.
     """
-
-    number: int
-    missed: int
-    is_known: bool
-    tasks: Mapping[str, str]
-    gone: frozenset[str] = frozenset()
+    return {"op": RESUME, "client": client_id, "topic": topic, "after": after, "asked": asked}
 
 
-class Following:
-    """A client's place in a topic: `number` is that of the last message delivered. Used from one thread, the one in which Dask calls handlers.
+def acknowledge(topic: str, number: int) -> dict[str, Any]:
+    """Return the message that lets the scheduler drop the messages of a topic up to this number."""
+    return {"op": ACKNOWLEDGE, "topic": topic, "number": number}
 
-    `handler(client.id)` is what that client subscribes to the topic with; `resumed` and `deliver` are called from it. Live messages count only once `resume`
-    has been answered on that client's stream: what comes before that comes again, in its order.
-    """
 
-    def __init__(self, topic: str, deliver: Callable[[bytes], object], resumed: Callable[[Resumed], object] = lambda _: None) -> None:
-        self.topic = topic
-        self.number = 0
-        self._deliver = deliver
-        self._resumed = resumed
-        self._client = ""
-        self._asked = 0
-        self._is_live = False
-
-    def handler(self, client_id: str) -> Callable[[tuple[float, Any]], None]:
-        """Return what takes this client's events. Those of a client before it are ignored, however late they come."""
-        return partial(self._on_event, client_id)
-
-    def resume(self, client_id: str) -> dict[str, Any]:
-        """Return the message that has the scheduler send all after `number` to this client, and make it the owner of the topic and its tasks."""
-        self._client, self._asked, self._is_live = client_id, self._asked + 1, False
-        return {"op": RESUME, "client": client_id, "topic": self.topic, "after": self.number, "asked": self._asked}
-
-    def acknowledge(self) -> dict[str, Any]:
-        """Return the message that lets the scheduler drop what has been delivered."""
-        return {"op": ACKNOWLEDGE, "topic": self.topic, "number": self.number}
-
-    def leave(self) -> dict[str, Any]:
-        """Return the message that has the scheduler drop the topic and its tasks: to be sent before the client is closed for good."""
-        return {"op": LEAVE, "topic": self.topic}
-
-    def _on_event(self, client_id: str, event: tuple[float, Any]) -> None:
-        content = event[1]
-        if client_id != self._client:
-            return
-        if isinstance(content, Mapping):
-            self._on_answer(cast("Mapping[str, Any]", content))
-        elif self._is_live:
-            self.number += 1
-            self._deliver(content)
-
-    def _on_answer(self, answer: Mapping[str, Any]) -> None:
-        if answer["asked"] == self._asked:
-            self._is_live = True
-            self.number = answer["number"]
-            self._resumed(Resumed(answer["number"], answer["missed"], answer["is_known"], dict(answer["tasks"]), frozenset(answer["gone"])))
+def leave(topic: str) -> dict[str, Any]:
+    """Return the message that has the scheduler drop a topic and its owner's tasks: to be sent before the client is closed for good."""
+    return {"op": LEAVE, "topic": topic}
 
 
 # ── the scheduler's side ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -211,6 +160,9 @@ class Calls(SchedulerPlugin):
         self._owners: dict[str, str] = {}  # of topics: ids of clients
         self._keys: dict[str, set[str]] = {}  # of tasks kept, by the id of their client
         self._absent: dict[str, asyncio.TimerHandle] = {}
+        self._abandoned: set[str] = set()
+        self._asked: dict[str, int] = {}
+        """By topic: the number of the last question that was answered."""
         self._replaced: set[str] = set()
         """Clients whose topics others have resumed, as long as their streams stand."""
         self._detached: dict[str, Detached] = {}
@@ -251,8 +203,12 @@ class Calls(SchedulerPlugin):
 
     def _resume(self, client: str, topic: str, after: int, asked: int) -> None:
         """Send a client what it has missed and make it a subscriber, within one turn of the event loop: no message can come between the two."""
+        if asked < self._asked.get(topic, 0):  # a later connection of the same client has been faster
+            self._replaced.add(client)
+            return
+        self._asked[topic] = asked
         kept = self._topics.get(topic)
-        is_known = kept is not None
+        is_known = kept is not None and topic not in self._abandoned
         if not topic.startswith(_DETACHED):
             kept = kept or self._topics.setdefault(topic, Topic(self._topic_limit_bytes, number=after))
             self._give(topic, client)
@@ -260,7 +216,16 @@ class Calls(SchedulerPlugin):
         keys = self._keys.get(client, set())
         tasks = {key: task.state for key in keys if (task := self._scheduler.tasks.get(key)) is not None}
         gone = [key for key in keys if key not in tasks]
-        answer = {"asked": asked, "number": number, "missed": max(0, number - after), "is_known": is_known, "tasks": tasks, "gone": gone}
+        answer = {
+            "asked": asked,
+            "number": number,
+            "missed": max(0, number - after),
+            "is_known": is_known,
+            "tasks": tasks,
+            "gone": gone,
+            "last": number + len(messages),
+            "workers": {worker.address: (str(worker.name), worker.status.name) for worker in self._scheduler.workers.values()},
+        }
         now = time.time()
         events = [{"op": "event", "topic": topic, "event": (now, content)} for content in (answer, *messages)]
         self._scheduler.send_all({client: events}, {})
@@ -363,7 +328,8 @@ class Calls(SchedulerPlugin):
         topics = [topic for topic, owner in self._owners.items() if owner == client]
         for topic in topics:
             self._scheduler.unsubscribe_topic(topic, client)
-            del self._owners[topic], self._topics[topic]
+            del self._owners[topic], self._topics[topic], self._asked[topic]
+            self._abandoned.add(topic)  # for good: what it had may have run, and nothing is known of it any more
         stop = {"op": CANCEL, "calls": topics}  # else what runs would keep its slot, and nobody could stop it any more
         self._scheduler.send_all({}, {worker: [stop] for worker in self._scheduler.workers})
         self._let_go(client, list(self._keys.get(client, ())))

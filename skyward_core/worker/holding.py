@@ -7,7 +7,6 @@ another address and is not held: whoever wants it held asks again, as for the nu
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
 from typing import Any
 
 from distributed import Scheduler  # noqa: TID253 - with calls.py, node.py and streams.py stands in the scheduler
@@ -15,17 +14,9 @@ from distributed.core import Status  # noqa: TID253
 from distributed.diagnostics.plugin import SchedulerPlugin  # noqa: TID253
 
 from skyward_core.worker.kept import OLDER
+from skyward_core.worker.news import WorkerHeld
 
 HOLD = "skyward_hold"
-HELD = Status.paused.name
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerHeld:
-    """A worker is given no more calls; so many are left that it has. Told to every client, at first and whenever that number changes."""
-
-    address: str
-    left: int
 
 
 class Holding(SchedulerPlugin):

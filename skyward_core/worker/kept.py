@@ -22,11 +22,15 @@ KEPT_LIMIT_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class WorkerKept:
-    """A worker tells which calls it has: those that run or wait in its slots, and those that have ended and were not released. Their reports follow."""
+    """A worker tells which calls it has: those that run or wait in its slots, and those that have ended and were not released. Their reports follow.
+
+    `is_paused`: it takes no others until those that it had before it came to this scheduler have ended (`WorkerFree`).
+    """
 
     name: str
     address: str
     calls: tuple[str, ...]
+    is_paused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +136,12 @@ class Kept:
                     if not batch.calls and not batch.is_running:
                         self._forget(key)
 
-    def attach(self, name: str, address: str, topic: str, send: Callable[[str, bytes], object]) -> None:
+    def attach(self, name: str, address: str, topic: str, send: Callable[[str, bytes], object], *, is_paused: bool = False) -> None:
         """Send from now on, first of all what is kept; may be called again, and then tells it again. On `topic` it tells who keeps which calls."""
         with self._lock:
             self._send = send
             if self._keeps:
-                send(topic, pickle.dumps(WorkerKept(name, address, self.calls), protocol=5))
+                send(topic, pickle.dumps(WorkerKept(name, address, self.calls, is_paused), protocol=5))
                 for batch in self._batches.values():
                     for message in batch.messages:
                         send(batch.topic, message)

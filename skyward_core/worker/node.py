@@ -15,7 +15,6 @@ import socket
 import threading
 import time
 from collections.abc import Generator, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -33,6 +32,7 @@ from skyward_core.worker.calls import CANCEL, KEEP, RAN, Calls, Ran, detached_ke
 from skyward_core.worker.holding import Holding
 from skyward_core.worker.kept import OLDER, RELEASE, TELL_KEPT, Kept, WorkerFree
 from skyward_core.worker.metrics import Sampler
+from skyward_core.worker.news import WorkerJoined, WorkerLeft
 from skyward_core.worker.secret_values import Keeping, ask_for
 from skyward_core.worker.settings import NodeSettings, write_atomically
 from skyward_core.worker.slot import Foundry, News, Slot
@@ -211,22 +211,6 @@ async def _head_address(directory: Path) -> str:
     while not path.exists():  # noqa: ASYNC110 - another process writes it; the supervisor ends this process with the node, should the scheduler never come up
         await asyncio.sleep(0.005)
     return path.read_text()
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerJoined:
-    """A worker, named RANK-INDEX, has joined the pool."""
-
-    name: str
-    address: str
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLeft:
-    """A worker has left the pool, or does not answer any more."""
-
-    name: str
-    address: str
 
 
 class Silence:
@@ -480,7 +464,7 @@ class Slots(WorkerPlugin):
         worker = self.worker
         assert worker is not None
         self.kept_is_attached = True
-        self.kept.attach(str(worker.name), worker.address, POOL_TOPIC, worker.log_event)
+        self.kept.attach(str(worker.name), worker.address, POOL_TOPIC, worker.log_event, is_paused=self.has_older_calls)
         self._free()
 
     def release(self, calls: Iterable[str]) -> None:

@@ -38,6 +38,7 @@ MEMORY_CHECK_SECONDS = 0.1
 BY_KERNEL = "the kernel, which counts all that it has started too (control group)"
 """Who has killed a call for want of memory, where it was not its worker."""
 TOGETHER_SECONDS = 0.005  # what happens within this time is told together
+TOPIC_PREFIX = "skyward-"  # of topics; ids of calls have none
 TERM_SECONDS = 2.0  # from asking a cancelled call to end to killing it
 STOP_SECONDS = 1.0  # for a runner to stop: one that has not by then is in the kernel, and takes the signal before it does anything else
 STOP_LOOK_SECONDS = 0.0002
@@ -194,6 +195,8 @@ class Slot:
         self.wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.lock = threading.Lock()
         self.cancelled: set[str] = set()
+        self._topic = ""
+        """That of the batch that runs."""
         self.outcomes: socket.socket | None = None
         self.pid = 0
         self.streams: tuple[Stream, Stream] | tuple[()] = ()
@@ -258,6 +261,8 @@ class Slot:
         May be called from any thread; unknown ids are ignored.
         """
         with self.lock:
+            if call_id.startswith(TOPIC_PREFIX) and call_id != self._topic:
+                return  # kept, it would stop what its client sends once it is back
             if len(self.cancelled) > CANCELLED_LIMIT:
                 self.cancelled.clear()
             self.cancelled.add(call_id)  # kept: the batch with this call may still be on its way here
@@ -276,9 +281,11 @@ class Slot:
 
         Calls that have not begun when one before them runs longer than PATIENCE_SECONDS get the outcome RETURNED.
         """
+        self._topic = batch.topic
         _BatchRun(self, batch, tell).run()
         with self.lock:
-            self.cancelled -= {call.call_id for call in batch.calls}
+            self._topic = ""
+            self.cancelled -= {batch.topic, *(call.call_id for call in batch.calls)}
 
     def close(self) -> None:
         """End the runner and close the lines to it."""

@@ -1,0 +1,249 @@
+"""What the dispatcher asks its owner to do. Each action is a frozen value: the dispatcher itself does nothing but decide.
+
+An action with an `epoch` belongs to one connection to a scheduler. Its owner does nothing where another connection has taken its place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from skyward_core.errors import SkywardError
+from skyward_core.events import SkywardEvent
+from skyward_core.worker.wire import Batch, Outcome, Parcel
+
+# ── on the connection to the scheduler ───────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a batch as the task `key`, to the worker at `address` (None: the scheduler chooses). Then `task_ended`; `unsent` if it has not gone out."""
+
+    epoch: int
+    number: int
+    key: str
+    batch: Batch
+    address: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """A batch that an earlier connection has sent is still known to the scheduler: `task_ended` when its task ends."""
+
+    epoch: int
+    number: int
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class TakeBack:
+    """The worker that a batch was meant for is gone. If its task has not ended, release it; then `taken_back`."""
+
+    epoch: int
+    number: int
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Get the result of a batch's task, in which the outcomes of all its calls stand; then `gathered`."""
+
+    epoch: int
+    number: int
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Let the scheduler forget these tasks."""
+
+    epoch: int
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Stop these calls, wherever they are."""
+
+    epoch: int
+    call_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TellKept:
+    """Have every worker say which calls it keeps from before (`WorkerKept`), and report them again."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseKept:
+    """Let workers forget these calls, which have outlived the head that they were sent to."""
+
+    epoch: int
+    call_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledge:
+    """The scheduler may drop the messages up to this number."""
+
+    epoch: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskLoad:
+    """Ask the scheduler which batches each worker has; then `load_known`."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Ask the scheduler whether it answers; then `pinged`."""
+
+    epoch: int
+
+
+# ── large values ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """Put large arguments (by call id) and functions (by name) of a batch into a node's memory; then `uploaded` or `upload_failed`.
+
+    Functions that find no room there travel in the message; arguments must find it.
+    """
+
+    number: int
+    instance_id: str
+    arguments: tuple[tuple[str, Parcel], ...]
+    functions: tuple[tuple[str, Parcel], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Get a large outcome from a node's memory; then `fetched` or `not_fetched`."""
+
+    call_id: str
+    instance_id: str
+    parcel: Parcel
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Remove a file from a node's memory."""
+
+    instance_id: str
+    parcel: Parcel
+
+
+# ── for the caller ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """A call has ended: give its caller the value, or raise its exception. `outcome.parcel` is here."""
+
+    call_id: str
+    node: int
+    instance_id: str
+    outcome: Outcome
+    arguments: Parcel
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """A call has no outcome: raise this at its caller."""
+
+    call_id: str
+    error: SkywardError
+    arguments: Parcel
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """A cancelled call needs nothing more here."""
+
+    call_id: str
+    arguments: Parcel
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """An outcome that has no caller any more, and lies on this machine."""
+
+    parcel: Parcel
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Emit an event. A log line names the call whose result must not come before it."""
+
+    event: SkywardEvent
+    call_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """Calls that have ended kept slots of a machine busy for so many seconds in all."""
+
+    instance_id: str
+    seconds: float
+
+
+# ── for recovery ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """All workers of a node are there."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A worker of a node is gone."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class CutOff:
+    """The scheduler does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The scheduler has said what it knows: calls go out on this connection from now on."""
+
+    epoch: int
+
+
+type Action = (
+    Send
+    | Follow
+    | TakeBack
+    | Gather
+    | Release
+    | Stop
+    | TellKept
+    | ReleaseKept
+    | Acknowledge
+    | AskLoad
+    | Ping
+    | Upload
+    | Fetch
+    | Remove
+    | Finish
+    | Fail
+    | Cancelled
+    | Discard
+    | Emit
+    | Ran
+    | Joined
+    | Left
+    | CutOff
+    | Answered
+)

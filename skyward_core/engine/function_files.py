@@ -1,0 +1,91 @@
+"""Which large functions lie in the memory of which node, and which of them go when there are too many: pure bookkeeping.
+
+States of a function at a node:
+
+    absent ──planned──▶ coming ──arrived──▶ there ──evicted──▶ absent
+                          └────failed────▶ absent
+
+The functions that were used longest ago are evicted first, until the others take no more than the limit; what a batch that is out refers to stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from skyward_core.worker.wire import Parcel
+
+LIMIT_BYTES = 64 << 20
+
+
+@dataclass(slots=True)
+class _File:
+    parcel: Parcel
+    nbytes: int
+    users: set[int] = field(default_factory=set[int])
+    """The numbers of the batches that are out and refer to it."""
+
+
+class FunctionFiles:
+    """The functions in the memory of one node."""
+
+    def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
+        self._limit_bytes = limit_bytes
+        self._files: dict[str, _File] = {}
+        """In the order of their last use."""
+        self._coming: set[str] = set()
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory the functions take, in bytes."""
+        return sum(file.nbytes for file in self._files.values())
+
+    def find(self, name: str) -> Parcel | None:
+        """Return a function as it lies there."""
+        file = self._files.get(name)
+        return file.parcel if file is not None else None
+
+    def use(self, number: int, names: Collection[str]) -> dict[str, Parcel]:
+        """Note that a batch refers to those of the functions that are there; return them."""
+        found = dict[str, Parcel]()
+        for name in names:
+            if (file := self._files.pop(name, None)) is not None:
+                self._files[name] = file
+                file.users.add(number)
+                found[name] = file.parcel
+        return found
+
+    def done(self, number: int) -> None:
+        """Note that a batch is not out any more."""
+        for file in self._files.values():
+            file.users.discard(number)
+
+    def is_coming(self, names: Collection[str]) -> bool:
+        """Tell whether one of these functions is on its way there."""
+        return any(name in self._coming for name in names)
+
+    def plan(self, names: Collection[str]) -> None:
+        """Note that functions are on their way there."""
+        self._coming.update(names)
+
+    def arrived(self, name: str, parcel: Parcel, nbytes: int) -> None:
+        """Note that a function is there."""
+        self._coming.discard(name)
+        self._files[name] = _File(parcel, nbytes)
+
+    def failed(self, names: Collection[str]) -> None:
+        """Note that functions have not arrived."""
+        self._coming.difference_update(names)
+
+    def evict(self) -> list[Parcel]:
+        """Forget what is too much; return the files that are to be removed."""
+        evicted = list[Parcel]()
+        excess = self.nbytes - self._limit_bytes
+        for name, file in list(self._files.items()):
+            if excess <= 0:
+                break
+            if not file.users:
+                del self._files[name]
+                excess -= file.nbytes
+                evicted.append(file.parcel)
+        return evicted

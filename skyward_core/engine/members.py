@@ -1,0 +1,104 @@
+"""The nodes of a pool and the workers that its scheduler has, as the dispatcher knows them: pure bookkeeping.
+
+A worker's name is RANK-INDEX. A worker is away, there, or held: then it is given no more calls and ends those that it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from skyward_core.instances import Node
+from skyward_core.worker.wire import Parcel
+
+MANY = 1_000_000  # more calls than a worker has slots
+
+
+def rank_of(name: str) -> int:
+    """Return the rank of the node of a worker."""
+    return int(name.partition("-")[0])
+
+
+@dataclass(slots=True)
+class Members:
+    """`nodes` by rank; `workers` maps the names of those that are there to their addresses; `held` the addresses of held ones to how many slots are at work."""
+
+    nodes: Mapping[int, Node]
+    workers_per_node: int = 1
+    workers: dict[str, str] = field(default_factory=dict[str, str])
+    held: dict[str, int] = field(default_factory=dict[str, int])
+
+    @staticmethod
+    def of(nodes: Iterable[Node]) -> Members:
+        """Return the members of a new pool, all of whose workers are away."""
+        by_rank = {node.rank: node for node in nodes}
+        return Members(by_rank, max((node.workers for node in by_rank.values()), default=1))
+
+    def names_at(self, rank: int) -> list[str]:
+        """Return the names of all workers of a node, whether they are there or not."""
+        node = self.nodes.get(rank)
+        return [f"{rank}-{index}" for index in range(node.workers if node is not None else self.workers_per_node)]
+
+    def missing(self, rank: int) -> list[int]:
+        """Return the indexes of the workers of a node that are not there."""
+        node = self.nodes.get(rank)
+        return [index for index in range(node.workers if node is not None else 0) if f"{rank}-{index}" not in self.workers]
+
+    def has(self, rank: int) -> bool:
+        """Tell whether all workers of a node are there."""
+        return rank in self.nodes and not self.missing(rank)
+
+    def join(self, name: str, address: str) -> bool:
+        """Note that a worker is there; True if its node is complete now, and was not before."""
+        was_complete = self.has(rank_of(name))
+        before = self.workers.get(name)
+        if before != address:
+            self.held.pop(before or "", None)
+        self.workers[name] = address
+        return self.has(rank_of(name)) and not was_complete
+
+    def leave(self, name: str, address: str) -> bool:
+        """Note that a worker has gone; False if its successor is there already."""
+        if self.workers.get(name) != address:
+            return False
+        del self.workers[name]
+        self.held.pop(address, None)
+        return True
+
+    def hold(self, address: str, left: int | None) -> None:
+        """Note that a worker is given no more calls and has so many left; None: not known."""
+        if address in self.workers.values():
+            self.held[address] = self.held.get(address, MANY) if left is None else left
+
+    def clear(self) -> None:
+        """All workers are away: there is another scheduler."""
+        self.workers.clear()
+        self.held.clear()
+
+    @property
+    def free(self) -> list[str]:
+        """Names of workers that are there and may be given calls."""
+        return [name for name, address in self.workers.items() if rank_of(name) in self.nodes and address not in self.held]
+
+    @property
+    def slots(self) -> int:
+        """How many calls may be out. What a held worker still has is out too: it must not take the place of a call that another slot is free for."""
+        total = 0
+        for name, address in self.workers.items():
+            if (node := self.nodes.get(rank_of(name))) is not None:
+                total += min(node.slots, self.held.get(address, node.slots))
+        return max(1, total)
+
+    def node_of(self, name: str) -> Node | None:
+        """Return the node of a worker; None if it is not a node of the pool."""
+        return self.nodes.get(rank_of(name))
+
+    def instance_of(self, parcel: Parcel) -> str | None:
+        """Return the id of the instance in whose memory a parcel lies; None if no node of the pool is that one. Its folders bear the instance's id."""
+        path = str(parcel.path)
+        return next((node.instance.id for node in self.nodes.values() if node.instance.id in path), None)
+
+    def is_there(self, instance_id: str) -> bool:
+        """Tell whether a worker of this instance is there."""
+        ranks = {rank_of(name) for name in self.workers}
+        return any(node.instance.id == instance_id and node.rank in ranks for node in self.nodes.values())

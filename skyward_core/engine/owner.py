@@ -1,0 +1,461 @@
+"""The one thread that owns the state of all calls, "skyward-engine": it feeds the dispatcher with messages and does what that decides.
+
+Everything else only posts: callers, Dask's thread, transfers, the clock. The thread waits for nothing but its mailbox: uploads and downloads run in
+"skyward-upload" and "skyward-fetch", futures are set in "skyward-results", callbacks called in "skyward-callbacks". There is no lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from typing import Any, Protocol
+
+from distributed.protocol.serialize import to_serialize  # noqa: TID253 - with connection.py owns Dask in this package
+
+from skyward_core.engine import actions as do
+from skyward_core.engine.connection import Connection, NotSent
+from skyward_core.engine.dispatcher import PING_SECONDS, TICK_SECONDS, Dispatcher, PoolNews
+from skyward_core.engine.futures import CallFuture
+from skyward_core.engine.results import Callbacks, Results, Settled, value_of
+from skyward_core.errors import CommandFailed, ConnectionLost, PoolClosed, Unreachable
+from skyward_core.events import SkywardEvent
+from skyward_core.reach import Reach, Reaches
+from skyward_core.worker import calls
+from skyward_core.worker.calls import Ran
+from skyward_core.worker.masking import SecretValues
+from skyward_core.worker.news import Resumed
+from skyward_core.worker.secret_values import PUT_SECRETS
+from skyward_core.worker.wire import Outcome, Parcel, Report
+
+UPLOADS = FETCHES = 4  # at once
+LOOK_SECONDS = 0.2
+_log = logging.getLogger("skyward")
+
+
+class Watcher(Protocol):
+    """Who hears what becomes of the cluster's members; called in the engine's thread, and must not wait."""
+
+    def joined(self, rank: int) -> None:
+        """All workers of a node are there."""
+        ...
+
+    def left(self, rank: int) -> None:
+        """A worker of a node is gone, or does not answer any more."""
+        ...
+
+    def cut(self) -> None:
+        """The scheduler is out of reach."""
+        ...
+
+
+class Counts(Protocol):
+    """Who counts what calls cost (`metering.Meter`). Called in the engine's thread, and must not wait."""
+
+    def ran(self, instance_id: str, seconds: float) -> float:
+        """Calls that have ended have kept slots of a machine busy for so many seconds in all; return their share of the bill, in USD."""
+        ...
+
+    def seen_running(self, instance_id: str, seconds: float) -> None:
+        """Slots of a machine were busy for so many seconds since it was rented: with anybody's calls, and those that still run. Called every few seconds."""
+        ...
+
+
+class Owner:
+    """Runs a dispatcher. `start` starts its thread, `close` ends it; whatever is posted after that is dropped."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        reaches: Reaches,
+        emit: Callable[[SkywardEvent], object],
+        told: Callable[[], int],
+        counts: Counts | None = None,
+        secrets: SecretValues | None = None,
+    ) -> None:
+        self.dispatcher = dispatcher
+        self.connection: Connection | None = None
+        """The present connection to a scheduler. Set by the owner's thread only."""
+        self.futures: dict[str, CallFuture[Any]] = {}
+        """The futures of all calls that have not ended: put in by callers, taken out by the results' thread."""
+        self.watcher: Watcher | None = None
+        self.ended_at = time.monotonic()
+        """When a call ended last, on time.monotonic's clock."""
+        self._reaches = reaches
+        self._emit = emit
+        self._counts = counts
+        self._secrets = secrets
+        self._mailbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="skyward-engine", daemon=True)
+        self._results = Results(told, self._on_settled)
+        self.callbacks = Callbacks()
+        self._uploads = ThreadPoolExecutor(UPLOADS, thread_name_prefix="skyward-upload")
+        self._fetches = ThreadPoolExecutor(FETCHES, thread_name_prefix="skyward-fetch")
+        self._is_closed = False
+        self._answers: dict[int, Future[None]] = {}
+        """Who waits for the answer to the connection of an epoch."""
+        self._last_lines: dict[str, int] = {}
+        """By call: the number of the event of its last log line."""
+        self._usd_per_second: dict[str, float] = {}
+        self._seen: dict[str, dict[str, float]] = {}
+        """For how long slots were busy, by instance id and by worker process: one that has ended keeps its part."""
+
+    # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def start(self) -> None:
+        """Start the threads."""
+        self._results.start()
+        self._thread.start()
+
+    def post(self, message: Callable[[], None]) -> None:
+        """Have something done in the owner's thread, after all that was posted before. Never waits."""
+        self._mailbox.put(message)
+
+    def run[R](self, work: Callable[[], R], timeout_seconds: float | None = None) -> R:
+        """Have something done in the owner's thread, and return what it returns. Raises TimeoutError, or PoolClosed if that thread has ended."""
+        done: Future[R] = Future()
+
+        def do_it() -> None:
+            try:
+                done.set_result(work())
+            except BaseException as error:
+                done.set_exception(error)
+
+        if threading.current_thread() is self._thread:
+            do_it()
+        elif self._is_closed or not self._thread.is_alive():
+            raise PoolClosed("the pool is closed")
+        else:
+            self.post(do_it)
+        until = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while not wait_for([done], min(LOOK_SECONDS, max(0.0, until - time.monotonic()))).done:
+            if not self._thread.is_alive():
+                raise PoolClosed("the pool is closed")
+            if time.monotonic() > until:
+                raise TimeoutError("the engine has not answered in time")
+        return done.result()
+
+    def close(self, end: Callable[[], None]) -> None:
+        """Do this last, then end: all futures are set when it returns, unless the engine's own threads ask."""
+        if self._thread.is_alive() and not self._is_closed:
+            self._is_closed = True
+            self.post(end)
+            self._mailbox.put(None)
+            if threading.current_thread() is not self._thread:
+                self._thread.join()
+        self._uploads.shutdown(wait=False, cancel_futures=True)
+        self._fetches.shutdown(wait=False, cancel_futures=True)
+        self._results.close()
+        self.callbacks.close()
+
+    def wait_for_end(self) -> None:
+        """Wait until a close that has begun is done with all futures, unless the engine's own threads ask."""
+        if threading.current_thread() is not self._thread and self._thread.is_alive():
+            self._thread.join()
+        self._results.close()
+
+    def _run(self) -> None:
+        tick_at = time.monotonic() + TICK_SECONDS
+        while True:
+            try:
+                message = self._mailbox.get(timeout=max(0.0, tick_at - time.monotonic()))
+            except queue.Empty:
+                message = self._tick
+            if message is None:
+                return
+            self._handle(message)
+            for _ in range(self._mailbox.qsize()):  # what has come meanwhile: sent and stopped together
+                if (message := self._mailbox.get()) is None:
+                    return
+                self._handle(message)
+            if time.monotonic() >= tick_at:
+                tick_at = time.monotonic() + TICK_SECONDS
+                self._handle(self._tick)
+            self._handle(self._flush)
+            message = None  # it may hold a large result
+
+    def _handle(self, message: Callable[[], None]) -> None:
+        try:
+            message()
+        except Exception:
+            _log.exception("a message from the pool could not be handled")
+        self._act()
+
+    def _act(self) -> None:
+        while actions := self.dispatcher.take_actions():
+            for action in actions:
+                try:
+                    self._do(action)
+                except Exception:
+                    _log.exception("%s could not be done", type(action).__name__)
+
+    def _tick(self) -> None:
+        if (connection := self.connection) is not None and not connection.is_open:
+            self.dispatcher.cut(connection.epoch)
+        self.dispatcher.tick(time.monotonic(), self._is_reachable)
+
+    def _flush(self) -> None:
+        self.dispatcher.flush(time.monotonic())
+
+    # ── the connection ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def connect(self, connection: Connection) -> Future[None]:
+        """In the owner's thread: go on with this connection; the future ends when the scheduler has answered on it."""
+        dispatcher = self.dispatcher
+        epoch = dispatcher.connected(time.monotonic())
+        self.connection = connection
+        answer = self._answers[epoch] = Future[None]()
+        if self._secrets:  # with the connection, so that no call can come before
+            connection.send({"op": PUT_SECRETS, "secrets": to_serialize(self._secrets)})
+        connection.listen(epoch, dispatcher.topic, dispatcher.heard, self)
+        return answer
+
+    def disconnect(self) -> Connection | None:
+        """In the owner's thread: go on without a connection; return the one there was, which the caller closes."""
+        connection, self.connection = self.connection, None
+        self.dispatcher.disconnected()
+        self._cancel_answers()
+        return connection
+
+    def _cancel_answers(self) -> None:
+        """There will be none: who waits for one connects again."""
+        for answer in self._answers.values():
+            answer.cancel()
+        self._answers.clear()
+
+    def on_resumed(self, epoch: int, resumed: Resumed) -> None:
+        """Post it."""
+        self.post(lambda: self.dispatcher.resumed(epoch, resumed, time.monotonic()))
+
+    def on_report(self, epoch: int, report: Callable[[], Report]) -> None:
+        """Post it."""
+        self.post(lambda: self.dispatcher.report(epoch, _loaded(report), time.monotonic()))
+
+    def on_pool_news(self, epoch: int, news: Callable[[], PoolNews]) -> None:
+        """Post it."""
+        self.post(lambda: self.dispatcher.pool_news(epoch, news(), time.monotonic()))
+
+    def on_task_end(self, epoch: int, number: int, *, is_finished: bool, reason: str) -> None:
+        """Post it."""
+        self.post(lambda: self.dispatcher.task_ended(epoch, number, is_finished=is_finished, reason=reason))
+
+    def on_ping(self, epoch: int, ran: Collection[Ran] | None) -> None:
+        """Post it."""
+
+        def pinged() -> None:
+            self.dispatcher.pinged(epoch, is_answered=ran is not None)
+            self._on_seen(ran or ())
+
+        self.post(pinged)
+
+    def _on_seen(self, ran: Collection[Ran]) -> None:
+        if self._counts is None:
+            return
+        for instance_id, process, seconds in ran:
+            processes = self._seen.setdefault(instance_id, {})
+            processes[process] = seconds
+            self._counts.seen_running(instance_id, sum(processes.values()))
+
+    # ── actions ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _do(self, action: do.Action) -> None:
+        match action:
+            case do.Finish():
+                self._finish(action)
+            case do.Fail():
+                self._settle(action.call_id, lambda: _raise(action.error), [action.arguments])
+            case do.Cancelled():
+                self._settle(action.call_id, lambda: None, [action.arguments])
+            case do.Emit(event, call_id):
+                number = self._emit(event)
+                if call_id is not None and call_id in self.futures:
+                    self._last_lines[call_id] = number if isinstance(number, int) else 0
+            case do.Ran(instance_id, seconds):
+                if self._counts is not None:
+                    self._usd_per_second[instance_id] = self._counts.ran(instance_id, seconds) / seconds
+            case do.Upload():
+                self._uploads.submit(self._upload, action)
+            case do.Fetch():
+                self._fetches.submit(self._fetch, action)
+            case do.Remove(instance_id, parcel):
+                self._uploads.submit(self._remove, instance_id, parcel)
+            case do.Discard(parcel):
+                self._uploads.submit(parcel.release)
+            case do.CutOff():
+                self._cancel_answers()
+                self._tell_watcher(action)
+            case do.Joined() | do.Left():
+                self._tell_watcher(action)
+            case do.Answered(epoch):
+                if (answer := self._answers.pop(epoch, None)) is not None and answer.set_running_or_notify_cancel():
+                    answer.set_result(None)
+            case _:
+                if self.connection is not None and self.connection.epoch == action.epoch:
+                    self._do_on(self.connection, action)
+
+    def _do_on(self, connection: Connection, action: do.Action) -> None:
+        match action:
+            case do.Send(epoch, number, key, batch, address):
+                try:
+                    connection.send_batch(number, key, batch, address, self)
+                except Exception as error:  # the callers of these calls must hear of it
+                    self.dispatcher.unsent(epoch, number, error, is_its_fault=not isinstance(error, NotSent))
+            case do.Follow(_, number, key):
+                connection.follow(number, key, self)
+            case do.TakeBack(epoch, number, key):
+                if connection.take_back(key):
+                    self.dispatcher.taken_back(epoch, number)
+            case do.Release(_, keys):
+                connection.release(keys)
+            case do.Gather():
+                self._fetches.submit(self._gather, connection, action)
+            case do.Stop(_, call_ids):
+                _try_to_send(connection, calls.cancel(call_ids))
+            case do.TellKept():
+                _try_to_send(connection, calls.tell_kept())
+            case do.ReleaseKept(_, call_ids):
+                _try_to_send(connection, calls.release(call_ids))
+            case do.Acknowledge(_, number):
+                _try_to_send(connection, calls.acknowledge(self.dispatcher.topic, number))
+            case do.AskLoad(epoch):
+                self._fetches.submit(self._ask_load, connection, epoch)
+            case do.Ping():
+                connection.ping(self)
+            case _:
+                raise TypeError(action)
+
+    def _tell_watcher(self, action: do.Joined | do.Left | do.CutOff) -> None:
+        if self.watcher is None or self._is_closed:
+            return
+        match action:
+            case do.Joined(rank):
+                self.watcher.joined(rank)
+            case do.Left(rank):
+                self.watcher.left(rank)
+            case do.CutOff():
+                self.watcher.cut()
+
+    def _finish(self, action: do.Finish) -> None:
+        outcome = action.outcome
+        if (future := self.futures.get(action.call_id)) is not None:
+            rate = self._usd_per_second.get(action.instance_id)
+            future.seconds = outcome.seconds
+            future.cost = None if self._counts is None else outcome.seconds * (rate or 0.0)
+        self._settle(action.call_id, lambda: value_of(outcome, action.node), [outcome.parcel, action.arguments])
+
+    def _settle(self, call_id: str, value: Callable[[], Any], spent: list[Parcel]) -> None:
+        after = self._last_lines.pop(call_id, 0)
+        if (future := self.futures.get(call_id)) is not None:
+            self._results.put(Settled(future, value, spent, after))
+
+    def _on_settled(self, future: CallFuture[Any]) -> None:
+        """In the results' thread, before a future is set."""
+        self.futures.pop(future.call_id, None)
+        self.ended_at = time.monotonic()
+
+    # ── transfers, in threads of their own ───────────────────────────────────────────────────────────────────────────
+
+    def _is_reachable(self, instance_id: str) -> bool:
+        reach = self._reach(instance_id)
+        return reach is not None and reach.is_connected
+
+    def _reach(self, instance_id: str) -> Reach | None:
+        node = next((node for node in self.dispatcher.members.nodes.values() if node.instance.id == instance_id), None)
+        return self._reaches.to(node.instance) if node is not None else None
+
+    def _reach_of(self, instance_id: str) -> Reach:
+        if (reach := self._reach(instance_id)) is None:
+            raise Unreachable(f"{instance_id} is not a node of the pool any more")
+        return reach
+
+    def _upload(self, action: do.Upload) -> None:
+        number, instance_id = action.number, action.instance_id
+        arguments = dict[str, Parcel]()
+        functions = dict[str, Parcel | None]()
+        try:
+            reach = self._reach_of(instance_id)
+            for call_id, parcel in action.arguments:
+                arguments[call_id] = reach.put(parcel)
+            for name, parcel in action.functions:
+                functions[name] = _put_function(reach, parcel)
+        except Exception as failure:
+            error = failure
+            names = [name for name, _ in action.functions]
+            is_its_fault = not isinstance(error, OSError | Unreachable)
+            self.post(lambda: self.dispatcher.upload_failed(number, instance_id, names, error, is_its_fault=is_its_fault))
+            for parcel in (*arguments.values(), *filter(None, functions.values())):
+                self._remove(instance_id, parcel)
+        else:
+            self.post(lambda: self.dispatcher.uploaded(number, instance_id, arguments, functions))
+
+    def _fetch(self, action: do.Fetch) -> None:
+        """Get a large outcome from the node's memory."""
+        call_id, lies_at = action.call_id, str(action.parcel.path)
+        try:
+            parcel = self._reach_of(action.instance_id).take(action.parcel)
+        except Exception as failure:
+            error = failure
+            self.post(lambda: self.dispatcher.not_fetched(call_id, lies_at, error, is_cut=isinstance(error, ConnectionLost)))
+        else:
+            self.post(lambda: self.dispatcher.fetched(call_id, parcel, lies_at))
+
+    def _remove(self, instance_id: str, parcel: Parcel) -> None:
+        try:
+            if (reach := self._reach(instance_id)) is not None:
+                reach.release(parcel)
+        except Exception as error:
+            _log.debug("%s could not be removed from %s, which may be gone: %s", parcel.path, instance_id, error)
+
+    def _gather(self, connection: Connection, action: do.Gather) -> None:
+        epoch, number = action.epoch, action.number
+        try:
+            outcomes = connection.gather(action.key, lambda: self.connection is connection and not self._is_closed, is_direct=self.dispatcher.is_here)
+        except Exception as failure:
+            error = failure
+            self.post(lambda: self.dispatcher.not_gathered(epoch, number, error))
+        else:
+            known: Mapping[str, Outcome] = outcomes
+            self.post(lambda: self.dispatcher.gathered(epoch, number, known, outcomes.node, outcomes.instance_id, time.monotonic()))
+
+    def _ask_load(self, connection: Connection, epoch: int) -> None:
+        until = time.monotonic() + PING_SECONDS
+        try:
+            load = connection.ask("skyward_load", lambda: self.connection is connection and time.monotonic() < until, {})
+        except Exception as error:  # it is out of reach, which is noticed elsewhere
+            _log.debug("the scheduler does not say how busy its workers are: %s", error)
+            load = {}
+        self.post(lambda: self.dispatcher.load_known(epoch, load))
+
+
+def _put_function(reach: Reach, function: Parcel) -> Parcel | None:
+    """Put a large function into a node's memory; None if there is no room: it travels in the message then."""
+    try:
+        return reach.put(function)
+    except (ConnectionLost, Unreachable):
+        raise
+    except (OSError, CommandFailed):
+        return None
+
+
+def _try_to_send(connection: Connection, message: Mapping[str, Any]) -> None:
+    try:
+        connection.send(message)
+    except NotSent as error:  # it is closed: sent again on the next one
+        _log.debug("%s", error)
+
+
+def _loaded(report: Callable[[], Report]) -> Report | None:
+    try:
+        return report()
+    except Exception:
+        _log.exception("a report from a worker could not be read")
+        return None
+
+
+def _raise(error: BaseException) -> None:
+    raise error

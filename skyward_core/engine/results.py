@@ -1,0 +1,209 @@
+"""What a call has left becomes a value or an exception, and its future is set: in a thread of its own, "skyward-results".
+
+Loading a value runs the code of its types, and may import whole frameworks: the engine's own thread does not wait for that. Callbacks of futures run in
+one more thread, "skyward-callbacks": one that blocks delays other callbacks, and no result.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skyward_core import bare_exceptions, exceptions, pickling
+from skyward_core.engine.futures import CallFuture
+from skyward_core.errors import Bytes, CallCrashed, CallOutOfMemory, ResultNotLoaded
+from skyward_core.remote_notes import note_for
+from skyward_core.unpicklable import one_line
+from skyward_core.worker.wire import Ending, Outcome, Parcel
+
+LINES_SECONDS = 0.2
+"""How long a result waits for the lines of its call to be told."""
+LOOK_SECONDS = 0.005
+_log = logging.getLogger("skyward")
+
+
+@dataclass(slots=True)
+class Settled:
+    """A call that has ended: its future, how to get its value (which may raise), and what to remove once that is loaded.
+
+    The value comes after the event with the number `after`, unless that takes too long. `is_cancelled`: the caller has cancelled it.
+    """
+
+    future: CallFuture[Any]
+    value: Callable[[], Any]
+    spent: Sequence[Parcel] = ()
+    after: int = 0
+    until: float = 0.0
+
+
+class Results:
+    """Sets futures, in the order in which calls have ended; only results whose log lines are still to be told come later.
+
+    `told` returns the number of the last event that callbacks and displays have been given.
+    """
+
+    def __init__(self, told: Callable[[], int], settled: Callable[[CallFuture[Any]], object]) -> None:
+        self._told = told
+        self._settled = settled
+        self._queue: queue.SimpleQueue[Settled | None] = queue.SimpleQueue()
+        self._waiting: list[Settled] = []
+        self._thread = threading.Thread(target=self._run, name="skyward-results", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether code of a value that is being loaded asks."""
+        return threading.current_thread() is self._thread
+
+    def put(self, settled: Settled) -> None:
+        """Have a future set. Does not wait."""
+        if settled.after:
+            settled.until = time.monotonic() + LINES_SECONDS
+        self._queue.put(settled)
+
+    def close(self) -> None:
+        """End the thread once all that was put is set, and wait for that, unless its own code asks."""
+        self._queue.put(None)
+        if self._thread.is_alive() and not self.is_own_thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        is_closing = False
+        while not (is_closing and not self._waiting):
+            try:
+                item = self._queue.get(timeout=LOOK_SECONDS if self._waiting else None)
+            except queue.Empty:
+                item = None
+            else:
+                is_closing = is_closing or item is None
+            if isinstance(item, Settled):
+                self._waiting.append(item) if item.after > self._told() else self._set(item)
+            item = None  # a large result must not live until the next one comes
+            self._set_due()
+
+    def _set_due(self) -> None:
+        if not self._waiting:
+            return
+        told, now = self._told(), time.monotonic()
+        due = [item for item in self._waiting if item.after <= told or item.until <= now]
+        self._waiting = [item for item in self._waiting if item.after > told and item.until > now]
+        while due:
+            self._set(due.pop(0))
+
+    def _set(self, item: Settled) -> None:
+        future = item.future
+        try:
+            if not future.claim():
+                self._settled(future)
+                return
+            try:
+                value = item.value()
+            except BaseException as error:
+                self._settled(future)
+                future.set_exception(error)
+            else:
+                self._settled(future)
+                future.set_result(value)
+        except Exception:
+            _log.exception("the future of a call could not be set")
+        finally:
+            for parcel in item.spent:  # last: freeing a hundred megabytes takes longer than the rest together
+                parcel.release()
+
+
+class Callbacks:
+    """Calls done-callbacks of futures, one after the other, in a thread that starts with the first of them."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def put(self, call: Callable[[], object]) -> None:
+        """Have something called. Does not wait; after the end it is called here and now."""
+        with self._lock:
+            if not self._is_closed:
+                self._queue.put(call)
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="skyward-callbacks", daemon=True)
+                    self._thread.start()
+                return
+        call()
+
+    def close(self) -> None:
+        """End the thread once all that was put was called. Does not wait for it: a callback may block."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._queue.put(None)
+
+    def _run(self) -> None:
+        while (call := self._queue.get()) is not None:
+            try:
+                call()
+            except BaseException:  # a callback may raise SystemExit: no thread of the engine ends by it
+                _log.exception("a callback of a call's future has failed")
+
+
+def value_of(outcome: Outcome, node: int) -> Any:
+    """Return the call's result, or raise its exception. The outcome's parcel must be here."""
+    parcel = outcome.parcel
+    if outcome.ending is Ending.RESULT:
+        data, buffers = parcel.contents()
+        try:
+            return pickling.loads(data, buffers)
+        except MemoryError:
+            raise
+        except BaseException as failure:  # loading runs the code of whatever types the result has
+            raise _not_loaded(failure, data, buffers, node) from failure
+    if outcome.ending is Ending.ERROR:
+        raise _remote_exception(outcome, parcel, node)
+    if outcome.ending is Ending.CANCELLED:
+        raise CallCrashed(f"the call was stopped on node {node}", node, outcome.exit_code, outcome.output)
+    if outcome.ending is Ending.OUT_OF_MEMORY:
+        by = f" by {outcome.text}" if outcome.text else ""
+        message = f"the call used more memory than its worker on node {node} has, and was killed{by}; ask for more with ComputePool(memory=...)"
+        raise CallOutOfMemory(message, node, outcome.exit_code, outcome.output)
+    raise CallCrashed(f"the process of the call died on node {node}: {outcome.text or _death(outcome.exit_code)}", node, outcome.exit_code, outcome.output)
+
+
+def _not_loaded(failure: BaseException, data: Bytes, buffers: Sequence[Bytes], node: int) -> ResultNotLoaded:
+    missing = failure.name.partition(".")[0] if isinstance(failure, ModuleNotFoundError) and failure.name else ""
+    if missing:
+        why = f"its type is of {missing!r}, which is not installed here. Install the package that has it and take error.load()"
+    else:
+        cause = one_line(failure) if isinstance(failure, Exception) else type(failure).__name__
+        why = f"{cause}. Mend that and take error.load()"
+    message = (
+        f"the call succeeded on node {node}, but its result cannot be loaded here: {why}; or let the function return plain values (numbers, lists, "
+        "dictionaries, NumPy arrays). There is no need to run it again: error.result_bytes keeps the result"
+    )
+    return ResultNotLoaded(message, node, missing, data, buffers)
+
+
+def _remote_exception(outcome: Outcome, parcel: Parcel, node: int) -> BaseException:
+    try:
+        error = exceptions.unpack(*parcel.contents(), node, outcome.text)
+    except Exception:
+        return exceptions.remote_error(node, outcome.text)
+    if note := note_for(error):
+        bare_exceptions.add_note(error, note)
+    return error
+
+
+def _death(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "nobody saw how"
+    if exit_code >= 0:
+        return f"it ended with exit code {exit_code}"
+    return f"killed by {signal.Signals(-exit_code).name}{' (out of memory?)' if exit_code == -signal.SIGKILL else ''}"

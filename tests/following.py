@@ -1,0 +1,51 @@
+"""A client's place in a topic of the scheduler's, for tests that drive the scheduler without an engine."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, cast
+
+from skyward_core.worker import calls
+from skyward_core.worker.news import Resumed
+
+
+class Following:
+    """`number` is that of the last message delivered. `handler(client.id)` is what that client subscribes to the topic with.
+
+    Live messages count only once `resume` has been answered on that client's stream: what comes before that comes again, in its order.
+    """
+
+    def __init__(self, topic: str, deliver: Callable[[bytes], object], resumed: Callable[[Resumed], object] = lambda _: None) -> None:
+        self.topic = topic
+        self.number = 0
+        self._deliver = deliver
+        self._resumed = resumed
+        self._client = ""
+        self._asked = 0
+        self._is_live = False
+
+    def handler(self, client_id: str) -> Callable[[tuple[float, Any]], None]:
+        return partial(self._on_event, client_id)
+
+    def resume(self, client_id: str) -> dict[str, Any]:
+        self._client, self._asked, self._is_live = client_id, self._asked + 1, False
+        return calls.resume(client_id, self.topic, self.number, self._asked)
+
+    def acknowledge(self) -> dict[str, Any]:
+        return calls.acknowledge(self.topic, self.number)
+
+    def leave(self) -> dict[str, Any]:
+        return calls.leave(self.topic)
+
+    def _on_event(self, client_id: str, event: tuple[float, Any]) -> None:
+        content = event[1]
+        if client_id != self._client:
+            return
+        if isinstance(content, Mapping):
+            answer = cast("Mapping[str, Any]", content)
+            if answer["asked"] == self._asked:
+                self._is_live = True
+                self.number = answer["number"]
+                self._resumed(Resumed.of(answer))
+        elif self._is_live:
+            self.number += 1
+            self._deliver(content)
