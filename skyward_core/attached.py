@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from skyward_core.beat import Beat
 from skyward_core.engine.certificates import PoolCertificate
+from skyward_core.engine.user_client import UserClient, user_client
 from skyward_core.errors import CallCrashed, CommandFailed, CredentialsError, HostKeyChanged, LeaseLost, LedgerError, NodeLost, SkywardError
 from skyward_core.event_queue import EventQueue
 from skyward_core.events import CostFinal, SkywardEvent
@@ -55,6 +56,7 @@ class Attached:
         self._key = key
         self._key_in_memory: int | None = None
         self.cluster: Cluster | None = None
+        self.user_client: UserClient | None = None
         self.is_running = False
         self.events = events
         self._lease_seconds = lease_seconds
@@ -99,6 +101,7 @@ class Attached:
             for reach in self._reaches.all():
                 reach.opened()
             cluster.watch(self)
+            self.user_client = user_client(lambda: head.address(self.lease.scheduler), certificate, lambda: cluster.client)
             self.is_running = True
         except BaseException as error:
             self._leave("the pool could not be attached to")
@@ -179,6 +182,8 @@ class Attached:
         for beat in self._beats:
             beat.end()
         try:
+            if self.user_client is not None:
+                self.user_client.close()
             if self.cluster is not None:
                 self.cluster.leave(reason)
         finally:

@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, Any, override
 from skyward_core import console
 from skyward_core.beat import Beat
 from skyward_core.engine.recovery import Recovery
+from skyward_core.engine.user_client import UserClient, user_client
 from skyward_core.entries import SECONDS_PER_HOUR, Bucket, ResourceKind
 from skyward_core.errors import BudgetExceeded, InstancesLeft, LeaseLost, LedgerError, NotPicklable, PoolClosed, SkywardError
 from skyward_core.event_queue import EventQueue
@@ -144,6 +145,7 @@ class Opening:
         self.machines: lifecycle.Machines | None = None
         self.recovery: Recovery | None = None
         self.cluster: Cluster | None = None
+        self.user_client: UserClient | None = None
         self.final: CostFinal | None = None
         self._state = State.NEW
         self._changing = threading.RLock()
@@ -240,6 +242,7 @@ class Opening:
                 cluster.start(machines.scheduler, deadline, machines.check)
                 self.recovery = recovery = Recovery(machines, cluster, self.spec.nodes, self.spec.lease_seconds, self.emit)
                 cluster.watch(recovery)
+                self.user_client = user_client(lambda: machines.scheduler, certificate.result(), lambda: cluster.client)
                 over()
                 self._state = State.OPEN  # before the undo is let go: an asynchronous exception may come between any two lines, and then `stop` is the undo
                 undo.pop_all()
@@ -400,9 +403,11 @@ class Opening:
         assert self.cluster is not None
         assert self.machines is not None
         assert self.recovery is not None
+        assert self.user_client is not None
         try:
             self.emit(PoolStopping())
             self.recovery.stop()
+            self.user_client.close()
             self.cluster.close(error or PoolClosed(reason))
             self.machines.stop()
             self.recovery.join()
@@ -497,6 +502,7 @@ class Opening:
         assert self.cluster is not None
         assert self.machines is not None
         assert self.recovery is not None
+        assert self.user_client is not None
         assert self._book is not None
         if self._reaper is not None:
             self._reaper.live_by_lease()
@@ -506,6 +512,7 @@ class Opening:
         lease = self.machines.lease.model_copy(update={"expires_at": expires_at})
         try:
             self.recovery.stop()
+            self.user_client.close()
             self.cluster.leave("the pool was detached: attach to it")
             self.machines.stop()
             self.recovery.join()

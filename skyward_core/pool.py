@@ -400,8 +400,16 @@ class ComputePool:
         return lease
 
     def dask_client(self) -> distributed.Client:
-        """Return the real Dask client of the pool's cluster, for Dask collections and everything that takes one. It ends with the pool."""
-        return self._cluster.client
+        """Return a Dask client of the pool's cluster, for Dask collections and everything that takes one: the same one as long as it is open.
+
+        It has a connection of its own, which Dask makes again if it breaks, and ends with the pool. It is not Dask's current client: `client.as_current()`
+        makes it that within a `with`. When the head of the pool was lost its futures are cancelled, and this returns another client, of the new head.
+        Raises NodeLost while the scheduler is out of reach: try again.
+        """
+        _, opened = self._cluster, self._open
+        if opened is None or opened.user_client is None:
+            raise PoolClosed(self._why_closed())
+        return opened.user_client.get()
 
     # ── what it is ───────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -281,6 +281,7 @@ def shared(pool: sky.ComputePool) -> Iterator[sky.ComputePool]:
     with pool:
         port = urlsplit(cast(Any, pool)._open.cluster.client.scheduler.address).port or 0  # over SSH that of the forward
         _shared_schedulers.add(port)
+        pool.dask_client()  # its thread is the pool's, and not that of the first test which asks for it
         try:
             yield pool
         finally:

@@ -363,7 +363,9 @@ def test_the_lease_that_is_left_may_be_longer() -> None:
     """`detach(lease_seconds=...)` lets the nodes live for longer than the spec says."""
     pool = sky.ComputePool(provider=sky.Local(), display="quiet", lease_seconds=LEASE_SECONDS).open()
     detached_at = time.monotonic()
+    client = pool.dask_client()
     lease = pool.detach(lease_seconds=LEASE_SECONDS + 4)
+    assert client.status == "closed"
     assert lease.expires_at is not None
     assert LEASE_SECONDS < (lease.expires_at - datetime.now(UTC)).total_seconds() <= LEASE_SECONDS + 4
     ids = {node.instance.id for node in lease.nodes}

@@ -27,7 +27,7 @@ from skyward_core import sources
 from skyward_core.engine.certificates import PoolCertificate, make_certificate
 from skyward_core.worker.calls import KEEP, NAME, RETRIES, Calls, Topic, cancel, detached_key, leave, let_go, resume
 from skyward_core.worker.news import Resumed
-from skyward_core.worker.node import DASK_CONFIG, RUN_BATCH, SILENCE_CHECK_SECONDS, PoolScheduler, Prompt, Silence, run_batch
+from skyward_core.worker.node import DASK_CONFIG, RUN_BATCH, SILENCE_CHECK_SECONDS, SILENT_SECONDS, PoolScheduler, Prompt, Silence, run_batch
 from skyward_core.worker.settings import NodeSettings, memory_directory, this_process
 from skyward_core.worker.watchdog import kill_instance
 from skyward_core.worker.wire import Batch, Call, Ending, Outcome, Output, Parcel, Sealed
@@ -165,11 +165,11 @@ async def _reconnecting(steps: list[str], limit_bytes: int) -> None:
 def test_only_checks_make_a_worker_silent(steps: list[tuple[float, bool]]) -> None:
     """A worker is given up after so many checks without news of it; a scheduler that slept for hours gives nobody up for that."""
     silence, seen, unheard = Silence(), 0.0, 0.0
-    silence.check({"w": seen}, 1.0, 12.0)
+    silence.check({"w": seen}, 1.0, {"w": 12.0})
     for elapsed_seconds, is_heard in steps:
         seen += is_heard
         unheard = 0.0 if is_heard else unheard + min(elapsed_seconds, 2 * SILENCE_CHECK_SECONDS)
-        assert silence.check({"w": seen}, elapsed_seconds, 12.0) == (["w"] if unheard > 12.0 else [])
+        assert silence.check({"w": seen}, elapsed_seconds, {"w": 12.0}) == (["w"] if unheard > 12.0 else [])
 
 
 # ── a real scheduler ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -510,6 +510,33 @@ def test_a_call_that_has_ended_does_not_run_again_when_its_result_is_lost(tmp_pa
         known = await client.scheduler.skyward_call(call_id="d")
         assert (known["state"], known["has_result"]) == ("ended", False)
         assert runs_noted(tmp_path) == 2
+
+    with_head(test)
+
+
+@pytest.mark.parametrize("key", ["theirs", "skyward-ours"])
+def test_a_task_of_dasks_own_may_stall_its_worker(tmp_path: Path, key: str) -> None:
+    """A worker imports what such a task needs in the loop that tells that it lives, and has time for it; once the task has ended it is to be heard again."""
+
+    async def pass_silently(scheduler: Any, seconds: float) -> None:
+        for _ in range(int(seconds / (2 * SILENCE_CHECK_SECONDS))):
+            scheduler._checked_at -= 3600.0
+            await scheduler.check_worker_ttl()
+
+    async def test(head: Head) -> None:
+        scheduler, client, worker = head.scheduler, await head.client(), await head.worker()
+        worker.periodic_callbacks["heartbeat"].stop()
+        task = client.submit(wait_for_file, str(tmp_path / "go"), key=key)
+        await head.until(lambda: scheduler.workers[worker.address].processing, "the task to be there")
+        await pass_silently(scheduler, 2 * SILENT_SECONDS)
+        assert (worker.address in scheduler.workers) == (key == "theirs")
+        (tmp_path / "go").touch()
+        if key == "theirs":
+            await task
+            await pass_silently(scheduler, SILENT_SECONDS - 4)
+            assert worker.address in scheduler.workers
+            await pass_silently(scheduler, SILENT_SECONDS)
+            assert worker.address not in scheduler.workers
 
     with_head(test)
 

@@ -16,8 +16,10 @@ from skyward_core.attached import Attached
 from skyward_core.engine import cluster as module
 from skyward_core.engine import dispatcher as dispatching
 from skyward_core.engine.connection import Connection
+from skyward_core.engine.function_files import FunctionFiles
 from skyward_core.errors import BudgetExceeded, ConnectionLost
 from skyward_core.worker.calls import CANCEL
+from skyward_core.worker.settings import memory_directory
 from skyward_core.worker.wire import Parcel
 from tests.conftest import members, wait_until
 
@@ -399,3 +401,43 @@ def test_a_slow_callback_holds_up_no_result(lone: sky.ComputePool) -> None:
     assert lone.map(abs, range(-100, 0)) == list(range(100, 0, -1))
     done.set()
     wait_until(lambda: got == [0], "the callback to end")
+
+
+@pytest.mark.slow
+def test_a_result_on_its_way_keeps_the_pool_busy(far: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its idle `timeout` does not run meanwhile, and a node that is to go has one more call."""
+    going, began = threading.Event(), threading.Event()
+    for node in far.lease.nodes:
+        reach = cluster_of(far)._reaches.to(node.instance)
+        take = reach.take
+        monkeypatch.setattr(reach, "take", lambda parcel, take=take: (began.set(), going.wait(60), take(parcel))[2])
+    future = far.submit(much())
+    assert began.wait(60)
+    cluster = cluster_of(far)
+    wait_until(lambda: not cluster._ask("skyward_busy"), "the scheduler to have nothing to do")
+    assert not cluster.is_idle
+    assert cluster.busy_at >= time.monotonic() - 1
+    assert sum(cluster.hold(rank) for rank in (0, 1)) == 1
+    going.set()
+    assert len(future.result(60)) == LARGE
+    assert cluster.is_idle
+
+
+def functions_at(pool: sky.ComputePool) -> int:
+    """How many bytes lie in the memory of the pool's nodes."""
+    folders = [Path(memory_directory(node.instance.id)) for node in pool.lease.nodes]
+    return sum(path.stat().st_size for folder in folders if folder.exists() for path in folder.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["lone", "far"])
+def test_large_functions_do_not_fill_the_nodes_memory(place: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those used longest ago go, and are sent again when they are called again."""
+    pool: sky.ComputePool = request.getfixturevalue(place)
+    monkeypatch.setattr(FunctionFiles.__init__, "__defaults__", (4 << 20,))
+    functions = [sky.compute(lambda number, data=os.urandom(1 << 20): (number, len(data))) for _ in range(12)]
+    for number, function in enumerate([*functions, functions[0]]):
+        assert pool.run(function(number)) == (number, 1 << 20)
+    nodes = len(pool.lease.nodes)
+    wait_until(lambda: functions_at(pool) <= nodes * (4 << 20), "the functions to go")
+    assert functions_at(pool) >= 2 << 20

@@ -1,4 +1,6 @@
-"""One connection to a pool's scheduler: Dask's client, the topics it listens to, the futures of the tasks it follows, and questions that end in time.
+"""Connections to a pool's scheduler: the engine's own, and the one that its user is given (`engine.user_client` owns it).
+
+The engine's is Dask's client, the topics it listens to, the futures of the tasks it follows, and questions that end in time.
 
 A connection has a number, its epoch. What arrives is posted to the owner of the engine with that number; nothing is decided here. All access to private
 names of Dask's client is in this file (`tests/test_dask_names.py` holds them).
@@ -26,11 +28,12 @@ from skyward_core.errors import NodeLost
 from skyward_core.worker import calls
 from skyward_core.worker.calls import RAN, Ran
 from skyward_core.worker.news import Resumed
-from skyward_core.worker.node import POOL_TOPIC, RUN_BATCH
+from skyward_core.worker.node import POOL_TOPIC, RUN_BATCH, STALLED_SECONDS
 from skyward_core.worker.streams import Told, send_at_once
 from skyward_core.worker.wire import Batch, Report
 
 ASKING_SECONDS = 0.2
+USER_SECONDS = 60.0  # for which a user's client tries to connect, and to connect again
 _log = logging.getLogger("skyward")
 
 
@@ -48,7 +51,20 @@ class Inbox(Protocol):
     def on_ping(self, epoch: int, ran: Collection[Ran] | None) -> None: ...
 
 
-class PoolClient(distributed.Client):
+class DaskClient(distributed.Client):
+    """Dask's client. What was started for one that cannot connect ends."""
+
+    def start(self, **kwargs: Any) -> None:
+        """Connect."""
+        try:
+            super().start(**kwargs)
+        except BaseException:
+            cast(Any, self)._loop_runner.stop()
+            self.status = "closed"  # else Dask closes it again when it is collected, on a loop that is closed by then
+            raise
+
+
+class PoolClient(DaskClient):
     """Dask's client, which does not connect again by itself: whether the scheduler is lost is for the pool to find out."""
 
     is_to_return = False
@@ -59,15 +75,6 @@ class PoolClient(distributed.Client):
             cast(Any, super())._release_key(key)
         elif (state := cast(Any, self).futures.pop(key, None)) is not None:
             state.cancel()
-
-    def start(self, **kwargs: Any) -> None:
-        """Connect; what was started for it ends if that fails."""
-        try:
-            super().start(**kwargs)
-        except BaseException:
-            cast(Any, self)._loop_runner.stop()
-            self.status = "closed"  # else Dask closes it again when it is collected, on a loop that is closed by then
-            raise
 
     async def _reconnect(self) -> None:
         self.scheduler_comm = None
@@ -198,16 +205,49 @@ def connect(address: str, certificate: PoolCertificate, timeout_seconds: float) 
         "distributed.comm.timeouts.tcp": "18s",
     }
     with dask.config.set(settings):
-        client = PoolClient(address, security=security_of(certificate), set_as_default=False, timeout=timeout_seconds, name="skyward")
+        client = PoolClient(address, security=_security(certificate), set_as_default=False, timeout=timeout_seconds, name="skyward")
     send_at_once(client.scheduler_comm)  # our calls are grouped before they come here: no waiting for more
     return client
 
 
-def security_of(certificate: PoolCertificate) -> distributed.Security:
-    """Return TLS settings for a client of the pool."""
-    return distributed.Security(
-        require_encryption=True, tls_ca_file=certificate.certificate, tls_client_cert=certificate.certificate, tls_client_key=certificate.key
-    )
+def connect_user(address: str, certificate: PoolCertificate) -> distributed.Client:
+    """Return a Dask client of the pool's cluster that connects again by itself. Its caller ends it. Raises OSError.
+
+    It goes by the user's own Dask settings, but for one: the scheduler takes nothing from a client while it imports what that client's last graph needs, which
+    must not break the connection.
+    """
+    with dask.config.set({"distributed.comm.timeouts.tcp": f"{STALLED_SECONDS:.0f}s"}):
+        return DaskClient(address, security=_security(certificate), set_as_default=False, timeout=USER_SECONDS, name="skyward-user")
+
+
+def _security(certificate: PoolCertificate) -> distributed.Security:
+    pem = certificate.certificate
+    return distributed.Security(require_encryption=True, tls_ca_file=pem, tls_client_cert=pem, tls_client_key=certificate.key)
+
+
+def end(client: distributed.Client, timeout_seconds: float) -> None:
+    """Close a client and end its thread, in at most three times that time. Raises nothing: its scheduler may be gone or stand still."""
+    it: Any = client
+    stream: Any = getattr(getattr(it.scheduler_comm, "comm", None), "stream", None)
+    log = logging.getLogger("distributed.client")
+    log.addFilter(_is_no_cancel)
+    try:
+        try:
+            client.close(timeout=timeout_seconds)
+        except Exception:  # the scheduler takes nothing any more, and what is to be sent waits for that
+            with contextlib.suppress(Exception):
+                it.loop.add_callback(stream.close)
+                client.close(timeout=timeout_seconds)  # now the futures are cancelled too
+        with contextlib.suppress(Exception):  # its thread has ended, unless the client had closed itself
+            it._loop_runner.stop(timeout=timeout_seconds)
+        client.status = "closed"  # else Dask closes it again when it is collected
+    finally:
+        log.removeFilter(_is_no_cancel)
+
+
+def _is_no_cancel(record: logging.LogRecord) -> bool:
+    """Leave out that connecting again was cancelled: Dask logs its traceback for a client that is closed meanwhile."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def asked(client: distributed.Client, operation: str, is_open: Callable[[], bool], what: Mapping[str, Any]) -> Any:

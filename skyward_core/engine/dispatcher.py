@@ -198,11 +198,11 @@ class Dispatcher:
         self._files = {instance_id: files for instance_id, files in self._files.items() if self.members_know(instance_id)}
         awaited = [name for node in nodes if node.instance.id in alive for name in self.members.names_at(node.rank)]
         heard = {origin: number for out in self.outs.values() for origin, number in out.heard.items()}
-        before = self._queue.next_number
+        before, batches = self._queue.next_number, list(self.outs)
         out = [call_id for item in list(self.outs.values()) for call_id in self._forget(item)]
         arguments = [(call_id, entry.call.arguments) for call_id, entry in self.entries.items() if not self._queue.is_out(call_id)]
         gone = [call_id for call_id, parcel in arguments if parcel.path and call_id not in self.fetching and not is_there(parcel)]
-        self._kept.begin(out, awaited, before, heard, now)
+        self._kept.begin(out, batches, awaited, before, heard, now)
         self._count_slots()
         self._lose(gone, HEAD_LOST)
         self._lose_unkept(now)
@@ -490,6 +490,7 @@ class Dispatcher:
         rank = rank_of(name)
         is_complete = self.members.join(name, address)
         self._count_slots()
+        self._to_stop.update(call_id for call_id in self._queue.all_out() if call_id not in self.entries)  # their batch may go to this worker
         if is_complete:
             self._do(do.Emit(BootstrapCompleted(self.members.nodes[rank].instance.id)))
             self._do(do.Joined(rank))
@@ -668,9 +669,10 @@ class Dispatcher:
         call_id = outcome.call_id
         was_out = self._queue.ended(call_id, outcome.seconds if outcome.ending is Ending.RESULT else None)
         entry = self.entries.get(call_id)
-        if entry is None or not was_out:  # nobody waits for it any more, or it is told twice
-            if entry is None:
-                self._discard(outcome.parcel)
+        if entry is None:  # it was cancelled, or is lost
+            self._discard(outcome.parcel)
+        elif not was_out and not self._queue.drop({call_id}):  # it is told twice, and being fetched. What waits was lost, and has ended nevertheless
+            return
         elif outcome.parcel.path is None or self.is_here:
             self._finish(call_id, outcome, node, instance_id)
         else:
@@ -706,7 +708,7 @@ class Dispatcher:
             self._do(do.Remove(fetching.instance_id, fetching.outcome.parcel))
 
     def _give_up_fetching(self, call_id: str, fetching: Fetching) -> None:
-        del self.fetching[call_id]
+        self._forget_fetching(call_id)
         assert fetching.error is not None
         self._lose_result(fetching.entry, fetching.error)
 
@@ -728,12 +730,16 @@ class Dispatcher:
         if (out := self.outs.get(batch_of(report.origin))) is not None:
             out.heard[report.origin] = report.number
             return False
-        outcomes = [item.call_id for item in report.news if isinstance(item, Outcome)]
+        outcomes = [item for item in report.news if isinstance(item, Outcome)]
+        ids = [outcome.call_id for outcome in outcomes]
+        if self._kept.is_done_with(report):
+            for outcome in outcomes:
+                if (fetching := self.fetching.get(outcome.call_id)) is None or fetching.lies_at != outcome.parcel.path:
+                    self._discard(outcome.parcel)
+            self._kept.ended(report, ids)
+            return True
         is_retold = self._kept.is_retold(report)
-        if is_retold:
-            self._kept.ended(report, [call_id for call_id in outcomes if call_id not in self.entries])
-        else:
-            self._kept.ended(report, outcomes)
+        self._kept.ended(report, [call_id for call_id in ids if not is_retold or call_id not in self.entries or call_id in self.fetching])
         return is_retold
 
     def _on_kept(self, news: WorkerKept, now: float) -> None:
@@ -750,7 +756,6 @@ class Dispatcher:
     def _lose_unkept(self, now: float) -> None:
         if lost := self._kept.take_lost(now):
             self._lose(lost, HEAD_LOST)
-            self._kept.gave_up([call_id for call_id in lost if call_id not in self.entries])
 
     # ── calls lost, and calls handed back ────────────────────────────────────────────────────────────────────────────
 
@@ -784,11 +789,12 @@ class Dispatcher:
 
     def _lose(self, call_ids: Iterable[str], reason: str, cause: BaseException | None = None) -> None:
         """Calls went away with their node: those that may run again wait for another one, the others raise NodeLost."""
-        again, lost = list[str](), list[tuple[str, SkywardError]]()
+        again, gone, lost = list[str](), list[str](), list[tuple[str, SkywardError]]()
         for call_id in call_ids:
             entry = self.entries.get(call_id)
             if entry is None:
                 self._queue.ended(call_id)
+                gone.append(call_id)
                 continue
             entry.losses += 1
             if self._may_run_again(entry):
@@ -800,6 +806,7 @@ class Dispatcher:
                     self._queue.drop({call_id})
                 lost.append((call_id, self._node_lost(entry, reason, cause)))
         self._queue.returned(again)
+        self._kept.gave_up([*gone, *(call_id for call_id, _ in lost)])
         for call_id, error in lost:
             self._fail_all([call_id], error)
         if lost and self.is_live:  # one that its worker still has must not begin: its caller is about to hear that it is lost

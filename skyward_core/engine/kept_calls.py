@@ -37,15 +37,18 @@ class KeptCalls:
     until: float = 0.0
     before: int = 0
     """Batches with a lower number were sent to a head that is lost."""
+    _batches: set[int] = field(default_factory=set[int])
+    """Those that were out when a head was lost. All others from before are done with."""
     _heard: dict[str, int] = field(default_factory=dict[str, int])
     """By origin: the number of the last report that was heard."""
     _given_up: set[str] = field(default_factory=set[str])
-    """Calls whose callers were given NodeLost: a worker that announces one after all is to stop it."""
+    """Calls that are lost and do not run again: a worker that announces one after all is to stop it."""
     _released: set[str] = field(default_factory=set[str])
 
-    def begin(self, calls: Collection[str], awaited: Collection[str], before: int, heard: Mapping[str, int], now: float) -> None:
-        """The head is lost: these calls were out, and workers of these names may still have them. Batches have numbers below `before`."""
+    def begin(self, calls: Collection[str], batches: Collection[int], awaited: Collection[str], before: int, heard: Mapping[str, int], now: float) -> None:
+        """The head is lost: these calls of these batches were out, and workers of these names may still have them. Batches have numbers below `before`."""
         self.unknown.update(self.at, calls)
+        self._batches.update(batches)
         self.at.clear()
         self._released.clear()
         self.awaited = set(awaited)
@@ -81,7 +84,7 @@ class KeptCalls:
         return lost
 
     def gave_up(self, calls: Collection[str]) -> None:
-        """The callers of these calls were given NodeLost."""
+        """These calls are lost, and do not run again."""
         self._given_up.update(calls)
 
     def left(self, address: str) -> list[str]:
@@ -90,6 +93,11 @@ class KeptCalls:
         for call_id in lost:
             del self.at[call_id]
         return lost
+
+    def is_done_with(self, report: Report) -> bool:
+        """Tell whether a report is of a batch from before that was heard of, or lost, while its head lived: its worker was not told to forget it."""
+        number = batch_of(report.origin)
+        return 0 <= number < self.before and number not in self._batches
 
     def is_retold(self, report: Report) -> bool:
         """Tell whether a report of a batch from before was heard already; else note that it is heard."""

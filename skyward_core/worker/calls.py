@@ -41,7 +41,8 @@ type Ran = tuple[str, str, float]
 """For how long a worker's slots were busy, in seconds, since its process began: the id of its instance, a name of the process, the sum over its slots."""
 
 TOPIC_LIMIT_BYTES = 64 << 20
-_PREFIX = "skyward-"
+PREFIX = "skyward-"
+"""With which the keys of our tasks begin; those of a user of Dask do not."""
 _DETACHED = "skyward-call-"
 
 
@@ -265,7 +266,7 @@ class Calls(SchedulerPlugin):
 
     def update_graph(self, scheduler: Scheduler, *, client: str, tasks: Any, keys: Collection[Any], annotations: Any, priority: Any, **_: Any) -> None:
         """Want our tasks as KEEP, from the moment they are known to Dask."""
-        ours = [key for key in keys if isinstance(key, str) and key.startswith(_PREFIX)]
+        ours = [key for key in keys if isinstance(key, str) and key.startswith(PREFIX)]
         if not ours:
             return
         scheduler.client_desires_keys(ours, KEEP)
@@ -277,7 +278,7 @@ class Calls(SchedulerPlugin):
 
     def transition(self, key: Any, start: str, finish: str, *_: Any, **news: Any) -> None:
         """See that what has ended is not run again, and follow the detached calls. Dask calls this several times for every task."""
-        if not isinstance(key, str) or not key.startswith(_PREFIX):
+        if not isinstance(key, str) or not key.startswith(PREFIX):
             return
         if finish == "memory":
             # Without it Dask cannot do what it does when a worker is lost that holds a result: run the task again.

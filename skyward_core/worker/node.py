@@ -24,11 +24,13 @@ from dask.task_spec import Task  # noqa: TID253
 from distributed import Scheduler, Security, Worker, get_worker  # noqa: TID253
 from distributed.core import Status, error_message, rpc  # noqa: TID253
 from distributed.diagnostics.plugin import SchedulerPlugin, WorkerPlugin  # noqa: TID253
+from distributed.protocol.serialize import deserialize  # noqa: TID253
 from distributed.scheduler import DEFAULT_EXTENSIONS, heartbeat_interval  # noqa: TID253
 from distributed.spans import SpanMetadata  # noqa: TID253
+from distributed.utils import offload  # noqa: TID253
 from distributed.versions import get_versions  # noqa: TID253
 
-from skyward_core.worker.calls import CANCEL, KEEP, RAN, Calls, Ran, detached_key
+from skyward_core.worker.calls import CANCEL, KEEP, PREFIX, RAN, Calls, Ran, detached_key
 from skyward_core.worker.holding import Holding
 from skyward_core.worker.kept import OLDER, RELEASE, TELL_KEPT, Kept, WorkerFree
 from skyward_core.worker.metrics import Sampler
@@ -47,6 +49,7 @@ START_DETACHED = "skyward_start_detached"
 """The operation that makes a batch a detached call; see `PoolScheduler.start_detached`."""
 
 SILENT_SECONDS = 14.0  # a worker not heard of for so long is lost; a wire that heals after 12 s carries again at TCP's try after 12.6 s
+STALLED_SECONDS = 120.0  # the same for a worker that has tasks of Dask's own: they run in its process, which imports what they need in its loop
 SILENCE_CHECK_SECONDS = 1.0
 LEFT = 72  # exit code of a worker that had no calls to take along to the node's new place
 ASK_SECONDS, ASK_AGAIN_SECONDS = 5.0, 1.0  # whether the scheduler lives that a worker with calls has lost
@@ -72,6 +75,9 @@ DASK_CONFIG: dict[str, Any] = {
     "distributed.comm.timeouts.connect": "10s",  # else a try begun just before the wire heals waits up to 16 s for TCP's next own try
     "distributed.scheduler.worker-ttl": f"{SILENT_SECONDS}s",
 }
+
+# A worker that imports for long takes nothing either, and TCP must not give that up; who is cut off is noticed by their silence all the same.
+SCHEDULER_CONFIG = DASK_CONFIG | {"distributed.comm.timeouts.tcp": f"{STALLED_SECONDS:.0f}s"}
 
 
 def security(settings: NodeSettings) -> Security:
@@ -108,7 +114,7 @@ def run_scheduler(directory: Path, settings: NodeSettings) -> NoReturn:
             print(f"::skyward head {settings.generation} {scheduler.address}", flush=True)  # for the client, which follows the node's log
             await scheduler.finished()
 
-    with dask.config.set(DASK_CONFIG):
+    with dask.config.set(SCHEDULER_CONFIG):
         uvloop.run(main())
     os._exit(0)
 
@@ -217,10 +223,12 @@ class Silence:
     """Since when workers have not been heard of, counted in checks and not by a clock: what stops the scheduler too makes nobody silent."""
 
     def __init__(self) -> None:
-        self._silent: dict[str, tuple[float, float]] = {}
+        self._silent: dict[str, tuple[object, float]] = {}
 
-    def check(self, last_seen: Mapping[str, float], elapsed_seconds: float, limit_seconds: float) -> list[str]:
-        """Return who has been silent for longer than the limit, given when each was last seen, and the time since the last check.
+    def check(self, last_seen: Mapping[str, object], elapsed_seconds: float, limit_seconds: Mapping[str, float]) -> list[str]:
+        """Return who has been silent for longer than its limit, given when each was last seen, and the time since the last check.
+
+        When it was seen may be anything that changes with each sign of life.
 
         Of that time twice the interval counts at most: the scheduler may have been asleep (a laptop, a machine that is moved), and then the signs of life
         of that time are still to be read.
@@ -231,7 +239,7 @@ class Silence:
         for worker, seen in last_seen.items():
             was_seen, silent_seconds = before.get(worker, (seen, -counted))
             self._silent[worker] = (seen, silent_seconds + counted if seen == was_seen else 0.0)
-        return [worker for worker, (_, silent_seconds) in self._silent.items() if silent_seconds > limit_seconds]
+        return [worker for worker, (_, silent_seconds) in self._silent.items() if silent_seconds > limit_seconds[worker]]
 
 
 class NoSpans:
@@ -299,18 +307,37 @@ class PoolScheduler(Scheduler):
             span_metadata=SpanMetadata(collections=[]),
         )
 
+    async def update_graph(self, client: str, expr_ser: Any, *args: Any, **kwargs: Any) -> None:
+        """Take a graph of Dask's own, once another thread has imported what it needs.
+
+        Dask does that in its loop, and answers nobody meanwhile: on a busy machine for longer than clients wait. It loads the graph anew then.
+        """
+        with contextlib.suppress(Exception):  # Dask tells the client what is wrong
+            await offload(deserialize, expr_ser.header, expr_ser.frames)
+        await super().update_graph(client, expr_ser, *args, **kwargs)
+
     async def check_worker_ttl(self) -> None:
-        """Remove the workers that have been silent for SILENT_SECONDS, or for three heartbeats where a large pool has them send fewer."""
+        """Remove the workers that have been silent for SILENT_SECONDS, or for three heartbeats where a large pool has them send fewer.
+
+        One with a task of Dask's own may be silent for STALLED_SECONDS.
+        """
         now = time.monotonic()
         elapsed_seconds, self._checked_at = now - self._checked_at, now
-        last_seen = {address: worker.last_seen for address, worker in self.workers.items()}
-        limit_seconds = max(SILENT_SECONDS, 3 * heartbeat_interval(len(last_seen)))
-        for address in self._silence.check(last_seen, elapsed_seconds, limit_seconds):
+        may_stall = {address: any(map(_is_dasks_own, worker.processing)) for address, worker in self.workers.items()}
+        last_seen = {address: (worker.last_seen, may_stall[address]) for address, worker in self.workers.items()}  # who ends such a task is alive
+        usual = max(SILENT_SECONDS, 3 * heartbeat_interval(len(last_seen)))
+        limits = {address: max(usual, STALLED_SECONDS) if may_stall[address] else usual for address in may_stall}
+        for address in self._silence.check(last_seen, elapsed_seconds, limits):
             await self.remove_worker(address, stimulus_id=f"skyward-silent-{now}")
 
     async def add_client(self, comm: Any, client: str, versions: dict[str, Any]) -> None:
         """Take a client in, whatever it has installed."""
         await super().add_client(comm, client, {**versions, "packages": get_versions()["packages"]})
+
+
+def _is_dasks_own(task: Any) -> bool:
+    """Tell whether a task came from a plain client of Dask's, and is none of our batches."""
+    return not (isinstance(task.key, str) and task.key.startswith(PREFIX))
 
 
 class PoolWorker(Worker):

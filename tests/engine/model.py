@@ -1,0 +1,642 @@
+"""Models of what the dispatcher talks to: wires, the scheduler with its memory of calls, workers with their slots, and the memory of machines.
+
+They follow `worker/calls.py`, `worker/node.py`, `worker/slot.py` and Dask, as far as a client can tell. Nothing here has a thread or a clock: a wire holds
+what is on its way until somebody delivers it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from skyward_core.instances import Instance, InstanceState, Node
+from skyward_core.worker.kept import WorkerFree, WorkerKept
+from skyward_core.worker.news import HELD, Resumed, WorkerHeld, WorkerJoined, WorkerLeft
+from skyward_core.worker.wire import Batch, Call, Ending, Outcome, Output, Parcel, Report
+
+if TYPE_CHECKING:
+    from tests.engine.simulation import World
+
+LARGE = Parcel(bytes(70_000))
+SPANS = ((0, 70_000),)
+FUNCTION_SPANS = ((0, 30 << 20),)  # two of them fit below the limit of a node
+SECONDS = {"short": 0.0005, "long": 1.0}
+
+
+@cache
+def node_of(serial: int, rank: int, workers: int, slots: int) -> Node:
+    """Return the node of a rank on the machine of this number."""
+    name = machine_id(serial)
+    instance = Instance(id=name, provider="model", pool_id="pool", rank=rank, state=InstanceState.RUNNING, region="", instance_type="")
+    return Node(instance=instance, rank=rank, workers=workers, slots=slots)
+
+
+def machine_id(serial: int) -> str:
+    """Return the id of a machine; none is a part of another one's."""
+    return f"machine-{serial:03d}"
+
+
+class Wire:
+    """Messages in one direction, which keep their order. One that is cut delivers some of what was on its way, and takes nothing more."""
+
+    __slots__ = ("deliver", "is_open", "queue")
+
+    def __init__(self, deliver: Callable[[Any], object]) -> None:
+        self.deliver = deliver
+        self.queue: deque[Any] = deque()
+        self.is_open = True
+
+    def send(self, message: Any) -> None:
+        """Put a message on its way."""
+        if self.is_open:
+            self.queue.append(message)
+
+    def cut(self, rng: Random, last: Any = None) -> None:
+        """Take no more messages, and lose the end of what is on its way. `last` is what the other side notices in the end."""
+        if self.is_open:
+            for _ in range(rng.randint(0, len(self.queue))):
+                self.queue.pop()
+        self.is_open = False
+        if last is not None:
+            self.queue.append(last)
+
+
+@dataclass(slots=True)
+class Machine:
+    """A machine: the files in its memory, with what is in them. `is_reachable` is about the way for large values."""
+
+    id: str
+    serial: int
+    files: dict[str, str] = field(default_factory=dict[str, str])
+    is_alive: bool = True
+    is_reachable: bool = True
+
+
+# ── workers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True)
+class Slot:
+    """A batch that runs in a slot: the calls that wait, the one that runs, what is not told yet, and what was told."""
+
+    key: str
+    batch: Batch
+    waiting: deque[Call]
+    scheduler: Scheduler
+    running: Call | None = None
+    run: int = 0
+    news: list[Outcome | Output] = field(default_factory=list[Outcome | Output])
+    outcomes: dict[str, Outcome] = field(default_factory=dict[str, Outcome])
+
+
+@dataclass(slots=True)
+class Kept:
+    """What a worker keeps of a batch: the calls that are not released, and its reports."""
+
+    topic: str
+    origin: str
+    calls: set[str]
+    is_running: bool = True
+    number: int = 0
+    reports: list[Report] = field(default_factory=list[Report])
+
+
+class Worker:
+    """A worker process: batches that wait for a slot, and its slots. It outlives its scheduler while it has calls, and joins the next one with them.
+
+    `is_cut_off`: the scheduler cannot reach it, or it has none. `is_moving`: it was told of another scheduler, and has not joined it.
+    """
+
+    def __init__(self, world: World, node: Node, machine: Machine, index: int) -> None:
+        self.world, self.node, self.machine, self.index = world, node, machine, index
+        self.process = f"{machine.id}/{index}-{next(world.ids)}"
+        self.is_alive = True
+        self.is_cut_off = self.is_moving = False
+        self.ready: deque[tuple[str, Batch]] = deque()
+        self.slots: list[Slot | None] = [None] * node.slots
+        self.cancelled: set[str] = set()
+        self.results: dict[str, dict[str, Outcome]] = {}
+        self.kept: dict[str, Kept] = {}
+        self.older: set[str] = set()
+        """Batches of a scheduler before this one that still have slots."""
+
+    def join(self, scheduler: Scheduler) -> None:
+        """Join the pool, with what is kept."""
+        self.scheduler, self.name, self.address = scheduler, f"{self.node.rank}-{self.index}", f"tls://{self.machine.id}:{next(self.world.ids)}"
+        self.is_cut_off = self.is_moving = False
+        self.joined_at = self.world.now
+        self.down = self.world.wire(self.receive)
+        self.up = self.world.wire(lambda message: scheduler.hear(self, message))
+        self.results.clear()
+        self.older = {key for key, kept in self.kept.items() if kept.is_running}
+        scheduler.add_worker(self)
+        self.announce()
+
+    def announce(self) -> None:
+        """Tell which calls it has, and all that was reported of them."""
+        if self.world.keeps:
+            calls = tuple(call_id for kept in self.kept.values() for call_id in sorted(kept.calls))
+            self.up.send(("news", WorkerKept(self.name, self.address, calls, bool(self.older)), None))
+            for kept in self.kept.values():
+                for report in kept.reports:
+                    self.up.send(("report", kept.topic, report))
+        self._free()
+
+    def lose_scheduler(self, rng: Random) -> None:
+        """The scheduler is gone: begin none of its batches, and wait for another one with what has a slot or is not released; or end."""
+        self.ready.clear()
+        self.is_cut_off = True
+        self.up.cut(rng)
+        self.down.cut(rng)
+        if not (self.world.keeps and any(kept.calls for kept in self.kept.values())):
+            self.is_alive = False
+
+    def move(self, node: Node) -> None:
+        """Go to another scheduler, in the node's new place."""
+        self.node = node
+        self.is_moving = True
+
+    def _free(self) -> None:
+        if self.older and not any(key in self.kept and self.kept[key].is_running for key in self.older):
+            self.older.clear()
+            self.up.send(("news", WorkerFree(self.name, self.address), None))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it has anything to do."""
+        return self.is_alive and (bool(self.ready) or any(self.slots))
+
+    def receive(self, message: Any) -> None:
+        """Take a message of the scheduler's."""
+        if not self.is_alive:
+            return
+        kind, what = message
+        if kind == "compute":
+            self.ready.append(what)
+        elif kind == "free":
+            self.ready = deque(item for item in self.ready if item[0] != what)
+            self.results.pop(what, None)
+            if what in self.kept:
+                self._release(what, self.kept[what].calls)
+        elif kind == "tell kept":
+            self.announce()
+        elif kind == "release kept":
+            for key in list(self.kept):
+                self._release(key, what)
+        else:
+            self.cancelled.update(name for name in what if name.startswith("call"))
+            for slot in filter(None, self.slots):
+                self.obey(slot, is_all=slot.batch.topic in what)
+
+    def _release(self, key: str, calls: Collection[str]) -> None:
+        kept = self.kept[key]
+        kept.calls.difference_update(list(calls))
+        if not kept.calls and not kept.is_running:
+            del self.kept[key]
+
+    def obey(self, slot: Slot, *, is_all: bool = False) -> None:
+        """Stop what is to be stopped. A slot that is to stop all calls of a topic does so once."""
+        is_meant = lambda call: is_all or call.call_id in self.cancelled
+        if slot.running is not None and is_meant(slot.running):
+            self._ended(slot, Outcome(slot.running.call_id, Ending.CANCELLED, seconds=1.0))
+        for call in [call for call in slot.waiting if is_meant(call)]:
+            slot.waiting.remove(call)
+            self._tell(slot, Outcome(call.call_id, Ending.CANCELLED))
+
+    def step(self, rng: Random) -> None:
+        """Do one thing in one slot."""
+        index = rng.randrange(len(self.slots)) if len(self.slots) > 1 else 0
+        slot = self.slots[index]
+        if slot is None:
+            if self.ready:
+                key, batch = self.ready.popleft()
+                slot = self.slots[index] = Slot(key, batch, deque(batch.calls), self.scheduler)
+                self.kept[key] = Kept(batch.topic, f"{self.process}/{key}", {call.call_id for call in batch.calls})
+                self.obey(slot)
+            return
+        chance = rng.random()
+        if slot.running is not None:
+            self._go_on(slot, rng, chance)
+        elif slot.waiting and chance < 0.9:
+            self._begin(slot)
+        elif slot.waiting:
+            self._hand_back(slot)
+        elif slot.news:
+            self._report(slot)
+        else:
+            self._finish(index, slot)
+
+    def _go_on(self, slot: Slot, rng: Random, chance: float) -> None:
+        call = slot.running
+        assert call is not None
+        if chance < 0.15:
+            line = self.world.printed(call.call_id, slot.run)
+            slot.news.append(Output(call.call_id, "stdout", (line,), 0.0))
+        elif chance < 0.25 and slot.waiting:
+            self._hand_back(slot)
+        elif chance < 0.4 and slot.news:
+            self._report(slot)
+        else:
+            self._ended(slot, self._outcome(call, slot.run, rng))
+
+    def _begin(self, slot: Slot) -> None:
+        call = slot.waiting.popleft()
+        slot.running = call
+        slot.run = self.world.begun(self, call, slot.batch.functions[call.function])
+
+    def _outcome(self, call: Call, run: int, rng: Random) -> Outcome:
+        seconds = SECONDS[call.function.partition("-")[0]]
+        chance = rng.random()
+        if chance < 0.05:
+            return Outcome(call.call_id, Ending.CRASH, text=f"{run}", exit_code=-9, seconds=seconds)
+        if chance < 0.1:
+            return Outcome(call.call_id, Ending.ERROR, text=f"{run}", seconds=seconds)
+        value = f"{call.call_id}/{run}"
+        if chance < 0.7 and not call.function.endswith("big"):
+            return Outcome(call.call_id, Ending.RESULT, Parcel(value.encode()), text=f"{run}", seconds=seconds)
+        path = call.arguments.path  # the result may take the file of the arguments over
+        if path is None or path not in self.world.machine_at(path).files or rng.random() < 0.5:
+            path = self.world.new_path(self.machine)
+        self.world.machine_at(path).files[path] = value
+        return Outcome(call.call_id, Ending.RESULT, Parcel(b"", (), path, SPANS), text=f"{run}", seconds=seconds)
+
+    def _ended(self, slot: Slot, outcome: Outcome) -> None:
+        slot.running = None
+        self.world.ran_seconds += outcome.seconds
+        self._tell(slot, outcome)
+
+    def _tell(self, slot: Slot, outcome: Outcome) -> None:
+        slot.news.append(outcome)
+        slot.outcomes[outcome.call_id] = outcome
+
+    def _hand_back(self, slot: Slot) -> None:
+        for call in slot.waiting:
+            self._tell(slot, Outcome(call.call_id, Ending.RETURNED))
+        slot.waiting.clear()
+
+    def _report(self, slot: Slot) -> None:
+        kept = self.kept[slot.key]
+        kept.number += 1
+        report = Report(self.node.rank, self.machine.id, tuple(slot.news), kept.origin, kept.number)
+        slot.news = []
+        if self.world.keeps:
+            kept.reports.append(report)
+        self.up.send(("report", slot.batch.topic, report))
+
+    def _finish(self, index: int, slot: Slot) -> None:
+        self.slots[index] = None
+        self.cancelled.difference_update(call.call_id for call in slot.batch.calls)
+        self.kept[slot.key].is_running = False
+        if not (self.kept[slot.key].calls and self.world.keeps):
+            del self.kept[slot.key]
+        if slot.scheduler is self.scheduler and not self.is_cut_off:
+            self.results[slot.key] = slot.outcomes
+            self.up.send(("finished", slot.key, None))
+        ended = [key for key, kept in self.kept.items() if not kept.is_running]
+        for key in ended[: -self.world.kept_limit]:
+            del self.kept[key]
+        self._free()
+
+    def die(self, rng: Random) -> None:
+        """End at once. The scheduler hears of it after some of what was told."""
+        self.is_alive = False
+        if not self.is_moving:
+            self.up.cut(rng, None if self.is_cut_off else ("gone", None, None))
+            self.down.cut(rng)
+
+    def fall_silent(self, rng: Random) -> None:
+        """Be out of the scheduler's reach, which gives it up; it runs on for a while."""
+        self.up.cut(rng, None if self.is_cut_off else ("gone", None, None))
+        self.down.cut(rng)
+        self.is_cut_off = True
+
+
+# ── the scheduler ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True)
+class Topic:
+    """Numbered messages, of which the last ones are kept."""
+
+    number: int
+    limit: int
+    messages: list[Report] = field(default_factory=list[Report])
+
+    def add(self, message: Report) -> None:
+        self.number += 1
+        self.messages.append(message)
+        if len(self.messages) > self.limit:
+            del self.messages[0]
+
+    def acknowledge(self, number: int) -> None:
+        del self.messages[: max(0, number - (self.number - len(self.messages)))]
+
+    def after(self, number: int) -> tuple[int, list[Report]]:
+        messages = self.messages[max(0, number - (self.number - len(self.messages))) :]
+        return self.number - len(messages), messages
+
+
+@dataclass(slots=True)
+class Task:
+    """A batch in the scheduler. `address` is the one worker where it may run, `worker` the one that has it."""
+
+    key: str
+    batch: Batch
+    address: str | None
+    state: str = "no-worker"
+    worker: Worker | None = None
+
+
+class Connection:
+    """A client's connection: a wire each way, and the futures of Dask's, by key: whether each has ended, and the number of its batch once it is followed."""
+
+    def __init__(self, world: World, scheduler: Scheduler, topic: str) -> None:
+        self.world, self.scheduler, self.topic = world, scheduler, topic
+        self.epoch = 0
+        self.is_closed = False
+        """Whether the client knows that it is."""
+        self.ends: dict[str, bool | None] = {}
+        """Futures: None while they are pending, then whether there is a result."""
+        self.numbers: dict[str, int] = {}
+        self.up = world.wire(lambda message: scheduler.receive(self, message))
+        self.down = world.wire(self.receive)
+
+    @property
+    def carries(self) -> bool:
+        """Whether questions get to the scheduler and back."""
+        return self.up.is_open and self.down.is_open and self.scheduler.is_alive
+
+    def receive(self, message: Any) -> None:
+        """Hand on to the owner what the scheduler sends, as Dask's client does."""
+        kind, what, more = message
+        post = self.world.post
+        if kind == "event" and what == self.topic:
+            if isinstance(more, Report):
+                post("report", self.epoch, more)
+            else:
+                for key in more.tasks:
+                    self.ends.setdefault(key, None)
+                post("resumed", self.epoch, more)
+        elif kind == "pool":
+            post("pool_news", self.epoch, what)
+        elif kind == "ended" and what in self.ends:
+            was_pending, self.ends[what] = self.ends[what] is None, more
+            if was_pending and what in self.numbers:
+                self._post_end(what)
+        elif kind == "closed":
+            self.is_closed = True
+            post("cut", self.epoch)
+
+    def follow(self, number: int, key: str) -> None:
+        """Post when a task has ended."""
+        self.numbers[key] = number
+        if self.ends.setdefault(key, None) is not None:
+            self._post_end(key)
+
+    def _post_end(self, key: str) -> None:
+        self.world.post("task_ended", self.epoch, self.numbers[key], is_finished=self.ends[key], reason="the worker that ran it is gone")
+
+    def release(self, keys: Iterable[str]) -> None:
+        """Have the scheduler forget tasks."""
+        keys = tuple(key for key in keys if key in self.ends)
+        for key in keys:
+            del self.ends[key]
+            self.numbers.pop(key, None)
+        self.up.send(("release", keys))
+
+    def take_back(self, key: str) -> bool:
+        """Release a task that has not ended; False if it has."""
+        if self.ends.get(key, True) is not None:
+            return False
+        self.release((key,))
+        return True
+
+    def close(self, rng: Random) -> None:
+        """The client has done with it."""
+        self.is_closed = True
+        if self.up.is_open and rng.random() < 0.5:
+            self.up.send(("gone", None))
+            self.up.is_open = False
+        else:
+            self.up.cut(rng, ("gone", None) if rng.random() < 0.7 else None)
+        self.down.is_open = False
+
+
+class Scheduler:
+    """The scheduler of the pool with the plug-ins that remember messages and tasks for clients that are away."""
+
+    def __init__(self, world: World, limit: int) -> None:
+        self.world = world
+        self.is_alive = True
+        self.limit = limit
+        self.topics: dict[str, Topic] = {}
+        self.abandoned: set[str] = set()
+        self.owners: dict[str, Connection] = {}
+        self.keys: dict[Connection, set[str]] = {}
+        self.clients: set[Connection] = set()
+        self.replaced: set[Connection] = set()
+        self.subscribers: dict[str, list[Connection]] = {}
+        self.tasks: dict[str, Task] = {}
+        self.workers: dict[str, Worker] = {}
+        self.held: set[str] = set()
+
+    # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def receive(self, client: Connection, message: Any) -> None:
+        """Take a message of a client's stream."""
+        if not self.is_alive:
+            return
+        kind, what = message
+        if kind == "gone":
+            self._remove_client(client)
+            return
+        self.clients.add(client)
+        if kind == "run":
+            self._take_batch(client, *what)
+        elif kind == "subscribe":
+            self._subscribe(what, client)
+        elif kind == "resume":
+            self._resume(client, *what)
+        elif kind == "acknowledge":
+            if what[0] in self.owners:
+                self.topics[what[0]].acknowledge(what[1])
+        elif kind == "release":
+            self._let_go(client, what)
+        else:  # "cancel", "tell kept" and "release kept" go to all workers
+            for worker in self.workers.values():
+                worker.down.send(message)
+
+    def _remove_client(self, client: Connection) -> None:
+        self.clients.discard(client)
+        self.replaced.discard(client)
+        for subscribers in self.subscribers.values():
+            if client in subscribers:
+                subscribers.remove(client)
+
+    def _subscribe(self, topic: str, client: Connection) -> None:
+        subscribers = self.subscribers.setdefault(topic, [])
+        if client not in subscribers:
+            subscribers.append(client)
+
+    def _resume(self, client: Connection, topic: str, after: int) -> None:
+        owner = self.owners.get(topic, client)
+        if owner.epoch > client.epoch:  # it comes late: the client has another connection by now
+            self.replaced.add(client)
+            return
+        is_known = topic in self.topics and topic not in self.abandoned
+        kept = self.topics.setdefault(topic, Topic(after, self.limit))
+        self.owners[topic] = client
+        if owner is not client:
+            if owner in self.subscribers.get(topic, ()):
+                self.subscribers[topic].remove(owner)
+            if owner in self.clients:
+                self.replaced.add(owner)
+            self.keys.setdefault(client, set()).update(self.keys.pop(owner, ()))
+        number, messages = kept.after(after)
+        keys = self.keys.get(client, set())
+        tasks = {key: self.tasks[key].state for key in sorted(keys) if key in self.tasks}
+        gone = frozenset(keys - tasks.keys())
+        workers = {worker.address: (worker.name, HELD if worker.address in self.held else "running") for worker in self.workers.values()}
+        last = number + len(messages)
+        self.world.missed += max(0, number - after)
+        client.down.send(("event", topic, Resumed(number, max(0, number - after), is_known, tasks, gone, last, workers)))
+        for message in messages:
+            client.down.send(("event", topic, message))
+        self._subscribe(topic, client)
+        for key in tasks:
+            self._tell_if_ended(key, client)
+
+    def abandon(self) -> None:
+        """The client has been away for too long: forget what was kept for it, and stop what it had begun."""
+        for topic, owner in list(self.owners.items()):
+            if owner not in self.clients:
+                del self.owners[topic], self.topics[topic]
+                self.abandoned.add(topic)
+                for worker in self.workers.values():
+                    worker.down.send(("cancel", [topic]))
+                self._let_go(owner, sorted(self.keys.get(owner, ())))
+        for worker in self.workers.values():  # all this is long ago when the client comes back
+            while worker.down.queue:
+                worker.receive(worker.down.queue.popleft())
+
+    def _let_go(self, client: Connection, keys: Sequence[str]) -> None:
+        kept = self.keys.get(client, set())
+        for key in keys:
+            if key in kept:
+                kept.remove(key)
+                self._forget(key)
+
+    def _forget(self, key: str) -> None:
+        task = self.tasks.pop(key, None)
+        if task is not None and task.worker is not None:
+            task.worker.down.send(("free", key))
+        self._assign()
+
+    def _tell_if_ended(self, key: str, client: Connection) -> None:
+        task = self.tasks.get(key)
+        if task is not None and task.state in ("memory", "erred"):
+            client.down.send(("ended", key, task.state == "memory"))
+
+    def _tell_owner(self, task: Task) -> None:
+        for client, keys in self.keys.items():
+            if task.key in keys:
+                self._tell_if_ended(task.key, client)
+
+    def load(self) -> dict[str, list[str]]:
+        """Return the keys of the tasks that each worker has."""
+        return {
+            worker.name: [task.key for task in self.tasks.values() if task.worker is worker and task.state == "processing"] for worker in self.workers.values()
+        }
+
+    # ── tasks ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _take_batch(self, client: Connection, key: str, batch: Batch, address: str | None) -> None:
+        if client in self.replaced:
+            return
+        self.keys.setdefault(client, set()).add(key)
+        self.tasks[key] = Task(key, batch, address)
+        self._assign()
+
+    def _assign(self) -> None:
+        for task in list(self.tasks.values()):
+            if task.state == "no-worker" and (worker := self._worker_for(task)) is not None:
+                task.state, task.worker = "processing", worker
+                worker.down.send(("compute", (task.key, task.batch)))
+
+    def _worker_for(self, task: Task) -> Worker | None:
+        if task.address is not None:
+            return self.workers.get(task.address) if task.address not in self.held else None
+        for worker in self.workers.values():
+            if worker.address not in self.held and self._left_at(worker) < len(worker.slots):
+                return worker
+        return None
+
+    def _left_at(self, worker: Worker) -> int:
+        return sum(task.worker is worker and task.state == "processing" for task in self.tasks.values())
+
+    # ── workers ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def hear(self, worker: Worker, message: Any) -> None:
+        """Take a message of a worker's stream."""
+        if not self.is_alive or worker.address not in self.workers:
+            return
+        kind, what, more = message
+        if kind == "report":
+            if what in self.topics:
+                self.topics[what].add(more)
+            for client in self.subscribers.get(what, ()):
+                client.down.send(("event", what, more))
+        elif kind == "news":
+            if isinstance(what, WorkerFree):
+                self.held.discard(worker.address)
+            self._tell_pool(what)
+            self._assign()
+        elif kind == "finished":
+            task = self.tasks.get(what)
+            if task is None or task.worker is not worker:
+                worker.down.send(("free", what))
+            else:
+                task.state = "memory"
+                self._tell_owner(task)
+                self._assign()
+        else:
+            self.remove_worker(worker)
+
+    def add_worker(self, worker: Worker) -> None:
+        """A worker joins."""
+        self.workers[worker.address] = worker
+        if worker.older:
+            self.held.add(worker.address)
+        self._tell_pool(WorkerJoined(worker.name, worker.address))
+        self._assign()
+
+    def remove_worker(self, worker: Worker) -> None:
+        """Give a worker up: what it ran is lost, and so are the results that it holds."""
+        del self.workers[worker.address]
+        self.held.discard(worker.address)
+        self._tell_pool(WorkerLeft(worker.name, worker.address))
+        for task in [task for task in self.tasks.values() if task.worker is worker]:
+            task.worker = None
+            if task.state == "processing":
+                task.state = "erred"
+                self._tell_owner(task)
+            elif task.state == "memory":
+                task.state = "erred"
+                self._tell_owner(task)
+                del self.tasks[task.key]
+        self._assign()
+
+    def hold(self, rank: int) -> None:
+        """Give the workers of a node no more calls."""
+        for worker in self.workers.values():
+            if worker.node.rank == rank:
+                self.held.add(worker.address)
+                self._tell_pool(WorkerHeld(worker.address, self._left_at(worker)))
+
+    def _tell_pool(self, news: object) -> None:
+        for client in self.subscribers.get("pool", ()):
+            client.down.send(("pool", news, None))

@@ -1,0 +1,956 @@
+"""Deterministic simulation of the dispatcher: each seed is one history of calls, messages that come late, in another order, twice or never, and losses.
+
+`World` is everything around the dispatcher: its owner, the connection, scheduler, workers and machines (`model.py`), recovery, and callers. Nothing in it has
+a thread, a clock or a socket; what happens next is drawn from `random.Random(seed)`. After each message and at the end, when all is mended and has
+come to rest, the invariants are checked; the first that does not hold raises `Violation`.
+
+    python -m tests.engine.simulation --seed 17                       one history, told step by step
+    python -m tests.engine.simulation --histories 100000 --from 0     many, in two processes
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import multiprocessing
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from skyward_core.engine import actions as do
+from skyward_core.engine.dispatcher import Dispatcher
+from skyward_core.engine.function_files import LIMIT_BYTES
+from skyward_core.engine.outbox import Entry
+from skyward_core.engine.shipments import Phase
+from skyward_core.errors import NodeLost, PoolClosed
+from skyward_core.events import CallProgress, LogLine
+from skyward_core.instances import Node
+from skyward_core.worker.wire import Call, Ending, Outcome, Parcel
+from tests.engine.model import FUNCTION_SPANS, LARGE, SPANS, Connection, Machine, Scheduler, Wire, Worker, machine_id, node_of
+
+MOST_CALLS = 60
+ROUNDS = 40  # of mending and waiting, after which a history must have come to rest
+SMALL = Parcel(b"small")
+FUNCTIONS = ("short-a", "short-b", "long-a", "short-big", "long-big")
+LARGE_FUNCTIONS = ("short-A", "short-B", "long-C", "short-D")
+OF_STREAM = {"resumed", "report", "pool_news"}
+LATE = OF_STREAM | {"task_ended", "gathered", "not_gathered", "load_known", "pinged", "fetched", "not_fetched", "cut"}
+"""Messages that may come a second time; those of the stream only once their connection is not the present one."""
+TIMED = {"resumed", "report", "gathered", "pool_news"}
+"""Messages that the owner gives its clock to."""
+
+type Steps = Generator[None]
+"""Something that takes its time: each `yield` is a place where other things may happen in between."""
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+@dataclass(slots=True)
+class Caller:
+    """Who waits for one call, and what is known of it here, at the workers included."""
+
+    call_id: str
+    function: str
+    state: str = "waiting"
+    is_cancelled: bool = False
+    sends: int = 0
+    begins: int = 0
+    finished_run: int = -1
+    ended_at: float = math.inf
+    printed: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
+    lines: set[str] = field(default_factory=set[str])
+
+
+class World:
+    """One history. `run` goes through it; `make` makes the dispatcher, which may be a broken one."""
+
+    def __init__(self, seed: int, make: Callable[..., Dispatcher] = Dispatcher, trace: Callable[[str], object] | None = None) -> None:
+        rng = self.rng = Random(seed)
+        self.seed, self.trace = seed, trace
+        self.now = 0.0
+        self.ids = itertools.count()
+        self.serials = itertools.count()
+        self.runs = itertools.count()
+        self.wires: list[Wire] = []
+        self.under_way: list[Steps] = []
+        self.mailbox: deque[tuple[str, tuple[Any, ...], dict[str, Any]]] = deque()
+        self.before: deque[tuple[str, tuple[Any, ...], dict[str, Any]]] = deque(maxlen=12)
+        self.callers: dict[str, Caller] = {}
+        self.machines: dict[str, Machine] = {}
+        self.workers: list[Worker] = []
+        self.heard: set[str] = set()
+        """Paths of large outcomes that the dispatcher was told of."""
+        self.missed = 0
+        self.ran_seconds = self.counted_seconds = 0.0
+        self.progress: CallProgress | None = None
+        self.is_over = self.is_drained = self.is_cut = self.was_abandoned = False
+        self._draw(rng)
+        self.nodes = {rank: self._new_node(rank) for rank in range(self.ranks)}
+        self.given_up: set[int] = set()
+        self.retiring: set[str] = set()
+        """Names of workers that were held: those that have it when all is mended end."""
+        self.topics = itertools.count()
+        self.dispatcher = make(self.nodes.values(), self._new_topic(), self.retries, is_here=self.is_here)
+        self.scheduler = Scheduler(self, self.limit)
+        self.connection: Connection | None = None
+        self.connections: list[Connection] = []
+        self.doers: dict[type, Callable[[Any], object]] = {
+            do.Send: self._send,
+            do.Follow: self._follow,
+            do.TakeBack: self._take_back,
+            do.Gather: lambda action: self.under_way.append(self._gather(action)),
+            do.Release: self._release,
+            do.Stop: lambda action: self._tell(action.epoch, ("cancel", action.call_ids)),
+            do.TellKept: lambda action: self._tell(action.epoch, ("tell kept", None)),
+            do.ReleaseKept: lambda action: self._tell(action.epoch, ("release kept", action.call_ids)),
+            do.Acknowledge: lambda action: self._tell(action.epoch, ("acknowledge", (self.dispatcher.topic, action.number))),
+            do.AskLoad: lambda action: self.under_way.append(self._ask_load(action)),
+            do.Ping: lambda action: self.under_way.append(self._ping(action)),
+            do.Upload: lambda action: self.under_way.append(self._upload(action)),
+            do.Fetch: lambda action: self.under_way.append(self._fetch(action)),
+            do.Remove: lambda action: self.under_way.append(self._remove(action)),
+            do.Finish: self._finish,
+            do.Fail: self._fail,
+            do.Cancelled: self._cancelled,
+            do.Discard: lambda action: self._drop_file(action.parcel),
+            do.Emit: self._emit,
+            do.Ran: self._ran,
+            do.CutOff: lambda _: setattr(self, "is_cut", True),
+        }
+
+    def _draw(self, rng: Random) -> None:
+        """Draw what is fixed for the whole history, and which faults there are in it."""
+        self.retries = rng.choice((0, 0, 0, 1, 1, 2))
+        self.ranks = rng.randint(1, 4)
+        self.workers_per_node = rng.choice((1, 1, 1, 2))
+        self.slots = rng.randint(1, 3)
+        self.is_here = rng.random() < 0.25
+        self.limit = rng.choice((1_000, 1_000, 1_000, 3))
+        self.steps = rng.randint(30, 110)
+        self.keeps = rng.random() < 0.9
+        self.kept_limit = rng.choice((1_000, 1_000, 1_000, 1))
+        self.large = rng.choice((0.0, 0.3, 0.7))
+        self.menu = [
+            *[self.submit, self.tick] * 4,
+            *[self.cancel, self.rejoin, self.reconnect] * 3,
+            *[self.pump, self.notice, self.open_ways, self.replace] * 2,
+        ]
+        faults = (
+            (self.kill_worker, 2),
+            (self.silence_worker, 1),
+            (self.kill_node, 1),
+            (self.kill_scheduler, 1),
+            (self.cut_silently, 2),
+            (self.cut_openly, 2),
+            (self.block_way, 2),
+            (self.hold, 1),
+            (self.drain, 1),
+            (self.undrain, 2),
+            (self.give_up_rank, 1),
+            (self.abandon, 1),
+            (self.jump, 1),
+            (self.duplicate, 3),
+        )
+        for fault, weight in faults:
+            if rng.random() < 0.45:
+                self.menu += [fault] * weight
+        self.has_own_faults = rng.random() < 0.1
+        self.last_step = rng.choice((None, None, None, None, None, None, None, self.close, self.give_up_all))
+
+    # ── running ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def run(self) -> None:
+        """Go through the history. Raises Violation."""
+        rng = self.rng
+        self._connect_first()
+        last_at = rng.randrange(self.steps) if self.last_step is not None else -1
+        for index in range(self.steps):
+            self.now += 0.05
+            if index == last_at and self.last_step is not None:
+                self.last_step()
+            chance = rng.random()
+            if chance < 0.5:
+                self.deliver()
+            elif chance < 0.72:
+                self.work()
+            else:
+                rng.choice(self.menu)()
+        self._settle()
+        self._check_end()
+
+    def say(self, *words: object) -> None:
+        """Tell the reader of a history what happens."""
+        if self.trace is not None:
+            self.trace(" ".join(map(str, words)))
+
+    def wire(self, deliver: Callable[[Any], object]) -> Wire:
+        """Return a new wire."""
+        wire = Wire(deliver)
+        self.wires.append(wire)
+        return wire
+
+    def post(self, name: str, *args: Any, **more: Any) -> None:
+        """Leave a message for the dispatcher."""
+        self.mailbox.append((name, args, more))
+
+    def deliver(self) -> None:
+        """Have one thing that is under way go on: a message of a wire, a transfer, a question."""
+        rng = self.rng
+        ready = [wire for wire in self.wires if wire.queue]
+        choice = rng.randrange(len(ready) + len(self.under_way)) if ready or self.under_way else -1
+        if 0 <= choice < len(ready):
+            wire = ready[choice]
+            message = wire.queue.popleft()
+            if self.trace is not None:
+                self.say("  deliver", str(message)[:150])
+            wire.deliver(message)
+        elif choice >= 0:
+            self._go_on(choice - len(ready))
+        if rng.random() < 0.75:
+            self.pump()
+
+    def _go_on(self, index: int) -> None:
+        steps = self.under_way[index]
+        self.say("  go on", steps.__name__)
+        if next(steps, 0) == 0:
+            self.under_way.remove(steps)
+
+    def work(self) -> None:
+        """Have one worker do one thing."""
+        busy = [worker for worker in self.workers if worker.is_busy]
+        if busy:
+            worker = self.rng.choice(busy)
+            self.say("  work", worker.address)
+            worker.step(self.rng)
+
+    def pump(self) -> None:
+        """The owner takes its messages, and flushes when there is none."""
+        while self.mailbox:
+            self._handle(*self.mailbox.popleft())
+        self._handle("flush", (self.now,), {})
+
+    def _handle(self, name: str, args: tuple[Any, ...], more: dict[str, Any]) -> None:
+        if self.trace is not None and name != "flush":
+            self.say(">", name, str(args)[:220], more or "")
+        if name == "connect":
+            self._connect(*args)
+            return
+        dispatcher = self.dispatcher
+        if name in LATE:
+            self._note(name, args)
+            self.before.append((name, args, more))
+        if name in TIMED:
+            getattr(dispatcher, name)(*args, self.now, **more)
+        else:
+            getattr(dispatcher, name)(*args, **more)
+        if name == "drain":
+            self.is_drained = args[0] is not None
+        elif name == "close" or (name == "give_up" and len(args) == 1):
+            self.is_over = True
+        self._do_all()
+        self._check_queue(name)
+
+    def _note(self, name: str, args: tuple[Any, ...]) -> None:
+        """Note the large outcomes that the dispatcher is told of."""
+        dispatcher, outcomes = self.dispatcher, ()
+        if args and args[0] == dispatcher.epoch and dispatcher.is_live:
+            if name == "report":
+                outcomes = args[1].news
+            elif name == "gathered" and (out := dispatcher.outs.get(args[1])) is not None and out.phase is Phase.GATHERING:
+                outcomes = args[2].values()
+        self.heard.update(item.parcel.path for item in outcomes if isinstance(item, Outcome) and item.parcel.path)
+
+    def _do_all(self) -> None:
+        while actions := self.dispatcher.take_actions():
+            for action in actions:
+                if self.trace is not None:
+                    self.say("    ", str(action)[:200])
+                doer = self.doers.get(type(action))
+                if doer is not None:
+                    doer(action)
+
+    # ── what the owner does ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def _tell(self, epoch: int, message: tuple[str, Any]) -> None:
+        connection = self.connection
+        if connection is not None and connection.epoch == epoch:
+            connection.up.send(message)
+
+    def _send(self, action: do.Send) -> None:
+        connection = self.connection
+        self._require(not self.is_over and not self.is_drained, "a batch goes out on a pool that begins no calls", action.key)
+        if connection is None or connection.epoch != action.epoch:
+            return
+        if connection.is_closed:
+            self.dispatcher.unsent(action.epoch, action.number, OSError("closed"), is_its_fault=False)
+        elif self.has_own_faults and self.rng.random() < 0.05:
+            self.dispatcher.unsent(action.epoch, action.number, ValueError("cannot be pickled"), is_its_fault=True)
+        else:
+            for call in action.batch.calls:
+                self.callers[call.call_id].sends += 1
+            connection.follow(action.number, action.key)
+            connection.up.send(("run", (action.key, action.batch, action.address)))
+
+    def _follow(self, action: do.Follow) -> None:
+        if self.connection is not None and self.connection.epoch == action.epoch:
+            self.connection.follow(action.number, action.key)
+
+    def _release(self, action: do.Release) -> None:
+        if self.connection is not None and self.connection.epoch == action.epoch:
+            self.connection.release(action.keys)
+
+    def _take_back(self, action: do.TakeBack) -> None:
+        connection = self.connection
+        if connection is not None and connection.epoch == action.epoch and connection.take_back(action.key):
+            self.dispatcher.taken_back(action.epoch, action.number)
+
+    def _gather(self, action: do.Gather) -> Steps:
+        connection = self.connection
+        if connection is None:
+            return
+        yield
+        task = connection.scheduler.tasks.get(action.key)
+        worker = task.worker if task is not None else None
+        outcomes = worker.results.get(action.key) if worker is not None and worker.is_alive else None
+        if not connection.carries:
+            if self.rng.random() < 0.5:
+                return  # the question is given up with the connection
+            outcomes = None
+        yield
+        if outcomes is None or worker is None:
+            self.post("not_gathered", action.epoch, action.number, OSError("it is not there"))
+        else:
+            self.post("gathered", action.epoch, action.number, outcomes, worker.node.rank, worker.machine.id)
+
+    def _ask_load(self, action: do.AskLoad) -> Steps:
+        connection = self.connection
+        yield
+        load = connection.scheduler.load() if connection is not None and connection.carries else {}
+        yield
+        self.post("load_known", action.epoch, load)
+
+    def _ping(self, action: do.Ping) -> Steps:
+        connection = self.connection
+        yield
+        self.post("pinged", action.epoch, is_answered=connection is not None and connection.carries)
+
+    def _upload(self, action: do.Upload) -> Steps:
+        yield
+        machine = self.machines[action.instance_id]
+        names = [name for name, _ in action.functions]
+        is_its_fault = self.has_own_faults and self.rng.random() < 0.1
+        if is_its_fault or not (machine.is_alive and machine.is_reachable):
+            yield
+            self.post("upload_failed", action.number, action.instance_id, names, OSError("no way"), is_its_fault=is_its_fault)
+            return
+        arguments = dict[str, Parcel]()
+        functions = dict[str, Parcel | None]()
+        for name in names:
+            functions[name] = None
+            if self.rng.random() < 0.9:
+                functions[name] = Parcel(b"", (), path := self.new_path(machine), FUNCTION_SPANS)
+                machine.files[path] = f"function {name}"
+        for call_id, _ in action.arguments:
+            arguments[call_id] = Parcel(b"", (), path := self.new_path(machine), SPANS)
+            machine.files[path] = f"arguments of {call_id}"
+        yield
+        self.post("uploaded", action.number, action.instance_id, arguments, functions)
+
+    def _fetch(self, action: do.Fetch) -> Steps:
+        yield
+        machine, path = self.machines[action.instance_id], str(action.parcel.path)
+        if not (machine.is_alive and machine.is_reachable):
+            yield
+            self.post("not_fetched", action.call_id, path, OSError("no way"), is_cut=True)
+        elif path not in machine.files:
+            yield
+            self.post("not_fetched", action.call_id, path, OSError("no such file"), is_cut=False)
+        else:
+            value = machine.files[path]
+            if self.rng.random() < 0.1:
+                yield
+                self.post("not_fetched", action.call_id, path, OSError("cut on the way"), is_cut=True)
+                return
+            del machine.files[path]
+            yield
+            self.post("fetched", action.call_id, Parcel(value.encode()), path)
+
+    def _remove(self, action: do.Remove) -> Steps:
+        machine = self.machines[action.instance_id]
+        yield
+        while machine.is_alive and not machine.is_reachable:
+            yield
+        machine.files.pop(str(action.parcel.path), None)
+
+    def _drop_file(self, parcel: Parcel) -> str | None:
+        return self.machine_at(parcel.path).files.pop(parcel.path, None) if parcel.path is not None else None
+
+    # ── what callers are told ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _finish(self, action: do.Finish) -> None:
+        caller = self._end(action.call_id, "finished")
+        outcome = action.outcome
+        if outcome.ending is Ending.RESULT:
+            self._check_value(action)
+        is_stopped = outcome.ending is Ending.CANCELLED
+        self._require(not is_stopped or caller.is_cancelled or self.was_abandoned, "a call ends as cancelled that its caller has not cancelled", caller)
+        self._require(outcome.ending is not Ending.RETURNED, "a call ends as handed back", caller)
+        if outcome.text and not self.missed:
+            caller.finished_run = int(outcome.text)
+            self._require(caller.lines.issuperset(caller.printed.get(caller.finished_run, ())), "a result comes before lines of its call", caller)
+        self._drop_file(action.arguments)
+
+    def _check_value(self, action: do.Finish) -> None:
+        parcel = action.outcome.parcel
+        value: str | None = bytes(parcel.data).decode()
+        if parcel.path is not None:
+            self._require(self.is_here, "a result is given out that is not here", action.call_id)
+            value = self._drop_file(parcel)
+            if value is None and not self.machine_at(parcel.path).is_alive:
+                return
+        self._require(value is not None and value.startswith(f"{action.call_id}/"), "a call ends with another value", action.call_id, value)
+
+    def _fail(self, action: do.Fail) -> None:
+        caller = self._end(action.call_id, "failed")
+        is_of_arguments = action.arguments.path is not None and action.arguments.path not in self.machine_at(action.arguments.path).files
+        is_lost = (
+            isinstance(action.error, NodeLost) and not self.is_over and "given up" not in str(action.error) and "could not be sent" not in str(action.error)
+        )
+        is_final = self.is_drained or action.arguments.path is not None
+        self._require(not is_lost or is_final or caller.sends > self.retries, "a call is lost that was not sent often enough", caller)
+        self._require(not is_lost or caller.sends > 0 or is_of_arguments, "a call is lost that was never sent", caller)
+        self._drop_file(action.arguments)
+
+    def _cancelled(self, action: do.Cancelled) -> None:
+        caller = self._end(action.call_id, "cancelled")
+        self._require(caller.is_cancelled, "a call is cancelled that its caller has not cancelled", caller)
+        self._drop_file(action.arguments)
+
+    def _end(self, call_id: str, state: str) -> Caller:
+        caller = self.callers[call_id]
+        self._require(caller.state == "waiting", f"a call ends twice: {state}", caller)
+        caller.state, caller.ended_at = state, self.now
+        return caller
+
+    def _emit(self, action: do.Emit) -> None:
+        event = action.event
+        if isinstance(event, CallProgress):
+            self.progress = event
+        elif isinstance(event, LogLine) and event.call_id is not None:
+            caller = self.callers[event.call_id]
+            self._require(event.line not in caller.lines, "a line is told twice", event.line)
+            self._require(f"/{caller.finished_run}:" not in event.line, "a line comes after the result of its call", event.line)
+            caller.lines.add(event.line)
+
+    def _ran(self, action: do.Ran) -> None:
+        self.counted_seconds += action.seconds
+
+    # ── what workers do ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def begun(self, worker: Worker, call: Call, function: Parcel) -> int:
+        """A call begins: return the number of the run."""
+        caller, run = self.callers[call.call_id], next(self.runs)
+        caller.begins += 1
+        caller.printed[run] = []
+        is_reached = not worker.is_cut_off and not self.is_over and caller.ended_at >= worker.joined_at
+        self.say("    begins", call.call_id, "run", run)
+        self._require(caller.begins <= self.retries + 1, f"a call begins {caller.begins} times with retries={self.retries}", caller)
+        self._require(caller.state != "failed" or not is_reached, "a call begins after its caller was told that it is lost", caller)
+        entry = self.dispatcher.entries.get(call.call_id)
+        if entry is not None and is_reached:
+            self._require(caller.begins <= entry.losses + 1, "a call begins again that was not lost", caller)
+            for parcel in (call.arguments, function):
+                if parcel.path is not None and (machine := self.machine_at(parcel.path)).is_alive:
+                    self._require(parcel.path in machine.files, "a file that a call needs is not there", caller, parcel.path)
+        return run
+
+    def printed(self, call_id: str, run: int) -> str:
+        """A call prints: return the line."""
+        lines = self.callers[call_id].printed[run]
+        lines.append(f"{call_id}/{run}:{len(lines)}")
+        return lines[-1]
+
+    def machine_at(self, path: str) -> Machine:
+        """Return the machine in whose memory a path is."""
+        return self.machines[path.split("/")[3]]
+
+    def new_path(self, machine: Machine) -> str:
+        """Return the path of a new file."""
+        return f"/dev/shm/{machine.id}/{next(self.ids)}"
+
+    # ── callers ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def submit(self) -> None:
+        """A caller hands calls over."""
+        rng = self.rng
+        if len(self.callers) >= MOST_CALLS or self.is_over:
+            return
+        is_pinned = rng.random() < 0.15
+        names = [f"{rank}-{index}" for rank in range(self.ranks) for index in range(self.workers_per_node)]
+        count = len(names) if is_pinned else min(rng.choice((1, 2, 3, 5, 8, 12, 30)), MOST_CALLS - len(self.callers))
+        function = rng.choice(LARGE_FUNCTIONS if rng.random() < self.large else FUNCTIONS)
+        is_large = rng.random() < self.large
+        entries = list[Entry]()
+        for index in range(count):
+            call_id = f"call-{len(self.callers)}"
+            arguments = self._arguments(call_id) if is_large else SMALL
+            call = Call(call_id, function, arguments, "job")
+            entries.append(Entry(call, LARGE if function in LARGE_FUNCTIONS else SMALL, names[index] if is_pinned else None))
+            self.callers[call_id] = Caller(call_id, function)
+        self.say("submit", count, function, "pinned" if is_pinned else "", "large" if is_large else "")
+        self.post("submit", entries)
+
+    def _arguments(self, call_id: str) -> Parcel:
+        machine = self.machines[self.nodes[0].instance.id]
+        if not self.is_here or not machine.is_alive:
+            return LARGE
+        path = self.new_path(machine)
+        machine.files[path] = f"arguments of {call_id}"
+        return Parcel(b"", (), path, SPANS)
+
+    def cancel(self) -> None:
+        """A caller cancels a call, or several."""
+        waiting = [caller for caller in self.callers.values() if caller.state == "waiting" and not caller.is_cancelled]
+        for caller in self.rng.sample(waiting, min(len(waiting), self.rng.choice((1, 1, 3)))):
+            self.say("cancel", caller.call_id)
+            caller.is_cancelled = True
+            self.post("cancel", caller.call_id)
+
+    def drain(self) -> None:
+        """The pool is to begin no more calls."""
+        self.say("drain")
+        self.post("drain", PoolClosed("it is being drained"))
+
+    def undrain(self) -> None:
+        """It begins calls again."""
+        self.post("drain", None)
+
+    def close(self) -> None:
+        """The pool ends."""
+        self.say("close")
+        self.post("close", PoolClosed("it is closed"))
+
+    def give_up_all(self) -> None:
+        """Recovery has found no head."""
+        self.post("give_up", NodeLost("given up"))
+
+    def give_up_rank(self) -> None:
+        """Recovery has not found anyone for a place that is vacant."""
+        if vacant := [rank for rank in range(self.ranks) if rank not in self.nodes or not self._machine(rank).is_alive]:
+            rank = self.rng.choice(vacant)
+            self.post("give_up", NodeLost("given up"), rank)
+            if self.rng.random() < 0.5:
+                self.given_up.add(rank)
+
+    # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def tick(self) -> None:
+        """Half a second or some seconds go by."""
+        self.now += self.rng.choice((0.5, 0.5, 2.0, 5.0))
+        self.post("tick", self.now, self._is_reachable)
+        self.pump()
+
+    def jump(self) -> None:
+        """Minutes go by."""
+        self.now += 100.0
+
+    def _is_reachable(self, instance_id: str) -> bool:
+        machine = self.machines[instance_id]
+        return machine.is_alive and machine.is_reachable
+
+    def duplicate(self) -> None:
+        """A message comes a second time, which is of a connection before, or of a task or a transfer that has been heard of."""
+        late = [message for message in self.before if message[0] not in OF_STREAM or message[1][0] != self.dispatcher.epoch]
+        if late:
+            self.mailbox.append(self.rng.choice(late))
+
+    # ── the connection ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _connect_first(self) -> None:
+        self.post("connect")
+        for rank in range(self.ranks):
+            for index in range(self.workers_per_node):
+                if self.rng.random() < 0.8:
+                    self._start_worker(rank, index)
+        self.pump()
+
+    def _connect(self) -> None:
+        if self.is_over or not self.scheduler.is_alive:
+            self.is_cut = True
+            return
+        dispatcher = self.dispatcher
+        if self.connection is not None:
+            self.connection.close(self.rng)
+        self.wires = [wire for wire in self.wires if wire.is_open or wire.queue]
+        connection = self.connection = Connection(self, self.scheduler, dispatcher.topic)
+        connection.epoch = dispatcher.connected(self.now)
+        self.connections.append(connection)
+        self.is_cut = False
+        self._do_all()
+        connection.up.send(("subscribe", "pool"))
+        connection.up.send(("subscribe", dispatcher.topic))
+        connection.up.send(("resume", (dispatcher.topic, dispatcher.heard)))
+
+    def reconnect(self) -> None:
+        """Recovery connects again where the connection was cut: to the same scheduler, or to one in the place of one that is lost."""
+        if self.is_over or not (self.is_cut or self.connection is None):
+            return
+        self.say("reconnect")
+        if self.rng.random() < 0.3:
+            self.post("disconnected")
+            self.pump()
+        if not self.scheduler.is_alive:
+            self._restart()
+        self.post("connect")
+
+    def _restart(self) -> None:
+        """Another machine becomes the head. Workers that have calls go there with them, but for those of the old head."""
+        left = {rank: node for rank, node in self.nodes.items() if (machine := self._machine(rank)).is_alive and machine.is_reachable}
+        heir = self.rng.choice(sorted(left)) if left else None
+        serials = {rank: self._machine(rank).serial for rank in left if rank not in (heir, 0)}
+        serials[0] = self._machine(heir).serial if heir is not None else None
+        old_head = self._machine(0)
+        self.nodes = {rank: self._new_node(rank, serial) for rank, serial in sorted(serials.items())}
+        by_machine = {node.instance.id: node for node in self.nodes.values()}
+        self.scheduler = Scheduler(self, self.limit)
+        for worker in self.workers:
+            if worker.is_alive and not worker.is_moving:
+                worker.lose_scheduler(self.rng)
+            node = by_machine.get(worker.machine.id)
+            if worker.is_alive and node is not None and worker.machine is not old_head:
+                worker.move(node)
+            elif worker.is_alive and (node is not None or self.rng.random() < 0.5):
+                worker.die(self.rng)  # else it is not told, and goes on
+        self.say("restart", [(rank, node.instance.id) for rank, node in self.nodes.items()])
+        self._handle("restarted", (tuple(self.nodes.values()), self._is_there, self.now), {})
+
+    def _is_there(self, parcel: Parcel) -> bool:
+        return parcel.path in self.machine_at(str(parcel.path)).files
+
+    def _new_topic(self) -> str:
+        return f"skyward-{next(self.topics):08d}"
+
+    def cut_silently(self) -> None:
+        """The client's connection carries nothing any more, and nobody says so."""
+        if self.connection is not None and self.connection.carries:
+            self.say("cut silently")
+            self.connection.up.cut(self.rng, ("gone", None) if self.rng.random() < 0.5 else None)
+            self.connection.down.cut(self.rng)
+
+    def cut_openly(self) -> None:
+        """The client's connection is closed."""
+        if self.connection is not None and self.connection.carries:
+            self.say("cut openly")
+            self.connection.up.cut(self.rng, ("gone", None))
+            self.connection.down.cut(self.rng, ("closed", None, None))
+
+    def abandon(self) -> None:
+        """The scheduler has waited for the client for as long as a lease."""
+        if self.connection is not None and not self.connection.carries and self.scheduler.is_alive:
+            self.say("abandon")
+            self.missed += 1
+            self.was_abandoned = True
+            for connection in self.connections:
+                connection.up.queue.clear()  # in so long a time it is lost, or has come
+                self.scheduler.receive(connection, ("gone", None))
+            self.scheduler.abandon()
+
+    # ── machines and workers ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def _new_node(self, rank: int, serial: int | None = None) -> Node:
+        if serial is None:
+            serial = next(self.serials)
+            self.machines[machine_id(serial)] = Machine(machine_id(serial), serial)
+        return node_of(serial, rank, self.workers_per_node, self.slots)
+
+    def _machine(self, rank: int) -> Machine:
+        return self.machines[self.nodes[rank].instance.id]
+
+    def _start_worker(self, rank: int, index: int) -> None:
+        name = f"{rank}-{index}"
+        if any(worker.name == name for worker in self.scheduler.workers.values()):
+            return  # its name is taken
+        machine = self._machine(rank)
+        here = [worker for worker in self.workers if worker.machine is machine and worker.index == index and worker.is_alive]
+        worker = next((worker for worker in here if worker.is_moving), None)
+        for other in here:
+            if other is not worker:
+                other.die(self.rng)
+        if worker is None:
+            worker = Worker(self, self.nodes[rank], machine, index)
+            self.workers.append(worker)
+        worker.join(self.scheduler)
+        self.say("joins", worker.name, worker.address, sorted(worker.kept))
+
+    def _missing(self) -> list[tuple[int, int]]:
+        there = {(worker.machine.id, worker.index) for worker in self.workers if worker.is_alive and not worker.is_cut_off}
+        ranks = [rank for rank in self.nodes if self._machine(rank).is_alive]
+        return [(rank, index) for rank in ranks for index in range(self.workers_per_node) if (self._machine(rank).id, index) not in there]
+
+    def rejoin(self) -> None:
+        """A worker that is away comes, in a new process or with what it has kept."""
+        if self.scheduler.is_alive and (missing := self._missing()):
+            self._start_worker(*self.rng.choice(missing))
+
+    def notice(self) -> None:
+        """A worker notices that its scheduler is gone."""
+        lost = [worker for worker in self.workers if worker.is_alive and worker.is_cut_off and not worker.is_moving]
+        if lost:
+            worker = self.rng.choice(lost)
+            worker.lose_scheduler(self.rng)
+            if self.scheduler.is_alive and worker.is_alive:
+                worker.die(self.rng)  # it has given this worker up
+
+    def kill_worker(self) -> None:
+        """A worker process dies."""
+        if living := [worker for worker in self.workers if worker.is_alive]:
+            worker = self.rng.choice(living)
+            self.say("kill", worker.address)
+            worker.die(self.rng)
+
+    def silence_worker(self) -> None:
+        """A worker and the scheduler cannot reach each other."""
+        if reached := [worker for worker in self.workers if worker.is_alive and not worker.is_cut_off]:
+            worker = self.rng.choice(reached)
+            self.say("silence", worker.address)
+            worker.fall_silent(self.rng)
+
+    def kill_node(self) -> None:
+        """A machine is gone, with all that is in its memory."""
+        rank = self.rng.choice(list(self.nodes))
+        machine = self._machine(rank)
+        self.say("kill node", rank, machine.id)
+        machine.is_alive = False
+        machine.files.clear()
+        for worker in self.workers:
+            if worker.machine is machine and worker.is_alive:
+                worker.die(self.rng)
+        if rank == 0:
+            self.kill_scheduler()
+
+    def kill_scheduler(self) -> None:
+        """The scheduler's process dies; its workers go on for a while."""
+        if not self.scheduler.is_alive:
+            return
+        self.say("kill scheduler")
+        self.scheduler.is_alive = False
+        for worker in self.workers:
+            if not worker.is_moving:
+                worker.up.cut(self.rng)
+                worker.is_cut_off = True
+        if self.connection is not None:
+            self.connection.up.cut(self.rng)
+            self.connection.down.cut(self.rng, ("closed", None, None) if self.rng.random() < 0.7 else None)
+
+    def replace(self) -> None:
+        """A place that is vacant is filled with a new machine."""
+        if not self.scheduler.is_alive:
+            return
+        if vacant := [rank for rank in range(1, self.ranks) if rank not in self.nodes or not self._machine(rank).is_alive]:
+            rank = self.rng.choice(vacant)
+            self.nodes[rank] = self._new_node(rank)
+            self.given_up.discard(rank)
+            self.say("replace", rank, self.nodes[rank].instance.id)
+            self.post("know", [self.nodes[rank]])
+            self.pump()
+
+    def block_way(self) -> None:
+        """Large values do not get to a machine, nor from it."""
+        self._machine(self.rng.choice(list(self.nodes))).is_reachable = False
+
+    def open_ways(self) -> None:
+        """Large values get through again."""
+        for machine in self.machines.values():
+            machine.is_reachable = True
+
+    def hold(self) -> None:
+        """A node is to be given no more calls."""
+        if self.scheduler.is_alive:
+            rank = self.rng.choice(list(self.nodes))
+            self.retiring.update(f"{rank}-{index}" for index in range(self.workers_per_node))
+            self.scheduler.hold(rank)
+
+    # ── coming to rest ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _settle(self) -> None:
+        """Mend everything, and go on until nothing happens any more."""
+        self.say("── settle")
+        if self.connection is not None and not self.connection.carries and self.rng.random() < 0.8:
+            self.post("cut", self.connection.epoch)
+        rests = 0
+        for index in range(ROUNDS):
+            self._mend()
+            self._deliver_all()
+            if index == 8:
+                self._check_cancelled()
+            for _ in range(MOST_CALLS if index > 8 else 0):
+                if not self._work_all():
+                    break
+                self._deliver_all()
+            self.now += 2.5
+            self.post("tick", self.now, self._is_reachable)
+            self._deliver_all()
+            rests = rests + 1 if self._is_at_rest else 0
+            if rests == 2:
+                return
+        raise Violation(f"it does not come to rest: {self._what_is_left()}")
+
+    def _mend(self) -> None:
+        self.open_ways()
+        for worker in self.workers:
+            is_lost = worker.is_cut_off and not worker.is_moving and self.scheduler.is_alive
+            if worker.is_alive and (is_lost or (worker.name in self.retiring and worker.address in self.scheduler.held)):
+                worker.die(self.rng)
+        self.reconnect()
+        self.pump()
+        if not self.scheduler.is_alive:
+            return
+        for rank in sorted(self.given_up):
+            self.post("give_up", NodeLost("given up"), rank)
+        for _ in range(self.ranks):
+            if any(rank not in self.given_up and (rank not in self.nodes or not self._machine(rank).is_alive) for rank in range(1, self.ranks)):
+                self.replace()
+        for rank, index in self._missing():
+            self._start_worker(rank, index)
+        self.workers = [worker for worker in self.workers if worker.is_alive]
+
+    def _deliver_all(self) -> None:
+        is_any = True
+        while is_any:
+            self.pump()
+            is_any = False
+            for wire in list(self.wires):
+                while wire.queue:
+                    is_any = True
+                    wire.deliver(wire.queue.popleft())
+            for steps in list(self.under_way):
+                is_any = True
+                if next(steps, 0) == 0:
+                    self.under_way.remove(steps)
+            is_any = is_any or bool(self.mailbox)
+
+    def _work_all(self) -> bool:
+        busy = [worker for worker in self.workers if worker.is_busy]
+        for worker in busy:
+            for _ in range(200):
+                if not worker.is_busy:
+                    break
+                worker.step(self.rng)
+        return bool(busy)
+
+    @property
+    def _is_at_rest(self) -> bool:
+        dispatcher = self.dispatcher
+        is_left = dispatcher.entries or dispatcher.outs or dispatcher.fetching or dispatcher._queue._out or any(worker.is_busy for worker in self.workers)
+        is_connected = self.is_over or (self.connection is not None and self.connection.carries and dispatcher.is_live)
+        return not is_left and is_connected
+
+    def _what_is_left(self) -> str:
+        dispatcher = self.dispatcher
+        calls = [caller for caller in self.callers.values() if caller.state == "waiting"]
+        phases = {number: (out.phase.value, out.epoch, out.worker) for number, out in dispatcher.outs.items()}
+        busy = [worker.address for worker in self.workers if worker.is_busy]
+        return f"{calls[:3]} entries {list(dispatcher.entries)[:5]} outs {phases} fetching {list(dispatcher.fetching)} live {dispatcher.is_live} busy {busy}"
+
+    # ── invariants ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _require(self, is_so: object, what: str, *about: object) -> None:
+        if not is_so:
+            raise Violation(f"{what} {' '.join(map(str, about))}")
+
+    def _check_queue(self, name: str) -> None:
+        if self.is_over or self.is_drained:
+            self._require(not any(True for _ in self.dispatcher._queue._all_waiting), f"after {name} calls wait on a pool that begins none")
+
+    def _check_cancelled(self) -> None:
+        if self.is_over or not self.dispatcher.is_live:
+            return
+        for worker in self.workers:
+            for slot in worker.slots:
+                if slot is not None and slot.running is not None and worker.is_alive and not worker.is_cut_off:
+                    caller = self.callers[slot.running.call_id]
+                    self._require(caller.state not in ("cancelled", "failed"), "a call runs on that is cancelled or lost", caller)
+
+    def _check_end(self) -> None:
+        waiting = [caller for caller in self.callers.values() if caller.state == "waiting"]
+        self._require(not waiting, "calls do not end", waiting[:3])
+        self._check_counts()
+        dispatcher = self.dispatcher
+        for name in ("entries", "outs", "fetching", "_unheard", "_to_stop"):
+            self._require(not getattr(dispatcher, name), f"{name} is not empty at the end", getattr(dispatcher, name))
+        self._require(not dispatcher._queue._out and not dispatcher._queue._shipments and not dispatcher._queue._suspects, "the queue is not empty at the end")
+        self._require(self.counted_seconds <= self.ran_seconds + 1e-6, "more time is counted than calls ran", self.counted_seconds, self.ran_seconds)
+        if not self.is_over:
+            self._require(not self.scheduler.tasks, "tasks are not released", list(self.scheduler.tasks))
+            for node in self.nodes.values():
+                self._check_memory(self.machines[node.instance.id])
+            for worker in self.workers:
+                self._require(not worker.kept or not worker.is_alive, "a worker keeps calls at the end", worker.name, worker.kept)
+            self._require(not dispatcher._kept.unknown and not dispatcher._kept.at, "kept calls are not forgotten", dispatcher._kept)
+
+    def _check_counts(self) -> None:
+        states = Counter(caller.state for caller in self.callers.values())
+        if not self.callers:
+            return
+        progress = self.progress
+        assert progress is not None
+        counts = (progress.submitted, progress.done, progress.cancelled)
+        self._require(counts == (len(self.callers), states["finished"] + states["failed"], states["cancelled"]), "the progress is wrong", progress, states)
+        self._require(progress.failed >= states["failed"], "the failed ones are not counted", progress, states)
+
+    def _check_memory(self, machine: Machine) -> None:
+        for path, content in machine.files.items():
+            is_known = not content.startswith("call-") or path in self.heard
+            self._require(content.startswith("function") or not is_known, "a file is left in the memory of a node", path, content)
+        functions = sum(content.startswith("function") for content in machine.files.values())
+        self._require(functions * FUNCTION_SPANS[0][1] <= LIMIT_BYTES, "too many functions are left in the memory of a node", machine.files)
+
+
+# ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def explore(seed: int, make: Callable[..., Dispatcher] = Dispatcher) -> str | None:
+    """Go through one history; return what is wrong with it, if anything is."""
+    try:
+        World(seed, make).run()
+    except Exception as error:
+        return f"seed {seed}: {type(error).__name__}: {error}"
+    return None
+
+
+def main() -> int:
+    """Explore many histories, or tell one."""
+    parser = argparse.ArgumentParser(prog="python -m tests.engine.simulation", description="Explore histories of the dispatcher.")
+    parser.add_argument("--seed", type=int, help="tell this history step by step")
+    parser.add_argument("--histories", type=int, default=2000)
+    parser.add_argument("--from", type=int, default=0, dest="first", help="the first seed")
+    parser.add_argument("--processes", type=int, default=2)
+    wishes = parser.parse_args()
+    if wishes.seed is not None:
+        World(wishes.seed, trace=print).run()
+        return 0
+    began, failures = time.monotonic(), Counter[str]()
+    seeds = range(wishes.first, wishes.first + wishes.histories)
+    with multiprocessing.Pool(wishes.processes) as pool:
+        for failure in pool.imap_unordered(explore, seeds, chunksize=50):
+            if failure is not None:
+                what = failure.partition(": ")[2][:60]
+                failures[what] += 1
+                if failures[what] <= 3:
+                    print(failure[:600], flush=True)
+    seconds = time.monotonic() - began
+    print(f"{wishes.histories} histories from seed {wishes.first}: {failures.total()} failed, {seconds:.0f} s")
+    for what, count in failures.most_common():
+        print(f"{count:7} {what}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
