@@ -58,6 +58,8 @@ class Played:
     """As `uname -s -m` says it."""
     sees_others: bool = True
     """Whether nodes get through to each other."""
+    forwards_ports: bool = True
+    """Whether its sshd lets a client in to ports of the node: `AllowTcpForwarding`."""
 
 
 @dataclass
@@ -224,6 +226,8 @@ class _Door(asyncssh.SSHServer):
         return _Command(self._nodes, self._node)
 
     def connection_requested(self, dest_host: str, dest_port: int, orig_host: str, orig_port: int) -> bool:
+        if not self._node.played.forwards_ports:
+            raise asyncssh.ChannelOpenError(asyncssh.OPEN_ADMINISTRATIVELY_PROHIBITED, "open failed")
         return True
 
     async def server_requested(self, listen_host: str, listen_port: int) -> asyncssh.SSHListener:  # type: ignore[override]

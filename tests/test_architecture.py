@@ -40,7 +40,7 @@ def test_any_processor_will_do_unless_one_is_asked_for() -> None:
 @pytest.mark.parametrize(("wish", "kept"), [("arm64", "arm64"), ("aarch64", "arm64"), ("amd64", "x86_64"), ("x86_64", "x86_64"), (None, None)])
 def test_a_pool_may_ask_for_it_by_any_of_its_names(wish: str | None, kept: str | None) -> None:
     """It stands in the spec and in its requirements, also after JSON, and decides which machines are candidates."""
-    spec = sky.PoolSpec.of(architecture=wish)
+    spec = sky.PoolSpec.of(architecture=wish) if wish else sky.PoolSpec()
     assert sky.PoolSpec.model_validate_json(spec.model_dump_json()) == spec
     assert spec.requirements.architecture == kept
     found, _ = candidates(spec, [Sold(sky.Local(), (T3, T4G))])

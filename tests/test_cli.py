@@ -167,15 +167,28 @@ def test_an_empty_ledger_says_so(skyward: Skyward) -> None:
 # ── cost ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("by", ["day", "pool", "owner", "bucket", "run", "task", "asset"])
+KEYS = {
+    "day": {"2026-11-17", "2026-11-21"},
+    "pool": {"sky-a", "sky-b"},
+    "owner": {HERE.name, DEAD.name},
+    "bucket": {BILLING_ROUNDING, *(bucket.value for bucket in Bucket)},
+    "run": {"(no run)"},
+    "task": {"(no task)"},
+    "asset": {"(no asset)"},
+}
+
+
+@pytest.mark.parametrize("by", KEYS)
 def test_the_bill_adds_up_by_whatever(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider, by: str) -> None:
     """The total is the same by each key, with what spot has saved."""
+    clock.now = datetime(2026, 11, 21, 12, tzinfo=UTC)
     open_pool(ledger, clock, folder, "sky-a", owner=HERE, age_seconds=1800, machines=3)
     open_pool(ledger, clock, folder, "sky-b", owner=DEAD, age_seconds=360_000)
     told = lines(skyward(f"cost --by {by}"))
     assert told[0] == [by.upper(), "RESOURCES", "HOURS", "USD", "ON DEMAND", "SAVED"]
     assert told[-1] == ["total", "4", "101.50", "203.0000", "812.0000", "609.0000"]
     bill = json.loads(skyward(f"cost --by {by} --json"))
+    assert {row["key"] for row in bill["rows"]} == KEYS[by]
     assert bill["total"] == {"key": "total", "resources": 4, "seconds": 365_400.0, "cost_usd": 203.0, "on_demand_usd": 812.0, "saved_usd": 609.0}
     assert sum(row["cost_usd"] for row in bill["rows"]) == pytest.approx(203.0)
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,21 +105,34 @@ def test_whoever_of_a_node_is_killed_the_rest_is_found(who: str, mark: str, no_g
     sky.Local().terminate([instance.id])
 
 
-@pytest.mark.parametrize("fork", ["sh", "python"])
+CHAINS = {
+    "sh": 'while [ -e "$1/go" ]; do touch "$1/beat"; setsid sh "$0" "$@" </dev/null >/dev/null 2>&1 & exit; done',
+    "python": "import os, sys\nos.chdir(sys.argv[1])\nwhile os.path.exists('go'):\n    open('beat', 'w').close()\n    if os.fork():\n        os._exit(0)\n    os.setsid()\n",
+}
+"""Programs that fork all the time as long as there is a file `go`, and touch the file `beat`: a listing of processes hardly ever shows one."""
+
+
+@pytest.mark.parametrize("fork", CHAINS)
 def test_a_process_that_forks_all_the_time_is_caught(fork: str, mark: str, tmp_path: Path, no_groups: None) -> None:
     """Each process of the chain lives for a moment only, has another session and no environment."""
-    if fork == "sh":
-        chain = tmp_path / "chain.sh"
-        chain.write_text('touch "$1"; setsid sh "$0" "$@" </dev/null >/dev/null 2>&1 &\n')
-        command = f"env -i PATH=$PATH setsid sh {chain} {tmp_path}/forked {mark} </dev/null >/dev/null 2>&1 &"
-    else:
-        chain = tmp_path / "chain.py"
-        chain.write_text("import os, sys\nopen(sys.argv[1], 'w')\nwhile True:\n    if os.fork():\n        os._exit(0)\n    os.setsid()\n")
-        command = f"env -i setsid {sys.executable} -I -S {chain} {tmp_path}/forked {mark} </dev/null >/dev/null 2>&1 &"
-    instance = launched(f"{command} touch started; sleep 300")
-    wait_until(lambda: (tmp_path / "forked").exists(), "the chain")
-    sky.Local().terminate([instance.id])
-    assert [pid for _ in range(20) for pid in running(mark)] == []
+    go, beat, chain = tmp_path / "go", tmp_path / "beat", tmp_path / "chain"
+    chain.write_text(CHAINS[fork])
+    program = "sh" if fork == "sh" else f"{sys.executable} -I -S"
+    go.touch()
+    try:
+        instance = launched(f"env -i PATH=$PATH setsid {program} {chain} {tmp_path} </dev/null >/dev/null 2>&1 & touch started; sleep 300")
+        wait_until(beat.exists, "the chain")
+        began = time.monotonic()
+        for _ in range(3):
+            beat.unlink()
+            wait_until(beat.exists, "the chain to go on")
+        seconds = max(0.1, 2 * (time.monotonic() - began))  # in which a chain that lives beats several times
+        sky.Local().terminate([instance.id])
+        beat.unlink(missing_ok=True)
+        time.sleep(seconds)
+        assert not beat.exists()
+    finally:
+        go.unlink()
 
 
 def test_a_frozen_keeper_holds_the_tree_together(mark: str, no_groups: None) -> None:

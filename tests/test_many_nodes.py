@@ -137,7 +137,7 @@ def rent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rent]:
     monkeypatch.setattr(remote, "LONGEST_BEAT_SECONDS", 600.0)  # nobody's lease is extended but by the test
     with ExitStack() as undo:
 
-        def rent(played: Played = Played(has_uv=False), before: Before | None = None) -> Many:
+        def rent(played: Played = Played(has_uv=False), before: Before | None = None, nodes_wanted: int = NODES) -> Many:
             together, told = Together(), Told()
             nodes = FakeNodes(played, before=before or together)
             undo.callback(nodes.close)
@@ -153,7 +153,7 @@ def rent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rent]:
             cloud._nodes = nodes
             certificate = Future[Any]()
             certificate.set_result(CERTIFICATE)
-            spec, meter = sky.PoolSpec.of(nodes=NODES, lease_seconds=3600), Meter()
+            spec, meter = sky.PoolSpec.of(nodes=nodes_wanted, lease_seconds=3600), Meter()
             ledger = undo.enter_context(Ledger(f"sqlite:///{tmp_path / 'ledger.db'}"))
             book = Book(ledger, "sky-many", spec, cloud, meter, told)
             book.open()
@@ -194,6 +194,20 @@ def test_nodes_that_do_not_see_each_other_are_led_all_at_once(rent: Rent) -> Non
     assert many.together.met == {"lead"}
     asked = {node.instance.id: many.nodes.nodes[node.instance.id].asked.count("lead") for node in lease.nodes}
     assert asked == {node.instance.id: 2 * (NODES - 1) + (node.rank > 0) for node in lease.nodes}  # two ports for each other node, the head's rendezvous
+
+
+def test_an_sshd_that_forwards_no_ports_is_named_before_anything_is_sent(rent: Rent) -> None:
+    """A pool reaches its nodes through forwarded ports only: it would prepare them for nothing, and then wait."""
+    asked = set[str]()
+
+    async def note(what: str, node: FakeNode) -> None:
+        asked.add(what)
+
+    many = rent(Played(forwards_ports=False), before=note, nodes_wanted=1)
+    with ExitStack() as undo, pytest.raises(sky.SkywardError, match="AllowTcpForwarding no"):
+        many.machines.acquire(undo)
+    assert "login" in asked
+    assert not asked & {"put uv", "put ship.tar.gz", "start"}
 
 
 def test_slow_nodes_have_as_long_as_the_pool_to_open_and_are_asked_for_a_sign_of_life_once(rent: Rent, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,7 @@ def test_a_large_result_is_kept_too(own_pool: sky.ComputePool, install: Callable
     data = error.load()["w"].data
     data[0] = 5
     assert (len(data), data[1]) == (300_000, 1)
+    assert error.load()["w"].data[0] == 0  # what is done to one does not change what is kept
     assert len(pickle.loads(error.result_bytes)["w"].data) == 300_000
 
 
@@ -233,10 +234,13 @@ def test_what_is_no_function_is_refused_at_the_call(wrong: Any) -> None:
         sky.compute(wrong)
 
 
-def test_a_map_with_wrong_arguments_sends_nothing(own_pool: sky.ComputePool) -> None:
+def test_a_map_with_wrong_arguments_sends_nothing(own_pool: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A function that takes another number of arguments than there are iterables is refused here."""
+    sent = list[object]()
+    monkeypatch.setattr(own_pool._cluster, "submit", lambda *what, **_: sent.append(what))
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'b'"):
         own_pool.map(add, [1, 2])
+    assert sent == []
     assert isinstance(PendingCompute(add.local, (1,)), PendingCompute)
 
 

@@ -733,6 +733,34 @@ def test_a_task_that_is_tried_again_adds_up_its_cost(airflow: Airflow) -> None:
 
 
 @pytest.mark.slow
+def test_a_retry_policy_sees_the_function_s_own_exception(airflow: Airflow) -> None:
+    """Its class, of an exception that pickle alone cannot rebuild: the rule that names it matches, and the task is not tried again."""
+    ran = airflow.run(
+        "policy",
+        """
+        from airflow.sdk.definitions.retry_policy import ExceptionRetryPolicy, RetryAction, RetryRule
+
+        class Busy(Exception):
+            def __init__(self, code, wait):
+                super().__init__(f"busy {code}")
+
+        never_again = ExceptionRetryPolicy(rules=[RetryRule(exception=Busy, action=RetryAction.FAIL, reason="it is busy for good")])
+
+        @dag(schedule=None)
+        def policy():
+            @task.skyward(provider=LOCAL, retries=1, retry_delay=timedelta(0), retry_policy=never_again)
+            def busy():
+                raise Busy(503, "for ever")
+            busy()
+        policy()
+        """,
+    )
+    assert ran.state == "failed"
+    assert "it is busy for good" in ran.log
+    assert ran.bill("busy")["pools"] == [ran.bill("busy")["pool_id"]]
+
+
+@pytest.mark.slow
 def test_a_task_without_money_fails_without_another_try(airflow: Airflow) -> None:
     """What the first minute would cost more than allowed is refused; the task is not tried again, says why, and nothing was rented."""
     ran = airflow.run(

@@ -145,6 +145,13 @@ def test_an_id_says_which_host_it_may_be_on() -> None:
     assert sky.Hosts("a", user="you")._mark("a") == provider._mark("a")
 
 
+def test_only_hosts_without_a_price_may_be_left_to_their_lease() -> None:
+    """A host that costs something is billed as long as it is not confirmed gone, and so is every machine of a cloud."""
+    assert sky.Hosts("10.0.0.1").may_be_left_to_its_lease()
+    assert not sky.Hosts("10.0.0.1", price_per_hour=1.5).may_be_left_to_its_lease()
+    assert not any(kind().may_be_left_to_its_lease() for kind in (sky.AWS, sky.DigitalOcean, sky.Verda, sky.VastAI, sky.RunPod))
+
+
 def test_ids_of_others_are_nobodys_business() -> None:
     """Ids that were never ours, the beginning of one, and paths reach no host: not even a connection is tried."""
     sky.Hosts("host.invalid").terminate(["local-000000000000", "host-00000000000", "host-", "", ".", "host-/../../../../x", "i-0123456789abcdef0"])
