@@ -26,6 +26,8 @@ ROOT = Path(__file__).parents[2]
 PARTS = {"core": ["aws", "postgres"], "prefect": ["prefect"], "airflow": ["airflow"], "dagster": ["dagster"]}
 ALSO = {"dagster": ["dagster-webserver"]}
 """What a part's smoke starts beside what the extra installs."""
+BOUNDED = ("dask", "distributed")
+"""What pyproject.toml has an upper bound for."""
 SMOKE_SECONDS = 600
 MINORS = ("3.12", "3.13")
 ENVIRONMENTS = [(system, machine) for system in ("linux", "darwin") for machine in ("x86_64", "arm64", "aarch64")]
@@ -109,6 +111,10 @@ def _installed(trial: Trial, wheel: Path, locked: Mapping[str, str]) -> str:
         limits = trial.folder / "limits.txt"
         limits.write_text("".join(f"{name}<={version}\n" for name, version in locked.items()))
         flags += ["--constraints", str(limits)]
+    else:  # what has an upper bound is tried beyond it: a smoke that passes says that the bound may move
+        beyond = trial.folder / "beyond.txt"
+        beyond.write_text("".join(f"{name}\n" for name in BOUNDED))
+        flags += ["--overrides", str(beyond)]
     extras = [flag for extra in PARTS[trial.part] for flag in ("--extra", extra)]
     install = ["pip", "install", "--quiet", "--python", str(trial.interpreter)]
     for command in (

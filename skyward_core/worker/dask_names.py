@@ -1,0 +1,75 @@
+"""All that this package uses of Dask beyond its documented interface, on both sides. `tests/test_dask_names.py` fails where a Dask has it otherwise.
+
+A name is `module:Class.method(parameters)`, `module:Class.attribute` or `module:name`. `pyproject.toml` allows no Dask that is newer than those this was tried
+with; CI's step with the newest versions tries newer ones and says when the bound may move.
+"""
+
+CLIENT = (
+    # engine/connection.py: messages of ours in the client's stream, in order with Dask's
+    "distributed.client:Client._send_to_scheduler(msg)",
+    "distributed.client:Client.scheduler_comm",
+    "distributed.client:Client.loop",
+    # engine/connection.py: a client that does not connect again by itself, and whose tasks its successor finds
+    "distributed.client:Client._reconnect()",
+    "distributed.client:Client._release_key(key)",
+    "distributed.client:Client.futures",
+    "distributed.client:Client._loop_runner",
+    "distributed.utils:LoopRunner.stop(timeout)",
+    "distributed.client:FutureState.cancel(reason, msg)",
+    # engine/connection.py: what has become of a task, without a thread that stays for good
+    "distributed.client:done_callback(future, callback)",
+    "distributed.client:Future._state",
+    "distributed.client:FutureState.exception",
+    "distributed.client:ClosedClientError",
+)
+STREAMS = (
+    # worker/streams.py: no waiting for more to send
+    "distributed.batched:BatchedSend.send(msgs)",
+    "distributed.batched:BatchedSend.buffer",
+    "distributed.batched:BatchedSend.waker",
+    "distributed.batched:BatchedSend.next_deadline",
+    "distributed.batched:BatchedSend.loop",
+    "distributed.batched:BatchedSend.comm",
+    "distributed.comm.core:Comm.allow_offload",
+)
+SCHEDULER = (
+    # worker/calls.py, worker/holding.py, worker/secret_values.py: operations of ours
+    "distributed.scheduler:Scheduler.handlers",
+    "distributed.scheduler:Scheduler.stream_handlers",
+    "distributed.scheduler:Scheduler.send_all(client_msgs, worker_msgs)",
+    "distributed.scheduler:Scheduler.stream_comms",
+    "distributed.scheduler:Scheduler.client_comms",
+    # worker/calls.py: tasks outlive the connection of their client
+    "distributed.scheduler:Scheduler.client_desires_keys(keys, client)",
+    "distributed.scheduler:Scheduler.client_releases_keys(keys, client, stimulus_id)",
+    "distributed.scheduler:Scheduler.stimulus_cancel(keys, client, force, reason, msg)",
+    "distributed.scheduler:ClientState.wants_what",
+    "distributed.scheduler:TaskState.who_wants",
+    "distributed.scheduler:TaskState.processing_on",
+    "distributed.scheduler:TaskState.suspicious",
+    "distributed.scheduler:TaskState.annotations",
+    "distributed.scheduler:WorkerState.processing",
+    "distributed.scheduler:WorkerState.executing",
+    "distributed.scheduler:WorkerState.last_seen",
+    # worker/holding.py: a worker that is given no more calls
+    "distributed.scheduler:Scheduler.handle_worker_status_change(status, worker, stimulus_id)",
+    # worker/node.py: when a worker counts as lost; graphs that import for long; who may connect
+    "distributed.scheduler:Scheduler.check_worker_ttl()",
+    "distributed.scheduler:Scheduler.remove_worker(address, stimulus_id)",
+    "distributed.scheduler:Scheduler.update_graph(client, expr_ser)",
+    "distributed.scheduler:Scheduler.add_client(comm, client, versions)",
+    "distributed.scheduler:heartbeat_interval(n)",
+    "distributed.scheduler:DEFAULT_EXTENSIONS",
+    "distributed.spans:SpanMetadata",
+    "distributed.protocol.serialize:deserialize(header, frames)",
+    "distributed.utils:offload",
+)
+WORKER = (
+    # worker/node.py: a worker that ends without waiting for calls, and takes part in our operations
+    "distributed.worker:Worker.close(timeout, executor_wait, nanny, reason)",
+    "distributed.worker:Worker.batched_stream",
+    "distributed.worker:Worker.stream_handlers",
+    "distributed.worker:Worker.metrics",
+    "distributed.worker:Worker.status",
+    "dask.task_spec:Task",
+)
