@@ -403,11 +403,11 @@ class Opening:
         assert self.cluster is not None
         assert self.machines is not None
         assert self.recovery is not None
-        assert self.user_client is not None
         try:
             self.emit(PoolStopping())
             self.recovery.stop()
-            self.user_client.close()
+            if self.user_client is not None:
+                self.user_client.close()
             self.cluster.close(error or PoolClosed(reason))
             self.machines.stop()
             self.recovery.join()
@@ -502,7 +502,6 @@ class Opening:
         assert self.cluster is not None
         assert self.machines is not None
         assert self.recovery is not None
-        assert self.user_client is not None
         assert self._book is not None
         if self._reaper is not None:
             self._reaper.live_by_lease()
@@ -512,7 +511,8 @@ class Opening:
         lease = self.machines.lease.model_copy(update={"expires_at": expires_at})
         try:
             self.recovery.stop()
-            self.user_client.close()
+            if self.user_client is not None:
+                self.user_client.close()
             self.cluster.leave("the pool was detached: attach to it")
             self.machines.stop()
             self.recovery.join()
