@@ -401,15 +401,28 @@ def optional(context: dg.AssetExecutionContext, compute: SkywardResource):
     yield dg.Output(1, output_name="made")
 
 
+@dg.asset(deps=["graphic"])
+def pause():
+    time.sleep(2.1)  # the pool stays open: no step uses these seconds, and all of them pay for them
+
+
+@dg.asset(deps=["pause"])
+def after_pause(context: dg.AssetExecutionContext, compute: SkywardResource):
+    compute.run(context, slow_square, 2)
+
+
 @pytest.mark.slow
 def test_the_shares_add_up_to_the_bill_whatever_the_steps_are(instance):
-    """Graphs of ops, generators, checks, outputs that are not made and steps that fail: materializations and observations are the bill, and the ledger agrees."""
-    result = materialize([graphic, both, checked, optional, failing_late], resource(), instance, raise_on_error=False)
+    """Graphs of ops, generators, checks, outputs that are not made and steps that fail: materializations and observations are the bill, and the ledger agrees.
+
+    So it is with a pool that nobody uses for a while.
+    """
+    result = materialize([graphic, both, checked, optional, failing_late, pause, after_pause], resource(), instance, raise_on_error=False)
 
     assert not result.success
     costs, (pool,) = told_costs(instance, result.run_id)
     bill = bill_of(pool)
-    assert set(costs) == {"graphic", "left", "deep/right", "made", "failing_late"}
+    assert set(costs) == {"graphic", "left", "deep/right", "made", "failing_late", "after_pause"}
     assert all(cost > 0 for cost in costs.values())
     assert sum(costs.values()) == pytest.approx(bill, abs=1e-5)
     assert {name: cost for name, cost in costs_by_asset(pool).items() if cost > 1e-5} == {name: pytest.approx(cost, abs=1e-5) for name, cost in costs.items()}
