@@ -72,7 +72,7 @@ class Airflow:
         self.process = self.start("host")
 
     def cli(self, *arguments: str) -> str:
-        command = [str(Path(sys.executable).parent / "airflow"), *arguments]
+        command = [sys.executable, "-m", "airflow", *arguments]
         return subprocess.run(command, env=self.environ, check=True, capture_output=True, text=True, timeout=100).stdout
 
     def start(self, role: str) -> subprocess.Popen[str]:

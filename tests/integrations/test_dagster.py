@@ -572,7 +572,7 @@ def test_a_step_whose_run_is_gone_ends_its_pool(tmp_path, how):
             return ledger.pool_rows(include_ended=True)
 
     with (tmp_path / "run.log").open("w") as log:
-        command = [str(Path(sys.executable).parent / "dagster"), "job", "execute", "-f", str(script), "-j", "orphan"]
+        command = [sys.executable, "-m", "dagster", "job", "execute", "-f", str(script), "-j", "orphan"]
         run = subprocess.Popen(command, stdout=log, stderr=log, cwd=tmp_path, env=environ, start_new_session=True)
     try:
         while not (tmp_path / "runs.txt").exists():
