@@ -803,7 +803,7 @@ def test_a_question_that_comes_late_does_not_take_the_topic_back() -> None:
     assert (len(answers_to(scheduler.wires["first"])), len(answers_to(scheduler.wires["second"]))) == (0, 1)
 
 
-def test_what_was_abandoned_stays_unknown() -> None:
+def test_a_client_hears_that_it_was_abandoned() -> None:
     """Also when the first answer that says so is lost: a client that takes the topic for known would send again what has run."""
     calls = Calls(FOR_EVER)
     scheduler = scheduler_with(calls)
@@ -812,4 +812,5 @@ def test_what_was_abandoned_stays_unknown() -> None:
     scheduler.take("first", leave(TOPIC))
     for asked in (2, 3):
         scheduler.take("second", resume("second", TOPIC, 0, asked))
-    assert [answer.is_known for answer in answers_to(scheduler.wires["second"])] == [False, False]
+    assert [answer.is_known for answer in answers_to(scheduler.wires["second"])] == [False, True]
+    assert [answer.abandoned for answer in (*answers_to(scheduler.wires["first"]), *answers_to(scheduler.wires["second"]))] == [0, 1, 1]

@@ -50,7 +50,7 @@ def test_another_head_hears_all_that_was_not_released() -> None:
     kept.attach("2-0", "tls://b", "pool", second.send)
     assert first.kept == [()]
     assert [report.number for report in first.reports] == [1, 2]
-    assert second.sent[0] == ("pool", WorkerKept("2-0", "tls://b", kept.calls))
+    assert second.sent[0] == ("pool", WorkerKept("2-0", "tls://b", kept.calls, keys=("k1",)))
     assert second.kept == [("a", "b")]
     assert [(topic, message.origin, message.number) for topic, message in second.sent[1:]] == [("topic", "process/k1", number) for number in (1, 2, 3)]
     assert second.reports[:2] == first.reports

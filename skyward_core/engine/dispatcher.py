@@ -24,7 +24,6 @@ A pool that is draining or closing takes nothing back into the queue: what comes
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,8 +84,8 @@ class Dispatcher:
         self.is_live = False
         self.heard = 0
         """The number of the last message of the topic."""
-        self._was_live = False
-        """Whether this scheduler has answered before."""
+        self._abandoned = 0
+        """How often the scheduler has forgotten this client."""
         self._retries = retries
         self._kept = KeptCalls()
         self._queue = Queue(topic)
@@ -194,15 +193,15 @@ class Dispatcher:
         alive = {node.instance.id for node in self.members.nodes.values()}
         self.members.nodes = {node.rank: node for node in nodes}
         self.members.clear()
-        self._was_live = False
+        self._abandoned = 0
         self._files = {instance_id: files for instance_id, files in self._files.items() if self.members_know(instance_id)}
         awaited = [name for node in nodes if node.instance.id in alive for name in self.members.names_at(node.rank)]
         heard = {origin: number for out in self.outs.values() for origin, number in out.heard.items()}
-        before, batches = self._queue.next_number, list(self.outs)
-        out = [call_id for item in list(self.outs.values()) for call_id in self._forget(item)]
+        before = self._queue.next_number
+        batches = {out.number: self._forget(out) for out in list(self.outs.values())}
         arguments = [(call_id, entry.call.arguments) for call_id, entry in self.entries.items() if not self._queue.is_out(call_id)]
         gone = [call_id for call_id, parcel in arguments if parcel.path and call_id not in self.fetching and not is_there(parcel)]
-        self._kept.begin(out, batches, awaited, before, heard, now)
+        self._kept.begin(batches, awaited, before, heard, now)
         self._count_slots()
         self._lose(gone, HEAD_LOST)
         self._lose_unkept(now)
@@ -211,11 +210,10 @@ class Dispatcher:
         """The scheduler has answered: what it knows of the batches that were out, and of its workers. The messages that were missed follow."""
         if epoch != self.epoch or not self.is_connected:
             return
-        if not resumed.is_known and self._was_live:
-            self._take_another_topic()
-            return
-        self.is_live, self._was_live, self.heard = True, True, resumed.number
-        if self._kept.are_any:
+        self.is_live, self.heard = True, resumed.number
+        if resumed.abandoned != self._abandoned:
+            self._lose_abandoned(resumed.abandoned)
+        if self._kept.batches:
             self._do(do.TellKept(epoch))
         self._count_in(resumed.workers)
         before = {self.key(out.number): out for out in self.outs.values() if out.epoch < epoch}
@@ -236,16 +234,12 @@ class Dispatcher:
         self._lose_unheard()
         self._do(do.Answered(epoch))
 
-    def _take_another_topic(self) -> None:
-        """The scheduler has waited for so long that it has forgotten the topic, and has workers stop all that reports there."""
-        out = [call_id for item in list(self.outs.values()) if item.is_out for call_id in self._forget(item)]
-        self.topic = self._queue.topic = f"skyward-{hashlib.sha256(f'{self.topic} {self.epoch}'.encode()).hexdigest()[:32]}"
-        self.heard = self._acknowledged = 0
-        self._was_live = False
-        out += [*self._kept.at, *self._kept.unknown]
-        self._kept = KeptCalls()
+    def _lose_abandoned(self, times: int) -> None:
+        """The scheduler has waited for so long that it has forgotten this client, and has stopped all its calls."""
+        self._abandoned = times
+        out = [call_id for item in list(self.outs.values()) for call_id in self._forget(item)]
+        out += self._kept.forget(self._queue.next_number)
         self._lose(out, "its scheduler has waited for this client for too long")
-        self.cut(self.epoch)  # the next connection asks for the other one
 
     def report(self, epoch: int, report: Report | None, now: float) -> None:
         """The next message of the topic: what a worker tells, in the order in which it happened. None: it could not be read."""
@@ -433,7 +427,7 @@ class Dispatcher:
         """After one or several messages: send what may go out, stop what is to be stopped, tell the progress."""
         if self.is_live:
             self._stop_cancelled()
-            if released := self._kept.take_released():
+            if released := self._kept.take_released(self._queue.is_out):
                 self._do(do.ReleaseKept(self.epoch, tuple(released)))
             self._ship()
         counts = (self._submitted, self._done, self._failed, self._cancelled)
@@ -731,21 +725,17 @@ class Dispatcher:
             out.heard[report.origin] = report.number
             return False
         outcomes = [item for item in report.news if isinstance(item, Outcome)]
-        ids = [outcome.call_id for outcome in outcomes]
-        if self._kept.is_done_with(report):
-            for outcome in outcomes:
-                if (fetching := self.fetching.get(outcome.call_id)) is None or fetching.lies_at != outcome.parcel.path:
-                    self._discard(outcome.parcel)
-            self._kept.ended(report, ids)
-            return True
-        is_retold = self._kept.is_retold(report)
-        self._kept.ended(report, [call_id for call_id in ids if not is_retold or call_id not in self.entries or call_id in self.fetching])
-        return is_retold
+        is_done_with, is_retold = self._kept.is_done_with(report), self._kept.is_retold(report)
+        for outcome in outcomes if is_done_with and not is_retold else ():
+            if (fetching := self.fetching.get(outcome.call_id)) is None or fetching.lies_at != outcome.parcel.path:
+                self._discard(outcome.parcel)
+        self._kept.ended(report, [outcome.call_id for outcome in outcomes])
+        return is_done_with or is_retold
 
     def _on_kept(self, news: WorkerKept, now: float) -> None:
         """A worker says which calls it has from before."""
-        to_stop = self._kept.announced(news.name, news.address, news.calls)
-        cancelled = [call_id for call_id in news.calls if call_id in self._kept.at and call_id not in self.entries]
+        to_stop = self._kept.announced(news.name, news.address, news.keys, news.calls)
+        cancelled = [call_id for call_id in news.calls if self._queue.is_out(call_id) and call_id not in self.entries]
         if to_stop or cancelled:
             self._do(do.Stop(self.epoch, (*to_stop, *cancelled)))
         if news.is_paused:

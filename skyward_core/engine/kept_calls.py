@@ -1,8 +1,8 @@
 """Calls that were out when their head was lost, until it is known what has become of each: pure bookkeeping.
 
-States of such a call:
+States of the batch of such calls:
 
-    unknown ──a worker announces it──▶ kept ──its outcome is told──▶ (ended)
+    unknown ──a worker announces it──▶ kept ──all its outcomes are told──▶ (ended)
        ▲ └──all workers that may have it have announced others, or too late──▶ (lost)
        │                                 │ └──that worker leaves──▶ (lost)
        └──────the next head is lost──────┘
@@ -13,7 +13,7 @@ has the number that it had at first, so that what was heard before is known.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from skyward_core.worker.wire import Report
@@ -29,26 +29,27 @@ def batch_of(origin: str) -> int:
 
 @dataclass(slots=True)
 class KeptCalls:
-    """`unknown` calls; those that are kept, by id, `at` the address of a worker; the names of the workers that are `awaited`, until the clock says `until`."""
+    """Batches that were out when a head was lost, `at` the address of the worker that keeps each; the others are unknown.
 
-    unknown: set[str] = field(default_factory=set[str])
-    at: dict[str, str] = field(default_factory=dict[str, str])
+    The names of the workers that are `awaited`, until the clock says `until`.
+    """
+
+    batches: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
+    """By number: the calls that have not ended. A call may have been in others before, which handed it back."""
+    at: dict[int, str] = field(default_factory=dict[int, str])
     awaited: set[str] = field(default_factory=set[str])
     until: float = 0.0
     before: int = 0
     """Batches with a lower number were sent to a head that is lost."""
-    _batches: set[int] = field(default_factory=set[int])
-    """Those that were out when a head was lost. All others from before are done with."""
     _heard: dict[str, int] = field(default_factory=dict[str, int])
     """By origin: the number of the last report that was heard."""
     _given_up: set[str] = field(default_factory=set[str])
     """Calls that are lost and do not run again: a worker that announces one after all is to stop it."""
     _released: set[str] = field(default_factory=set[str])
 
-    def begin(self, calls: Collection[str], batches: Collection[int], awaited: Collection[str], before: int, heard: Mapping[str, int], now: float) -> None:
-        """The head is lost: these calls of these batches were out, and workers of these names may still have them. Batches have numbers below `before`."""
-        self.unknown.update(self.at, calls)
-        self._batches.update(batches)
+    def begin(self, batches: Mapping[int, Collection[str]], awaited: Collection[str], before: int, heard: Mapping[str, int], now: float) -> None:
+        """The head is lost: these batches were out, and workers of these names may still have them. All so far have numbers below `before`."""
+        self.batches.update({number: set(calls) for number, calls in batches.items() if calls})
         self.at.clear()
         self._released.clear()
         self.awaited = set(awaited)
@@ -57,17 +58,16 @@ class KeptCalls:
         self._heard.update(heard)
 
     @property
-    def are_any(self) -> bool:
-        """Whether what has become of some call is not known, or it has not ended."""
-        return bool(self.unknown or self.at)
+    def calls(self) -> list[str]:
+        """The calls of which it is not known what has become, or which have not ended."""
+        return sorted(call_id for calls in self.batches.values() for call_id in calls)
 
-    def announced(self, name: str, address: str, calls: Collection[str]) -> list[str]:
-        """A worker says which calls it keeps; return those of them that it must stop."""
+    def announced(self, name: str, address: str, keys: Collection[str], calls: Collection[str]) -> list[str]:
+        """A worker says which batches it keeps, and their calls; return those that it must stop."""
         self.awaited.discard(name)
-        for call_id in calls:
-            if call_id in self.unknown or call_id in self.at:
-                self.unknown.discard(call_id)
-                self.at[call_id] = address
+        for number in map(batch_of, keys):
+            if number in self.batches:
+                self.at[number] = address
         return [call_id for call_id in calls if call_id in self._given_up]
 
     def without(self, names: Collection[str]) -> None:
@@ -76,32 +76,33 @@ class KeptCalls:
 
     def take_lost(self, now: float) -> list[str]:
         """Return the calls that no worker has, once that is known."""
-        if not self.unknown or (self.awaited and now <= self.until):
+        unknown = self.batches.keys() - self.at.keys()
+        if not unknown or (self.awaited and now <= self.until):
             return []
-        lost = sorted(self.unknown)
-        self.unknown.clear()
         self.awaited.clear()
-        return lost
+        return self._take(unknown)
+
+    def left(self, address: str) -> list[str]:
+        """A worker has gone: return the calls that it kept."""
+        return self._take([number for number, there in self.at.items() if there == address])
+
+    def forget(self, before: int) -> list[str]:
+        """All batches so far, which have numbers below `before`, are lost: what is told of them counts no more. Return the calls of those from before."""
+        self.before = before
+        self.awaited.clear()
+        return self._take(list(self.batches))
 
     def gave_up(self, calls: Collection[str]) -> None:
         """These calls are lost, and do not run again."""
         self._given_up.update(calls)
 
-    def left(self, address: str) -> list[str]:
-        """A worker has gone: return the calls that it kept."""
-        lost = [call_id for call_id, there in self.at.items() if there == address]
-        for call_id in lost:
-            del self.at[call_id]
-        return lost
-
     def is_done_with(self, report: Report) -> bool:
-        """Tell whether a report is of a batch from before that was heard of, or lost, while its head lived: its worker was not told to forget it."""
-        number = batch_of(report.origin)
-        return 0 <= number < self.before and number not in self._batches
+        """Tell whether a report is of a batch from before that has ended, or is lost: its worker has not been asked to forget it, or does not know yet."""
+        return 0 <= batch_of(report.origin) < self.before and batch_of(report.origin) not in self.batches
 
     def is_retold(self, report: Report) -> bool:
         """Tell whether a report of a batch from before was heard already; else note that it is heard."""
-        if not self.before or batch_of(report.origin) >= self.before or report.number == 0:
+        if not 0 <= batch_of(report.origin) < self.before:
             return False
         if report.number <= self._heard.get(report.origin, 0):
             return True
@@ -110,13 +111,23 @@ class KeptCalls:
 
     def ended(self, report: Report, calls: Collection[str]) -> None:
         """Outcomes of these calls have arrived: their worker may forget those that have outlived their head."""
-        if self.before and batch_of(report.origin) < self.before:
-            for call_id in calls:
-                self.at.pop(call_id, None)
-                self.unknown.discard(call_id)
+        number = batch_of(report.origin)
+        if 0 <= number < self.before:
+            left = self.batches.get(number, set[str]())
+            left.difference_update(calls)
+            if not left:
+                self._take([number])
             self._released.update(calls)
 
-    def take_released(self) -> list[str]:
-        """Return the calls that workers may forget, once."""
-        released, self._released = sorted(self._released), set()
+    def take_released(self, is_out: Callable[[str], bool]) -> list[str]:
+        """Return the calls that workers may forget, once: not those that are out, for a worker may have them again."""
+        released = sorted(call_id for call_id in self._released if not is_out(call_id))
+        self._released.difference_update(released)
         return released
+
+    def _take(self, numbers: Iterable[int]) -> list[str]:
+        taken = list[str]()
+        for number in sorted(numbers):
+            taken += sorted(self.batches.pop(number, ()))
+            self.at.pop(number, None)
+        return taken

@@ -161,7 +161,8 @@ class Calls(SchedulerPlugin):
         self._owners: dict[str, str] = {}  # of topics: ids of clients
         self._keys: dict[str, set[str]] = {}  # of tasks kept, by the id of their client
         self._absent: dict[str, asyncio.TimerHandle] = {}
-        self._abandoned: set[str] = set()
+        self._abandoned: dict[str, int] = {}
+        """By topic: how often it was dropped with the tasks of its owner. Not forgotten: the answer that says so may be lost."""
         self._asked: dict[str, int] = {}
         """By topic: the number of the last question that was answered."""
         self._replaced: set[str] = set()
@@ -209,7 +210,7 @@ class Calls(SchedulerPlugin):
             return
         self._asked[topic] = asked
         kept = self._topics.get(topic)
-        is_known = kept is not None and topic not in self._abandoned
+        is_known = kept is not None
         if not topic.startswith(_DETACHED):
             kept = kept or self._topics.setdefault(topic, Topic(self._topic_limit_bytes, number=after))
             self._give(topic, client)
@@ -222,6 +223,7 @@ class Calls(SchedulerPlugin):
             "number": number,
             "missed": max(0, number - after),
             "is_known": is_known,
+            "abandoned": self._abandoned.get(topic, 0),
             "tasks": tasks,
             "gone": gone,
             "last": number + len(messages),
@@ -330,7 +332,7 @@ class Calls(SchedulerPlugin):
         for topic in topics:
             self._scheduler.unsubscribe_topic(topic, client)
             del self._owners[topic], self._topics[topic], self._asked[topic]
-            self._abandoned.add(topic)  # for good: what it had may have run, and nothing is known of it any more
+            self._abandoned[topic] = self._abandoned.get(topic, 0) + 1
         stop = {"op": CANCEL, "calls": topics}  # else what runs would keep its slot, and nobody could stop it any more
         self._scheduler.send_all({}, {worker: [stop] for worker in self._scheduler.workers})
         self._let_go(client, list(self._keys.get(client, ())))

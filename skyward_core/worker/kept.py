@@ -24,6 +24,7 @@ KEPT_LIMIT_BYTES = 16 << 20
 class WorkerKept:
     """A worker tells which calls it has: those that run or wait in its slots, and those that have ended and were not released. Their reports follow.
 
+    `keys` are those of their batches: a call may be in two, of which the first has handed it back.
     `is_paused`: it takes no others until those that it had before it came to this scheduler have ended (`WorkerFree`).
     """
 
@@ -31,6 +32,7 @@ class WorkerKept:
     address: str
     calls: tuple[str, ...]
     is_paused: bool = False
+    keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,7 @@ class Kept:
         with self._lock:
             self._send = send
             if self._keeps:
-                send(topic, pickle.dumps(WorkerKept(name, address, self.calls, is_paused), protocol=5))
+                send(topic, pickle.dumps(WorkerKept(name, address, self.calls, is_paused, tuple(self._batches)), protocol=5))
                 for batch in self._batches.values():
                     for message in batch.messages:
                         send(batch.topic, message)

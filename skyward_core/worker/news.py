@@ -51,6 +51,7 @@ class Resumed:
     gone: frozenset[str] = frozenset()
     last: int = 0
     workers: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
+    abandoned: int = 0
 
     @staticmethod
     def of(answer: Mapping[str, object]) -> Resumed:

@@ -140,7 +140,7 @@ class Worker:
         """Tell which calls it has, and all that was reported of them."""
         if self.world.keeps:
             calls = tuple(call_id for kept in self.kept.values() for call_id in sorted(kept.calls))
-            self.up.send(("news", WorkerKept(self.name, self.address, calls, bool(self.older)), None))
+            self.up.send(("news", WorkerKept(self.name, self.address, calls, bool(self.older), tuple(self.kept)), None))
             for kept in self.kept.values():
                 for report in kept.reports:
                     self.up.send(("report", kept.topic, report))
@@ -169,6 +169,11 @@ class Worker:
     def is_busy(self) -> bool:
         """Whether it has anything to do."""
         return self.is_alive and (bool(self.ready) or any(self.slots))
+
+    def has(self, call_id: str) -> bool:
+        """Whether a call runs or waits here."""
+        at_work = [slot.batch for slot in self.slots if slot is not None and call_id not in slot.outcomes]
+        return any(call.call_id == call_id for batch in (*at_work, *(batch for _, batch in self.ready)) for call in batch.calls)
 
     def receive(self, message: Any) -> None:
         """Take a message of the scheduler's."""
@@ -434,7 +439,7 @@ class Scheduler:
         self.is_alive = True
         self.limit = limit
         self.topics: dict[str, Topic] = {}
-        self.abandoned: set[str] = set()
+        self.abandoned: dict[str, int] = {}
         self.owners: dict[str, Connection] = {}
         self.keys: dict[Connection, set[str]] = {}
         self.clients: set[Connection] = set()
@@ -487,7 +492,7 @@ class Scheduler:
         if owner.epoch > client.epoch:  # it comes late: the client has another connection by now
             self.replaced.add(client)
             return
-        is_known = topic in self.topics and topic not in self.abandoned
+        is_known = topic in self.topics
         kept = self.topics.setdefault(topic, Topic(after, self.limit))
         self.owners[topic] = client
         if owner is not client:
@@ -503,7 +508,7 @@ class Scheduler:
         workers = {worker.address: (worker.name, HELD if worker.address in self.held else "running") for worker in self.workers.values()}
         last = number + len(messages)
         self.world.missed += max(0, number - after)
-        client.down.send(("event", topic, Resumed(number, max(0, number - after), is_known, tasks, gone, last, workers)))
+        client.down.send(("event", topic, Resumed(number, max(0, number - after), is_known, tasks, gone, last, workers, self.abandoned.get(topic, 0))))
         for message in messages:
             client.down.send(("event", topic, message))
         self._subscribe(topic, client)
@@ -515,7 +520,7 @@ class Scheduler:
         for topic, owner in list(self.owners.items()):
             if owner not in self.clients:
                 del self.owners[topic], self.topics[topic]
-                self.abandoned.add(topic)
+                self.abandoned[topic] = self.abandoned.get(topic, 0) + 1
                 for worker in self.workers.values():
                     worker.down.send(("cancel", [topic]))
                 self._let_go(owner, sorted(self.keys.get(owner, ())))

@@ -17,7 +17,7 @@ import multiprocessing
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -25,16 +25,18 @@ from typing import Any
 from skyward_core.engine import actions as do
 from skyward_core.engine.dispatcher import Dispatcher
 from skyward_core.engine.function_files import LIMIT_BYTES
+from skyward_core.engine.kept_calls import DECIDED_SECONDS
 from skyward_core.engine.outbox import Entry
 from skyward_core.engine.shipments import Phase
 from skyward_core.errors import NodeLost, PoolClosed
-from skyward_core.events import CallProgress, LogLine
+from skyward_core.events import CallProgress, CallRetrying, LogLine
 from skyward_core.instances import Node
-from skyward_core.worker.wire import Call, Ending, Outcome, Parcel
+from skyward_core.worker.wire import Call, Ending, Outcome, Parcel, Report
 from tests.engine.model import FUNCTION_SPANS, LARGE, SPANS, Connection, Machine, Scheduler, Wire, Worker, machine_id, node_of
 
 MOST_CALLS = 60
 ROUNDS = 40  # of mending and waiting, after which a history must have come to rest
+TOLD_OF_A_KIND, WORDS, LONGEST = 3, 60, 600  # failures of one kind, characters that make a kind, characters that are printed
 SMALL = Parcel(b"small")
 FUNCTIONS = ("short-a", "short-b", "long-a", "short-big", "long-big")
 LARGE_FUNCTIONS = ("short-A", "short-B", "long-C", "short-D")
@@ -94,6 +96,7 @@ class World:
         self._draw(rng)
         self.nodes = {rank: self._new_node(rank) for rank in range(self.ranks)}
         self.given_up: set[int] = set()
+        self.restarted_at = 0.0
         self.retiring: set[str] = set()
         """Names of workers that were held: those that have it when all is mended end."""
         self.topics = itertools.count()
@@ -132,10 +135,11 @@ class World:
         self.workers_per_node = rng.choice((1, 1, 1, 2))
         self.slots = rng.randint(1, 3)
         self.is_here = rng.random() < 0.25
-        self.limit = rng.choice((1_000, 1_000, 1_000, 3))
-        self.steps = rng.randint(30, 110)
+        self.limit = rng.choice((1_000, 1_000, 3))
+        self.steps = rng.randint(40, 240)
         self.keeps = rng.random() < 0.9
         self.kept_limit = rng.choice((1_000, 1_000, 1_000, 1))
+        self.absence = rng.choice((0.0, 0.0, 0.9))
         self.large = rng.choice((0.0, 0.3, 0.7))
         self.menu = [
             *[self.submit, self.tick] * 4,
@@ -143,23 +147,23 @@ class World:
             *[self.pump, self.notice, self.open_ways, self.replace] * 2,
         ]
         faults = (
-            (self.kill_worker, 2),
-            (self.silence_worker, 1),
-            (self.kill_node, 1),
-            (self.kill_scheduler, 1),
-            (self.cut_silently, 2),
-            (self.cut_openly, 2),
-            (self.block_way, 2),
-            (self.hold, 1),
-            (self.drain, 1),
-            (self.undrain, 2),
-            (self.give_up_rank, 1),
-            (self.abandon, 1),
-            (self.jump, 1),
-            (self.duplicate, 3),
+            (self.kill_worker, 2, 0.5),
+            (self.silence_worker, 1, 0.3),
+            (self.kill_node, 1, 0.3),
+            (self.kill_scheduler, 1, 0.4),
+            (self.cut_silently, 2, 0.4),
+            (self.cut_openly, 2, 0.5),
+            (self.block_way, 2, 0.3),
+            (self.hold, 1, 0.3),
+            (self.drain, 1, 0.15),
+            (self.undrain, 2, 0.5),
+            (self.give_up_rank, 1, 0.2),
+            (self.abandon, 1, 0.2),
+            (self.jump, 1, 0.2),
+            (self.duplicate, 4, 0.5),
         )
-        for fault, weight in faults:
-            if rng.random() < 0.45:
+        for fault, weight, share in faults:
+            if rng.random() < share:
                 self.menu += [fault] * weight
         self.has_own_faults = rng.random() < 0.1
         self.last_step = rng.choice((None, None, None, None, None, None, None, self.close, self.give_up_all))
@@ -425,8 +429,30 @@ class World:
         )
         is_final = self.is_drained or action.arguments.path is not None
         self._require(not is_lost or is_final or caller.sends > self.retries, "a call is lost that was not sent often enough", caller)
+        if is_lost and not self.retries:
+            self._check_loss(action.call_id)
         self._require(not is_lost or caller.sends > 0 or is_of_arguments, "a call is lost that was never sent", caller)
         self._drop_file(action.arguments)
+
+    def _check_loss(self, call_id: str) -> None:
+        """A call is lost for the first time: it must not run where the scheduler reaches it, nor may its outcome be on its way."""
+        messages = [message[2] for message in self.connection.down.queue if message[0] == "event"] if self.connection is not None else []
+        messages += [args[1] for name, args, _ in self.mailbox if name == "report" and args[0] == self.dispatcher.epoch]
+        told = [item for message in messages if isinstance(message, Report) for item in message.news]
+        is_told = any(isinstance(item, Outcome) and item.call_id == call_id and item.ending is not Ending.RETURNED for item in told)
+        self._require(not is_told or not self.dispatcher.is_live, "a call is lost whose outcome is on its way", call_id)
+        if self.scheduler.is_alive:
+            for worker in self.scheduler.workers.values():
+                is_reached = worker.is_alive and not worker.is_cut_off
+                self._require(not is_reached or not worker.has(call_id), "a call is lost that is at a worker", call_id, worker.address)
+            is_asked = self.connection is not None and self.connection.carries and self.dispatcher.is_live
+            for task in self.scheduler.tasks.values() if is_asked else ():
+                outcome = task.worker.results.get(task.key, {}).get(call_id) if task.worker is not None and task.worker.is_alive else None
+                is_result = task.state == "memory" and outcome is not None and outcome.ending is not Ending.RETURNED
+                self._require(not is_result, "a call is lost whose result can be asked for", call_id)
+        for worker in self.workers:
+            is_kept = worker.is_alive and worker.is_moving and worker.has(call_id) and self.now < self.restarted_at + DECIDED_SECONDS
+            self._require(not is_kept, "a call is lost that a worker takes to the next head", call_id, worker.process)
 
     def _cancelled(self, action: do.Cancelled) -> None:
         caller = self._end(action.call_id, "cancelled")
@@ -443,6 +469,8 @@ class World:
         event = action.event
         if isinstance(event, CallProgress):
             self.progress = event
+        elif isinstance(event, CallRetrying) and event.attempt == 2:
+            self._check_loss(event.call_id)
         elif isinstance(event, LogLine) and event.call_id is not None:
             caller = self.callers[event.call_id]
             self._require(event.line not in caller.lines, "a line is told twice", event.line)
@@ -602,6 +630,8 @@ class World:
         """Recovery connects again where the connection was cut: to the same scheduler, or to one in the place of one that is lost."""
         if self.is_over or not (self.is_cut or self.connection is None):
             return
+        if self.rng.random() < self.absence:
+            return
         self.say("reconnect")
         if self.rng.random() < 0.3:
             self.post("disconnected")
@@ -628,6 +658,7 @@ class World:
                 worker.move(node)
             elif worker.is_alive and (node is not None or self.rng.random() < 0.5):
                 worker.die(self.rng)  # else it is not told, and goes on
+        self.restarted_at = self.now
         self.say("restart", [(rank, node.instance.id) for rank, node in self.nodes.items()])
         self._handle("restarted", (tuple(self.nodes.values()), self._is_there, self.now), {})
 
@@ -711,7 +742,8 @@ class World:
     def kill_worker(self) -> None:
         """A worker process dies."""
         if living := [worker for worker in self.workers if worker.is_alive]:
-            worker = self.rng.choice(living)
+            with_results = [worker for worker in living if worker.results]
+            worker = self.rng.choice(with_results if with_results and self.rng.random() < 0.5 else living)
             self.say("kill", worker.address)
             worker.die(self.rng)
 
@@ -782,6 +814,7 @@ class World:
     def _settle(self) -> None:
         """Mend everything, and go on until nothing happens any more."""
         self.say("── settle")
+        self.absence = 0.0
         if self.connection is not None and not self.connection.carries and self.rng.random() < 0.8:
             self.post("cut", self.connection.epoch)
         rests = 0
@@ -893,7 +926,7 @@ class World:
                 self._check_memory(self.machines[node.instance.id])
             for worker in self.workers:
                 self._require(not worker.kept or not worker.is_alive, "a worker keeps calls at the end", worker.name, worker.kept)
-            self._require(not dispatcher._kept.unknown and not dispatcher._kept.at, "kept calls are not forgotten", dispatcher._kept)
+            self._require(not dispatcher._kept.batches and not dispatcher._kept.at, "kept calls are not forgotten", dispatcher._kept)
 
     def _check_counts(self) -> None:
         states = Counter(caller.state for caller in self.callers.values())
@@ -925,31 +958,37 @@ def explore(seed: int, make: Callable[..., Dispatcher] = Dispatcher) -> str | No
     return None
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Explore many histories, or tell one."""
     parser = argparse.ArgumentParser(prog="python -m tests.engine.simulation", description="Explore histories of the dispatcher.")
     parser.add_argument("--seed", type=int, help="tell this history step by step")
     parser.add_argument("--histories", type=int, default=2000)
     parser.add_argument("--from", type=int, default=0, dest="first", help="the first seed")
     parser.add_argument("--processes", type=int, default=2)
-    wishes = parser.parse_args()
+    wishes = parser.parse_args(arguments)
     if wishes.seed is not None:
         World(wishes.seed, trace=print).run()
         return 0
-    began, failures = time.monotonic(), Counter[str]()
     seeds = range(wishes.first, wishes.first + wishes.histories)
-    with multiprocessing.Pool(wishes.processes) as pool:
-        for failure in pool.imap_unordered(explore, seeds, chunksize=50):
-            if failure is not None:
-                what = failure.partition(": ")[2][:60]
-                failures[what] += 1
-                if failures[what] <= 3:
-                    print(failure[:600], flush=True)
-    seconds = time.monotonic() - began
-    print(f"{wishes.histories} histories from seed {wishes.first}: {failures.total()} failed, {seconds:.0f} s")
+    began = time.monotonic()
+    failures = Counter[str]()
+    for failure in filter(None, _explored(seeds, wishes.processes)):
+        what = failure.partition(": ")[2][:WORDS]
+        failures[what] += 1
+        if failures[what] <= TOLD_OF_A_KIND:
+            print(failure[:LONGEST], flush=True)
+    print(f"{len(seeds)} histories from seed {wishes.first} in {time.monotonic() - began:.0f} s, {failures.total()} failed")
     for what, count in failures.most_common():
         print(f"{count:7} {what}")
     return 1 if failures else 0
+
+
+def _explored(seeds: range, processes: int) -> Iterator[str | None]:
+    if processes == 1:
+        yield from map(explore, seeds)
+        return
+    with multiprocessing.Pool(processes) as pool:
+        yield from pool.imap_unordered(explore, seeds, chunksize=100)
 
 
 if __name__ == "__main__":
