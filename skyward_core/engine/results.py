@@ -23,7 +23,9 @@ from skyward_core.unpicklable import one_line
 from skyward_core.worker.wire import Ending, Outcome, Parcel
 
 LINES_SECONDS = 0.2
-"""How long a result waits for the lines of its call to be told."""
+"""How long a result waits for the lines of its call while callbacks and displays take no event at all."""
+MOST_LINES_SECONDS = 5.0
+"""How long a result waits for the lines of its call in all, where callbacks and displays are slow."""
 LOOK_SECONDS = 0.005
 _log = logging.getLogger("skyward")
 
@@ -45,6 +47,8 @@ class Settled:
 class Results:
     """Sets futures, in the order in which calls have ended; only results whose log lines are still to be told come later.
 
+    They wait as long as callbacks and displays take events at all, MOST_LINES_SECONDS at most: one that blocks costs LINES_SECONDS.
+
     `told` returns the number of the last event that callbacks and displays have been given.
     """
 
@@ -53,6 +57,11 @@ class Results:
         self._settled = settled
         self._queue: queue.SimpleQueue[Settled | None] = queue.SimpleQueue()
         self._waiting: list[Settled] = []
+        self._behind = 0
+        """The number of the event for which a result has waited in vain: until that is told none waits."""
+        self._last_told = 0
+        self._told_at = 0.0
+        """When `told` was last seen to grow."""
         self._thread = threading.Thread(target=self._run, name="skyward-results", daemon=True)
 
     def start(self) -> None:
@@ -67,7 +76,7 @@ class Results:
     def put(self, settled: Settled) -> None:
         """Have a future set. Does not wait."""
         if settled.after:
-            settled.until = time.monotonic() + LINES_SECONDS
+            settled.until = time.monotonic() + MOST_LINES_SECONDS
         self._queue.put(settled)
 
     def close(self) -> None:
@@ -86,16 +95,29 @@ class Results:
             else:
                 is_closing = is_closing or item is None
             if isinstance(item, Settled):
-                self._waiting.append(item) if item.after > self._told() else self._set(item)
+                self._waiting.append(item) if self._is_to_wait(item) else self._set(item)
             item = None  # a large result must not live until the next one comes
             self._set_due()
 
+    def _is_to_wait(self, item: Settled) -> bool:
+        told = self._told()
+        return told < item.after and told >= self._behind
+
     def _set_due(self) -> None:
         if not self._waiting:
+            self._told_at = 0.0
             return
         told, now = self._told(), time.monotonic()
-        due = [item for item in self._waiting if item.after <= told or item.until <= now]
-        self._waiting = [item for item in self._waiting if item.after > told and item.until > now]
+        if told != self._last_told or not self._told_at:
+            self._last_told, self._told_at = told, now
+        is_stuck = now - self._told_at > LINES_SECONDS
+        if is_stuck:
+            self._behind = max(item.after for item in self._waiting)
+        waiting, self._waiting = self._waiting, []
+        due = list[Settled]()
+        for item in waiting:
+            (due if item.after <= told or item.until <= now or is_stuck else self._waiting).append(item)
+        del waiting[:]
         while due:
             self._set(due.pop(0))
 

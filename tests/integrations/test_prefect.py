@@ -580,7 +580,8 @@ def test_a_flow_that_fails_while_its_pool_opens_ends_the_opening() -> None:
     futures[0].wait()
     assert futures[0].state.name == "Cancelled"
     assert not any(isinstance(event, sky.PoolReady) for event in told)
-    assert provider.instances() == []
+    (pool_id,) = {event.pool_id for event in told if isinstance(event, sky.InfraCreating)}
+    assert provider.instances(pool_id) == []
 
 
 class SoldOutAtFirst(sky.Local):
