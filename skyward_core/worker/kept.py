@@ -119,6 +119,7 @@ class Kept:
             batch.is_running = False
             if not batch.calls or not self._keeps:
                 self._forget(key)
+            self._make_room()
 
     def release(self, key: str) -> None:
         """The client has all of a batch, or wants nothing of it."""
