@@ -371,6 +371,7 @@ def rented_pool(fleet: Fleet, mirror: Mirror) -> Iterator[sky.ComputePool]:  # n
     }
     image = sky.Image(pip=[PURE_PACKAGE], pip_indexes={f"{mirror.url}/simple": [PURE_PACKAGE.partition("==")[0]]}, env=env)
     with pool_on(Cloud(fleet).provider(), Told(), image=image) as pool:
+        pool.dask_client()  # its thread is the pool's, and not that of the first test which asks for it
         yield pool
 
 

@@ -94,6 +94,10 @@ class Dispatcher:
         self._to_stop: set[str] = set()
         self._unheard: dict[int, Out] = {}
         self._unheard_until = 0
+        self._left_behind: list[int] = []
+        """Batches whose workers have gone, until all is heard that these have told."""
+        self._gone: list[str] = []
+        """Addresses of workers that have gone, likewise."""
         self._is_load_asked = False
         self._drained: SkywardError | None = None
         self._ended: SkywardError | None = None
@@ -160,7 +164,7 @@ class Dispatcher:
         self._ended = self._ended or error
         self._queue.clear()
         self.outs.clear()
-        self._unheard.clear()
+        self._forget_unheard()
         self._to_stop.clear()
         self._kept = KeptCalls()
         under_way = set() if self._is_closed else {call_id for call_id, fetching in self.fetching.items() if fetching.error is None}
@@ -180,7 +184,7 @@ class Dispatcher:
         """There is no connection. What has not gone out waits again."""
         self.is_connected = self.is_live = False
         self._is_load_asked = False
-        self._unheard.clear()
+        self._forget_unheard()
         for out in [out for out in self.outs.values() if not out.is_out]:
             self._take_back(self._forget(out))
 
@@ -222,7 +226,7 @@ class Dispatcher:
                 out.phase, out.epoch = Phase.SENT, epoch
                 self._do(do.Follow(epoch, out.number, key))
                 if out.worker and self.members.workers.get(out.worker) != out.address:
-                    self._do(do.TakeBack(epoch, out.number, key))
+                    self._left_behind.append(out.number)
             elif resumed.is_known and key not in resumed.gone:
                 self._take_back(self._forget(out))  # it went out when nothing came through any more
             else:
@@ -269,6 +273,7 @@ class Dispatcher:
                 self._join(name, address)
             case WorkerLeft(name, address):
                 self._leave(name, address)
+                self._lose_unheard()
             case WorkerKept():
                 self._on_kept(news, now)
             case WorkerFree(_, address):
@@ -470,6 +475,7 @@ class Dispatcher:
         return f"-{self.topic[-8:]}"
 
     def _count_in(self, workers: Mapping[str, tuple[str, str]]) -> None:
+        self._gone += sorted(set(self._kept.at.values()) - workers.keys())
         there = {name: address for address, (name, _) in workers.items()}
         for name, address in list(self.members.workers.items()):
             if there.get(name) != address:
@@ -500,7 +506,7 @@ class Dispatcher:
                 self._take_back(self._forget(out))
             elif out.epoch == self.epoch:
                 self._do(do.TakeBack(self.epoch, out.number, self.key(out.number)))
-        self._lose(self._kept.left(address), "its worker is gone")
+        self._gone.append(address)
         self._do(do.Left(rank_of(name)))
 
     def _count_slots(self) -> None:
@@ -631,7 +637,10 @@ class Dispatcher:
         if out.instance_id is not None:
             self._files_at(out.instance_id).done(out.number)
             self._evict(out.instance_id)
-        return self._queue.unended(out.shipment)
+        unended = self._queue.unended(out.shipment)
+        if out.is_out and unended:
+            self._kept.lose(out.number, unended)
+        return unended
 
     def _at(self, epoch: int, number: int, phase: Phase) -> Out | None:
         """Return the batch that a message is about; None if it is of another connection, or in another phase: then the message comes too late."""
@@ -665,7 +674,7 @@ class Dispatcher:
         entry = self.entries.get(call_id)
         if entry is None:  # it was cancelled, or is lost
             self._discard(outcome.parcel)
-        elif not was_out and not self._queue.drop({call_id}):  # it is told twice, and being fetched. What waits was lost, and has ended nevertheless
+        elif not was_out:  # it is told twice, and being fetched
             return
         elif outcome.parcel.path is None or self.is_here:
             self._finish(call_id, outcome, node, instance_id)
@@ -720,14 +729,23 @@ class Dispatcher:
     # ── calls that outlive their head ────────────────────────────────────────────────────────────────────────────────
 
     def _is_retold(self, report: Report) -> bool:
-        """Tell whether a report was heard before, from the scheduler that is lost; note what is heard."""
-        if (out := self.outs.get(batch_of(report.origin))) is not None:
-            out.heard[report.origin] = report.number
+        """Tell whether a report was heard before, or is of a batch that is done with; note what is heard.
+
+        Workers tell all again that was not released, when they join and when they are asked.
+        """
+        number = batch_of(report.origin)
+        if number < 0:
             return False
+        out = self.outs.get(number)
+        heard = out.heard if out is not None else self._kept.heard
+        is_retold = report.number <= heard.get(report.origin, 0)
+        heard[report.origin] = max(report.number, heard.get(report.origin, 0))
+        if out is not None:
+            return is_retold
+        is_done_with = number not in self._kept.batches
         outcomes = [item for item in report.news if isinstance(item, Outcome)]
-        is_done_with, is_retold = self._kept.is_done_with(report), self._kept.is_retold(report)
         for outcome in outcomes if is_done_with and not is_retold else ():
-            if (fetching := self.fetching.get(outcome.call_id)) is None or fetching.lies_at != outcome.parcel.path:
+            if self._kept.was_lost(report, outcome.call_id):
                 self._discard(outcome.parcel)
         self._kept.ended(report, [outcome.call_id for outcome in outcomes])
         return is_done_with or is_retold
@@ -751,9 +769,20 @@ class Dispatcher:
 
     def _lose_unheard(self) -> None:
         """All that was reported before the scheduler's answer has been heard: the batches that it does not have any more are lost."""
-        if self._unheard and self.heard >= self._unheard_until:
-            for out in list(self._unheard.values()):
-                self._lose(self._forget(out), "it was lost while its scheduler could not be reached")
+        if self.heard < self._unheard_until:
+            return
+        for out in list(self._unheard.values()):
+            self._lose(self._forget(out), "it was lost while its scheduler could not be reached")
+        for number in self._left_behind:
+            self._do(do.TakeBack(self.epoch, number, self.key(number)))
+        for address in self._gone:
+            self._lose(self._kept.left(address), "its worker is gone")
+        self._forget_unheard()
+
+    def _forget_unheard(self) -> None:
+        self._unheard.clear()
+        self._left_behind.clear()
+        self._gone.clear()
 
     def _take_back(self, call_ids: Sequence[str]) -> None:
         """Calls have not been begun: they wait again, first in the queue; on a pool that drains or closes they raise."""

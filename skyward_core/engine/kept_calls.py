@@ -41,8 +41,10 @@ class KeptCalls:
     until: float = 0.0
     before: int = 0
     """Batches with a lower number were sent to a head that is lost."""
-    _heard: dict[str, int] = field(default_factory=dict[str, int])
-    """By origin: the number of the last report that was heard."""
+    heard: dict[str, int] = field(default_factory=dict[str, int])
+    """By origin: the number of the last report of a batch that is not out any more."""
+    _lost: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
+    """Batches that are lost, and their calls that had not ended: a worker may tell of them after all."""
     _given_up: set[str] = field(default_factory=set[str])
     """Calls that are lost and do not run again: a worker that announces one after all is to stop it."""
     _released: set[str] = field(default_factory=set[str])
@@ -50,12 +52,14 @@ class KeptCalls:
     def begin(self, batches: Mapping[int, Collection[str]], awaited: Collection[str], before: int, heard: Mapping[str, int], now: float) -> None:
         """The head is lost: these batches were out, and workers of these names may still have them. All so far have numbers below `before`."""
         self.batches.update({number: set(calls) for number, calls in batches.items() if calls})
+        for number in batches:
+            self._lost.pop(number, None)
         self.at.clear()
         self._released.clear()
         self.awaited = set(awaited)
         self.until = now + DECIDED_SECONDS
         self.before = before
-        self._heard.update(heard)
+        self.heard.update(heard)
 
     @property
     def calls(self) -> list[str]:
@@ -96,18 +100,13 @@ class KeptCalls:
         """These calls are lost, and do not run again."""
         self._given_up.update(calls)
 
-    def is_done_with(self, report: Report) -> bool:
-        """Tell whether a report is of a batch from before that has ended, or is lost: its worker has not been asked to forget it, or does not know yet."""
-        return 0 <= batch_of(report.origin) < self.before and batch_of(report.origin) not in self.batches
+    def lose(self, number: int, calls: Collection[str]) -> None:
+        """A batch is lost with these calls."""
+        self._lost[number] = set(calls)
 
-    def is_retold(self, report: Report) -> bool:
-        """Tell whether a report of a batch from before was heard already; else note that it is heard."""
-        if not 0 <= batch_of(report.origin) < self.before:
-            return False
-        if report.number <= self._heard.get(report.origin, 0):
-            return True
-        self._heard[report.origin] = report.number
-        return False
+    def was_lost(self, report: Report, call_id: str) -> bool:
+        """Tell whether a call of a batch had not ended when that was lost."""
+        return call_id in self._lost.get(batch_of(report.origin), ())
 
     def ended(self, report: Report, calls: Collection[str]) -> None:
         """Outcomes of these calls have arrived: their worker may forget those that have outlived their head."""
@@ -128,6 +127,9 @@ class KeptCalls:
     def _take(self, numbers: Iterable[int]) -> list[str]:
         taken = list[str]()
         for number in sorted(numbers):
-            taken += sorted(self.batches.pop(number, ()))
+            calls = self.batches.pop(number, set[str]())
             self.at.pop(number, None)
+            if calls:
+                self.lose(number, calls)
+            taken += sorted(calls)
         return taken

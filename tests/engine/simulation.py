@@ -135,11 +135,12 @@ class World:
         self.workers_per_node = rng.choice((1, 1, 1, 2))
         self.slots = rng.randint(1, 3)
         self.is_here = rng.random() < 0.25
-        self.limit = rng.choice((1_000, 1_000, 3))
+        self.limit = rng.choice((1_000, 1_000, 1))
         self.steps = rng.randint(40, 240)
         self.keeps = rng.random() < 0.9
         self.kept_limit = rng.choice((1_000, 1_000, 1_000, 1))
-        self.absence = rng.choice((0.0, 0.0, 0.9))
+        self.absence = rng.choice((0.0, 0.0, 0.8, 0.95))
+        self.delivered, self.worked = rng.choice(((0.3, 0.5), (0.4, 0.75), (0.5, 0.75), (0.65, 0.8)))
         self.large = rng.choice((0.0, 0.3, 0.7))
         self.menu = [
             *[self.submit, self.tick] * 4,
@@ -180,9 +181,9 @@ class World:
             if index == last_at and self.last_step is not None:
                 self.last_step()
             chance = rng.random()
-            if chance < 0.5:
+            if chance < self.delivered:
                 self.deliver()
-            elif chance < 0.72:
+            elif chance < self.worked:
                 self.work()
             else:
                 rng.choice(self.menu)()
