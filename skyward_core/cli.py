@@ -50,8 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode shows a name's characters as numbers
-    if sys.stdout is sys.__stdout__ and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(write_through=False)  # with PYTHONUNBUFFERED too, what is printed goes out in `_flush`
     try:
         return _flushed(_run, argv)
     except BrokenPipeError:  # `skyward ps | head`: nobody reads on
