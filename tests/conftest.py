@@ -181,7 +181,7 @@ def _descriptors(request: pytest.FixtureRequest) -> dict[int, str]:
         except OSError:
             continue
         # SQLite cannot close a file as long as this process holds locks on it elsewhere (fcntl's close drops them all): it keeps it for its next connection.
-        if not (shares and what.startswith("socket:")) and what != ledger:
+        if not (shares and what.startswith("socket:")) and not what.startswith(ledger):  # with its log and index, "-wal" and "-shm"
             found[int(entry)] = what
     return found
 

@@ -64,5 +64,8 @@ def run_as_script(page: str, folder: Path, variables: dict[str, str]) -> None:
     assert blocks
     script = folder / "page.py"
     script.write_text("\n\n".join(blocks))
-    done = subprocess.run([sys.executable, str(script)], env=os.environ | variables, cwd=folder, capture_output=True, text=True, check=False, timeout=240)
+    patience = {"PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "200"}  # 20 by default, which a busy machine needs
+    done = subprocess.run(
+        [sys.executable, str(script)], env=os.environ | patience | variables, cwd=folder, capture_output=True, text=True, check=False, timeout=240
+    )
     assert done.returncode == 0, done.stderr[-4000:]

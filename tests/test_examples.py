@@ -37,6 +37,7 @@ def test_the_example_finds_a_good_classifier_and_tells_its_cost(example: str, tm
         "AIRFLOW__CORE__DAGS_FOLDER": str(ROOT / "dags"),
         "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
         "AIRFLOW__USAGE_DATA_COLLECTION__ENABLED": "False",
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "200",  # 20 by default, which a busy machine needs
     }
     environ.pop("DAGSTER_HOME", None)
     said = ""
