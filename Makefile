@@ -36,8 +36,9 @@ format: .venv/ready ## mend format and whatever ruff can mend by itself
 	$(RUN) ruff format .
 	$(RUN) ruff check --fix .
 
-kill: .venv/ready ## kill -9 at 5,000 generated points, and the matrix of what was found alive after each
+kill: .venv/ready ## kill -9 at 5,000 generated points, and the matrix of what was found alive after each; 100,000 histories of calls
 	$(RUN) python -m tests.kill --points 5000
+	$(RUN) python -m tests.engine.simulation --histories 100000 --from 0
 
 soak: .venv/ready ## 1,000,000 calls on one pool, and by how much each of its processes has grown
 	$(RUN) python -m tests.soak

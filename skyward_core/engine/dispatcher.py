@@ -132,7 +132,7 @@ class Dispatcher:
             return
         self._cancelled += 1
         self._forget_fetching(call_id)
-        if not self._queue.drop({call_id}):
+        if not self._queue.drop({call_id}) and self._queue.is_out(call_id):
             self._to_stop.add(call_id)
         self._do(do.Cancelled(call_id, entry.call.arguments))
         self._clear_aside(entry)
@@ -205,7 +205,7 @@ class Dispatcher:
         batches = {out.number: self._forget(out) for out in list(self.outs.values())}
         arguments = [(call_id, entry.call.arguments) for call_id, entry in self.entries.items() if not self._queue.is_out(call_id)]
         gone = [call_id for call_id, parcel in arguments if parcel.path and call_id not in self.fetching and not is_there(parcel)]
-        self._kept.begin(batches, awaited, before, heard, now)
+        self._kept.begin(batches, awaited, before, heard)
         self._count_slots()
         self._lose(gone, HEAD_LOST)
         self._lose_unkept(now)
@@ -218,6 +218,7 @@ class Dispatcher:
         if resumed.abandoned != self._abandoned:
             self._lose_abandoned(resumed.abandoned)
         if self._kept.batches:
+            self._kept.listen(now)
             self._do(do.TellKept(epoch))
         self._count_in(resumed.workers)
         before = {self.key(out.number): out for out in self.outs.values() if out.epoch < epoch}
@@ -650,12 +651,13 @@ class Dispatcher:
 
     def _stop_cancelled(self) -> None:
         """Stop all calls that are to be stopped by now with one message, however many they are."""
+        stop = {call_id for call_id in self._kept.astray if call_id not in self.entries}
+        self._kept.astray -= stop
         if self._to_stop:
-            dropped = self._queue.drop(self._to_stop)
-            out = tuple(sorted(call_id for call_id in self._to_stop - dropped if self._queue.is_out(call_id)))
+            stop.update(call_id for call_id in self._to_stop - self._queue.drop(self._to_stop) if self._queue.is_out(call_id))
             self._to_stop.clear()
-            if out:
-                self._do(do.Stop(self.epoch, out))
+        if stop:
+            self._do(do.Stop(self.epoch, tuple(sorted(stop))))
 
     # ── outcomes in ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -752,17 +754,15 @@ class Dispatcher:
 
     def _on_kept(self, news: WorkerKept, now: float) -> None:
         """A worker says which calls it has from before."""
-        to_stop = self._kept.announced(news.name, news.address, news.keys, news.calls)
-        cancelled = [call_id for call_id in news.calls if self._queue.is_out(call_id) and call_id not in self.entries]
-        if to_stop or cancelled:
-            self._do(do.Stop(self.epoch, (*to_stop, *cancelled)))
+        self._kept.announced(news.name, news.address, news.keys)
+        self._to_stop.update(call_id for call_id in news.calls if self._queue.is_out(call_id) and call_id not in self.entries)
         if news.is_paused:
             self.members.hold(news.address, None)
             self._count_slots()
         self._lose_unkept(now)
 
     def _lose_unkept(self, now: float) -> None:
-        if lost := self._kept.take_lost(now):
+        if lost := self._kept.take_lost(now, is_live=self.is_live):
             self._lose(lost, HEAD_LOST)
 
     # ── calls lost, and calls handed back ────────────────────────────────────────────────────────────────────────────
@@ -808,12 +808,11 @@ class Dispatcher:
 
     def _lose(self, call_ids: Iterable[str], reason: str, cause: BaseException | None = None) -> None:
         """Calls went away with their node: those that may run again wait for another one, the others raise NodeLost."""
-        again, gone, lost = list[str](), list[str](), list[tuple[str, SkywardError]]()
+        again, lost = list[str](), list[tuple[str, SkywardError]]()
         for call_id in call_ids:
             entry = self.entries.get(call_id)
             if entry is None:
                 self._queue.ended(call_id)
-                gone.append(call_id)
                 continue
             entry.losses += 1
             if self._may_run_again(entry):
@@ -825,7 +824,6 @@ class Dispatcher:
                     self._queue.drop({call_id})
                 lost.append((call_id, self._node_lost(entry, reason, cause)))
         self._queue.returned(again)
-        self._kept.gave_up([*gone, *(call_id for call_id, _ in lost)])
         for call_id, error in lost:
             self._fail_all([call_id], error)
         if lost and self.is_live:  # one that its worker still has must not begin: its caller is about to hear that it is lost

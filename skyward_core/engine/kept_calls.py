@@ -31,7 +31,7 @@ def batch_of(origin: str) -> int:
 class KeptCalls:
     """Batches that were out when a head was lost, `at` the address of the worker that keeps each; the others are unknown.
 
-    The names of the workers that are `awaited`, until the clock says `until`.
+    The names of the workers that are `awaited`, until the clock says `until`, while there is a connection.
     """
 
     batches: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
@@ -45,19 +45,19 @@ class KeptCalls:
     """By origin: the number of the last report of a batch that is not out any more."""
     _lost: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
     """Batches that are lost, and their calls that had not ended: a worker may tell of them after all."""
-    _given_up: set[str] = field(default_factory=set[str])
-    """Calls that are lost and do not run again: a worker that announces one after all is to stop it."""
+    astray: set[str] = field(default_factory=set[str])
+    """Calls of lost batches that a worker has nevertheless. They may run elsewhere by now; those that do not are to be stopped."""
     _released: set[str] = field(default_factory=set[str])
 
-    def begin(self, batches: Mapping[int, Collection[str]], awaited: Collection[str], before: int, heard: Mapping[str, int], now: float) -> None:
+    def begin(self, batches: Mapping[int, Collection[str]], awaited: Collection[str], before: int, heard: Mapping[str, int]) -> None:
         """The head is lost: these batches were out, and workers of these names may still have them. All so far have numbers below `before`."""
         self.batches.update({number: set(calls) for number, calls in batches.items() if calls})
         for number in batches:
             self._lost.pop(number, None)
         self.at.clear()
         self._released.clear()
+        self.astray.clear()
         self.awaited = set(awaited)
-        self.until = now + DECIDED_SECONDS
         self.before = before
         self.heard.update(heard)
 
@@ -66,22 +66,26 @@ class KeptCalls:
         """The calls of which it is not known what has become, or which have not ended."""
         return sorted(call_id for calls in self.batches.values() for call_id in calls)
 
-    def announced(self, name: str, address: str, keys: Collection[str], calls: Collection[str]) -> list[str]:
-        """A worker says which batches it keeps, and their calls; return those that it must stop."""
+    def announced(self, name: str, address: str, keys: Collection[str]) -> None:
+        """A worker says which batches it keeps."""
         self.awaited.discard(name)
         for number in map(batch_of, keys):
             if number in self.batches:
                 self.at[number] = address
-        return [call_id for call_id in calls if call_id in self._given_up]
+            self.astray.update(self._lost.get(number, ()))
 
     def without(self, names: Collection[str]) -> None:
         """Await no announcement of these workers: their node is not what it was."""
         self.awaited.difference_update(names)
 
-    def take_lost(self, now: float) -> list[str]:
-        """Return the calls that no worker has, once that is known."""
+    def listen(self, now: float) -> None:
+        """What workers say is heard from now on: they have some time for it."""
+        self.until = now + DECIDED_SECONDS
+
+    def take_lost(self, now: float, *, is_live: bool) -> list[str]:
+        """Return the calls that no worker has, once that is known. Where nothing is heard no time is counted."""
         unknown = self.batches.keys() - self.at.keys()
-        if not unknown or (self.awaited and now <= self.until):
+        if not unknown or (self.awaited and not (is_live and now > self.until)):
             return []
         self.awaited.clear()
         return self._take(unknown)
@@ -96,10 +100,6 @@ class KeptCalls:
         self.awaited.clear()
         return self._take(list(self.batches))
 
-    def gave_up(self, calls: Collection[str]) -> None:
-        """These calls are lost, and do not run again."""
-        self._given_up.update(calls)
-
     def lose(self, number: int, calls: Collection[str]) -> None:
         """A batch is lost with these calls."""
         self._lost[number] = set(calls)
@@ -111,6 +111,7 @@ class KeptCalls:
     def ended(self, report: Report, calls: Collection[str]) -> None:
         """Outcomes of these calls have arrived: their worker may forget those that have outlived their head."""
         number = batch_of(report.origin)
+        self.astray.difference_update(calls)
         if 0 <= number < self.before:
             left = self.batches.get(number, set[str]())
             left.difference_update(calls)

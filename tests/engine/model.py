@@ -152,6 +152,7 @@ class Worker:
         self.is_cut_off = True
         self.up.cut(rng)
         self.down.cut(rng)
+        self.down.queue.clear()
         if not (self.world.keeps and any(kept.calls for kept in self.kept.values())):
             self.is_alive = False
 

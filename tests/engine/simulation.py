@@ -96,7 +96,8 @@ class World:
         self._draw(rng)
         self.nodes = {rank: self._new_node(rank) for rank in range(self.ranks)}
         self.given_up: set[int] = set()
-        self.restarted_at = 0.0
+        self.resumed_at = math.inf
+        """When the present scheduler answered for the last time."""
         self.retiring: set[str] = set()
         """Names of workers that were held: those that have it when all is mended end."""
         self.topics = itertools.count()
@@ -259,6 +260,8 @@ class World:
             self.is_drained = args[0] is not None
         elif name == "close" or (name == "give_up" and len(args) == 1):
             self.is_over = True
+        if name == "resumed" and dispatcher.is_live:
+            self.resumed_at = self.now
         self._do_all()
         self._check_queue(name)
 
@@ -441,7 +444,7 @@ class World:
         messages += [args[1] for name, args, _ in self.mailbox if name == "report" and args[0] == self.dispatcher.epoch]
         told = [item for message in messages if isinstance(message, Report) for item in message.news]
         is_told = any(isinstance(item, Outcome) and item.call_id == call_id and item.ending is not Ending.RETURNED for item in told)
-        self._require(not is_told or not self.dispatcher.is_live, "a call is lost whose outcome is on its way", call_id)
+        self._require(not is_told or not self.dispatcher.is_live or self.was_abandoned, "a call is lost whose outcome is on its way", call_id)
         if self.scheduler.is_alive:
             for worker in self.scheduler.workers.values():
                 is_reached = worker.is_alive and not worker.is_cut_off
@@ -452,7 +455,7 @@ class World:
                 is_result = task.state == "memory" and outcome is not None and outcome.ending is not Ending.RETURNED
                 self._require(not is_result, "a call is lost whose result can be asked for", call_id)
         for worker in self.workers:
-            is_kept = worker.is_alive and worker.is_moving and worker.has(call_id) and self.now < self.restarted_at + DECIDED_SECONDS
+            is_kept = worker.is_alive and worker.is_moving and worker.has(call_id) and self.now < self.resumed_at + DECIDED_SECONDS
             self._require(not is_kept, "a call is lost that a worker takes to the next head", call_id, worker.process)
 
     def _cancelled(self, action: do.Cancelled) -> None:
@@ -654,12 +657,12 @@ class World:
         for worker in self.workers:
             if worker.is_alive and not worker.is_moving:
                 worker.lose_scheduler(self.rng)
-            node = by_machine.get(worker.machine.id)
+            node, worker.is_moving = by_machine.get(worker.machine.id), False
             if worker.is_alive and node is not None and worker.machine is not old_head:
                 worker.move(node)
             elif worker.is_alive and (node is not None or self.rng.random() < 0.5):
                 worker.die(self.rng)  # else it is not told, and goes on
-        self.restarted_at = self.now
+        self.resumed_at = math.inf
         self.say("restart", [(rank, node.instance.id) for rank, node in self.nodes.items()])
         self._handle("restarted", (tuple(self.nodes.values()), self._is_there, self.now), {})
 

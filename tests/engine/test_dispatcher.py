@@ -1,0 +1,524 @@
+"""The dispatcher, message by message: faults that were reproduced by hand, the states of the connection, drain, hold."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from skyward_core.engine import actions as do
+from skyward_core.engine.dispatcher import FETCH_SECONDS, Dispatcher
+from skyward_core.engine.outbox import Entry
+from skyward_core.errors import NodeLost, PoolClosed, SkywardError
+from skyward_core.events import CallProgress, CallRetrying
+from skyward_core.worker.news import HELD, Resumed, WorkerHeld, WorkerJoined, WorkerLeft
+from skyward_core.worker.wire import Call, Ending, Outcome, Output, Parcel, Report
+from tests.engine.model import FUNCTION_SPANS, LARGE, SPANS, node_of
+
+SMALL = Parcel(b"small")
+TOPIC = "skyward-topic"
+ADDRESSES = {"0-0": "tls://zero", "1-0": "tls://one"}
+
+
+def entry(call_id: str, *, arguments: Parcel = SMALL, function: str = "f", is_large: bool = False, worker: str | None = None) -> Entry:
+    return Entry(Call(call_id, function, arguments, "job"), LARGE if is_large else SMALL, worker)
+
+
+def value(call_id: str, path: str | None = None, ending: Ending = Ending.RESULT) -> Outcome:
+    return Outcome(call_id, ending, Parcel(b"", (), path, SPANS) if path else Parcel(b"value"), seconds=1.0)
+
+
+class Pool:
+    """A dispatcher of a pool of two nodes with a worker of one slot each, connected; and what it wants done, by kind."""
+
+    def __init__(self, retries: int = 0, *, workers: Sequence[str] = ("0-0", "1-0"), is_here: bool = False) -> None:
+        self.nodes = [node_of(rank, rank, 1, 1) for rank in range(2)]
+        self.dispatcher = Dispatcher(self.nodes, TOPIC, retries, is_here=is_here)
+        self.workers = dict.fromkeys(workers)
+        self.done: list[do.Action] = []
+        self.epoch = 0
+        self.number = 0
+        self.connect()
+
+    def connect(self, *, is_known: bool = False, tasks: Mapping[str, str] | None = None, gone: Sequence[str] = (), last: int | None = None) -> None:
+        """Connect; the scheduler answers at once."""
+        self.epoch = self.dispatcher.connected(0.0)
+        self.answer(is_known=is_known, tasks=tasks, gone=gone, last=last)
+
+    def answer(self, *, is_known: bool = False, tasks: Mapping[str, str] | None = None, gone: Sequence[str] = (), last: int | None = None) -> None:
+        workers = {ADDRESSES[name]: (name, "running") for name in self.workers}
+        number = self.dispatcher.heard
+        resumed = Resumed(number, 0, is_known, tasks or {}, frozenset(gone), number if last is None else last, workers)
+        self.dispatcher.resumed(self.epoch, resumed, 0.0)
+        self.go_on()
+
+    def go_on(self, now: float = 0.0) -> None:
+        """Do what is to be done, and flush."""
+        self.dispatcher.flush(now)
+        self.done += self.dispatcher.take_actions()
+
+    def take(self, kind: type) -> list[Any]:
+        """Return what of this kind is to be done since the last time."""
+        self.go_on()
+        taken = [action for action in self.done if isinstance(action, kind)]
+        self.done = [action for action in self.done if not isinstance(action, kind)]
+        return taken
+
+    def submit(self, *entries: Entry) -> list[Any]:
+        """Hand calls over; return the batches that go out."""
+        self.dispatcher.submit(entries)
+        return self.take(do.Send)
+
+    def report(self, *news: Outcome | Output, node: int = 0) -> None:
+        """A worker reports."""
+        self.dispatcher.report(self.epoch, Report(node, f"machine-{node:03d}", news), 0.0)
+        self.go_on()
+
+    def upload(self, action: do.Upload, path: str = "a") -> None:
+        """An upload ends well."""
+        place = f"/dev/shm/{action.instance_id}"
+        arguments = {call_id: Parcel(b"", (), f"{place}/{path}-{call_id}", SPANS) for call_id, _ in action.arguments}
+        functions: dict[str, Parcel | None] = {name: Parcel(b"", (), f"{place}/{name}", FUNCTION_SPANS) for name, _ in action.functions}
+        self.dispatcher.uploaded(action.number, action.instance_id, arguments, functions)
+        self.go_on()
+
+    def errors(self) -> dict[str, SkywardError]:
+        """What calls have raised since the last time."""
+        return {action.call_id: action.error for action in self.take(do.Fail)}
+
+    def progress(self) -> tuple[int, int, int, int]:
+        """What was told last."""
+        event = [action.event for action in self.take(do.Emit) if isinstance(action.event, CallProgress)][-1]
+        return event.submitted, event.done, event.failed, event.cancelled
+
+
+# ── fault 1: large arguments that are being uploaded when the head is lost ───────────────────────────────────────────
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_what_is_being_uploaded_when_the_head_is_lost_waits_again(retries: int) -> None:
+    """It has not gone out: it is not lost, no loss is counted, and it goes out once. What the late upload brings is removed."""
+    pool = Pool(retries)
+    assert pool.submit(entry("a", arguments=LARGE)) == []
+    (upload,) = pool.take(do.Upload)
+    pool.dispatcher.restarted(pool.nodes, lambda parcel: True, 0.0)
+    pool.connect()
+    assert pool.errors() == {}
+    pool.upload(upload, "late")
+    assert [action.parcel.path for action in pool.take(do.Remove)] == [f"/dev/shm/{upload.instance_id}/late-a"]
+    (again,) = pool.take(do.Upload)
+    pool.upload(again)
+    (sent,) = pool.take(do.Send)
+    assert [call.call_id for call in sent.batch.calls] == ["a"]
+    assert pool.dispatcher.entries["a"].losses == 0
+
+
+def test_what_has_gone_out_when_the_head_is_lost_is_lost() -> None:
+    """No worker comes with it to the next head: with retries=0 it raises."""
+    pool = Pool()
+    pool.submit(entry("a"))
+    pool.dispatcher.restarted([node_of(7, 0, 1, 1)], lambda parcel: True, 0.0)
+    assert "head" in str(pool.errors()["a"])
+
+
+# ── fault 5: a pool that closes while batches are being uploaded ─────────────────────────────────────────────────────
+
+
+def test_all_calls_end_when_the_pool_closes() -> None:
+    """In whatever state they are: waiting, being uploaded, blocked by another upload, out, or being fetched. What comes late is removed."""
+    pool = Pool()
+    pool.submit(entry("out"), entry("fetched"))
+    pool.report(value("fetched", "/dev/shm/machine-000/x"))
+    pool.submit(entry("uploading", arguments=LARGE, is_large=True, worker="0-0"), entry("blocked", is_large=True, worker="0-0"), *map(entry, "abc"))
+    (upload,) = pool.take(do.Upload)
+    pool.dispatcher.close(PoolClosed("closed"))
+    assert set(pool.errors()) == {"out", "fetched", "uploading", "blocked", "a", "b", "c"}
+    pool.take(do.Remove)
+    pool.upload(upload)
+    pool.dispatcher.fetched("fetched", Parcel(b"late"), "/dev/shm/machine-000/x")
+    assert [action.parcel.path for action in pool.take(do.Remove)] == ["/dev/shm/machine-000/a-uploading"]
+    assert pool.take(do.Discard) == [do.Discard(Parcel(b"late"))]
+    assert pool.take(do.Send) == []
+    assert pool.progress()[:2] == (7, 7)
+
+
+# ── fault 6: a lost call, while another call prints ──────────────────────────────────────────────────────────────────
+
+
+def test_a_lost_call_is_told_though_another_one_prints() -> None:
+    """The task is gone when the scheduler answers again, and two messages are to be heard first: with the second one the call is lost."""
+    pool = Pool()
+    pool.submit(entry("lost"), entry("prints"))
+    key = pool.dispatcher.key
+    pool.connect(is_known=True, tasks={key(1): "processing"}, gone=[key(0)], last=2)
+    pool.report(Output("prints", "stdout", ("one",), 0.0))
+    assert pool.errors() == {}
+    pool.report(Output("prints", "stdout", ("two",), 0.0))
+    assert isinstance(pool.errors()["lost"], NodeLost)
+    assert list(pool.dispatcher.entries) == ["prints"]
+
+
+def test_what_was_told_before_it_was_lost_counts() -> None:
+    """The outcome is among the messages that were missed."""
+    pool = Pool()
+    pool.submit(entry("a"))
+    pool.connect(is_known=True, gone=[pool.dispatcher.key(0)], last=1)
+    pool.report(value("a"))
+    assert [action.call_id for action in pool.take(do.Finish)] == ["a"]
+    assert pool.errors() == {}
+
+
+# ── fault 7: a result that is being fetched when the pool is given up ────────────────────────────────────────────────
+
+
+def fetching() -> tuple[Pool, str]:
+    pool = Pool()
+    pool.submit(entry("a"))
+    path = "/dev/shm/machine-000/x"
+    pool.report(value("a", path))
+    assert len(pool.take(do.Fetch)) == 1
+    return pool, path
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_fetch_that_fails_after_the_pool_was_given_up_ends_its_call(is_cut: bool) -> None:
+    """Until then it may still arrive."""
+    pool, path = fetching()
+    pool.dispatcher.give_up(NodeLost("no head"))
+    assert pool.errors() == {}
+    pool.dispatcher.not_fetched("a", path, OSError("cut"), is_cut=is_cut)
+    assert "could not be fetched: cut" in str(pool.errors()["a"])
+    assert not pool.dispatcher.fetching
+
+
+def test_a_fetch_that_arrives_after_the_pool_was_given_up_counts() -> None:
+    pool, path = fetching()
+    pool.dispatcher.give_up(NodeLost("no head"))
+    pool.dispatcher.fetched("a", Parcel(b"value"), path)
+    assert [action.outcome.parcel.data for action in pool.take(do.Finish)] == [b"value"]
+
+
+def test_a_fetch_that_waits_for_its_way_is_given_up_with_the_pool() -> None:
+    pool, path = fetching()
+    pool.dispatcher.not_fetched("a", path, OSError("cut"), is_cut=True)
+    pool.dispatcher.give_up(NodeLost("no head"))
+    assert str(pool.errors()["a"]) == "no head"
+
+
+def test_a_fetch_is_tried_again_when_the_way_is_there() -> None:
+    """Until its time is up; what is given up is removed where it lies."""
+    pool, path = fetching()
+    pool.dispatcher.not_fetched("a", path, OSError("cut"), is_cut=True)
+    pool.dispatcher.tick(1.0, lambda _: False)
+    assert pool.take(do.Fetch) == []
+    pool.dispatcher.tick(2.0, lambda _: True)
+    assert [action.call_id for action in pool.take(do.Fetch)] == ["a"]
+    pool.dispatcher.not_fetched("a", path, OSError("cut"), is_cut=True)
+    pool.dispatcher.tick(FETCH_SECONDS + 1, lambda _: True)
+    assert isinstance(pool.errors()["a"], NodeLost)
+    assert [action.parcel.path for action in pool.take(do.Remove)] == [path]
+
+
+# ── fault 8: an upload holds nothing up ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_other_calls_end_while_one_is_being_uploaded() -> None:
+    """The dispatcher waits for nothing: results, lines and pings of others go on."""
+    pool = Pool()
+    pool.submit(entry("small", worker="1-0"), entry("large", arguments=LARGE, worker="0-0"))
+    assert len(pool.take(do.Upload)) == 1
+    pool.report(Output("small", "stdout", ("line",), 0.0), value("small"), node=1)
+    pool.dispatcher.tick(10.0, lambda _: True)
+    assert [action.call_id for action in pool.take(do.Finish)] == ["small"]
+    assert len(pool.take(do.Ping)) == 1
+
+
+# ── fault 10: functions in the memory of nodes ───────────────────────────────────────────────────────────────────────
+
+
+def run(pool: Pool, call_id: str, function: str) -> list[str]:
+    """Run one call of a large function on node 0; return the names of the functions that are removed."""
+    sent = pool.submit(entry(call_id, function=function, is_large=True, worker="0-0"))
+    for action in pool.take(do.Upload):
+        pool.upload(action)
+    sent += pool.take(do.Send)
+    pool.report(value(call_id))
+    pool.dispatcher.task_ended(pool.epoch, sent[0].number, is_finished=True, reason="")
+    return [str(action.parcel.path).rpartition("/")[2] for action in pool.take(do.Remove)]
+
+
+def test_functions_that_were_used_longest_ago_are_evicted() -> None:
+    """Two of them find room. One that is used again is kept, and not put there anew."""
+    pool = Pool()
+    assert [run(pool, "1", "f"), run(pool, "2", "g"), run(pool, "3", "f")] == [[], [], []]
+    assert run(pool, "4", "h") == ["g"]
+
+
+def test_a_function_in_use_is_not_evicted() -> None:
+    """It goes when the last batch that refers to it has ended."""
+    pool = Pool()
+    (upload,) = pool.submit(entry("a", function="f", is_large=True, worker="0-0")) or pool.take(do.Upload)
+    pool.upload(upload)
+    (sent,) = pool.take(do.Send)
+    assert [run(pool, "2", "g"), run(pool, "3", "h")] == [[], ["g"]]
+    pool.report(value("a"))
+    pool.dispatcher.task_ended(pool.epoch, sent.number, is_finished=True, reason="")
+    assert run(pool, "4", "i") == ["f"]
+
+
+def test_a_function_travels_to_a_node_once() -> None:
+    """A second batch waits for the first one's upload, and is sent with it."""
+    pool = Pool()
+    pool.submit(entry("a", is_large=True, worker="0-0"), entry("b", is_large=True, worker="0-0"))
+    (upload,) = pool.take(do.Upload)
+    pool.upload(upload)
+    assert [call.call_id for action in pool.take(do.Send) for call in action.batch.calls] == ["a", "b"]
+    assert pool.take(do.Upload) == []
+
+
+def test_functions_are_known_after_a_change_of_head() -> None:
+    """The node that stays has them."""
+    pool = Pool()
+    run(pool, "1", "f")
+    pool.dispatcher.restarted(pool.nodes, lambda parcel: True, 0.0)
+    pool.connect()
+    assert run(pool, "2", "f") == []
+    assert pool.take(do.Upload) == []
+
+
+def test_a_function_without_room_travels_in_the_message() -> None:
+    pool = Pool()
+    pool.submit(entry("a", is_large=True, worker="0-0"))
+    (upload,) = pool.take(do.Upload)
+    pool.dispatcher.uploaded(upload.number, upload.instance_id, {}, {"f": None})
+    (sent,) = pool.take(do.Send)
+    assert sent.batch.functions == {"f": LARGE}
+
+
+# ── fault 11: counts, and workers that come and go ───────────────────────────────────────────────────────────────────
+
+
+def test_a_worker_that_left_is_not_counted_in_again() -> None:
+    """News of a connection of before say nothing; who is there is in the scheduler's answer."""
+    pool = Pool()
+    pool.dispatcher.pool_news(pool.epoch, WorkerLeft("1-0", ADDRESSES["1-0"]), 0.0)
+    pool.dispatcher.pool_news(pool.epoch - 1, WorkerJoined("1-0", ADDRESSES["1-0"]), 0.0)
+    assert list(pool.dispatcher.members.workers) == ["0-0"]
+
+
+def test_a_worker_whose_successor_is_there_does_not_take_it_along() -> None:
+    pool = Pool()
+    pool.dispatcher.pool_news(pool.epoch, WorkerJoined("1-0", "tls://new"), 0.0)
+    pool.dispatcher.pool_news(pool.epoch, WorkerLeft("1-0", ADDRESSES["1-0"]), 0.0)
+    assert pool.dispatcher.members.workers["1-0"] == "tls://new"
+    assert pool.take(do.Left) == []
+
+
+def test_all_calls_are_counted_once() -> None:
+    """Done, failed and cancelled ones; an outcome that comes late is not counted."""
+    pool = Pool(workers=["0-0"])
+    pool.submit(*map(entry, ["done", "failed", "cancelled", "late"]))
+    for number, call_id in enumerate(["done", "failed"]):
+        pool.report(value(call_id, ending=[Ending.RESULT, Ending.ERROR][number]))
+    pool.dispatcher.cancel("cancelled")
+    pool.dispatcher.cancel("late")
+    pool.report(value("late", ending=Ending.CANCELLED))
+    pool.dispatcher.cancel("late")
+    assert pool.progress() == (4, 2, 1, 2)
+
+
+def test_a_large_result_counts_when_it_is_here() -> None:
+    """A pool is not idle while one is being fetched."""
+    pool, path = fetching()
+    assert list(pool.dispatcher.entries) == ["a"]
+    assert pool.dispatcher.fetching_from("machine-000") == 1
+    pool.dispatcher.fetched("a", Parcel(b"value"), path)
+    assert not pool.dispatcher.entries
+
+
+# ── cancelling ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_nobody_waits_for_does_not_go_out() -> None:
+    """Cancelled while it is out, and handed back."""
+    pool = Pool(workers=["0-0"])
+    pool.submit(entry("a"))
+    pool.dispatcher.cancel("a")
+    assert [action.call_ids for action in pool.take(do.Stop)] == [("a",)]
+    pool.report(value("a", ending=Ending.RETURNED))
+    pool.dispatcher.tick(1.0, lambda _: True)
+    assert pool.take(do.Send) == []
+    assert pool.dispatcher._queue.all_out() == []
+
+
+def test_a_cancelled_call_is_stopped_on_a_worker_that_joins_later() -> None:
+    """Its batch may have waited in the scheduler, where the message to stop it found no worker."""
+    pool = Pool(workers=["0-0"])
+    pool.submit(entry("a"))
+    pool.dispatcher.cancel("a")
+    pool.take(do.Stop)
+    pool.dispatcher.pool_news(pool.epoch, WorkerJoined("1-0", ADDRESSES["1-0"]), 0.0)
+    assert [action.call_ids for action in pool.take(do.Stop)] == [("a",)]
+
+
+def test_a_call_that_is_cancelled_while_the_connection_is_cut_is_stopped_on_the_next_one() -> None:
+    pool = Pool()
+    pool.submit(entry("a"))
+    pool.dispatcher.cut(pool.epoch)
+    pool.dispatcher.cancel("a")
+    assert pool.take(do.Stop) == []
+    pool.connect(is_known=True, tasks={pool.dispatcher.key(0): "processing"})
+    assert [(action.epoch, action.call_ids) for action in pool.take(do.Stop)] == [(2, ("a",))]
+
+
+def test_a_large_result_of_a_cancelled_call_is_removed() -> None:
+    pool = Pool()
+    pool.submit(entry("a"))
+    pool.dispatcher.cancel("a")
+    pool.report(value("a", "/dev/shm/machine-000/x"))
+    assert [action.parcel.path for action in pool.take(do.Remove)] == ["/dev/shm/machine-000/x"]
+
+
+# ── the connection ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_nothing_goes_out_before_the_scheduler_has_answered() -> None:
+    pool = Pool()
+    pool.dispatcher.disconnected()
+    pool.epoch = pool.dispatcher.connected(0.0)
+    assert pool.submit(entry("a")) == []
+    pool.answer(is_known=True)
+    assert [action.epoch for action in pool.take(do.Send)] == [2]
+
+
+def test_the_answer_of_an_earlier_connection_says_nothing() -> None:
+    """Nor does one that comes after the connection was given up."""
+    pool = Pool()
+    first = pool.epoch
+    pool.epoch = pool.dispatcher.connected(0.0)
+    pool.dispatcher.resumed(first, Resumed(0, 0, is_known=True, tasks={}), 0.0)
+    assert not pool.dispatcher.is_live
+    pool.dispatcher.disconnected()
+    pool.dispatcher.resumed(pool.epoch, Resumed(0, 0, is_known=True, tasks={}), 0.0)
+    assert not pool.dispatcher.is_live
+
+
+def test_three_pings_without_an_answer_are_a_cut() -> None:
+    """Also before the scheduler has answered at all; an answer in between begins anew."""
+    pool = Pool()
+    pool.epoch = pool.dispatcher.connected(0.0)
+    for is_answered in (False, False, True, False, False):
+        pool.dispatcher.pinged(pool.epoch, is_answered=is_answered)
+    assert pool.take(do.CutOff) == []
+    pool.dispatcher.pinged(pool.epoch, is_answered=False)
+    pool.dispatcher.cut(pool.epoch)
+    assert pool.take(do.CutOff) == [do.CutOff()]
+
+
+def test_a_batch_that_never_came_is_sent_again() -> None:
+    """The scheduler knows the topic, and neither has nor had its task. No loss is counted."""
+    pool = Pool()
+    pool.submit(entry("a"))
+    pool.connect(is_known=True)
+    (sent,) = pool.take(do.Send)
+    assert [call.call_id for call in sent.batch.calls] == ["a"]
+    assert pool.dispatcher.entries["a"].losses == 0
+
+
+def test_a_batch_whose_worker_has_gone_is_lost_when_all_is_heard() -> None:
+    """What it has told before is among the messages that were missed."""
+    pool = Pool()
+    pool.submit(entry("a", worker="1-0"), entry("b", worker="1-0"))
+    del pool.workers["1-0"]
+    key = pool.dispatcher.key
+    pool.connect(is_known=True, tasks={key(0): "no-worker", key(1): "no-worker"}, last=1)
+    assert pool.take(do.TakeBack) == []
+    pool.report(value("a"), node=1)
+    taken = pool.take(do.TakeBack)
+    assert [action.number for action in taken] == [0, 1]
+    for action in taken:
+        pool.dispatcher.taken_back(pool.epoch, action.number)
+    assert list(pool.errors()) == ["b"]
+
+
+def test_a_scheduler_that_has_forgotten_the_client_has_lost_what_was_out() -> None:
+    """It has stopped it: it is not sent again as if it had never come."""
+    pool = Pool()
+    pool.submit(entry("a"))
+    pool.epoch = pool.dispatcher.connected(0.0)
+    pool.dispatcher.resumed(pool.epoch, Resumed(0, 0, is_known=True, tasks={}, abandoned=1), 0.0)
+    assert isinstance(pool.errors()["a"], NodeLost)
+    assert pool.take(do.Send) == []
+
+
+def test_a_message_of_an_earlier_connection_ends_no_batch() -> None:
+    pool = Pool()
+    pool.submit(entry("a"))
+    first = pool.epoch
+    pool.connect(is_known=True, tasks={pool.dispatcher.key(0): "processing"})
+    pool.dispatcher.task_ended(first, 0, is_finished=False, reason="gone")
+    pool.dispatcher.report(first, Report(0, "machine-000", (value("a"),)), 0.0)
+    assert (pool.errors(), pool.take(do.Finish)) == ({}, [])
+
+
+def test_a_call_runs_again_as_often_as_was_asked() -> None:
+    pool = Pool(retries=1)
+    pool.submit(entry("a"))
+    pool.dispatcher.task_ended(pool.epoch, 0, is_finished=False, reason="gone")
+    events = [action.event for action in pool.take(do.Emit) if isinstance(action.event, CallRetrying)]
+    assert [(event.attempt, event.attempts) for event in events] == [(2, 2)]
+    (sent,) = pool.take(do.Send)
+    pool.dispatcher.task_ended(pool.epoch, sent.number, is_finished=False, reason="gone")
+    assert "it was lost 2 times" in str(pool.errors()["a"])
+
+
+# ── drain and hold ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_pool_that_drains_begins_nothing() -> None:
+    """What waits raises, and so does what is handed back or being uploaded; what is out may end. After that it begins calls again."""
+    pool = Pool()
+    pool.submit(entry("out", worker="0-0"), entry("back", worker="0-0"), entry("uploading", arguments=LARGE, worker="1-0"))
+    pool.submit(entry("waits", worker="7-0"))
+    pool.dispatcher.drain(PoolClosed("draining"))
+    assert set(pool.errors()) == {"uploading", "waits"}
+    pool.report(value("out"), value("back", ending=Ending.RETURNED))
+    assert (list(pool.errors()), [action.call_id for action in pool.take(do.Finish)]) == (["back"], ["out"])
+    pool.dispatcher.drain(None)
+    assert len(pool.submit(entry("next"))) == 1
+
+
+def test_a_call_that_is_lost_on_a_pool_that_drains_is_not_run_again() -> None:
+    """And says why."""
+    pool = Pool(retries=1)
+    pool.submit(entry("a"))
+    pool.dispatcher.drain(PoolClosed("draining"))
+    pool.dispatcher.task_ended(pool.epoch, 0, is_finished=False, reason="gone")
+    assert "the pool begins no calls any more" in str(pool.errors()["a"])
+
+
+def test_a_held_worker_takes_no_place() -> None:
+    """What it has left is out; the other worker's slot is free all the same. A call for it waits for the worker that comes in its place."""
+    pool = Pool()
+    assert len(pool.submit(entry("a"), entry("b"))) == 2
+    pool.dispatcher.pool_news(pool.epoch, WorkerHeld(ADDRESSES["1-0"], 1), 0.0)
+    pool.report(value("a"))
+    assert len(pool.submit(entry("c"), entry("pinned", worker="1-0"))) == 1
+    pool.dispatcher.pool_news(pool.epoch, WorkerLeft("1-0", ADDRESSES["1-0"]), 0.0)
+    pool.dispatcher.pool_news(pool.epoch, WorkerJoined("1-0", "tls://new"), 0.0)
+    assert [action.address for action in pool.take(do.Send)] == ["tls://new"]
+
+
+def test_a_worker_that_is_held_when_the_scheduler_answers_is_held() -> None:
+    pool = Pool(workers=[])
+    pool.epoch = pool.dispatcher.connected(0.0)
+    pool.dispatcher.resumed(pool.epoch, Resumed(0, 0, is_known=True, tasks={}, workers={"tls://zero": ("0-0", HELD)}), 0.0)
+    assert pool.dispatcher.members.free == []
+    assert pool.submit(entry("a")) == []
+
+
+def test_calls_for_a_node_that_is_given_up_raise() -> None:
+    """The others wait."""
+    pool = Pool(workers=["0-0"])
+    pool.submit(entry("pinned", worker="1-0"), entry("waits", worker="0-0"))
+    pool.dispatcher.give_up(NodeLost("not replaced"), 1)
+    assert {call_id: str(error) for call_id, error in pool.errors().items()} == {"pinned": "not replaced"}
