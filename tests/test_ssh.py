@@ -537,13 +537,13 @@ def test_buffers_arrive_one_after_another_and_come_back(connection, tmp_path):
 
 def test_a_large_value_is_not_copied_whole(connection):
     """What goes into a file takes no second copy of itself on its way, nor does what comes back."""
-    size = 4 * FETCH_WINDOW_BYTES
+    size = 8 * FETCH_WINDOW_BYTES
     content, room = bytes(size), bytearray(size)
     tracemalloc.start()
     try:
         connection.put([content], "value")
         connection.fetch("value", into=room, remove=True)
-        assert tracemalloc.get_traced_memory()[1] < size / 2  # the server is of this process too, and may be a window ahead of us
+        assert tracemalloc.get_traced_memory()[1] < size / 2  # the server is of this process too, and may be some windows ahead of us
     finally:
         tracemalloc.stop()
 
@@ -692,8 +692,8 @@ def test_a_machine_that_comes_up_later_is_reached(endpoint, server):
 def test_a_machine_that_never_comes_up_is_unreachable(endpoint, server):
     """The error names the deadline and what the last attempt ended with."""
     server.stop()
-    with Connection(endpoint) as connection, pytest.raises(Unreachable, match=r"within 0.8 s.*\[Errno 111\]"):
-        connection.connect(0.8)
+    with Connection(endpoint) as connection, pytest.raises(Unreachable, match=r"within 3 s.*\[Errno 111\]"):
+        connection.connect(3.0)
 
 
 def test_a_port_that_never_says_a_word_is_unreachable(key):

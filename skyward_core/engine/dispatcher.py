@@ -215,9 +215,10 @@ class Dispatcher:
         if epoch != self.epoch or not self.is_connected:
             return
         self.is_live, self.heard = True, resumed.number
+        may_keep = bool(self._kept.before)
         if resumed.abandoned != self._abandoned:
             self._lose_abandoned(resumed.abandoned)
-        if self._kept.batches:
+        if may_keep:  # also what is lost or has ended by now: workers are to forget it
             self._kept.listen(now)
             self._do(do.TellKept(epoch))
         self._count_in(resumed.workers)
@@ -485,6 +486,8 @@ class Dispatcher:
             self._join(name, address)
             if status == HELD:
                 self.members.hold(address, None)
+            else:  # that it is free may have been said while nothing came through
+                self.members.held.pop(address, None)
         self._count_slots()
 
     def _join(self, name: str, address: str) -> None:

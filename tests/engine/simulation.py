@@ -23,7 +23,7 @@ from random import Random
 from typing import Any
 
 from skyward_core.engine import actions as do
-from skyward_core.engine.dispatcher import Dispatcher
+from skyward_core.engine.dispatcher import HEAD_LOST, Dispatcher
 from skyward_core.engine.function_files import LIMIT_BYTES
 from skyward_core.engine.kept_calls import DECIDED_SECONDS
 from skyward_core.engine.outbox import Entry
@@ -37,6 +37,7 @@ from tests.engine.model import FUNCTION_SPANS, LARGE, SPANS, Connection, Machine
 MOST_CALLS = 60
 ROUNDS = 40  # of mending and waiting, after which a history must have come to rest
 TOLD_OF_A_KIND, WORDS, LONGEST = 3, 60, 600  # failures of one kind, characters that make a kind, characters that are printed
+NOT_FETCHED = "its result could not be fetched"
 SMALL = Parcel(b"small")
 FUNCTIONS = ("short-a", "short-b", "long-a", "short-big", "long-big")
 LARGE_FUNCTIONS = ("short-A", "short-B", "long-C", "short-D")
@@ -434,12 +435,15 @@ class World:
         is_final = self.is_drained or action.arguments.path is not None
         self._require(not is_lost or is_final or caller.sends > self.retries, "a call is lost that was not sent often enough", caller)
         if is_lost and not self.retries:
-            self._check_loss(action.call_id)
+            self._check_loss(action.call_id, str(action.error))
         self._require(not is_lost or caller.sends > 0 or is_of_arguments, "a call is lost that was never sent", caller)
         self._drop_file(action.arguments)
 
-    def _check_loss(self, call_id: str) -> None:
+    def _check_loss(self, call_id: str, reason: str) -> None:
         """A call is lost for the first time: it must not run where the scheduler reaches it, nor may its outcome be on its way."""
+        is_too_late = reason.startswith(HEAD_LOST) and self.now >= self.resumed_at + DECIDED_SECONDS
+        if is_too_late or NOT_FETCHED in reason:
+            return
         messages = [message[2] for message in self.connection.down.queue if message[0] == "event"] if self.connection is not None else []
         messages += [args[1] for name, args, _ in self.mailbox if name == "report" and args[0] == self.dispatcher.epoch]
         told = [item for message in messages if isinstance(message, Report) for item in message.news]
@@ -474,7 +478,7 @@ class World:
         if isinstance(event, CallProgress):
             self.progress = event
         elif isinstance(event, CallRetrying) and event.attempt == 2:
-            self._check_loss(event.call_id)
+            self._check_loss(event.call_id, event.reason)
         elif isinstance(event, LogLine) and event.call_id is not None:
             caller = self.callers[event.call_id]
             self._require(event.line not in caller.lines, "a line is told twice", event.line)

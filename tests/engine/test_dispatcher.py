@@ -276,12 +276,12 @@ def test_a_function_travels_to_a_node_once() -> None:
 
 
 def test_functions_are_known_after_a_change_of_head() -> None:
-    """The node that stays has them."""
+    """The node that stays has them: they need not be put there again, and are evicted some day."""
     pool = Pool()
     run(pool, "1", "f")
     pool.dispatcher.restarted(pool.nodes, lambda parcel: True, 0.0)
     pool.connect()
-    assert run(pool, "2", "f") == []
+    assert len(pool.submit(entry("2", function="f", is_large=True, worker="0-0"))) == 1
     assert pool.take(do.Upload) == []
 
 
@@ -514,6 +514,17 @@ def test_a_worker_that_is_held_when_the_scheduler_answers_is_held() -> None:
     pool.dispatcher.resumed(pool.epoch, Resumed(0, 0, is_known=True, tasks={}, workers={"tls://zero": ("0-0", HELD)}), 0.0)
     assert pool.dispatcher.members.free == []
     assert pool.submit(entry("a")) == []
+
+
+def test_a_worker_that_was_freed_during_a_cut_is_given_calls_again() -> None:
+    """The message that said so was lost with the connection; the scheduler's answer says that the worker runs."""
+    pool = Pool(workers=["0-0"])
+    pool.dispatcher.pool_news(pool.epoch, WorkerHeld(ADDRESSES["0-0"], 1), 0.0)
+    assert pool.submit(entry("a")) == []
+    pool.epoch = pool.dispatcher.connected(0.0)
+    pool.dispatcher.resumed(pool.epoch, Resumed(0, 0, is_known=True, tasks={}, workers={ADDRESSES["0-0"]: ("0-0", "running")}), 0.0)
+    pool.dispatcher.flush(0.0)
+    assert [action.address for action in pool.take(do.Send)] == [None]
 
 
 def test_calls_for_a_node_that_is_given_up_raise() -> None:
