@@ -6,6 +6,7 @@ Exit codes: 0 all is well, 1 something failed, 2 it was asked for in a way that 
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import json
 import os
@@ -65,6 +66,10 @@ def _flushed(run: Callable[[Sequence[str] | None], int], argv: Sequence[str] | N
     """Run it and write out what it has printed, `--help` included: here, where a reader that has gone or a full disk can be told."""
     try:
         return run(argv)
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        raise _lost(error, sys.stdout) from error  # stdout has no buffer (PYTHONUNBUFFERED): what is printed fails at once
     finally:
         if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison] - None under `>&-`
             _flush(sys.stdout)
@@ -76,7 +81,11 @@ def _flush(stream: TextIO) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise OSError(error.errno, f"{error.strerror}: what was to be printed is lost", stream.name) from error
+        raise _lost(error, stream) from error
+
+
+def _lost(error: OSError, stream: TextIO) -> OSError:
+    return OSError(error.errno, f"{error.strerror}: what was to be printed is lost", stream.name)
 
 
 def _fail(error: Exception) -> int:

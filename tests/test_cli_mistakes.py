@@ -272,8 +272,10 @@ def shell(line: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_full_disk_and_a_reader_that_goes(three: None) -> None:
-    """One line, or none at all for a reader who has seen enough; the exit code is 1."""
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_and_a_reader_that_goes(three: None, monkeypatch: pytest.MonkeyPatch, unbuffered: str) -> None:
+    """One line, or none at all for a reader who has seen enough; the exit code is 1. With PYTHONUNBUFFERED too, as in many containers."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     for line in ("skyward ps", "skyward ps --json", "skyward --version"):
         done = shell(f"{line} > /dev/full", PYTHONUNBUFFERED="")  # else each print raises by itself, and its words are the system's alone
         assert (done.returncode, done.stderr.count("\n"), "No space left on device: what was to be printed is lost" in done.stderr) == (1, 1, True), line
