@@ -47,6 +47,7 @@ from sqlalchemy import (
     text,
     update,
 )
+from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import PoolProxiedConnection
 
@@ -474,6 +475,7 @@ def opened(url: URL, busy_timeout_seconds: float) -> Engine:
         engine = create_engine(url, connect_args={"timeout": busy_timeout_seconds})
     event.listen(engine, "connect", lambda connection, _: _prepare_sqlite(connection, busy_timeout_seconds))
     event.listen(engine, "begin", _begin_sqlite)
+    event.listen(engine, "handle_error", _keep_connection)
     return engine
 
 
@@ -533,6 +535,12 @@ def _switch_to_wal(driver: Any, deadline: float) -> None:
 def _begin_sqlite(connection: Connection) -> None:
     """A writer takes the lock at once: one that reads first and then finds the file changed could only fail."""
     connection.exec_driver_sql("BEGIN IMMEDIATE" if connection.get_execution_options().get("skyward_writes") else "BEGIN")
+
+
+def _keep_connection(context: ExceptionContext) -> None:
+    """Roll back what a signal has interrupted. SQLAlchemy would close the connection, whose statement, and write lock, live as long as the exception does."""
+    if not isinstance(context.original_exception, Exception):
+        context.is_disconnect = False
 
 
 # ── what went wrong, and what to try ─────────────────────────────────────────────────────────────────────────────────

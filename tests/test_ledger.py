@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from sqlalchemy import Connection, create_engine, inspect
+from sqlalchemy import Connection, create_engine, event, inspect
 
 from skyward_core.entries import BILLING_ROUNDING, Account, Attempt, Bucket, CostBy, Intent, Period, PoolEntry, Price, ResourceKind, Wish
 from skyward_core.errors import BadRequest, BudgetExceeded, LeaseLost, LedgerConflict, LedgerError
@@ -1605,3 +1605,19 @@ def test_the_locks_of_an_open_ledger_outlive_another_opening(tmp_path: Path) -> 
         code = f"import sqlite3; sqlite3.connect({str(path)!r}, timeout=0).execute('BEGIN IMMEDIATE')"
         done = subprocess.run([sys.executable, "-IS", "-c", code], capture_output=True, text=True, check=False)
     assert "database is locked" in done.stderr
+
+
+def test_a_transaction_that_a_signal_interrupts_keeps_no_lock(tmp_path: Path) -> None:
+    """The exception is still there while its handlers write: SIGTERM ends a task, whose pool is closed and noted."""
+    with Ledger(f"sqlite:///{tmp_path / 'ledger.db'}", busy_timeout_seconds=0.5) as ledger:
+
+        def interrupt(*_: object) -> None:
+            event.remove(ledger._engine, "after_cursor_execute", interrupt)
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt) as caught, ledger._write() as connection:
+            event.listen(ledger._engine, "after_cursor_execute", interrupt)
+            connection.exec_driver_sql("SELECT id FROM (SELECT 1 AS id UNION ALL SELECT 2)")  # a row is still to come
+        assert caught.value.__traceback__ is not None
+        with ledger._write() as connection:
+            connection.execute(POOLS.select())
