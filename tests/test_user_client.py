@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -194,6 +195,24 @@ def test_an_attached_pool_has_one_of_its_own() -> None:
         assert theirs.status == "closed"
         assert client.submit(pow, 2, 3).result(30) == 8
     assert client.status == "closed"
+
+
+def stream_of(client: Any) -> tuple[str, int]:
+    """The class of the stream to the scheduler, and for how many seconds its connection bears silence."""
+    connection = client.scheduler_comm.comm.stream.socket
+    return type(client.scheduler_comm).__name__, connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) // 1000
+
+
+@pytest.mark.slow
+def test_a_stream_that_was_made_anew_is_as_prompt_and_patient_as_the_first() -> None:
+    """Dask connects again by itself: with a stream that would wait 10 ms with each message, and 30 s for a scheduler that stands still."""
+    with open_pool(nodes=1) as pool:
+        client: Any = pool.dask_client()
+        first, was = client.scheduler_comm, stream_of(client)
+        client.loop.add_callback(first.abort)
+        wait_until(lambda: client.scheduler_comm not in (first, None) and client.status == "running", "the client to connect again", SOON_SECONDS)
+        assert client.submit(pow, 2, 3).result(30) == 8
+        assert (was, stream_of(client)) == (("PromptStream", 120), ("PromptStream", 120))
 
 
 @pytest.mark.slow

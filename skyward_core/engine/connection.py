@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import pickle
+import socket
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import CancelledError
 from concurrent.futures import wait as wait_for
@@ -82,6 +83,24 @@ class PoolClient(DaskClient):
         for state in self.futures.values():
             state.cancel(reason="scheduler-connection-lost", msg="the pool's scheduler does not answer any more")
         self.futures.clear()
+
+
+class UserDaskClient(DaskClient):
+    """Dask's client as a user gets it: it connects again by itself. Each of its streams sends at once and outlives a scheduler that stands still."""
+
+    async def _ensure_connected(self, timeout: float | None = None) -> None:
+        """Connect, at first and again. Dask's own stream waits 10 ms for more messages, and gives up a silent scheduler after 30 s."""
+        before = self.scheduler_comm
+        await cast(Any, super())._ensure_connected(timeout)
+        if (stream := self.scheduler_comm) is not None and stream is not before:
+            send_at_once(stream)
+            _allow_silence(stream.comm.stream.socket, STALLED_SECONDS)
+
+
+def _allow_silence(connection: socket.socket, seconds: float) -> None:
+    """Keep a TCP connection for so long while the other side acknowledges nothing (tcp(7): this overrides the keepalive). Only Linux has it."""
+    if (option := getattr(socket, "TCP_USER_TIMEOUT", None)) is not None:
+        connection.setsockopt(socket.IPPROTO_TCP, option, round(1000 * seconds))
 
 
 class Connection:
@@ -213,11 +232,12 @@ def connect(address: str, certificate: PoolCertificate, timeout_seconds: float) 
 def connect_user(address: str, certificate: PoolCertificate) -> distributed.Client:
     """Return a Dask client of the pool's cluster that connects again by itself. Its caller ends it. Raises OSError.
 
-    It goes by the user's own Dask settings, but for one: the scheduler takes nothing from a client while it imports what that client's last graph needs, which
-    must not break the connection.
+    It goes by the user's own Dask settings, but for the event loop and the time that a silent scheduler is given: that takes nothing from a client while it
+    imports what the client's last graph needs, which must not break the connection.
     """
-    with dask.config.set({"distributed.comm.timeouts.tcp": f"{STALLED_SECONDS:.0f}s"}):
-        return DaskClient(address, security=_security(certificate), set_as_default=False, timeout=USER_SECONDS, name="skyward-user")
+    settings = {"distributed.comm.timeouts.tcp": f"{STALLED_SECONDS:.0f}s", "distributed.admin.event-loop": "uvloop"}
+    with dask.config.set(settings):
+        return UserDaskClient(address, security=_security(certificate), set_as_default=False, timeout=USER_SECONDS, name="skyward-user")
 
 
 def _security(certificate: PoolCertificate) -> distributed.Security:

@@ -16,6 +16,9 @@ CLIENT = (
     "distributed.client:Client._loop_runner",
     "distributed.utils:LoopRunner.stop(timeout)",
     "distributed.client:FutureState.cancel(reason, msg)",
+    # engine/connection.py: a user's client, each of whose streams is made prompt and patient
+    "distributed.client:Client._ensure_connected(timeout)",
+    "distributed.comm.tcp:TCP.stream",
     # engine/connection.py: what has become of a task, without a thread that stays for good
     "distributed.client:done_callback(future, callback)",
     "distributed.client:Future._state",
