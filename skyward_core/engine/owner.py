@@ -22,7 +22,7 @@ from skyward_core.engine import actions as do
 from skyward_core.engine.connection import Connection, NotSent
 from skyward_core.engine.dispatcher import PING_SECONDS, TICK_SECONDS, Dispatcher, PoolNews
 from skyward_core.engine.futures import CallFuture
-from skyward_core.engine.results import Callbacks, Results, Settled, value_of
+from skyward_core.engine.results import Callbacks, NotPlain, Results, Settled, plain_value, value_of
 from skyward_core.errors import CommandFailed, ConnectionLost, PoolClosed, Unreachable
 from skyward_core.events import SkywardEvent
 from skyward_core.reach import Reach, Reaches
@@ -346,12 +346,23 @@ class Owner:
             rate = self._usd_per_second.get(action.instance_id)
             future.seconds = outcome.seconds
             future.cost = None if self._counts is None else outcome.seconds * (rate or 0.0)
-        self._settle(action.call_id, lambda: value_of(outcome, action.node), [outcome.parcel, action.arguments])
+        spent = [outcome.parcel, action.arguments]
+        try:
+            value = plain_value(outcome)
+        except NotPlain:
+            self._settle(action.call_id, lambda: value_of(outcome, action.node), spent)
+        else:
+            self._settle(action.call_id, lambda: value, spent, is_plain=True)
 
-    def _settle(self, call_id: str, value: Callable[[], Any], spent: list[Parcel]) -> None:
+    def _settle(self, call_id: str, value: Callable[[], Any], spent: list[Parcel], *, is_plain: bool = False) -> None:
         after = self._last_lines.pop(call_id, 0)
-        if (future := self.futures.get(call_id)) is not None:
-            self._results.put(Settled(future, value, spent, after))
+        if (future := self.futures.get(call_id)) is None:
+            return
+        settled = Settled(future, value, spent, after)
+        if is_plain and not after:
+            self._results.set(settled)
+        else:
+            self._results.put(settled)
 
     def _on_settled(self, future: CallFuture[Any]) -> None:
         """In the results' thread, before a future is set."""

@@ -1,19 +1,22 @@
 """What a call has left becomes a value or an exception, and its future is set: in a thread of its own, "skyward-results".
 
-Loading a value runs the code of its types, and may import whole frameworks: the engine's own thread does not wait for that. Callbacks of futures run in
+Loading a value runs the code of its types, and may import whole frameworks: the engine's own thread does not wait for that. It sets the futures of small
+results itself whose pickles name no type (`plain_value`). Callbacks of futures run in
 one more thread, "skyward-callbacks": one that blocks delays other callbacks, and no result.
 """
 
 from __future__ import annotations
 
+import io
 import logging
+import pickle
 import queue
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from skyward_core import bare_exceptions, exceptions, pickling
 from skyward_core.engine.futures import CallFuture
@@ -22,6 +25,8 @@ from skyward_core.remote_notes import note_for
 from skyward_core.unpicklable import one_line
 from skyward_core.worker.wire import Ending, Outcome, Parcel
 
+PLAIN_BYTES = 4096
+"""How large the pickle of a result is at most that the engine's thread loads."""
 LINES_SECONDS = 0.2
 """How long a result waits for the lines of its call while callbacks and displays take no event at all."""
 MOST_LINES_SECONDS = 5.0
@@ -45,7 +50,7 @@ class Settled:
 
 
 class Results:
-    """Sets futures, in the order in which calls have ended; only results whose log lines are still to be told come later.
+    """Sets futures, in the order in which calls have ended; only results whose log lines are still to be displayed come later.
 
     They wait as long as callbacks and displays take events at all, MOST_LINES_SECONDS at most: one that blocks costs LINES_SECONDS.
 
@@ -95,7 +100,7 @@ class Results:
             else:
                 is_closing = is_closing or item is None
             if isinstance(item, Settled):
-                self._waiting.append(item) if self._is_to_wait(item) else self._set(item)
+                self._waiting.append(item) if self._is_to_wait(item) else self.set(item)
             item = None  # a large result must not live until the next one comes
             self._set_due()
 
@@ -119,9 +124,10 @@ class Results:
             (due if item.after <= told or item.until <= now or is_stuck else self._waiting).append(item)
         del waiting[:]
         while due:
-            self._set(due.pop(0))
+            self.set(due.pop(0))
 
-    def _set(self, item: Settled) -> None:
+    def set(self, item: Settled) -> None:
+        """Set a future here and now. Another thread may do this if the value is at hand: to load one may run code of its types."""
         future = item.future
         try:
             if not future.claim():
@@ -175,6 +181,31 @@ class Callbacks:
                 call()
             except BaseException:  # a callback may raise SystemExit: no thread of the engine ends by it
                 _log.exception("a callback of a call's future has failed")
+
+
+class NotPlain(Exception):
+    """The value must be loaded in the results' thread."""
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Loads what holds no class and no function: then no code but the unpickler's own runs."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
+        raise NotPlain
+
+
+def plain_value(outcome: Outcome) -> Any:
+    """Return the result if it is small and made of Python's own scalars and containers. Raises NotPlain.
+
+    The engine's thread may load such a result: the caller has it sooner by one change of threads.
+    """
+    parcel = outcome.parcel
+    if outcome.ending is not Ending.RESULT or parcel.path is not None or parcel.buffers or len(parcel.data) > PLAIN_BYTES:
+        raise NotPlain
+    try:
+        return _PlainUnpickler(io.BytesIO(parcel.data)).load()
+    except Exception as error:  # whatever it is, the results' thread finds it too, and names it
+        raise NotPlain from error
 
 
 def value_of(outcome: Outcome, node: int) -> Any:
