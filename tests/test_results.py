@@ -12,7 +12,9 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.compute import PendingCompute
+from skyward_core.engine.results import PLAIN_BYTES, NotPlain, plain_value
 from skyward_core.errors import Stored
+from skyward_core.worker.wire import Ending, Outcome, Parcel
 from tests.conftest import Told, shared, wait_until
 
 SOURCE = """
@@ -266,3 +268,30 @@ def test_cancelled_calls_count_as_cancelled(own_pool: sky.ComputePool, _own: Any
     wait_until(lambda: told.of(sky.CallProgress)[-1].cancelled == before.cancelled + 4, "the cancelled calls to be counted")
     after = told.of(sky.CallProgress)[-1]
     assert (after.submitted, after.done, after.failed) == (before.submitted + 4, before.done, before.failed)
+
+
+def outcome_of(value: object) -> Outcome:
+    return Outcome("call", Ending.RESULT, Parcel(pickle.dumps(value, protocol=5)))
+
+
+@pytest.mark.parametrize("value", [None, 3, "text", [1, {"a": (2.5, b"bytes", {4})}]])
+def test_a_small_result_without_types_is_loaded_at_once(value: object) -> None:
+    assert plain_value(outcome_of(value)) == value
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        outcome_of(len),
+        outcome_of(Told()),
+        outcome_of("x" * PLAIN_BYTES),
+        outcome_of(1)._replace(ending=Ending.ERROR),
+        outcome_of(1)._replace(parcel=Parcel(b"", (), "/dev/shm/value", ((0, 5),))),
+        outcome_of(1)._replace(parcel=Parcel(b"no pickle")),
+    ],
+    ids=["a function", "a type", "large", "an exception", "in a file", "unreadable"],
+)
+def test_all_other_results_are_loaded_in_the_results_thread(outcome: Outcome) -> None:
+    """Loading one may run code of its types, which may block: the engine's thread must not wait for that."""
+    with pytest.raises(NotPlain):
+        plain_value(outcome)
