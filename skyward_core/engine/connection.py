@@ -88,7 +88,7 @@ class PoolClient(DaskClient):
 class UserDaskClient(DaskClient):
     """Dask's client as a user gets it: it connects again by itself. Each of its streams sends at once and outlives a scheduler that stands still."""
 
-    async def _ensure_connected(self, timeout: float | None = None) -> None:
+    async def _ensure_connected(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - Dask's signature
         """Connect, at first and again. Dask's own stream waits 10 ms for more messages, and gives up a silent scheduler after 30 s."""
         before = self.scheduler_comm
         await cast(Any, super())._ensure_connected(timeout)
