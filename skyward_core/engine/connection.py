@@ -90,9 +90,10 @@ class UserDaskClient(DaskClient):
 
     async def _ensure_connected(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - Dask's signature
         """Connect, at first and again. Dask's own stream waits 10 ms for more messages, and gives up a silent scheduler after 30 s."""
-        before = self.scheduler_comm
+        me: Any = self
+        before = me.scheduler_comm
         await cast(Any, super())._ensure_connected(timeout)
-        if (stream := self.scheduler_comm) is not None and stream is not before:
+        if (stream := me.scheduler_comm) is not None and stream is not before:
             send_at_once(stream)
             _allow_silence(stream.comm.stream.socket, STALLED_SECONDS)
 
