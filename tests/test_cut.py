@@ -14,7 +14,7 @@ import pytest
 import skyward_core as sky
 from skyward_core.attached import Attached
 from skyward_core.engine import cluster as module
-from skyward_core.engine import dispatcher as dispatching
+from skyward_core.engine import fetches
 from skyward_core.engine.connection import Connection
 from skyward_core.engine.function_files import FunctionFiles
 from skyward_core.errors import BudgetExceeded, ConnectionLost
@@ -37,7 +37,7 @@ def lone() -> Iterator[sky.ComputePool]:
 def far() -> Iterator[sky.ComputePool]:
     """Two nodes with one slot each, whose memory the client reaches through their `Reach` only, as over SSH."""
     with sky.ComputePool(provider=sky.Local(), nodes=2, retries=0, display="quiet", collect_metrics=False) as pool:
-        cluster_of(pool).dispatcher.is_here = False
+        cluster_of(pool).dispatcher.members.is_here = False
         yield pool
 
 
@@ -300,7 +300,7 @@ def test_a_result_that_cannot_be_fetched_is_given_up(far: sky.ComputePool, monke
     flaky(far, monkeypatch)
     cluster = cluster_of(far)
     if end == "late":
-        monkeypatch.setattr(dispatching, "FETCH_SECONDS", 0.0)
+        monkeypatch.setattr(fetches, "FETCH_SECONDS", 0.0)
     future = far.submit(much())
     if end != "late":
         wait_until(lambda: waits_for_wire(far), "the wire to be cut")

@@ -70,7 +70,7 @@ def not_loaded(call: Callable[[], Any]) -> sky.ResultNotLoaded:
 
 def counted(pool: sky.ComputePool, told: Told) -> sky.CallProgress:
     """What is told of calls once all have been counted; they are told at most ten times a second."""
-    sent: int = pool._cluster.dispatcher._submitted
+    sent: int = pool._cluster.dispatcher._calls.submitted
     wait_until(lambda: (last := told.of(sky.CallProgress)[-1]).done + last.cancelled == last.submitted == sent, "all calls to be counted")
     return told.of(sky.CallProgress)[-1]
 

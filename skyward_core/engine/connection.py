@@ -24,7 +24,8 @@ from distributed.client import ClosedClientError, done_callback  # noqa: TID253
 from distributed.scheduler import KilledWorker  # noqa: TID253
 
 from skyward_core.engine.certificates import PoolCertificate
-from skyward_core.engine.dispatcher import PING_SECONDS, PoolNews
+from skyward_core.engine.connection_state import PING_SECONDS
+from skyward_core.engine.dispatcher import PoolNews
 from skyward_core.errors import NodeLost
 from skyward_core.worker import calls
 from skyward_core.worker.calls import RAN, Ran

@@ -10,9 +10,10 @@ The functions that were used longest ago are evicted first, until the others tak
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from skyward_core.engine import actions as do
 from skyward_core.worker.wire import Parcel
 
 LIMIT_BYTES = 64 << 20
@@ -89,3 +90,24 @@ class FunctionFiles:
                 excess -= file.nbytes
                 evicted.append(file.parcel)
         return evicted
+
+
+class FunctionsOnNodes:
+    """The functions in the memory of all nodes, by instance id. `act` takes the actions."""
+
+    def __init__(self, act: Callable[[do.Action], object]) -> None:
+        self._by_instance: dict[str, FunctionFiles] = {}
+        self._do = act
+
+    def at(self, instance_id: str) -> FunctionFiles:
+        """Return the functions in the memory of a node."""
+        return self._by_instance.setdefault(instance_id, FunctionFiles())
+
+    def evict(self, instance_id: str) -> None:
+        """Remove the functions from a node that are too much there."""
+        for parcel in self.at(instance_id).evict():
+            self._do(do.Remove(instance_id, parcel))
+
+    def keep(self, is_known: Callable[[str], bool]) -> None:
+        """Forget the functions in the memory of instances that are not known any more."""
+        self._by_instance = {instance_id: files for instance_id, files in self._by_instance.items() if is_known(instance_id)}

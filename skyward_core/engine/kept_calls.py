@@ -61,6 +61,12 @@ class KeptCalls:
         self.before = before
         self.heard.update(heard)
 
+    def clear(self) -> None:
+        """Forget everything: the pool begins no calls any more."""
+        for record in (self.batches, self.at, self.awaited, self.heard, self._lost, self.astray, self._released):
+            record.clear()
+        self.until, self.before = 0.0, 0
+
     @property
     def calls(self) -> list[str]:
         """The calls of which it is not known what has become, or which have not ended."""
@@ -118,6 +124,12 @@ class KeptCalls:
             if not left:
                 self._take([number])
             self._released.update(calls)
+
+    def take_astray(self, is_wanted: Callable[[str], bool]) -> set[str]:
+        """Return the calls of lost batches that a worker has nevertheless, and that no caller waits for, once."""
+        unwanted = {call_id for call_id in self.astray if not is_wanted(call_id)}
+        self.astray -= unwanted
+        return unwanted
 
     def take_released(self, is_out: Callable[[str], bool]) -> list[str]:
         """Return the calls that workers may forget, once: not those that are out, for a worker may have them again."""

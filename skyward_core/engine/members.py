@@ -21,18 +21,22 @@ def rank_of(name: str) -> int:
 
 @dataclass(slots=True)
 class Members:
-    """`nodes` by rank; `workers` maps the names of those that are there to their addresses; `held` the addresses of held ones to how many slots are at work."""
+    """`nodes` by rank; `workers` maps the names of those that are there to their addresses; `held` the addresses of held ones to how many slots are at work.
+
+    `is_here`: all nodes are processes of this machine, which see the same memory.
+    """
 
     nodes: Mapping[int, Node]
+    is_here: bool = False
     workers_per_node: int = 1
     workers: dict[str, str] = field(default_factory=dict[str, str])
     held: dict[str, int] = field(default_factory=dict[str, int])
 
     @staticmethod
-    def of(nodes: Iterable[Node]) -> Members:
+    def of(nodes: Iterable[Node], *, is_here: bool = False) -> Members:
         """Return the members of a new pool, all of whose workers are away."""
         by_rank = {node.rank: node for node in nodes}
-        return Members(by_rank, max((node.workers for node in by_rank.values()), default=1))
+        return Members(by_rank, is_here, max((node.workers for node in by_rank.values()), default=1))
 
     def names_at(self, rank: int) -> list[str]:
         """Return the names of all workers of a node, whether they are there or not."""
@@ -97,6 +101,10 @@ class Members:
         """Return the id of the instance in whose memory a parcel lies; None if no node of the pool is that one. Its folders bear the instance's id."""
         path = str(parcel.path)
         return next((node.instance.id for node in self.nodes.values() if node.instance.id in path), None)
+
+    def knows(self, instance_id: str) -> bool:
+        """Tell whether an instance is one of the pool's nodes."""
+        return any(node.instance.id == instance_id for node in self.nodes.values())
 
     def is_there(self, instance_id: str) -> bool:
         """Tell whether a worker of this instance is there."""

@@ -20,7 +20,8 @@ from distributed.protocol.serialize import to_serialize  # noqa: TID253 - with c
 
 from skyward_core.engine import actions as do
 from skyward_core.engine.connection import Connection, NotSent
-from skyward_core.engine.dispatcher import PING_SECONDS, TICK_SECONDS, Dispatcher, PoolNews
+from skyward_core.engine.connection_state import PING_SECONDS
+from skyward_core.engine.dispatcher import TICK_SECONDS, Dispatcher, PoolNews
 from skyward_core.engine.futures import CallFuture
 from skyward_core.engine.results import Callbacks, NotPlain, Results, Settled, plain_value, value_of
 from skyward_core.errors import CommandFailed, ConnectionLost, PoolClosed, Unreachable

@@ -1,4 +1,4 @@
-"""Batches that are on their way or out, and which worker a batch with large values goes to: pure bookkeeping.
+"""Batches that are on their way or out, until each of their calls has ended, waits again or is lost.
 
 States of a batch:
 
@@ -7,20 +7,25 @@ States of a batch:
         │                       │                     │  └──ended, outcomes missing──▶ gathering ──gathered──▶ (gone)
         └───────────────────────┴──the connection is cut: its calls wait again (nothing has gone out)
 
-A batch without large values is sent at once. A batch that is sent belongs to an epoch, that of the connection which follows its task. When another
-connection takes its place, the scheduler's answer decides about each batch of an earlier epoch.
+A batch without large values is sent at once; `placement.py` has all that comes before. A batch that is sent belongs to an epoch, that of the connection
+which follows its task. When another connection takes its place, the scheduler's answer decides about each batch of an earlier epoch: its task is known, it
+never came, or it is lost (`losses.py`). A batch that has not gone out when its connection ends was never begun: its calls wait again.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from skyward_core.engine.members import Members
-from skyward_core.engine.outbox import Shipment
-from skyward_core.worker.wire import Parcel
+from skyward_core.engine import actions as do
+from skyward_core.engine.calls import Calls
+from skyward_core.engine.connection_state import ConnectionState
+from skyward_core.engine.function_files import FunctionsOnNodes
+from skyward_core.engine.kept_calls import KeptCalls
+from skyward_core.engine.outbox import Queue, Shipment
+from skyward_core.errors import NodeLost
+from skyward_core.worker.wire import Batch, Ending, Outcome, Parcel
 
 
 class Phase(Enum):
@@ -59,17 +64,135 @@ class Out:
         return self.phase in (Phase.SENT, Phase.GATHERING)
 
 
-def freest(members: Members, outs: Sequence[Out], load: Mapping[str, Sequence[str]], key_end: str) -> str | None:
-    """Return the worker with most slots free, by what the scheduler has said (`load`: task keys by worker), and by what is on its way there.
+class Shipments:
+    """The batches that are on their way or out, by number. `act` takes the actions."""
 
-    Of a batch whose last call has ended the client knows before the scheduler does.
-    """
-    unended = {f"skyward-{out.number}{key_end}" for out in outs if out.shipment.unended}
-    meant = Counter(out.worker for out in outs if out.worker and (out.shipment.unended or not out.is_out))
+    def __init__(
+        self,
+        topic: str,
+        connection: ConnectionState,
+        queue: Queue,
+        calls: Calls,
+        functions: FunctionsOnNodes,
+        kept: KeptCalls,
+        act: Callable[[do.Action], object],
+    ) -> None:
+        self.outs: dict[int, Out] = {}
+        self.key_end = f"-{topic[-8:]}"
+        """What the keys of this client's tasks end with."""
+        self._connection = connection
+        self._queue = queue
+        self._calls = calls
+        self._functions = functions
+        self._kept = kept
+        self._do = act
 
-    def free(name: str) -> int:
-        node = members.node_of(name)
-        there = sum(key in unended or not key.endswith(key_end) for key in load.get(name, ()))
-        return (node.slots if node is not None else 0) - max(there, meant[name])
+    def add(self, out: Out) -> None:
+        """Take in a batch that the queue has handed out."""
+        self.outs[out.number] = out
 
-    return max(members.free, key=free, default=None)
+    def clear(self) -> None:
+        """Forget all batches: the pool begins no calls any more."""
+        self.outs.clear()
+
+    def key(self, number: int) -> str:
+        """Return the key of a batch's task."""
+        return f"skyward-{number}{self.key_end}"
+
+    def in_phase(self, phase: Phase) -> list[Out]:
+        """Return the batches that are so far."""
+        return [out for out in self.outs.values() if out.phase is phase]
+
+    def forget(self, out: Out) -> list[str]:
+        """A batch is not out any more; return its calls that have not ended."""
+        self.outs.pop(out.number, None)
+        if out.instance_id is not None:
+            self._functions.at(out.instance_id).done(out.number)
+            self._functions.evict(out.instance_id)
+        unended = self._queue.unended(out.shipment)
+        if out.is_out and unended:
+            self._kept.lose(out.number, unended)
+        return unended
+
+    def withdraw(self) -> Iterator[list[str]]:
+        """Forget the batches that have not gone out; yield the calls of each."""
+        for out in [out for out in self.outs.values() if not out.is_out]:
+            yield self.forget(out)
+
+    # ── out, and what becomes of it ──────────────────────────────────────────────────────────────────────────────────
+
+    def send(self, out: Out, batch: Batch) -> None:
+        """Send a batch, as it looks with its large values on the node."""
+        out.phase, out.epoch = Phase.SENT, self._connection.epoch
+        self._do(do.Send(out.epoch, out.number, self.key(out.number), batch, out.address))
+
+    def unsent(self, epoch: int, number: int, error: Exception, *, is_its_fault: bool) -> None:
+        """A batch has not gone out. It waits again, if it is not its own fault."""
+        out = self.outs.get(number)
+        if out is None or out.epoch != epoch:
+            return
+        ids = self.forget(out)
+        if not is_its_fault:
+            self._calls.rest(ids)
+            return
+        failure = NodeLost(f"the call could not be sent: {error}")
+        failure.__cause__ = error
+        for call_id in ids:
+            self._queue.ended(call_id)
+        self._calls.fail(ids, failure)
+
+    def task_ended(self, epoch: int, number: int, *, is_finished: bool, reason: str) -> None:
+        """The task of a batch has ended: outcomes that were not reported are in its result, or were lost with its worker."""
+        out = self._at(epoch, number, Phase.SENT)
+        if out is None:
+            return
+        if is_finished and out.shipment.unended:
+            out.phase = Phase.GATHERING
+            self._do(do.Gather(epoch, number, self.key(number)))
+            return
+        self._do(do.Release(epoch, (self.key(number),)))
+        self._calls.lose(self.forget(out), reason)
+
+    def gathered(self, epoch: int, number: int, outcomes: Mapping[str, Outcome], node: int, instance_id: str, now: float) -> None:
+        """The result of a batch's task is here."""
+        out = self._at(epoch, number, Phase.GATHERING)
+        if out is None:
+            return
+        self._do(do.Release(epoch, (self.key(number),)))
+        ids = self.forget(out)
+        ended = [outcomes[call_id] for call_id in ids if call_id in outcomes and outcomes[call_id].ending is not Ending.RETURNED]
+        if seconds := sum(outcome.seconds for outcome in ended):
+            self._do(do.Ran(instance_id, seconds))
+        self._calls.take_back([call_id for call_id in ids if call_id in outcomes and outcomes[call_id].ending is Ending.RETURNED])
+        for outcome in ended:
+            self._calls.ended(outcome, node, instance_id, now)
+        self._calls.lose([call_id for call_id in ids if call_id not in outcomes], "the call ended, but its result was not there")
+
+    def not_gathered(self, epoch: int, number: int, error: Exception) -> None:
+        """The result of a batch's task could not be had."""
+        if (out := self._at(epoch, number, Phase.GATHERING)) is not None:
+            self._do(do.Release(epoch, (self.key(number),)))
+            self._calls.lose(self.forget(out), f"the call ended, but its result could not be fetched: {error}", error)
+
+    def taken_back(self, epoch: int, number: int) -> None:
+        """A batch whose worker is gone had not ended, and is released: its calls are lost."""
+        if (out := self._at(epoch, number, Phase.SENT)) is not None:
+            self._calls.lose(self.forget(out), "its worker is gone")
+
+    def follow(self, out: Out) -> None:
+        """A batch that an earlier connection has sent belongs to the present one."""
+        out.phase, out.epoch = Phase.SENT, self._connection.epoch
+        self._do(do.Follow(out.epoch, out.number, self.key(out.number)))
+
+    def worker_left(self, address: str) -> None:
+        """A worker has gone: its batches wait again if they have not gone out, and are taken back if they have."""
+        for out in [out for out in self.outs.values() if out.address == address]:
+            if not out.is_out:
+                self._calls.take_back(self.forget(out))
+            elif out.epoch == self._connection.epoch:
+                self._do(do.TakeBack(out.epoch, out.number, self.key(out.number)))
+
+    def _at(self, epoch: int, number: int, phase: Phase) -> Out | None:
+        """Return the batch that a message is about; None if it is of another connection, or in another phase: then the message comes too late."""
+        out = self.outs.get(number)
+        return out if self._connection.is_live_in(epoch) and out is not None and out.epoch == epoch and out.phase is phase else None

@@ -23,9 +23,10 @@ from random import Random
 from typing import Any
 
 from skyward_core.engine import actions as do
-from skyward_core.engine.dispatcher import HEAD_LOST, Dispatcher
+from skyward_core.engine.dispatcher import Dispatcher
 from skyward_core.engine.function_files import LIMIT_BYTES
 from skyward_core.engine.kept_calls import DECIDED_SECONDS
+from skyward_core.engine.losses import HEAD_LOST
 from skyward_core.engine.outbox import Entry
 from skyward_core.engine.shipments import Phase
 from skyward_core.errors import NodeLost, PoolClosed
@@ -924,8 +925,9 @@ class World:
         self._require(not waiting, "calls do not end", waiting[:3])
         self._check_counts()
         dispatcher = self.dispatcher
-        for name in ("entries", "outs", "fetching", "_unheard", "_to_stop"):
-            self._require(not getattr(dispatcher, name), f"{name} is not empty at the end", getattr(dispatcher, name))
+        parts = {"entries": dispatcher, "outs": dispatcher, "fetching": dispatcher, "_unheard": dispatcher._losses, "_to_stop": dispatcher._calls}
+        for name, part in parts.items():
+            self._require(not getattr(part, name), f"{name} is not empty at the end", getattr(part, name))
         self._require(not dispatcher._queue._out and not dispatcher._queue._shipments and not dispatcher._queue._suspects, "the queue is not empty at the end")
         self._require(self.counted_seconds <= self.ran_seconds + 1e-6, "more time is counted than calls ran", self.counted_seconds, self.ran_seconds)
         if not self.is_over:

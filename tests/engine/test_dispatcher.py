@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from skyward_core.engine import actions as do
-from skyward_core.engine.dispatcher import FETCH_SECONDS, Dispatcher
+from skyward_core.engine.dispatcher import Dispatcher
+from skyward_core.engine.fetches import FETCH_SECONDS
 from skyward_core.engine.outbox import Entry
 from skyward_core.errors import NodeLost, PoolClosed, SkywardError
 from skyward_core.events import CallProgress, CallRetrying

@@ -6,8 +6,14 @@ from typing import Any
 import pytest
 
 from skyward_core.engine import actions as do
+from skyward_core.engine import dispatcher as dispatching
+from skyward_core.engine.calls import Calls
+from skyward_core.engine.connection_state import ConnectionState
 from skyward_core.engine.dispatcher import Dispatcher
-from skyward_core.engine.shipments import Out, Phase
+from skyward_core.engine.function_files import FunctionsOnNodes
+from skyward_core.engine.losses import Losses
+from skyward_core.engine.placement import Placement
+from skyward_core.engine.shipments import Out, Phase, Shipments
 from skyward_core.worker.news import Resumed
 from skyward_core.worker.wire import Parcel
 from tests.engine import simulation
@@ -40,34 +46,36 @@ def test_histories_are_full_of_events() -> None:
     seen: dict[type, int] = {}
 
     class Watched(Dispatcher):
-        def _do(self, action: do.Action) -> None:
-            seen[type(action)] = seen.get(type(action), 0) + 1
-            super()._do(action)
+        def take_actions(self) -> list[do.Action]:
+            actions = super().take_actions()
+            for action in actions:
+                seen[type(action)] = seen.get(type(action), 0) + 1
+            return actions
 
     assert [failure for seed in range(1000) if (failure := explore(seed, Watched))] == []
     rare = {kind.__name__: seen.get(kind, 0) for kind in do.Action.__value__.__args__ if seen.get(kind, 0) < 10}
     assert rare == {}
 
 
-# ── broken dispatchers ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── broken dispatchers: each is one broken part, or a Dispatcher that puts its parts together wrongly ────────────────
 
 
-class QueuesWhileDraining(Dispatcher):
+class QueuesWhileDraining(Calls):
     """What comes back waits again, although the pool begins no calls."""
 
     def _refuse(self, call_ids: Sequence[str]) -> None:
         pass
 
 
-class LosesWhatHasEnded(Dispatcher):
+class LosesWhatHasEnded(Shipments):
     """A batch whose task has ended is lost, without a look at whether its calls have ended, or at its result."""
 
     def task_ended(self, epoch: int, number: int, *, is_finished: bool, reason: str) -> None:
         out = self._at(epoch, number, Phase.SENT)
         if out is not None:
             self._do(do.Release(epoch, (self.key(number),)))
-            self._lose([call.call_id for call in out.shipment.batch.calls if call.call_id in self.entries], reason)
-            self._forget(out)
+            self._calls.lose([call.call_id for call in out.shipment.batch.calls if call.call_id in self._calls.entries], reason)
+            self.forget(out)
 
 
 class HearsOldConnections(Dispatcher):
@@ -77,7 +85,7 @@ class HearsOldConnections(Dispatcher):
         super().resumed(self.epoch, resumed, now)
 
 
-class MiscountsLosses(Dispatcher):
+class MiscountsLosses(Calls):
     """A call may run once more than was asked for."""
 
     def _may_run_again(self, entry: Any) -> bool:
@@ -88,16 +96,17 @@ class CountsWhatWasNotSent(Dispatcher):
     """A batch that has not gone out when the connection ends counts as lost (fault 1 of the issue)."""
 
     def disconnected(self) -> None:
-        for out in [out for out in self.outs.values() if not out.is_out]:
-            self._lose(self._forget(out), "the head of the pool was lost")
+        for call_ids in self._shipments.withdraw():
+            self._calls.lose(call_ids, "the head of the pool was lost")
         super().disconnected()
 
 
-class ForgetsToStop(Dispatcher):
+class ForgetsToStop(Calls):
     """Calls that are cancelled run on."""
 
-    def _stop_cancelled(self) -> None:
+    def take_to_stop(self) -> set[str]:
         self._to_stop.clear()
+        return set()
 
 
 class ForgetsToStopAfterACut(Dispatcher):
@@ -105,66 +114,64 @@ class ForgetsToStopAfterACut(Dispatcher):
 
     def cut(self, epoch: int) -> None:
         super().cut(epoch)
-        self._to_stop.clear()
+        self._calls._to_stop.clear()
 
     def resumed(self, epoch: int, resumed: Resumed, now: float) -> None:
-        before = set(self._to_stop)
+        before = set(self._calls._to_stop)
         super().resumed(epoch, resumed, now)
-        self._to_stop &= before
+        self._calls._to_stop &= before
 
 
-class LeavesArguments(Dispatcher):
+class LeavesArguments(Calls):
     """Arguments stay in the memory of a node."""
 
-    def _clear_aside(self, entry: Any) -> None:
+    def clear_aside(self, entry: Any) -> None:
         entry.aside = None
 
 
-class LeavesOutcomes(Dispatcher):
+class LeavesOutcomes(Calls):
     """Outcomes that are not wanted any more stay in the memory of a node."""
 
-    def _discard(self, parcel: Parcel) -> None:
+    def discard(self, parcel: Parcel) -> None:
         pass
 
 
-class LeavesFunctions(Dispatcher):
+class LeavesFunctions(FunctionsOnNodes):
     """Functions are never evicted (fault 10 of the issue)."""
 
-    def _evict(self, instance_id: str) -> None:
+    def evict(self, instance_id: str) -> None:
         pass
 
 
-class EvictsWhatIsUsed(Dispatcher):
+class EvictsWhatIsUsed(FunctionsOnNodes):
     """A function is removed although a batch that is out refers to it."""
 
-    def _evict(self, instance_id: str) -> None:
-        for file in self._files_at(instance_id)._files.values():
+    def evict(self, instance_id: str) -> None:
+        for file in self.at(instance_id)._files.values():
             file.users.clear()
-        super()._evict(instance_id)
+        super().evict(instance_id)
 
 
 class KeepsUploads(Dispatcher):
     """A batch that is being uploaded when the pool drains goes out nevertheless."""
 
     def drain(self, error: Any) -> None:
-        self._drained = error
-        if error is not None:
-            self._fail_all(self._queue.withdraw(), error)
+        self._calls.drain(error)
 
 
-class LosesUnheardAtOnce(Dispatcher):
+class LosesUnheardAtOnce(Losses):
     """What the scheduler does not have any more is lost before all is heard that was reported of it."""
 
-    def _lose_unheard(self) -> None:
+    def decide(self) -> None:
         self._unheard_until = 0
-        super()._lose_unheard()
+        super().decide()
 
 
-class TakesReturnedForLost(Dispatcher):
+class TakesReturnedForLost(Calls):
     """Calls that were handed back, and not begun, count as lost."""
 
-    def _take_back(self, call_ids: Sequence[str]) -> None:
-        self._lose(call_ids, "it was handed back")
+    def take_back(self, call_ids: Sequence[str]) -> None:
+        self.lose(call_ids, "it was handed back")
 
 
 class ForgetsFetches(Dispatcher):
@@ -182,11 +189,11 @@ class FinishesBeforeLines(Dispatcher):
         super().report(epoch, report and report._replace(news=tuple(news)), now)
 
 
-class HearsTwice(Dispatcher):
-    """What a worker tells again, to the scheduler that has come in the place of a lost one, counts as new."""
+class HearsTwice(Losses):
+    """What a worker reports again, to the scheduler that has come in the place of a lost one, counts as new."""
 
-    def _is_retold(self, report: Any) -> bool:
-        super()._is_retold(report)
+    def is_repeated(self, report: Any) -> bool:
+        super().is_repeated(report)
         return False
 
 
@@ -196,10 +203,10 @@ class LosesKept(Dispatcher):
     def restarted(self, nodes: Any, is_there: Callable[[Parcel], bool], now: float) -> None:
         super().restarted(nodes, is_there, now)
         self._kept.awaited.clear()
-        self._lose_unkept(now)
+        self._losses.lose_unkept(now)
 
 
-class DeafWhileAsking(Dispatcher):
+class DeafWhileAsking(ConnectionState):
     """A connection that is cut before the scheduler has answered is not noticed."""
 
     def cut(self, epoch: int) -> None:
@@ -207,42 +214,58 @@ class DeafWhileAsking(Dispatcher):
             super().cut(epoch)
 
 
-class MiscountsProgress(Dispatcher):
+class MiscountsProgress(Calls):
     """Calls that fail are not counted."""
 
-    def _fail_all(self, call_ids: Iterable[str], error: Any) -> None:
+    def fail(self, call_ids: Iterable[str], error: Any) -> None:
         done = self._done
-        super()._fail_all(call_ids, error)
+        super().fail(call_ids, error)
         self._done = done
 
 
-class UploadsTwice(Dispatcher):
+class UploadsTwice(Placement):
     """A function that is on its way to a node is put there once more, and the first one forgotten."""
 
     def uploaded(self, number: int, instance_id: str, arguments: Mapping[str, Parcel], functions: Mapping[str, Parcel | None]) -> None:
         for name in functions:
-            self._files_at(instance_id)._files.pop(name, None)
+            self._functions.at(instance_id)._files.pop(name, None)
         super().uploaded(number, instance_id, arguments, functions)
 
     def _upload(self, out: Out, instance_id: str) -> None:
-        self._files_at(instance_id)._coming.clear()
+        self._functions.at(instance_id)._coming.clear()
         super()._upload(out, instance_id)
 
 
-class ForgetsFailedUploads(Dispatcher):
+class ForgetsFailedUploads(Placement):
     """A function that did not arrive counts as on its way for ever."""
 
     def upload_failed(self, number: int, instance_id: str, functions: Collection[str], error: Exception, *, is_its_fault: bool) -> None:
         super().upload_failed(number, instance_id, (), error, is_its_fault=is_its_fault)
 
 
-BROKEN = [kind for kind in Dispatcher.__subclasses__() if kind.__module__ == __name__ and kind.__doc__ and kind.__name__ != "Watched"]
+PARTS = (Calls, ConnectionState, FunctionsOnNodes, Losses, Placement, Shipments)
+BROKEN = [kind for part in (*PARTS, Dispatcher) for kind in part.__subclasses__() if kind.__module__ == __name__ and kind.__doc__]
+
+
+def first_found(broken: type, monkeypatch: pytest.MonkeyPatch) -> int | None:
+    """Return the first seed in whose history the fault shows."""
+    is_part = not issubclass(broken, Dispatcher)
+    if is_part:
+        monkeypatch.setattr(dispatching, broken.__base__.__name__, broken)
+    return next((seed for seed in range(HISTORIES) if explore(seed, Dispatcher if is_part else broken)), None)
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
-def test_it_finds(broken: type[Dispatcher]) -> None:
+def test_it_finds(broken: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within as many histories as the quick part goes through."""
-    assert next((seed for seed in range(HISTORIES) if explore(seed, broken)), None) is not None
+    assert first_found(broken, monkeypatch) is not None
+
+
+def test_each_part_can_be_broken() -> None:
+    """The parts are the classes that the dispatcher makes, and each has a broken one here."""
+    assert {broken.__base__ for broken in BROKEN} == {*PARTS, Dispatcher}
+    dispatcher = Dispatcher((), "skyward-topic")
+    assert {type(part) for part in vars(dispatcher).values()}.issuperset(PARTS)
 
 
 def test_the_command_tells_what_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

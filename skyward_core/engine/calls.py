@@ -1,0 +1,291 @@
+"""The calls whose callers wait, from `submit` to the action that ends their future.
+
+States of a call:
+
+    waiting ──sent──▶ out ──outcome──▶ ended
+       ▲ │             │ └──large outcome──▶ fetching ──fetched──▶ ended
+       │ │             │                        └──its node is lost──▶ lost
+       │ │             ├──handed back: it was not begun──▶ waiting
+       │ │             └──its worker, task or head is lost──▶ lost ──may run again──▶ waiting
+       │ └──cancelled, given up──▶ ended                       └──retries are used up──▶ ended (NodeLost)
+
+On a pool that drains or closes no call waits: calls that come back into the queue raise the error that `drain` or `close` was given.
+
+`outbox.py` has the queue, `fetches.py` the large outcomes on their way, `shipments.py` the batches that are out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from skyward_core.engine import actions as do
+from skyward_core.engine.connection_state import ConnectionState
+from skyward_core.engine.fetches import Fetches, Fetching
+from skyward_core.engine.members import Members
+from skyward_core.engine.outbox import Entry, Queue
+from skyward_core.errors import NodeLost, SkywardError
+from skyward_core.events import CallProgress, CallRetrying
+from skyward_core.worker.wire import Ending, Outcome, Parcel
+
+PROGRESS_SECONDS = 0.1
+
+
+class Calls:
+    """The calls that have not ended: which wait again, which end, and with what. `act` takes the actions."""
+
+    def __init__(self, queue: Queue, members: Members, connection: ConnectionState, retries: int, act: Callable[[do.Action], object]) -> None:
+        self.entries: dict[str, Entry] = {}
+        """The calls whose callers wait: waiting, out or being fetched."""
+        self.fetches = Fetches(members, act)
+        self.submitted = 0
+        """How many calls were ever submitted."""
+        self._queue = queue
+        self._members = members
+        self._connection = connection
+        self._retries = retries
+        self._do = act
+        self._to_stop: set[str] = set()
+        self._drained: SkywardError | None = None
+        self._ended: SkywardError | None = None
+        self._is_closed = False
+        self._done = self._failed = self._cancelled = 0
+        self._progress_at = -math.inf
+        self._progress: tuple[int, int, int, int] = (0, 0, 0, 0)
+
+    # ── from callers ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def submit(self, entries: Sequence[Entry]) -> None:
+        """Take calls in, last in the queue."""
+        self.submitted += len(entries)
+        self.entries.update((entry.call.call_id, entry) for entry in entries)
+        self._queue.add(entries)
+        self._refuse([entry.call.call_id for entry in entries])
+
+    def cancel(self, call_id: str) -> None:
+        """Stop a call that its caller has cancelled, or do not begin it."""
+        entry = self.entries.pop(call_id, None)
+        if entry is None:
+            return
+        self._cancelled += 1
+        self.fetches.forget(call_id)
+        if not self._queue.drop({call_id}) and self._queue.is_out(call_id):
+            self._to_stop.add(call_id)
+        self._do(do.Cancelled(call_id, entry.call.arguments))
+        self.clear_aside(entry)
+
+    def drain(self, error: SkywardError | None) -> None:
+        """Begin no more calls: those that wait raise this. None: begin calls again."""
+        self._drained = error
+        if error is not None:
+            self.fail(self._queue.withdraw(), error)
+
+    def give_up_at(self, names: Iterable[str], error: SkywardError) -> None:
+        """Have the calls raise this that wait for one of these workers."""
+        ids = [call_id for name in names for call_id in self._queue.pinned_to(name)]
+        self._queue.drop(set(ids))
+        self.fail(ids, error)
+
+    def end(self, error: SkywardError) -> None:
+        """Have all calls raise this, now and later. What is being fetched may still arrive, unless the pool closes."""
+        self._ended = self._ended or error
+        self._queue.clear()
+        self._to_stop.clear()
+        self.fail([call_id for call_id in self.entries if self._is_closed or not self.fetches.is_under_way(call_id)], error)
+
+    def close(self, error: SkywardError) -> None:
+        """Have all calls raise this: the pool closes."""
+        self._is_closed = True
+        self.end(error)
+
+    # ── outcomes ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def ended(self, outcome: Outcome, node: int, instance_id: str, now: float) -> None:
+        """A call has ended at a worker."""
+        call_id = outcome.call_id
+        was_out = self._queue.ended(call_id, outcome.seconds if outcome.ending is Ending.RESULT else None)
+        entry = self.entries.get(call_id)
+        if entry is None:  # it was cancelled, or is lost
+            self.discard(outcome.parcel)
+        elif not was_out:  # its outcome came before, and is being fetched
+            return
+        elif outcome.parcel.path is None or self._members.is_here:
+            self._finish(call_id, outcome, node, instance_id)
+        else:
+            self._fetch(entry, outcome, node, now)
+
+    def fetched(self, call_id: str, parcel: Parcel, lies_at: str) -> None:
+        """A large outcome is here."""
+        if (fetching := self.fetches.fetched(call_id, parcel, lies_at)) is not None:
+            self._finish(call_id, fetching.outcome._replace(parcel=parcel), fetching.node, fetching.instance_id)
+
+    def not_fetched(self, call_id: str, lies_at: str, error: Exception, *, is_cut: bool) -> None:
+        """A large outcome could not be fetched. `is_cut`: the wire to its node was cut, and it is tried again when that is there again."""
+        if (fetching := self.fetches.find(call_id, lies_at)) is None:
+            return
+        fetching.error = error
+        if not is_cut or self._ended is not None:
+            self.fetches.forget(call_id)
+            self._lose_fetching(fetching)
+
+    def discard(self, parcel: Parcel) -> None:
+        """Remove an outcome that has no caller any more."""
+        if parcel.path is None:
+            return
+        if self._members.is_here:
+            self._do(do.Discard(parcel))
+        elif (instance_id := self._members.instance_of(parcel)) is not None:
+            self._do(do.Remove(instance_id, parcel))
+
+    def tick(self, now: float, is_reachable: Callable[[str], bool]) -> None:
+        """Ask again for outcomes whose way was cut, and lose those that cannot be had."""
+        for fetching in self.fetches.go_on(now, is_reachable, is_live=self._connection.is_live):
+            self._lose_fetching(fetching)
+
+    def _fetch(self, entry: Entry, outcome: Outcome, node: int, now: float) -> None:
+        lies_on = self._members.instance_of(outcome.parcel)
+        if lies_on is None:
+            self._lose_result(entry, NodeLost("the value lies on a node that this client does not know: it came in the place of another one, or is lost"))
+        else:
+            self.fetches.begin(entry, outcome, node, lies_on, now)
+
+    def _finish(self, call_id: str, outcome: Outcome, node: int, instance_id: str) -> None:
+        entry = self.entries.pop(call_id)
+        self._done += 1
+        self._failed += outcome.ending is not Ending.RESULT
+        self._do(do.Finish(call_id, node, instance_id, outcome, entry.call.arguments))
+        self.clear_aside(entry)
+
+    def _lose_fetching(self, fetching: Fetching) -> None:
+        assert fetching.error is not None
+        self._lose_result(fetching.entry, fetching.error)
+
+    def _lose_result(self, entry: Entry, cause: Exception) -> None:
+        """A call ended, and its outcome cannot be had: it runs again if it may, from the end of the queue."""
+        call_id = entry.call.call_id
+        reason = f"the call ended, but its result could not be fetched: {cause}"
+        entry.losses += 1
+        if self._may_run_again(entry):
+            self._do(do.Emit(CallRetrying(call_id, entry.losses + 1, self._retries + 1, reason)))
+            self._queue.add([entry])
+        else:
+            self.fail([call_id], self._node_lost(entry, reason, cause))
+
+    # ── calls handed back, and calls lost ────────────────────────────────────────────────────────────────────────────
+
+    def take_back(self, call_ids: Sequence[str]) -> None:
+        """Calls have not been begun: they wait again, first in the queue; on a pool that drains or closes they raise."""
+        self._queue.returned(call_ids)
+        self._refuse(call_ids)
+
+    def rest(self, call_ids: Sequence[str]) -> None:
+        """Calls could not be sent just now: they are tried again with the next tick."""
+        self._queue.rest(call_ids)
+        self._refuse(call_ids)
+
+    def lose(self, call_ids: Iterable[str], reason: str, cause: BaseException | None = None) -> None:
+        """Calls went away with their node: those that may run again wait for another one, the others raise NodeLost."""
+        again, lost = list[str](), list[tuple[str, SkywardError]]()
+        for call_id in call_ids:
+            entry = self.entries.get(call_id)
+            if entry is None:
+                self._queue.ended(call_id)
+                continue
+            entry.losses += 1
+            if self._may_run_again(entry):
+                self.clear_aside(entry)
+                again.append(call_id)
+                self._do(do.Emit(CallRetrying(call_id, entry.losses + 1, self._retries + 1, reason)))
+            else:
+                if not self._queue.ended(call_id):
+                    self._queue.drop({call_id})
+                lost.append((call_id, self._node_lost(entry, reason, cause)))
+        self._queue.returned(again)
+        for call_id, error in lost:
+            self.fail([call_id], error)
+        if lost and self._connection.is_live:  # one that its worker still has must not begin: its caller is about to hear that it is lost
+            self._do(do.Stop(self._connection.epoch, tuple(call_id for call_id, _ in lost)))
+
+    def fail(self, call_ids: Iterable[str], error: SkywardError) -> None:
+        """Have calls raise this. Those that have ended are passed over."""
+        for call_id in call_ids:
+            entry = self.entries.pop(call_id, None)
+            if entry is None:
+                continue
+            self.fetches.forget(call_id)
+            self._done += 1
+            self._failed += 1
+            self._do(do.Fail(call_id, error, entry.call.arguments))
+            self.clear_aside(entry)
+
+    def without_arguments(self, is_there: Callable[[Parcel], bool]) -> list[str]:
+        """Return the calls that wait and whose arguments, in the memory of a node, are not there any more."""
+        arguments = [(call_id, entry.call.arguments) for call_id, entry in self.entries.items() if not self._queue.is_out(call_id)]
+        return [call_id for call_id, parcel in arguments if parcel.path and call_id not in self.fetches.by_call and not is_there(parcel)]
+
+    def _refuse(self, call_ids: Sequence[str]) -> None:
+        """Have calls that wait raise, if the pool begins none; those whose callers have cancelled need not wait."""
+        refusal = self._ended or self._drained
+        if unwanted := set(call_ids) if refusal is not None else {call_id for call_id in call_ids if call_id not in self.entries}:
+            self._queue.drop(unwanted)
+        if refusal is not None:
+            self.fail(call_ids, refusal)
+
+    def _may_run_again(self, entry: Entry) -> bool:
+        may_begin = self._ended is None and self._drained is None
+        return may_begin and entry.losses <= self._retries and entry.call.arguments.path is None
+
+    def _node_lost(self, entry: Entry, reason: str, cause: BaseException | None) -> NodeLost:
+        if not self._retries:
+            advice = "submit it again if it may run twice, or open the pool with retries=1 or more"
+        elif entry.losses <= self._retries and (self._ended or self._drained) is not None:
+            advice = "it would run again, but the pool begins no calls any more"
+        elif entry.call.arguments.path is not None:
+            advice = "its arguments went with it, being too large to be kept here: submit it again"
+        else:
+            advice = f"it was lost {entry.losses} times (ComputePool(retries={self._retries}))"
+        error = NodeLost(f"{reason}; {advice}")
+        error.__cause__ = cause
+        return error
+
+    # ── arguments on nodes ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def lay_aside(self, call_id: str, instance_id: str, parcel: Parcel) -> None:
+        """The large arguments of a call are in a node's memory. They are removed at once if its caller waits no longer."""
+        entry = self.entries.get(call_id)
+        if entry is None:
+            self._do(do.Remove(instance_id, parcel))
+        else:
+            self.clear_aside(entry)
+            entry.aside = (instance_id, parcel)
+
+    def clear_aside(self, entry: Entry) -> None:
+        """Remove arguments that lie on a node and are not needed there any more."""
+        if entry.aside is not None:
+            self._do(do.Remove(*entry.aside))
+            entry.aside = None
+
+    # ── calls to stop ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def stop_unwanted(self, call_ids: Iterable[str] | None = None) -> None:
+        """Stop those of the calls (None: of all) that are out and whose callers wait no longer."""
+        out = self._queue.all_out() if call_ids is None else filter(self._queue.is_out, call_ids)
+        self._to_stop.update(call_id for call_id in out if call_id not in self.entries)
+
+    def take_to_stop(self) -> set[str]:
+        """Return the calls that are to be stopped by now, once. Those that wait are not begun, and need not be stopped."""
+        if not self._to_stop:
+            return set()
+        to_stop = {call_id for call_id in self._to_stop - self._queue.drop(self._to_stop) if self._queue.is_out(call_id)}
+        self._to_stop.clear()
+        return to_stop
+
+    # ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def emit_progress(self, now: float) -> None:
+        """Emit how many calls have ended, if that has changed: at most ten times a second, but for the last time."""
+        counts = (self.submitted, self._done, self._failed, self._cancelled)
+        is_all = self._done + self._cancelled == self.submitted
+        if counts != self._progress and (is_all or now - self._progress_at > PROGRESS_SECONDS):
+            self._progress, self._progress_at = counts, now
+            self._do(do.Emit(CallProgress(*counts)))

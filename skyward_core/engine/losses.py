@@ -1,0 +1,158 @@
+"""What is lost with a connection, a worker or a head, and when that is known.
+
+A batch that had gone out when its connection ended is lost if the next connection's scheduler does not have it any more; calls that a worker has kept are
+lost when that worker leaves. Neither counts before all messages are heard that the scheduler had by then: an outcome may be among them.
+
+When the head is lost, workers that outlive it announce the calls that they have, and report them again (`kept_calls.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from skyward_core.engine import actions as do
+from skyward_core.engine.calls import Calls
+from skyward_core.engine.connection_state import ConnectionState
+from skyward_core.engine.kept_calls import KeptCalls, batch_of
+from skyward_core.engine.members import Members
+from skyward_core.engine.outbox import Queue
+from skyward_core.engine.shipments import Shipments
+from skyward_core.worker.news import Resumed
+from skyward_core.worker.wire import Outcome, Report
+
+HEAD_LOST = "the head of the pool was lost"
+
+
+class Losses:
+    """The batches and calls that may be lost, until that is known. `act` takes the actions."""
+
+    def __init__(
+        self,
+        members: Members,
+        connection: ConnectionState,
+        queue: Queue,
+        calls: Calls,
+        shipments: Shipments,
+        kept: KeptCalls,
+        act: Callable[[do.Action], object],
+    ) -> None:
+        self._members = members
+        self._connection = connection
+        self._queue = queue
+        self._calls = calls
+        self._shipments = shipments
+        self._kept = kept
+        self._do = act
+        self._unheard: set[int] = set()
+        """Batches that the scheduler does not have any more, until all is heard that was reported before."""
+        self._unheard_until = 0
+        """The number of the last message that was reported before."""
+        self._left_behind: list[int] = []
+        """Batches whose workers have gone, until all messages of these workers are heard."""
+        self._gone: list[str] = []
+        """Addresses of workers that have gone, likewise."""
+        self._abandoned = 0
+        """How often the scheduler has forgotten this client."""
+
+    def forget(self) -> None:
+        """Wait for no messages any more: the connection has ended, or all is heard."""
+        self._unheard.clear()
+        self._left_behind.clear()
+        self._gone.clear()
+
+    def clear(self) -> None:
+        """Forget everything: the pool begins no calls any more."""
+        self.forget()
+        self._kept.clear()
+
+    # ── another connection ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, epoch: int, abandoned: int, now: float) -> None:
+        """The scheduler has answered to a connection. If it had forgotten this client so often as it says, it has stopped all calls of the times before."""
+        may_keep = bool(self._kept.before)
+        if abandoned != self._abandoned:
+            self._abandoned = abandoned
+            self._lose_all("its scheduler has waited for this client for too long")
+        if may_keep:  # also what is lost or has ended by now: workers are to forget it
+            self._kept.listen(now)
+            self._do(do.TellKept(epoch))
+
+    def compare(self, epoch: int, resumed: Resumed) -> None:
+        """Decide by the scheduler's answer about each batch that an earlier connection has sent: its task is known, it never came, or it is lost."""
+        before = {self._shipments.key(out.number): out for out in self._shipments.outs.values() if out.epoch < epoch}
+        for key, out in before.items():
+            if key in resumed.tasks:
+                self._shipments.follow(out)
+                if out.worker and self._members.workers.get(out.worker) != out.address:
+                    self._left_behind.append(out.number)
+            elif resumed.is_known and key not in resumed.gone:
+                self._calls.take_back(self._shipments.forget(out))  # it went out when nothing came through any more
+            else:
+                self._unheard.add(out.number)
+        if ended := tuple(key for key in resumed.tasks if key not in before):
+            self._do(do.Release(epoch, ended))
+        self._unheard_until = resumed.last
+
+    def keepers_gone(self, addresses: Collection[str]) -> None:
+        """The workers that keep calls and are not at one of these addresses have gone."""
+        self._gone += sorted(set(self._kept.at.values()) - set(addresses))
+
+    def worker_left(self, address: str) -> None:
+        """A worker has gone."""
+        self._gone.append(address)
+
+    def decide(self) -> None:
+        """Once all is heard that was reported before the scheduler's answer, what the scheduler or a worker does not have any more is lost."""
+        if self._connection.heard < self._unheard_until:
+            return
+        if self._unheard:
+            for out in [out for number, out in self._shipments.outs.items() if number in self._unheard]:
+                self._calls.lose(self._shipments.forget(out), "it was lost while its scheduler could not be reached")
+        for number in self._left_behind:
+            self._do(do.TakeBack(self._connection.epoch, number, self._shipments.key(number)))
+        for address in self._gone:
+            self._calls.lose(self._kept.left(address), "its worker is gone")
+        self.forget()
+
+    def _lose_all(self, reason: str) -> None:
+        out = [call_id for item in list(self._shipments.outs.values()) for call_id in self._shipments.forget(item)]
+        out += self._kept.forget(self._queue.next_number)
+        self._calls.lose(out, reason)
+
+    # ── another head ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def head_lost(self, awaited: Sequence[str]) -> None:
+        """The head is lost. Workers of these names may come over to the next one with the calls that were out."""
+        self._abandoned = 0
+        outs = self._shipments.outs
+        heard = {origin: number for out in outs.values() for origin, number in out.heard.items()}
+        before = self._queue.next_number
+        batches = {out.number: self._shipments.forget(out) for out in list(outs.values())}
+        self._kept.begin(batches, awaited, before, heard)
+
+    def is_repeated(self, report: Report) -> bool:
+        """Tell whether a report was heard before, or is of a batch that is done with; note what is heard.
+
+        Workers repeat all reports that were not released, when they join and when they are asked.
+        """
+        number = batch_of(report.origin)
+        if number < 0:
+            return False
+        out = self._shipments.outs.get(number)
+        heard = out.heard if out is not None else self._kept.heard
+        is_repeated = report.number <= heard.get(report.origin, 0)
+        heard[report.origin] = max(report.number, heard.get(report.origin, 0))
+        if out is not None:
+            return is_repeated
+        is_done_with = number not in self._kept.batches
+        outcomes = [item for item in report.news if isinstance(item, Outcome)]
+        for outcome in outcomes if is_done_with and not is_repeated else ():
+            if self._kept.was_lost(report, outcome.call_id):
+                self._calls.discard(outcome.parcel)
+        self._kept.ended(report, [outcome.call_id for outcome in outcomes])
+        return is_done_with or is_repeated
+
+    def lose_unkept(self, now: float) -> None:
+        """Lose the calls that were out when the head was lost, and that no worker has kept, once that is known."""
+        if lost := self._kept.take_lost(now, is_live=self._connection.is_live):
+            self._calls.lose(lost, HEAD_LOST)
