@@ -23,12 +23,12 @@ from decimal import Decimal
 from pathlib import Path
 from typing import ClassVar
 
-from skyward_core.entries import Bucket, Price, ResourceKind, Wish
-from skyward_core.instances import Instance
-from skyward_core.ledger import Ledger
-from skyward_core.owner import Owner
+from skyward_core.cleanup.sweep import sweep
+from skyward_core.ledger.ledger import Ledger
+from skyward_core.ledger.rows import Bucket, Price, ResourceKind, Wish
+from skyward_core.machines.instances import Instance
+from skyward_core.machines.owner import Owner
 from skyward_core.providers.base import Provider
-from skyward_core.provisioning.sweep import sweep
 
 ROWS, POOLS = 100_000, 5_000
 OPEN = 1_000

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import ClassVar
 
 import skyward_core as sky
-from skyward_core.market import Offer, Requirements
-from skyward_core.provisioning.placing import Sold, ask, candidates
+from skyward_core.machines.offers import Offer, Requirements
+from skyward_core.provisioning.candidates import Sold, ask, candidates
 from tests.providers.contract import STARTUP, tags
 from tests.providers.fake_digitalocean import TOKEN, FakeDigitalOcean
 from tests.providers.fake_verda import CLIENT_ID, CLIENT_SECRET, FakeVerda

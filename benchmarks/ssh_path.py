@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyward_core.instances import Endpoint
-from skyward_core.ssh import Connection, Shell
+from skyward_core.machines.instances import Endpoint
+from skyward_core.transport.ssh_connection import Connection, Shell
 
 HERE = Path(__file__).resolve().parent
 PEER_PORT = 7000

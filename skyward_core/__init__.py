@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from skyward_core.accelerators import Accelerator as Accelerator
     from skyward_core.accelerators import is_nvidia as is_nvidia
     from skyward_core.accelerators import is_trainium as is_trainium
-    from skyward_core.attached import DetachedCall as DetachedCall
     from skyward_core.compute import ComputeFunction as ComputeFunction
     from skyward_core.compute import PendingBatch as PendingBatch
     from skyward_core.compute import PendingCompute as PendingCompute
@@ -56,57 +55,59 @@ if TYPE_CHECKING:
     from skyward_core.errors import ResultNotLoaded as ResultNotLoaded
     from skyward_core.errors import SkywardError as SkywardError
     from skyward_core.errors import Unreachable as Unreachable
-    from skyward_core.events import BootstrapCompleted as BootstrapCompleted
-    from skyward_core.events import BootstrapProgress as BootstrapProgress
-    from skyward_core.events import BootstrapStarting as BootstrapStarting
-    from skyward_core.events import BudgetWarning as BudgetWarning
-    from skyward_core.events import Callback as Callback
-    from skyward_core.events import CallProgress as CallProgress
-    from skyward_core.events import CallRetrying as CallRetrying
-    from skyward_core.events import CandidateRefused as CandidateRefused
-    from skyward_core.events import ClusterRestarting as ClusterRestarting
-    from skyward_core.events import ContactLost as ContactLost
-    from skyward_core.events import ContactRegained as ContactRegained
-    from skyward_core.events import CostFinal as CostFinal
-    from skyward_core.events import CostUpdate as CostUpdate
-    from skyward_core.events import Error as Error
-    from skyward_core.events import InfraCreated as InfraCreated
-    from skyward_core.events import InfraCreating as InfraCreating
-    from skyward_core.events import InstanceLaunching as InstanceLaunching
-    from skyward_core.events import InstanceLost as InstanceLost
-    from skyward_core.events import InstanceProvisioned as InstanceProvisioned
-    from skyward_core.events import InstanceStopping as InstanceStopping
-    from skyward_core.events import InstancesUnconfirmed as InstancesUnconfirmed
-    from skyward_core.events import LogLine as LogLine
-    from skyward_core.events import Metrics as Metrics
-    from skyward_core.events import PoolReady as PoolReady
-    from skyward_core.events import PoolStopping as PoolStopping
-    from skyward_core.events import PreemptionNoticed as PreemptionNoticed
-    from skyward_core.events import ProviderName as ProviderName
-    from skyward_core.events import RebalanceRecommended as RebalanceRecommended
-    from skyward_core.events import SkywardEvent as SkywardEvent
-    from skyward_core.events import compose as compose
-    from skyward_core.events import emit as emit
-    from skyward_core.events import use_callback as use_callback
-    from skyward_core.housekeeping import cost_of as cost_of
-    from skyward_core.housekeeping import offers as offers
-    from skyward_core.housekeeping import release as release
-    from skyward_core.housekeeping import sweep as sweep
+    from skyward_core.events.events import BootstrapCompleted as BootstrapCompleted
+    from skyward_core.events.events import BootstrapProgress as BootstrapProgress
+    from skyward_core.events.events import BootstrapStarting as BootstrapStarting
+    from skyward_core.events.events import BudgetWarning as BudgetWarning
+    from skyward_core.events.events import Callback as Callback
+    from skyward_core.events.events import CallProgress as CallProgress
+    from skyward_core.events.events import CallRetrying as CallRetrying
+    from skyward_core.events.events import CandidateRefused as CandidateRefused
+    from skyward_core.events.events import ClusterRestarting as ClusterRestarting
+    from skyward_core.events.events import ContactLost as ContactLost
+    from skyward_core.events.events import ContactRegained as ContactRegained
+    from skyward_core.events.events import CostFinal as CostFinal
+    from skyward_core.events.events import CostUpdate as CostUpdate
+    from skyward_core.events.events import Error as Error
+    from skyward_core.events.events import InfraCreated as InfraCreated
+    from skyward_core.events.events import InfraCreating as InfraCreating
+    from skyward_core.events.events import InstanceLaunching as InstanceLaunching
+    from skyward_core.events.events import InstanceLost as InstanceLost
+    from skyward_core.events.events import InstanceProvisioned as InstanceProvisioned
+    from skyward_core.events.events import InstanceStopping as InstanceStopping
+    from skyward_core.events.events import InstancesUnconfirmed as InstancesUnconfirmed
+    from skyward_core.events.events import LogLine as LogLine
+    from skyward_core.events.events import Metrics as Metrics
+    from skyward_core.events.events import PoolReady as PoolReady
+    from skyward_core.events.events import PoolStopping as PoolStopping
+    from skyward_core.events.events import PreemptionNoticed as PreemptionNoticed
+    from skyward_core.events.events import ProviderName as ProviderName
+    from skyward_core.events.events import RebalanceRecommended as RebalanceRecommended
+    from skyward_core.events.events import SkywardEvent as SkywardEvent
+    from skyward_core.events.events import compose as compose
+    from skyward_core.events.events import emit as emit
+    from skyward_core.events.events import use_callback as use_callback
+    from skyward_core.events.narrator import Narrator as Narrator
     from skyward_core.image.image import Image as Image
     from skyward_core.image.volume import S3Volume as S3Volume
     from skyward_core.image.volume import Volume as Volume
-    from skyward_core.instances import Endpoint as Endpoint
-    from skyward_core.instances import Instance as Instance
-    from skyward_core.instances import InstanceState as InstanceState
-    from skyward_core.instances import Lease as Lease
-    from skyward_core.instances import Node as Node
-    from skyward_core.market import Offer as Offer
-    from skyward_core.market import Requirements as Requirements
-    from skyward_core.market import select_instance as select_instance
-    from skyward_core.narrator import Narrator as Narrator
+    from skyward_core.machines.instances import Endpoint as Endpoint
+    from skyward_core.machines.instances import Instance as Instance
+    from skyward_core.machines.instances import InstanceState as InstanceState
+    from skyward_core.machines.instances import Lease as Lease
+    from skyward_core.machines.instances import Node as Node
+    from skyward_core.machines.offers import Offer as Offer
+    from skyward_core.machines.offers import Requirements as Requirements
+    from skyward_core.machines.offers import select_instance as select_instance
+    from skyward_core.machines.spot import Spot as Spot
+    from skyward_core.machines.spot import SpotLike as SpotLike
+    from skyward_core.operations import cost_of as cost_of
+    from skyward_core.operations import offers as offers
+    from skyward_core.operations import release as release
+    from skyward_core.operations import sweep as sweep
     from skyward_core.pool import ComputePool as ComputePool
     from skyward_core.pool import MultiPool as MultiPool
-    from skyward_core.providers.aws import AWS as AWS
+    from skyward_core.providers.aws.provider import AWS as AWS
     from skyward_core.providers.base import Provider as Provider
     from skyward_core.providers.digitalocean import DigitalOcean as DigitalOcean
     from skyward_core.providers.hosts import Hosts as Hosts
@@ -115,10 +116,9 @@ if TYPE_CHECKING:
     from skyward_core.providers.vastai import VastAI as VastAI
     from skyward_core.providers.verda import Verda as Verda
     from skyward_core.secret import Secret as Secret
+    from skyward_core.session.attached import DetachedCall as DetachedCall
     from skyward_core.spec import PoolSpec as PoolSpec
     from skyward_core.spec import Wishes as Wishes
-    from skyward_core.spot import Spot as Spot
-    from skyward_core.spot import SpotLike as SpotLike
     from skyward_core.work import Work as Work
     from skyward_core.worker.info import InstanceInfo as InstanceInfo
     from skyward_core.worker.info import current_accelerator as current_accelerator
@@ -129,25 +129,26 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "accelerators": "Accelerator NVIDIA is_nvidia is_trainium",
-    "attached": "DetachedCall",
+    "session.attached": "DetachedCall",
     "compute": "ComputeFunction PendingBatch PendingCompute gather",
     "config": "Settings",
     "errors": "BadRequest BootstrapFailed BudgetExceeded CallCrashed CallOutOfMemory CredentialsError HostKeyChanged InstancesLeft LeaseLost LedgerConflict"
     " LedgerError NoCapacity NodeLost NotPicklable NotYetSupported OfferGone PoolClosed ProviderFailed ProvisioningTimeout QuotaExceeded RateLimited"
     " RemoteError ResultNotLoaded SkywardError Unreachable",
-    "events": "BootstrapCompleted BootstrapProgress BootstrapStarting BudgetWarning CallProgress CallRetrying Callback CandidateRefused ClusterRestarting"
+    "events.events": "BootstrapCompleted BootstrapProgress BootstrapStarting BudgetWarning CallProgress CallRetrying Callback CandidateRefused"
+    " ClusterRestarting"
     " ContactLost ContactRegained CostFinal CostUpdate Error InfraCreated InfraCreating InstanceLaunching InstanceLost InstanceProvisioned InstancesUnconfirmed"
     " InstanceStopping LogLine Metrics PoolReady PoolStopping PreemptionNoticed ProviderName RebalanceRecommended SkywardEvent compose emit"
     " use_callback",
     "engine.futures": "CallFuture",
-    "housekeeping": "cost_of offers release sweep",
+    "operations": "cost_of offers release sweep",
     "image.image": "Image",
     "image.volume": "S3Volume Volume",
-    "instances": "Endpoint Instance InstanceState Lease Node",
-    "narrator": "Narrator",
-    "market": "Offer Requirements select_instance",
+    "machines.instances": "Endpoint Instance InstanceState Lease Node",
+    "events.narrator": "Narrator",
+    "machines.offers": "Offer Requirements select_instance",
     "pool": "ComputePool MultiPool",
-    "providers.aws": "AWS",
+    "providers.aws.provider": "AWS",
     "providers.base": "Provider",
     "providers.digitalocean": "DigitalOcean",
     "providers.hosts": "Hosts",
@@ -157,7 +158,7 @@ _HOMES = {
     "providers.verda": "Verda",
     "secret": "Secret",
     "spec": "PoolSpec Wishes",
-    "spot": "Spot SpotLike",
+    "machines.spot": "Spot SpotLike",
     "work": "Work",
     "worker.info": "InstanceInfo current_accelerator instance_info",
     "worker.shard": "shard",

@@ -24,22 +24,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack, cast
 
-from skyward_core import console, pickling
-from skyward_core.attached import Attached, DetachedCall
 from skyward_core.compute import ComputeFunction, PendingBatch, PendingCompute, refuse_wrong_arguments
+from skyward_core.concurrency.greenlets import refuse_greenlets
 from skyward_core.config import Settings
 from skyward_core.engine.futures import CallFuture
 from skyward_core.errors import BadRequest, InstancesLeft, PoolClosed, ResultNotLoaded, SkywardError, Stored
-from skyward_core.event_queue import EventQueue
-from skyward_core.events import Callback, CostFinal, compose, registered_callback
-from skyward_core.greenlets import refuse_greenlets
-from skyward_core.instances import Lease
-from skyward_core.opening import Opening
+from skyward_core.events import console
+from skyward_core.events.events import Callback, CostFinal, compose, registered_callback
+from skyward_core.events.queue import EventQueue
+from skyward_core.machines.instances import Lease
+from skyward_core.machines.signing import signed, verify
 from skyward_core.providers.base import Provider
 from skyward_core.providers.local import Local
 from skyward_core.provisioning import lifecycle
 from skyward_core.secret import read_values, too_short_to_mask
-from skyward_core.signing import signed, verify
+from skyward_core.serialization import pickling
+from skyward_core.session.attached import Attached, DetachedCall
+from skyward_core.session.session import Opening
 from skyward_core.spec import LONGEST_SECONDS, PoolSpec, Wishes, signature
 from skyward_core.work import NO_WORK, Work
 from skyward_core.worker.masking import SecretValues
@@ -460,7 +461,7 @@ class ComputePool:
         """
         if not self._id:
             raise PoolClosed(self._why_closed())
-        from skyward_core.ledger import Ledger, default_url  # SQLAlchemy is not loaded by those who only describe pools
+        from skyward_core.ledger.ledger import Ledger, default_url  # SQLAlchemy is not loaded by those who only describe pools
 
         with Ledger(default_url()) as ledger:
             ledger.set_shares(self._id, {work: Decimal(repr(float(usd))) for work, usd in shares.items()})

@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from skyward_core import accelerators, spot
+from skyward_core import accelerators
 from skyward_core.accelerators import Accelerator
 from skyward_core.accelerators.catalog import find
 from skyward_core.accelerators.neuron import slot_cores
@@ -29,7 +29,8 @@ from skyward_core.errors import BadRequest
 from skyward_core.frozen import told
 from skyward_core.image.image import FrozenEnv, Image, refuse_unexportable
 from skyward_core.image.volume import Volume, refuse_overlaps
-from skyward_core.market import Architecture, Offer, Requirements, memory_gb
+from skyward_core.machines import spot
+from skyward_core.machines.offers import Architecture, Offer, Requirements, memory_gb
 from skyward_core.providers import base
 from skyward_core.providers.base import Provider
 from skyward_core.secret import Secret, as_references, looks_secret, masked, refuse_masks

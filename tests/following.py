@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, cast
 
 from skyward_core.worker import calls
-from skyward_core.worker.news import Resumed
+from skyward_core.worker.scheduler_messages import Resumed
 
 
 class Following:

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 
 import skyward_core as sky
-from skyward_core.market import Requirements
+from skyward_core.machines.offers import Requirements
 from skyward_core.providers.base import load
 
 

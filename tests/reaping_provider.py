@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 from pydantic import SecretStr
 
 from skyward_core import Instance, InstanceState, Offer, Provider
-from skyward_core.entries import PoolEntry
-from skyward_core.ledger import Ledger
-from skyward_core.owner import Owner
-from skyward_core.reaper import Charge
+from skyward_core.cleanup.reaper import Charge
+from skyward_core.ledger.ledger import Ledger
+from skyward_core.ledger.rows import PoolEntry
+from skyward_core.machines.owner import Owner
 
 SECRET = "ge-heim-4711"
 

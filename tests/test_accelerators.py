@@ -17,11 +17,13 @@ import pytest
 from skyward_core import accelerators
 from skyward_core.accelerators import NVIDIA, Accelerator, is_nvidia, is_trainium, parse
 from skyward_core.accelerators.catalog import CHIPS
+from skyward_core.accelerators.cloud_catalogs import CLOUDS, RENTED, advice, rented_by
 from skyward_core.accelerators.mig import TABLES, check, partitions, profiles, split
-from skyward_core.accelerators.rented import CLOUDS, RENTED, advice, rented_by
 from skyward_core.errors import BadRequest, NoCapacity
-from skyward_core.market import Offer, Requirements, rank
-from skyward_core.providers import _aws_offers, _aws_prices, digitalocean, runpod, vastai, verda
+from skyward_core.machines.offers import Offer, Requirements, rank
+from skyward_core.providers import digitalocean, runpod, vastai, verda
+from skyward_core.providers.aws import offers as aws_offers
+from skyward_core.providers.aws import prices
 from skyward_core.providers.base import BUILT_IN
 
 # seed 003, "NVIDIA Factory Methods", with the memory that the vendors give where they differ
@@ -227,8 +229,8 @@ def of_verda() -> set[str | None]:
 def of_aws() -> set[str | None]:
     from moto.ec2.models.instance_types import INSTANCE_TYPES
 
-    machines = [_aws_offers.machine_of(kind, "us-east-1") for kind in INSTANCE_TYPES.values()]
-    assert "g4ad.xlarge" in _aws_prices.PRICES  # the Radeon Pro V520's, which newer copies of AWS's descriptions lack
+    machines = [aws_offers.machine_of(kind, "us-east-1") for kind in INSTANCE_TYPES.values()]
+    assert "g4ad.xlarge" in prices.PRICES  # the Radeon Pro V520's, which newer copies of AWS's descriptions lack
     return {offer.accelerator for offer, _ in filter(None, machines) if offer.accelerator is not None} | {"Radeon Pro V520"}
 
 
@@ -294,7 +296,7 @@ def row_of(chip):
     memory = ", ".join(str(gb) for gb in chip.memory_gb)
     for form, sizes in chip.memory_of:
         memory += f"; {form} {', '.join(str(gb) for gb in sizes)}"
-    clouds = [f"{cloud} ¹" if cloud == "AWS" and chip.name in _aws_offers.WITHOUT_IMAGE else cloud for cloud in rented_by(chip.name)]
+    clouds = [f"{cloud} ¹" if cloud == "AWS" and chip.name in aws_offers.WITHOUT_IMAGE else cloud for cloud in rented_by(chip.name)]
     return f"| {chip.name} | {chip.vendor} | {memory} | {', '.join(chip.form_factors)} | {'yes' if chip.mig else ''} | {', '.join(clouds) or 'nobody'} |"
 
 

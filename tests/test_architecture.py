@@ -10,10 +10,10 @@ import pytest
 import skyward_core as sky
 from skyward_core.errors import BadRequest
 from skyward_core.image.image import runtime_pins
-from skyward_core.market import Offer, Requirements, matches, rank, select_instance
+from skyward_core.machines.offers import Offer, Requirements, matches, rank, select_instance
 from skyward_core.providers.hosts import _Host, _Told
 from skyward_core.providers.vastai import _ask, _merged
-from skyward_core.provisioning.placing import Sold, candidates
+from skyward_core.provisioning.candidates import Sold, candidates
 from tests.providers.fake_vastai import ask
 
 HERE = {"x86_64": "x86_64", "aarch64": "arm64"}[platform.machine()]

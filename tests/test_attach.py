@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core import remote
-from skyward_core.instances import Lease
+from skyward_core.machines.instances import Lease
+from skyward_core.transport import ssh_transport
 from tests.conftest import Told, processes_by_tag, shared, wait_until
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
@@ -430,7 +430,7 @@ def test_over_ssh_the_key_may_lie_elsewhere(rented_pool: sky.ComputePool, fleet:
 
 def test_over_ssh_a_wrong_key_is_refused(rented_pool: sky.ComputePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A key that the nodes do not know gets nothing, and the error says what to look at; so does a host key that is not the one in the lease."""
-    monkeypatch.setattr(remote, "AUTH_GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(ssh_transport, "AUTH_GRACE_SECONDS", 0.5)
     key = tmp_path / "stranger"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
     with pytest.raises(sky.CredentialsError, match="refuses our keys"):

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from skyward_core.attached import KeptEntry
 from skyward_core.errors import LedgerError
-from skyward_core.ledger import Ledger, default_url
-from skyward_core.owner import Owner
+from skyward_core.ledger.ledger import Ledger, default_url
+from skyward_core.machines.owner import Owner
+from skyward_core.session.attached import KeptEntry
 
 POOL = "sky-1"
 LEASE_SECONDS = 3600.0

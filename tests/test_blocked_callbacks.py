@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core.ledger import Ledger, default_url
+from skyward_core.ledger.ledger import Ledger, default_url
 from tests.conftest import Told, wait_until
 
 LEASE_SECONDS = 5.0

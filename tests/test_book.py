@@ -16,15 +16,15 @@ from pydantic import PrivateAttr
 
 import skyward_core as sky
 from skyward_core import Instance, Offer
-from skyward_core.entries import Account, Bucket, CostBy, Intent, Period
 from skyward_core.errors import LeaseLost, LedgerConflict, LedgerError, NoCapacity, Refusal
-from skyward_core.ledger import Ledger
-from skyward_core.owner import Owner
+from skyward_core.ledger.budgets import Grant
+from skyward_core.ledger.journal import Book, Launch
+from skyward_core.ledger.ledger import Ledger
+from skyward_core.ledger.metering import Meter
+from skyward_core.ledger.rows import Account, Bucket, CostBy, Intent, Period
+from skyward_core.machines.owner import Owner
 from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, TYPE_TAG
-from skyward_core.provisioning.book import Book, Launch
-from skyward_core.provisioning.giving_back import give_back
-from skyward_core.provisioning.metering import Meter
-from skyward_core.provisioning.purse import Grant
+from skyward_core.provisioning.teardown import give_back
 from skyward_core.spec import PoolSpec
 from tests.conftest import Told
 from tests.fakes import FakeProvider, LossyProvider

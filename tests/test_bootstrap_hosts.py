@@ -20,13 +20,13 @@ import pytest
 from pydantic import PrivateAttr
 
 import skyward_core as sky
-from skyward_core import remote
-from skyward_core.events import BootstrapProgress, InstanceProvisioned, compose
-from skyward_core.instances import Instance
-from skyward_core.market import Offer
+from skyward_core.events.events import BootstrapProgress, InstanceProvisioned, compose
+from skyward_core.machines.instances import Instance
+from skyward_core.machines.offers import Offer
 from skyward_core.providers.base import POOL_TAG, Tags
 from skyward_core.providers.hosts import Hosts
-from skyward_core.ssh import Connection
+from skyward_core.transport import ssh_transport
+from skyward_core.transport.ssh_connection import Connection
 from tests.conftest import Told, members, wait_until
 from tests.testbed import Fleet, Host
 from tests.testbed.fixtures import PURE_PACKAGE, fleet, mirror  # noqa: F401 - fixtures
@@ -267,7 +267,7 @@ def test_a_node_that_its_guard_ends_meanwhile_is_told(fleet, mirror):  # noqa: F
 
 def test_a_host_that_refuses_our_key_is_told(cloud, monkeypatch):
     """A refusal is final once cloud-init had its time: CredentialsError names the host and says what to look at, and the machine is given back."""
-    monkeypatch.setattr(remote, "AUTH_GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(ssh_transport, "AUTH_GRACE_SECONDS", 1.0)
 
     def lock_out(instance_id: str) -> None:
         (cloud.host(instance_id).root / "root/.ssh/authorized_keys").write_text("")

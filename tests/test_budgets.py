@@ -21,10 +21,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from skyward_core.entries import Account, Period
 from skyward_core.errors import BudgetExceeded, LeaseLost
-from skyward_core.ledger import Ledger
-from skyward_core.owner import Owner
+from skyward_core.ledger.ledger import Ledger
+from skyward_core.ledger.rows import Account, Period
+from skyward_core.machines.owner import Owner
 from tests.conftest import examples, wait_until
 
 START = datetime(2026, 11, 30, 22, tzinfo=UTC)  # two hours before a midnight that ends a month too
@@ -271,7 +271,7 @@ DRIVERS = """
 import os, random, sys, threading
 from decimal import Decimal
 from skyward_core.errors import BudgetExceeded
-from skyward_core.ledger import Ledger
+from skyward_core.ledger.ledger import Ledger
 
 url, first = sys.argv[1], int(sys.argv[2])
 

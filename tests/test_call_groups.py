@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 import skyward_core as sky
-from skyward_core import reaping, remote
+from skyward_core.cleanup import reaper_process
 from skyward_core.engine import results
 from skyward_core.providers import control_groups
+from skyward_core.transport import ssh_transport
 from skyward_core.worker import call_groups
 from skyward_core.worker.call_groups import CallGroups, Room
 from skyward_core.worker.slot import BY_KERNEL
@@ -215,7 +216,7 @@ def test_a_group_is_made_where_memory_is_handed_down(case: str, tmp_path: Path, 
 def test_a_group_on_a_host_is_made_in_the_same_place(case: str, tmp_path: Path) -> None:
     """The shell's own words for it."""
     own, expected = hierarchy(tmp_path, case)
-    told = subprocess.run(["sh", "-euc", f'parent=$1\n{remote.PLACE}\necho "$parent"', "sh", str(own)], capture_output=True, text=True, check=True)
+    told = subprocess.run(["sh", "-euc", f'parent=$1\n{ssh_transport.PLACE}\necho "$parent"', "sh", str(own)], capture_output=True, text=True, check=True)
     assert told.stdout.strip() == expected
 
 
@@ -223,7 +224,7 @@ def test_a_reaper_leaves_the_node_where_the_group_above_takes_no_process(tmp_pat
     """One that hands controllers down refuses; all reapers share a group below it."""
     (tmp_path / "cgroup.procs").mkdir()  # cannot be written to
     (tmp_path / "skyward-reapers").mkdir()
-    reaping._enter_above(str(tmp_path))
+    reaper_process._enter_above(str(tmp_path))
     assert (tmp_path / "skyward-reapers" / "cgroup.procs").read_text() == "0"
 
 

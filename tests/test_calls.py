@@ -23,11 +23,11 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from skyward_core import sources
 from skyward_core.engine.certificates import PoolCertificate, make_certificate
+from skyward_core.serialization import sources
 from skyward_core.worker.calls import KEEP, NAME, RETRIES, Calls, Topic, cancel, detached_key, leave, let_go, resume
-from skyward_core.worker.news import Resumed
 from skyward_core.worker.node import DASK_CONFIG, RUN_BATCH, SILENCE_CHECK_SECONDS, SILENT_SECONDS, PoolScheduler, Prompt, Silence, run_batch
+from skyward_core.worker.scheduler_messages import Resumed
 from skyward_core.worker.settings import NodeSettings, memory_directory, this_process
 from skyward_core.worker.watchdog import kill_instance
 from skyward_core.worker.wire import Batch, Call, Ending, Outcome, Output, Parcel, Sealed

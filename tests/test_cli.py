@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from skyward_core import cli
-from skyward_core.entries import BILLING_ROUNDING, Account, Attempt, Bucket, Period, Price, ResourceKind, Wish
+from skyward_core.cleanup import sweep as sweeping
+from skyward_core.cli import commands
 from skyward_core.errors import CredentialsError, InstancesLeft
-from skyward_core.ledger import Ledger
-from skyward_core.market import Offer
-from skyward_core.owner import Owner
+from skyward_core.ledger.ledger import Ledger
+from skyward_core.ledger.rows import BILLING_ROUNDING, Account, Attempt, Bucket, Period, Price, ResourceKind, Wish
+from skyward_core.machines.offers import Offer
+from skyward_core.machines.owner import Owner
 from skyward_core.providers import base
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG
-from skyward_core.provisioning import giving_back
-from skyward_core.provisioning import sweep as sweeping
+from skyward_core.provisioning import teardown
 from skyward_core.work import Work
 from tests.test_sweep import FolderProvider
 
@@ -83,9 +83,9 @@ def skyward(capsys: pytest.CaptureFixture[str], url: str) -> Skyward:
     """Run a command line; return what it printed, or on stderr if it was to fail."""
 
     def run(line: str, code: int = 0) -> str:
-        assert cli.main(shlex.split(line)) == code
+        assert commands.main(shlex.split(line)) == code
         told = capsys.readouterr()
-        if code == cli.FAILED:
+        if code == commands.FAILED:
             assert "Traceback" not in told.err
             return told.err
         assert told.err == ""
@@ -267,8 +267,8 @@ def test_a_sweep_that_only_fails_says_so(
         raise InstancesLeft("it stays", ["m"])
 
     monkeypatch.setattr(FolderProvider, "terminate", refuse)
-    monkeypatch.setattr(giving_back, "DEADLINE_SECONDS", 0.05)
-    assert cli.main(["sweep", "--yes"]) == cli.FAILED
+    monkeypatch.setattr(teardown, "DEADLINE_SECONDS", 0.05)
+    assert commands.main(["sweep", "--yes"]) == commands.FAILED
     assert capsys.readouterr().out.splitlines()[-1] == "1 failure"
 
 
@@ -425,7 +425,7 @@ def test_a_budget_is_set_and_told(skyward: Skyward, ledger: Ledger, clock: Clock
 def test_what_is_not_understood_is_no_traceback(line: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2, with what may be said instead."""
     with pytest.raises(SystemExit) as caught:
-        cli.main(shlex.split(line))
+        commands.main(shlex.split(line))
     assert caught.value.code == 2
     assert "usage: skyward" in capsys.readouterr().err
 
@@ -519,7 +519,7 @@ def test_programs_are_told_what_the_page_says(
     for command, typed in lines.items():
         fields, seen = documented(command), set[str]()
         for line in typed:
-            cli.main(shlex.split(line))
+            commands.main(shlex.split(line))
             for place, value in told_fields(json.loads(capsys.readouterr().out)):
                 known = [field for field in fields if field == place or (value == [] and field.startswith(f"{place}[]"))]
                 assert known, f"{line} tells {place}, and docs/json.md does not"
@@ -533,7 +533,7 @@ def test_programs_are_told_what_the_page_says(
 def test_the_command_itself_is_light() -> None:
     """To say how it is used it loads neither the database, nor the tables on the terminal, nor any provider."""
     heavy = "{'sqlalchemy', 'rich', 'pydantic', 'distributed', 'asyncssh'}"
-    code = f"import sys; from skyward_core import cli; cli._parser(); print({heavy} & set(sys.modules))"
+    code = f"import sys; from skyward_core.cli import commands as cli; cli._parser(); print({heavy} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True).stdout == "set()\n"
 
 
@@ -542,4 +542,4 @@ def test_the_page_shows_commands_that_are_understood() -> None:
     shown = re.findall(r"^(?:\$ )?skyward (.+)$", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE)
     assert len(shown) > 8
     for line in shown:
-        cli._parser().parse_args(shlex.split(line, comments=True))
+        commands._parser().parse_args(shlex.split(line, comments=True))

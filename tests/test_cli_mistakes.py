@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import create_engine, text
 
-from skyward_core import cli
-from skyward_core.entries import Account, Attempt, Period
+from skyward_core.cli import commands
 from skyward_core.errors import BadRequest, LedgerError
-from skyward_core.ledger import Ledger
+from skyward_core.ledger.ledger import Ledger
+from skyward_core.ledger.rows import Account, Attempt, Period
 from skyward_core.providers import base
 from skyward_core.providers.base import BUILT_IN
 from tests.test_cli import DEAD, HERE, ROOT, Clock, Skyward, clock, folder, ledger, open_pool, skyward, url  # noqa: F401 - fixtures
@@ -46,7 +46,7 @@ def run(url: str, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int
     """Run a command line; return its exit code, what it printed, and what it complained of."""
 
     def go(line: str) -> tuple[int, str, str]:
-        code = cli.main(shlex.split(line))
+        code = commands.main(shlex.split(line))
         return code, *capsys.readouterr()
 
     return go
@@ -93,7 +93,7 @@ def test_a_pool_that_cannot_be_read_stops_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The others are listed and swept; its own machines are left, for the ledger knows them; each command says so and exits with 1."""
-    monkeypatch.setattr("skyward_core.provisioning.judging.IN_FLIGHT_SECONDS", 0.0)  # nothing else asks this provider for machines
+    monkeypatch.setattr("skyward_core.cleanup.policy.IN_FLIGHT_SECONDS", 0.0)  # nothing else asks this provider for machines
     damage(POOL_DAMAGES[what])
     code, told, complaint = run("ps")
     assert (code, "sky-live" in told, "sky-dead" in told) == (1, True, True)
@@ -244,7 +244,7 @@ def test_a_version_that_is_none_is_refused(version: str, ledger: Ledger, skyward
 def test_what_means_nothing_is_refused_in_words(line: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     """Exit code 2; the terminal sees no control character, and no endless line."""
     with pytest.raises(SystemExit) as caught:
-        cli.main(shlex.split(line.replace("$'\\x1b[2J'", "'\x1b[2J'")))
+        commands.main(shlex.split(line.replace("$'\\x1b[2J'", "'\x1b[2J'")))
     assert caught.value.code == 2
     told = capsys.readouterr().err
     assert "usage: skyward" in told
@@ -256,7 +256,7 @@ def test_the_command_says_its_version(skyward: Skyward, capsys: pytest.CaptureFi
     """And where the versions are that it was tested with."""
     for line, expected in (("--version", "skyward 0."), ("--constraints", str(ROOT / "skyward_core/constraints-3."))):
         with pytest.raises(SystemExit) as caught:
-            cli.main([line])
+            commands.main([line])
         assert caught.value.code == 0
         told = capsys.readouterr().out
         assert told.startswith(expected)
@@ -319,7 +319,7 @@ def _options(parser: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
             yield from _options(sub, (*path, name))
 
 
-COMMANDS = list(_options(cli._parser()))
+COMMANDS = list(_options(commands._parser()))
 WORDS = st.one_of(
     st.sampled_from(
         ["", " ", "nan", "inf", "-inf", "-1", "0", "1", "1e400", "1e-400", "²", "sky-live", "sky-odd", "nope", "team", "day", "A100", "H100:8", "64GB"]
@@ -370,7 +370,7 @@ def test_no_command_line_is_a_traceback(
         patch.setattr(FolderProvider, "offers", lambda self, want: [])
         patch.setenv("XDG_CACHE_HOME", str(folder.folder))
         try:
-            assert cli.main(line) in (0, 1, 3)
+            assert commands.main(line) in (0, 1, 3)
         except SystemExit as end:
             assert end.code in (0, 2)
 
@@ -388,7 +388,7 @@ def test_no_url_of_a_ledger_is_a_traceback(url: str, tmp_path: Path, where: str)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         try:
-            assert cli.main([f"--ledger={where}", "ps"]) in (0, 1)
+            assert commands.main([f"--ledger={where}", "ps"]) in (0, 1)
         except SystemExit as end:
             assert end.code in (0, 2)
 

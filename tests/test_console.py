@@ -10,9 +10,9 @@ from typing import override
 
 import pytest
 
-from skyward_core.console import display
 from skyward_core.errors import BadRequest
-from skyward_core.events import (
+from skyward_core.events.console import display
+from skyward_core.events.events import (
     BootstrapCompleted,
     BootstrapProgress,
     BootstrapStarting,
@@ -33,7 +33,7 @@ from skyward_core.events import (
     PoolStopping,
     SkywardEvent,
 )
-from skyward_core.narrator import digits
+from skyward_core.events.narrator import digits
 
 OPENING: list[SkywardEvent] = [
     InfraCreating(),
@@ -330,6 +330,6 @@ def test_an_unknown_kind_names_the_nearest(wrong: str, near: str):
 
 def test_only_the_spinner_needs_rich():
     """Making the other two imports no rich."""
-    code = "import sys; from skyward_core.console import display; display('log').close(); display('quiet'); print('rich' in sys.modules)"
+    code = "import sys; from skyward_core.events.console import display; display('log').close(); display('quiet'); print('rich' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"

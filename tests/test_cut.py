@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core.attached import Attached
 from skyward_core.engine import cluster as module
 from skyward_core.engine import fetches
 from skyward_core.engine.connection import Connection
 from skyward_core.engine.function_files import FunctionFiles
 from skyward_core.errors import BudgetExceeded, ConnectionLost
+from skyward_core.session.attached import Attached
 from skyward_core.worker.calls import CANCEL
 from skyward_core.worker.settings import memory_directory
 from skyward_core.worker.wire import Parcel
@@ -231,10 +231,10 @@ def test_an_attached_client_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPat
     attached: Any = SimpleNamespace(_away={}, cluster=SimpleNamespace(give_up=lambda _, rank: given_up.append(rank)))
     for rank in (1, 2):
         Attached.left(attached, rank)
-    monkeypatch.setattr("skyward_core.attached.REPLACED_SECONDS", -1.0)
+    monkeypatch.setattr("skyward_core.session.attached.REPLACED_SECONDS", -1.0)
     Attached.joined(attached, 1)
     Attached._give_up_absent(attached)
-    monkeypatch.setattr("skyward_core.attached.REPLACED_SECONDS", 300.0)
+    monkeypatch.setattr("skyward_core.session.attached.REPLACED_SECONDS", 300.0)
     Attached._give_up_absent(attached)
     assert given_up == [2]
 

@@ -65,7 +65,7 @@ USERS = [
     "engine/owner.py",
     "engine/cluster.py",
     "worker/calls.py",
-    "worker/holding.py",
+    "worker/draining.py",
     "worker/node.py",
     "worker/secret_values.py",
     "worker/streams.py",

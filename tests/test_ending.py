@@ -12,8 +12,8 @@ import pytest
 
 from skyward_core import Instance, InstanceState
 from skyward_core.errors import InstancesLeft, LeaseLost
-from skyward_core.provisioning import ending
-from skyward_core.provisioning.ending import Endings
+from skyward_core.provisioning import termination
+from skyward_core.provisioning.termination import Endings
 from tests.conftest import wait_until
 
 
@@ -75,8 +75,8 @@ class Witness:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ending, "FIRST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(ending, "LONGEST_PAUSE_SECONDS", 0.004)
+    monkeypatch.setattr(termination, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(termination, "LONGEST_PAUSE_SECONDS", 0.004)
 
 
 @pytest.fixture

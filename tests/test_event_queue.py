@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import skyward_core as sky
-from skyward_core.event_queue import EventQueue
+from skyward_core.events.queue import EventQueue
 from tests.conftest import Told, wait_until
 
 BILL = sky.CostFinal(1.0, 1.0, 1.0, 0, 1, 0.0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core import events
+from skyward_core.events import events
 
 EVENTS = [value for value in vars(events).values() if dataclasses.is_dataclass(value) and isinstance(value, type) and value.__module__ == events.__name__]
 LINE = sky.LogLine(0, "i-1", "hello", 1.0)

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from tblib import pickling_support  # type: ignore[import-untyped]
 
 import skyward_core as sky
-from skyward_core import exceptions, pickling
+from skyward_core.serialization import exceptions, pickling
 
 
 class OwnInit(Exception):
@@ -375,9 +375,9 @@ def test_whatever_is_raised_arrives(chain: list[tuple[Exception, bool, list[str]
     """Any tree of exceptions, with any attributes, notes and causes: classes, members, notes and all that travels are what was raised."""
     errors = [error for error, _, _ in chain]
     for error, _, notes in chain:
-        exceptions.bare_exceptions.state_of(error)
+        exceptions.exception_state.state_of(error)
         for note in notes:
-            exceptions.bare_exceptions.add_note(error, note)
+            exceptions.exception_state.add_note(error, note)
     for (error, is_cause, _), following in zip(chain, errors[1:], strict=False):
         BaseException.__setattr__(error, "__cause__" if is_cause else "__context__", following)
     _compare(over(errors[0]), errors[0], set())
@@ -388,7 +388,7 @@ def _compare(there: BaseException, here: BaseException, seen: set[int]) -> None:
     if id(here) in seen:
         return
     seen.add(id(here))
-    before, after = exceptions.bare_exceptions.state_of(here), exceptions.bare_exceptions.state_of(there)
+    before, after = exceptions.exception_state.state_of(here), exceptions.exception_state.state_of(there)
     assert after.notes[: len(set(before.notes))] == tuple(dict.fromkeys(before.notes))
     if isinstance(here, BaseExceptionGroup) and isinstance(there, BaseExceptionGroup):
         assert there.message == here.message

@@ -13,8 +13,8 @@ from skyward_core.compute import PendingCompute
 from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.engine.cluster import Cluster
 from skyward_core.engine.futures import CallFuture, SmallCondition
-from skyward_core.instances import Lease
-from skyward_core.reach import Reaches
+from skyward_core.machines.instances import Lease
+from skyward_core.transport.transport import Reaches
 from tests.conftest import wait_until
 
 CALLS = 5_000

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from skyward_core import Instance, InstancesLeft, InstanceState
 from skyward_core.providers.base import Provider
-from skyward_core.provisioning.giving_back import DEADLINE_SECONDS, give_back
+from skyward_core.provisioning.teardown import DEADLINE_SECONDS, give_back
 from tests.conftest import examples
 
 POOL = "sky-1"

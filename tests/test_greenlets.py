@@ -12,7 +12,7 @@ import pytest
 import uv
 
 import skyward_core as sky
-from skyward_core.greenlets import refuse_greenlets
+from skyward_core.concurrency.greenlets import refuse_greenlets
 
 
 def patched(*names: str) -> Any:

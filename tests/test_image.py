@@ -25,10 +25,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 import skyward_core as sky
-from skyward_core import shipping
 from skyward_core.errors import BadRequest
 from skyward_core.image import shell, uv_wheels
 from skyward_core.image.image import Image, runtime_pins
+from skyward_core.transport import code_upload
 from skyward_core.worker.masking import MASK
 
 HERE = "{}.{}".format(*sys.version_info)
@@ -558,35 +558,35 @@ def test_our_own_uv_is_sent_only_where_it_runs(monkeypatch, client, is_musl, sen
     """A Mac with the same processor has another program, and a host with musl may not run the one that is made for glibc."""
     monkeypatch.setattr("platform.system", lambda: client[0])
     monkeypatch.setattr("platform.machine", lambda: client[1])
-    monkeypatch.setattr(shipping, "_compressed_uv", lambda: "own")
-    monkeypatch.setattr(shipping, "_fetched_uv", lambda machine: machine)
-    assert shipping.shipped_uv("Linux", "x86_64", is_musl=is_musl) == sent
-    assert shipping.shipped_uv("Linux", "aarch64") == "aarch64"
-    assert shipping.shipped_uv("Linux", "riscv64") is None
+    monkeypatch.setattr(code_upload, "_compressed_uv", lambda: "own")
+    monkeypatch.setattr(code_upload, "_fetched_uv", lambda machine: machine)
+    assert code_upload.shipped_uv("Linux", "x86_64", is_musl=is_musl) == sent
+    assert code_upload.shipped_uv("Linux", "aarch64") == "aarch64"
+    assert code_upload.shipped_uv("Linux", "riscv64") is None
 
 
 @pytest.mark.slow
 def test_the_uv_of_another_architecture_is_fetched_and_kept(tmp_path, monkeypatch):
     """What the client sends to arm64 machines is a static program for them (ELF: EM_AARCH64 is 183), fetched once; another hash is refused."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    shipping._fetched_uv.cache_clear()
+    code_upload._fetched_uv.cache_clear()
     try:
-        packed = shipping.shipped_uv("Linux", "aarch64")
+        packed = code_upload.shipped_uv("Linux", "aarch64")
         with gzip.open(packed.path) as content:
             binary = content.read()
         assert len(binary) == packed.unpacked_bytes
         assert (binary[:4], int.from_bytes(binary[18:20], "little")) == (b"\x7fELF", 183)
         assert [path.name for path in packed.path.parent.iterdir()] == [packed.path.name]
-        shipping._fetched_uv.cache_clear()
-        monkeypatch.setattr(shipping, "_fetch", None)
-        assert shipping.shipped_uv("Linux", "aarch64") == packed
+        code_upload._fetched_uv.cache_clear()
+        monkeypatch.setattr(code_upload, "_fetch", None)
+        assert code_upload.shipped_uv("Linux", "aarch64") == packed
         monkeypatch.undo()
         wrong = dataclasses.replace(uv_wheels.WHEELS["aarch64"], sha256="0" * 64)
         with pytest.raises(subprocess.CalledProcessError) as caught:
-            shipping._fetch(wrong, tmp_path)
+            code_upload._fetch(wrong, tmp_path)
         assert "Hash mismatch" in caught.value.stderr or "hash" in caught.value.stderr
     finally:
-        shipping._fetched_uv.cache_clear()
+        code_upload._fetched_uv.cache_clear()
 
 
 def test_a_home_is_found_without_home(machine):

@@ -18,15 +18,15 @@ import pytest
 import skyward_core as sky
 from skyward_core.errors import BootstrapFailed, ConnectionLost, PoolClosed
 from skyward_core.image.image import Image
-from skyward_core.instances import Instance
-from skyward_core.ledger import Ledger
-from skyward_core.providers import _aws_images
+from skyward_core.ledger.budgets import Grant
+from skyward_core.ledger.journal import Book
+from skyward_core.ledger.ledger import Ledger
+from skyward_core.ledger.metering import Meter
+from skyward_core.machines.instances import Instance
+from skyward_core.providers.aws import images
 from skyward_core.providers.base import IMAGE_TAG, STARTED_FROM_TAG
-from skyward_core.provisioning.book import Book
 from skyward_core.provisioning.bootstrap import IMAGE_ENV, KEEP_PHASE, REST, Preparation, node_script_in_two
-from skyward_core.provisioning.keeping import is_to_be_kept, start_and_keep
-from skyward_core.provisioning.metering import Meter
-from skyward_core.provisioning.purse import Grant
+from skyward_core.provisioning.image_capture import is_to_be_kept, start_and_keep
 from skyward_core.spec import PoolSpec
 from tests.conftest import Told
 from tests.fakes import FakeProvider
@@ -310,7 +310,7 @@ def pool(told: Told) -> sky.ComputePool:
 @pytest.mark.timeout(180)
 def test_the_second_pool_starts_from_the_disk_of_the_first(cloud: HostedAWS, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing secret is on it, nothing is installed again, nobody who could log in to the first can log in to the second, and both compute."""
-    monkeypatch.setattr(_aws_images, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(images, "LOOK_SECONDS", 0.05)
     first = Told()
     with pool(first) as running:
         assert tuple(value() @ running) == ((IMAGE_SECRET, POOL_SECRET),)

@@ -14,7 +14,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.providers import control_groups
-from skyward_core.providers.ending import PROOFS
+from skyward_core.providers.termination_shell import PROOFS
 from skyward_core.worker import keeper, watchdog
 from tests.conftest import wait_until
 

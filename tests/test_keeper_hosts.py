@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import skyward_core as sky
-from skyward_core.providers.ending import PROOFS
+from skyward_core.providers.termination_shell import PROOFS
 from skyward_core.worker import keeper
 from tests.conftest import wait_until
 from tests.testbed import Fleet, Host

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyward_core.worker.kept import Kept, WorkerKept
+from skyward_core.worker.retained_batches import Kept, WorkerKept
 from skyward_core.worker.wire import Ending, Outcome, Output, Parcel, Report
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from skyward_core import Instance, InstanceState, Unreachable
 from skyward_core.errors import CommandFailed
-from skyward_core.provisioning.leaving import living_alone
-from skyward_core.reach import LocalReach
+from skyward_core.provisioning.detach import living_alone
+from skyward_core.transport.transport import LocalReach
 from skyward_core.worker.watchdog import DETACHED, read_lease, uptime, write_lease
 
 

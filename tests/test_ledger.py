@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sqlalchemy import Connection, create_engine, event, inspect
 
-from skyward_core.entries import BILLING_ROUNDING, Account, Attempt, Bucket, CostBy, Intent, Period, PoolEntry, Price, ResourceKind, Wish
 from skyward_core.errors import BadRequest, BudgetExceeded, LeaseLost, LedgerConflict, LedgerError
-from skyward_core.ledger import Ledger, default_url
-from skyward_core.ledger_tables import MIGRATIONS, POOLS, RESOURCES, WORK_COLUMNS, migrate, milliseconds_of, schema_version
-from skyward_core.market import Extra
-from skyward_core.owner import Owner
+from skyward_core.ledger.ledger import Ledger, default_url
+from skyward_core.ledger.rows import BILLING_ROUNDING, Account, Attempt, Bucket, CostBy, Intent, Period, PoolEntry, Price, ResourceKind, Wish
+from skyward_core.ledger.tables import MIGRATIONS, POOLS, RESOURCES, WORK_COLUMNS, migrate, milliseconds_of, schema_version
+from skyward_core.machines.offers import Extra
+from skyward_core.machines.owner import Owner
 from skyward_core.work import Work
 from tests.conftest import wait_until
 
@@ -758,7 +758,7 @@ import os, sys
 from datetime import datetime
 from decimal import Decimal
 from skyward_core.errors import BudgetExceeded
-from skyward_core.ledger import Ledger
+from skyward_core.ledger.ledger import Ledger
 
 now = datetime.fromisoformat(sys.argv[2])
 
@@ -802,7 +802,7 @@ def test_eight_processes_at_once_overdraw_nothing(ledger: Ledger, url: str) -> N
 
 EIGHT_OPEN = """
 import os, sys
-from skyward_core.ledger import Ledger
+from skyward_core.ledger.ledger import Ledger
 
 children = []
 for _ in range(8):
@@ -831,9 +831,9 @@ import os, signal, sys
 from datetime import UTC, datetime
 from decimal import Decimal
 from sqlalchemy import Engine, event
-from skyward_core.entries import Account, Bucket, Period, ResourceKind, Wish
-from skyward_core.ledger import Ledger
-from skyward_core.owner import Owner
+from skyward_core.ledger.rows import Account, Bucket, Period, ResourceKind, Wish
+from skyward_core.ledger.ledger import Ledger
+from skyward_core.machines.owner import Owner
 from skyward_core.work import Work
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
@@ -1005,7 +1005,7 @@ def test_a_ledger_that_is_damaged_later_is_told(file_ledger: Ledger, tmp_path: P
 TRY_TO_OPEN = """
 import os, sys
 from skyward_core.errors import LedgerError
-from skyward_core.ledger import Ledger
+from skyward_core.ledger.ledger import Ledger
 Ledger(sys.argv[2]).close()  # everything is imported
 if os.getuid() == 0:
     os.setgid(65534)
@@ -1044,9 +1044,9 @@ def test_a_place_where_no_directory_can_be_made_is_told(tmp_path: Path) -> None:
 FILL = """
 import resource, signal, sys
 from datetime import UTC, datetime
-from skyward_core.entries import ResourceKind, Wish
+from skyward_core.ledger.rows import ResourceKind, Wish
 from skyward_core.errors import LedgerError
-from skyward_core.ledger import Ledger
+from skyward_core.ledger.ledger import Ledger
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
@@ -1365,9 +1365,9 @@ EVERYBODY_AT_ONCE = """
 import os, random, sys, threading, traceback
 from datetime import datetime, timedelta
 from decimal import Decimal
-from skyward_core.entries import Account, Bucket, Period, ResourceKind, Wish
+from skyward_core.ledger.rows import Account, Bucket, Period, ResourceKind, Wish
 from skyward_core.errors import BudgetExceeded, LeaseLost, LedgerConflict
-from skyward_core.ledger import Ledger
+from skyward_core.ledger.ledger import Ledger
 
 url, now = sys.argv[1], datetime.fromisoformat(sys.argv[2])
 POOLS, LATER = [f"p{number}" for number in range(6)], now + timedelta(hours=1)

@@ -10,8 +10,8 @@ import distributed  # noqa: F401 - imported here, and not by a thread of a pool 
 import pytest
 
 import skyward_core as sky
-from skyward_core import cli
-from skyward_core.ledger import default_url
+from skyward_core.cli import commands
+from skyward_core.ledger.ledger import default_url
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_who_has_no_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch, ca
         default_url()
     with pytest.raises(sky.LedgerError, match="SKYWARD_LEDGER"), sky.ComputePool(provider=sky.Local(), display="quiet"):
         pass
-    assert cli.main(["ps"]) == cli.FAILED
+    assert commands.main(["ps"]) == commands.FAILED
     assert "SKYWARD_LEDGER=" in capsys.readouterr().err
 
 

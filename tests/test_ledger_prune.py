@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine, text
 
-from skyward_core import cli
-from skyward_core.entries import Account, Attempt, Bucket, CostBy, Period, Price, Pruned, ResourceKind, Wish
+from skyward_core.cli import commands
 from skyward_core.errors import LedgerError
-from skyward_core.ledger import Ledger
+from skyward_core.ledger.ledger import Ledger
+from skyward_core.ledger.receipt import receipt
+from skyward_core.ledger.rows import Account, Attempt, Bucket, CostBy, Period, Price, Pruned, ResourceKind, Wish
 from skyward_core.providers.base import LAUNCH_TAG, OWNER_TAG, RANK_TAG, TYPE_TAG
-from skyward_core.receipt import receipt
 from tests.test_ledger import LATER, NOON, OWNER, PROVIDER, Clock, clock, postgresql_server, postgresql_url, run_on, sqlite_url, url  # noqa: F401 - fixtures
 
 ROOT = Path(__file__).parent.parent
@@ -109,21 +109,21 @@ def test_the_command_is_dry_unless_it_is_told_otherwise(
     really = Ledger.vacuum
     monkeypatch.setattr(Ledger, "vacuum", lambda self: (made_smaller.append(str(self.url)), really(self))[1])
     ledger.prune(NOON - timedelta(days=3650))
-    assert cli.main(["ledger", "prune", "--older-than", days]) == cli.TO_DO
+    assert commands.main(["ledger", "prune", "--older-than", days]) == commands.TO_DO
     told = capsys.readouterr().out
     assert re.match(r"to be taken away: details of \d pools, \d tries to rent machines, \d settled reservations\nnothing was touched; --yes does it\n", told)
     assert made_smaller == []
-    assert cli.main(["ledger", "prune", "--older-than", days, "--yes", "--json"]) == 0
+    assert commands.main(["ledger", "prune", "--older-than", days, "--yes", "--json"]) == 0
     assert len(made_smaller) == 1
     told = json.loads(capsys.readouterr().out)
     assert (told["is_dry_run"], told["attempts"], told["reservations"]) == (False, 3 * told["pools"], told["pools"])
-    assert cli.main(["ledger", "prune", "--older-than", days]) == 0
+    assert commands.main(["ledger", "prune", "--older-than", days]) == 0
     assert "has details left" in capsys.readouterr().out
-    assert cli.main(["why", "old"]) == 0
+    assert commands.main(["why", "old"]) == 0
     assert "`skyward ledger prune` took it away" in capsys.readouterr().out
     for wrong in ("90", "0d", "-1d", "nand", "1e9d", "99999999d", "²d"):
         with pytest.raises(SystemExit):
-            cli.main(["ledger", "prune", f"--older-than={wrong}"])
+            commands.main(["ledger", "prune", f"--older-than={wrong}"])
         capsys.readouterr()
 
 

@@ -13,14 +13,14 @@ import skyward_core as sky
 from skyward_core import Instance, Offer, Requirements
 from skyward_core.engine.certificates import make_certificate
 from skyward_core.errors import CommandFailed, ConnectionLost, CredentialsError
-from skyward_core.ledger import Ledger, default_url
+from skyward_core.ledger.budgets import Purse
+from skyward_core.ledger.journal import Book
+from skyward_core.ledger.ledger import Ledger, default_url
+from skyward_core.ledger.metering import Meter
 from skyward_core.providers.base import EXPIRES_TAG
-from skyward_core.provisioning import ending, giving_back, lifecycle
-from skyward_core.provisioning.book import Book
+from skyward_core.provisioning import lifecycle, teardown, termination
 from skyward_core.provisioning.bootstrap import Preparation
-from skyward_core.provisioning.metering import Meter
-from skyward_core.provisioning.purse import Purse
-from skyward_core.reach import Reach, Reaches
+from skyward_core.transport.transport import Reach, Reaches
 from skyward_core.worker.watchdog import read_paid, uptime
 from tests.conftest import Told, wait_until
 from tests.fakes import (
@@ -43,8 +43,8 @@ type Make = Callable[..., Any]
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Make a fake provider whose files are in this test's folder; waiting for machines to be gone is short."""
-    monkeypatch.setattr(giving_back, "DEADLINE_SECONDS", 0.5)
-    monkeypatch.setattr(giving_back, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(teardown, "DEADLINE_SECONDS", 0.5)
+    monkeypatch.setattr(teardown, "FIRST_PAUSE_SECONDS", 0.01)
     return lambda kind, **fields: kind(folder=str(tmp_path), **fields)
 
 
@@ -184,7 +184,7 @@ def test_a_request_to_terminate_that_was_lost_is_made_again(make: Make) -> None:
 @pytest.mark.slow
 def test_closing_names_the_machines_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """When an open pool's machines cannot be given back, close raises InstancesLeft with their ids, after the bill, and may be called again."""
-    monkeypatch.setattr(giving_back, "DEADLINE_SECONDS", 0.3)
+    monkeypatch.setattr(teardown, "DEADLINE_SECONDS", 0.3)
     told = Told()
     pool = sky.ComputePool(provider=StuckLocal(), on_event=told, display="quiet")
     with pytest.raises(sky.InstancesLeft) as caught, pool:
@@ -200,7 +200,7 @@ def test_closing_names_the_machines_that_stay(monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture
 def unending(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process cannot end local nodes, and soon gives up; a reaper can."""
-    monkeypatch.setattr(giving_back, "DEADLINE_SECONDS", 0.3)
+    monkeypatch.setattr(teardown, "DEADLINE_SECONDS", 0.3)
     monkeypatch.setattr(sky.Local, "terminate", lambda *_: {})
 
 
@@ -389,7 +389,7 @@ class UnheardOf(FakeProvider):
 
 def test_a_lost_machine_is_ended_while_the_pool_goes_on(make: Make, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever becomes of the first request: until it is gone, which the bill is told; the other machine is not touched."""
-    monkeypatch.setattr(ending, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(termination, "FIRST_PAUSE_SECONDS", 0.01)
     provider = make(UnheardOf)
     machines, _, meter = opened(provider)
     lost, _ = node_of(machines, 0), node_of(machines, 1)
@@ -401,7 +401,7 @@ def test_a_lost_machine_is_ended_while_the_pool_goes_on(make: Make, opened: Any,
 
 def test_a_replacement_waits_for_the_money_of_the_lost_one(make: Make, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was all for one machine, which hears nothing any more; when that is gone there is as much for another."""
-    monkeypatch.setattr(ending, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(termination, "FIRST_PAUSE_SECONDS", 0.01)
     provider = make(UnheardOf)
     machines, purse, meter = opened(provider, max_cost=5.0)
     lost = node_of(machines, 0)

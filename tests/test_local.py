@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 import skyward_core as sky
-from skyward_core.places import existing, state_places
+from skyward_core.paths import existing, state_places
 from skyward_core.providers import base
 from skyward_core.worker import watchdog
 from tests.conftest import processes_by_tag, wait_until

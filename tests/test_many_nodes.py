@@ -25,16 +25,16 @@ import uv
 from pydantic import PrivateAttr
 
 import skyward_core as sky
-from skyward_core import remote, shipping
 from skyward_core.engine.certificates import make_certificate
 from skyward_core.errors import CommandFailed, CommandTimedOut
-from skyward_core.instances import Endpoint, Instance
-from skyward_core.ledger import Ledger
-from skyward_core.market import Offer
+from skyward_core.ledger.budgets import Purse
+from skyward_core.ledger.journal import Book
+from skyward_core.ledger.ledger import Ledger
+from skyward_core.ledger.metering import Meter
+from skyward_core.machines.instances import Endpoint, Instance
+from skyward_core.machines.offers import Offer
 from skyward_core.provisioning import lifecycle
-from skyward_core.provisioning.book import Book
-from skyward_core.provisioning.metering import Meter
-from skyward_core.provisioning.purse import Purse
+from skyward_core.transport import code_upload, ssh_transport
 from skyward_core.worker.settings import NodeSettings
 from tests.conftest import Told, wait_until
 from tests.fake_nodes import Before, FakeNode, FakeNodes, Played
@@ -134,7 +134,7 @@ type Rent = Callable[..., Many]
 @pytest.fixture
 def rent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rent]:
     """Make the machines of a pool, which are not rented yet; they are given back at the end."""
-    monkeypatch.setattr(remote, "LONGEST_BEAT_SECONDS", 600.0)  # nobody's lease is extended but by the test
+    monkeypatch.setattr(ssh_transport, "LONGEST_BEAT_SECONDS", 600.0)  # nobody's lease is extended but by the test
     with ExitStack() as undo:
 
         def rent(played: Played = Played(has_uv=False), before: Before | None = None, nodes_wanted: int = NODES) -> Many:
@@ -212,7 +212,7 @@ def test_an_sshd_that_forwards_no_ports_is_named_before_anything_is_sent(rent: R
 
 def test_slow_nodes_have_as_long_as_the_pool_to_open_and_are_asked_for_a_sign_of_life_once(rent: Rent, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that needs longer for each command than an open pool's may take is opened all the same, and its lease is extended; an open pool has its limit."""
-    monkeypatch.setattr(remote, "COMMAND_SECONDS", 0.05)
+    monkeypatch.setattr(ssh_transport, "COMMAND_SECONDS", 0.05)
     seconds = [0.3]
     many = rent(before=lambda what, node: asyncio.sleep(seconds[0] if what not in {"kill", "follow"} else 0))
     with ExitStack() as undo:
@@ -252,7 +252,7 @@ def test_a_node_that_cannot_be_told_of_a_new_head_is_given_back_and_the_others_g
     with ExitStack() as undo:
         many.machines.acquire(undo)
         undo.pop_all()
-    monkeypatch.setattr(remote, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(ssh_transport, "PATIENCE_SECONDS", 0.1)
     lost = ["fake-3", "fake-7"]
     for instance_id in lost:
         many.nodes.end(instance_id)
@@ -291,14 +291,14 @@ def test_a_machine_that_cannot_begin_anew_leaves_its_rank_vacant(rent: Rent, mon
         before = many.machines.acquire(undo)
         undo.pop_all()
     monkeypatch.setattr(lifecycle, "BEGIN_SECONDS", 1.0)
-    start = remote.RemoteReach.start
+    start = ssh_transport.RemoteReach.start
 
-    def fail(self: remote.RemoteReach, *args: Any, **words: Any) -> None:
+    def fail(self: ssh_transport.RemoteReach, *args: Any, **words: Any) -> None:
         if self.instance.rank == 2:
             raise CommandFailed("no room", 1, "")
         start(self, *args, **words)
 
-    monkeypatch.setattr(remote.RemoteReach, "start", fail)
+    monkeypatch.setattr(ssh_transport.RemoteReach, "start", fail)
     lease = many.machines.restart([], {node.instance.id for node in before.nodes if node.rank != 3})
     assert [node.rank for node in lease.nodes] == [rank for rank in range(NODES) if rank != 2]
     assert lease.nodes[2].instance.id == "fake-3"
@@ -312,16 +312,16 @@ def test_a_machine_that_cannot_begin_anew_leaves_its_rank_vacant(rent: Rent, mon
 def test_what_all_are_sent_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that ask for it at once, before it is there, wait for the first of them."""
     made: list[str] = []
-    compile_all, caches = shipping.compileall.compile_dir, (shipping._archive, shipping._compressed_uv, shipping._package)
+    compile_all, caches = code_upload.compileall.compile_dir, (code_upload._archive, code_upload._compressed_uv, code_upload._package)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(shipping.compileall, "compile_dir", lambda folder, **how: made.append(folder) or compile_all(folder, **how))
+    monkeypatch.setattr(code_upload.compileall, "compile_dir", lambda folder, **how: made.append(folder) or compile_all(folder, **how))
     for cached in caches:
         cached.cache_clear()
     try:
         at_once = threading.Barrier(NODES)
         with ThreadPoolExecutor(NODES) as threads:
-            archives = list(threads.map(lambda _: (at_once.wait(), shipping.shipped_archive())[1], range(NODES)))
-            uvs = list(threads.map(lambda _: (at_once.wait(), shipping.shipped_uv("Linux", platform.machine()))[1], range(NODES)))
+            archives = list(threads.map(lambda _: (at_once.wait(), code_upload.shipped_archive())[1], range(NODES)))
+            uvs = list(threads.map(lambda _: (at_once.wait(), code_upload.shipped_uv("Linux", platform.machine()))[1], range(NODES)))
     finally:
         for cached in caches:
             cached.cache_clear()
@@ -343,13 +343,13 @@ def test_nodes_of_another_architecture_are_sent_the_uv_of_theirs_and_do_without_
     packed = tmp_path / "uv.gz"
     packed.write_bytes(gzip.compress(b"of another architecture"))
 
-    def fetch(machine: str) -> shipping.Packed:
+    def fetch(machine: str) -> code_upload.Packed:
         asked.append(machine)
         if not can_fetch:
             raise subprocess.CalledProcessError(2, ["uv"], stderr="error: no such host\n")
-        return shipping.Packed(packed, 23)
+        return code_upload.Packed(packed, 23)
 
-    monkeypatch.setattr(shipping, "_fetched_uv", fetch)
+    monkeypatch.setattr(code_upload, "_fetched_uv", fetch)
     many = rent(Played(has_uv=False, system="Linux aarch64"))
     with ExitStack() as undo:
         many.machines.acquire(undo)

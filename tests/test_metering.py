@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 import skyward_core as sky
 from skyward_core import CostFinal, Instance, InstanceState
 from skyward_core.engine.futures import CallFuture
-from skyward_core.entries import BILLING_ROUNDING, Bucket, Price
-from skyward_core.market import by_month
+from skyward_core.ledger.metering import PHASES, Meter
+from skyward_core.ledger.rows import BILLING_ROUNDING, Bucket, Price
+from skyward_core.machines.offers import by_month
 from skyward_core.provisioning import lifecycle
-from skyward_core.provisioning.metering import PHASES, Meter
 from skyward_core.worker.streams import Told as Outcomes
 from skyward_core.worker.wire import Ending, Outcome
 from tests.conftest import Told, shared, wait_until

@@ -19,13 +19,13 @@ from skyward_core.accelerators.mig import CHANGED_BY_RESET, TABLES, profiles
 from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.image import shell
 from skyward_core.image.mig_shell import UNPARTITION, partition_gpus
-from skyward_core.instances import Instance, InstanceState
-from skyward_core.market import Offer
-from skyward_core.providers import ending, hosts
+from skyward_core.machines.instances import Instance, InstanceState
+from skyward_core.machines.offers import Offer
+from skyward_core.providers import hosts, termination_shell
 from skyward_core.provisioning.bootstrap import Role, node_script, settings_of
 from skyward_core.provisioning.guard import guard_script
 from skyward_core.provisioning.lifecycle import refuse, warn
-from skyward_core.reach import Reaches
+from skyward_core.transport.transport import Reaches
 from skyward_core.worker.settings import NodeSettings, with_partitions
 from skyward_core.worker.supervisor import read_settings
 from tests.conftest import wait_until
@@ -198,7 +198,7 @@ class Machine:
 
     def give_back(self, **environ: str) -> str:
         """What the node's guard does last, and a provider from outside; return what is said."""
-        script = f'set -u\n{ending.ENDING}\nskyward_clean host-000000000000 "$SKYWARD_INSTANCE_DIRECTORY"\n'
+        script = f'set -u\n{termination_shell.ENDING}\nskyward_clean host-000000000000 "$SKYWARD_INSTANCE_DIRECTORY"\n'
         done = subprocess.run([*self.prefix, "dash", "-c", script], env=self.environ | environ, capture_output=True, text=True, timeout=60, check=False)
         assert done.stderr == ""
         return done.stdout
@@ -486,7 +486,7 @@ def test_a_gpu_that_cannot_be_given_back_is_told(machine: Machine) -> None:
 
 def test_a_driver_that_hangs_holds_nobody_up(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """After its time giving back is given up, and told, with the command that hangs; the clean-up goes on."""
-    monkeypatch.setattr(ending, "ENDING", ending.ENDING.replace(f"seconds={ending.UNPARTITION_SECONDS}\n", "seconds=1\n"))
+    monkeypatch.setattr(termination_shell, "ENDING", termination_shell.ENDING.replace(f"seconds={termination_shell.UNPARTITION_SECONDS}\n", "seconds=1\n"))
     machine.partition(HALVES)
     machine.gpus.set(hangs="-dgi")
     began = time.monotonic()

@@ -15,7 +15,7 @@ import pytest
 from distributed.diagnostics import nvml
 
 import skyward_core as sky
-from skyward_core.events import BootstrapProgress, InstanceLost
+from skyward_core.events.events import BootstrapProgress, InstanceLost
 from tests.conftest import Told, members, wait_until
 from tests.testbed import Fleet, Host
 from tests.testbed.fakegpu import Gpus, install

@@ -19,10 +19,10 @@ import skyward_core as sky
 from skyward_core.accelerators.catalog import CHIPS, find
 from skyward_core.accelerators.neuron import slot_cores
 from skyward_core.engine.certificates import PoolCertificate
-from skyward_core.instances import Instance, InstanceState
-from skyward_core.market import Offer
+from skyward_core.machines.instances import Instance, InstanceState
+from skyward_core.machines.offers import Offer
 from skyward_core.provisioning.bootstrap import Role, settings_of
-from skyward_core.reach import Reaches
+from skyward_core.transport.transport import Reaches
 from skyward_core.worker.info import ENV, InstanceInfo, instance_info, to_env
 from skyward_core.worker.settings import NodeSettings
 from tests.conftest import wait_until

@@ -13,11 +13,11 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.engine.membership import HOLD_SECONDS, LATE_SECONDS, LOOKS_AT_REST
-from skyward_core.instances import Instance
-from skyward_core.narrator import Narrator
+from skyward_core.events.narrator import Narrator
+from skyward_core.machines.instances import Instance
 from skyward_core.provisioning.bootstrap import Preparation
 from skyward_core.provisioning.lifecycle import Machines
-from skyward_core.worker.notice import MARK, NOTICE_SECONDS, Kind, Listener, Metadata, Notice
+from skyward_core.worker.preemption_notice import MARK, NOTICE_SECONDS, Kind, Listener, Metadata, Notice
 from skyward_core.worker.settings import NodeSettings, with_partitions
 from tests.conftest import Told, wait_until
 from tests.providers.fake_metadata import FakeMetadata, instance_action, stamp

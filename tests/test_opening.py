@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core import opening
-from skyward_core.events import CostFinal
-from skyward_core.instances import Lease
-from skyward_core.opening import Opening, State
+from skyward_core.events.events import CostFinal
+from skyward_core.machines.instances import Lease
+from skyward_core.session import session
+from skyward_core.session.session import Opening, State
 from tests.conftest import Told
 
 OVER_BUDGET = sky.BudgetExceeded("the money is used up: the pool has closed", "team")
@@ -40,7 +40,7 @@ class World:
         monkeypatch.setattr(opened, "_close_book", lambda: do("written down"))
         monkeypatch.setattr(opened, "_paid_for", self._paid_for)
         monkeypatch.setattr(opened.meter, "final", lambda: CostFinal(1.0, 1.0, 1.0, 0, 1, 0.0))
-        monkeypatch.setattr(opening, "living_alone", self._living_alone)
+        monkeypatch.setattr(session, "living_alone", self._living_alone)
         opened._state = State.OPEN
 
     def do(self, what: str) -> None:

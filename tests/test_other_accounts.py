@@ -12,12 +12,12 @@ import pytest
 from pydantic import PrivateAttr
 
 import skyward_core as sky
-from skyward_core.entries import ResourceKind, Wish
+from skyward_core.cleanup.policy import Action
+from skyward_core.cleanup.sweep import release, sweep
 from skyward_core.errors import CredentialsError
-from skyward_core.ledger import Ledger
-from skyward_core.owner import Owner
-from skyward_core.provisioning.judging import Action
-from skyward_core.provisioning.sweep import release, sweep
+from skyward_core.ledger.ledger import Ledger
+from skyward_core.ledger.rows import ResourceKind, Wish
+from skyward_core.machines.owner import Owner
 from tests.test_sweep import DEAD, ELSEWHERE, CloudProvider, Time, World
 
 POOL = "sky-1"

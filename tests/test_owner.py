@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from skyward_core.owner import Owner, OwnerState
+from skyward_core.machines.owner import Owner, OwnerState
 
-TELL = "from skyward_core.owner import Owner; o = Owner.here(); print(o.name); print(o.process)"
+TELL = "from skyward_core.machines.owner import Owner; o = Owner.here(); print(o.name); print(o.process)"
 
 
 def test_this_process_is_alive_and_travels_as_two_words() -> None:
@@ -40,7 +40,7 @@ def test_a_pid_that_was_given_anew_is_another_owner() -> None:
 
 AS_NOBODY = """
 import os, subprocess, sys
-from skyward_core.owner import Owner
+from skyward_core.machines.owner import Owner
 subprocess.run(["mount", "-t", "proc", "-o", "hidepid=" + sys.argv[1], "proc", "/proc"], check=True)
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 here = Owner.here()

@@ -19,12 +19,12 @@ import pytest
 
 import skyward_core
 from skyward_core.errors import NotPicklable
-from skyward_core.pickling import OUT_OF_BAND_BYTES, Pickled, belongs_to_user, dumps, loads
+from skyward_core.serialization.pickling import OUT_OF_BAND_BYTES, Pickled, belongs_to_user, dumps, loads
 
 NODE = """
 import pickle, sys
 sys.path.append(sys.argv[1])
-from skyward_core.pickling import dumps, loads
+from skyward_core.serialization.pickling import dumps, loads
 for call in pickle.load(sys.stdin.buffer):
     try:
         fn, args, kwargs = loads(call)
@@ -338,7 +338,7 @@ def test_main_travels_by_value(tmp_path: Path) -> None:
         textwrap.dedent(
             """
             import sys
-            from skyward_core.pickling import dumps
+            from skyward_core.serialization.pickling import dumps
             from dataclasses import dataclass
             @dataclass
             class Foo:

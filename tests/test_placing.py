@@ -14,15 +14,16 @@ import pytest
 from pydantic import PrivateAttr
 
 import skyward_core as sky
-from skyward_core.entries import Account, Attempt, Period
 from skyward_core.errors import BudgetExceeded, CredentialsError, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, Refusal, SkywardError
-from skyward_core.ledger import Ledger, default_url
-from skyward_core.market import Extra, Offer, Requirements, matches, rank, select_instance
-from skyward_core.provisioning import giving_back, placing
-from skyward_core.provisioning.ending import Ending
+from skyward_core.ledger.ledger import Ledger, default_url
+from skyward_core.ledger.receipt import receipt
+from skyward_core.ledger.rows import Account, Attempt, Period
+from skyward_core.machines.offers import Extra, Offer, Requirements, matches, rank, select_instance
+from skyward_core.provisioning import candidates as placing
+from skyward_core.provisioning import teardown
+from skyward_core.provisioning.candidates import Sold, candidates, key_of, none_left, order, refusal, resting
 from skyward_core.provisioning.lifecycle import Machines
-from skyward_core.provisioning.placing import Sold, candidates, key_of, none_left, order, refusal, resting
-from skyward_core.receipt import receipt
+from skyward_core.provisioning.termination import Ending
 from tests.conftest import Told
 from tests.fakes import FakeProvider
 
@@ -361,8 +362,8 @@ class Refusing(FakeProvider):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(giving_back, "DEADLINE_SECONDS", 0.5)
-    monkeypatch.setattr(giving_back, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(teardown, "DEADLINE_SECONDS", 0.5)
+    monkeypatch.setattr(teardown, "FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
     return str(tmp_path)
 

@@ -30,12 +30,12 @@ import numpy as np
 import pytest
 
 import skyward_core as sky
-from skyward_core import opening
-from skyward_core.entries import Account, Bucket, CostBy, Period
-from skyward_core.ledger import Ledger, default_url
-from skyward_core.opening import Opening
+from skyward_core.ledger.ledger import Ledger, default_url
+from skyward_core.ledger.rows import Account, Bucket, CostBy, Period
 from skyward_core.pool import _left
 from skyward_core.provisioning.lifecycle import Machines
+from skyward_core.session import session
+from skyward_core.session.session import Opening
 from skyward_core.worker.slot import TERM_SECONDS
 from skyward_core.worker.watchdog import DETACHED, read_lease, read_paid, uptime
 from tests.conftest import Told, connections, members, shared, wait_until
@@ -1060,7 +1060,13 @@ def test_a_lease_is_not_longer_than_max_cost_lasts() -> None:
 
 
 @pytest.mark.parametrize(
-    "place", ["skyward_core.opening.Meter", "skyward_core.opening.Charge.of", "skyward_core.opening.Book.open", "skyward_core.opening.lifecycle.Machines"]
+    "place",
+    [
+        "skyward_core.session.session.Meter",
+        "skyward_core.session.session.Charge.of",
+        "skyward_core.session.session.Book.open",
+        "skyward_core.session.session.lifecycle.Machines",
+    ],
 )
 def test_a_pool_that_is_to_end_before_it_has_opened_rents_nothing(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal handler may call `terminate_now` at any moment of `open`; afterwards the pool may be opened again."""
@@ -1089,7 +1095,7 @@ def test_a_pool_that_is_to_end_before_it_has_opened_rents_nothing(place: str, tm
 
 def test_the_clock_of_a_pool_goes_on_whatever_happens(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """What fails at every look is told once, and keeps nothing else from being done, in this look and in the next."""
-    monkeypatch.setattr(opening, "CLOCK_SECONDS", 0.001)
+    monkeypatch.setattr(session, "CLOCK_SECONDS", 0.001)
     opened = Opening(sky.PoolSpec.of(display="quiet"), [sky.Local()], None)
     looks: list[int] = []
 
@@ -1118,7 +1124,7 @@ def test_what_is_due_is_done_even_if_the_rest_fails(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(opened, name, lambda *_, name=name: done.append(name))
     opened._book = SimpleNamespace(note=lambda: done.append("note"))  # type: ignore[assignment]
     opened.cluster = SimpleNamespace()  # type: ignore[assignment]
-    clock = opening._Clock(0.0, told=0.0, asked=0.0)
+    clock = session._Clock(0.0, told=0.0, asked=0.0)
     for now in (1.0, 5.0, 6.0):
         for step in opened._due(clock, now):
             opened._take(step, clock)

@@ -11,9 +11,9 @@ import pytest
 from pydantic import PrivateAttr
 
 import skyward_core as sky
-from skyward_core import housekeeping
+from skyward_core import operations
 from skyward_core.errors import BadRequest, CredentialsError, ProviderFailed, SkywardError
-from skyward_core.market import Offer, Requirements
+from skyward_core.machines.offers import Offer, Requirements
 from skyward_core.providers.base import Sale
 from skyward_core.provisioning.price_list import price_list
 
@@ -173,7 +173,7 @@ def test_the_face_takes_names_and_wishes(tmp_path: Path, monkeypatch: pytest.Mon
     """A provider or several, by name too; accelerator, CPUs, memory and price as words."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shop = Shop().selling(1.0, 2.0)
-    assert prices(housekeeping.offers(shop, cpu=8, memory="16GB")) == [2.0]
-    assert prices(housekeeping.offers([shop, "local"], max_price_per_hour=1.5, machine="t1")) == [1.0]
-    assert prices(housekeeping.offers(shop, accelerator="H100")) == []
+    assert prices(operations.offers(shop, cpu=8, memory="16GB")) == [2.0]
+    assert prices(operations.offers([shop, "local"], max_price_per_hour=1.5, machine="t1")) == [1.0]
+    assert prices(operations.offers(shop, accelerator="H100")) == []
     assert (tmp_path / "skyward/offers").stat().st_mode & 0o777 == 0o700

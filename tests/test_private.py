@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from skyward_core.places import first_private
-from skyward_core.worker import private
-from skyward_core.worker.private import NotPrivate, check_private, is_private, make_private
+from skyward_core.paths import first_private
+from skyward_core.worker import private_folders
+from skyward_core.worker.private_folders import NotPrivate, check_private, is_private, make_private
 
 STRANGER = 61_001
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give folders to others")
@@ -112,10 +112,10 @@ def test_a_symlink_that_appears_after_the_look_is_not_followed(tmp_path: Path, m
     """
     shared = made(tmp_path / "shared", 0o1777)
     target = made(made(tmp_path / "home") / "nodes")
-    monkeypatch.setattr(private, "_without_links", lambda path: path)  # there was nothing when it looked
+    monkeypatch.setattr(private_folders, "_without_links", lambda path: path)  # there was nothing when it looked
     (shared / "skyward").symlink_to(target.parent)
     with pytest.raises(NotPrivate, match="skyward is a symlink"):
-        with private.opened_private(shared / folder, make=make):
+        with private_folders.opened_private(shared / folder, make=make):
             pass
 
 
@@ -151,10 +151,10 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 def test_roots_that_a_container_cannot_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where root is no user of the namespace, its files show the kernel's stand-in as their owner."""
     (tmp_path / "map").write_text("      1000       1000          1\n")
-    monkeypatch.setattr(private, "UID_MAP", tmp_path / "map")
-    assert private._roots() == (0, int(private.OVERFLOW_UID.read_text()))
+    monkeypatch.setattr(private_folders, "UID_MAP", tmp_path / "map")
+    assert private_folders._roots() == (0, int(private_folders.OVERFLOW_UID.read_text()))
     (tmp_path / "map").write_text("         0       1000          1\n         1     100000      65536\n")
-    assert private._roots() == (0,)
+    assert private_folders._roots() == (0,)
 
 
 def test_the_first_place_that_serves_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,8 +185,8 @@ def without_proc(real):
 for name in ("readlink", "open", "stat", "access"):
     setattr(os, name, without_proc(getattr(os, name)))
 from pathlib import Path
-from skyward_core.places import first_private
-from skyward_core.worker.private import make_private
+from skyward_core.paths import first_private
+from skyward_core.worker.private_folders import make_private
 print(first_private("nodes", [("A", lambda: Path(sys.argv[1]))], is_locked=True), make_private(Path(sys.argv[1], "b")))
 """
 

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyward_core import Instance, InstanceState
-from skyward_core.entries import Account, Period, Price, Reservation
 from skyward_core.errors import BudgetExceeded, LeaseLost, LedgerError
-from skyward_core.ledger import Ledger
-from skyward_core.owner import Owner
-from skyward_core.provisioning.metering import Meter
-from skyward_core.provisioning.purse import Fill, Grant, Purse
+from skyward_core.ledger.budgets import Fill, Grant, Purse
+from skyward_core.ledger.ledger import Ledger
+from skyward_core.ledger.metering import Meter
+from skyward_core.ledger.rows import Account, Period, Price, Reservation
+from skyward_core.machines.owner import Owner
 from tests.conftest import examples
 
 START = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)

@@ -22,7 +22,16 @@ import psutil
 import pytest
 
 import skyward_core as sky
-from skyward_core.events import BootstrapCompleted, BootstrapProgress, CallProgress, CallRetrying, ClusterRestarting, ContactLost, ContactRegained, InstanceLost
+from skyward_core.events.events import (
+    BootstrapCompleted,
+    BootstrapProgress,
+    CallProgress,
+    CallRetrying,
+    ClusterRestarting,
+    ContactLost,
+    ContactRegained,
+    InstanceLost,
+)
 from skyward_core.providers import hosts as providers_of_hosts
 from skyward_core.provisioning import lifecycle
 from tests.conftest import Told, processes_by_tag, slowness, wait_until
@@ -198,7 +207,7 @@ def from_the_client(hosts: Sequence[Host]) -> Iterator[None]:
 def is_reaper(process: psutil.Process) -> bool:
     """Whether a process is a reaper; one that has ended meanwhile is none."""
     try:
-        return any("reaping.py" in word for word in process.cmdline())
+        return any("reaper_process.py" in word for word in process.cmdline())
     except psutil.NoSuchProcess:
         return False
 

@@ -24,12 +24,12 @@ import pytest
 from platformdirs import user_state_path
 from pydantic import PrivateAttr
 
-from skyward_core import reaper as reaper_module
+from skyward_core.cleanup import reaper as reaper_module
+from skyward_core.cleanup.reaper import Charge, Reaper
 from skyward_core.errors import NotPicklable
-from skyward_core.ledger import Ledger
-from skyward_core.owner import Owner
-from skyward_core.pickling import dumps
-from skyward_core.reaper import Charge, Reaper
+from skyward_core.ledger.ledger import Ledger
+from skyward_core.machines.owner import Owner
+from skyward_core.serialization.pickling import dumps
 from tests.conftest import wait_until
 from tests.reaping_provider import SECRET, FolderProvider, LockingProvider, Pool, in_an_hour
 
@@ -41,7 +41,7 @@ type Start = Callable[[Charge], Reaper]
 
 DRIVER = """
 import os, signal, sys
-from skyward_core.reaper import Charge, Reaper
+from skyward_core.cleanup.reaper import Charge, Reaper
 from tests.reaping_provider import Pool
 
 pool = Pool.at(sys.argv[1])
@@ -102,7 +102,7 @@ def _reapers(state: str) -> list[int]:
     found = []
     for entry in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError):
-            if b"reaping" in Path(f"/proc/{entry}/cmdline").read_bytes() and state.encode() in Path(f"/proc/{entry}/environ").read_bytes():
+            if b"reaper_process" in Path(f"/proc/{entry}/cmdline").read_bytes() and state.encode() in Path(f"/proc/{entry}/environ").read_bytes():
                 found.append(int(entry))
     return found
 
@@ -450,7 +450,7 @@ def test_an_outage_of_one_provider_keeps_no_machine_of_another(pool: Pool, tmp_p
 STAND_IN = """
 import sys, time
 sys.path.insert(0, {root!r})
-from skyward_core import reaping
+from skyward_core.cleanup import reaper_process as reaping
 
 calls = []
 
@@ -484,7 +484,7 @@ class StandIn:
 
     def run(self, body: str, monkeypatch: pytest.MonkeyPatch, *, closes: bool = True, try_seconds: float = 60, charge: Charge | None = None) -> int:
         """Start it, and be gone for it (the pipe ends without a word); returns its exit status."""
-        script = self.pool.folder / "reaping_stand_in.py"
+        script = self.pool.folder / "reaper_process_stand_in.py"
         script.write_text(STAND_IN.format(root=str(ROOT), folder=str(self.pool.folder), body=body, closes=closes, try_seconds=try_seconds))
         monkeypatch.setattr(reaper_module, "SCRIPT", script)
         reaper = Reaper.start(charge or self.pool.charge())

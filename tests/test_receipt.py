@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from skyward_core import Instance, InstanceState
-from skyward_core.entries import Bucket, CostBy, Price, ResourceKind, Wish
 from skyward_core.errors import LedgerConflict
-from skyward_core.ledger import Ledger
-from skyward_core.market import Extra
-from skyward_core.owner import Owner
+from skyward_core.ledger.ledger import Ledger
+from skyward_core.ledger.metering import Meter
+from skyward_core.ledger.receipt import receipt
+from skyward_core.ledger.rows import Bucket, CostBy, Price, ResourceKind, Wish
+from skyward_core.machines.offers import Extra
+from skyward_core.machines.owner import Owner
 from skyward_core.providers.base import TYPE_TAG
-from skyward_core.provisioning.metering import Meter
-from skyward_core.receipt import receipt
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
 SPOT = Price(Decimal("1.5"), Decimal(4), is_spot=True, increment_seconds=60)

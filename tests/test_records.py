@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import skyward_core as sky
-from skyward_core.worker.records import Lines, split_records
+from skyward_core.worker.log_records import Lines, split_records
 from tests.conftest import Told
 
 MARK = b"\x1e0123456789abcdef\x1e"

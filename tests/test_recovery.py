@@ -27,9 +27,9 @@ from skyward_core.engine.membership import (
 )
 from skyward_core.engine.recovery import Recovery
 from skyward_core.errors import NoCapacity, NodeLost, PoolClosed, SkywardError, Unreachable
-from skyward_core.instances import Endpoint, Instance, InstanceState, Lease, Node
+from skyward_core.machines.instances import Endpoint, Instance, InstanceState, Lease, Node
 from skyward_core.provisioning.lifecycle import HEIR_SECONDS
-from skyward_core.worker.notice import Kind, Notice
+from skyward_core.worker.preemption_notice import Kind, Notice
 from tests.conftest import Told, wait_until
 
 NODES = 3
@@ -983,7 +983,7 @@ def test_what_decides_has_no_thread_no_clock_and_no_machine() -> None:
     imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
     standard = {"__future__", "collections", "collections.abc", "dataclasses", "typing"}
-    values = {"skyward_core.errors", "skyward_core.events", "skyward_core.instances", "skyward_core.worker.notice"}
+    values = {"skyward_core.errors", "skyward_core.events.events", "skyward_core.machines.instances", "skyward_core.worker.preemption_notice"}
     assert imported <= standard | values
 
 

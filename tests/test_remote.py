@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core import remote, shipping
 from skyward_core.errors import CommandFailed, ConnectionLost, Unreachable
-from skyward_core.events import ContactLost, ContactRegained
+from skyward_core.events.events import ContactLost, ContactRegained
 from skyward_core.image import shell
-from skyward_core.instances import Instance
+from skyward_core.machines.instances import Instance
 from skyward_core.provisioning.guard import guard_script
-from skyward_core.reach import LocalReach
-from skyward_core.remote import RemoteReach, Wires
-from skyward_core.shipping import shipped_archive
+from skyward_core.transport import code_upload, ssh_transport
+from skyward_core.transport.code_upload import shipped_archive
+from skyward_core.transport.ssh_transport import RemoteReach, Wires
+from skyward_core.transport.transport import LocalReach
 from skyward_core.worker.watchdog import uptime, write_lease
 from skyward_core.worker.wire import Parcel
 from tests.conftest import Told, wait_until
@@ -110,7 +110,7 @@ def test_a_script_is_started_once_and_told_to_its_end(lead, monkeypatch):
 
     def lose_the_first_answer(text: str, words: list[str], **settings: Any) -> str:
         answer = ask(text, words, **settings)
-        if text == remote.START:
+        if text == ssh_transport.START:
             starts.append(words)
             if len(starts) == 1:
                 raise ConnectionLost("after it was done")
@@ -120,14 +120,19 @@ def test_a_script_is_started_once_and_told_to_its_end(lead, monkeypatch):
     script = (
         'echo "ran on $SKYWARD_INSTANCE_ID, $SKYWARD_RANK of $SKYWARD_POOL_ID"\n'
         '"$SKYWARD_UV" --version | sed "s/ .*//"\n'
-        f'ls "$SKYWARD_HOME/ship/{shipped_archive().name}/skyward_core/remote.py"\n'
+        f'ls "$SKYWARD_HOME/ship/{shipped_archive().name}/skyward_core/transport/ssh_transport.py"\n'
         "exit 7\n"
     )
     way.reach.start(script, timeout_seconds=60, emit=way.told)
     wait_until(lambda: way.has_told("::skyward exited 7"), "the end of the script")
     assert len(starts) == 2
     home = str(way.instance.directory).partition("/instances/")[0]
-    ours = ["::skyward phase uv", f"ran on {way.instance.id}, 0 of sky-ways", "uv", f"{home}/ship/{shipped_archive().name}/skyward_core/remote.py"]
+    ours = [
+        "::skyward phase uv",
+        f"ran on {way.instance.id}, 0 of sky-ways",
+        "uv",
+        f"{home}/ship/{shipped_archive().name}/skyward_core/transport/ssh_transport.py",
+    ]
     assert way.lines == [*ours, "::skyward exited 7"]
     assert not (way.directory / "ship.tar.gz").exists()
 
@@ -137,7 +142,7 @@ def test_a_host_is_sent_the_uv_of_its_own_architecture(lead, monkeypatch, tmp_pa
     """By what `uname` says there; where none is known nothing is sent, and the host has to find one itself."""
     (tmp_path / "uv.gz").write_bytes(gzip.compress(b"of another architecture"))
     fetched: list[str] = []
-    monkeypatch.setattr(shipping, "_fetched_uv", lambda machine: fetched.append(machine) or shipping.Packed(tmp_path / "uv.gz", 23))
+    monkeypatch.setattr(code_upload, "_fetched_uv", lambda machine: fetched.append(machine) or code_upload.Packed(tmp_path / "uv.gz", 23))
     way = lead()
     uname = way.host.root / "usr/local/bin/uname"
     uname.write_text(f"#!/bin/sh\ncase $1 in -s) echo {kind.split()[0]} ;; -m) echo {kind.split()[1]} ;; esac\n")
@@ -160,7 +165,7 @@ def test_a_script_that_runs_is_not_touched_when_its_start_is_asked_for_again(lea
     asked: list[list[str]] = []
 
     def remember(text: str, words: list[str], **settings: Any) -> str:
-        if text == remote.START:
+        if text == ssh_transport.START:
             asked.append(words)
         return ask(text, words, **settings)
 
@@ -168,7 +173,7 @@ def test_a_script_that_runs_is_not_touched_when_its_start_is_asked_for_again(lea
     way.reach.start(script, timeout_seconds=60, emit=way.told)
     wait_until(lambda: way.has_told("runs"), "the script to run")
     for part in (script[:20], ""):
-        ask(remote.START, asked[0], stdin=part)
+        ask(ssh_transport.START, asked[0], stdin=part)
     (way.directory / "go").touch()
     wait_until(lambda: way.has_told("::skyward exited 7") or way.has_told("::skyward exited 0"), "the end of the script")
     assert way.lines[-1] == "::skyward exited 7"
@@ -255,7 +260,7 @@ def test_whether_a_supervisor_lives_is_told_by_what_it_was_started_with(tmp_path
     def lives() -> bool | None:
         if not is_remote:
             return LocalReach(here(directory), lambda: False, lambda: None).lives(1.0)
-        output = subprocess.run(["sh", "-c", remote.LIVES, "skyward", str(directory)], capture_output=True, text=True, check=True).stdout
+        output = subprocess.run(["sh", "-c", ssh_transport.LIVES, "skyward", str(directory)], capture_output=True, text=True, check=True).stdout
         return {"": None, "::skyward lives\n": True, "::skyward dead\n": False}[output]
 
     assert lives() is False
@@ -285,7 +290,7 @@ def test_a_lease_is_not_shortened_by_who_comes_at_the_same_time(tmp_path: Path) 
     for interpreter in ("sh", "bash"):
         for _ in range(30):
             lease.write_text(f"{int(uptime()) + 1}\n")
-            others = [subprocess.Popen([interpreter, "-c", remote.LEASE, "skyward", str(tmp_path), seconds, "", ""]) for seconds in ("5", "300", "5")]
+            others = [subprocess.Popen([interpreter, "-c", ssh_transport.LEASE, "skyward", str(tmp_path), seconds, "", ""]) for seconds in ("5", "300", "5")]
             write_lease(tmp_path, uptime() + 10)
             assert [other.wait(30) for other in others] == [0, 0, 0]
             assert float(lease.read_text()) > uptime() + 200
@@ -385,7 +390,7 @@ def test_what_is_asked_while_the_connection_is_lost_is_done_after_it(way):
 
 def test_a_node_that_does_not_let_us_in_is_told_as_silent_until_it_does(way, monkeypatch):
     """ContactLost once, ContactRegained once, with the seconds between them; meanwhile a write waits as long as it may and raises ConnectionLost."""
-    monkeypatch.setattr(remote, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(ssh_transport, "PATIENCE_SECONDS", 0.2)
     keys = way.host.root / "root/.ssh/authorized_keys"
     ours = keys.read_text()
     way.hang_up(": >/root/.ssh/authorized_keys")

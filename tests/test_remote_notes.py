@@ -3,7 +3,7 @@
 import pytest
 
 import skyward_core as sky
-from skyward_core.remote_notes import note_for
+from skyward_core.serialization.exception_notes import note_for
 
 
 def _notes(pending: sky.PendingCompute, pool: sky.ComputePool, kind: type[BaseException]) -> str:

@@ -26,15 +26,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import skyward_core as sky
-from skyward_core.exceptions import MESSAGE_CHARACTERS, unpack
-from skyward_core.ledger import Ledger, default_url
-from skyward_core.provisioning.book import Book
-from skyward_core.provisioning.metering import Meter
-from skyward_core.receipt import receipt
+from skyward_core.ledger.journal import Book
+from skyward_core.ledger.ledger import Ledger, default_url
+from skyward_core.ledger.metering import Meter
+from skyward_core.ledger.receipt import receipt
 from skyward_core.secret import LARGEST_BYTES, looks_secret, read_values
+from skyward_core.serialization.exceptions import MESSAGE_CHARACTERS, unpack
 from skyward_core.worker import secret_values
-from skyward_core.worker.invoke import Packet, _failed
 from skyward_core.worker.masking import MASK, Mask, SecretValues, spellings
+from skyward_core.worker.runner import Packet, _failed
 from skyward_core.worker.secret_values import Keeping, ask_for
 from skyward_core.worker.settings import NodeSettings
 from skyward_core.worker.slot import Foundry, Slot, Stream, _BatchRun

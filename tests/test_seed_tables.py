@@ -19,9 +19,9 @@ import pytest
 import skyward_core as sky
 from skyward_core.accelerators import partitions
 from skyward_core.accelerators.mig import TABLES, profiles
-from skyward_core.market import matches
-from skyward_core.providers import _aws_offers
-from skyward_core.spot import Strategy, parse, split
+from skyward_core.machines.offers import matches
+from skyward_core.machines.spot import Strategy, parse, split
+from skyward_core.providers.aws import offers as aws_offers
 from skyward_core.worker.info import ENV, to_env
 from tests.providers.fake_aws import FakeAWS
 from tests.providers.fake_digitalocean import SIZES, TOKEN, FakeDigitalOcean
@@ -255,7 +255,7 @@ AWS_FAMILIES = [
 def aws_machines() -> list[sky.Offer]:
     from moto.ec2.models.instance_types import INSTANCE_TYPES
 
-    return [machine[0] for kind in INSTANCE_TYPES.values() if (machine := _aws_offers.machine_of(kind, "us-east-1")) is not None]
+    return [machine[0] for kind in INSTANCE_TYPES.values() if (machine := aws_offers.machine_of(kind, "us-east-1")) is not None]
 
 
 @pytest.mark.parametrize(("wish", "gb", "families"), AWS_FAMILIES, ids=[row[0] for row in AWS_FAMILIES])
@@ -285,7 +285,7 @@ def test_a_machine_with_chips_of_amazons(instance_type: str, name: str, count: i
     version = int(name[-1])
     factory = sky.accelerators.Trainium if name.startswith("Trainium") else sky.accelerators.Inferentia
     assert matches(offer, sky.Requirements(accelerator=factory(version, count))) is None
-    assert name not in _aws_offers.WITHOUT_IMAGE
+    assert name not in aws_offers.WITHOUT_IMAGE
 
 
 @pytest.mark.parametrize("wish", ["TPU-v5p", "Radeon Pro V710", "B100", "GB200"])

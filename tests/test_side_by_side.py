@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from skyward_core.side_by_side import PlainExecutor, Threads, side_by_side
+from skyward_core.concurrency.threads import PlainExecutor, Threads, side_by_side
 
 
 def test_the_results_are_in_the_order_of_the_things() -> None:
@@ -155,7 +155,7 @@ def test_it_works_while_the_interpreter_ends() -> None:
     code = (
         "import atexit\n"
         "from concurrent.futures import ThreadPoolExecutor\n"
-        "from skyward_core.side_by_side import side_by_side\n"
+        "from skyward_core.concurrency.threads import side_by_side\n"
         "atexit.register(lambda: print(side_by_side(str, [1, 2, 3], 'test')))\n"
         "atexit.register(lambda: ThreadPoolExecutor(1).submit(str))\n"
     )

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core import signing
-from skyward_core.instances import InstanceState, Lease, Node
+from skyward_core.machines import signing
+from skyward_core.machines.instances import InstanceState, Lease, Node
 
 POOL = "sky-signed"
 

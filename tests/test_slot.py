@@ -25,7 +25,7 @@ from tests.conftest import wait_until
 
 RUNNER = """
 import os, socket, sys, time
-from skyward_core.worker.invoke import Line, run_calls
+from skyward_core.worker.runner import Line, run_calls
 while os.path.exists(f"{sys.argv[6]}/closed"):
     time.sleep(0.001)
 calls, outcomes, stdout, stderr = map(int, sys.argv[1:5])

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import skyward_core as sky
-from skyward_core import sources
-from skyward_core.pickling import OUT_OF_BAND_BYTES, Pickled, dumps, loads
+from skyward_core.serialization import sources
+from skyward_core.serialization.pickling import OUT_OF_BAND_BYTES, Pickled, dumps, loads
 
 type Write = Callable[..., types.ModuleType]
 
@@ -24,7 +24,7 @@ NODE = """
 import pickle, sys, traceback
 sys.path[:0] = sys.argv[2:]
 sys.path.append(sys.argv[1])
-from skyward_core import pickling, sources
+from skyward_core.serialization import pickling, sources
 known = {}
 for function, arguments in pickle.load(sys.stdin.buffer):
     sources.begin_call()

@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from skyward_core.errors import BadRequest
-from skyward_core.spot import Spot, from_json, parse, split, to_json
+from skyward_core.machines.spot import Spot, from_json, parse, split, to_json
 
 STRATEGIES = [Spot.Always(), Spot.Always(retries=0, interval=0.5), Spot.IfAvailable(), Spot.Never, Spot.Percent(0.8), Spot.Percent(1.0)]
 

@@ -16,7 +16,7 @@ import asyncssh
 import pytest
 
 from skyward_core.errors import BadRequest, CredentialsError
-from skyward_core.ssh import (
+from skyward_core.transport.ssh_connection import (
     FETCH_WINDOW_BYTES,
     CommandFailed,
     CommandTimedOut,

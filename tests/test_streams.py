@@ -13,8 +13,8 @@ from distributed.protocol.pickle import dumps
 import skyward_core as sky
 from skyward_core.worker import streams
 from skyward_core.worker.calls import KEEP, cancel, let_go
-from skyward_core.worker.news import Resumed
 from skyward_core.worker.node import RUN_BATCH
+from skyward_core.worker.scheduler_messages import Resumed
 from skyward_core.worker.streams import Told, send_at_once
 from skyward_core.worker.wire import Sealed
 from tests.following import Following

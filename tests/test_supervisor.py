@@ -27,9 +27,9 @@ from distributed import Client, Future, Security
 from skyward_core.engine.certificates import make_certificate
 from skyward_core.worker import supervisor
 from skyward_core.worker.calls import release, tell_kept
-from skyward_core.worker.kept import WorkerFree, WorkerKept
 from skyward_core.worker.node import POOL_TOPIC, RUN_BATCH
-from skyward_core.worker.private import NotPrivate
+from skyward_core.worker.private_folders import NotPrivate
+from skyward_core.worker.retained_batches import WorkerFree, WorkerKept
 from skyward_core.worker.settings import NodeSettings, Owner, memory_directory, this_process, write_atomically
 from skyward_core.worker.supervisor import Deaths
 from skyward_core.worker.watchdog import uptime, write_lease

@@ -18,14 +18,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from skyward_core import Instance, InstancesLeft, InstanceState, Lease, Offer, Provider, Requirements
-from skyward_core.entries import Account, Bucket, CostBy, Intent, Period, PoolEntry, Price, ResourceKind, Wish
+from skyward_core.cleanup import sweep as sweeping
+from skyward_core.cleanup.policy import BOOT_SECONDS, Action, Scene, judge, paid_until
+from skyward_core.cleanup.sweep import end_pool, release, sweep
 from skyward_core.errors import BadRequest, LeaseLost, LedgerError
-from skyward_core.ledger import Ledger
-from skyward_core.owner import Owner, OwnerState
+from skyward_core.ledger.ledger import Ledger
+from skyward_core.ledger.rows import Account, Bucket, CostBy, Intent, Period, PoolEntry, Price, ResourceKind, Wish
+from skyward_core.machines.owner import Owner, OwnerState
 from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, load
-from skyward_core.provisioning import sweep as sweeping
-from skyward_core.provisioning.judging import BOOT_SECONDS, Action, Scene, judge, paid_until
-from skyward_core.provisioning.sweep import end_pool, release, sweep
 from tests.conftest import examples
 from tests.fakes import BlindProvider, FakeProvider, FlakyProvider, SlowToGoProvider, StuckProvider
 
@@ -1042,8 +1042,8 @@ def real_world(tmp_path: Path) -> tuple[World, Time]:
 
 SWEEPER = """
 import sys
-from skyward_core.ledger import Ledger
-from skyward_core.provisioning.sweep import sweep
+from skyward_core.ledger.ledger import Ledger
+from skyward_core.cleanup.sweep import sweep
 from tests.test_sweep import FolderProvider
 with Ledger(sys.argv[1]) as ledger:
     report = sweep(ledger, [FolderProvider(folder=sys.argv[2])], is_dry_run=False)

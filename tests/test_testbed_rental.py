@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from skyward_core import HostKeyChanged, Instance, InstanceState, NoCapacity, PoolSpec, Requirements
-from skyward_core.ssh import Connection
+from skyward_core.transport.ssh_connection import Connection
 from tests.conftest import wait_until
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet  # noqa: F401 - a fixture

@@ -196,7 +196,7 @@ import sys, types, uuid
 
 uuid.uuid4 = lambda: types.SimpleNamespace(hex=sys.argv[1])
 import skyward_core as sky
-from skyward_core.reach import LocalReach
+from skyward_core.transport.transport import LocalReach
 from skyward_core.worker.settings import memory_directory
 
 provider = sky.Local()
@@ -240,7 +240,7 @@ def test_roots_clean_up_removes_nothing_that_another_users_process_names(users: 
 
 
 BOB_SHIPS = """
-from skyward_core.shipping import shipped_archive
+from skyward_core.transport.code_upload import shipped_archive
 
 print(shipped_archive().path)
 """
@@ -299,7 +299,7 @@ def test_a_whole_pool_beside_an_attacker(users: Users) -> None:
 
 BOB_LEDGER = """
 import sys
-from skyward_core.ledger import Ledger
+from skyward_core.ledger.ledger import Ledger
 
 Ledger(sys.argv[1]).close()
 print("opened")

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from skyward_core.worker.variable import RewrittenVariable
+from skyward_core.worker.environment_variable import RewrittenVariable
 
 NAME = "SKYWARD_TEST_VARIABLE"
 
@@ -18,7 +18,7 @@ class Heap(ctypes.Structure):  # struct mallinfo2 of mallinfo(3)
 
 libc = ctypes.CDLL(None)
 libc.mallinfo2.restype = Heap
-from skyward_core.worker.variable import RewrittenVariable
+from skyward_core.worker.environment_variable import RewrittenVariable
 variable = RewrittenVariable("SKYWARD_TEST_VARIABLE")
 set_value = variable.set if sys.argv[1] == "rewritten" else lambda text: os.environ.__setitem__("SKYWARD_TEST_VARIABLE", text)
 def turns(first):

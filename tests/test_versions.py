@@ -60,7 +60,7 @@ def test_ci_tries_the_lowest_and_the_newest_versions_of_the_core_and_every_plugi
 def test_a_failure_names_the_package() -> None:
     """The innermost package of the traceback first, each with what is locked; a module that is missing before all."""
     log = """
-  File "/x/lib/python3.13/site-packages/skyward_core/ledger.py", line 1, in <module>
+  File "/x/lib/python3.13/site-packages/skyward_core/ledger/ledger.py", line 1, in <module>
   File "/x/lib/python3.13/site-packages/prefect/server/api/server.py", line 111, in <module>
   File "/x/lib/python3.13/site-packages/fastapi/param_functions.py", line 305, in <module>
 TypeError: Body() got an unexpected keyword argument 'min_items'

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from skyward_core.errors import SkywardError
-from skyward_core.events import SkywardEvent
+from skyward_core.events.events import SkywardEvent
 from skyward_core.worker.wire import Batch, Outcome, Parcel
 
 # ── on the connection to the scheduler ───────────────────────────────────────────────────────────────────────────────

@@ -25,7 +25,7 @@ from skyward_core.engine.fetches import Fetches, Fetching
 from skyward_core.engine.members import Members
 from skyward_core.engine.outbox import Entry, Queue
 from skyward_core.errors import NodeLost, SkywardError
-from skyward_core.events import CallProgress, CallRetrying
+from skyward_core.events.events import CallProgress, CallRetrying
 from skyward_core.worker.wire import Ending, Outcome, Parcel
 
 PROGRESS_SECONDS = 0.1

@@ -23,7 +23,6 @@ from typing import Any
 
 import distributed  # noqa: TID253 - with connection.py owns Dask in this package
 
-from skyward_core import pickling, sources
 from skyward_core.compute import PendingCompute
 from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.engine.connection import Connection, NotSent, connect
@@ -33,12 +32,13 @@ from skyward_core.engine.outbox import Entry
 from skyward_core.engine.owner import Counts, Owner, Watcher
 from skyward_core.engine.results import value_of
 from skyward_core.errors import BadRequest, NodeLost, PoolClosed, SkywardError
-from skyward_core.events import SkywardEvent
-from skyward_core.instances import Lease
-from skyward_core.reach import Reach, Reaches
+from skyward_core.events.events import SkywardEvent
+from skyward_core.machines.instances import Lease
+from skyward_core.serialization import pickling, sources
+from skyward_core.transport.transport import Reach, Reaches
 from skyward_core.worker import calls as messages
 from skyward_core.worker.calls import NAME, RETRIES, detached_key
-from skyward_core.worker.holding import HOLD
+from skyward_core.worker.draining import HOLD
 from skyward_core.worker.masking import SecretValues
 from skyward_core.worker.node import START_DETACHED
 from skyward_core.worker.wire import INLINE_BYTES, Batch, Call, Outcome, Parcel

@@ -29,10 +29,10 @@ from skyward_core.engine.outbox import Entry, Queue
 from skyward_core.engine.placement import Placement
 from skyward_core.engine.shipments import Out, Shipments
 from skyward_core.errors import SkywardError
-from skyward_core.events import BootstrapCompleted, LogLine, Metrics
-from skyward_core.instances import Node
-from skyward_core.worker.kept import WorkerFree, WorkerKept
-from skyward_core.worker.news import HELD, Resumed, WorkerHeld, WorkerJoined, WorkerLeft
+from skyward_core.events.events import BootstrapCompleted, LogLine, Metrics
+from skyward_core.machines.instances import Node
+from skyward_core.worker.retained_batches import WorkerFree, WorkerKept
+from skyward_core.worker.scheduler_messages import HELD, Resumed, WorkerHeld, WorkerJoined, WorkerLeft
 from skyward_core.worker.wire import Ending, Outcome, Output, Parcel, Report
 
 TICK_SECONDS = 0.5

@@ -7,7 +7,8 @@ States of the batch of such calls:
        │                                 │ └──that worker leaves──▶ (lost)
        └──────the next head is lost──────┘
 
-A worker of a node that outlives the head joins the next one with its calls and announces them (`worker/kept.py`). Then it tells their reports again: each
+A worker of a node that outlives the head joins the next one with its calls and announces them (`worker/retained_batches.py`). Then it tells their reports
+again: each
 has the number that it had at first, so that what was heard before is known.
 """
 

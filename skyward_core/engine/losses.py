@@ -17,7 +17,7 @@ from skyward_core.engine.kept_calls import KeptCalls, batch_of
 from skyward_core.engine.members import Members
 from skyward_core.engine.outbox import Queue
 from skyward_core.engine.shipments import Shipments
-from skyward_core.worker.news import Resumed
+from skyward_core.worker.scheduler_messages import Resumed
 from skyward_core.worker.wire import Outcome, Report
 
 HEAD_LOST = "the head of the pool was lost"

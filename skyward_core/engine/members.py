@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from skyward_core.instances import Node
+from skyward_core.machines.instances import Node
 from skyward_core.worker.wire import Parcel
 
 MANY = 1_000_000  # more calls than a worker has slots

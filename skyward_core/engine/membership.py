@@ -40,9 +40,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from skyward_core.errors import NodeLost, PoolClosed
-from skyward_core.events import ClusterRestarting, Error, InstanceLost, PoolReady, PreemptionNoticed, RebalanceRecommended, SkywardEvent
-from skyward_core.instances import Instance, Lease, Node
-from skyward_core.worker.notice import Kind, Notice
+from skyward_core.events.events import ClusterRestarting, Error, InstanceLost, PoolReady, PreemptionNoticed, RebalanceRecommended, SkywardEvent
+from skyward_core.machines.instances import Instance, Lease, Node
+from skyward_core.worker.preemption_notice import Kind, Notice
 
 REJOIN_SECONDS = 2.0  # a worker process that has crashed is back in one
 ROUSE_SECONDS, ROUSE_AGAIN_SECONDS = 2.0, 10.0  # on top of REJOIN_SECONDS and the 14 s after which the scheduler gives a silent worker up: within 20 in all

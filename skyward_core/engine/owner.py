@@ -25,12 +25,12 @@ from skyward_core.engine.dispatcher import TICK_SECONDS, Dispatcher, PoolNews
 from skyward_core.engine.futures import CallFuture
 from skyward_core.engine.results import Callbacks, NotPlain, Results, Settled, plain_value, value_of
 from skyward_core.errors import CommandFailed, ConnectionLost, PoolClosed, Unreachable
-from skyward_core.events import SkywardEvent
-from skyward_core.reach import Reach, Reaches
+from skyward_core.events.events import SkywardEvent
+from skyward_core.transport.transport import Reach, Reaches
 from skyward_core.worker import calls
 from skyward_core.worker.calls import Ran
 from skyward_core.worker.masking import SecretValues
-from skyward_core.worker.news import Resumed
+from skyward_core.worker.scheduler_messages import Resumed
 from skyward_core.worker.secret_values import PUT_SECRETS
 from skyward_core.worker.wire import Outcome, Parcel, Report
 

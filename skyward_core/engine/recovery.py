@@ -19,9 +19,9 @@ from typing import Protocol
 
 from skyward_core.engine.membership import Action, AskHead, GiveUp, Hold, Left, Membership, Replace, Restart, Resume, Retire, Rouse, StandBy, Tell
 from skyward_core.errors import PoolClosed, SkywardError
-from skyward_core.events import Error, SkywardEvent
-from skyward_core.instances import Lease, Node
-from skyward_core.worker.notice import Notice
+from skyward_core.events.events import Error, SkywardEvent
+from skyward_core.machines.instances import Lease, Node
+from skyward_core.worker.preemption_notice import Notice
 
 TICK_SECONDS = 0.25
 JOIN_SECONDS = 60.0

@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from skyward_core import bare_exceptions, exceptions, pickling
 from skyward_core.engine.futures import CallFuture
 from skyward_core.errors import Bytes, CallCrashed, CallOutOfMemory, ResultNotLoaded
-from skyward_core.remote_notes import note_for
-from skyward_core.unpicklable import one_line
+from skyward_core.serialization import exception_state, exceptions, pickling
+from skyward_core.serialization.exception_notes import note_for
+from skyward_core.serialization.unpicklable import one_line
 from skyward_core.worker.wire import Ending, Outcome, Parcel
 
 PLAIN_BYTES = 4096
@@ -250,7 +250,7 @@ def _remote_exception(outcome: Outcome, parcel: Parcel, node: int) -> BaseExcept
     except Exception:
         return exceptions.remote_error(node, outcome.text)
     if note := note_for(error):
-        bare_exceptions.add_note(error, note)
+        exception_state.add_note(error, note)
     return error
 
 

@@ -1,6 +1,6 @@
 """What a provider is: its own configuration, with four verbs.
 
-`launch` is called by `provisioning.lifecycle` alone, `terminate` by it and by `giving_back`. All four are synchronous, threads are the caller's business; each
+`launch` is called by `provisioning.lifecycle` alone, `terminate` by it and by `teardown`. All four are synchronous, threads are the caller's business; each
 comes to an end by itself: a request that could hang has a time-out, for whoever gives machines back waits for it.
 """
 
@@ -18,8 +18,8 @@ from typing import Any, ClassVar, cast
 
 from skyward_core.errors import BadRequest, SkywardError
 from skyward_core.frozen import Frozen
-from skyward_core.instances import Instance
-from skyward_core.market import Offer, Requirements
+from skyward_core.machines.instances import Instance
+from skyward_core.machines.offers import Offer, Requirements
 
 type Tags = Mapping[str, str]
 """Tags of an instance: `skyward-pool` (the pool's id) and whatever else the caller wants to be found by."""
@@ -190,7 +190,8 @@ def load(wish: str | Mapping[str, Any] | Provider) -> Provider:
     fields = {"name": wish} if isinstance(wish, str) else dict(wish)
     name = str(fields.pop("name", ""))
     if name in BUILT_IN:
-        kind = cast("type[Provider]", getattr(importlib.import_module(f"skyward_core.providers.{name}"), BUILT_IN[name]))
+        module, _, class_name = BUILT_IN[name].rpartition(".")
+        kind = cast("type[Provider]", getattr(importlib.import_module(f"skyward_core.providers.{module}"), class_name))
     elif name in (found := _elsewhere(tuple(sys.path))):
         kind = cast("type[Provider]", found[name].load())
     else:
@@ -222,12 +223,12 @@ def load_all(wish: object) -> tuple[Provider, ...]:
 
 
 BUILT_IN: Mapping[str, str] = {
-    "aws": "AWS",
-    "digitalocean": "DigitalOcean",
-    "hosts": "Hosts",
-    "local": "Local",
-    "runpod": "RunPod",
-    "vastai": "VastAI",
-    "verda": "Verda",
+    "aws": "aws.provider.AWS",
+    "digitalocean": "digitalocean.DigitalOcean",
+    "hosts": "hosts.Hosts",
+    "local": "local.Local",
+    "runpod": "runpod.RunPod",
+    "vastai": "vastai.VastAI",
+    "verda": "verda.Verda",
 }
-"""Module of this package to the class in it; a test compares it with the files."""
+"""Name of a provider to its module in this package and its class there."""

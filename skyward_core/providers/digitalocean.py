@@ -24,15 +24,15 @@ from typing import Any, ClassVar, Self
 from pydantic import ConfigDict, Field, SecretStr, model_validator
 
 from skyward_core.accelerators.catalog import Chip, find
+from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
-from skyward_core.instances import Endpoint, Instance, InstanceState
-from skyward_core.market import Offer, Requirements, architecture_beside
+from skyward_core.machines.instances import Endpoint, Instance, InstanceState
+from skyward_core.machines.offers import Offer, Requirements, architecture_beside
 from skyward_core.providers._http import Api, Row, field_of, nothing_in, rows_of
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags
-from skyward_core.providers.login import Key, host_key, our_key
+from skyward_core.providers.ssh_keys import Key, host_key, our_key
 from skyward_core.providers.tagging import from_codes, launch_word, of_machine, to_codes
 from skyward_core.providers.userdata import END_COMMAND, boot_script, cloud_config, directory_of
-from skyward_core.side_by_side import side_by_side
 
 API_URL = "https://api.digitalocean.com"
 TOKEN_VARIABLES = ("DIGITALOCEAN_TOKEN", "DIGITALOCEAN_ACCESS_TOKEN")

@@ -23,14 +23,14 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from skyward_core.accelerators import parse
+from skyward_core.concurrency.threads import Threads
 from skyward_core.errors import BadRequest, CommandFailed, HostKeyChanged, InstancesLeft, NoCapacity, SkywardError, Unreachable
-from skyward_core.instances import Endpoint, Instance, InstanceState
-from skyward_core.market import ARCHITECTURES, Offer, Requirements, matches
+from skyward_core.machines.instances import Endpoint, Instance, InstanceState
+from skyward_core.machines.offers import ARCHITECTURES, Offer, Requirements, matches
 from skyward_core.providers.base import POOL_TAG, RANK_TAG, Provider, Tags
-from skyward_core.providers.ending import ENDING, PROOFS, UNPARTITION_SECONDS
 from skyward_core.providers.tagging import TAGS_VARIABLE, from_word, of_machine, to_word
-from skyward_core.side_by_side import Threads
-from skyward_core.ssh import Connection, Loop
+from skyward_core.providers.termination_shell import ENDING, PROOFS, UNPARTITION_SECONDS
+from skyward_core.transport.ssh_connection import Connection, Loop
 from skyward_core.worker.watchdog import INSTANCE_TAG
 from skyward_core.worker.watchdog import POOL_TAG as POOL_VARIABLE
 

@@ -30,18 +30,18 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from skyward_core.accelerators import Accelerator, parse
 from skyward_core.errors import BadRequest, InstancesLeft
-from skyward_core.instances import Instance, InstanceState
-from skyward_core.market import ARCHITECTURES, Offer, Requirements
-from skyward_core.places import existing, first_private, state_places
+from skyward_core.machines.instances import Instance, InstanceState
+from skyward_core.machines.offers import ARCHITECTURES, Offer, Requirements
+from skyward_core.paths import existing, first_private, state_places
 from skyward_core.providers import control_groups
 from skyward_core.providers.base import POOL_TAG, RANK_TAG, Provider, Tags
 from skyward_core.providers.control_groups import ControlGroup
-from skyward_core.providers.ending import PROOFS
 from skyward_core.providers.tagging import TAGS_VARIABLE, from_word, of_machine, to_word
+from skyward_core.providers.termination_shell import PROOFS
 from skyward_core.secret import looks_secret
 from skyward_core.worker import keeper
 from skyward_core.worker.metrics import gpus_here
-from skyward_core.worker.private import NotPrivate, is_private
+from skyward_core.worker.private_folders import NotPrivate, is_private
 from skyward_core.worker.settings import memory_directory, this_process
 from skyward_core.worker.watchdog import INSTANCE_TAG, kill_instance, members, tagged_processes
 from skyward_core.worker.watchdog import POOL_TAG as POOL_VARIABLE

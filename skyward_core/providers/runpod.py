@@ -29,15 +29,15 @@ from pydantic import ConfigDict, Field, SecretStr, model_validator
 
 from skyward_core.accelerators import Accelerator, is_nvidia, parse
 from skyward_core.accelerators.cuda import cuda_of
+from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
-from skyward_core.instances import Endpoint, Instance, InstanceState
-from skyward_core.market import Extra, Offer, Requirements, architecture_beside, by_month
+from skyward_core.machines.instances import Endpoint, Instance, InstanceState
+from skyward_core.machines.offers import Extra, Offer, Requirements, architecture_beside, by_month
 from skyward_core.providers import userdata
 from skyward_core.providers._http import Api, Classify, Row, field_of, nothing_in, rows_of
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags
-from skyward_core.providers.login import Key, host_key, our_key
+from skyward_core.providers.ssh_keys import Key, host_key, our_key
 from skyward_core.providers.tagging import TagName, from_codes, of_machine, to_codes
-from skyward_core.side_by_side import side_by_side
 
 URL = "https://api.runpod.io"
 REST_URL = "https://rest.runpod.io"

@@ -36,7 +36,7 @@ import time
 
 from skyward_core.errors import BadRequest
 from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, POOL_TAG, RANK_TAG, Tags
-from skyward_core.providers.login import HostKey, Key
+from skyward_core.providers.ssh_keys import HostKey, Key
 from skyward_core.providers.tagging import TAGS_VARIABLE, to_word
 
 HOME = "/root/.cache/skyward"

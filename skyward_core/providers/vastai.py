@@ -30,12 +30,12 @@ from skyward_core.accelerators import Accelerator, is_nvidia, parse
 from skyward_core.accelerators.catalog import find
 from skyward_core.accelerators.cuda import cuda_of
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
-from skyward_core.instances import Endpoint, Instance, InstanceState
-from skyward_core.market import ARCHITECTURES, Extra, Offer, Requirements, architecture_beside, by_month, total_of
+from skyward_core.machines.instances import Endpoint, Instance, InstanceState
+from skyward_core.machines.offers import ARCHITECTURES, Extra, Offer, Requirements, architecture_beside, by_month, total_of
 from skyward_core.providers import userdata
 from skyward_core.providers._http import Api, Classify, Row, field_of, rows_of
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags
-from skyward_core.providers.login import Key, host_key, our_key
+from skyward_core.providers.ssh_keys import Key, host_key, our_key
 from skyward_core.providers.tagging import TagName, of_machine
 
 URL = "https://console.vast.ai"

@@ -26,15 +26,15 @@ from urllib.parse import quote
 from pydantic import Field, SecretStr, model_validator
 
 from skyward_core.accelerators.catalog import find
+from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
-from skyward_core.instances import Endpoint, Instance, InstanceState
-from skyward_core.market import Extra, Offer, Requirements, architecture_beside, by_month
+from skyward_core.machines.instances import Endpoint, Instance, InstanceState
+from skyward_core.machines.offers import Extra, Offer, Requirements, architecture_beside, by_month
 from skyward_core.providers._http import Api, field_of, rows_in
 from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, POOL_TAG, RANK_TAG, WORK_TAG, Provider, Tags
-from skyward_core.providers.login import Key, host_key, our_key
+from skyward_core.providers.ssh_keys import Key, host_key, our_key
 from skyward_core.providers.tagging import launch_word, of_machine
 from skyward_core.providers.userdata import END_COMMAND, boot_script, directory_of, script
-from skyward_core.side_by_side import side_by_side
 
 type Json = dict[str, Any]
 

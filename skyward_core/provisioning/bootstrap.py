@@ -19,20 +19,20 @@ import uv
 
 from skyward_core.accelerators import Accelerator
 from skyward_core.errors import BootstrapFailed, CommandFailed, ProvisioningTimeout, Unreachable
-from skyward_core.events import BootstrapProgress, BootstrapStarting, SkywardEvent
+from skyward_core.events.events import BootstrapProgress, BootstrapStarting, SkywardEvent
 from skyward_core.image import shell
 from skyward_core.image.image import FrozenEnv
 from skyward_core.image.mig_shell import partition_gpus
 from skyward_core.image.volume_shell import mount_volumes
-from skyward_core.instances import Instance
-from skyward_core.market import memory_gb
+from skyward_core.machines.instances import Instance
+from skyward_core.machines.offers import memory_gb
 from skyward_core.providers.base import Provider
 from skyward_core.providers.local import installing_environment
 from skyward_core.provisioning.guard import guard_script
-from skyward_core.reach import Reach
-from skyward_core.shipping import shipped_archive, shipped_package
 from skyward_core.spec import PoolSpec
-from skyward_core.worker.notice import Notice
+from skyward_core.transport.code_upload import shipped_archive, shipped_package
+from skyward_core.transport.transport import Reach
+from skyward_core.worker.preemption_notice import Notice
 from skyward_core.worker.settings import NodeSettings, this_process
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ import math
 import re
 import shlex
 
-from skyward_core.providers.ending import ENDING
+from skyward_core.providers.termination_shell import ENDING
 
 PAUSE_SECONDS = 1.0
 """Between two looks."""

@@ -5,7 +5,7 @@ States of a pool's machines, and who undoes what when the client is stopped betw
     nothing -> intended -> launch asked for -> launched -> prepared -> leased -> terminated -> known to be gone
                `_give_back`, by tag, on the caller's ExitStack                `release`        the meter ends
 
-A launch that fails may have launched: so `giving_back` asks the provider by tag, never a list kept here. What is written down when: `book.py`.
+A launch that fails may have launched: so `teardown` asks the provider by tag, never a list kept here. What is written down when: `journal.py`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from skyward_core import spot
 from skyward_core.accelerators import Accelerator
 from skyward_core.accelerators.mig import RESET_MAY_BE_REFUSED, needs_reset
+from skyward_core.concurrency.threads import Threads, side_by_side
 from skyward_core.errors import (
     BadRequest,
     BudgetExceeded,
@@ -44,11 +44,14 @@ from skyward_core.errors import (
     SkywardError,
     Unreachable,
 )
-from skyward_core.events import CandidateRefused, InfraCreated, InfraCreating, InstanceLaunching, InstanceProvisioned, InstanceStopping, SkywardEvent
-from skyward_core.instances import Instance, Lease, Node
-from skyward_core.market import Offer, total_of
+from skyward_core.events.events import CandidateRefused, InfraCreated, InfraCreating, InstanceLaunching, InstanceProvisioned, InstanceStopping, SkywardEvent
+from skyward_core.ledger.budgets import Grant, Purse
+from skyward_core.ledger.journal import Book, price_of
+from skyward_core.ledger.metering import Meter
+from skyward_core.machines import spot
+from skyward_core.machines.instances import Instance, Lease, Node
+from skyward_core.machines.offers import Offer, total_of
 from skyward_core.providers.base import Provider
-from skyward_core.provisioning.book import Book, price_of
 from skyward_core.provisioning.bootstrap import (
     LAST_PHASE,
     LOOK_SECONDS,
@@ -60,11 +63,7 @@ from skyward_core.provisioning.bootstrap import (
     settings_of,
     startup_script,
 )
-from skyward_core.provisioning.ending import Ending, Endings
-from skyward_core.provisioning.giving_back import give_back
-from skyward_core.provisioning.keeping import is_to_be_kept, start_and_keep
-from skyward_core.provisioning.metering import Meter
-from skyward_core.provisioning.placing import (
+from skyward_core.provisioning.candidates import (
     MEMORY_SECONDS,
     Candidate,
     Part,
@@ -78,11 +77,12 @@ from skyward_core.provisioning.placing import (
     refusal,
     resting,
 )
-from skyward_core.provisioning.purse import Grant, Purse
-from skyward_core.reach import LocalReach, Reaches
-from skyward_core.side_by_side import Threads, side_by_side
+from skyward_core.provisioning.image_capture import is_to_be_kept, start_and_keep
+from skyward_core.provisioning.teardown import give_back
+from skyward_core.provisioning.termination import Ending, Endings
 from skyward_core.spec import PoolSpec
-from skyward_core.worker.notice import Notice
+from skyward_core.transport.transport import LocalReach, Reaches
+from skyward_core.worker.preemption_notice import Notice
 from skyward_core.worker.settings import NodeSettings
 from skyward_core.worker.watchdog import MISSED
 

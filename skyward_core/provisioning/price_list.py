@@ -18,11 +18,11 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
+from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import BadRequest, NoCapacity, Refusal
-from skyward_core.market import Offer, Requirements, matches, why_none
+from skyward_core.machines.offers import Offer, Requirements, matches, why_none
 from skyward_core.providers.base import Provider
-from skyward_core.provisioning.placing import Sold, ask, not_asked, refusal
-from skyward_core.side_by_side import side_by_side
+from skyward_core.provisioning.candidates import Sold, ask, not_asked, refusal
 
 MAX_AGE_SECONDS = 300.0
 

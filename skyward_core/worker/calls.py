@@ -22,7 +22,7 @@ from typing import Any
 from distributed import Scheduler  # noqa: TID253 - this file, node.py and cluster.py own Dask
 from distributed.diagnostics.plugin import SchedulerPlugin  # noqa: TID253
 
-from skyward_core.worker.kept import OLDER, RELEASE, TELL_KEPT
+from skyward_core.worker.retained_batches import OLDER, RELEASE, TELL_KEPT
 from skyward_core.worker.wire import Ending, Outcome, Report
 
 KEEP = "skyward-keep"
@@ -77,7 +77,7 @@ def detached_key(call_id: str) -> str:
 def resume(client_id: str, topic: str, after: int, asked: int) -> dict[str, Any]:
     """Return the message that has the scheduler send all after number `after` to this client, and make it the owner of the topic and its tasks.
 
-    The answer is an event of the topic: a mapping with the number `asked`, and what `news.Resumed` tells.
+    The answer is an event of the topic: a mapping with the number `asked`, and what `scheduler_messages.Resumed` tells.
     """
     return {"op": RESUME, "client": client_id, "topic": topic, "after": after, "asked": asked}
 

@@ -36,7 +36,7 @@ STREAMS = (
     "distributed.comm.core:Comm.allow_offload",
 )
 SCHEDULER = (
-    # worker/calls.py, worker/holding.py, worker/secret_values.py: operations of ours
+    # worker/calls.py, worker/draining.py, worker/secret_values.py: operations of ours
     "distributed.scheduler:Scheduler.handlers",
     "distributed.scheduler:Scheduler.stream_handlers",
     "distributed.scheduler:Scheduler.send_all(client_msgs, worker_msgs)",
@@ -54,7 +54,7 @@ SCHEDULER = (
     "distributed.scheduler:WorkerState.processing",
     "distributed.scheduler:WorkerState.executing",
     "distributed.scheduler:WorkerState.last_seen",
-    # worker/holding.py: a worker that is given no more calls
+    # worker/draining.py: a worker that is given no more calls
     "distributed.scheduler:Scheduler.handle_worker_status_change(status, worker, stimulus_id)",
     # worker/node.py: when a worker counts as lost; graphs that import for long; who may connect
     "distributed.scheduler:Scheduler.check_worker_ttl()",

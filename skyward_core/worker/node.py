@@ -31,10 +31,10 @@ from distributed.utils import offload  # noqa: TID253
 from distributed.versions import get_versions  # noqa: TID253
 
 from skyward_core.worker.calls import CANCEL, KEEP, PREFIX, RAN, Calls, Ran, detached_key
-from skyward_core.worker.holding import Holding
-from skyward_core.worker.kept import OLDER, RELEASE, TELL_KEPT, Kept, WorkerFree
+from skyward_core.worker.draining import Holding
 from skyward_core.worker.metrics import Sampler
-from skyward_core.worker.news import WorkerJoined, WorkerLeft
+from skyward_core.worker.retained_batches import OLDER, RELEASE, TELL_KEPT, Kept, WorkerFree
+from skyward_core.worker.scheduler_messages import WorkerJoined, WorkerLeft
 from skyward_core.worker.secret_values import Keeping, ask_for
 from skyward_core.worker.settings import NodeSettings, write_atomically
 from skyward_core.worker.slot import Foundry, News, Slot

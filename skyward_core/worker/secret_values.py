@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Collection
 from typing import Any
 
-from distributed import Scheduler  # noqa: TID253 - with calls.py, holding.py, node.py and streams.py stands in the scheduler
+from distributed import Scheduler  # noqa: TID253 - with calls.py, draining.py, node.py and streams.py stands in the scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin  # noqa: TID253
 
 from skyward_core.worker.masking import SecretValues

@@ -39,7 +39,8 @@ class NodeSettings:
     the supervisor, which ends the node then by writing the file `ended`. `scheduler_port` and `worker_ports`, one for each worker, are where to listen;
     0 and empty: wherever there is room. A client that writes settings with another `generation` has the node begin anew with them.
     `secret_names` are the variables that calls find beside their environment: their values never stand here (`worker/secret_values.py`).
-    `notice_url` is where it asks whether its machine is to be taken back (`worker/notice.py`); empty: it does not ask. Without `workers` it runs no calls.
+    `notice_url` is where it asks whether its machine is to be taken back (`worker/preemption_notice.py`); empty: it does not ask. Without `workers` it runs no
+    calls.
     `is_simulated`: its accelerators are not there. `keeps_calls`: its workers outlive their scheduler while they have calls, and take them along to the next.
     """
 

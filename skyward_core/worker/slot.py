@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from skyward_core.worker.invoke import Packet
+from skyward_core.worker.log_records import split_records
 from skyward_core.worker.masking import Mask, SecretValues
-from skyward_core.worker.records import split_records
+from skyward_core.worker.runner import Packet
 from skyward_core.worker.settings import NodeSettings
 from skyward_core.worker.wire import INLINE_BYTES, Batch, Call, Ending, Outcome, Output, Parcel
 

@@ -34,10 +34,10 @@ from typing import NoReturn
 from skyward_core.worker import node  # the one costly import: everything forked from here has it already
 from skyward_core.worker.call_groups import CallGroups, Room, call_groups, enter
 from skyward_core.worker.info import InstanceInfo, to_env
-from skyward_core.worker.invoke import JOB_PLACE, Line, run_calls
 from skyward_core.worker.keeper import adopt_orphans
-from skyward_core.worker.notice import listen
-from skyward_core.worker.private import make_private
+from skyward_core.worker.preemption_notice import listen
+from skyward_core.worker.private_folders import make_private
+from skyward_core.worker.runner import JOB_PLACE, Line, run_calls
 from skyward_core.worker.settings import NodeSettings, Owner, with_partitions, write_atomically
 from skyward_core.worker.slot import REQUEST_BYTES, Anew, Born, Exit
 from skyward_core.worker.watchdog import (

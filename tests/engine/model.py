@@ -13,9 +13,9 @@ from functools import cache
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from skyward_core.instances import Instance, InstanceState, Node
-from skyward_core.worker.kept import WorkerFree, WorkerKept
-from skyward_core.worker.news import HELD, Resumed, WorkerHeld, WorkerJoined, WorkerLeft
+from skyward_core.machines.instances import Instance, InstanceState, Node
+from skyward_core.worker.retained_batches import WorkerFree, WorkerKept
+from skyward_core.worker.scheduler_messages import HELD, Resumed, WorkerHeld, WorkerJoined, WorkerLeft
 from skyward_core.worker.wire import Batch, Call, Ending, Outcome, Output, Parcel, Report
 
 if TYPE_CHECKING:

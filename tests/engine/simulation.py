@@ -30,8 +30,8 @@ from skyward_core.engine.losses import HEAD_LOST
 from skyward_core.engine.outbox import Entry
 from skyward_core.engine.shipments import Phase
 from skyward_core.errors import NodeLost, PoolClosed
-from skyward_core.events import CallProgress, CallRetrying, LogLine
-from skyward_core.instances import Node
+from skyward_core.events.events import CallProgress, CallRetrying, LogLine
+from skyward_core.machines.instances import Node
 from skyward_core.worker.wire import Call, Ending, Outcome, Parcel, Report
 from tests.engine.model import FUNCTION_SPANS, LARGE, SPANS, Connection, Machine, Scheduler, Wire, Worker, machine_id, node_of
 

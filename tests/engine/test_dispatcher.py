@@ -10,8 +10,8 @@ from skyward_core.engine.dispatcher import Dispatcher
 from skyward_core.engine.fetches import FETCH_SECONDS
 from skyward_core.engine.outbox import Entry
 from skyward_core.errors import NodeLost, PoolClosed, SkywardError
-from skyward_core.events import CallProgress, CallRetrying
-from skyward_core.worker.news import HELD, Resumed, WorkerHeld, WorkerJoined, WorkerLeft
+from skyward_core.events.events import CallProgress, CallRetrying
+from skyward_core.worker.scheduler_messages import HELD, Resumed, WorkerHeld, WorkerJoined, WorkerLeft
 from skyward_core.worker.wire import Call, Ending, Outcome, Output, Parcel, Report
 from tests.engine.model import FUNCTION_SPANS, LARGE, SPANS, node_of
 

@@ -14,7 +14,7 @@ from skyward_core.engine.function_files import FunctionsOnNodes
 from skyward_core.engine.losses import Losses
 from skyward_core.engine.placement import Placement
 from skyward_core.engine.shipments import Out, Phase, Shipments
-from skyward_core.worker.news import Resumed
+from skyward_core.worker.scheduler_messages import Resumed
 from skyward_core.worker.wire import Parcel
 from tests.engine import simulation
 from tests.engine.simulation import World, explore

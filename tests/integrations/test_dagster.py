@@ -21,8 +21,8 @@ from skyward_core.worker.watchdog import tagged_processes
 dg = pytest.importorskip("dagster")
 from dagster_skyward import SkywardResource  # noqa: E402
 from dagster_skyward.metadata import ACCELERATOR, COST_USD, NODES, OTHER_COST_USD, POOL_ID, SECONDS  # noqa: E402
-from skyward_core.entries import CostBy  # noqa: E402
-from skyward_core.ledger import Ledger, default_url  # noqa: E402
+from skyward_core.ledger.ledger import Ledger, default_url  # noqa: E402
+from skyward_core.ledger.rows import CostBy  # noqa: E402
 
 PRICE = 36.0
 
@@ -171,7 +171,7 @@ def test_a_failing_asset_raises_its_own_error_and_closes_the_pool(instance, new_
 @pytest.mark.slow
 def test_machines_that_may_be_left_fail_no_step(instance, monkeypatch):
     """The work is done: the run succeeds, its log has an error that names the machine, and the pool's reaper ends it."""
-    monkeypatch.setattr("skyward_core.provisioning.giving_back.DEADLINE_SECONDS", 0.3)
+    monkeypatch.setattr("skyward_core.provisioning.teardown.DEADLINE_SECONDS", 0.3)
     monkeypatch.setattr(sky.Local, "terminate", lambda *_: {})
     result = materialize([alone], resource(), instance)
     assert result.success

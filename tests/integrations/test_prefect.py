@@ -50,8 +50,8 @@ import skyward_core as sky  # noqa: E402
 from prefect_skyward import SkywardTaskRunner, cost_so_far  # noqa: E402
 from prefect_skyward.secrets import values_of  # noqa: E402
 from prefect_skyward.ui import Bill, RunLog, RunLogs  # noqa: E402
-from skyward_core.entries import CostBy  # noqa: E402
-from skyward_core.ledger import Ledger, default_url  # noqa: E402
+from skyward_core.ledger.ledger import Ledger, default_url  # noqa: E402
+from skyward_core.ledger.rows import CostBy  # noqa: E402
 from skyward_core.worker.watchdog import POOL_TAG, tagged_processes  # noqa: E402
 
 pytestmark = [
@@ -690,7 +690,7 @@ class Clinging(sky.Local):
 
 def test_machines_that_may_be_left_are_told(events: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """If closing cannot confirm that the machines are gone, the flow's work is done all the same; its log and its artifact say so."""
-    monkeypatch.setattr("skyward_core.provisioning.giving_back.DEADLINE_SECONDS", 0.5)
+    monkeypatch.setattr("skyward_core.provisioning.teardown.DEADLINE_SECONDS", 0.5)
     ids = []
 
     pools: list[sky.ComputePool] = []

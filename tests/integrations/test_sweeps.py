@@ -77,7 +77,7 @@ def forgotten() -> Iterator[sky.Instance]:
     provider.terminate([machine.id])
 
 
-OWNER = "from skyward_core.owner import Owner; owner = Owner.here(); print(owner.name, owner.process)"
+OWNER = "from skyward_core.machines.owner import Owner; owner = Owner.here(); print(owner.name, owner.process)"
 
 
 def run(command: list[str], environ: dict[str, str]) -> tuple[int, str]:

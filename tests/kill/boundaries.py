@@ -83,7 +83,7 @@ class Boundaries:
 
     def install(self) -> None:
         """Stand at all boundaries of this process, for the rest of its life."""
-        from skyward_core.ledger import Ledger
+        from skyward_core.ledger.ledger import Ledger
 
         write, transport = Ledger._write, wire.transport  # pyright: ignore[reportPrivateUsage]
 

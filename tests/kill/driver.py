@@ -207,7 +207,7 @@ class _Raised(Exception):
 
 def _work(scenario: Scenario, pool: Any, boundaries: Boundaries, clock: SharedClock, operator: Operator) -> None:
     """What happens while a pool is open, and how it is left."""
-    from skyward_core.events import InstanceLost
+    from skyward_core.events.events import InstanceLost
 
     opened = pool._open
     for _ in range(scenario.beats):
@@ -284,13 +284,14 @@ def prepare_process() -> None:
     cluster.Cluster = _Cluster  # type: ignore[attr-defined]
     sys.modules["skyward_core.engine.cluster"] = cluster
 
-    from skyward_core import reach, shipping
     from skyward_core.engine import certificates
+    from skyward_core.transport import code_upload
+    from skyward_core.transport import transport as reach
 
     certificate = certificates.make_certificate("sky-kill")
     certificates.make_certificate = lambda _: certificate
-    shipping.shipped_archive()
-    shipping.shipped_package()
+    code_upload.shipped_archive()
+    code_upload.shipped_package()
 
     class BootingReach(reach.LocalReach):
         """A node that comes up at once: it says so in its log as soon as it is told what it is."""
@@ -311,14 +312,14 @@ def prepare_process() -> None:
 @contextmanager
 def no_reaper() -> Generator[None]:
     """Open pools without a reaper."""
-    from skyward_core import opening
+    from skyward_core.session import session
 
-    reaper = opening.Reaper
-    opening.Reaper = _NoReaper  # type: ignore[assignment,misc]
+    reaper = session.Reaper
+    session.Reaper = _NoReaper  # type: ignore[assignment,misc]
     try:
         yield
     finally:
-        opening.Reaper = reaper  # type: ignore[misc]
+        session.Reaper = reaper  # type: ignore[misc]
 
 
 class _NoReaper:
@@ -343,7 +344,7 @@ class _Cluster:
     busy_at = 0.0
 
     def __init__(self, lease: Any, certificate: object, reaches: object, emit: Callable[[Any], object], *_: object) -> None:
-        from skyward_core.events import BootstrapCompleted
+        from skyward_core.events.events import BootstrapCompleted
 
         for node in lease.nodes:
             emit(BootstrapCompleted(node.instance.id))

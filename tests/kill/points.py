@@ -280,15 +280,15 @@ class Round:
                 driver.drive(scenario, self.service.url, self.boundaries, self.service.clock)
 
     def _sweep(self, scenario: Scenario, provider: HttpRental, where: str = "") -> list[Any]:
-        from skyward_core.provisioning.sweep import sweep
+        from skyward_core.cleanup.sweep import sweep
 
         with self._ledger(where) as ledger:
             return list(sweep(ledger, [provider], is_dry_run=False, clock=self.service.clock.utc).failures)
 
     def _end_pool(self, scenario: Scenario, provider: HttpRental) -> None:
         """What the reaper does once its driver is gone."""
+        from skyward_core.cleanup.sweep import end_pool
         from skyward_core.errors import SkywardError
-        from skyward_core.provisioning.sweep import end_pool
 
         with self._ledger() as ledger:
             for entry in ledger.pools():
@@ -315,9 +315,9 @@ class Round:
 
     def _make_others(self, provider: HttpRental, path: Path) -> Others:
         """Rent machines for a pool of this living process, for one of another host whose lease is long, and for one that the ledger does not know."""
-        from skyward_core.entries import Account, Period, Price, ResourceKind, Wish
-        from skyward_core.ledger import Ledger
-        from skyward_core.owner import Owner
+        from skyward_core.ledger.ledger import Ledger
+        from skyward_core.ledger.rows import Account, Period, Price, ResourceKind, Wish
+        from skyward_core.machines.owner import Owner
 
         here = Owner.here()
         elsewhere = Owner("somebody", "elsewhere", "another-boot", "1", 4242, "17")
@@ -357,7 +357,7 @@ class Round:
 
     def _ledger(self, where: str = "") -> Any:
         """The ledger; `where` spells its path in another way, for an engine of its own."""
-        from skyward_core.ledger import Ledger
+        from skyward_core.ledger.ledger import Ledger
 
         return Ledger(f"sqlite:///{self.folder}/{where}{self._path.name}", clock=self.service.clock.utc)
 
@@ -419,7 +419,7 @@ class Round:
 
     def _sweeps_idly(self, provider: HttpRental) -> list[str]:
         """Another sweep finds nothing to do, and asks for no end of anything."""
-        from skyward_core.provisioning.sweep import sweep
+        from skyward_core.cleanup.sweep import sweep
 
         self.service.break_down()
         asked = self.service.look().count("terminate")
@@ -463,7 +463,7 @@ class Round:
 
 def _audit(ledger: Any, seen: Seen, others: frozenset[str]) -> Iterator[str]:
     """What is wrong with the ledger, compared with what the service has rented and for how long."""
-    from skyward_core.entries import CostBy
+    from skyward_core.ledger.rows import CostBy
 
     for intent in ledger.open_intents():
         if intent.pool_id not in others:
@@ -512,7 +512,7 @@ def _children() -> set[int]:
 
 
 def _anything() -> Any:
-    from skyward_core.market import Requirements
+    from skyward_core.machines.offers import Requirements
 
     return Requirements()
 

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import httpx
 
 from skyward_core.errors import CredentialsError, InstancesLeft, NoCapacity
-from skyward_core.instances import Instance, InstanceState
-from skyward_core.market import Offer, Requirements
+from skyward_core.machines.instances import Instance, InstanceState
+from skyward_core.machines.offers import Offer, Requirements
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, Provider, Tags
 
 WIRE = "tests.kill.wire"

@@ -23,7 +23,7 @@ from typing import IO
 import pytest
 
 from skyward_core.errors import LedgerError
-from skyward_core.ledger import Ledger
+from skyward_core.ledger.ledger import Ledger
 from tests.conftest import processes_by_tag
 from tests.kill import billed
 
@@ -422,7 +422,7 @@ DAMAGED = "is damaged, or no ledger. Move it away"
 LOCKED = "is locked by another process that does not finish"
 NO_ROOM = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))\n"
 WAITS_FOR = """
-from skyward_core import opening
+from skyward_core.session import session as opening
 opening.LEDGER_BUSY_SECONDS = {seconds}
 """
 
@@ -574,7 +574,7 @@ def test_forks_of_a_program_that_end(program: Program) -> None:
 
 SPENDS = """
 import json, threading
-from skyward_core.provisioning import purse
+from skyward_core.ledger import budgets as purse
 purse.FIRST_MINUTE_SECONDS = 1.0  # so that what is to be spent is spent in seconds
 
 events = []

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from skyward_core.ledger import Ledger
-from skyward_core.owner import Owner, OwnerState
+from skyward_core.ledger.ledger import Ledger
+from skyward_core.machines.owner import Owner, OwnerState
 from skyward_core.worker.settings import NodeSettings
 from skyward_core.worker.watchdog import Watch, write_lease
 from tests.test_recovery import World

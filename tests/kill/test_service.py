@@ -6,8 +6,8 @@ import httpx
 import pytest
 
 from skyward_core.errors import NoCapacity
-from skyward_core.instances import InstanceState
-from skyward_core.market import Offer, Requirements
+from skyward_core.machines.instances import InstanceState
+from skyward_core.machines.offers import Offer, Requirements
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG
 from tests.kill.console import RunningService
 from tests.kill.provider import HttpRental

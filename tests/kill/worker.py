@@ -76,14 +76,14 @@ def _prepare(service: RunningService) -> None:
     """Load everything once, for all forks."""
     logging.getLogger("skyward").addHandler(logging.NullHandler())
     logging.getLogger("skyward").propagate = False
-    from skyward_core import ledger
+    from skyward_core.ledger import ledger
     from skyward_core.providers import base
     from skyward_core.worker.keeper import adopt_orphans
     from tests.kill import driver
 
     adopt_orphans()
     base.entry_points = lambda group: [EntryPoint(name, f"tests.kill.provider:{kind.__name__}", group) for name, kind in driver.KINDS.items()]  # type: ignore[assignment,misc]
-    for name in ("pool", "opening", "ledger", "receipt", "provisioning.sweep", "provisioning.lifecycle", "reach", "spec"):
+    for name in ("pool", "session.session", "ledger.ledger", "ledger.receipt", "cleanup.sweep", "provisioning.lifecycle", "transport.transport", "spec"):
         importlib.import_module(f"skyward_core.{name}")
     driver.prepare_process()
     _turn_dates(service)
@@ -99,7 +99,7 @@ def _turn_dates(service: RunningService) -> None:
             return datetime.fromtimestamp(service.clock.time(), tz)
 
     for name, module in list(sys.modules.items()):
-        if name.startswith("skyward_core") and getattr(module, "datetime", None) is datetime and "entries" not in name and "spec" not in name:
+        if name.startswith("skyward_core") and getattr(module, "datetime", None) is datetime and "ledger.rows" not in name and "spec" not in name:
             module.datetime = Turned  # type: ignore[attr-defined]
 
 

@@ -23,8 +23,8 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.errors import CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, RateLimited, SkywardError
-from skyward_core.instances import Instance, InstanceState
-from skyward_core.market import Offer, Requirements, matches
+from skyward_core.machines.instances import Instance, InstanceState
+from skyward_core.machines.offers import Offer, Requirements, matches
 from skyward_core.providers import _http
 from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, TYPE_TAG, WORK_TAG, Provider, load
 from skyward_core.providers.tagging import work_tags

@@ -18,11 +18,13 @@ import pytest
 import skyward_core as sky
 from skyward_core.accelerators import parse
 from skyward_core.errors import CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
-from skyward_core.instances import InstanceState
-from skyward_core.market import Offer, Requirements, matches
-from skyward_core.providers import _aws_account, _aws_launch, _aws_offers, _aws_prices, aws
+from skyward_core.machines.instances import InstanceState
+from skyward_core.machines.offers import Offer, Requirements, matches
+from skyward_core.providers.aws import account, offers, prices
+from skyward_core.providers.aws import launch as aws_launch
+from skyward_core.providers.aws import provider as aws
 from skyward_core.providers.base import LAUNCH_TAG, RANK_TAG, Provider, Sale, load
-from skyward_core.providers.login import host_key, our_key
+from skyward_core.providers.ssh_keys import host_key, our_key
 from skyward_core.provisioning.price_list import price_list
 from tests.providers.contract import POOL, STARTUP, Hands, ProviderContract, tags
 from tests.providers.fake_aws import ACCOUNT, IMAGES, OUR_ADDRESS, FakeAWS
@@ -38,7 +40,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from botocore.retries import standard
 
     monkeypatch.setattr(standard.ExponentialBackoff, "delay_amount", lambda *_: 0)
-    monkeypatch.setattr(_aws_launch, "AGAIN_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(aws_launch, "AGAIN_SECONDS", (0.0, 0.0))
     monkeypatch.setattr(aws, "FIRST_LOOK_SECONDS", 0.0)
 
 
@@ -171,7 +173,7 @@ def every_type() -> dict[str, dict[str, Any]]:
 )
 def test_a_chip_is_called_as_in_the_catalogue(name: str, chips: tuple[Any, ...]) -> None:
     """With the catalogue's memory, by AWS's own descriptions of its types."""
-    machine = _aws_offers.machine_of(every_type()[name], "us-east-1")
+    machine = offers.machine_of(every_type()[name], "us-east-1")
     assert machine is not None
     offer = machine[0]
     assert (offer.accelerators, offer.accelerator, offer.accelerator_memory_gb, offer.form_factor) == chips
@@ -180,7 +182,7 @@ def test_a_chip_is_called_as_in_the_catalogue(name: str, chips: tuple[Any, ...])
 @pytest.mark.parametrize("name", ["g6f.xlarge", "gr6f.4xlarge", "dl2q.24xlarge", "vt1.3xlarge", "f2.6xlarge"])
 def test_parts_of_a_chip_and_chips_that_we_do_not_know_are_not_offered(name: str) -> None:
     """Rather than taken for a machine with none."""
-    assert _aws_offers.machine_of(every_type()[name], "us-east-1") is None
+    assert offers.machine_of(every_type()[name], "us-east-1") is None
 
 
 def test_every_type_with_a_chip_answers_to_its_wish() -> None:
@@ -188,7 +190,7 @@ def test_every_type_with_a_chip_answers_to_its_wish() -> None:
     found = 0
     for kind in every_type().values():
         if kind.get("GpuInfo") or kind.get("NeuronInfo"):
-            machine = _aws_offers.machine_of(kind, "us-east-1")
+            machine = offers.machine_of(kind, "us-east-1")
             if machine is None:
                 assert kind["InstanceType"].split(".")[0] in ("g6f", "gr6f")
                 continue
@@ -202,9 +204,9 @@ def test_every_type_with_a_chip_answers_to_its_wish() -> None:
 
 def test_our_own_table_is_of_types_that_there_are() -> None:
     """And of prices that can be."""
-    gone = {name for name in _aws_prices.PRICES if name not in every_type()}
+    gone = {name for name in prices.PRICES if name not in every_type()}
     assert {name.split(".")[0] for name in gone} <= {"g4ad"}
-    assert all(0 < price < 200 for price in _aws_prices.PRICES.values())
+    assert all(0 < price < 200 for price in prices.PRICES.values())
 
 
 def test_prices_come_from_the_price_list(cloud: FakeAWS) -> None:
@@ -236,7 +238,7 @@ def test_without_the_right_to_ask_for_prices_our_table_stands_in(cloud: FakeAWS)
     """It is us-east-1's, and an estimate elsewhere; a type that it does not have is not sold on demand."""
     cloud.list_prices = None
     (offer,) = make(cloud).offers(T4)
-    assert offer.price_per_hour == _aws_prices.PRICES["g4dn.xlarge"] == 0.526
+    assert offer.price_per_hour == prices.PRICES["g4dn.xlarge"] == 0.526
     (offer,) = make(cloud, region="eu-west-1").offers(T4)
     assert (offer.region, offer.price_per_hour) == ("eu-west-1", 0.526)
     assert make(cloud).offers(Requirements(instance_type="r7i.large")) == []
@@ -797,7 +799,7 @@ def test_a_state_is_told_as_what_it_costs(cloud: FakeAWS, word: str, state: Inst
 
 def test_all_pages_of_a_listing_are_read(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven launches, five on a page."""
-    monkeypatch.setattr(_aws_account, "PAGE", 5)
+    monkeypatch.setattr(account, "PAGE", 5)
     for rank in range(7):
         make(cloud).launch(OFFER, 1, tags(first_rank=rank, launch=f"L{rank}"), STARTUP)
     assert sorted(instance.rank for instance in make(cloud).instances(POOL)) == list(range(7))
@@ -921,7 +923,7 @@ def test_where_a_person_looks(cloud: FakeAWS) -> None:
 )
 def test_a_code_says_what_to_do_next(code: str, status: int, kind: type[SkywardError]) -> None:
     """Whatever the status beside it: no capacity is a 500."""
-    assert _aws_account.meaning(code, status) is kind
+    assert account.meaning(code, status) is kind
 
 
 def test_an_answer_that_is_none_is_an_outage(cloud: FakeAWS) -> None:

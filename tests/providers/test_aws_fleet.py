@@ -15,10 +15,13 @@ import pytest
 import skyward_core as sky
 from skyward_core.accelerators import parse
 from skyward_core.errors import CredentialsError, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
-from skyward_core.instances import Instance
-from skyward_core.market import Offer, Requirements, matches
-from skyward_core.providers import _aws_cluster, _aws_fleet, _aws_launch, _aws_offers, aws
-from skyward_core.providers._aws_account import Account
+from skyward_core.machines.instances import Instance
+from skyward_core.machines.offers import Offer, Requirements, matches
+from skyward_core.providers.aws import cluster, offers
+from skyward_core.providers.aws import fleet as aws_fleet
+from skyward_core.providers.aws import launch as aws_launch
+from skyward_core.providers.aws import provider as aws
+from skyward_core.providers.aws.account import Account
 from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, POOL_TAG, RANK_TAG
 from skyward_core.spec import PoolSpec
 from tests.providers.contract import POOL, STARTUP, tags
@@ -44,7 +47,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from botocore.retries import standard
 
     monkeypatch.setattr(standard.ExponentialBackoff, "delay_amount", lambda *_: 0)
-    monkeypatch.setattr(_aws_launch, "AGAIN_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(aws_launch, "AGAIN_SECONDS", (0.0, 0.0))
     monkeypatch.setattr(aws, "FIRST_LOOK_SECONDS", 0.0)
 
 
@@ -106,7 +109,7 @@ def zones_of(cloud: FakeAWS, launched: list[Instance]) -> set[str]:
 )
 def test_pools_of_about_one_price_are_sold_together(prices: list[float], share: float, sold: list[float]) -> None:
     """At the price of the dearest: what is paid is never more than what was offered. Counted from the cheapest one, so that no chain of small steps gets dear."""
-    assert _aws_offers.spread(prices, share) == sold
+    assert offers.spread(prices, share) == sold
 
 
 def test_zones_of_about_one_price_are_one_offer(cloud: FakeAWS) -> None:
@@ -161,7 +164,7 @@ def test_few_types_stand_for_one() -> None:
     """The cheapest: each is asked for in each zone."""
     sold = [of_type(f"c{n}.xlarge", is_spot=True, price_per_hour=1.0) for n in range(20)]
     prices = {offer.instance_type: {1.0 - n / 100} for n, offer in enumerate(sold)}
-    found = _aws_offers.with_others(sold, prices, {})
+    found = offers.with_others(sold, prices, {})
     assert found[0].or_types == tuple(f"c{n}.xlarge" for n in range(19, 11, -1))
     assert found[19].or_types == tuple(f"c{n}.xlarge" for n in range(18, 10, -1))
 
@@ -301,7 +304,7 @@ def test_a_template_that_cannot_be_deleted_is_in_nobodys_way(cloud: FakeAWS, acc
     assert "taken away later" in caplog.text
     ((_, name),) = cloud.fleets.templates
     assert name.startswith("skyward-")
-    assert _aws_launch.prune_launches(account, "us-east-1", now()) == [f"launch template {name} in us-east-1"]
+    assert aws_launch.prune_launches(account, "us-east-1", now()) == [f"launch template {name} in us-east-1"]
     assert cloud.fleets.templates == {}
 
 
@@ -362,7 +365,7 @@ def test_what_all_pools_have_said_is_told(cloud: FakeAWS) -> None:
 )
 def test_a_fleets_errors_say_what_to_do_next(codes: list[str], kind: type[SkywardError]) -> None:
     """They have no status beside them; what is true of all pools comes first."""
-    error = _aws_fleet._why_none([{"ErrorCode": code, "ErrorMessage": "why"} for code in codes], [], "1 x it")
+    error = aws_fleet._why_none([{"ErrorCode": code, "ErrorMessage": "why"} for code in codes], [], "1 x it")
     assert type(error) is kind
     assert error.code in (*codes, UNTRIED[0])
 
@@ -517,7 +520,7 @@ def test_ranks_are_told_apart_before_they_are_written_down(cloud: FakeAWS) -> No
 
 
 def listed(name: str, index: int, place: str = "", launch: str = "L") -> dict[str, Any]:
-    pairs = {LAUNCH_TAG: launch, _aws_fleet.PLACE_TAG: place}
+    pairs = {LAUNCH_TAG: launch, aws_fleet.PLACE_TAG: place}
     return {"InstanceId": name, "AmiLaunchIndex": index, "Tags": [{"Key": key, "Value": value} for key, value in pairs.items() if value]}
 
 
@@ -538,7 +541,7 @@ def listed(name: str, index: int, place: str = "", launch: str = "L") -> dict[st
 def test_no_place_is_told_twice(machines: list[tuple[Any, ...]], places: dict[str, int]) -> None:
     """A tag counts most, then what EC2 says, then the order of the ids; each launch counts for itself."""
     for order in (machines, machines[::-1]):
-        found = {machine["InstanceId"]: machine["AmiLaunchIndex"] for machine in _aws_fleet.ranked([listed(*machine) for machine in order])}
+        found = {machine["InstanceId"]: machine["AmiLaunchIndex"] for machine in aws_fleet.ranked([listed(*machine) for machine in order])}
         assert found == places
 
 
@@ -558,28 +561,28 @@ def test_no_place_is_told_twice(machines: list[tuple[Any, ...]], places: dict[st
 )
 def test_which_cards_have_efa_is_told_by_aws(name: str, cards: list[int]) -> None:
     """By its own descriptions of its types."""
-    assert _aws_cluster.efa_cards(every_type()[name]) == cards
-    assert _aws_cluster.has_efa(every_type()[name]) == bool(cards)
+    assert cluster.efa_cards(every_type()[name]) == cards
+    assert cluster.has_efa(every_type()[name]) == bool(cards)
 
 
 def test_machines_that_have_no_public_address_get_all_efa_interfaces() -> None:
     """The first card carries IP besides, the others nothing else; a first card without EFA is a plain one. The word for public addresses is not said."""
-    first, *others = _aws_cluster.interfaces("sg-1", [0, 1, 2], is_public=False)
+    first, *others = cluster.interfaces("sg-1", [0, 1, 2], is_public=False)
     assert first == {"DeviceIndex": 0, "NetworkCardIndex": 0, "InterfaceType": "efa", "Groups": ["sg-1"], "DeleteOnTermination": True}
     assert [(one["NetworkCardIndex"], one["InterfaceType"], one["DeviceIndex"], one["Groups"]) for one in others] == [
         (1, "efa-only", 1, ["sg-1"]),
         (2, "efa-only", 1, ["sg-1"]),
     ]
-    first, *others = _aws_cluster.interfaces("sg-1", [1, 2], is_public=False)
+    first, *others = cluster.interfaces("sg-1", [1, 2], is_public=False)
     assert first == {"DeviceIndex": 0, "Groups": ["sg-1"], "DeleteOnTermination": True}
     assert [one["NetworkCardIndex"] for one in others] == [1, 2]
 
 
 def test_machines_with_a_public_address_have_one_interface() -> None:
     """AWS gives none otherwise. A first card without EFA carries none then."""
-    (one,) = _aws_cluster.interfaces("sg-1", [0, 1, 2], is_public=True)
+    (one,) = cluster.interfaces("sg-1", [0, 1, 2], is_public=True)
     assert (one["InterfaceType"], one["AssociatePublicIpAddress"]) == ("efa", True)
-    (one,) = _aws_cluster.interfaces("sg-1", [1, 2], is_public=True)
+    (one,) = cluster.interfaces("sg-1", [1, 2], is_public=True)
     assert ("InterfaceType" in one, one["AssociatePublicIpAddress"]) == (False, True)
 
 
@@ -760,11 +763,11 @@ def test_what_is_old_is_taken_away(cloud: FakeAWS, account: Account) -> None:
     leave(cloud, YOUNG, "young")
     cloud.fleets.groups["us-east-1", "theirs"] = Group({"Name": "theirs"})
     expected = {f"launch template skyward-old{n} in us-east-1" for n in range(4)} | {f"placement group skyward-old{n}-{A} in us-east-1" for n in range(4)}
-    assert set(_aws_launch.prune_launches(account, "us-east-1", now(), is_dry_run=True)) == expected
+    assert set(aws_launch.prune_launches(account, "us-east-1", now(), is_dry_run=True)) == expected
     assert len(left(cloud)) == 11
-    assert set(_aws_launch.prune_launches(account, "us-east-1", now())) == expected
+    assert set(aws_launch.prune_launches(account, "us-east-1", now())) == expected
     assert left(cloud) == {"skyward-young", f"skyward-young-{A}", "theirs"}
-    assert _aws_launch.prune_launches(account, "us-east-1", now()) == []
+    assert aws_launch.prune_launches(account, "us-east-1", now()) == []
 
 
 def test_a_sweep_takes_away_what_all_regions_have(cloud: FakeAWS) -> None:
@@ -787,14 +790,14 @@ def test_a_group_that_is_in_use_stays(cloud: FakeAWS, account: Account) -> None:
     """Until its machines are terminated, however old it is."""
     launched = make(cloud).launch(TOGETHER, 2, tags() | {CREATED_TAG: str(int((now() - OLD).timestamp()))}, STARTUP)
     for is_dry_run in (True, False):
-        assert _aws_launch.prune_launches(account, "us-east-1", now(), is_dry_run=is_dry_run) == []
+        assert aws_launch.prune_launches(account, "us-east-1", now(), is_dry_run=is_dry_run) == []
     for instance in launched:
         cloud.put(instance.id, "shutting-down")
-    assert _aws_launch.prune_launches(account, "us-east-1", now(), is_dry_run=True) == []
+    assert aws_launch.prune_launches(account, "us-east-1", now(), is_dry_run=True) == []
     for instance in launched:
         cloud.put(instance.id, "terminated")
     for is_dry_run in (True, False):
-        assert _aws_launch.prune_launches(account, "us-east-1", now(), is_dry_run=is_dry_run) == [f"placement group skyward-{POOL}-{A} in us-east-1"]
+        assert aws_launch.prune_launches(account, "us-east-1", now(), is_dry_run=is_dry_run) == [f"placement group skyward-{POOL}-{A} in us-east-1"]
 
 
 def test_one_that_cannot_be_taken_away_keeps_no_other(cloud: FakeAWS, account: Account) -> None:
@@ -803,7 +806,7 @@ def test_one_that_cannot_be_taken_away_keeps_no_other(cloud: FakeAWS, account: A
         leave(cloud, OLD, f"old{n}")
     cloud.fail("DeleteLaunchTemplate", "InvalidParameterValue")
     with pytest.raises(sky.BadRequest, match="delete_launch_template"):
-        _aws_launch.prune_launches(account, "us-east-1", now())
+        aws_launch.prune_launches(account, "us-east-1", now())
     assert left(cloud) == {"skyward-old0"}
 
 
@@ -811,20 +814,20 @@ def test_an_outage_is_no_cleanliness(cloud: FakeAWS, account: Account) -> None:
     """Without the right to look there is nothing of ours; without an answer nobody knows."""
     leave(cloud, OLD, "old")
     cloud.fail("DescribePlacementGroups", "UnauthorizedOperation", 403)
-    assert _aws_launch.prune_launches(account, "us-east-1", now()) == []
+    assert aws_launch.prune_launches(account, "us-east-1", now()) == []
     cloud.fail("DescribePlacementGroups", "InternalError", 500, times=99)
     with pytest.raises(ProviderFailed):
-        _aws_launch.prune_launches(account, "us-east-1", now())
+        aws_launch.prune_launches(account, "us-east-1", now())
     cloud.faults.clear()
     cloud.is_refusing = True
     with pytest.raises(CredentialsError):
-        _aws_launch.prune_launches(account, "us-east-1", now())
+        aws_launch.prune_launches(account, "us-east-1", now())
 
 
 def test_the_next_launch_takes_away_what_earlier_pools_have_left(cloud: FakeAWS) -> None:
     """With one listing, a few at a time; whatever is in the way of it is in the way of nobody."""
     leave(cloud, YOUNG, "young")
-    for n in range(_aws_cluster.MOST_TIDIED + 2):
+    for n in range(cluster.MOST_TIDIED + 2):
         leave(cloud, OLD, f"old{n}")
     make(cloud).launch(TOGETHER, 2, tags(), STARTUP)
     assert len(cloud.words("DescribePlacementGroups")) == 1
@@ -885,7 +888,7 @@ def test_a_client_killed_at_any_step_leaves_nothing_that_is_not_found(cloud: Fak
     assert {instance.price_per_hour for instance in there} <= ({0.15, 0.2} if step == "CreateTags" else {0.2})
     make(cloud).terminate([instance.id for instance in there])
     assert cloud.alive() == set()
-    _aws_launch.prune_launches(account, "us-east-1", now())
+    aws_launch.prune_launches(account, "us-east-1", now())
     assert left(cloud) == set()
 
 

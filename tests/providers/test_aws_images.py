@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core.cli import main
+from skyward_core.cli.commands import main
 from skyward_core.errors import CredentialsError, ProviderFailed
-from skyward_core.instances import Instance
-from skyward_core.market import Offer
-from skyward_core.providers import _aws_images, _aws_launch, aws
+from skyward_core.machines.instances import Instance
+from skyward_core.machines.offers import Offer
+from skyward_core.providers.aws import images
+from skyward_core.providers.aws import launch as aws_launch
+from skyward_core.providers.aws import provider as aws
 from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, IMAGE_TAG, OWNER_TAG, STARTED_FROM_TAG, load
 from skyward_core.providers.userdata import FORGET
 from tests.providers.contract import STARTUP, tags
@@ -26,7 +28,7 @@ from tests.providers.fake_images import NOW, Image, Snapshot
 HASH = "0123456789ab"
 UBUNTU = IMAGES["/aws/service/canonical/ubuntu/server/24.04/stable/current/amd64/hvm/ebs-gp3/ami-id"]
 CPU = Offer(provider="aws", instance_type="c7i.xlarge", region="us-east-1", price_per_hour=0.1785, vcpus=4, memory_gb=8.6)
-OURS = {IMAGE_TAG: HASH, _aws_images.BASE_TAG: UBUNTU}
+OURS = {IMAGE_TAG: HASH, images.BASE_TAG: UBUNTU}
 
 pytestmark = pytest.mark.slow
 
@@ -36,8 +38,8 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from botocore.retries import standard
 
     monkeypatch.setattr(standard.ExponentialBackoff, "delay_amount", lambda *_: 0)
-    monkeypatch.setattr(_aws_launch, "AGAIN_SECONDS", (0.0,))
-    monkeypatch.setattr(_aws_images, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(aws_launch, "AGAIN_SECONDS", (0.0,))
+    monkeypatch.setattr(images, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(aws, "FIRST_LOOK_SECONDS", 0.0)
 
 
@@ -111,7 +113,7 @@ def test_the_snapshot_is_of_the_root_disk_of_that_machine(cloud: FakeAWS) -> Non
     ("different", "state", "gb", "region"),
     [
         ({IMAGE_TAG: "ba9876543210"}, "available", 100, "us-east-1"),
-        ({_aws_images.BASE_TAG: "ami-0b0700000000000a4"}, "available", 100, "us-east-1"),
+        ({images.BASE_TAG: "ami-0b0700000000000a4"}, "available", 100, "us-east-1"),
         ({}, "pending", 100, "us-east-1"),
         ({}, "failed", 100, "us-east-1"),
         ({}, "available", 500, "us-east-1"),
@@ -146,7 +148,7 @@ def test_an_image_made_from_ones_own_is_for_that_one(cloud: FakeAWS) -> None:
     mine = cloud.images.add({}, gb=30)
     cloud.images.add(OURS)
     launch(make(ami=mine.id))
-    kept = cloud.images.add(OURS | {_aws_images.BASE_TAG: mine.id})
+    kept = cloud.images.add(OURS | {images.BASE_TAG: mine.id})
     launch(make(ami=mine.id), token="L1")
     assert started_from(cloud) == [mine.id, kept.id]
 
@@ -204,7 +206,7 @@ def test_an_image_that_cannot_be_looked_for_costs_no_machine(cloud: FakeAWS, cap
     assert "UnauthorizedOperation" in caplog.text
 
 
-@pytest.mark.parametrize("code", _aws_images.GONE)
+@pytest.mark.parametrize("code", images.GONE)
 def test_an_image_that_is_taken_away_at_that_moment_costs_no_machine(cloud: FakeAWS, code: str) -> None:
     """The machine is started from what it would be started from without it, with another token."""
     kept = cloud.images.add(OURS)
@@ -259,14 +261,14 @@ def test_asked_for_again_by_its_name_it_is_the_same(cloud: FakeAWS) -> None:
     machine = launch(make())
     make().keep_image(machine, HASH)
     (image,) = cloud.images.images.values()
-    image.tags[_aws_images.BASE_TAG] = "not listed yet"
+    image.tags[images.BASE_TAG] = "not listed yet"
     assert make().keep_image(machine, HASH) == image.name
     assert list(cloud.images.images) == [image.id]
 
 
 def test_nothing_is_kept_of_a_moment_that_is_not_known(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written next may be secret: an image whose snapshot is not begun in time is taken away again."""
-    monkeypatch.setattr(_aws_images, "SNAPSHOT_SECONDS", 0.05)
+    monkeypatch.setattr(images, "SNAPSHOT_SECONDS", 0.05)
     cloud.images.hidden_listings = 10**6
     machine = launch(make())
     with pytest.raises(ProviderFailed, match=r"no snapshot of vol-\w+ was begun within 0.05 s"):
@@ -336,7 +338,7 @@ def test_what_is_of_no_use_is_taken_away_with_its_snapshots(cloud: FakeAWS) -> N
     stay = [
         newer,
         cloud.images.add(until(9), state="pending"),
-        cloud.images.add(until(9) | {_aws_images.BASE_TAG: "ami-other"}, at=NOW - timedelta(days=3)),
+        cloud.images.add(until(9) | {images.BASE_TAG: "ami-other"}, at=NOW - timedelta(days=3)),
         cloud.images.add(until(9), gb=500, at=NOW - timedelta(days=3)),
         cloud.images.add(OURS | {IMAGE_TAG: "young"}, at=NOW - timedelta(days=13)),
         cloud.images.add({"Name": "golden"}, at=NOW - timedelta(days=900)),

@@ -16,12 +16,13 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.errors import BadRequest, ConnectionLost, CredentialsError, Unreachable
-from skyward_core.instances import Endpoint, InstanceState
-from skyward_core.providers import _aws_launch, _aws_session, aws
+from skyward_core.machines.instances import Endpoint, InstanceState
+from skyward_core.providers.aws import launch, session_manager
+from skyward_core.providers.aws import provider as aws
 from skyward_core.providers.base import LAUNCH_TAG, load
-from skyward_core.providers.login import host_key, our_key
-from skyward_core.proxy import PYTHON
-from skyward_core.ssh import Connection
+from skyward_core.providers.ssh_keys import host_key, our_key
+from skyward_core.transport.proxy_command import PYTHON
+from skyward_core.transport.ssh_connection import Connection
 from tests.conftest import Told, wait_until
 from tests.providers.contract import STARTUP, tags
 from tests.providers.fake_aws import SESSION_TOKEN, FakeAWS
@@ -82,10 +83,10 @@ class Plugin:
         part = self._folder / "part"
         part.write_text(PLUGIN.format(python=sys.executable, version=version, last=last))
         part.chmod(0o755)
-        part.rename(self._folder / _aws_session.PLUGIN)
+        part.rename(self._folder / session_manager.PLUGIN)
 
     def remove(self) -> None:
-        (self._folder / _aws_session.PLUGIN).unlink()
+        (self._folder / session_manager.PLUGIN).unlink()
 
     @property
     def notes(self) -> dict[int, dict[str, Any]]:
@@ -94,7 +95,7 @@ class Plugin:
     @property
     def living(self) -> set[int]:
         """Processes that are the proxy command or the plugin of a machine."""
-        return {pid for pid in processes() if b"i-" in (words := arguments(pid)) and (b"_aws_session" in words or str(self._folder).encode() in words)}
+        return {pid for pid in processes() if b"i-" in (words := arguments(pid)) and (b"aws.session_manager" in words or str(self._folder).encode() in words)}
 
 
 def processes() -> list[int]:
@@ -133,14 +134,14 @@ def as_us(fake: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_ENDPOINT_URL", fake.url)
     monkeypatch.setattr(aws, "FIRST_LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(_aws_launch, "AGAIN_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(launch, "AGAIN_SECONDS", (0.0, 0.0))
 
 
 @pytest.fixture
 def endpoint(server: Server, key: str, cloud: FakeAWS) -> Endpoint:  # noqa: F811
     """The server, as a machine whose agent has registered."""
     cloud.agents["i-0a"] = f"wss://127.0.0.1:{server.port}"
-    return reached_by(server, key, _aws_session.command("i-0a", "us-east-1", None, None))
+    return reached_by(server, key, session_manager.command("i-0a", "us-east-1", None, None))
 
 
 def reached_by(server: Server, key: str, command: tuple[str, ...]) -> Endpoint:  # noqa: F811
@@ -183,7 +184,7 @@ def test_a_machine_is_reached_by_its_id(cloud: FakeAWS) -> None:
         host_key=host_key(wish[LAUNCH_TAG], ours).public,
         known_hosts="/dev/null",
         config="/dev/null",
-        proxy_command=("{python}", "-m", "skyward_core.providers._aws_session", machine.id, "us-east-1"),
+        proxy_command=("{python}", "-m", "skyward_core.providers.aws.session_manager", machine.id, "us-east-1"),
     )
     assert SECRET not in machine.model_dump_json()
     assert Endpoint.model_validate_json(machine.endpoint.model_dump_json()) == machine.endpoint
@@ -295,7 +296,7 @@ def test_a_process_without_the_plugin_cannot_attach(endpoint: Endpoint, cloud: F
 
 def test_a_session_that_nobody_joins_is_ended(endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin, tmp_path: Path) -> None:
     """The plugin tells its version, and is gone when it is to be run."""
-    place = tmp_path / "plugin" / _aws_session.PLUGIN
+    place = tmp_path / "plugin" / session_manager.PLUGIN
     place.write_text(f"#!/bin/sh\nrm -f {place}\necho 1.2.707.0\n")
     with Connection(endpoint) as connection, pytest.raises(BadRequest, match="cannot be run"):
         connection.connect(60)
@@ -448,7 +449,7 @@ def group(pid: int) -> int | None:
 
 def test_a_proxy_ends_when_its_client_is_killed(endpoint: Endpoint, plugin: Plugin, tmp_path: Path) -> None:
     """By the end of its input."""
-    text = "from skyward_core.ssh import Connection; from skyward_core.instances import Endpoint; import sys, time\n"
+    text = "from skyward_core.transport.ssh_connection import Connection; from skyward_core.machines.instances import Endpoint; import sys, time\n"
     text += "connection = Connection(Endpoint.model_validate_json(sys.argv[1])).connect(60); print('there', flush=True); time.sleep(600)"
     reading, writing = os.pipe()
     pid = os.posix_spawn(sys.executable, [sys.executable, "-c", text, endpoint.model_dump_json()], os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, writing, 1)])

@@ -20,14 +20,14 @@ from sybil.parsers.markdown import PythonCodeBlockParser
 
 import skyward_core as sky
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited
-from skyward_core.instances import InstanceState
-from skyward_core.market import Offer, Requirements, matches
+from skyward_core.ledger.journal import price_of
+from skyward_core.machines.instances import InstanceState
+from skyward_core.machines.offers import Offer, Requirements, matches
 from skyward_core.providers import _http, digitalocean
 from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, load
 from skyward_core.providers.digitalocean import DigitalOcean, doctl_token, from_tags, image_of, name_of, state_of, tags_of, to_offers, to_tags
-from skyward_core.providers.login import host_key, our_key
+from skyward_core.providers.ssh_keys import host_key, our_key
 from skyward_core.providers.tagging import launch_word
-from skyward_core.provisioning.book import price_of
 from tests.providers.contract import POOL, STARTUP, Hands, RestContract, tags
 from tests.providers.fake_digitalocean import OVER_LIMIT, REGIONS, SIZES, SOLD_OUT, TEAM, TOKEN, TOO_MANY, FakeDigitalOcean, boot_of, size, unprocessable
 from tests.providers.http_fake import FakeCloud, Reply

@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core.ledger import default_url
-from skyward_core.market import Requirements, rank
+from skyward_core.ledger.ledger import default_url
+from skyward_core.machines.offers import Requirements, rank
 from skyward_core.providers import vastai as vast_module
 from skyward_core.providers.base import CREATED_TAG
 from skyward_core.provisioning.guard import guard_script

@@ -19,10 +19,10 @@ import pytest
 import skyward_core as sky
 from skyward_core.accelerators import parse
 from skyward_core.errors import CommandFailed
-from skyward_core.market import rank
+from skyward_core.machines.offers import rank
 from skyward_core.providers import base, hosts
 from skyward_core.provisioning.guard import guard_script
-from skyward_core.ssh import Connection
+from skyward_core.transport.ssh_connection import Connection
 from tests.conftest import wait_until
 from tests.testbed import Fleet, Host, leftovers, why_not
 

@@ -18,13 +18,13 @@ import pytest
 from pydantic import SecretStr
 
 import skyward_core as sky
+from skyward_core.concurrency.threads import MOST_THREADS
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed
-from skyward_core.instances import InstanceState
-from skyward_core.market import Offer, Requirements, matches
-from skyward_core.providers import login, runpod, userdata
+from skyward_core.machines.instances import InstanceState
+from skyward_core.machines.offers import Offer, Requirements, matches
+from skyward_core.providers import runpod, ssh_keys, userdata
 from skyward_core.providers.base import EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, load
 from skyward_core.providers.runpod import RunPod
-from skyward_core.side_by_side import MOST_THREADS
 from tests.providers.contract import POOL, STARTUP, Hands, RestContract, tags
 from tests.providers.fake_runpod import HOST, KEY, NO_CAPACITY, FakeRunPod, cpu, gpu, problem
 from tests.providers.http_fake import FakeCloud, Reply
@@ -256,8 +256,8 @@ def test_what_is_asked_for(fake: FakeRunPod) -> None:
     assert list(env) == ["SKYWARD_BOOT"]
     unpack = userdata.UNPACKED.partition(" >/run")[0].partition("; ")[2]
     script = subprocess.run(["sh", "-c", unpack], env={**os.environ, **env}, capture_output=True, text=True, check=True).stdout
-    key = login.our_key()
-    host = login.host_key(tags()[LAUNCH_TAG], key)
+    key = ssh_keys.our_key()
+    host = ssh_keys.host_key(tags()[LAUNCH_TAG], key)
     assert STARTUP in script and key.public in script and host.public in script
     assert 'id=$(printf %s "$RUNPOD_POD_ID")\n' in script
     assert f"{fake.url}/v2/pods/" in script

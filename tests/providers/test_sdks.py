@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import uv
 
-from skyward_core.providers.login import our_key
+from skyward_core.providers.ssh_keys import our_key
 from tests.providers.fake_digitalocean import TOKEN, FakeDigitalOcean
 from tests.providers.fake_vastai import KEY as VAST_KEY
 from tests.providers.fake_vastai import FakeVast, ask

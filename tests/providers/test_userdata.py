@@ -25,15 +25,15 @@ import pytest
 import yaml
 
 from skyward_core.errors import BadRequest, HostKeyChanged
-from skyward_core.instances import Endpoint, Instance, InstanceState
+from skyward_core.machines.instances import Endpoint, Instance, InstanceState
 from skyward_core.providers import userdata
 from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, POOL_TAG, RANK_TAG
-from skyward_core.providers.login import HostKey, Key, host_key, our_key
+from skyward_core.providers.ssh_keys import HostKey, Key, host_key, our_key
 from skyward_core.providers.tagging import TAGS_VARIABLE, from_word
 from skyward_core.provisioning.bootstrap import GUARD_ENDS
 from skyward_core.provisioning.guard import guard_script
-from skyward_core.remote import Wires
-from skyward_core.ssh import Connection
+from skyward_core.transport.ssh_connection import Connection
+from skyward_core.transport.ssh_transport import Wires
 from tests.conftest import Told, wait_until
 from tests.providers.contract import tags as contract_tags
 from tests.testbed import Fleet, Host

@@ -19,9 +19,9 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, RateLimited
-from skyward_core.instances import InstanceState
-from skyward_core.market import Offer, Requirements, matches
-from skyward_core.providers import login, userdata, vastai
+from skyward_core.machines.instances import InstanceState
+from skyward_core.machines.offers import Offer, Requirements, matches
+from skyward_core.providers import ssh_keys, userdata, vastai
 from skyward_core.providers.base import EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, load
 from skyward_core.providers.vastai import VastAI
 from skyward_core.provisioning.price_list import price_list
@@ -358,8 +358,8 @@ def test_what_is_asked_for(fake: FakeVast) -> None:
     )
     script = done.stdout
     assert STARTUP in script
-    key = login.our_key()
-    host = login.host_key(tags()[LAUNCH_TAG], key)
+    key = ssh_keys.our_key()
+    host = ssh_keys.host_key(tags()[LAUNCH_TAG], key)
     assert key.public in script and host.public in script
     assert machine.endpoint is not None
     assert (machine.endpoint.host, machine.endpoint.port) == ("198.51.100.7", 20000 + int(machine.id) % 1000)

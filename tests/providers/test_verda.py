@@ -13,14 +13,14 @@ import pytest
 from pydantic import SecretStr
 
 import skyward_core as sky
+from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded
-from skyward_core.instances import InstanceState
-from skyward_core.market import Offer, Requirements, matches, rank
+from skyward_core.machines.instances import InstanceState
+from skyward_core.machines.offers import Offer, Requirements, matches, rank
 from skyward_core.providers import _http, verda
 from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, load
 from skyward_core.providers.tagging import launch_word
 from skyward_core.providers.verda import Verda
-from skyward_core.side_by_side import side_by_side
 from tests.providers.contract import POOL, STARTUP, Hands, RestContract, tags
 from tests.providers.fake_verda import CLIENT_ID, CLIENT_SECRET, STRANGE_SCRIPT, TYPES, FakeVerda, error
 from tests.providers.http_fake import FakeCloud, Reply

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from pydantic import PrivateAttr
 
 from skyward_core import Instance, InstanceState, NoCapacity, Offer, Provider, Requirements
-from skyward_core.instances import Endpoint
+from skyward_core.machines.instances import Endpoint
 from skyward_core.providers.base import POOL_TAG, RANK_TAG, Tags
 from tests.testbed.fleet import Fleet
 from tests.testbed.host import Host

@@ -12,11 +12,11 @@ from pydantic import Field, SecretStr
 
 from skyward_core.accelerators.catalog import find
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
-from skyward_core.instances import Endpoint, Instance, InstanceState
-from skyward_core.market import Offer, Requirements
+from skyward_core.machines.instances import Endpoint, Instance, InstanceState
+from skyward_core.machines.offers import Offer, Requirements
 from skyward_core.providers._http import Api
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags
-from skyward_core.providers.login import Key, host_key, our_key
+from skyward_core.providers.ssh_keys import Key, host_key, our_key
 from skyward_core.providers.tagging import launch_word, of_machine
 from skyward_core.providers.userdata import END_COMMAND, boot_script, cloud_config, directory_of
 

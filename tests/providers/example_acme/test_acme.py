@@ -8,7 +8,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.errors import NoCapacity
-from skyward_core.market import Requirements
+from skyward_core.machines.offers import Requirements
 from skyward_core.providers.base import load
 from tests.providers.contract import POOL, STARTUP, Hands, ProviderContract, tags
 from tests.providers.example_acme import acme

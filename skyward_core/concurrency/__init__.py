@@ -1,0 +1,1 @@
+"""Plain threads: several things at once, one thing again and again; and processes whose threads were replaced by greenlets."""

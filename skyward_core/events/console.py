@@ -1,0 +1,324 @@
+"""What a pool tells its user while it works: `display = "log" | "spinner" | "quiet"`, three callbacks that print.
+
+All of it goes to stderr, what the nodes print included (`[node 0] ...`): stdout belongs to the result of the user's own script, so that
+`python train.py > result.json` stays clean, and on one stream the lines of the nodes and ours keep their order.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import sys
+import threading
+from typing import TYPE_CHECKING, Protocol, TextIO, override
+
+from skyward_core.errors import BadRequest
+from skyward_core.events.events import (
+    BootstrapCompleted,
+    BootstrapProgress,
+    BootstrapStarting,
+    BudgetWarning,
+    CallProgress,
+    CostFinal,
+    CostUpdate,
+    Error,
+    InfraCreated,
+    InfraCreating,
+    InstanceLaunching,
+    InstanceLost,
+    InstancesUnconfirmed,
+    LogLine,
+    PoolReady,
+    PoolStopping,
+    PreemptionNoticed,
+    RebalanceRecommended,
+    SkywardEvent,
+)
+from skyward_core.events.narrator import Narrator, not_well, usd
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+KINDS = ("log", "spinner", "quiet")
+SECONDS_BETWEEN_PICTURES = 0.125
+
+_log = logging.getLogger("skyward")
+_node_log = logging.getLogger("skyward.node")
+
+
+class Display(Protocol):
+    """A callback that prints. Events may come from one thread and `close` from another; what comes after `close` is not shown."""
+
+    def __call__(self, event: SkywardEvent, /) -> None: ...
+
+    def close(self) -> None:
+        """Give the terminal and the logger back as they were found; may be called twice."""
+        ...
+
+
+def display(kind: str, *, file: TextIO | None = None) -> Display:
+    """Make the display of that kind, for one pool; `file` stands in for stderr.
+
+    "log" writes through `logging` (loggers "skyward", and "skyward.node" for what nodes print); where nobody configured logging, to stderr.
+    "spinner" draws progress bars on a terminal, and plain lines elsewhere. "quiet" shows nothing at all: errors are raised anyway.
+    Raises BadRequest for any other kind.
+
+        with use_callback(display("log")): ...
+    """
+    match kind:
+        case "log":
+            return _Log(file)
+        case "spinner":
+            return _spinner(file)
+        case "quiet":
+            return _Quiet()
+        case _:
+            near = difflib.get_close_matches(str(kind), KINDS, n=1, cutoff=0.3)
+            hint = f'Did you mean "{near[0]}"? ' if near else ""
+            raise BadRequest(f'display={kind!r} is not known. {hint}Choose "log", "spinner" or "quiet".')
+
+
+class _Quiet:
+    def __call__(self, event: SkywardEvent, /) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+# ── log ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Log:
+    """Tells events to the logger, and brings a listener along in case the user has none."""
+
+    def __init__(self, file: TextIO | None) -> None:
+        self._narrator = Narrator()
+        self._lock = threading.Lock()
+        self._open = True
+        self._listener = _LastListener(file)
+        self._listener.attach()
+
+    def __call__(self, event: SkywardEvent, /) -> None:
+        with self._lock:
+            if not self._open:
+                return
+            if told := self._narrator.tell(event):
+                (_node_log if isinstance(event, LogLine) else _log).log(told[0], "%s", told[1])
+
+    def close(self) -> None:
+        with self._lock:
+            if self._open:
+                self._open = False
+                self._listener.detach()
+
+
+class _LastListener(logging.Handler):
+    """Prints what is logged under "skyward" for as long as nobody else listens, as `logging.lastResort` does for warnings.
+
+    It asks at each record, so that logging configured after the pool was opened doubles no line. Of several pools' listeners to
+    one file only the first prints, and the next takes over when it goes.
+    """
+
+    def __init__(self, file: TextIO | None) -> None:
+        super().__init__(logging.INFO)
+        self.setFormatter(_Plain())
+        self._file = file
+        self._level_before = logging.NOTSET
+
+    def attach(self) -> None:
+        others = _last_listeners()
+        self._level_before = others[0]._level_before if others else _log.level
+        _log.addHandler(self)
+        if not _others_listen() and _log.level == logging.NOTSET:
+            # Otherwise the root's default, WARNING, holds and nothing of an ordinary run is heard.
+            _log.setLevel(logging.INFO)
+
+    def detach(self) -> None:
+        _log.removeHandler(self)
+        if not _last_listeners() and self._level_before == logging.NOTSET and _log.level == logging.INFO:
+            _log.setLevel(logging.NOTSET)
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        if _others_listen() or self is not next((one for one in _last_listeners() if one._file is self._file), None):
+            return
+        try:
+            file = self._file or sys.stderr
+            file.write(self.format(record) + "\n")
+            file.flush()
+        except (OSError, ValueError):  # a full disk, a closed stderr: told as `logging` tells it, and no reason to stop a pool
+            self.handleError(record)
+
+
+def _last_listeners() -> list[_LastListener]:
+    return [one for one in _log.handlers if isinstance(one, _LastListener)]
+
+
+def _others_listen() -> bool:
+    """Whether the user configured logging: some handler but ours hears the logger "skyward"."""
+    if any(not isinstance(one, _LastListener) for one in _log.handlers):
+        return True
+    return _log.propagate and _log.parent is not None and _log.parent.hasHandlers()
+
+
+class _Plain(logging.Formatter):
+    """`skyward  launching ...` for our lines; a node's lines say themselves where they come from."""
+
+    @override
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        if record.name == _node_log.name:
+            return record.message
+        level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        return f"skyward  {level}{record.message}"
+
+
+# ── spinner ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _spinner(file: TextIO | None) -> Display:
+    from rich.console import Console
+    from rich.file_proxy import FileProxy
+
+    console = Console(file=file, stderr=file is None)
+    # A FileProxy in place of stderr is another live display, of a second pool or the user's own: two would overwrite each other,
+    # while plain lines written to the proxy come out above it.
+    taken = file is None and isinstance(sys.stderr, FileProxy)
+    if taken or not console.is_interactive:
+        return _Lines(file)
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    return _Spinner(
+        Progress(
+            SpinnerColumn(finished_text="•"),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[note]}", markup=False),
+            TimeElapsedColumn(),
+            console=console,
+            transient=False,
+            auto_refresh=False,  # rich does not join its own refresh thread: `_Spinner` has one that ends with `close`
+            # A stdout that goes to a file or a pipe must go on going there, not to the terminal.
+            redirect_stdout=sys.stdout.isatty(),
+        )
+    )
+
+
+class _Lines:
+    """Plain lines, for a spinner that has no terminal to draw on."""
+
+    def __init__(self, file: TextIO | None) -> None:
+        self._narrator = Narrator()
+        self._lock = threading.Lock()
+        self._file = file
+        self._open = True
+
+    def __call__(self, event: SkywardEvent, /) -> None:
+        with self._lock:
+            line = _line(self._narrator, event)
+            if self._open and line is not None:
+                print(line, file=self._file or sys.stderr, flush=True)
+
+    def close(self) -> None:
+        with self._lock:
+            self._open = False
+
+
+def _line(narrator: Narrator, event: SkywardEvent) -> str | None:
+    told = narrator.tell(event)
+    if told is None or told[0] < logging.INFO:
+        return None
+    return told[1] if isinstance(event, LogLine) else f"skyward  {told[1]}"
+
+
+class _Spinner:
+    """A row for the pool, one for each machine while it is being prepared, one for the calls; lines of the nodes come out above."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._narrator = Narrator()
+        self._lock = threading.Lock()
+        self._open = True
+        self._pool: TaskID | None = None
+        self._calls: TaskID | None = None
+        self._machines: dict[str, TaskID] = {}
+        self._closing = threading.Event()
+        self._animation = threading.Thread(target=self._animate, name="skyward-spinner", daemon=True)
+
+    def __call__(self, event: SkywardEvent, /) -> None:
+        with self._lock:
+            if not self._open:
+                return
+            told = self._narrator.tell(event)
+            match event:
+                case LogLine() | InstanceLost() | InstancesUnconfirmed() | PreemptionNoticed() | RebalanceRecommended() | BudgetWarning() | Error():
+                    self._print_above(told[1] if told else "")
+                case CallProgress():
+                    self._show_calls(event)
+                case BootstrapStarting(machine) | BootstrapProgress(machine) | BootstrapCompleted(machine):
+                    self._show_machine(machine, event)
+                case CostUpdate(accumulated_cost=cost, hourly_rate=rate):
+                    self._show_pool(note=f"{usd(cost)} at {usd(rate)}/h" if rate or cost else "")
+                case InfraCreating() | InfraCreated() | InstanceLaunching() | PoolReady() | PoolStopping() | CostFinal():
+                    self._show_phase(event, told[1] if told else "")
+                case _:
+                    pass
+
+    def close(self) -> None:
+        with self._lock:
+            if self._open and self._pool is not None:
+                self._closing.set()
+                self._animation.join()
+                self._progress.stop()
+            self._open = False
+
+    def _animate(self) -> None:
+        while not self._closing.wait(SECONDS_BETWEEN_PICTURES):
+            self._progress.refresh()
+
+    def _print_above(self, text: str) -> None:
+        self._pool_row()
+        # soft_wrap: a long line stays one line for whoever copies it.
+        self._progress.console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+    def _show_calls(self, calls: CallProgress) -> None:
+        self._pool_row()
+        if self._calls is None:
+            self._calls = self._progress.add_task("calls", total=calls.submitted, note="")
+        note = f"{calls.done} of {calls.submitted} calls{not_well(calls)}"
+        self._progress.update(self._calls, total=calls.submitted, completed=calls.done + calls.cancelled, note=note)
+
+    def _show_machine(self, machine: str, event: SkywardEvent) -> None:
+        pool = self._pool_row()
+        row = self._machines.get(machine)
+        if row is None:
+            row = self._machines[machine] = self._progress.add_task(self._narrator.name(machine), total=None, note="preparing")
+        if isinstance(event, BootstrapProgress):
+            self._progress.update(row, note=event.step)
+        elif isinstance(event, BootstrapCompleted):
+            self._progress.update(row, visible=False)
+            self._progress.advance(pool)
+
+    def _show_phase(self, event: SkywardEvent, text: str) -> None:
+        pool = self._pool_row()
+        self._progress.update(pool, description=text)
+        if isinstance(event, InstanceLaunching):
+            self._progress.update(pool, total=event.count)
+        elif isinstance(event, PoolReady):
+            self._progress.update(pool, total=event.nodes, completed=event.nodes)
+        elif isinstance(event, CostFinal):
+            for row in self._machines.values():
+                self._progress.update(row, visible=False)
+            self._progress.update(pool, note="")
+            self._progress.stop_task(pool)
+
+    def _show_pool(self, note: str) -> None:
+        self._progress.update(self._pool_row(), note=note)
+
+    def _pool_row(self) -> TaskID:
+        """The pool's own row; with the first event that is shown, drawing begins."""
+        if self._pool is None:
+            self._progress.start()
+            self._animation.start()
+            self._pool = self._progress.add_task("opening the pool", total=None, note="")
+        return self._pool

@@ -1,0 +1,392 @@
+"""What happens in a pool, told as frozen values.
+
+Every event is a `SkywardEvent`; a `Callback` takes one and may return one in its place. Times are seconds, money is USD,
+`node` is the rank of a node (0 is the head).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from skyward_core.errors import Refusal
+from skyward_core.work import NO_WORK, Work
+
+type ProviderName = str
+"""A provider's short name: "local", "aws", ..."""
+
+# ── provision ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class InfraCreating:
+    """The pool begins to look for machines: it is written down in the ledger under this id, and nothing is rented yet. `work` is what it is for."""
+
+    pool_id: str = ""
+    work: Work = NO_WORK
+
+
+@dataclass(frozen=True, slots=True)
+class InfraCreated:
+    """Somebody sells what was asked for, in this region."""
+
+    region: str
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateRefused(Refusal):
+    """One that might have rented out the machines did not; the next one is tried. The fields are those of `errors.Refusal`."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceLaunching:
+    """Machines are being asked for; from here on they may cost money."""
+
+    count: int
+    instance_type: str
+    provider: ProviderName
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceProvisioned:
+    """A machine exists. Prices are USD per hour, None where the provider does not sell it so."""
+
+    instance_id: str
+    node: int
+    spot: bool
+    provider: ProviderName
+    ip: str | None = None
+    instance_type: str | None = None
+    price_on_demand: float | None = None
+    price_spot: float | None = None
+
+
+# ── set-up ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class BootstrapStarting:
+    """A machine is being prepared."""
+
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class BootstrapProgress:
+    """A machine enters a step: "uv", "apt", "deps", "keep", "skyward", "volumes", "mig" or "server"."""
+
+    instance_id: str
+    step: str
+
+
+@dataclass(frozen=True, slots=True)
+class BootstrapCompleted:
+    """A machine is a node: its workers have joined the pool."""
+
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReady:
+    """All nodes have joined; calls can run. `slots` is how many run at once, `seconds` how long opening took."""
+
+    pool_id: str
+    nodes: int
+    slots: int
+    seconds: float
+
+
+# ── execute ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class CallProgress:
+    """How many calls this pool was given, how many have ended, well or not, and how many were cancelled; at most ten a second.
+
+    `done` holds the failed ones, and not the cancelled ones.
+    """
+
+    submitted: int
+    done: int
+    failed: int
+    cancelled: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """A sample of one node.
+
+    Percent is 0 to 100 of the whole machine, memory in MB = 10⁶ bytes, temperature in °C; GPU values are means
+    (temperature: the highest) over the node's GPUs, None where there is none.
+    """
+
+    instance_id: str
+    node: int
+    cpu_percent: float
+    memory_percent: float
+    memory_used_mb: float
+    memory_total_mb: float
+    gpu_utilization: float | None = None
+    gpu_memory_used_mb: float | None = None
+    gpu_memory_total_mb: float | None = None
+    gpu_temperature: float | None = None
+    timestamp: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """One line that a call wrote, without its line end; or one log record, with its traceback.
+
+    `timestamp` is the node's clock, seconds since 1970; `call_id` names the call
+    (`None`: written between calls), `stream` is "stdout" or "stderr". `level` is
+    that of a log record, as in `logging` (30 is WARNING); None for other lines.
+    """
+
+    node: int
+    instance_id: str
+    line: str
+    timestamp: float
+    call_id: str | None = None
+    stream: str = "stdout"
+    level: int | None = None
+
+
+# ── shut-down ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceStopping:
+    """A machine is being given back."""
+
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceLost:
+    """A machine went away without being asked to; `reason` says how it was noticed."""
+
+    instance_id: str
+    node: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class InstancesUnconfirmed:
+    """The pool has ended, and these machines could not be confirmed gone. Their ledger entries stay open; the pool's reaper, and every sweep, asks again.
+
+    `is_free`: they cost nothing and end themselves by their lease. Else they may be billed until they are known to be gone.
+    """
+
+    instance_ids: tuple[str, ...]
+    reason: str
+    is_free: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptionNoticed:
+    """A spot machine was told that it is to be taken back: it is given no more calls, and another one is prepared to take its place.
+
+    `action` is what its provider will do with it ("terminate", "stop", "hibernate"), `at` when (seconds since 1970), `seconds_left` how long that was off when
+    the machine heard of it. Nothing is done ahead for the head (node 0): it is replaced when it is lost.
+    """
+
+    instance_id: str
+    node: int
+    action: str
+    at: float
+    seconds_left: float
+
+
+@dataclass(frozen=True, slots=True)
+class RebalanceRecommended:
+    """A spot machine was told, at `at` (seconds since 1970), that it is more likely than before to be taken back. Nothing else happens."""
+
+    instance_id: str
+    node: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class CallRetrying:
+    """A call runs again, for its node was lost under it: the `attempt`-th time (2: the first time again) of at most `attempts`."""
+
+    call_id: str
+    attempt: int
+    attempts: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ContactLost:
+    """A node does not answer this client any more; it may live and be reached again (`ContactRegained`), or turn out to be lost (`InstanceLost`)."""
+
+    instance_id: str
+    node: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ContactRegained:
+    """A node answers again, after `seconds` of silence."""
+
+    instance_id: str
+    node: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterRestarting:
+    """The head was lost: the cluster comes up anew on the nodes that are left and those that replace the lost ones; `PoolReady` tells when it stands."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStopping:
+    """The pool gives its machines back."""
+
+
+# ── cost ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class CostUpdate:
+    """The bill so far. `hourly_rate` is what all machines of the pool cost per hour now."""
+
+    elapsed_seconds: float
+    accumulated_cost: float
+    hourly_rate: float
+    spot_count: int
+    ondemand_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class CostFinal:
+    """The whole bill, exactly once per pool, whatever way it ends. `buckets`: what it went to, in USD, by the names of `rows.Bucket`, together all of it."""
+
+    total_cost: float
+    total_seconds: float
+    hourly_rate: float
+    spot_count: int
+    ondemand_count: int
+    savings_vs_ondemand: float
+    buckets: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetWarning:
+    """The money runs low: most of `limit_usd` (`max_cost`, None if there is none) is spent, or `account` has no more to reserve; `reason` in words."""
+
+    spent_usd: float
+    limit_usd: float | None
+    account: str | None
+    reason: str = ""
+
+
+# ── trouble ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """Something went wrong; the error itself is raised where the caller is."""
+
+    message: str
+    instance_id: str | None = None
+
+
+type SkywardEvent = (
+    InfraCreating
+    | InfraCreated
+    | CandidateRefused
+    | InstanceLaunching
+    | InstanceProvisioned
+    | BootstrapStarting
+    | BootstrapProgress
+    | BootstrapCompleted
+    | PoolReady
+    | CallProgress
+    | Metrics
+    | LogLine
+    | InstanceStopping
+    | PreemptionNoticed
+    | RebalanceRecommended
+    | InstanceLost
+    | InstancesUnconfirmed
+    | CallRetrying
+    | ContactLost
+    | ContactRegained
+    | ClusterRestarting
+    | PoolStopping
+    | CostUpdate
+    | CostFinal
+    | BudgetWarning
+    | Error
+)
+"""Any event."""
+
+type Callback = Callable[[SkywardEvent], SkywardEvent | None]
+"""The event sink: takes an event, returns one to pass on in its place, or None to pass on the one it was given."""
+
+_callback: ContextVar[Callback | None] = ContextVar("skyward_callback", default=None)
+_log = logging.getLogger("skyward")
+
+
+def compose(*callbacks: Callback) -> Callback:
+    """Merge callbacks into one that calls them in order, each with what the one before it returned.
+
+    A callback that raises is reported once in the log, with its traceback, and skipped for that event; the others still run.
+    """
+    guarded = tuple(_Guarded(callback) for callback in callbacks)
+
+    def composed(event: SkywardEvent) -> SkywardEvent | None:
+        for callback in guarded:
+            event = callback(event) or event
+        return event
+
+    return composed
+
+
+def emit(event: SkywardEvent) -> None:
+    """Hand an event to the callbacks that `use_callback` has registered in this context; without any, nothing happens."""
+    callback = _callback.get()
+    if callback is not None:
+        callback(event)
+
+
+def registered_callback() -> Callback | None:
+    """Return what `use_callback` has registered in this context. A pool asks once, when it opens."""
+    return _callback.get()
+
+
+@contextmanager
+def use_callback(callback: Callback) -> Generator[None]:
+    """Register a callback for this context; inside another `use_callback`, both are called, the outer one first."""
+    outer = _callback.get()
+    token = _callback.set(compose(outer, callback) if outer else compose(callback))
+    try:
+        yield
+    finally:
+        _callback.reset(token)
+
+
+class _Guarded:
+    """A callback that cannot break its caller: the first error is logged, later ones are silent."""
+
+    def __init__(self, callback: Callback) -> None:
+        self._callback = callback
+        self._lock = threading.Lock()
+        self._reported = False
+
+    def __call__(self, event: SkywardEvent) -> SkywardEvent | None:
+        try:
+            return self._callback(event)
+        except Exception:
+            with self._lock:
+                first, self._reported = not self._reported, True
+            if first:
+                _log.exception("the event callback %r failed on %s; the pool goes on, later failures are not told", self._callback, event)
+            return None

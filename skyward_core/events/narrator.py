@@ -1,0 +1,201 @@
+"""A pool's events in words, one line each: what the displays print and what the orchestrators' logs show."""
+
+from __future__ import annotations
+
+import logging
+from decimal import Decimal
+
+from skyward_core.events.events import (
+    BootstrapCompleted,
+    BootstrapProgress,
+    BootstrapStarting,
+    BudgetWarning,
+    CallProgress,
+    CallRetrying,
+    CandidateRefused,
+    ClusterRestarting,
+    ContactLost,
+    ContactRegained,
+    CostFinal,
+    CostUpdate,
+    Error,
+    InfraCreated,
+    InfraCreating,
+    InstanceLaunching,
+    InstanceLost,
+    InstanceProvisioned,
+    InstanceStopping,
+    InstancesUnconfirmed,
+    LogLine,
+    PoolReady,
+    PoolStopping,
+    PreemptionNoticed,
+    RebalanceRecommended,
+    SkywardEvent,
+)
+
+SECONDS_BETWEEN_COSTS = 60.0
+
+
+class Narrator:
+    """Puts one pool's events into words, and leaves out what would be noise. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, int] = {}
+        self._calls = CallProgress(submitted=0, done=0, failed=0)
+        self._cost_told_at = 0.0
+
+    def tell(self, event: SkywardEvent) -> tuple[int, str] | None:
+        """Return the level (of `logging`) and the words for an event, or None if it is not worth a line."""
+        match event:
+            case InstanceProvisioned(instance_id, node):
+                self._nodes[instance_id] = node
+                return logging.INFO, _provisioned(event)
+            case LogLine(node, _, line):
+                return event.level or logging.INFO, f"[node {node}] {line}"
+            case CallProgress():
+                self._calls = event
+                return None
+            case CostUpdate():
+                return self._cost_so_far(event)
+            case BudgetWarning():
+                return logging.WARNING, _running_low(event)
+            case InstanceLost(_, node, reason):
+                return logging.WARNING, f"node {node} is lost: {reason}"
+            case InstancesUnconfirmed(_, reason, is_free):
+                return (logging.WARNING, f"not confirmed gone, left to their lease: {reason}") if is_free else (logging.ERROR, f"NOT CONFIRMED GONE: {reason}")
+            case PreemptionNoticed():
+                return logging.WARNING, _noticed(event)
+            case RebalanceRecommended(_, node):
+                return logging.WARNING, f"node {node} may be taken back by its provider soon"
+            case CandidateRefused():
+                return logging.INFO, str(event)
+            case ContactLost(_, node, reason):
+                return logging.WARNING, f"node {node} does not answer: {reason}"
+            case ContactRegained(_, node, seconds):
+                return logging.INFO, f"node {node} answers again after {_duration(seconds)}"
+            case ClusterRestarting(reason):
+                return logging.WARNING, f"the cluster comes up anew: {reason}"
+            case CallRetrying(call_id, attempt, attempts, reason):
+                return logging.WARNING, f"call {call_id[:8]} runs again (attempt {attempt} of {attempts}): {reason}"
+            case Error(message, machine):
+                return (logging.ERROR, message if machine is None else f"{self.name(machine)}: {message}")
+            case InstanceStopping(machine):
+                return logging.DEBUG, f"{self.name(machine)}: stopping"
+            case _:
+                words = self._phase(event)
+                return (logging.INFO, words) if words else None
+
+    def name(self, instance_id: str) -> str:
+        """Return "node 1" for a machine whose rank is known, else its id."""
+        node = self._nodes.get(instance_id)
+        return instance_id if node is None else f"node {node}"
+
+    def _phase(self, event: SkywardEvent) -> str | None:
+        match event:
+            case InfraCreating():
+                return f"pool {event.pool_id} looks for machines" if event.pool_id else "looking for machines"
+            case InfraCreated(region):
+                return f"found what you asked for in {region}"
+            case InstanceLaunching(count, instance_type, provider):
+                return f"launching {count} x {instance_type} on {provider}"
+            case BootstrapStarting(machine):
+                return f"{self.name(machine)}: preparing"
+            case BootstrapProgress(machine, step):
+                return f"{self.name(machine)}: {step}"
+            case BootstrapCompleted(machine):
+                return f"{self.name(machine)}: ready"
+            case PoolReady():
+                return f"the pool is ready after {_duration(event.seconds)}: {_count(event.nodes, 'node')}, {_count(event.slots, 'slot')}"
+            case PoolStopping():
+                return "giving the machines back" + (f" ({self._calls_so_far()})" if self._calls.submitted else "")
+            case CostFinal():
+                return _bill(event)
+            case _:
+                return None
+
+    def _cost_so_far(self, event: CostUpdate) -> tuple[int, str] | None:
+        if event.elapsed_seconds - self._cost_told_at < SECONDS_BETWEEN_COSTS:
+            return None
+        self._cost_told_at = event.elapsed_seconds
+        parts = [f"running for {_duration(event.elapsed_seconds)}"]
+        if self._calls.submitted:
+            parts.append(self._calls_so_far())
+        if event.accumulated_cost or event.hourly_rate:
+            parts.append(f"{usd(event.accumulated_cost)} so far at {usd(event.hourly_rate)} per hour")
+        return logging.INFO, ", ".join(parts)
+
+    def _calls_so_far(self) -> str:
+        return f"{self._calls.done} of {_count(self._calls.submitted, 'call')} done{not_well(self._calls)}"
+
+
+def not_well(calls: CallProgress) -> str:
+    """Return how many calls have failed and were cancelled, as the end of a sentence; "" if none."""
+    return (f", {calls.failed} failed" if calls.failed else "") + (f", {calls.cancelled} cancelled" if calls.cancelled else "")
+
+
+def _provisioned(event: InstanceProvisioned) -> str:
+    price = event.price_spot if event.spot else event.price_on_demand
+    market = "spot" if event.spot else "on demand"
+    told = [event.instance_type, event.ip, f"{market} at {usd(price)} per hour" if price else None]
+    rest = ", ".join(part for part in told if part)
+    return f"node {event.node} is {event.instance_id}" + (f" ({rest})" if rest else "")
+
+
+def _noticed(event: PreemptionNoticed) -> str:
+    then = "it takes no more calls, and another machine is prepared" if event.node else "it is the head, and the cluster comes up anew without it then"
+    return f"node {event.node} is taken back by its provider in {_duration(event.seconds_left)} ({event.action}): {then}"
+
+
+def _bill(event: CostFinal) -> str:
+    markets = ((event.spot_count, "spot"), (event.ondemand_count, "on demand"))
+    machines = ", ".join(f"{count} {market}" for count, market in markets if count)
+    saved = f", {usd(event.savings_vs_ondemand)} less than on demand" if event.savings_vs_ondemand > 0 else ""
+    return f"done: {_duration(event.total_seconds)}, {usd(event.total_cost)}" + (f" ({machines})" if machines else "") + saved + _shares(event)
+
+
+def _shares(event: CostFinal) -> str:
+    """What the money went to, the largest part first; parts that would be 0 % are left out."""
+    parts = {name: round(100 * amount / event.total_cost) for name, amount in event.buckets.items()} if event.total_cost else {}
+    told = ", ".join(f"{name} {percent} %" for name, percent in sorted(parts.items(), key=lambda part: -part[1]) if percent)
+    return f"; {told}" if told else ""
+
+
+def _running_low(event: BudgetWarning) -> str:
+    if event.reason:
+        return f"the money runs low: {event.reason}"
+    if event.limit_usd is not None:
+        return f"the money runs low: {usd(event.spent_usd)} of {usd(event.limit_usd)} are spent"
+    return f"the money runs low: {usd(event.spent_usd)} are spent" + (f", and account {event.account!r} has little left" if event.account else "")
+
+
+def usd(amount: float) -> str:
+    """Return an amount of US dollars as it is written, with the small parts that a short run costs."""
+    if amount == 0:
+        return "$0"
+    return f"${digits(amount)}" if abs(amount) < 1 else f"${amount:,.2f}"
+
+
+def digits(amount: float | Decimal) -> str:
+    """Return an amount of money with four decimals, and as many more as its first four digits need: nothing that costs something is told as nothing.
+
+    >>> digits(12.5), digits(0.0123), digits(0.000012345)
+    ('12.5000', '0.0123', '0.00001234')
+    """
+    exact = Decimal(repr(amount)) if isinstance(amount, float) else Decimal(amount)
+    decimals = max(4, 3 - exact.adjusted()) if exact and exact.is_finite() else 4
+    whole, _, rest = f"{exact:.{decimals}f}".partition(".")
+    return f"{whole}.{rest[:4]}{rest[4:].rstrip('0')}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,259 @@
+"""A pool's events on their way to callbacks and displays, which are called in a thread of their own, "skyward-events".
+
+    put (any thread, never waits) -> waiting -> the thread calls `tell` -> told
+
+One queue per pool, so that events are told one at a time and in the order in which they were put. States:
+
+    open -> ended (by the bill, or by `close`) -> drained: all is told, the display is closed, the thread has ended
+
+A callback that blocks, or a terminal that takes nothing, holds up this thread and nothing else. So who must not wait for a terminal does not log either:
+`log` puts a record here, for the handlers of `logging` are locked while one of them writes.
+
+In a fork of the process nothing is told: the pool is its parent's.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from skyward_core.events.events import CallProgress, CostFinal, Error, LogLine, Metrics, SkywardEvent
+
+MOST_WAITING = 100_000
+"""Events that may wait: beyond, log lines, metrics and progress are dropped until half of them are told. All others are kept."""
+PATIENCE_SECONDS = 5.0
+"""How long `flush` waits for the callbacks with one event."""
+FLUSH_SECONDS = 60.0
+"""How long `flush` waits in all."""
+LINES_SECONDS = 0.2
+"""How long the result of a call waits for the lines of that call to be told."""
+
+_log = logging.getLogger("skyward")
+
+
+class EventQueue:
+    """The events of one pool. Safe to use from any thread, from signal handlers and from finalizers.
+
+    `tell` is called for each event, `at_end` once all is told: to close the display. Both run in the context (`contextvars`) in which the queue was made.
+    """
+
+    def __init__(self, tell: Callable[[SkywardEvent], object], at_end: Callable[[], object] = lambda: None, most_waiting: int = MOST_WAITING) -> None:
+        self._tell = tell
+        self._at_end = at_end
+        self._most_waiting = most_waiting
+        self._context = contextvars.copy_context()
+        self._process = os.getpid()
+        self._lock = threading.RLock()  # re-entrant, for a signal handler or a finalizer may put in the middle of a put
+        self._filled = threading.Condition(self._lock)
+        self._changed = threading.Condition(self._lock)
+        self._waiting = deque[SkywardEvent | Callable[[], object]]()
+        self._thread: threading.Thread | None = None
+        self._awaited: list[int] = []
+        """The numbers that somebody waits for."""
+        self._is_hungry = False
+        """Whether the thread waits for an event."""
+        self._began = 0.0
+        """When `tell` was called with the event that is being told, by `time.monotonic`; 0 between events."""
+        self._behind = 0
+        """The number for which somebody has waited in vain: until it is told nobody waits again in `when_told`."""
+        self._is_ended = False
+        self._is_closed = False
+        self._is_over = False
+        """Whether the thread takes nothing more from the queue."""
+        self._is_drained = False
+        self._dropped = 0
+        self._is_dropping = False
+        self._last_progress: CallProgress | None = None
+        self._escaped: BaseException | None = None
+        """What a callback has raised that is no Exception, as `sys.exit` does; raised by the next `flush`."""
+        self.number = 0
+        """The number of the event that was put last; the first one's is 1."""
+        self.told = 0
+        """The number of the event that was told last: of all before it, too, the callbacks have returned."""
+
+    # ── in ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def put(self, event: SkywardEvent) -> int:
+        """Put an event on its way, without waiting for anything; return its number, for `when_told`. After the bill nothing is taken any more."""
+        if os.getpid() != self._process:
+            return self.told
+        with self._lock:
+            if self._is_ended or self._is_too_much(event):
+                return self.number
+            if self._dropped and not self._is_dropping:
+                self._tell_what_was_dropped()
+            if isinstance(event, CostFinal):
+                self._tell_what_was_dropped()
+                self._is_ended = True
+            return self._add(event)
+
+    def log(self, level: int, message: str, *args: object, error: BaseException | None = None) -> None:
+        """Put a record for the logger "skyward" on its way, in order with the events, with the traceback of `error` if there is one. After the end too."""
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            if not self._is_over:
+                self._add(lambda: _log.log(level, message, *args, exc_info=error))
+                return
+        _log.log(level, message, *args, exc_info=error)
+
+    def _add(self, item: SkywardEvent | Callable[[], object]) -> int:
+        self.number += 1
+        self._waiting.append(item)
+        if self._is_hungry:
+            self._is_hungry = False
+            self._filled.notify()
+        elif self._thread is None:
+            self._start()
+        return self.number
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._context.run, args=(self._run,), name="skyward-events", daemon=True)
+        self._thread = thread
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no thread left, or the interpreter ends: the next event tries again, and `close` tells what waits
+            self._thread = None
+
+    def _is_too_much(self, event: SkywardEvent) -> bool:
+        """Tell whether an event is dropped, and count it then. The last progress is kept, so that no display stops at 99 of 100 calls."""
+        if not isinstance(event, LogLine | Metrics | CallProgress):
+            return False
+        limit = self._most_waiting // 2 if self._is_dropping else self._most_waiting
+        self._is_dropping = len(self._waiting) >= limit
+        if self._is_dropping:
+            self._dropped += 1
+            if isinstance(event, CallProgress):
+                self._last_progress = event
+        return self._is_dropping
+
+    def _tell_what_was_dropped(self) -> None:
+        count, progress, self._dropped, self._last_progress, self._is_dropping = self._dropped, self._last_progress, 0, None, False
+        if count:
+            self._add(Error(f"{count} log lines, metrics and progress events were dropped here: the callbacks or the display are too slow for them"))
+        if progress is not None:
+            self._add(progress)
+
+    def close(self) -> None:
+        """Take no more events; what waits is told, and the display is closed then. Waits for nothing (`flush` does). May be called twice."""
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            if self._is_closed:
+                return
+            self._tell_what_was_dropped()
+            self._is_ended = self._is_closed = True
+            self._filled.notify()
+            if self._thread is None:
+                self._start()
+        if self._thread is None:
+            self._run()
+
+    # ── out ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        while (item := self._next()) is not None:
+            try:
+                self._tell_one(item)
+            except Exception as error:
+                _log.error("%r could not be told", item, exc_info=error)
+            except BaseException as error:
+                self._escaped = self._escaped or error
+            if os.getpid() != self._process:  # a callback has forked, and this is the child
+                return
+        try:
+            self._at_end()
+        except Exception as error:
+            _log.error("the display could not be closed", exc_info=error)
+        finally:
+            with self._lock:
+                self._is_drained = True
+                self._changed.notify_all()
+
+    def _tell_one(self, item: SkywardEvent | Callable[[], object]) -> None:
+        if callable(item):
+            item()
+        else:
+            self._tell(item)
+
+    def _next(self) -> SkywardEvent | Callable[[], object] | None:
+        """Note that the last one was told; return the next one, when there is one, or None at the end."""
+        with self._lock:
+            if self._began:
+                self._began = 0.0
+                self.told += 1
+                if self._awaited and self.told >= min(self._awaited):
+                    self._changed.notify_all()
+            while not self._waiting:
+                if self._dropped:
+                    self._tell_what_was_dropped()
+                elif self._is_closed:
+                    self._is_over = True
+                    return None
+                else:
+                    self._is_hungry = True
+                    self._filled.wait()
+            self._began = time.monotonic()
+            return self._waiting.popleft()
+
+    # ── waiting for it ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def when_told(self, number: int, timeout: float = LINES_SECONDS) -> bool:
+        """Wait until the event of that number was told, and all before it; False if that takes more than `timeout` seconds.
+
+        Does not wait at all while an event is being told for longer than that, or while somebody who was given False is still behind: a callback that blocks
+        costs one caller the timeout, once. Called by a callback it does not wait either.
+        """
+        if self.told >= number:
+            return True
+        if self.told < self._behind:
+            return False
+        is_told = self._wait(number, timeout, timeout)
+        if not is_told:
+            self._behind = max(self._behind, number)
+        return is_told
+
+    def flush(self, patience_seconds: float = PATIENCE_SECONDS, longest_seconds: float = FLUSH_SECONDS) -> bool:
+        """Wait until all that was put so far was told, and after `close` until the display is closed; False if the callbacks take too long.
+
+        Too long is more than `patience_seconds` for one event, or `longest_seconds` for all; what is left then is told when they are ready. Raises what a
+        callback has raised to end the program, as `sys.exit` does. Called by a callback it does not wait.
+        """
+        is_told = self._wait(self.number, longest_seconds, patience_seconds) and (not self._is_closed or self._wait(None, longest_seconds, patience_seconds))
+        with self._lock:
+            escaped, self._escaped = self._escaped, None
+        if escaped is not None:
+            raise escaped
+        return is_told
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether a callback asks."""
+        return self._thread is not None and self._thread.ident == threading.get_ident()
+
+    def _wait(self, number: int | None, timeout: float, patience: float) -> bool:
+        """Wait for an event, or, without a number, for the end of the thread."""
+        if os.getpid() != self._process or self.is_own_thread:
+            return False
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            while not (self._is_drained or (number is not None and self.told >= number)):
+                until = min(deadline, self._began + patience) if self._began else deadline
+                left = until - time.monotonic()
+                if left <= 0 or self._thread is None:
+                    return False
+                self._await(number, left)
+            return True
+
+    def _await(self, number: int | None, seconds: float) -> None:
+        awaited = self.number if number is None else number
+        self._awaited.append(awaited)
+        try:
+            self._changed.wait(seconds)
+        finally:
+            self._awaited.remove(awaited)

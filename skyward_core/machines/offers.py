@@ -1,0 +1,213 @@
+"""What is wanted, what is sold, and which of it is taken. Pure functions over frozen values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from skyward_core.accelerators import Accelerator, parse
+from skyward_core.accelerators.cloud_catalogs import advice
+from skyward_core.errors import BadRequest, NoCapacity
+from skyward_core.events.narrator import usd
+
+MEMORY_TOLERANCE = 0.075
+
+
+GB_PER_UNIT = {"mb": 1e-3, "gb": 1.0, "tb": 1e3, "mib": 2**20 / 1e9, "gib": 2**30 / 1e9, "tib": 2**40 / 1e9}
+TOLD_REASONS = 20
+
+
+type Architecture = Annotated[Literal["x86_64", "arm64"], BeforeValidator(lambda name: ARCHITECTURES.get(name, name) if isinstance(name, str) else name)]
+"""The processor of a machine, as AWS calls it; other names of the same are taken too."""
+
+ARCHITECTURES: Mapping[str, Literal["x86_64", "arm64"]] = {"x86_64": "x86_64", "amd64": "x86_64", "arm64": "arm64", "aarch64": "arm64"}
+"""What `uname -m`, Debian, Vast.ai and AWS call them."""
+
+GRACE = ("GH200", "GB200", "GB300")
+"""Chips that sit on a board with NVIDIA's own processor, which is arm64 (data sheets of the GH200, GB200 NVL72 and GB300 NVL72, checked 2026-11)."""
+
+
+def architecture_beside(accelerator: str | None) -> Literal["x86_64", "arm64"]:
+    """Return the processor of machines with this chip, or none, at a provider that has no other arm64 machines and does not tell."""
+    return "arm64" if accelerator in GRACE else "x86_64"
+
+
+class Requirements(BaseModel):
+    """The hardware part of a wish. Memory in GB = 10⁹ bytes, prices in USD per hour for one machine."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    accelerator: Accelerator | None = None
+    instance_type: str | None = None
+    vcpus: int | None = Field(default=None, ge=1)
+    memory_gb: float | None = Field(default=None, gt=0)
+    max_price_per_hour: float | None = Field(default=None, gt=0)
+    architecture: Architecture | None = None
+    nodes: int = Field(default=1, ge=1)
+    """So many machines are to work together: a provider may join them by another network than strangers."""
+    min_cuda: float | None = None
+    """What the driver of NVIDIA's GPUs must know for the packages that are to be installed; None where they do not say it."""
+
+
+class Extra(BaseModel):
+    """Something that is billed beside a machine for as long as it is there, in USD per hour for one machine.
+
+    `source` is where its price comes from, and `checked` when that was read.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    usd_per_hour: float = Field(ge=0, allow_inf_nan=False)
+    source: str = ""
+    checked: str = ""
+
+
+HOURS_PER_MONTH = 720
+"""Of a price by the month: 30 days, the month in which an hour costs most."""
+
+
+def by_month(name: str, usd_per_month: float, source: str, checked: str) -> Extra:
+    """Return what costs so much a month."""
+    return Extra(name=name, usd_per_hour=round(usd_per_month / HOURS_PER_MONTH, 6), source=source, checked=checked)
+
+
+def total_of(extras: Iterable[Extra]) -> float:
+    """Return what these cost together, in USD per hour."""
+    return sum((extra.usd_per_hour for extra in extras), 0.0)
+
+
+class Offer(BaseModel):
+    """One thing a provider sells now. `accelerators` is the number of chips, each with `accelerator_memory_gb`.
+
+    `price_per_hour` is what the machine itself costs, as the provider tells it and is told it; `total_per_hour` is what is paid.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    provider: str
+    instance_type: str
+    region: str
+    is_spot: bool = False
+    price_per_hour: float
+    on_demand_price_per_hour: float | None = None
+    vcpus: float
+    memory_gb: float
+    accelerator: str | None = None
+    accelerators: int = 0
+    accelerator_memory_gb: float | None = None
+    form_factor: str | None = None
+    """"SXM", "PCIe" or "NVL", where the provider tells."""
+    architecture: Architecture | None = None
+    """The machine's processor; None where nobody tells, or it may be either."""
+    or_types: tuple[str, ...] = ()
+    """Other types with the same chips that fulfil the same wish for no more money: the machines of a launch are all of this type or all of one of those."""
+    nodes: int = 1
+    """How many machines are to work together, as they were asked for."""
+    min_cuda: float | None = None
+    """What the driver must know, as it was asked for."""
+    extras_per_hour: tuple[Extra, ...] = ()
+    """What is billed beside the machine: its disk, its address, an estimate of its traffic."""
+
+    @property
+    def total_per_hour(self) -> float:
+        """What one machine costs with all that is billed beside it, in USD: what offers are ranked, limited and counted by."""
+        return self.price_per_hour + total_of(self.extras_per_hour) if self.extras_per_hour else self.price_per_hour
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        return f"{self.provider}/{self.region} {self.instance_type}{' spot' if self.is_spot else ''}"
+
+
+def matches(offer: Offer, want: Requirements) -> str | None:
+    """Return None if the offer is good enough, else the reason why it is not."""
+    if want.instance_type is not None and offer.instance_type != want.instance_type:
+        return f"is no {want.instance_type}"
+    if want.architecture not in {None, offer.architecture}:
+        return f"is {offer.architecture}" if offer.architecture else "does not tell its architecture"
+    if (accelerator := want.accelerator) is not None:
+        if offer.accelerator != accelerator.name:
+            return f"has {offer.accelerator or 'no accelerator'}"
+        if offer.accelerators < accelerator.count:
+            return f"has {offer.accelerators} of them"
+        if _has_other_memory(offer, accelerator):
+            return f"has them with {offer.accelerator_memory_gb or 0:g} GB"
+        if accelerator.form_factor is not None and offer.form_factor != accelerator.form_factor:
+            return f"has them as {offer.form_factor}" if offer.form_factor else "does not tell their form factor"
+    if want.vcpus is not None and offer.vcpus < want.vcpus:
+        return f"has {offer.vcpus:g} CPUs"
+    if want.memory_gb is not None and offer.memory_gb < want.memory_gb:
+        return f"has {offer.memory_gb:.1f} GB of memory"
+    if want.max_price_per_hour is not None and offer.total_per_hour > want.max_price_per_hour:
+        return f"costs {usd(offer.total_per_hour)} an hour{' with all that is billed beside it' if offer.extras_per_hour else ''}"
+    return None
+
+
+def _has_other_memory(offer: Offer, accelerator: Accelerator) -> bool:
+    """Whether the offer's chips are another variant. Drivers and clouds tell up to 7 % less than the data sheet (GiB for GB, reserved parts)."""
+    told = offer.accelerator_memory_gb
+    return told is not None and abs(told - accelerator.memory_gb) > MEMORY_TOLERANCE * accelerator.memory_gb
+
+
+def rank(offers: Iterable[Offer], want: Requirements) -> list[Offer]:
+    """Return the offers that match, cheapest first, then the smallest. Raises NoCapacity with the rejections' reasons when none does."""
+    offers = list(offers)
+    good = [offer for offer in offers if matches(offer, want) is None]
+    if not good:
+        raise NoCapacity(f"nobody offers {describe(want)}: {why_none(offers, want)}")
+    return sorted(good, key=lambda offer: (offer.total_per_hour, offer.vcpus, offer.memory_gb))
+
+
+def why_none(offers: Sequence[Offer], want: Requirements) -> str:
+    """Say for the first offers why each does not match, those with the right accelerator before the others; and if there is none of those, who rents it."""
+    wanted = want.accelerator.name if want.accelerator is not None else None
+    near = sorted(offers, key=lambda offer: (offer.accelerator != wanted, offer.total_per_hour))[:TOLD_REASONS]
+    told = [f"{offer.name} {matches(offer, want)}" for offer in near]
+    more = [f"and {len(offers) - len(near)} others"] if len(offers) > len(near) else []
+    reasons = "; ".join([*told, *more]) or "there are no offers at all"
+    if want.accelerator is None or any(offer.accelerator == wanted for offer in offers):
+        return reasons
+    rehearsal = f' Local(simulate="{want.accelerator.name}") stands in for one here.' if any(offer.provider == "local" for offer in offers) else ""
+    return f"{reasons}. {advice(want.accelerator)}{rehearsal}"
+
+
+def select_instance(
+    available: Iterable[Offer],
+    accelerator: Accelerator | str | None = None,
+    cpu: int | None = None,
+    memory: str | None = None,
+    architecture: Architecture | None = None,
+) -> Offer:
+    """Return the smallest of these offers that has the accelerator, so many CPU cores and so much memory ("128GB"); of two alike the cheaper one.
+
+    Smallest: fewest accelerators, then CPUs, then memory. Raises NoCapacity with the reasons when none does.
+    """
+    wanted = parse(accelerator) if isinstance(accelerator, str) else accelerator
+    want = Requirements(accelerator=wanted, vcpus=cpu, memory_gb=None if memory is None else memory_gb(memory), architecture=architecture)
+    return min(rank(available, want), key=lambda offer: (offer.accelerators, offer.vcpus, offer.memory_gb, offer.total_per_hour))
+
+
+def memory_gb(text: str) -> float:
+    """Read an amount of memory such as "32GB" or "512 MiB"; returns GB = 10⁹ bytes. Raises BadRequest."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", text, re.IGNORECASE)
+    unit = match.group(2).lower() if match else ""
+    if match is None or unit not in GB_PER_UNIT or float(match.group(1)) <= 0:
+        raise BadRequest(f'memory={text!r} is no amount of memory: write a number and a unit, such as "32GB" or "512MiB" ({", ".join(GB_PER_UNIT)})')
+    return float(match.group(1)) * GB_PER_UNIT[unit]
+
+
+def describe(want: Requirements) -> str:
+    """Say in words what is wanted."""
+    parts = [
+        (want.instance_type, f"machine {want.instance_type!r}"),
+        (want.accelerator, str(want.accelerator)),
+        (want.architecture, f"{want.architecture}"),
+        (want.vcpus, f"{want.vcpus} CPUs"),
+        (want.memory_gb, f"{want.memory_gb or 0:g} GB of memory"),
+        (want.max_price_per_hour, f"at most ${want.max_price_per_hour or 0:g} an hour"),
+    ]
+    return ", ".join(words for wish, words in parts if wish is not None) or "a machine"

@@ -1,0 +1,1 @@
+"""AWS EC2. `provider` is the provider; the others are its parts. Importing the package imports nothing."""

@@ -1,0 +1,213 @@
+"""What EC2 sells: types, prices on demand and spot prices, zone by zone. "Fact sheet" is the one of 2026-11-20."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from skyward_core.accelerators.catalog import find
+from skyward_core.errors import (
+    BadRequest,
+    SkywardError,
+)
+from skyward_core.machines.offers import Extra, Offer, by_month
+from skyward_core.providers.aws.account import PAGE, Account, each, number
+from skyward_core.providers.aws.prices import PRICES, REGION
+
+GB = 1e9
+MIB = 1024**2
+MOST_PRICED_ONE_BY_ONE = 16
+NO_SPOT_POOL = 0.95
+"""At this share of the on-demand price, and above it, nothing is left over that is sold as spot (fact sheet, 1.2)."""
+
+MOST_OTHER_TYPES = 8
+"""So many types may stand for another one: a fleet is asked for each of them in each zone."""
+
+OTHER_DEVICES = ("FpgaInfo", "MediaAcceleratorInfo", "InferenceAcceleratorInfo")
+UNTOLD_CHIPS: Mapping[str, tuple[str, int]] = {"trn2u.48xlarge": ("Trainium2", 16)}
+"""What DescribeInstanceTypes leaves out (fact sheet, 1.2)."""
+
+SXM = ("V100", "A100", "H100", "H200")
+"""What EC2 has as SXM boards, in its families p3 to p5 (fact sheet, section 6). AWS does not tell."""
+
+
+WITHOUT_IMAGE: Mapping[str, str] = {
+    "V100": "the driver of AWS's images, branch 595, no longer knows Volta",
+    "Inferentia1": "AWS's Neuron images no longer support it",
+    "Radeon Pro V520": "AWS keeps no image with AMD's driver",
+}
+
+GP3_USD_PER_GB_MONTH = 0.08
+LEAST_CHIP_DISK_GB = 100
+"""The root disk of AWS's images with drivers, which no `disk_gb` makes smaller, is about so large (fact sheet, 1.7)."""
+PUBLIC_IPV4 = Extra(name="public IPv4", usd_per_hour=0.005, source="AWS's price page of VPC", checked="2026-11-22")
+
+type Prices = dict[tuple[str, str], float]
+"""What machines cost now as spot, in USD per hour, by type and zone."""
+
+log = logging.getLogger(__name__)
+
+
+def machine_of(kind: Mapping[str, Any], region: str) -> tuple[Offer, frozenset[str]] | None:
+    """Read what DescribeInstanceTypes says: an offer without a price, and how it is sold. None for chips that we do not know and for parts of a chip."""
+    chip = _chip(kind)
+    if chip is None:
+        return None
+    accelerator, accelerators, accelerator_memory_gb = chip
+    offer = Offer(
+        provider="aws",
+        instance_type=kind["InstanceType"],
+        region=region,
+        price_per_hour=0.0,
+        vcpus=kind["VCpuInfo"]["DefaultVCpus"],
+        memory_gb=kind["MemoryInfo"]["SizeInMiB"] * MIB / GB,
+        accelerator=accelerator,
+        accelerators=accelerators,
+        accelerator_memory_gb=accelerator_memory_gb,
+        architecture="arm64" if "arm64" in kind["ProcessorInfo"]["SupportedArchitectures"] else "x86_64",
+        form_factor="SXM" if kind["InstanceType"].startswith("p") and accelerator in SXM else None,
+    )
+    return offer, frozenset(kind.get("SupportedUsageClasses", []))
+
+
+def _chip(kind: Mapping[str, Any]) -> tuple[str | None, int, float | None] | None:
+    """Name, number and memory of a type's chips: no name where it has none, None where they are not ours to offer.
+
+    The memory is the catalogue's size that is nearest to what AWS tells: 22888 MiB are the L4's 24 GB, p4d and p4de are both "A100", and the 524288 MiB of
+    a Trainium2 are wrong altogether (fact sheet, 1.2).
+    """
+    devices = [*(kind.get("GpuInfo") or {}).get("Gpus", []), *(kind.get("NeuronInfo") or {}).get("NeuronDevices", [])]
+    name, count = UNTOLD_CHIPS.get(kind["InstanceType"], ("", 0))
+    if devices:
+        name, count = str(devices[0]["Name"]), int(devices[0].get("Count") or 0)
+    elif not count:
+        return None if any(kind.get(other) for other in OTHER_DEVICES) else (None, 0, None)
+    try:
+        chip = find(name)
+    except BadRequest:
+        return None
+    told = (devices[0].get("MemoryInfo", {}).get("SizeInMiB", 0) if devices else 0) * MIB / GB
+    return (chip.name, count, min(chip.memory_gb, key=lambda size: abs(size - told))) if count else None
+
+
+def sold_as(offer: Offer, classes: frozenset[str], price: float | None, spot: Collection[float]) -> list[Offer]:
+    """Return the offers of one type of machine: on demand if that has a price, and spot at each of the prices given (`spread`)."""
+    sold: list[Offer] = []
+    if price is not None and "on-demand" in classes:
+        sold.append(offer.model_copy(update={"price_per_hour": price, "on_demand_price_per_hour": price}))
+    for cost in sorted(spot):
+        if price is not None and cost >= NO_SPOT_POOL * price:
+            log.debug("spot %s costs $%g of $%g in %s: there is little to be had", offer.instance_type, cost, price, offer.region)
+        dear = price if price is not None and price >= cost else None  # an estimate from another region may be too low
+        sold.append(offer.model_copy(update={"is_spot": True, "price_per_hour": cost, "on_demand_price_per_hour": dear}))
+    return sold
+
+
+def billed_beside(disk_gb: float, *, has_chips: bool, is_public: bool) -> tuple[Extra, ...]:
+    """Return what is billed beside a machine: its disk and its public address. Prices are those of us-east-1; other regions' disks cost up to twice as much.
+
+    Neither traffic, of which nobody knows how much there will be, nor kept images, which outlive machines.
+    """
+    disk_gb = max(disk_gb, LEAST_CHIP_DISK_GB) if has_chips else disk_gb
+    disk = by_month("disk", disk_gb * GP3_USD_PER_GB_MONTH, "AWS's price page of EBS: gp3 in us-east-1, $0.08 per GB and month", "2026-11-22")
+    return (disk, PUBLIC_IPV4) if is_public else (disk,)
+
+
+def spread(prices: Iterable[float], share: float) -> list[float]:
+    """Return at which prices pools of one type are sold: those that are within a share of the cheapest together, at the price of the dearest of them.
+
+    >>> spread([0.31, 0.2, 0.22, 0.3], 0.1)
+    [0.22, 0.31]
+    """
+    sold: list[float] = []
+    cheapest = 0.0
+    for price in sorted(set(prices)):
+        if sold and price <= cheapest * (1 + share):
+            sold[-1] = price
+        else:
+            sold.append(price)
+            cheapest = price
+    return sold
+
+
+def with_others(sold: Sequence[Offer], spot: Mapping[str, Collection[float]], alike: Mapping[str, Hashable]) -> list[Offer]:
+    """Give each spot offer the types that do as well for no more money, the cheapest ones. All of `sold` fulfil the wish; `spot` has what each type costs.
+
+    As well: the same chips, and whatever `alike` says of a type: machines of one pool must fit together, and be prepared from the same image.
+    """
+
+    def kin(offer: Offer) -> Hashable:
+        return offer.region, offer.accelerator, offer.accelerators, offer.accelerator_memory_gb, offer.form_factor, alike.get(offer.instance_type)
+
+    types: dict[Hashable, dict[str, float]] = {}
+    for offer in sold:
+        if offer.is_spot:
+            types.setdefault(kin(offer), {})[offer.instance_type] = min(spot[offer.instance_type])
+    cheapest = {key: sorted(some, key=lambda name: (some[name], name))[: MOST_OTHER_TYPES + 1] for key, some in types.items()}
+
+    def widened(offer: Offer) -> Offer:
+        key = kin(offer)
+        others = [name for name in cheapest[key] if name != offer.instance_type and types[key][name] <= offer.price_per_hour]
+        return offer.model_copy(update={"or_types": tuple(others[:MOST_OTHER_TYPES])}) if others else offer
+
+    return [widened(offer) if offer.is_spot else offer for offer in sold]
+
+
+def prices_of(account: Account, region: str, types: Sequence[str]) -> dict[str, float]:
+    """Return prices on demand, USD per hour: of the price list if it may be asked, else of our table."""
+    table = {name: PRICES[name] for name in types if name in PRICES}
+    if not types:
+        return table
+    few = len(types) <= MOST_PRICED_ONE_BY_ONE
+    try:
+        products = each(types, lambda name: _products(account, region, instanceType=name)) if few else [_products(account, region)]
+    except SkywardError as error:
+        log.info("AWS's price list cannot be asked, our own table of %s stands in: %s", REGION, error)
+        return table
+    return {name: price for some in products for item in some for name, price in _listed(json.loads(item))}
+
+
+def _products(account: Account, region: str, **wish: str) -> list[str]:
+    # locations have other names than regions, but for `regionCode`
+    wanted = {"regionCode": region, "operatingSystem": "Linux", "tenancy": "Shared", "preInstalledSw": "NA", "capacitystatus": "Used", **wish}
+    filters = [{"Type": "TERM_MATCH", "Field": name, "Value": value} for name, value in wanted.items()]
+    return account.pages("us-east-1", "pricing", "get_products", "PriceList", ServiceCode="AmazonEC2", Filters=filters)
+
+
+def _listed(item: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield type and price of a product, if it has one by the hour. Local Zones, which cost more, and Capacity Blocks are products of their own."""
+    attributes = item["product"]["attributes"]
+    if attributes.get("locationType", "AWS Region") != "AWS Region" or attributes.get("marketoption", "OnDemand") != "OnDemand":
+        return
+    for term in item.get("terms", {}).get("OnDemand", {}).values():
+        for dimension in term["priceDimensions"].values():
+            if (price := number(dimension["pricePerUnit"].get("USD"))) and dimension.get("unit", "Hrs") == "Hrs":
+                yield attributes["instanceType"], price
+
+
+def spot_prices(account: Account, region: str, types: Sequence[str]) -> Prices:
+    """Return what types cost now as spot, in USD per hour, by type and zone; Local Zones and the like left out."""
+    chunks = [types[start : start + PAGE] for start in range(0, len(types), PAGE)]
+
+    def ask(chunk: Sequence[str]) -> list[dict[str, Any]]:
+        return account.pages(
+            region,
+            "ec2",
+            "describe_spot_price_history",
+            "SpotPriceHistory",
+            InstanceTypes=list(chunk),
+            ProductDescriptions=["Linux/UNIX"],
+            StartTime=datetime.now(UTC),
+        )
+
+    found: dict[tuple[str, str], tuple[datetime, float]] = {}
+    for entry in (entry for entries in each(chunks, ask) for entry in entries):
+        place, price = (entry["InstanceType"], entry["AvailabilityZone"]), number(entry["SpotPrice"])
+        is_usual = re.fullmatch(rf"{re.escape(region)}[a-z]", entry["AvailabilityZone"])
+        if is_usual and price and (place not in found or found[place][0] < entry["Timestamp"]):
+            found[place] = (entry["Timestamp"], price)
+    return {place: price for place, (_, price) in found.items()}

@@ -1,0 +1,342 @@
+"""Where a pool's machines may come from: what several providers sell, made into candidates, the cheapest first.
+
+    providers --ask--> what each sells, or why it could not be asked --candidates--> candidates and refusals --order--> those that failed of late go later
+
+A candidate is one provider, region and type for all machines of the pool, on-demand ones at the lower ranks if it is mixed. Only `ask` has effects.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from heapq import nsmallest
+
+from skyward_core.concurrency.threads import side_by_side
+from skyward_core.errors import (
+    BadRequest,
+    BudgetExceeded,
+    CredentialsError,
+    NoCapacity,
+    OfferGone,
+    ProviderFailed,
+    QuotaExceeded,
+    RateLimited,
+    Refusal,
+    SkywardError,
+)
+from skyward_core.ledger.rows import Attempt
+from skyward_core.machines import spot
+from skyward_core.machines.offers import Offer, Requirements, describe, matches, why_none
+from skyward_core.providers.base import Provider, Sale
+from skyward_core.spec import PoolSpec
+
+MOST_CANDIDATES = 200
+"""Each try takes seconds: nobody waits for more."""
+MOST_TOLD = 20
+FAILURES_TO_REST = 3
+"""So many pools in a row at which a candidate has failed, and it is put aside."""
+COUNTED = frozenset(kind.__name__ for kind in (NoCapacity, QuotaExceeded, RateLimited, ProviderFailed))
+"""What says something to the next who asks: wrong wishes and credentials, and money that is out, are the asker's own; an offer that is gone is one of many."""
+SAME_TO_BE_OURS = 3
+"""So many candidates refuse with the same words that may be about the request: the others would say the same."""
+WORTH_A_REST = 1.5
+"""What rests goes behind what costs at most so many times as much: to ask in vain costs a second, a dearer machine costs money for as long as it runs."""
+FIRST_REST_SECONDS, LONGEST_REST_SECONDS = 60.0, 1800.0
+MEMORY_SECONDS = 3600.0
+"""How far back attempts are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sold:
+    """What one provider sells, and to whom; or why it could not be asked. `seconds` is how long that took."""
+
+    provider: Provider
+    offers: tuple[Offer, ...] = ()
+    account: str = ""
+    error: SkywardError | None = None
+    seconds: float = 0.0
+    unasked: Mapping[str, SkywardError] = field(default_factory=dict[str, SkywardError])
+    """Its regions that could not be asked, if others could."""
+
+    @property
+    def errors(self) -> tuple[SkywardError, ...]:
+        """Why it, or a part of it, could not be asked."""
+        return (*self.unasked.values(), *([self.error] if self.error is not None else []))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Machines of one offer: `count` from rank `first_rank` on."""
+
+    offer: Offer
+    count: int
+    first_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to rent all machines of a pool. `account` is whose they would be, in the provider's words."""
+
+    provider: Provider
+    account: str
+    parts: tuple[Part, ...]
+
+    @property
+    def price_per_hour(self) -> float:
+        """What all machines cost with all that is billed beside them, in USD."""
+        return sum(part.offer.total_per_hour * part.count for part in self.parts)
+
+    @property
+    def region(self) -> str:
+        """Where they are."""
+        return self.parts[0].offer.region
+
+    @property
+    def keys(self) -> frozenset[Key]:
+        """What attempts at it are known by."""
+        return frozenset(key_of(part.offer) for part in self.parts)
+
+
+type Key = tuple[str, str, str, bool]
+"""Provider, region, type and whether it is spot."""
+
+
+def key_of(thing: Offer | Attempt) -> Key:
+    """Return what tells an offer from others in what is remembered of attempts."""
+    return thing.provider, thing.region, thing.instance_type, thing.is_spot
+
+
+def ask(providers: Sequence[Provider], want: Requirements, clock: Callable[[], float] = time.monotonic) -> list[Sold]:
+    """Ask all providers at once what they sell, and whose account it is; the answers in the order of the providers.
+
+    An error of ours that is about one provider is kept with it, to hide no other: an outage, refused credentials, a wish or a setting that it cannot do.
+    """
+    return side_by_side(lambda provider: _asked(provider, want, clock), providers, "skyward-offers", len(providers))
+
+
+def _asked(provider: Provider, want: Requirements, clock: Callable[[], float]) -> Sold:
+    began = clock()
+    try:
+        account = provider.account()
+        offers = provider.offers(want)
+        return Sold(provider, tuple(offers), account, seconds=clock() - began, unasked=offers.unasked if isinstance(offers, Sale) else {})
+    except (BadRequest, CredentialsError, NoCapacity, ProviderFailed) as error:
+        return Sold(provider, error=error, seconds=clock() - began)
+
+
+def candidates(spec: PoolSpec, sold: Iterable[Sold]) -> tuple[list[Candidate], list[Refusal]]:
+    """Return the ways to rent what the spec asks for, cheapest first and then the smallest, and for each provider that has none the reason.
+
+    Without a strategy, and with "if-available", a type that is sold both ways is a candidate both ways. Raises BadRequest if spot is demanded, all have
+    answered, and nobody ever sells it.
+    """
+    want = spec.requirements
+    found: list[Candidate] = []
+    refusals: list[Refusal] = []
+    has_offers = may_be_sold = False
+    for one in sold:
+        may_be_sold |= bool(one.errors) or one.provider.may_sell_spot(want)
+        refusals += not_asked(one)
+        good = [offer for offer in one.offers if matches(offer, want) is None]
+        if one.error is not None:
+            continue
+        if not good:
+            why = NoCapacity(f"nothing fits {describe(want)}: {why_none(one.offers, want)}")
+            refusals.append(refusal(one.provider, None, why, one.seconds))
+        else:
+            has_offers = True
+            ways = _of_one_size(_ways(spec, _groups(good)), want)
+            found += [Candidate(one.provider, one.account, _parts(group, *counts)) for group, counts in nsmallest(MOST_CANDIDATES, ways, key=_weight)]
+            if not ways:
+                why = "it has no spot machine free" if one.provider.may_sell_spot(want) else "it sells no spot machine"
+                refusals.append(refusal(one.provider, None, NoCapacity(f"{why} that fits {describe(want)}"), one.seconds))
+    if has_offers and not found and not may_be_sold:
+        spot.split(spec.spot, spec.nodes, spot_sold=False)
+    return sorted(found, key=lambda candidate: _total(candidate.parts))[:MOST_CANDIDATES], refusals
+
+
+type _Group = Mapping[bool, Offer]
+"""Offers of one type in one region, by whether they are spot."""
+
+
+def _groups(offers: Iterable[Offer]) -> list[_Group]:
+    """The cheapest of each type and region together, and each dearer one alone: a market has one type at many prices, and few machines at each."""
+    groups: dict[tuple[str, str], dict[bool, Offer]] = {}
+    dearer: list[_Group] = []
+    for offer in offers:
+        group = groups.setdefault((offer.region, offer.instance_type), {})
+        known = group.get(offer.is_spot)
+        if known is None or offer.total_per_hour < known.total_per_hour:
+            group[offer.is_spot] = offer
+        if known is not None:
+            dearer.append({offer.is_spot: known if offer.total_per_hour < known.total_per_hour else offer})
+    return [*groups.values(), *dearer]
+
+
+type _Way = tuple[_Group, tuple[int, int]]
+"""A group, and how many of the machines are on demand and how many spot."""
+
+
+def _ways(spec: PoolSpec, groups: Iterable[_Group]) -> list[_Way]:
+    """The ways to rent all machines from one type in one region."""
+    counts = {has_spot: _counts(spec, has_spot=has_spot) for has_spot in (False, True)}
+    return [
+        (group, (on_demand, spot_nodes))
+        for group in groups
+        for on_demand, spot_nodes in counts[True in group]
+        if not (on_demand and False not in group) and not (spot_nodes and True not in group)
+    ]
+
+
+def _counts(spec: PoolSpec, *, has_spot: bool) -> list[tuple[int, int]]:
+    """How many on demand and how many spot, as the strategy has it; both kinds where it leaves the choice."""
+    try:
+        counts = [spot.split(spec.spot, spec.nodes, spot_sold=has_spot)]
+    except BadRequest:
+        return []
+    is_free = spec.spot is None or isinstance(spec.spot, spot.IfAvailable)
+    return list(dict.fromkeys([*counts, (spec.nodes, 0)])) if is_free else counts
+
+
+def _of_one_size(ways: list[_Way], want: Requirements) -> list[_Way]:
+    """Leave out what has more chips than the fewest that one provider sells, unless it costs no more: who asks for one H100 does not want to pay for eight.
+
+    A type that is asked for by its name is what it is.
+    """
+    if want.accelerator is None or want.instance_type is not None or not ways:
+        return ways
+    chips = [(group[False] if False in group else group[True]).accelerators for group, _ in ways]
+    fewest = min(chips)
+    if max(chips) == fewest:
+        return ways
+    dearest = max(_price(way) for way, number in zip(ways, chips, strict=True) if number == fewest)
+    return [way for way, number in zip(ways, chips, strict=True) if number == fewest or _price(way) <= dearest]
+
+
+def _price(way: _Way) -> float:
+    """What all machines cost: no more than a product or two, for there may be fifty thousand."""
+    group, (on_demand, spot_nodes) = way
+    return (group[False].total_per_hour * on_demand if on_demand else 0.0) + (group[True].total_per_hour * spot_nodes if spot_nodes else 0.0)
+
+
+def _parts(group: _Group, on_demand: int, spot_nodes: int) -> tuple[Part, ...]:
+    parts = (Part(group[False], on_demand, 0) if on_demand else None, Part(group[True], spot_nodes, on_demand) if spot_nodes else None)
+    return tuple(part for part in parts if part is not None)
+
+
+def _weight(way: _Way) -> tuple[float, float, float]:
+    """What a way is ranked by: the price of all machines, then their size."""
+    group, (on_demand, spot_nodes) = way
+    if not (on_demand and spot_nodes):  # nearly always: fifty thousand of them are weighed in a tenth of a second
+        offer, count = group[bool(spot_nodes)], on_demand or spot_nodes
+        return offer.total_per_hour * count, offer.vcpus * count, offer.memory_gb * count
+    return _total(_parts(group, on_demand, spot_nodes))
+
+
+def _total(parts: Iterable[Part]) -> tuple[float, float, float]:
+    columns = ((part.offer.total_per_hour * part.count, part.offer.vcpus * part.count, part.offer.memory_gb * part.count) for part in parts)
+    price, vcpus, memory = (sum(column) for column in zip(*columns, strict=True))
+    return price, vcpus, memory
+
+
+def resting(attempts: Iterable[Attempt], now: datetime, nodes: int = 1) -> dict[Key, datetime]:
+    """Return until when each candidate that has failed again and again is put aside: from its last failure on, twice as long with each further one.
+
+    Attempts in any order. Each pool counts once, however stubbornly it asks, and only if it wanted no more than `nodes` machines: that sixty-four are not to be
+    had says nothing of one. A success of anybody ends it.
+    """
+    failures: dict[Key, dict[str, datetime]] = {}
+    for attempt in sorted(attempts, key=lambda attempt: attempt.at):
+        if not attempt.error:
+            failures.pop(key_of(attempt), None)
+        elif attempt.error in COUNTED and attempt.nodes <= nodes:
+            failures.setdefault(key_of(attempt), {})[attempt.pool_id] = attempt.at
+    ends = {
+        key: max(times.values()) + timedelta(seconds=min(FIRST_REST_SECONDS * 2 ** (len(times) - FAILURES_TO_REST), LONGEST_REST_SECONDS))
+        for key, times in failures.items()
+        if len(times) >= FAILURES_TO_REST
+    }
+    return {key: until for key, until in ends.items() if until > now}
+
+
+def order(found: Sequence[Candidate], rest: Mapping[Key, datetime]) -> list[Candidate]:
+    """Put those that rest, in their own order, behind what costs little more (WORTH_A_REST): they are not left out, for somebody wants these machines now."""
+
+    def rank(candidate: Candidate) -> tuple[float, bool]:
+        rests = bool(candidate.keys & rest.keys())
+        return candidate.price_per_hour * (WORTH_A_REST if rests else 1.0), rests
+
+    return sorted(found, key=rank) if rest else list(found)
+
+
+def may_come(providers: Iterable[Provider], found: Sequence[Candidate], want: Requirements, errors: Iterable[SkywardError]) -> bool:
+    """Whether it is worth asking again in a moment: somebody had none or did not answer, or would list spot machines if one were free."""
+    if any(isinstance(error, (NoCapacity, ProviderFailed, OfferGone)) for error in errors):
+        return True
+    return any(provider.may_sell_spot(want) and all(one.provider is not provider for one in found) for provider in providers)
+
+
+def is_sold_as_spot(one: Candidate, found: Iterable[Candidate]) -> bool:
+    """Whether the same type in the same region is among the candidates as a spot machine too, or is one."""
+    kinds = {key_of(part.offer)[:3] for part in one.parts}
+    return any(key_of(part.offer)[:3] in kinds and part.offer.is_spot for other in found if other.provider is one.provider for part in other.parts)
+
+
+def refusal(provider: Provider, offer: Offer | None, error: SkywardError, seconds: float) -> Refusal:
+    """Return what is kept of a candidate that was not taken; without an offer it is the provider as a whole."""
+    return Refusal(
+        provider=provider.name,
+        region="" if offer is None else offer.region,
+        instance_type="" if offer is None else offer.instance_type,
+        spot=False if offer is None else offer.is_spot,
+        error=type(error).__name__,
+        code=error.code,
+        message=str(error).partition("\n")[0],
+        seconds=seconds,
+    )
+
+
+def not_asked(one: Sold) -> list[Refusal]:
+    """Return what is kept of a provider that could not be asked, or of regions of it."""
+    whole = [] if one.error is None else [refusal(one.provider, None, one.error, one.seconds)]
+    return [*(replace(refusal(one.provider, None, error, one.seconds), region=region) for region, error in one.unasked.items()), *whole]
+
+
+def none_left(want: Requirements, nodes: int, refusals: Sequence[Refusal], errors: Sequence[SkywardError]) -> SkywardError:
+    """Return what to raise when all candidates have refused: the error of one that was alone, the kind that all have, or NoCapacity; with all reasons.
+
+    BudgetExceeded if nothing but the money is in the way of whatever fits.
+    """
+    if len(refusals) == 1 and len(errors) == 1:
+        error = errors[0]
+    else:
+        told = [str(one) for one in refusals[:MOST_TOLD]]
+        more = [f"and {len(refusals) - MOST_TOLD} others"] if len(refusals) > MOST_TOLD else []
+        error = _all_of_a_kind(f"nobody rents out {nodes} x {describe(want)}:\n  " + "\n  ".join([*told, *more]), errors, len(refusals))
+        error.code = errors[-1].code if errors else ""
+    if isinstance(error, NoCapacity):
+        error.refusals = tuple(refusals)
+    return error
+
+
+def own_mistake(errors: Sequence[SkywardError], least: int = SAME_TO_BE_OURS) -> BadRequest | None:
+    """Return what to raise if the last refusals, so many, are the same one and may be about the request (`NoCapacity.mistake`): then they are about that."""
+    last = errors[-least:]
+    mistakes = {error.mistake if isinstance(error, NoCapacity) else "" for error in last}
+    if not last or len(last) < least or len(mistakes) > 1 or "" in mistakes:
+        return None
+    return BadRequest(f"said of {len(last)} offers that are in stock, so it is the request: {last[-1]}").coded(last[-1].code)
+
+
+def _all_of_a_kind(message: str, errors: Sequence[SkywardError], refusals: int) -> SkywardError:
+    """The error with this message that has the class of all these; some refusals may have none."""
+    last = errors[-1] if errors else None
+    kinds = {type(error) for error in errors}
+    if isinstance(last, BudgetExceeded) and len(kinds) == 1:
+        return BudgetExceeded(message, last.account, last.left_usd)
+    if last is None or len(errors) < refusals:
+        return NoCapacity(message)
+    kind = type(last) if len(kinds) == 1 else BadRequest if all(isinstance(error, BadRequest) for error in errors) else NoCapacity
+    return kind(message)

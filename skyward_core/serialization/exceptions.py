@@ -1,0 +1,320 @@
+"""How an exception travels from a node to its caller: as its own class, with all that can travel of it.
+
+Each part is pickled by itself: the class, each argument, each attribute. A socket among them stays where it is, and a tensor that cannot be loaded here
+is left out; a note of the exception names both. It is made here without running its `__init__`, unless its class says how it is pickled. Its cause,
+its context and the members of a group travel in the same way.
+
+What remains is `RemoteError`: for a class that cannot be loaded here, and for those that would end or cancel the caller's own program.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, cast
+
+from skyward_core.errors import RemoteError
+from skyward_core.serialization import exception_state, pickling
+from skyward_core.serialization.exception_state import State
+from skyward_core.serialization.pickling import Pickled
+from skyward_core.serialization.unpicklable import one_line
+
+DEEPEST = 50
+"""Causes of causes, and groups in groups, beyond which an exception is told by its text."""
+MESSAGE_CHARACTERS = 10_000
+CONTROL = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
+"""They would end or cancel the caller, to whom nothing of the kind has happened."""
+
+
+class RemoteTraceback(Exception):
+    """Carries the traceback of the node as text, so that it is printed above the exception."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class Link(NamedTuple):
+    """Stands for an exception, or (`of`) a list or tuple of exceptions, by their places in the table."""
+
+    places: tuple[int, ...]
+    of: type | None = None
+
+
+class Absent(NamedTuple):
+    """Stands for a value that could not travel."""
+
+    text: str
+    reason: str
+
+
+type Piece = Pickled | Link | Absent
+
+
+class Raised(NamedTuple):
+    """One exception in parts. `kind` is its class, `own` the whole of it in its class's own way, if it has one that works; `members` are those of a group."""
+
+    name: str
+    message: str
+    kind: Pickled | None
+    own: Pickled | None = None
+    args: tuple[Piece, ...] = ()
+    attributes: Mapping[str, Piece] = {}
+    fields: Mapping[str, Piece] = {}
+    notes: tuple[str, ...] = ()
+    members: tuple[str, tuple[int, ...]] | None = None
+    cause: int | None = None
+    context: int | None = None
+    is_context_hidden: bool = False
+
+
+class Carried(NamedTuple):
+    """An exception, the first of the table, and all those that it refers to."""
+
+    table: tuple[Raised, ...]
+
+
+# ── on the node ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def pack(error: BaseException, clean: Callable[[Any], Any] = lambda value: value) -> Pickled:
+    """Pickle an exception and what it refers to; what cannot travel is left out. `clean` takes what must not travel out of a text or a collection."""
+    packing = _Packing(clean)
+    packing.place_of(error)
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(Carried(tuple(cast("list[Raised]", packing.table))), protocol=5, buffer_callback=buffers.append)
+    return Pickled(data, tuple(buffer.raw() for buffer in buffers))
+
+
+class _Packing:
+    def __init__(self, clean: Callable[[Any], Any]) -> None:
+        self._clean = clean
+        self.table: list[Raised | None] = []
+        self._places: dict[int, int] = {}
+        self._depth = 0
+
+    def place_of(self, error: BaseException) -> int:
+        """Take an exception in, if it is not there, and return its place."""
+        if id(error) not in self._places:
+            place = self._places[id(error)] = len(self.table)
+            self.table.append(None)
+            self._depth += 1
+            self.table[place] = self._raised(error) if self._depth <= DEEPEST else Raised(name_of(type(error)), text_of(error, self._clean), None)
+            self._depth -= 1
+        return self._places[id(error)]
+
+    def _raised(self, error: BaseException) -> Raised:
+        kind = type(error)
+        state = exception_state.state_of(error)
+        members = None
+        if isinstance(error, BaseExceptionGroup):
+            group = cast("BaseExceptionGroup[BaseException]", error)
+            members = (self._clean(str(group.message)), tuple(map(self.place_of, group.exceptions)))
+        return Raised(
+            name_of(kind),
+            text_of(error, self._clean),
+            _picked(kind),
+            self._in_its_own_way(error),
+            tuple(map(self._piece, state.args)),
+            {name: self._piece(value) for name, value in state.attributes.items()},
+            {name: self._piece(value) for name, value in state.fields.items() if not (members and name in ("message", "exceptions"))},
+            tuple(map(self._clean, state.notes)),
+            members,
+            None if error.__cause__ is None else self.place_of(error.__cause__),
+            None if error.__context__ is None else self.place_of(error.__context__),
+            error.__suppress_context__,
+        )
+
+    def _in_its_own_way(self, error: BaseException) -> Pickled | None:
+        """Pickle an exception as its class says; None if it says nothing, or if that does not work."""
+        kind = type(error)
+        if not exception_state.is_from_python(kind) or not (exception_state.has_own_way(kind) or not _can_be_bare(error)):
+            return None
+        with suppress(Exception):
+            pickled = pickling.dumps_or_raise(error)
+            if type(pickling.loads(pickled)) is kind:
+                return pickled
+        return None
+
+    def _piece(self, value: Any) -> Piece:
+        value = self._clean(value)
+        if isinstance(value, BaseException):
+            return Link((self.place_of(value),))
+        if type(value) in (list, tuple) and value and all(isinstance(item, BaseException) for item in value):
+            return Link(tuple(map(self.place_of, value)), cast("type[Any]", type(value)))
+        try:
+            return pickling.dumps_or_raise(value)
+        except Exception as failure:
+            return Absent(self._clean(_safely(repr, value)), one_line(failure, self._clean))
+
+
+def _picked(kind: type[BaseException]) -> Pickled | None:
+    with suppress(Exception):
+        return pickling.dumps_or_raise(kind)
+    return None
+
+
+def _can_be_bare(error: BaseException) -> bool:
+    try:
+        if isinstance(error, BaseExceptionGroup):
+            exception_state.make(type(error), "", [ValueError()])  # pyright: ignore[reportUnknownArgumentType]
+        else:
+            exception_state.make(type(error))
+    except TypeError:
+        return False
+    return True
+
+
+# ── at the caller ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def unpack(data: Any, buffers: Sequence[Any], node: int, text: str) -> BaseException:
+    """Rebuild an exception that was raised on a node, whose traceback there is `text`. Raises whatever is wrong with the data."""
+    carried = pickling.loads(data, buffers)
+    return _Rebuilding(cast(Carried, carried).table, node, text).result()
+
+
+def remote_error(node: int, text: str, name: str = "", message: str = "", reason: str = "") -> RemoteError:
+    """Return the error for an exception that stays on its node: what it is comes first, its traceback after."""
+    last = next((line for line in reversed(text.splitlines()) if line.strip()), "")
+    first = _headline(name, message) if name else last or "an unknown exception"
+    return RemoteError(f"{first} (raised on node {node}; {reason or 'it cannot be rebuilt here'})", text, name)
+
+
+class _Rebuilding:
+    def __init__(self, table: Sequence[Raised], node: int, text: str) -> None:
+        self._table = table
+        self._node = node
+        self._text = text
+        self._made: dict[int, BaseException] = {}
+        self._is_whole: set[int] = set()
+        """Places of those that came in their class's own way, or are RemoteErrors: nothing is put into them."""
+
+    def result(self) -> BaseException:
+        """Return the exception, with the traceback of the node at the end of its chain of causes."""
+        for place in range(len(self._table)):
+            self._make(place)
+        for place, raised in enumerate(self._table):
+            self._fill(place, raised)
+        error, raised = self._made[0], self._table[0]
+        if isinstance(error, CONTROL):
+            return remote_error(self._node, self._text, raised.name, raised.message, "it is not raised here, where it would end the program that waits")
+        if isinstance(error, RemoteError) and 0 in self._is_whole and raised.name != name_of(RemoteError):
+            return error
+        _set(_first_cause(error), "__cause__", RemoteTraceback(self._text))
+        exception_state.add_note(error, f"raised on node {self._node} of the pool; its traceback there is the cause shown above")
+        return error
+
+    def _make(self, place: int) -> BaseException:
+        if place not in self._made:
+            self._made[place] = self._new(place, self._table[place])
+        return self._made[place]
+
+    def _new(self, place: int, raised: Raised) -> BaseException:
+        reason = "it cannot be rebuilt here"
+        try:
+            kind = pickling.loads(raised.kind) if raised.kind is not None else None
+            if isinstance(kind, type) and issubclass(kind, BaseException):
+                if (whole := _in_its_own_way(raised, kind)) is not None:
+                    self._is_whole.add(place)
+                    return whole
+                if raised.members is not None:
+                    message, places = raised.members
+                    return exception_state.make(kind, message, [self._make(member) for member in places])
+                return exception_state.make(kind)
+        except Exception as failure:  # importing its module, or its metaclass, runs anybody's code
+            reason = f"its class cannot be loaded here: {one_line(failure)}"
+        self._is_whole.add(place)
+        return remote_error(self._node, self._text if place == 0 else "", raised.name, raised.message, reason)
+
+    def _fill(self, place: int, raised: Raised) -> None:
+        error = self._made[place]
+        losses: list[str] = []
+        if place not in self._is_whole:
+            args = tuple(self._value(f"args[{index}]", piece, losses, in_its_place=_text_in_place_of(piece)) for index, piece in enumerate(raised.args))
+            exception_state.fill(error, State(args, self._values(raised.attributes, losses), self._values(raised.fields, losses), ()))
+        for note in raised.notes:
+            if note not in object.__getattribute__(error, "__dict__").get("__notes__", ()):
+                exception_state.add_note(error, note)
+        if losses:
+            exception_state.add_note(error, f"it has come without {', '.join(losses)}")
+        if place not in self._is_whole and text_of(error) != raised.message:
+            exception_state.add_note(error, f"on its node it says: {raised.message}")
+        if raised.context is not None:
+            _set(error, "__context__", self._made[raised.context])
+        if raised.cause is not None:
+            _set(error, "__cause__", self._made[raised.cause])
+        _set(error, "__suppress_context__", raised.is_context_hidden)
+
+    def _values(self, pieces: Mapping[str, Piece], losses: list[str]) -> dict[str, Any]:
+        values = {name: self._value(name, piece, losses, in_its_place=_missing) for name, piece in pieces.items()}
+        return {name: value for name, value in values.items() if value is not _missing}
+
+    def _value(self, name: str, piece: Piece, losses: list[str], in_its_place: object) -> Any:
+        match piece:
+            case Link(places, None):
+                return self._made[places[0]]
+            case Link(places, of):
+                return cast("type[Any]", of)(self._made[place] for place in places)
+            case Absent(_, reason):
+                losses.append(f"{name} ({reason})")
+                return in_its_place
+            case _:
+                try:
+                    return pickling.loads(piece)
+                except Exception as failure:  # of a type that is not installed here, or whose code raises
+                    losses.append(f"{name} ({one_line(failure)})")
+                    return in_its_place
+
+
+def _in_its_own_way(raised: Raised, kind: type[BaseException]) -> BaseException | None:
+    """Load an exception as its class wants it; None if that says nothing, or if its code fails here."""
+    if raised.own is not None:
+        with suppress(Exception):
+            whole = pickling.loads(raised.own)
+            return whole if type(whole) is kind else None
+    return None
+
+
+_missing = object()
+
+
+def _text_in_place_of(piece: Piece) -> str:
+    return piece.text if isinstance(piece, Absent) else "<not loaded>"
+
+
+def name_of(kind: type) -> str:
+    """Return the name of a class, with its module unless everybody has it."""
+    return kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def text_of(error: BaseException, clean: Callable[[str], str] = lambda text: text) -> str:
+    """Return what an exception says, whatever its class makes of it; `clean` before it is cut, so that no half of a secret is left."""
+    return clean(_safely(str, error))[:MESSAGE_CHARACTERS]
+
+
+def _safely(write: Callable[[Any], str], value: Any) -> str:
+    try:
+        return write(value)
+    except Exception as failure:
+        return f"<{type(value).__name__}, which does not say what it is: {type(failure).__name__}>"
+
+
+def _headline(name: str, message: str) -> str:
+    line = next((line for line in message.splitlines() if line.strip()), "")
+    return f"{name}: {line}" if line else name
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """Return the end of the chain of causes: what was there first."""
+    seen: set[int] = set()
+    while error.__cause__ is not None and id(error) not in seen:
+        seen.add(id(error))
+        error = error.__cause__
+    return error
+
+
+def _set(error: BaseException, name: str, value: object) -> None:
+    """Set an attribute also where the class refuses it, as a frozen dataclass does."""
+    BaseException.__setattr__(error, name, value)

@@ -1,0 +1,386 @@
+"""A pool that somebody else has opened: used, kept alive and left, but neither replaced in part nor paid for from here."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from skyward_core.concurrency.periodic import Beat
+from skyward_core.concurrency.threads import side_by_side
+from skyward_core.engine.certificates import PoolCertificate
+from skyward_core.engine.user_client import UserClient, user_client
+from skyward_core.errors import CallCrashed, CommandFailed, CredentialsError, HostKeyChanged, LeaseLost, LedgerError, NodeLost, SkywardError
+from skyward_core.events.events import CostFinal, SkywardEvent
+from skyward_core.events.queue import EventQueue
+from skyward_core.machines.instances import Lease, Node
+from skyward_core.transport.transport import Reaches
+from skyward_core.worker.private_folders import NotPrivate, check_private
+from skyward_core.worker.wire import Ending, Outcome, Output, Report
+
+if TYPE_CHECKING:
+    from skyward_core.engine.cluster import Cluster
+    from skyward_core.ledger.ledger import Ledger
+
+_log = logging.getLogger("skyward")
+KEY_BEGINS = "-----BEGIN "
+POLL_SECONDS = 0.2
+MOST_BEAT_SECONDS = 5.0
+GUARD_SECONDS = 2.0  # a node that was opened has had its guard for long
+JOIN_SECONDS = 5.0  # a worker that has crashed is back in one or two
+ALL_AT_ONCE = 1000
+FIRST_POLL_SECONDS = 0.01
+REPLACED_SECONDS = 300.0  # for which a broadcast waits for a lost node's successor
+RESUME_SECONDS = 2.0
+ENDED = frozenset({"ended", "cancelled", "lost"})
+
+
+class Attached:
+    """One attachment to an open pool; the counterpart of what the opener has. `start` and `stop` belong to the pool object."""
+
+    final: CostFinal | None = None
+    receipt: Mapping[str, Any] | None = None
+    why_ended: SkywardError | None = None
+
+    def __init__(self, lease: Lease, key: str | None, lease_seconds: float, retries: int, events: EventQueue) -> None:
+        self.lease = lease
+        self._key = key
+        self._key_in_memory: int | None = None
+        self.cluster: Cluster | None = None
+        self.user_client: UserClient | None = None
+        self.is_running = False
+        self.events = events
+        self._lease_seconds = lease_seconds
+        self._retries = retries
+        self._reaches = Reaches(lease_seconds, self.emit)
+        self._stopping = threading.Lock()
+        self._ended = threading.Event()
+        self._away: dict[int, float] = {}
+        """Since when nodes are not there, by rank."""
+        self._entry = KeptEntry(lease.pool_id, lease_seconds, events.log)
+        self._beats = [
+            Beat(name, min(MOST_BEAT_SECONDS, lease_seconds / 6), step, self._on_trouble)
+            for name, step in (("skyward-node-lease", self._keep_here), ("skyward-lease", self._entry.renew), ("skyward-clock", self._look))
+        ]
+        """One thread each: a scheduler that does not answer, or a ledger, holds up no sign of life for the nodes."""
+
+    def emit(self, event: SkywardEvent) -> int:
+        """Put an event on its way to the callbacks; return its number in `events`."""
+        return self.events.put(event)
+
+    def start(self, timeout_seconds: float) -> None:
+        """Reach the nodes and connect; without those that are not there, but for the head, which has the scheduler and what it keeps.
+
+        Raises Unreachable, CredentialsError, HostKeyChanged or NodeLost; then nothing is left open.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        try:
+            if self._key is not None:
+                self.lease = self.lease.with_key(self._key_path(self._key))
+            settings = self._reach_all(deadline)
+            head = self._reaches.to(self.lease.nodes[0].instance)
+            certificate = PoolCertificate(settings["tls_certificate"], settings["tls_key"])
+            module = importlib.import_module("skyward_core.engine.cluster")
+            self.cluster = cluster = cast(
+                "Cluster", module.Cluster(self.lease, certificate, self._reaches, self.emit, self._retries, None, None, lambda: self.events.told)
+            )
+            cluster.start(head.address(self.lease.scheduler), deadline, lambda: None, min(JOIN_SECONDS, self._lease_seconds / 2))
+            for node in self.lease.nodes:
+                if node.rank and len(cluster.missing(node.rank)) == node.workers:
+                    cluster.forget(node.rank)
+                    self._go_on_without(node, "its workers are not in the pool")
+            for reach in self._reaches.all():
+                reach.opened()
+            cluster.watch(self)
+            self.user_client = user_client(lambda: head.address(self.lease.scheduler), certificate, lambda: cluster.client)
+            self.is_running = True
+        except BaseException as error:
+            self._leave("the pool could not be attached to")
+            if isinstance(error, NodeLost):
+                raise NodeLost(f"pool {self.lease.pool_id} is not there any more, or has another head than its lease tells of: {error}") from error
+            raise
+        self._entry.renew()
+        for beat in self._beats:
+            beat.start()
+
+    def _key_path(self, key: str) -> str:
+        """Return the path of a key that is given by its path or its text. The text stays in this process's memory: a kill leaves nothing of it on a disk."""
+        if KEY_BEGINS not in key:
+            return key
+        self._key_in_memory = os.memfd_create("skyward-key")
+        path = f"/proc/{os.getpid()}/fd/{self._key_in_memory}"
+        Path(path).write_text(key.strip() + "\n")
+        return path
+
+    def _reach_all(self, deadline: float) -> Mapping[str, Any]:
+        """Reach the head, then the others; return what the head was told by its opener.
+
+        Raises NodeLost if the head has ended, which its machine may outlive.
+        """
+        if not self.lease.nodes:
+            raise NodeLost("its lease names no node")
+        head, *others = self.lease.nodes
+        try:
+            self._reach(head, deadline - time.monotonic())
+            settings = json.loads(self._reaches.to(head.instance).read("settings.json"))
+            _refuse_anothers(head, settings)
+        except NotPrivate as error:
+            raise CredentialsError(f"the lease leads to a folder that another user can change, and is not followed: {error}") from error
+        except (CommandFailed, OSError) as error:
+            raise NodeLost("its head has ended, for the pool was closed, its lease has run out, or the head alone was lost") from error
+        seconds = (deadline - time.monotonic()) / 2  # what is left then is the scheduler's
+        for node, failure in zip(others, side_by_side(lambda node: self._why_out_of_reach(node, seconds), others, "skyward-attach", ALL_AT_ONCE), strict=True):
+            if failure is not None:
+                self._go_on_without(node, str(failure))
+        self._keep_here()
+        return settings
+
+    def _reach(self, node: Node, seconds: float) -> None:
+        if node.instance.endpoint is None:
+            _verify_folder(node)
+        self._reaches.to(node.instance).join(timeout_seconds=max(1.0, seconds), guard_seconds=GUARD_SECONDS)
+
+    def _why_out_of_reach(self, node: Node, seconds: float) -> Exception | None:
+        """Reach a node that is not the head; return why it cannot be reached. Raises what is wrong with our key, or with the host's."""
+        try:
+            self._reach(node, seconds)
+        except (CredentialsError, HostKeyChanged):
+            raise
+        except NotPrivate as error:
+            raise CredentialsError(f"the lease leads to a folder that another user can change, and is not followed: {error}") from error
+        except (SkywardError, OSError) as error:
+            self._reaches.forget(node.instance)
+            return error
+        return None
+
+    def _go_on_without(self, node: Node, why: str) -> None:
+        _log.warning("node %d of pool %s (%s) is not there, and the pool is attached to without it: %s", node.rank, self.lease.pool_id, node.instance.id, why)
+        self.lease = self.lease.model_copy(update={"nodes": tuple(other for other in self.lease.nodes if other is not node)})
+
+    def stop(self, reason: str) -> None:
+        """Leave; the pool lives on until its lease runs out."""
+        with self._stopping:
+            if not self.is_running:
+                return
+            self.is_running = False
+        self._leave(reason)
+
+    def release(self) -> None:
+        """Nothing to give back: the machines are their opener's."""
+
+    def _leave(self, reason: str) -> None:
+        self._ended.set()
+        for beat in self._beats:
+            beat.end()
+        try:
+            if self.user_client is not None:
+                self.user_client.close()
+            if self.cluster is not None:
+                self.cluster.leave(reason)
+        finally:
+            self._reaches.close()
+            self._entry.close()
+            if self._key_in_memory is not None:
+                os.close(self._key_in_memory)
+                self._key_in_memory = None
+            self.events.close()
+
+    def _on_trouble(self, error: Exception) -> None:
+        self.events.log(logging.ERROR, "pool %s could not be kept alive; it is tried again", self.lease.pool_id, error=error)
+
+    def _look(self) -> None:
+        """Let the nodes know whether there are calls, and give up waiting for a lost node whose place stays empty."""
+        self._reaches.is_busy = self.cluster is not None and self.cluster.has_work()
+        self._give_up_absent()
+
+    def _keep_here(self) -> None:
+        """Signs of life for nodes of this machine; over SSH each way sees to its own."""
+        for reach in self._reaches.here():
+            with contextlib.suppress(OSError):  # it has ended, which the cluster tells
+                reach.extend_lease(self._lease_seconds)
+
+    # ── what the cluster tells ───────────────────────────────────────────────────────────────────────────────────────
+
+    def joined(self, rank: int) -> None:
+        """Nodes come and go by their opener's doing."""
+        self._away.pop(rank, None)
+
+    def left(self, rank: int) -> None:
+        """Likewise."""
+        self._away.setdefault(rank, time.monotonic())
+
+    def _give_up_absent(self) -> None:
+        """A broadcast waits for the node in the place of a lost one, which only the opener can get: not without end."""
+        for rank, since in list(self._away.items()):
+            if self.cluster is not None and time.monotonic() - since > REPLACED_SECONDS:
+                self.cluster.give_up(NodeLost(f"node {rank} is lost, and the pool's opener has put none in its place"), rank)
+
+    def cut(self) -> None:
+        """The scheduler is out of reach: try to reach it again as long as the lease may live."""
+        threading.Thread(target=self._resume, name="skyward-resume", daemon=True).start()
+
+    def _resume(self) -> None:
+        assert self.cluster is not None
+        head = self._reaches.to(self.lease.nodes[0].instance)
+        since = time.monotonic()
+        error: Exception | None = None
+        while not self._ended.wait(POLL_SECONDS) and time.monotonic() - since < self._lease_seconds:
+            if head.is_connected:
+                try:
+                    self.cluster.resume(head.address(self.lease.scheduler), RESUME_SECONDS)
+                    return
+                except (SkywardError, OSError) as failure:
+                    error = failure
+        lost = NodeLost("the head of the pool is gone: its opener may have brought the cluster up anew, attach with the pool's present lease")
+        lost.__cause__ = error
+        self.cluster.give_up(lost)
+        self._ended.set()
+        for beat in self._beats:
+            beat.end()
+        self._reaches.close()  # nobody can use the nodes from here any more: their leases are not kept by this one
+
+
+def _verify_folder(node: Node) -> None:
+    """Refuse a node of this machine whose folder another user could have made or changed. Raises NotPrivate, or another OSError if it is not there."""
+    directory, instance_id = Path(node.instance.directory or ""), node.instance.id
+    if not directory.is_absolute() or directory.name != instance_id:
+        raise NotPrivate(f"{str(directory)!r} is not the folder of {instance_id!r}")
+    check_private(directory)
+
+
+def _refuse_anothers(head: Node, settings: Mapping[str, Any]) -> None:
+    if settings.get("instance_id") != head.instance.id or settings.get("pool_id") != head.instance.pool_id:
+        raise NodeLost(f"its head is {settings.get('instance_id')} of pool {settings.get('pool_id')} now")
+
+
+class DetachedCall[R]:
+    """A call that runs whether or not anybody waits for it. Made by `ComputePool.start_detached` and `detached_call`; safe to use from several processes."""
+
+    def __init__(self, call_id: str, cluster: Callable[[], Cluster]) -> None:
+        self.call_id = call_id
+        self._cluster = cluster
+        self._lock = threading.Lock()
+        self._number = 0
+        self._lines: list[str] = []
+        self._outcome: Outcome | None = None
+        self._node = 0
+        """The rank of the node that has told the outcome."""
+
+    def __repr__(self) -> str:
+        return f"<DetachedCall {self.call_id}>"
+
+    @property
+    def state(self) -> str:
+        """One of "waiting", "running", "ended" (with a result or an exception), "cancelled" and "lost" (with its node)."""
+        return str(self._look()["state"])
+
+    def log(self, offset: int = 0) -> list[str]:
+        """Return the lines that the call has written so far, from line number `offset` on. Those of an attempt that was lost stay."""
+        self._look()
+        return self._lines[offset:]
+
+    def result(self, timeout: float | None = None) -> R:
+        """Wait for the call to end; return its result or raise its exception. May be asked again, and by others.
+
+        Raises TimeoutError, NodeLost (its node was lost under it, or took the result along), CallCrashed and ResultNotLoaded.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pause = FIRST_POLL_SECONDS
+        while (known := self._look())["state"] not in ENDED or (known["state"] == "ended" and self._outcome is None):
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"call {self.call_id} is {known['state']} after {timeout} s")
+            time.sleep(pause)
+            pause = min(pause * 2, POLL_SECONDS)
+        if known["state"] == "lost":
+            raise NodeLost(f"call {self.call_id} was lost with its node: {known['reason']}")
+        if self._outcome is None:
+            raise CallCrashed(f"call {self.call_id} was cancelled before it began")
+        return cast(R, self._cluster().detached_value(self._outcome, self._node))
+
+    def cancel(self) -> None:
+        """Stop the call, or do not begin it. One that has ended stays as it is."""
+        self._cluster().cancel_detached(self.call_id)
+
+    def forget(self) -> None:
+        """Drop all there is of the call, its result too. One that runs is not stopped by it: `cancel` it first."""
+        self._look()
+        self._cluster().forget_detached(self.call_id, self._outcome)
+
+    def _look(self) -> Any:
+        """Ask what is new, and take it in."""
+        with self._lock:
+            known = self._cluster().detached_call(self.call_id, self._number)
+            if known["missed"]:
+                self._lines.append(f"[{known['missed']} messages were dropped: there were too many]")
+            for message in known["messages"]:
+                report: Report = pickle.loads(message)
+                for item in report.news:
+                    if isinstance(item, Output):
+                        self._lines.extend(line for text in item.lines for line in text.split("\n"))
+                    elif item.ending is not Ending.RETURNED:
+                        self._outcome, self._node = item, report.node
+            self._number = known["number"] + len(known["messages"])
+            return known
+
+
+class KeptEntry:
+    """The pool's entry in this process's ledger: whoever uses a pool keeps a sweep from taking it for dead.
+
+    A ledger that cannot be used is asked again at each beat; only its answer that it has no such pool, or that nobody may spend for it any more, is believed.
+    """
+
+    def __init__(self, pool_id: str, lease_seconds: float, log: Callable[..., object] = _log.log) -> None:
+        self._log = log
+        """Takes a level, a message and its arguments, and waits for no terminal."""
+        self._pool_id = pool_id
+        self._lease_seconds = lease_seconds
+        self._ledger: Ledger | None = None
+        self._is_known = False
+        self._is_told = False
+        self._is_over = False
+
+    def renew(self) -> None:
+        """Move the end of the pool's lease. Raises nothing."""
+        if self._is_over:
+            return
+        was_known = self._is_known
+        try:
+            ledger = self._opened()
+            if self._is_over:
+                return
+            self._is_known = was_known or ledger.pool(self._pool_id) is not None
+            if self._is_known:
+                ledger.renew(self._pool_id, datetime.now(UTC) + timedelta(seconds=self._lease_seconds))
+            else:
+                self.close()
+        except LeaseLost as error:
+            self._log(logging.ERROR, "%s", error)
+            self.close()
+        except LedgerError as error:  # the next beat tries again
+            level = logging.DEBUG if was_known or self._is_told else logging.WARNING
+            self._log(level, "pool %s is not kept alive in the ledger, and a sweep may take it for dead: %s", self._pool_id, error)
+            self._is_told = True
+        finally:
+            if self._is_over and self._ledger is not None:  # closed meanwhile, by who could not see what was being opened
+                self._ledger.close()
+
+    def _opened(self) -> Ledger:
+        if self._ledger is None:
+            module = importlib.import_module("skyward_core.ledger.ledger")
+            self._ledger = cast("Ledger", module.Ledger(module.default_url()))
+        return self._ledger
+
+    def close(self) -> None:
+        """Renew no more. May be called twice, and from another thread."""
+        self._is_over = True
+        if self._ledger is not None:
+            self._ledger.close()

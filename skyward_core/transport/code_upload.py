@@ -1,0 +1,165 @@
+"""What the nodes are sent: a copy of our own package, as this client runs it, so that both sides always speak the same language; and uv where there is none.
+
+This client's own uv is sent where it runs, elsewhere one of `image.uv_wheels`, which our uv fetches from the client's own index and checks by its hash.
+"""
+
+from __future__ import annotations
+
+import compileall
+import gzip
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import uuid
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import uv
+
+from skyward_core.errors import BadRequest
+from skyward_core.image.uv_wheels import VERSION, WHEELS, Wheel
+from skyward_core.paths import cache_places, first_private
+from skyward_core.worker.private_folders import NotPrivate
+
+PIECE_BYTES = 1 << 20
+PACKAGE = "skyward_core"
+FETCH_SECONDS = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """The copy as a tar.gz file, named by its content."""
+
+    name: str
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A file that is compressed with gzip, and how many bytes it has when it is not."""
+
+    path: Path
+    unpacked_bytes: int
+
+
+_making = threading.Lock()
+"""Threads that ask at once wait for the first: `cache` alone has each of them make it, and 64 nodes are prepared in 64 threads."""
+
+
+def shipped_archive() -> Archive:
+    """Return `shipped_package()` as an archive for another machine. Made once for each content, under the user's cache."""
+    with _making:
+        return _archive()
+
+
+def shipped_uv(system: str, machine: str, *, is_musl: bool = False) -> Packed | None:
+    """Return the uv for a machine that `uname` calls so, compressed with gzip to less than half. Made once for each uv, under the user's cache.
+
+    None for a kind of machine that we know no uv for. Raises OSError or SubprocessError if it has to be fetched first and cannot be.
+    """
+    with _making:
+        if (system, machine) == ("Linux", platform.machine()) and platform.system() == "Linux" and not is_musl:
+            return _compressed_uv()
+        return _fetched_uv(machine) if system == "Linux" and machine in WHEELS else None
+
+
+def shipped_package() -> Path:
+    """Return a directory that holds a copy of our package and nothing else, for PYTHONPATH. Made once for each content, under the user's cache."""
+    with _making:
+        return _package()
+
+
+@cache
+def _archive() -> Archive:
+    package = _package()
+    path = package.with_suffix(".tar.gz")
+    if not path.exists():
+        partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
+        with tarfile.open(partial, "w:gz", compresslevel=3) as archive:
+            archive.add(package / PACKAGE, PACKAGE, filter=_owned_by_nobody)
+        partial.replace(path)
+    return Archive(package.name, path)
+
+
+def _owned_by_nobody(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Leave out who the files belong to here."""
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = ""
+    return entry
+
+
+@cache
+def _compressed_uv() -> Packed:
+    binary = Path(uv.find_uv_bin())
+    stat = binary.stat()
+    path = _folder() / f"uv-{stat.st_size:x}-{stat.st_mtime_ns:x}.gz"
+    if not path.exists():
+        _compress(binary, path)
+    return Packed(path, stat.st_size)
+
+
+@cache
+def _fetched_uv(machine: str) -> Packed:
+    wheel = WHEELS[machine]
+    path = _folder() / f"uv-{VERSION}-{machine}-{wheel.sha256[:12]}.gz"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(prefix=f"{path.stem}.", dir=path.parent) as folder:
+            _fetch(wheel, Path(folder))
+            _compress(Path(folder) / "bin" / "uv", path)
+    with path.open("rb") as packed:
+        packed.seek(-4, os.SEEK_END)  # RFC 1952: the size comes last
+        return Packed(path, int.from_bytes(packed.read(4), "little"))
+
+
+def _fetch(wheel: Wheel, folder: Path) -> None:
+    """Unpack a wheel that is not for this machine; our uv knows the client's index, proxy and certificates, and refuses what has another hash."""
+    requirements = folder / "uv.txt"
+    requirements.write_text(f"{wheel.requirement}\n")
+    what = ("--no-deps", "--only-binary", ":all:", "--require-hashes", "--python-platform", wheel.uv_platform, "--requirements", str(requirements))
+    command = (uv.find_uv_bin(), "pip", "install", "--quiet", "--no-progress", "--python", sys.executable, "--target", str(folder), *what)
+    environment = {name: value for name, value in os.environ.items() if name != "UV_NO_VERIFY_HASHES"}
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=FETCH_SECONDS, stdin=subprocess.DEVNULL, env=environment)
+
+
+def _compress(binary: Path, path: Path) -> None:
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
+    with binary.open("rb") as content, gzip.open(partial, "wb", compresslevel=3) as compressed:
+        shutil.copyfileobj(content, compressed, PIECE_BYTES)
+    partial.replace(path)
+
+
+@cache
+def _package() -> Path:
+    source = Path(__file__).parents[1]
+    files = sorted(path for path in source.rglob("*.py"))
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(str(path.relative_to(source)).encode() + b"\0" + path.read_bytes())
+    target = _folder() / digest.hexdigest()[:12]
+    if not target.exists():
+        partial = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}")
+        for path in files:
+            copy = partial / PACKAGE / path.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+        compileall.compile_dir(str(partial), quiet=2)
+        try:
+            os.rename(partial, target)
+        except OSError:  # another process was faster
+            shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def _folder() -> Path:
+    """Where it is kept. What lies there is run, here and on the nodes: nobody else may have put it there."""
+    try:
+        return first_private("ship", cache_places())
+    except NotPrivate as error:
+        raise BadRequest(f"what nodes are sent cannot be kept: {error}") from error

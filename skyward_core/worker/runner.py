@@ -1,0 +1,219 @@
+"""The process in which calls run: one call at a time, in its main thread, until its worker closes the line.
+
+It owns nothing that must be undone. It may die at any line: the worker that watches it knows from the packets it has taken and the outcomes it
+has sent which call it was busy with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import inspect
+import mmap
+import os
+import pickle
+import socket
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn, cast
+
+from skyward_core.errors import NotPicklable
+from skyward_core.serialization import exceptions, pickling, sources
+from skyward_core.worker.call_groups import Room
+from skyward_core.worker.environment_variable import RewrittenVariable
+from skyward_core.worker.info import ENV
+from skyward_core.worker.log_records import keep_levels
+from skyward_core.worker.masking import Mask, SecretValues
+from skyward_core.worker.wire import INLINE_BYTES, Call, Ending, Outcome, Parcel
+
+JOB_PLACE = "{job}"  # where the text of the instance's information holds the id of the job
+_libc = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The runner's ends of its lines to the worker: packets of calls come in, packets of outcomes go out, what calls write goes to two pipes.
+
+    `info` is the text of the instance's information (`info.to_env`) with JOB_PLACE in it. `mark` separates the output of one call from the next one's; it
+    is secret, so that no call can forge it. `room` is set where the kernel bounds this process's memory.
+    """
+
+    calls: socket.socket
+    outcomes: socket.socket
+    stdout: int
+    stderr: int
+    mark: bytes
+    info: str
+    value_directories: tuple[str, ...]
+    env: dict[str, str]
+    room: Room | None = None
+
+
+class Packet(NamedTuple):
+    """What travels to a runner: a call, and its function unless this runner has seen it; `fresh` lets it forget all it has seen.
+
+    `may_reuse`: the file of the arguments is the client's, and the result may take it over. `secrets` come with the first call that a runner gets;
+    `needs_secrets` stands in each packet where there are any.
+    """
+
+    call: Call
+    function: Parcel | None
+    fresh: bool = False
+    may_reuse: bool = False
+    secrets: SecretValues | None = None
+    needs_secrets: bool = False
+
+
+def run_calls(line: Line) -> NoReturn:
+    """Run calls until the line is closed, then end the process."""
+    _settle_in(line)
+    functions: dict[str, sources.Loaded] = {}
+    info = RewrittenVariable(ENV)
+    mask, is_furnished = Mask(), False
+    while packet := line.calls.recv(INLINE_BYTES * 4):
+        request = cast(Packet, pickle.loads(packet))
+        if line.room is not None:
+            line.room.settle()
+        info.set(line.info.replace(JOB_PLACE, request.call.job_id))
+        if request.secrets is not None:
+            os.environ.update(request.secrets)
+            mask, is_furnished = Mask(request.secrets.values()), True
+        outcome, spent = _run(request, functions, mask) if _is_complete(request, functions, is_furnished) else (_returned(request), None)
+        _end_output(line)
+        line.outcomes.send(pickle.dumps(_fit(outcome, line, spent), protocol=5))
+        del packet, request, outcome, spent  # while the next call is waited for, nothing of this one stays in memory
+    os._exit(0)
+
+
+def _is_complete(request: Packet, functions: dict[str, sources.Loaded], is_furnished: bool) -> bool:
+    """Tell whether this runner has all that the call needs.
+
+    The slot takes packets back while the runner takes them: it may get the one with the function, or with the secrets, and the runner one that stood behind it.
+    """
+    return (request.function is not None or request.call.function in functions) and (is_furnished or not request.needs_secrets)
+
+
+def _returned(request: Packet) -> Outcome:
+    return Outcome(request.call.call_id, Ending.RETURNED)
+
+
+def _settle_in(line: Line) -> None:
+    os.dup2(line.stdout, 1)
+    os.dup2(line.stderr, 2)
+    sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+    keep_levels(line.mark, (sys.stdout, sys.stderr))
+    os.environ.update(line.env)
+    if numpy_random := sys.modules.get("numpy.random"):
+        numpy_random.seed()  # a fork copies numpy's generator: without this all runners of a node draw the same numbers
+
+
+type Spent = tuple[str, mmap.mmap] | None
+"""The file that a call's arguments came in and its mapping, if the result may take it over."""
+
+
+def _run(packet: Packet, functions: dict[str, sources.Loaded], mask: Mask) -> tuple[Outcome, Spent]:
+    call = packet.call
+    started = time.perf_counter()
+    try:
+        value, memory = _invoke(packet, functions)
+        spent = (call.arguments.path, memory) if call.arguments.path and memory and packet.may_reuse else None
+        return Outcome(call.call_id, Ending.RESULT, _parcel(value, "result"), seconds=time.perf_counter() - started), spent
+    except SystemExit as error:
+        # sys.exit in a call must end neither this runner's other calls nor, once it is re-raised there, the client's program.
+        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        text = mask.text(f"the call ended its process with sys.exit({error.code!r})")
+        return Outcome(call.call_id, Ending.CRASH, text=text, exit_code=code, seconds=time.perf_counter() - started), None
+    except BaseException as error:
+        return _failed(call.call_id, error, time.perf_counter() - started, mask), None
+
+
+def _invoke(packet: Packet, functions: dict[str, sources.Loaded]) -> tuple[Any, mmap.mmap | None]:
+    if packet.fresh:
+        functions.clear()
+    sources.begin_call()
+    function = functions.get(packet.call.function)
+    if function is None:
+        assert packet.function is not None
+        function = functions[packet.call.function] = sources.unpack(*packet.function.contents(is_last_reader=False))
+    sources.install(function.sources)  # another call may have brought other texts since
+    memory, data, buffers = packet.call.arguments.open()
+    args, kwargs = sources.unpack(data, buffers).value
+    value = function.value(*args, **kwargs)
+    if inspect.iscoroutine(value):
+        value = asyncio.run(value)
+    elif inspect.isgenerator(value):
+        value = list(value)
+    _refuse_pending(value)
+    return value, memory
+
+
+def _refuse_pending(value: Any) -> None:
+    """Raise TypeError for a result that is a call not made, or a container that begins with one. Known by its attribute: `compute` stands above this."""
+    one = value
+    if type(value) in (list, tuple, dict) and value:
+        one = next(iter(value.values() if type(value) is dict else value))
+    if isinstance(reason := getattr(type(one), "why_no_result", None), property):
+        where = "the function has returned" if one is value else f"the function has returned a {type(value).__name__} with"
+        raise TypeError(f"{where} {one!r}; {cast(Any, reason).fget(one)}")
+
+
+def _failed(call_id: str, error: BaseException, seconds: float, mask: Mask) -> Outcome:
+    mask.error(error)
+    try:
+        text = "".join(traceback.format_exception(error.with_traceback(_below_invoke(error))))
+        pickled = exceptions.pack(error, mask.value)
+    except Exception:  # the exception's own code has run, which may raise anything
+        text, pickled = f"{exceptions.name_of(type(error))}: {exceptions.text_of(error, mask.text)}", pickling.Pickled(b"")
+    error.with_traceback(None)  # its frames, and what lies in their variables
+    return Outcome(
+        call_id,
+        Ending.ERROR,
+        Parcel(mask.pickle(pickled.data), tuple(mask.pickle(bytes(buffer)) for buffer in pickled.buffers)),
+        text=mask.text(text),
+        seconds=seconds,
+    )
+
+
+def _below_invoke(error: BaseException) -> Any:
+    """The traceback without our own two frames at its top."""
+    tb = error.__traceback__
+    while tb is not None and tb.tb_next is not None and tb.tb_frame.f_code.co_filename == __file__:
+        tb = tb.tb_next
+    return tb
+
+
+def _parcel(value: Any, label: str) -> Parcel:
+    pickled = pickling.dumps(value, label=label)
+    return Parcel(pickled.data, pickled.buffers)
+
+
+def _fit(outcome: Outcome, line: Line, spent: Spent) -> Outcome:
+    """Return an outcome that fits into a packet: a large parcel goes to a file, a long text loses its middle."""
+    text = outcome.text if len(outcome.text) < INLINE_BYTES else f"{outcome.text[:20_000]}\n ...\n{outcome.text[-20_000:]}"
+    if outcome.parcel.nbytes + len(text) < INLINE_BYTES and not outcome.parcel.buffers:
+        return outcome._replace(text=text)
+    if line.room is not None:
+        line.room.make(outcome.parcel.nbytes)
+    parcel, is_aside = outcome.parcel.put_into(*spent) if spent is not None else (outcome.parcel, False)
+    try:
+        parcel = parcel if is_aside else parcel.put_aside(line.value_directories)
+        if line.room is not None and parcel.path is not None:
+            line.room.keep(parcel.path, outcome.parcel.nbytes)
+        return outcome._replace(parcel=parcel, text=text)
+    except OSError as error:
+        note = f"the {outcome.ending} of {outcome.parcel.nbytes} bytes found no room in {', '.join(line.value_directories)}: {error}"
+        return Outcome(outcome.call_id, Ending.ERROR, Parcel(exceptions.pack(NotPicklable(note)).data), text=note, seconds=outcome.seconds)
+
+
+def _end_output(line: Line) -> None:
+    """Push out what the call has written and put the mark behind it, on both streams."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the call may have closed or replaced them
+            stream.flush()
+    _libc.fflush(None)
+    os.write(line.stdout, line.mark)
+    os.write(line.stderr, line.mark)
