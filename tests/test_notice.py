@@ -314,7 +314,7 @@ def test_without_another_machine_the_node_stays_until_its_end(world: World) -> N
     machine = world.announce(1)
     world.go_on(60)
     assert world.machines.retired == []
-    assert any("nobody stands by for node 1" in event.message for event in world.told.of(sky.Error))
+    assert any("no machine stands by yet for node 1" in event.message for event in world.told.of(sky.Error))
     world.has_capacity = True
     world.go_on(60)
     assert world.machines.retired == [machine.id]

@@ -463,7 +463,7 @@ def test_when_nobody_is_left_for_long_everything_fails(world: World) -> None:
     world.go_on(HEAD_WORKERS_SECONDS + 2 * LONGEST_PAUSE_SECONDS)
     (error,) = [error for rank, error in world.cluster.given_up if rank is None]
     assert isinstance(error, NodeLost)
-    assert "could not come up anew: sold out" in str(error)
+    assert "could not be restarted: sold out" in str(error)
     tries = len(world.machines.replaced)
     world.has_capacity = True
     world.go_on(600, step=10)

@@ -1,6 +1,6 @@
-"""What the dispatcher asks its owner to do. Each action is a frozen value: the dispatcher itself does nothing but decide.
+"""The actions that the dispatcher returns and its owner does. Each is a frozen value: the dispatcher only decides.
 
-An action with an `epoch` belongs to one connection to a scheduler. Its owner does nothing where another connection has taken its place.
+An action with an `epoch` belongs to one connection to a scheduler. The owner drops it when another connection has replaced that one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Follow:
 
 @dataclass(frozen=True, slots=True)
 class TakeBack:
-    """The worker that a batch was meant for is gone. If its task has not ended, release it; then `taken_back`."""
+    """The worker to which a batch was sent is gone. If the batch's task has not ended, release it; then `taken_back`."""
 
     epoch: int
     number: int
@@ -45,7 +45,7 @@ class TakeBack:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Get the result of a batch's task, in which the outcomes of all its calls stand; then `gathered`."""
+    """Get the result of a batch's task, which holds the outcomes of all its calls; then `gathered`, or `not_gathered`."""
 
     epoch: int
     number: int
@@ -62,7 +62,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Stop these calls, wherever they are."""
+    """Stop these calls on all workers."""
 
     epoch: int
     call_ids: tuple[str, ...]
@@ -70,14 +70,14 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class TellKept:
-    """Have every worker say which calls it keeps from before (`WorkerKept`), and report them again."""
+    """Ask every worker to announce the calls that it keeps from an earlier head (`WorkerKept`), and to report them again."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseKept:
-    """Let workers forget these calls, which have outlived the head that they were sent to."""
+    """Let workers forget these calls, which have outlived the head that sent them."""
 
     epoch: int
     call_ids: tuple[str, ...]
@@ -112,7 +112,7 @@ class Ping:
 class Upload:
     """Put large arguments (by call id) and functions (by name) of a batch into a node's memory; then `uploaded` or `upload_failed`.
 
-    Functions that find no room there travel in the message; arguments must find it.
+    A function for which the node has no room travels in the message. Arguments fail the upload then.
     """
 
     number: int
@@ -143,7 +143,7 @@ class Remove:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """A call has ended: give its caller the value, or raise its exception. `outcome.parcel` is here."""
+    """A call has ended: give its caller the value, or raise its exception. `outcome.parcel` is on this machine, or in a message."""
 
     call_id: str
     node: int
@@ -163,7 +163,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """A cancelled call needs nothing more here."""
+    """A cancelled call needs its arguments no more."""
 
     call_id: str
     arguments: Parcel
@@ -171,14 +171,14 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """An outcome that has no caller any more, and lies on this machine."""
+    """Remove an outcome that has no caller any more, on this machine."""
 
     parcel: Parcel
 
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """Emit an event. A log line names the call whose result must not come before it."""
+    """Emit an event. A log line names its call: the call's result must come after the line."""
 
     event: SkywardEvent
     call_id: str | None = None
@@ -186,7 +186,7 @@ class Emit:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """Calls that have ended kept slots of a machine busy for so many seconds in all."""
+    """Calls have ended that kept slots of a machine busy for this many seconds in total."""
 
     instance_id: str
     seconds: float
@@ -197,7 +197,7 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """All workers of a node are there."""
+    """All workers of a node have joined."""
 
     rank: int
 
@@ -216,7 +216,7 @@ class CutOff:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The scheduler has said what it knows: calls go out on this connection from now on."""
+    """The scheduler has answered: calls go out on this connection from now on."""
 
     epoch: int
 

@@ -9,9 +9,9 @@ States of a call:
        │ │             └──its worker, task or head is lost──▶ lost ──may run again──▶ waiting
        │ └──cancelled, given up──▶ ended                       └──retries are used up──▶ ended (NodeLost)
 
-On a pool that drains or closes no call waits: calls that come back into the queue raise the error that `drain` or `close` was given.
+On a pool that drains or closes no call waits: a call that comes back into the queue raises the error of `drain` or `close`.
 
-`outbox.py` has the queue, `fetches.py` the large outcomes on their way, `shipments.py` the batches that are out.
+`outbox.py` has the queue, `fetches.py` the large outcomes in transit, `shipments.py` the batches in flight.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROGRESS_SECONDS = 0.1
 
 
 class Calls:
-    """The calls that have not ended: which wait again, which end, and with what. `act` takes the actions."""
+    """The calls that have not ended. It decides which of them wait again and which end, and how. `act` takes the actions."""
 
     def __init__(self, queue: Queue, members: Members, connection: ConnectionState, retries: int, act: Callable[[do.Action], object]) -> None:
         self.entries: dict[str, Entry] = {}
@@ -81,20 +81,20 @@ class Calls:
             self.fail(self._queue.withdraw(), error)
 
     def give_up_at(self, names: Iterable[str], error: SkywardError) -> None:
-        """Have the calls raise this that wait for one of these workers."""
+        """Make the calls that wait for one of these workers raise this."""
         ids = [call_id for name in names for call_id in self._queue.pinned_to(name)]
         self._queue.drop(set(ids))
         self.fail(ids, error)
 
     def end(self, error: SkywardError) -> None:
-        """Have all calls raise this, now and later. What is being fetched may still arrive, unless the pool closes."""
+        """Make all calls raise this, now and later. Outcomes that are being fetched may still arrive, unless the pool closes."""
         self._ended = self._ended or error
         self._queue.clear()
         self._to_stop.clear()
         self.fail([call_id for call_id in self.entries if self._is_closed or not self.fetches.is_under_way(call_id)], error)
 
     def close(self, error: SkywardError) -> None:
-        """Have all calls raise this: the pool closes."""
+        """Make all calls raise this: the pool closes."""
         self._is_closed = True
         self.end(error)
 
@@ -120,7 +120,7 @@ class Calls:
             self._finish(call_id, fetching.outcome._replace(parcel=parcel), fetching.node, fetching.instance_id)
 
     def not_fetched(self, call_id: str, lies_at: str, error: Exception, *, is_cut: bool) -> None:
-        """A large outcome could not be fetched. `is_cut`: the wire to its node was cut, and it is tried again when that is there again."""
+        """A large outcome could not be fetched. `is_cut`: the wire to its node was cut; the fetch is repeated when the wire is back."""
         if (fetching := self.fetches.find(call_id, lies_at)) is None:
             return
         fetching.error = error
@@ -138,7 +138,7 @@ class Calls:
             self._do(do.Remove(instance_id, parcel))
 
     def tick(self, now: float, is_reachable: Callable[[str], bool]) -> None:
-        """Ask again for outcomes whose way was cut, and lose those that cannot be had."""
+        """Fetch outcomes again whose wire was cut, and lose those that are out of reach for good."""
         for fetching in self.fetches.go_on(now, is_reachable, is_live=self._connection.is_live):
             self._lose_fetching(fetching)
 
@@ -161,7 +161,7 @@ class Calls:
         self._lose_result(fetching.entry, fetching.error)
 
     def _lose_result(self, entry: Entry, cause: Exception) -> None:
-        """A call ended, and its outcome cannot be had: it runs again if it may, from the end of the queue."""
+        """A call ended, and its outcome is out of reach: it runs again if it may, from the end of the queue."""
         call_id = entry.call.call_id
         reason = f"the call ended, but its result could not be fetched: {cause}"
         entry.losses += 1
@@ -179,12 +179,12 @@ class Calls:
         self._refuse(call_ids)
 
     def rest(self, call_ids: Sequence[str]) -> None:
-        """Calls could not be sent just now: they are tried again with the next tick."""
+        """Calls could not be sent just now: the next tick tries again."""
         self._queue.rest(call_ids)
         self._refuse(call_ids)
 
     def lose(self, call_ids: Iterable[str], reason: str, cause: BaseException | None = None) -> None:
-        """Calls went away with their node: those that may run again wait for another one, the others raise NodeLost."""
+        """Calls are lost with their node: those that may run again wait for another node, the others raise NodeLost."""
         again, lost = list[str](), list[tuple[str, SkywardError]]()
         for call_id in call_ids:
             entry = self.entries.get(call_id)
@@ -203,11 +203,11 @@ class Calls:
         self._queue.returned(again)
         for call_id, error in lost:
             self.fail([call_id], error)
-        if lost and self._connection.is_live:  # one that its worker still has must not begin: its caller is about to hear that it is lost
+        if lost and self._connection.is_live:  # a worker may still have one: it must not begin after its caller has seen NodeLost
             self._do(do.Stop(self._connection.epoch, tuple(call_id for call_id, _ in lost)))
 
     def fail(self, call_ids: Iterable[str], error: SkywardError) -> None:
-        """Have calls raise this. Those that have ended are passed over."""
+        """Make calls raise this. Those that have ended are skipped."""
         for call_id in call_ids:
             entry = self.entries.pop(call_id, None)
             if entry is None:
@@ -219,12 +219,12 @@ class Calls:
             self.clear_aside(entry)
 
     def without_arguments(self, is_there: Callable[[Parcel], bool]) -> list[str]:
-        """Return the calls that wait and whose arguments, in the memory of a node, are not there any more."""
+        """Return the waiting calls whose arguments were in a node's memory and are gone."""
         arguments = [(call_id, entry.call.arguments) for call_id, entry in self.entries.items() if not self._queue.is_out(call_id)]
         return [call_id for call_id, parcel in arguments if parcel.path and call_id not in self.fetches.by_call and not is_there(parcel)]
 
     def _refuse(self, call_ids: Sequence[str]) -> None:
-        """Have calls that wait raise, if the pool begins none; those whose callers have cancelled need not wait."""
+        """Make calls that wait raise, if the pool begins none. Drop those that their callers have cancelled."""
         refusal = self._ended or self._drained
         if unwanted := set(call_ids) if refusal is not None else {call_id for call_id in call_ids if call_id not in self.entries}:
             self._queue.drop(unwanted)
@@ -251,7 +251,7 @@ class Calls:
     # ── arguments on nodes ───────────────────────────────────────────────────────────────────────────────────────────
 
     def lay_aside(self, call_id: str, instance_id: str, parcel: Parcel) -> None:
-        """The large arguments of a call are in a node's memory. They are removed at once if its caller waits no longer."""
+        """The large arguments of a call are in a node's memory. Remove them at once if no caller waits for the call."""
         entry = self.entries.get(call_id)
         if entry is None:
             self._do(do.Remove(instance_id, parcel))
@@ -260,7 +260,7 @@ class Calls:
             entry.aside = (instance_id, parcel)
 
     def clear_aside(self, entry: Entry) -> None:
-        """Remove arguments that lie on a node and are not needed there any more."""
+        """Remove a call's arguments from the node that has them: they are not needed there any more."""
         if entry.aside is not None:
             self._do(do.Remove(*entry.aside))
             entry.aside = None
@@ -268,12 +268,12 @@ class Calls:
     # ── calls to stop ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def stop_unwanted(self, call_ids: Iterable[str] | None = None) -> None:
-        """Stop those of the calls (None: of all) that are out and whose callers wait no longer."""
+        """Stop those of the calls (None: of all) that are in flight and have no caller any more."""
         out = self._queue.all_out() if call_ids is None else filter(self._queue.is_out, call_ids)
         self._to_stop.update(call_id for call_id in out if call_id not in self.entries)
 
     def take_to_stop(self) -> set[str]:
-        """Return the calls that are to be stopped by now, once. Those that wait are not begun, and need not be stopped."""
+        """Return the calls that are to be stopped, once. Drop those that wait: they have not begun."""
         if not self._to_stop:
             return set()
         to_stop = {call_id for call_id in self._to_stop - self._queue.drop(self._to_stop) if self._queue.is_out(call_id)}
@@ -283,7 +283,7 @@ class Calls:
     # ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def emit_progress(self, now: float) -> None:
-        """Emit how many calls have ended, if that has changed: at most ten times a second, but for the last time."""
+        """Emit how many calls have ended, if that has changed: at most ten times a second, and always at the end."""
         counts = (self.submitted, self._done, self._failed, self._cancelled)
         is_all = self._done + self._cancelled == self.submitted
         if counts != self._progress and (is_all or now - self._progress_at > PROGRESS_SECONDS):

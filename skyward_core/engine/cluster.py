@@ -5,7 +5,7 @@
                             ▼ │ posts
                           connection (Dask's thread), transfers, results, callbacks
 
-Calls are packed in the caller's thread and posted; everything about them is decided in the owner's.
+The caller's thread packs calls and posts them; the owner's thread decides everything else about them.
 """
 
 from __future__ import annotations
@@ -47,15 +47,17 @@ TICK_SECONDS = 0.5
 JOIN_POLL_SECONDS = 0.01
 CONNECT_SECONDS = 30.0
 BUSY_SECONDS = 2.0
-DETACH_SECONDS = 60.0  # for which a detached call that is being handed over waits for a scheduler that is out of reach: a wire that heals, or a new head
+DETACH_SECONDS = 60.0  # how long `start_detached` waits for a scheduler that is out of reach: the wire may heal, or a new head come
 HOLD_SECONDS = 1.0
 
 
 class Cluster:
-    """The connection to a pool's Dask cluster. `start` opens it, `close` ends it; both belong to the pool.
+    """The connection to a pool's Dask cluster. The pool calls `start`, which opens it, and `close`.
 
-    States: new -> open -> closed. While it is open the scheduler may go out of reach (`Watcher.cut`): nothing is sent then, and nothing given up, until the
-    pool says what has become of it: `resume` (the same scheduler answers again), `restart` (there is another one) or `give_up`.
+    States: new -> open -> closed. While it is open the scheduler may go out of reach (`Watcher.cut`). Then nothing is sent and no call is lost until the pool
+    calls `resume` (the same scheduler answers again), `restart` (there is another one) or `give_up`.
+
+    `delivered` returns the number of the last event that callbacks and displays have taken.
     """
 
     def __init__(
@@ -67,28 +69,28 @@ class Cluster:
         retries: int = 0,
         counts: Counts | None = None,
         secrets: SecretValues | None = None,
-        told: Callable[[], int] = lambda: 0,
+        delivered: Callable[[], int] = lambda: 0,
     ) -> None:
         is_here = all(node.instance.endpoint is None for node in lease.nodes)
         self.dispatcher = Dispatcher(lease.nodes, f"skyward-{uuid.uuid4().hex}", retries, is_here=is_here)
-        self.owner = Owner(self.dispatcher, reaches, emit, told, counts, secrets)
+        self.owner = Owner(self.dispatcher, reaches, emit, delivered, counts, secrets)
         self._certificate = certificate
         self._reaches = reaches
         self._retries = retries
         self._ranks = sorted(node.rank for node in lease.nodes)
-        """Those of the pool: in the place of one that is lost there is another before long."""
+        """The pool's ranks: a node that is lost is soon replaced under its rank."""
         self._lost: SkywardError | None = None
         self._drained: SkywardError | None = None
         self._is_closing = False
         self._schedulers = 1
-        """How many schedulers there have been: an answer of one says nothing about another."""
+        """How many schedulers the pool has had: the answer of one is not valid for another."""
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def start(self, address: str, deadline: float, check: Callable[[], None], patience_seconds: float = math.inf) -> None:
-        """Connect to the scheduler and wait for all workers. `check` is called now and then and raises if a node will not come.
+        """Connect to the scheduler and wait for all workers. `check` is called now and then, and raises if a node will not come.
 
-        Raises NodeLost at the deadline (of time.monotonic). Where the patience ends before, it goes on without those that are not there.
+        Raises NodeLost at the deadline (of time.monotonic). If the patience ends before, it returns without the workers that are missing.
         """
         self.owner.start()
         self._connect(address, min(CONNECT_SECONDS, max(1.0, deadline - time.monotonic())), deadline)
@@ -105,7 +107,7 @@ class Cluster:
             time.sleep(JOIN_POLL_SECONDS)
 
     def watch(self, watcher: Watcher) -> None:
-        """Say, from now on, who comes and goes."""
+        """Report workers that join and leave to this watcher from now on."""
         self.owner.watcher = watcher
 
     def close(self, error: SkywardError) -> None:
@@ -125,14 +127,14 @@ class Cluster:
             it.close()
 
     def leave(self, reason: str) -> None:
-        """Close, stop what was submitted here, and have the scheduler drop what it keeps for this client: others go on using it."""
+        """Close, stop the calls of this client, and let the scheduler drop what it keeps for it. Other clients go on using the pool."""
         if (connection := self.owner.connection) is not None:
             with contextlib.suppress(NotSent):
                 connection.send(messages.leave(self.dispatcher.topic))
         self.close(PoolClosed(reason))
 
     def drain(self, error: SkywardError | None) -> None:
-        """Take no more calls, and give up those that are not begun, with this error; what runs may end. None: take calls again."""
+        """Take no more calls; those that have not begun raise this error, those that run may end. None: take calls again."""
         self._drained = error
         self.owner.post(lambda: self.dispatcher.drain(error))
 
@@ -163,13 +165,13 @@ class Cluster:
         return self.owner.ended_at if self.is_idle else time.monotonic()
 
     def has_work(self) -> bool:
-        """Tell whether any client's call runs or waits: this one's, another's, a detached one, or a task of Dask's own. Asks the scheduler if need be."""
+        """Tell whether any call runs or waits: of this client or another, a detached one, or a task of Dask's own. Asks the scheduler if need be."""
         if not self.is_idle:
             return True
         try:
-            return bool(self._ask("skyward_busy", BUSY_SECONDS))  # the caller has leases to keep, and cannot wait for a silent head
+            return bool(self._ask("skyward_busy", BUSY_SECONDS))  # the caller renews leases, and cannot wait for a silent head
         except (SkywardError, OSError):
-            return False  # it is out of reach, which is noticed elsewhere
+            return False  # the scheduler is out of reach; pings notice that
 
     def has(self, rank: int) -> bool:
         """Tell whether all workers of a node are there."""
@@ -180,13 +182,13 @@ class Cluster:
         return self.dispatcher.members.missing(rank)
 
     def hold(self, rank: int) -> int:
-        """Give a node no more calls, whoever has them; return how many it still has. May be asked again, and must be for a worker that has come anew.
+        """Give a node no more calls, of any client; return how many it still has. Idempotent. Repeat it: a worker that joins again is free.
 
-        Calls for that very node wait for the one that comes in its place. Raises NodeLost or PoolClosed if the scheduler is out of reach.
+        Calls for that node wait for its replacement. Raises NodeLost or PoolClosed if the scheduler is out of reach.
         """
         left = int(self._ask(HOLD, rank=rank))
         node = self.dispatcher.members.nodes.get(rank)
-        try:  # after all that has arrived by now: what it leads to is counted too
+        try:  # after all messages that have arrived by now: the fetches that they begin count too
             return left + self.owner.run(lambda: self.dispatcher.fetching_from(node.instance.id) if node is not None else 0, HOLD_SECONDS)
         except TimeoutError:
             return left + 1
@@ -194,34 +196,34 @@ class Cluster:
     # ── when the scheduler is out of reach ───────────────────────────────────────────────────────────────────────────
 
     def resume(self, address: str, timeout_seconds: float) -> None:
-        """Connect again to the same scheduler, and take in what it has to say since. Raises NodeLost if it does not answer in time."""
+        """Connect again to the same scheduler; it sends the messages that were missed. Raises NodeLost if it does not answer in time."""
         self._disconnect(is_to_return=True)
         self._connect(address, timeout_seconds, time.monotonic() + timeout_seconds)
 
     def restart(self, lease: Lease, address: str, timeout_seconds: float) -> None:
-        """Connect to another scheduler. What was out is kept by workers that outlive the old one, or lost with it: it runs again, or raises NodeLost."""
+        """Connect to another scheduler. Calls in flight are kept by workers that outlive the old one, or lost with it: they run again, or raise NodeLost."""
         self._disconnect()
         self._schedulers += 1
         self.owner.run(lambda: self.dispatcher.restarted(lease.nodes, lambda parcel: os.path.exists(str(parcel.path)), time.monotonic()))
         self._connect(address, timeout_seconds, time.monotonic() + timeout_seconds)
 
     def know(self, lease: Lease) -> None:
-        """Take note of nodes that have come in the place of others."""
+        """Note the nodes of the lease: some have replaced others."""
         self.owner.post(lambda: self.dispatcher.know(lease.nodes))
 
     def forget(self, rank: int) -> None:
-        """Have nothing to do with a node that is not there, nor with one that comes in its place."""
+        """Go on without the node of this rank, which is absent, and without a replacement."""
         self._ranks = [other for other in self._ranks if other != rank]
         self.owner.run(lambda: self.dispatcher.forget_node(rank))
 
     def give_up(self, error: SkywardError, rank: int | None = None) -> None:
-        """Wait no longer for a node that is not replaced, or (None) for any: the calls that only it could run raise the error."""
+        """Wait no longer for a node that is not replaced, or (None) for any: calls that need it raise the error."""
         if rank is None:
             self._lost = self._lost or error
         self.owner.post(lambda: self.dispatcher.give_up(error, rank))
 
     def _connect(self, address: str, timeout_seconds: float, deadline: float) -> None:
-        """Connect, and wait until the scheduler has said what it knows, at the latest until the deadline: one that stands still says nothing."""
+        """Connect, and wait for the scheduler's answer until the deadline: a frozen scheduler accepts connections and does not answer."""
         try:
             client = connect(address, self._certificate, timeout_seconds)
         except OSError as error:
@@ -252,16 +254,16 @@ class Cluster:
     def submit(
         self, calls: Iterable[PendingCompute[Any]], replace_object: pickling.Replace | None = None, *, is_awaited: bool = False
     ) -> list[CallFuture[Any]]:
-        """Hand calls over, to run wherever a slot is free; returns their futures, in order. Raises NotPicklable, PoolClosed or NodeLost at once.
+        """Submit calls to any free slots; return their futures, in order. Raises NotPicklable, PoolClosed or NodeLost at once.
 
-        `is_awaited`: the caller does nothing else until they have ended, so that large arguments need not be copied in order to stay as they are.
+        `is_awaited`: the caller only waits until they have ended. It cannot change large arguments meanwhile, so they are not copied.
         """
         return self._take_in(((call, None) for call in calls), replace_object, None, is_awaited)
 
     def broadcast(self, call: PendingCompute[Any], replace_object: pickling.Replace | None = None) -> list[CallFuture[Any]]:
-        """Hand a call over once for each worker of the pool; returns the futures in the order of the workers.
+        """Submit a call once for each worker of the pool; return the futures in the order of the workers.
 
-        Those of a node that is away wait for the one in its place: left out, they would take their share of the data along.
+        The calls of a node that is away wait for its replacement: without them their share of the data would be missing.
         """
         return self._take_in(((call, worker) for worker in self._names()), replace_object, uuid.uuid4().hex, is_awaited=True)
 
@@ -292,12 +294,12 @@ class Cluster:
             undo.pop_all()
         self.owner.futures.update((future.call_id, future) for future in futures)
         self.owner.post(lambda: self.dispatcher.submit(entries))
-        if self._is_closing:  # it was closed just now, and has perhaps not seen these
+        if self._is_closing:  # the pool was closed meanwhile, perhaps without these calls
             self._end_late(futures)
         return futures
 
     def _end_late(self, futures: Iterable[CallFuture[Any]]) -> None:
-        """Calls came in while the pool closed: those that it has not seen end with its error."""
+        """Calls came in while the pool closed: those that it has not taken in raise its error."""
         self.owner.wait_for_end()
         for future in futures:
             if self.owner.futures.pop(future.call_id, None) is not None and future.claim():
@@ -324,9 +326,9 @@ class Cluster:
     # ── calls that outlive their client ──────────────────────────────────────────────────────────────────────────────
 
     def start_detached(self, pending: PendingCompute[Any], replace_object: pickling.Replace | None = None) -> str:
-        """Hand a call over to the cluster, which keeps it and what becomes of it until it is to be forgotten; return its id.
+        """Submit a call to the cluster, which keeps the call and its outcome until `forget_detached`; return its id.
 
-        A scheduler that is out of reach is waited for, and asked again: it takes a call of an id in once. Raises NodeLost if that cannot be, which says
+        While the scheduler is out of reach it waits and asks again; the request is idempotent by the id. Raises NodeLost when it gives up; the message says
         whether the call may have begun.
         """
         self._refuse()
@@ -340,7 +342,7 @@ class Cluster:
         return call_id
 
     def _hand_over(self, call_id: str, message: Mapping[str, Any]) -> None:
-        """Have the scheduler take a detached call in. Asked again on a connection to the same one only: with the one before, a call may have begun."""
+        """Ask the scheduler to take a detached call in, again on each connection to the same scheduler. Another one cannot know whether the call has begun."""
         deadline = time.monotonic() + DETACH_SECONDS
         asked_at: int | None = None
         error: Exception | None = None
@@ -364,27 +366,27 @@ class Cluster:
         )
 
     def detached_calls(self) -> list[Mapping[str, Any]]:
-        """Return what is known of the calls that were started detached, in the order in which they came."""
+        """Return the records of all detached calls, in the order in which they were submitted."""
         return list(self._ask("skyward_calls"))
 
     def detached_call(self, call_id: str, after: int = 0) -> Mapping[str, Any]:
-        """Return what is known of a detached call, and what it has reported after message number `after`. Raises BadRequest if there is none of this id."""
+        """Return the record of a detached call, and its messages after number `after`. Raises BadRequest if there is none of this id."""
         known = self._ask("skyward_call", call_id=call_id, after=after)
         if known is None:
             raise BadRequest(f"the pool knows of no call {call_id!r}: it was forgotten, or started in another pool")
         return known
 
     def detached_value(self, outcome: Outcome, node: int) -> Any:
-        """Return the result of a detached call that has ended, or raise its exception. The result stays where it is."""
+        """Return the result of a detached call that has ended, or raise its exception. The result stays on its node."""
         parcel = outcome.parcel if outcome.parcel.path is None else self._reach_of(outcome.parcel).take(outcome.parcel, keep=True)
         return value_of(outcome._replace(parcel=parcel), node)
 
     def cancel_detached(self, call_id: str) -> None:
-        """Stop a detached call, or do not begin it. Raises NodeLost if the scheduler could not be told."""
+        """Stop a detached call, or do not begin it. Raises NodeLost if the scheduler does not answer."""
         self._ask("skyward_cancel", call_id=call_id)
 
     def forget_detached(self, call_id: str, outcome: Outcome | None) -> None:
-        """Drop all there is of a detached call, its result too."""
+        """Drop the record of a detached call, and its result."""
         if outcome is not None and outcome.parcel.path is not None:
             self._reach_of(outcome.parcel).release(outcome.parcel)
         self._ask("skyward_forget", call_id=call_id)
@@ -396,7 +398,7 @@ class Cluster:
         return connection.ask(operation, lambda: self.owner.connection is connection and time.monotonic() < until, what)
 
     def _reach_of(self, parcel: Parcel) -> Reach:
-        """The way to the node in whose memory a parcel lies."""
+        """Return the `Reach` of the node whose memory has a parcel."""
         instance_id = self.dispatcher.members.instance_of(parcel)
         node = next((node for node in self.dispatcher.members.nodes.values() if node.instance.id == instance_id), None)
         if node is None:
@@ -405,7 +407,7 @@ class Cluster:
 
 
 def _packed_function(fn: Callable[..., Any], replace_object: pickling.Replace | None) -> tuple[str, Parcel]:
-    """The function's pickle, named by its content: a runner that has seen it is not sent it again, and keeps what the function keeps in its globals."""
+    """Return the function's pickle and a name, the hash of its content: a runner loads each name once, and the function's globals live on between calls."""
     pickled = sources.pack(fn, label=getattr(fn, "__name__", "function"), replace=replace_object)
     digest = hashlib.sha256(pickled.data)
     for buffer in pickled.buffers:

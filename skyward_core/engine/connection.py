@@ -1,9 +1,9 @@
-"""Connections to a pool's scheduler: the engine's own, and the one that its user is given (`engine.user_client` owns it).
+"""Connections to a pool's scheduler: the engine's, and the user's (`engine.user_client` owns that one).
 
-The engine's is Dask's client, the topics it listens to, the futures of the tasks it follows, and questions that end in time.
+The engine's connection is a Dask client, the topics that it listens to, the futures of the tasks that it follows, and questions with a deadline.
 
-A connection has a number, its epoch. What arrives is posted to the owner of the engine with that number; nothing is decided here. All access to private
-names of Dask's client is in this file (`tests/test_dask_names.py` holds them).
+A connection has a number, its epoch. It posts each message with that number to the owner of the engine, and decides nothing. All access to private names of
+Dask's client is in this file (`worker/dask_names.py` lists them).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from skyward_core.worker.streams import Told, send_at_once
 from skyward_core.worker.wire import Batch, Report
 
 ASKING_SECONDS = 0.2
-USER_SECONDS = 60.0  # for which a user's client tries to connect, and to connect again
+USER_SECONDS = 60.0  # how long a user's client tries to connect, also after a cut
 _log = logging.getLogger("skyward")
 
 
@@ -44,7 +44,7 @@ class NotSent(Exception):
 
 
 class Inbox(Protocol):
-    """What arrives on a connection. Called in Dask's thread; must not wait."""
+    """Takes the messages of a connection. Called in Dask's thread; must not wait."""
 
     def on_resumed(self, epoch: int, resumed: Resumed) -> None: ...
     def on_report(self, epoch: int, report: Callable[[], Report]) -> None: ...
@@ -54,7 +54,7 @@ class Inbox(Protocol):
 
 
 class DaskClient(distributed.Client):
-    """Dask's client. What was started for one that cannot connect ends."""
+    """Dask's client. If it cannot connect, it ends the threads that it has started."""
 
     def start(self, **kwargs: Any) -> None:
         """Connect."""
@@ -67,10 +67,10 @@ class DaskClient(distributed.Client):
 
 
 class PoolClient(DaskClient):
-    """Dask's client, which does not connect again by itself: whether the scheduler is lost is for the pool to find out."""
+    """Dask's client, without its automatic reconnect: the pool finds out whether the scheduler is lost."""
 
     is_to_return = False
-    """Whether another client will come in the place of this one, which wants to find all tasks: they are not released with it."""
+    """Whether another client will replace this one and needs its tasks: closing does not release them."""
 
     def _release_key(self, key: Any) -> None:
         if not self.is_to_return:
@@ -87,10 +87,10 @@ class PoolClient(DaskClient):
 
 
 class UserDaskClient(DaskClient):
-    """Dask's client as a user gets it: it connects again by itself. Each of its streams sends at once and outlives a scheduler that stands still."""
+    """The user's Dask client, with automatic reconnect. Each of its streams sends at once and outlives a scheduler that is frozen for a while."""
 
     async def _ensure_connected(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - Dask's signature
-        """Connect, at first and again. Dask's own stream waits 10 ms for more messages, and gives up a silent scheduler after 30 s."""
+        """Connect or reconnect. A stream of Dask's waits 10 ms for more messages, and gives up a silent scheduler after 30 s."""
         me: Any = self
         before = me.scheduler_comm
         await cast(Any, super())._ensure_connected(timeout)
@@ -100,27 +100,27 @@ class UserDaskClient(DaskClient):
 
 
 def _allow_silence(connection: socket.socket, seconds: float) -> None:
-    """Keep a TCP connection for so long while the other side acknowledges nothing (tcp(7): this overrides the keepalive). Only Linux has it."""
+    """Keep a TCP connection for this long while the other side acknowledges nothing (tcp(7): this overrides the keepalive). Only Linux has it."""
     if (option := getattr(socket, "TCP_USER_TIMEOUT", None)) is not None:
         connection.setsockopt(socket.IPPROTO_TCP, option, round(1000 * seconds))
 
 
 class Connection:
-    """A client of one scheduler, and what it follows there. `close` is its end."""
+    """A client of one scheduler, and the tasks that it follows. `close` ends it."""
 
     def __init__(self, client: PoolClient) -> None:
         self.client = client
         self.epoch = 0
         self._tasks: dict[str, distributed.Future[Any]] = {}
-        """By key. Those that the scheduler has kept for the connection before are put there in Dask's thread, before it hears what becomes of them."""
+        """By key. Dask's thread adds the tasks of the earlier connection before it reads how they have ended."""
 
     @property
     def is_open(self) -> bool:
-        """Whether the connection stands, as far as is known: a scheduler that stands still keeps it."""
+        """Whether the connection is open, as far as is known: a frozen scheduler keeps it open."""
         return self.client.status == "running"
 
     def listen(self, epoch: int, topic: str, after: int, inbox: Inbox) -> None:
-        """Listen to the pool and to a topic from the message after this number on. From here on everything is posted. Raises NotSent."""
+        """Listen to the pool, and to a topic after this message number. Post every message from now on. Raises NotSent."""
         self.epoch = epoch
 
         def on_topic(event: tuple[float, Any]) -> None:
@@ -137,21 +137,21 @@ class Connection:
         self.send(calls.resume(self.client.id, topic, after, epoch))
 
     def _on_answer(self, resumed: Resumed, inbox: Inbox) -> None:
-        for key in resumed.tasks:  # what becomes of a task is told right after this, to futures that are there by then
+        for key in resumed.tasks:  # the scheduler says next how tasks have ended: their futures must exist by then
             self._tasks.setdefault(key, distributed.Future(key, self.client))
         inbox.on_resumed(self.epoch, resumed)
 
     # ── out ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message down the client's stream: it is handed to Dask's thread, and lost if the scheduler is out of reach. Raises NotSent."""
+        """Send a message on the client's stream: Dask's thread takes it, and loses it if the scheduler is out of reach. Raises NotSent."""
         try:
             cast(Any, self.client)._send_to_scheduler(message)
         except ClosedClientError as error:
             raise NotSent from error
 
     def send_batch(self, number: int, key: str, batch: Batch, address: str | None, inbox: Inbox) -> None:
-        """Send a batch as a task, and follow it. Whatever is raised, it has not gone out."""
+        """Send a batch as a task, and follow it. If it raises, the batch has not gone out."""
         annotations = {"workers": [address]} if address else {}
         message = {"op": RUN_BATCH, "key": key, "batch": pickle.dumps(batch, protocol=5), "annotations": annotations}
         task = distributed.Future[Any](key, self.client)
@@ -161,14 +161,14 @@ class Connection:
 
     def follow(self, number: int, key: str, inbox: Inbox) -> None:
         """Post when a task has ended."""
-        # Not task.add_done_callback: that starts a thread which stays with the process for good.
+        # Not task.add_done_callback: that starts a thread which lives as long as the process.
         call: Callable[..., object] = cast(Any, self.client.loop).add_callback
-        with contextlib.suppress(RuntimeError):  # its thread has ended: the connection that comes next asks what has become of this one
+        with contextlib.suppress(RuntimeError):  # its thread has ended: the next connection asks for the task's state
             call(done_callback, self._tasks[key], lambda task: self._on_task_end(number, task, inbox))
 
     def _on_task_end(self, number: int, task: distributed.Future[Any], inbox: Inbox) -> None:
         if task.status in ("cancelled", "lost") and not self.is_open:
-            return  # the connection is cut: what has become of the batch is not known
+            return  # the connection is cut: the state of the batch is unknown
         is_finished = task.status == "finished"
         inbox.on_task_end(self.epoch, number, is_finished=is_finished, reason="" if is_finished else _cause(task))
 
@@ -181,7 +181,7 @@ class Connection:
         return True
 
     def release(self, keys: Collection[str]) -> None:
-        """Have the scheduler forget tasks."""
+        """Let the scheduler forget tasks."""
         for key in keys:
             if (task := self._tasks.pop(key, None)) is not None:
                 task.release()
@@ -189,16 +189,16 @@ class Connection:
     # ── questions ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def gather(self, key: str, is_open: Callable[[], bool], *, is_direct: bool) -> Told:
-        """Return a task's result. Raises NodeLost if it cannot be had, or when `is_open` says no."""
+        """Return a task's result. Raises NodeLost if it is out of reach, or when `is_open` returns False."""
         answer: Any = self.client.gather(self._tasks[key], direct=is_direct, asynchronous=True)
         return cast(Told, wait_in_loop(self.client, answer, is_open))
 
     def ask(self, operation: str, is_open: Callable[[], bool], what: Mapping[str, Any]) -> Any:
-        """Have the scheduler do an operation, and return its answer. Raises NodeLost if there will be none."""
+        """Call an operation of the scheduler, and return its answer. Raises NodeLost if there will be none."""
         return asked(self.client, operation, is_open, what)
 
     def ping(self, inbox: Inbox) -> None:
-        """Ask the scheduler for how long calls have run: one that stands still keeps its connections, and says nothing."""
+        """Ask the scheduler how long calls have run: a frozen scheduler keeps its connections and does not answer."""
         with contextlib.suppress(RuntimeError):
             cast(Any, self.client.loop).add_callback(self._ping, inbox)
 
@@ -212,9 +212,9 @@ class Connection:
         inbox.on_ping(self.epoch, ran)
 
     def close(self, *, is_to_return: bool = False) -> None:
-        """Close. `is_to_return`: there will be another connection to the same scheduler, which is to keep what it has for us."""
+        """Close. `is_to_return`: another connection to the same scheduler follows, and the scheduler keeps this client's tasks for it."""
         self.client.is_to_return = is_to_return
-        with contextlib.suppress(Exception):  # the nodes may be gone already, and it is they who cost money
+        with contextlib.suppress(Exception):  # the nodes may be gone already
             self.client.close(timeout=2)
 
 
@@ -232,10 +232,10 @@ def connect(address: str, certificate: PoolCertificate, timeout_seconds: float) 
 
 
 def connect_user(address: str, certificate: PoolCertificate) -> distributed.Client:
-    """Return a Dask client of the pool's cluster that connects again by itself. Its caller ends it. Raises OSError.
+    """Return a Dask client of the pool's cluster that reconnects automatically. Its caller ends it. Raises OSError.
 
-    It goes by the user's own Dask settings, but for the event loop and the time that a silent scheduler is given: that takes nothing from a client while it
-    imports what the client's last graph needs, which must not break the connection.
+    It uses the user's own Dask settings, except for the event loop and the TCP timeout. A scheduler reads nothing while it imports what a graph needs, and
+    that must not break the connection.
     """
     settings = {"distributed.comm.timeouts.tcp": f"{STALLED_SECONDS:.0f}s", "distributed.admin.event-loop": "uvloop"}
     with dask.config.set(settings):
@@ -248,7 +248,7 @@ def _security(certificate: PoolCertificate) -> distributed.Security:
 
 
 def end(client: distributed.Client, timeout_seconds: float) -> None:
-    """Close a client and end its thread, in at most three times that time. Raises nothing: its scheduler may be gone or stand still."""
+    """Close a client and end its thread, in at most three times this time. Raises nothing: its scheduler may be gone or frozen."""
     it: Any = client
     stream: Any = getattr(getattr(it.scheduler_comm, "comm", None), "stream", None)
     log = logging.getLogger("distributed.client")
@@ -256,7 +256,7 @@ def end(client: distributed.Client, timeout_seconds: float) -> None:
     try:
         try:
             client.close(timeout=timeout_seconds)
-        except Exception:  # the scheduler takes nothing any more, and what is to be sent waits for that
+        except Exception:  # the scheduler reads nothing any more, and messages wait for it
             with contextlib.suppress(Exception):
                 it.loop.add_callback(stream.close)
                 client.close(timeout=timeout_seconds)  # now the futures are cancelled too
@@ -268,17 +268,17 @@ def end(client: distributed.Client, timeout_seconds: float) -> None:
 
 
 def _is_no_cancel(record: logging.LogRecord) -> bool:
-    """Leave out that connecting again was cancelled: Dask logs its traceback for a client that is closed meanwhile."""
+    """Drop the log record of a cancelled reconnect: Dask logs its traceback for a client that is closed meanwhile."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def asked(client: distributed.Client, operation: str, is_open: Callable[[], bool], what: Mapping[str, Any]) -> Any:
-    """Have the scheduler do an operation, and return its answer. Raises NodeLost if there will be none: it is out of reach, or `is_open` says no."""
+    """Call an operation of the scheduler, and return its answer. Raises NodeLost if it is out of reach, or when `is_open` returns False."""
     return wait_in_loop(client, _answer(client, operation, what), is_open)
 
 
 def wait_in_loop(client: distributed.Client, answer: Any, is_open: Callable[[], bool]) -> Any:
-    """Have Dask's thread run a coroutine, and return its result. Raises NodeLost if the scheduler is out of reach, or when `is_open` says no.
+    """Run a coroutine in Dask's thread, and return its result. Raises NodeLost if the scheduler is out of reach, or when `is_open` returns False.
 
     Not `Client.sync`: its wait does not end if Dask's thread does.
     """
@@ -304,6 +304,6 @@ async def _answer(client: Any, operation: str, what: Mapping[str, Any]) -> Any:
 def _cause(task: distributed.Future[Any]) -> str:
     state: Any = cast(Any, task)._state
     error = state.exception if task.status == "error" else None
-    if error is None or isinstance(error, KilledWorker):  # whose own words are Dask's advice to look at logs that nobody has
+    if error is None or isinstance(error, KilledWorker):  # its message is Dask's advice to read logs that do not exist here
         return "the worker that ran it is gone"
     return f"the scheduler could not take it: {error}"

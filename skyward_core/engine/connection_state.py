@@ -1,4 +1,4 @@
-"""The dispatcher's connection to the scheduler: its number, which messages count, what is acknowledged, and whether the scheduler answers.
+"""The state of the connection to the scheduler: its epoch, the messages that were heard and acknowledged, and unanswered pings.
 
 States; each connection has a number, its epoch:
 
@@ -28,7 +28,7 @@ class ConnectionState:
     def __init__(self, act: Callable[[do.Action], object]) -> None:
         self.epoch = 0
         self.is_connected = False
-        """From `connected` on, until it is known that nothing comes through any more."""
+        """From `connected` until the connection is known to be cut."""
         self.is_live = False
         self.heard = 0
         """The number of the last message of the topic."""
@@ -50,18 +50,18 @@ class ConnectionState:
         self.is_connected = self.is_live = False
 
     def resumed(self, epoch: int, number: int) -> bool:
-        """The scheduler has answered, and sends the messages after this number. False: the answer is not to this connection, or comes too late."""
+        """The scheduler has answered, and sends the messages after this number. False: it has answered another connection, or answers too late."""
         if epoch != self.epoch or not self.is_connected:
             return False
         self.is_live, self.heard = True, number
         return True
 
     def is_live_in(self, epoch: int) -> bool:
-        """Tell whether this is the epoch of the present connection, and that is live."""
+        """Tell whether the present connection has this epoch and is live."""
         return self.is_live and epoch == self.epoch
 
     def hear(self, epoch: int) -> bool:
-        """The next message of the topic has come: count it. False: it is not of this connection, or not of a live one."""
+        """Count the next message of the topic. False: it is of another connection, or the connection is not live."""
         if not self.is_live_in(epoch):
             return False
         self.heard += 1
@@ -73,7 +73,7 @@ class ConnectionState:
             self._acknowledge()
 
     def pinged(self, epoch: int, *, is_answered: bool) -> None:
-        """The scheduler has answered a ping, or has not. Counted and not timed: a busy program misses one answer, not several in a row."""
+        """The scheduler has answered a ping, or has not. Misses are counted, not timed: a busy program misses one answer, not several in a row."""
         if epoch == self.epoch:
             self._is_pinging = False
             self._unanswered = 0 if is_answered else self._unanswered + 1
@@ -87,7 +87,7 @@ class ConnectionState:
             self._do(do.CutOff())
 
     def tick(self, now: float) -> None:
-        """Acknowledge what was heard, and ask whether the scheduler answers."""
+        """Acknowledge messages, and ping the scheduler."""
         if self.is_live:
             self._acknowledge()
         if self.is_connected and not self._is_pinging and now - self._pinged_at > PING_SECONDS:

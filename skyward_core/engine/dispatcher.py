@@ -1,15 +1,15 @@
-"""What becomes of calls: a pure state machine, messages in and actions out. It has no thread, no connection and no clock.
+"""The state of all calls of a client: a pure state machine, messages in and actions out. It has no thread, no connection and no clock.
 
-This is its face, and what concerns several of its parts. Each part owns its state, and its module draws the states:
+The dispatcher passes messages on to its parts. Each part owns its state, and its module draws the states:
 
-    calls.py             calls, from `submit` to the end of their future; with outbox.py, the queue, and fetches.py, large outcomes on their way
+    calls.py             calls, from `submit` to the end of their future; with outbox.py, the queue, and fetches.py, large outcomes in transit
     placement.py         batches until they are sent: the choice of a worker, and uploads; with function_files.py, large functions on nodes
-    shipments.py         batches on their way or out
+    shipments.py         batches in flight
     connection_state.py  the connection and its epoch
-    losses.py            what is lost with a connection, a worker or a head; with kept_calls.py, calls that outlive their head
+    losses.py            losses with a connection, a worker or a head; with kept_calls.py, calls that outlive their head
     members.py           nodes and workers
 
-A part calls the parts that it is given when it is made, and these do not know it.
+A part calls only the parts that its constructor takes. There is no circle.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ type PoolNews = WorkerJoined | WorkerLeft | WorkerHeld | WorkerKept | WorkerFree
 
 
 class Dispatcher:
-    """The state of all calls of one client. One thread calls it, and does what `take_actions` returns, in that order."""
+    """The state of all calls of one client. One thread calls it, and does the actions that `take_actions` returns, in their order."""
 
     def __init__(self, nodes: Iterable[Node], topic: str, retries: int = 0, *, is_here: bool = False) -> None:
         self.topic = topic
@@ -59,7 +59,7 @@ class Dispatcher:
         self._count_slots()
 
     def take_actions(self) -> list[do.Action]:
-        """Return what is to be done, and forget it."""
+        """Return the actions to do, and forget them."""
         taken = self._actions.copy()
         self._actions.clear()
         return taken
@@ -76,12 +76,12 @@ class Dispatcher:
 
     @property
     def fetching(self) -> Mapping[str, Fetching]:
-        """Large outcomes on their way, by call."""
+        """Large outcomes in transit, by call."""
         return self._calls.fetches.by_call
 
     @property
     def outs(self) -> Mapping[int, Out]:
-        """The batches that are on their way or out, by number."""
+        """The batches in flight, and those that are being uploaded, by number."""
         return self._shipments.outs
 
     @property
@@ -91,12 +91,12 @@ class Dispatcher:
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is a connection: from `connected` on, until it is known that nothing comes through any more."""
+        """Whether there is a connection: from `connected` until it is known to be cut."""
         return self._connection.is_connected
 
     @property
     def is_live(self) -> bool:
-        """Whether the scheduler has answered on it: calls go out."""
+        """Whether the scheduler has answered on the connection: calls go out."""
         return self._connection.is_live
 
     @property
@@ -115,14 +115,14 @@ class Dispatcher:
         self._calls.cancel(call_id)
 
     def drain(self, error: SkywardError | None) -> None:
-        """Begin no more calls: those that are not begun raise this, what runs may end. None: begin calls again."""
+        """Begin no more calls: those that have not begun raise this, those that run may end. None: begin calls again."""
         if error is not None:
             for call_ids in self._shipments.withdraw():
                 self._queue.returned(call_ids)
         self._calls.drain(error)
 
     def give_up(self, error: SkywardError, rank: int | None = None) -> None:
-        """Wait no longer for a node that is not replaced, or (None) for any: the calls that only it could run raise this, now and later."""
+        """Wait no longer for a node that is not replaced: calls that need it raise this. None: all calls raise it, now and later."""
         if rank is None:
             self._clear()
             self._calls.end(error)
@@ -135,7 +135,7 @@ class Dispatcher:
         self._calls.close(error)
 
     def _clear(self) -> None:
-        """Nothing runs any more."""
+        """Forget the batches: nothing runs any more."""
         self._shipments.clear()
         self._losses.clear()
 
@@ -147,7 +147,7 @@ class Dispatcher:
         return self._connection.connected(now)
 
     def disconnected(self) -> None:
-        """There is no connection. What has not gone out waits again."""
+        """There is no connection. Batches that have not gone out wait again."""
         self._connection.disconnected()
         self._placement.disconnected()
         self._losses.forget()
@@ -155,9 +155,9 @@ class Dispatcher:
             self._calls.take_back(call_ids)
 
     def restarted(self, nodes: Sequence[Node], is_there: Callable[[Parcel], bool], now: float) -> None:
-        """Another scheduler takes the place of the one before. What was out is kept by workers that outlive the head, or lost with it.
+        """Another scheduler replaces the one before. Calls in flight are kept by workers that outlive the head, or lost with it.
 
-        Arguments in the memory of a node that is lost are lost too (`is_there`).
+        Arguments in the memory of a lost node are lost too; `is_there` says which exist.
         """
         self.disconnected()
         alive = {node.instance.id for node in self.members.nodes.values()}
@@ -170,7 +170,7 @@ class Dispatcher:
         self._losses.lose_unkept(now)
 
     def resumed(self, epoch: int, resumed: Resumed, now: float) -> None:
-        """The scheduler has answered: what it knows of the batches that were out, and of its workers. The messages that were missed follow."""
+        """The scheduler has answered: it lists the batches that it has and its workers. The messages that were missed follow."""
         if not self._connection.resumed(epoch, resumed.number):
             return
         self._losses.begin(epoch, resumed.abandoned, now)
@@ -181,7 +181,7 @@ class Dispatcher:
         self._do(do.Answered(epoch))
 
     def report(self, epoch: int, report: Report | None, now: float) -> None:
-        """The next message of the topic: what a worker reports, in the order in which it happened. None: it could not be read."""
+        """The next message of the topic: a worker's report. None: it could not be read."""
         if not self._connection.hear(epoch):
             return
         if report is not None and not self._losses.is_repeated(report):
@@ -197,8 +197,8 @@ class Dispatcher:
         self._connection.acknowledge_many()
 
     def pool_news(self, epoch: int, news: PoolNews, now: float) -> None:
-        """A worker has come or gone, is held, or keeps calls, or a node has measured something."""
-        if not self._connection.is_live_in(epoch):  # who was there when the scheduler answered is in its answer
+        """A worker has joined or left, is held, or keeps calls; or a node has measured something."""
+        if not self._connection.is_live_in(epoch):  # the scheduler's answer lists the workers of that time
             if isinstance(news, Mapping) and epoch == self._connection.epoch:
                 self._do(do.Emit(Metrics(**news)))
             return
@@ -220,7 +220,7 @@ class Dispatcher:
                 self._do(do.Emit(Metrics(**news)))
 
     def task_ended(self, epoch: int, number: int, *, is_finished: bool, reason: str) -> None:
-        """The task of a batch has ended: outcomes that were not reported are in its result, or were lost with its worker."""
+        """The task of a batch has ended: outcomes that were not reported are in its result, or lost with its worker."""
         self._shipments.task_ended(epoch, number, is_finished=is_finished, reason=reason)
 
     def gathered(self, epoch: int, number: int, outcomes: Mapping[str, Outcome], node: int, instance_id: str, now: float) -> None:
@@ -228,23 +228,23 @@ class Dispatcher:
         self._shipments.gathered(epoch, number, outcomes, node, instance_id, now)
 
     def not_gathered(self, epoch: int, number: int, error: Exception) -> None:
-        """The result of a batch's task could not be had."""
+        """The result of a batch's task is out of reach."""
         self._shipments.not_gathered(epoch, number, error)
 
     def taken_back(self, epoch: int, number: int) -> None:
-        """A batch whose worker is gone had not ended, and is released: its calls are lost."""
+        """A batch whose worker is gone had not ended, and its task is released: its calls are lost."""
         self._shipments.taken_back(epoch, number)
 
     def unsent(self, epoch: int, number: int, error: Exception, *, is_its_fault: bool) -> None:
-        """A batch has not gone out. It waits again, if it is not its own fault."""
+        """A batch has not gone out. It waits again, unless it is at fault itself."""
         self._shipments.unsent(epoch, number, error, is_its_fault=is_its_fault)
 
     def load_known(self, epoch: int, load: Mapping[str, Sequence[str]]) -> None:
-        """The scheduler has said which batches each worker has; empty if it has not."""
+        """The scheduler has said which batches each worker has; empty if it did not answer."""
         self._placement.load_known(epoch, load)
 
     def pinged(self, epoch: int, *, is_answered: bool) -> None:
-        """The scheduler has answered whether it is there, or has not."""
+        """The scheduler has answered a ping, or has not."""
         self._connection.pinged(epoch, is_answered=is_answered)
 
     def cut(self, epoch: int) -> None:
@@ -271,20 +271,20 @@ class Dispatcher:
         self._calls.fetched(call_id, parcel, lies_at)
 
     def not_fetched(self, call_id: str, lies_at: str, error: Exception, *, is_cut: bool) -> None:
-        """A large outcome could not be fetched. `is_cut`: the wire to its node was cut, and it is tried again when that is there again."""
+        """A large outcome could not be fetched. `is_cut`: the wire to its node was cut; the fetch is repeated when the wire is back."""
         self._calls.not_fetched(call_id, lies_at, error, is_cut=is_cut)
 
     # ── the clock ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def tick(self, now: float, is_reachable: Callable[[str], bool]) -> None:
-        """Twice a second: look after the connection, and after what waits for a way to its node (`is_reachable`, by instance id)."""
+        """Twice a second: check the connection, and repeat fetches from nodes that are reachable again (`is_reachable`, by instance id)."""
         self._queue.wake()
         self._losses.lose_unkept(now)
         self._calls.tick(now, is_reachable)
         self._connection.tick(now)
 
     def flush(self, now: float) -> None:
-        """After one or several messages: send what may go out, stop what is to be stopped, emit the progress."""
+        """After one or several messages: send and stop calls, release kept ones, emit the progress."""
         if self._connection.is_live:
             self._stop_unwanted()
             if released := self._kept.take_released(self._queue.is_out):
@@ -293,7 +293,7 @@ class Dispatcher:
         self._calls.emit_progress(now)
 
     def _stop_unwanted(self) -> None:
-        """Stop all calls that are to be stopped by now with one message, however many they are."""
+        """Stop all calls that are to be stopped, with one message."""
         stop = self._kept.take_astray(self._calls.entries.__contains__)
         stop |= self._calls.take_to_stop()
         if stop:
@@ -302,7 +302,7 @@ class Dispatcher:
     # ── nodes and workers ────────────────────────────────────────────────────────────────────────────────────────────
 
     def know(self, nodes: Iterable[Node]) -> None:
-        """Take note of nodes that have come in the place of others."""
+        """Note these nodes: some have replaced others."""
         for node in nodes:
             before = self.members.nodes.get(node.rank)
             if before is not None and before.instance.id != node.instance.id:
@@ -311,12 +311,12 @@ class Dispatcher:
         self._count_slots()
 
     def forget_node(self, rank: int) -> None:
-        """Have nothing to do with a node that is not there, nor with one that comes in its place."""
+        """Go on without the node of this rank, which is absent, and without a replacement."""
         self.members.nodes = {other: node for other, node in self.members.nodes.items() if other != rank}
         self._count_slots()
 
     def fetching_from(self, instance_id: str) -> int:
-        """Return how many outcomes still lie on a node, on their way here."""
+        """Return how many outcomes are still to be fetched from a node."""
         return self._calls.fetches.count_from(instance_id)
 
     def key(self, number: int) -> str:
@@ -333,7 +333,7 @@ class Dispatcher:
             self._join(name, address)
             if status == HELD:
                 self.members.hold(address, None)
-            else:  # that it is free may have been said while nothing came through
+            else:  # its WorkerFree may have been lost with the connection
                 self.members.held.pop(address, None)
         self._count_slots()
 
@@ -341,21 +341,21 @@ class Dispatcher:
         rank = rank_of(name)
         is_complete = self.members.join(name, address)
         self._count_slots()
-        self._calls.stop_unwanted()  # their batch may go to this worker
+        self._calls.stop_unwanted()  # the batch of a cancelled call may go to this worker
         if is_complete:
             self._do(do.Emit(BootstrapCompleted(self.members.nodes[rank].instance.id)))
             self._do(do.Joined(rank))
 
     def _leave(self, name: str, address: str) -> None:
         if not self.members.leave(name, address):
-            return  # its successor is there already
+            return  # its successor has joined already
         self._count_slots()
         self._shipments.worker_left(address)
         self._losses.worker_left(address)
         self._do(do.Left(rank_of(name)))
 
     def _announced(self, news: WorkerKept, now: float) -> None:
-        """A worker says which calls it has from before."""
+        """A worker announces the calls that it has from an earlier head."""
         self._kept.announced(news.name, news.address, news.keys)
         self._calls.stop_unwanted(news.calls)
         if news.is_paused:

@@ -1,4 +1,4 @@
-"""Large outcomes on their way from the memory of nodes to the client."""
+"""Large outcomes in transit from the memory of nodes to the client."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from skyward_core.engine.members import Members
 from skyward_core.engine.outbox import Entry
 from skyward_core.worker.wire import Outcome, Parcel
 
-FETCH_SECONDS = 120.0  # for which a result whose wire is cut is asked for again, while its node lives: as long as a lease
+FETCH_SECONDS = 120.0  # how long a fetch whose wire is cut is repeated while the node lives: as long as a lease
 
 
 @dataclass(slots=True)
 class Fetching:
-    """A large outcome on its way from a node; `error` says why it waits for the way to that node to come back."""
+    """A large outcome in transit from a node. With an `error` the wire was cut: the fetch waits for it."""
 
     entry: Entry
     outcome: Outcome
@@ -41,12 +41,12 @@ class Fetches:
         self._do(do.Fetch(call_id, instance_id, outcome.parcel))
 
     def find(self, call_id: str, lies_at: str) -> Fetching | None:
-        """Return the outcome that a message is about; None if that one is not being fetched."""
+        """Return the fetch to which a message belongs; None if there is none."""
         fetching = self.by_call.get(call_id)
         return fetching if fetching is not None and fetching.lies_at == lies_at else None
 
     def fetched(self, call_id: str, parcel: Parcel, lies_at: str) -> Fetching | None:
-        """An outcome is here: return what is known of it. None: it has no caller any more, and is removed."""
+        """An outcome is here: end its fetch and return that. None: the outcome has no caller any more, and is removed."""
         if (fetching := self.find(call_id, lies_at)) is None:
             self._do(do.Discard(parcel))
             return None
@@ -54,12 +54,12 @@ class Fetches:
         return fetching
 
     def forget(self, call_id: str) -> None:
-        """Forget an outcome that has no caller any more, and remove it from the node."""
+        """End the fetch of an outcome that has no caller any more, and remove the outcome from the node."""
         if (fetching := self.by_call.pop(call_id, None)) is not None:
             self._do(do.Remove(fetching.instance_id, fetching.outcome.parcel))
 
     def go_on(self, now: float, is_reachable: Callable[[str], bool], *, is_live: bool) -> Iterator[Fetching]:
-        """Ask again for the outcomes that wait for a way to their node. Forget those that cannot be had, and yield them."""
+        """Repeat the fetches whose node is reachable again. End and yield those that have failed for good."""
         for call_id, fetching in list(self.by_call.items()):
             if fetching.error is None:
                 continue
@@ -72,10 +72,10 @@ class Fetches:
                 yield fetching
 
     def is_under_way(self, call_id: str) -> bool:
-        """Tell whether an outcome may still arrive: it does not wait for a way to its node."""
+        """Tell whether an outcome is in transit, and does not wait for a wire that is cut."""
         fetching = self.by_call.get(call_id)
         return fetching is not None and fetching.error is None
 
     def count_from(self, instance_id: str) -> int:
-        """Return how many outcomes still lie on a node."""
+        """Return how many outcomes are still to be fetched from a node."""
         return sum(fetching.instance_id == instance_id for fetching in self.by_call.values())

@@ -1,11 +1,11 @@
-"""Which large functions lie in the memory of which node, and which of them go when there are too many: pure bookkeeping.
+"""The large functions in the memory of each node, and which are evicted when there are too many: pure bookkeeping.
 
 States of a function at a node:
 
     absent ──planned──▶ coming ──arrived──▶ there ──evicted──▶ absent
                           └────failed────▶ absent
 
-The functions that were used longest ago are evicted first, until the others take no more than the limit; what a batch that is out refers to stays.
+Least recently used functions are evicted first, until the others fit the limit. Functions that a batch in flight refers to stay.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _File:
     parcel: Parcel
     nbytes: int
     users: set[int] = field(default_factory=set[int])
-    """The numbers of the batches that are out and refer to it."""
+    """The numbers of the batches in flight that refer to it."""
 
 
 class FunctionFiles:
@@ -42,12 +42,12 @@ class FunctionFiles:
         return sum(file.nbytes for file in self._files.values())
 
     def find(self, name: str) -> Parcel | None:
-        """Return a function as it lies there."""
+        """Return the parcel of a function in the node's memory; None if the function is not there."""
         file = self._files.get(name)
         return file.parcel if file is not None else None
 
     def use(self, number: int, names: Collection[str]) -> dict[str, Parcel]:
-        """Note that a batch refers to those of the functions that are there; return them."""
+        """Note that a batch refers to these functions; return those that are there."""
         found = dict[str, Parcel]()
         for name in names:
             if (file := self._files.pop(name, None)) is not None:
@@ -57,16 +57,16 @@ class FunctionFiles:
         return found
 
     def done(self, number: int) -> None:
-        """Note that a batch is not out any more."""
+        """Note that a batch is no longer in flight."""
         for file in self._files.values():
             file.users.discard(number)
 
     def is_coming(self, names: Collection[str]) -> bool:
-        """Tell whether one of these functions is on its way there."""
+        """Tell whether one of these functions is being uploaded."""
         return any(name in self._coming for name in names)
 
     def plan(self, names: Collection[str]) -> None:
-        """Note that functions are on their way there."""
+        """Note that functions are being uploaded."""
         self._coming.update(names)
 
     def arrived(self, name: str, parcel: Parcel, nbytes: int) -> None:
@@ -79,7 +79,7 @@ class FunctionFiles:
         self._coming.difference_update(names)
 
     def evict(self) -> list[Parcel]:
-        """Forget what is too much; return the files that are to be removed."""
+        """Forget functions beyond the limit; return the files that are to be removed."""
         evicted = list[Parcel]()
         excess = self.nbytes - self._limit_bytes
         for name, file in list(self._files.items()):
@@ -104,10 +104,10 @@ class FunctionsOnNodes:
         return self._by_instance.setdefault(instance_id, FunctionFiles())
 
     def evict(self, instance_id: str) -> None:
-        """Remove the functions from a node that are too much there."""
+        """Remove functions beyond the limit from a node."""
         for parcel in self.at(instance_id).evict():
             self._do(do.Remove(instance_id, parcel))
 
     def keep(self, is_known: Callable[[str], bool]) -> None:
-        """Forget the functions in the memory of instances that are not known any more."""
+        """Forget the functions of instances that are not known any more."""
         self._by_instance = {instance_id: files for instance_id, files in self._by_instance.items() if is_known(instance_id)}

@@ -1,4 +1,4 @@
-"""What a pool hands out for a call that it has taken over."""
+"""The futures that a pool returns for calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class SmallCondition(RLock):  # pyright: ignore[reportGeneralTypeIssues] - in C it is not final
-    """What a future needs of `threading.Condition()`, in a tenth of its 1,300 bytes: a map of 100,000 calls has as many, and hardly any is waited for alone."""
+    """The methods of `threading.Condition()` that a future uses, in a tenth of its 1,300 bytes: a map of 100,000 calls has as many futures."""
 
     __slots__ = ("_waiters",)
 
@@ -17,32 +17,32 @@ class SmallCondition(RLock):  # pyright: ignore[reportGeneralTypeIssues] - in C 
         self._waiters: tuple[LockType, ...] = ()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Release the lock until somebody notifies, and take it again; False if the time runs out before."""
+        """Release the lock until `notify_all`, and take it again; False if the time runs out before."""
         waiter = allocate_lock()
         waiter.acquire()
         self._waiters = (*self._waiters, waiter)
         is_notified = False
-        me: Any = self  # what typeshed does not know of an RLock
+        me: Any = self  # typeshed does not have these methods of an RLock
         state = me._release_save()
         try:
             is_notified = waiter.acquire() if timeout is None else waiter.acquire(timeout=max(0.0, timeout))
         finally:
             me._acquire_restore(state)
-            if not is_notified:  # it is late, or interrupted
+            if not is_notified:  # a timeout or an exception
                 self._waiters = tuple(other for other in self._waiters if other is not waiter)
         return is_notified
 
     def notify_all(self) -> None:
-        """Wake all who wait."""
+        """Wake all waiting threads."""
         waiters, self._waiters = self._waiters, ()
         for waiter in waiters:
             waiter.release()
 
 
 class CallFuture[R](Future[R]):
-    """A call that was handed over. As any `concurrent.futures.Future`, but `cancel()` also stops a call that is running.
+    """The future of a submitted call. Like any `concurrent.futures.Future`, but `cancel()` also stops a call that is running.
 
-    `stop` is called with the call's id when it is cancelled. `call_back` runs its done-callbacks; by default the thread that ends the future does.
+    `cancel` calls `stop` with the call's id. `call_back` runs the done-callbacks; by default the thread that ends the future does.
     """
 
     def __init__(self, call_id: str, stop: Callable[[str], None], call_back: Callable[[Callable[[], None]], None] | None = None) -> None:
@@ -50,14 +50,14 @@ class CallFuture[R](Future[R]):
         self._condition: Any = SmallCondition()
         self.call_id = call_id
         self.seconds: float | None = None
-        """For how long it ran on its node, the last time if it ran again; None before its end, and where that is not known: it was lost, or cancelled here."""
+        """How long the call ran on its node, in its last run. None before its end, and if it was lost or cancelled."""
         self.cost: float | None = None
-        """Its share of the bill, in USD: the price of its slot for that time. None where `seconds` is, and in a pool that somebody else pays for."""
+        """Its share of the bill, in USD: the price of its slot for that time. None where `seconds` is, and in a pool that another client pays for."""
         self._stop = stop
         self._call_back = call_back
 
     def cancel(self) -> bool:
-        """Stop the call, or do not begin it; False if it has ended already. One that is on its way may begin and is stopped then."""
+        """Stop the call, or do not begin it; False if it has ended already. A call in flight may begin, and is stopped then."""
         if not super().cancel():
             return False
         self._stop(self.call_id)

@@ -1,15 +1,14 @@
-"""Calls that were out when their head was lost, until it is known what has become of each: pure bookkeeping.
+"""Calls that were in flight when their head was lost, until the state of each is known: pure bookkeeping.
 
 States of the batch of such calls:
 
-    unknown ──a worker announces it──▶ kept ──all its outcomes are told──▶ (ended)
+    unknown ──a worker announces it──▶ kept ──all its outcomes are reported──▶ (ended)
        ▲ └──all workers that may have it have announced others, or too late──▶ (lost)
        │                                 │ └──that worker leaves──▶ (lost)
        └──────the next head is lost──────┘
 
-A worker of a node that outlives the head joins the next one with its calls and announces them (`worker/retained_batches.py`). Then it tells their reports
-again: each
-has the number that it had at first, so that what was heard before is known.
+A worker of a node that outlives the head joins the next one with its calls and announces them (`worker/retained_batches.py`). Then it repeats their reports. Each has its
+first number, by which the client recognises it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field
 
 from skyward_core.worker.wire import Report
 
-DECIDED_SECONDS = 60.0  # for workers to come over to a new head; their node counts as lost before
+DECIDED_SECONDS = 60.0  # the time that workers have to join a new head; their node counts as lost before
 
 
 def batch_of(origin: str) -> int:
@@ -30,28 +29,28 @@ def batch_of(origin: str) -> int:
 
 @dataclass(slots=True)
 class KeptCalls:
-    """Batches that were out when a head was lost, `at` the address of the worker that keeps each; the others are unknown.
+    """Batches that were in flight when a head was lost. `at` has the address of the worker that keeps each; the others are unknown.
 
-    The names of the workers that are `awaited`, until the clock says `until`, while there is a connection.
+    `awaited` names the workers that may still announce batches, until the clock says `until`, while there is a connection.
     """
 
     batches: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
-    """By number: the calls that have not ended. A call may have been in others before, which handed it back."""
+    """By number: the calls that have not ended. A call may have been in an earlier batch, which handed it back."""
     at: dict[int, str] = field(default_factory=dict[int, str])
     awaited: set[str] = field(default_factory=set[str])
     until: float = 0.0
     before: int = 0
     """Batches with a lower number were sent to a head that is lost."""
     heard: dict[str, int] = field(default_factory=dict[str, int])
-    """By origin: the number of the last report of a batch that is not out any more."""
+    """By origin: the number of the last report of a batch that is no longer in flight."""
     _lost: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
-    """Batches that are lost, and their calls that had not ended: a worker may tell of them after all."""
+    """Batches that are lost, and their calls that had not ended: a worker may announce them after all."""
     astray: set[str] = field(default_factory=set[str])
-    """Calls of lost batches that a worker has nevertheless. They may run elsewhere by now; those that do not are to be stopped."""
+    """Calls of lost batches that a worker has announced. They may run again elsewhere; the others are to be stopped."""
     _released: set[str] = field(default_factory=set[str])
 
     def begin(self, batches: Mapping[int, Collection[str]], awaited: Collection[str], before: int, heard: Mapping[str, int]) -> None:
-        """The head is lost: these batches were out, and workers of these names may still have them. All so far have numbers below `before`."""
+        """The head is lost: these batches were in flight, and these workers may still have them. All batches so far have numbers below `before`."""
         self.batches.update({number: set(calls) for number, calls in batches.items() if calls})
         for number in batches:
             self._lost.pop(number, None)
@@ -70,11 +69,11 @@ class KeptCalls:
 
     @property
     def calls(self) -> list[str]:
-        """The calls of which it is not known what has become, or which have not ended."""
+        """The calls whose state is unknown, and those that have not ended."""
         return sorted(call_id for calls in self.batches.values() for call_id in calls)
 
     def announced(self, name: str, address: str, keys: Collection[str]) -> None:
-        """A worker says which batches it keeps."""
+        """A worker announces the batches that it keeps."""
         self.awaited.discard(name)
         for number in map(batch_of, keys):
             if number in self.batches:
@@ -82,15 +81,15 @@ class KeptCalls:
             self.astray.update(self._lost.get(number, ()))
 
     def without(self, names: Collection[str]) -> None:
-        """Await no announcement of these workers: their node is not what it was."""
+        """Await no announcement of these workers: their node was replaced."""
         self.awaited.difference_update(names)
 
     def listen(self, now: float) -> None:
-        """What workers say is heard from now on: they have some time for it."""
+        """The connection is live: the workers have some time to announce."""
         self.until = now + DECIDED_SECONDS
 
     def take_lost(self, now: float, *, is_live: bool) -> list[str]:
-        """Return the calls that no worker has, once that is known. Where nothing is heard no time is counted."""
+        """Return the calls that no worker has, once that is known. Time without a connection does not count."""
         unknown = self.batches.keys() - self.at.keys()
         if not unknown or (self.awaited and not (is_live and now > self.until)):
             return []
@@ -102,7 +101,7 @@ class KeptCalls:
         return self._take([number for number, there in self.at.items() if there == address])
 
     def forget(self, before: int) -> list[str]:
-        """All batches so far, which have numbers below `before`, are lost: what is told of them counts no more. Return the calls of those from before."""
+        """All batches with numbers below `before` are lost, and reports of them no longer count. Return the calls of those that were kept or unknown."""
         self.before = before
         self.awaited.clear()
         return self._take(list(self.batches))
@@ -127,13 +126,13 @@ class KeptCalls:
             self._released.update(calls)
 
     def take_astray(self, is_wanted: Callable[[str], bool]) -> set[str]:
-        """Return the calls of lost batches that a worker has nevertheless, and that no caller waits for, once."""
+        """Return the calls of lost batches that a worker has announced and no caller waits for, once."""
         unwanted = {call_id for call_id in self.astray if not is_wanted(call_id)}
         self.astray -= unwanted
         return unwanted
 
     def take_released(self, is_out: Callable[[str], bool]) -> list[str]:
-        """Return the calls that workers may forget, once: not those that are out, for a worker may have them again."""
+        """Return the calls that workers may forget, once. Not those in flight: a worker may have them again."""
         released = sorted(call_id for call_id in self._released if not is_out(call_id))
         self._released.difference_update(released)
         return released

@@ -1,7 +1,7 @@
-"""What is lost with a connection, a worker or a head, and when that is known.
+"""Losses with a connection, a worker or a head: which calls are lost, and when that is known.
 
-A batch that had gone out when its connection ended is lost if the next connection's scheduler does not have it any more; calls that a worker has kept are
-lost when that worker leaves. Neither counts before all messages are heard that the scheduler had by then: an outcome may be among them.
+A batch in flight is lost if the scheduler does not have it any more when the next connection resumes. A kept call is lost when its worker leaves. Both are
+decided only after the messages that the scheduler had by then: an outcome may be among them.
 
 When the head is lost, workers that outlive it announce the calls that they have, and report them again (`kept_calls.py`).
 """
@@ -44,18 +44,18 @@ class Losses:
         self._kept = kept
         self._do = act
         self._unheard: set[int] = set()
-        """Batches that the scheduler does not have any more, until all is heard that was reported before."""
+        """Batches that the scheduler does not have any more, until the messages before its answer are heard."""
         self._unheard_until = 0
-        """The number of the last message that was reported before."""
+        """The number of the last of these messages."""
         self._left_behind: list[int] = []
-        """Batches whose workers have gone, until all messages of these workers are heard."""
+        """Batches whose workers have left, until the messages before the scheduler's answer are heard."""
         self._gone: list[str] = []
-        """Addresses of workers that have gone, likewise."""
+        """Addresses of workers that have left, likewise."""
         self._abandoned = 0
         """How often the scheduler has forgotten this client."""
 
     def forget(self) -> None:
-        """Wait for no messages any more: the connection has ended, or all is heard."""
+        """Wait for no messages any more: the connection has ended, or all are heard."""
         self._unheard.clear()
         self._left_behind.clear()
         self._gone.clear()
@@ -68,12 +68,12 @@ class Losses:
     # ── another connection ───────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, epoch: int, abandoned: int, now: float) -> None:
-        """The scheduler has answered to a connection. If it had forgotten this client so often as it says, it has stopped all calls of the times before."""
+        """The scheduler has answered. `abandoned`: how often it has forgotten this client; each time it has stopped all calls of the client."""
         may_keep = bool(self._kept.before)
         if abandoned != self._abandoned:
             self._abandoned = abandoned
             self._lose_all("its scheduler has waited for this client for too long")
-        if may_keep:  # also what is lost or has ended by now: workers are to forget it
+        if may_keep:  # also if all calls are lost or have ended: workers are to forget them
             self._kept.listen(now)
             self._do(do.TellKept(epoch))
 
@@ -86,7 +86,7 @@ class Losses:
                 if out.worker and self._members.workers.get(out.worker) != out.address:
                     self._left_behind.append(out.number)
             elif resumed.is_known and key not in resumed.gone:
-                self._calls.take_back(self._shipments.forget(out))  # it went out when nothing came through any more
+                self._calls.take_back(self._shipments.forget(out))  # it went out on a dead connection
             else:
                 self._unheard.add(out.number)
         if ended := tuple(key for key in resumed.tasks if key not in before):
@@ -94,15 +94,15 @@ class Losses:
         self._unheard_until = resumed.last
 
     def keepers_gone(self, addresses: Collection[str]) -> None:
-        """The workers that keep calls and are not at one of these addresses have gone."""
+        """The workers that keep calls have left, except those at these addresses."""
         self._gone += sorted(set(self._kept.at.values()) - set(addresses))
 
     def worker_left(self, address: str) -> None:
-        """A worker has gone."""
+        """A worker has left."""
         self._gone.append(address)
 
     def decide(self) -> None:
-        """Once all is heard that was reported before the scheduler's answer, what the scheduler or a worker does not have any more is lost."""
+        """Once the messages before the scheduler's answer are heard, lose the batches and calls that the scheduler or a worker does not have any more."""
         if self._connection.heard < self._unheard_until:
             return
         if self._unheard:
@@ -122,7 +122,7 @@ class Losses:
     # ── another head ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def head_lost(self, awaited: Sequence[str]) -> None:
-        """The head is lost. Workers of these names may come over to the next one with the calls that were out."""
+        """The head is lost. The workers of these names may join the next one with the calls in flight."""
         self._abandoned = 0
         outs = self._shipments.outs
         heard = {origin: number for out in outs.values() for origin, number in out.heard.items()}
@@ -131,7 +131,7 @@ class Losses:
         self._kept.begin(batches, awaited, before, heard)
 
     def is_repeated(self, report: Report) -> bool:
-        """Tell whether a report was heard before, or is of a batch that is done with; note what is heard.
+        """Tell whether a report was heard before, or its batch is done; note the report's number.
 
         Workers repeat all reports that were not released, when they join and when they are asked.
         """
@@ -144,15 +144,15 @@ class Losses:
         heard[report.origin] = max(report.number, heard.get(report.origin, 0))
         if out is not None:
             return is_repeated
-        is_done_with = number not in self._kept.batches
+        is_done = number not in self._kept.batches
         outcomes = [item for item in report.news if isinstance(item, Outcome)]
-        for outcome in outcomes if is_done_with and not is_repeated else ():
+        for outcome in outcomes if is_done and not is_repeated else ():
             if self._kept.was_lost(report, outcome.call_id):
                 self._calls.discard(outcome.parcel)
         self._kept.ended(report, [outcome.call_id for outcome in outcomes])
-        return is_done_with or is_repeated
+        return is_done or is_repeated
 
     def lose_unkept(self, now: float) -> None:
-        """Lose the calls that were out when the head was lost, and that no worker has kept, once that is known."""
+        """Lose the calls that were in flight when the head was lost and that no worker has kept, once that is known."""
         if lost := self._kept.take_lost(now, is_live=self._connection.is_live):
             self._calls.lose(lost, HEAD_LOST)

@@ -1,6 +1,6 @@
 """The nodes of a pool and the workers that its scheduler has, as the dispatcher knows them: pure bookkeeping.
 
-A worker's name is RANK-INDEX. A worker is away, there, or held: then it is given no more calls and ends those that it has.
+A worker's name is RANK-INDEX. A worker is away, present, or held. A held worker gets no more calls and ends those that it has.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from skyward_core.machines.instances import Node
 from skyward_core.worker.wire import Parcel
 
-MANY = 1_000_000  # more calls than a worker has slots
+MANY = 1_000_000  # more than a worker has slots
 
 
 def rank_of(name: str) -> int:
@@ -21,7 +21,7 @@ def rank_of(name: str) -> int:
 
 @dataclass(slots=True)
 class Members:
-    """`nodes` by rank; `workers` maps the names of those that are there to their addresses; `held` the addresses of held ones to how many slots are at work.
+    """`nodes` by rank. `workers` maps the names of present workers to their addresses, `held` the addresses of held ones to how many of their slots are busy.
 
     `is_here`: all nodes are processes of this machine, which see the same memory.
     """
@@ -34,26 +34,26 @@ class Members:
 
     @staticmethod
     def of(nodes: Iterable[Node], *, is_here: bool = False) -> Members:
-        """Return the members of a new pool, all of whose workers are away."""
+        """Return the members of a new pool: all workers are away."""
         by_rank = {node.rank: node for node in nodes}
         return Members(by_rank, is_here, max((node.workers for node in by_rank.values()), default=1))
 
     def names_at(self, rank: int) -> list[str]:
-        """Return the names of all workers of a node, whether they are there or not."""
+        """Return the names of all workers of a node, also of those that are away."""
         node = self.nodes.get(rank)
         return [f"{rank}-{index}" for index in range(node.workers if node is not None else self.workers_per_node)]
 
     def missing(self, rank: int) -> list[int]:
-        """Return the indexes of the workers of a node that are not there."""
+        """Return the indexes of the workers of a node that are away."""
         node = self.nodes.get(rank)
         return [index for index in range(node.workers if node is not None else 0) if f"{rank}-{index}" not in self.workers]
 
     def has(self, rank: int) -> bool:
-        """Tell whether all workers of a node are there."""
+        """Tell whether all workers of a node are present."""
         return rank in self.nodes and not self.missing(rank)
 
     def join(self, name: str, address: str) -> bool:
-        """Note that a worker is there; True if its node is complete now, and was not before."""
+        """Note that a worker has joined; True if its node is complete now, and was not before."""
         was_complete = self.has(rank_of(name))
         before = self.workers.get(name)
         if before != address:
@@ -62,7 +62,7 @@ class Members:
         return self.has(rank_of(name)) and not was_complete
 
     def leave(self, name: str, address: str) -> bool:
-        """Note that a worker has gone; False if its successor is there already."""
+        """Note that a worker has left; False if its successor has joined already."""
         if self.workers.get(name) != address:
             return False
         del self.workers[name]
@@ -70,7 +70,7 @@ class Members:
         return True
 
     def hold(self, address: str, left: int | None) -> None:
-        """Note that a worker is given no more calls and has so many left; None: not known."""
+        """Note that a worker gets no more calls and has this many left; None: not known."""
         if address in self.workers.values():
             self.held[address] = self.held.get(address, MANY) if left is None else left
 
@@ -81,12 +81,12 @@ class Members:
 
     @property
     def free(self) -> list[str]:
-        """Names of workers that are there and may be given calls."""
+        """Names of present workers that are not held."""
         return [name for name, address in self.workers.items() if rank_of(name) in self.nodes and address not in self.held]
 
     @property
     def slots(self) -> int:
-        """How many calls may be out. What a held worker still has is out too: it must not take the place of a call that another slot is free for."""
+        """How many calls may be in flight. The calls that a held worker has left count: they must not take the place of calls for free slots."""
         total = 0
         for name, address in self.workers.items():
             if (node := self.nodes.get(rank_of(name))) is not None:
@@ -98,7 +98,7 @@ class Members:
         return self.nodes.get(rank_of(name))
 
     def instance_of(self, parcel: Parcel) -> str | None:
-        """Return the id of the instance in whose memory a parcel lies; None if no node of the pool is that one. Its folders bear the instance's id."""
+        """Return the id of the instance whose memory has a parcel; None if no node of the pool is that one. The path contains the instance's id."""
         path = str(parcel.path)
         return next((node.instance.id for node in self.nodes.values() if node.instance.id in path), None)
 
@@ -107,6 +107,6 @@ class Members:
         return any(node.instance.id == instance_id for node in self.nodes.values())
 
     def is_there(self, instance_id: str) -> bool:
-        """Tell whether a worker of this instance is there."""
+        """Tell whether a worker of this instance is present."""
         ranks = {rank_of(name) for name in self.workers}
         return any(node.instance.id == instance_id and node.rank in ranks for node in self.nodes.values())

@@ -1,9 +1,9 @@
-"""Which nodes of an open pool are there, and what is to be done about those that are not: a pure state machine, messages in and actions out.
+"""The nodes of an open pool, and how lost ones are replaced: a pure state machine, messages in and actions out.
 
-It has no threads, no machines and no clock: the time comes with each message, what is the case is seen through `View`, and who does the actions
-(`recovery.Recovery`) says what has become of them. One thread calls it.
+It has no threads, no machines and no clock. Each message brings the time, `View` shows the present state, and `recovery.Recovery` does the actions and reports
+their outcomes. One thread calls it.
 
-States of a node, by rank; `turn` moves it on, and looks at who is there rather than at who is said to have come or gone:
+States of a node, by rank. `turn` moves it on, by the present members and not by messages about them:
 
     joined ──gone──▶ away ──there again──▶ joined
                       └──REJOIN_SECONDS, or it has ended──▶ vacant ──replaced──▶ joined
@@ -11,25 +11,24 @@ States of a node, by rank; `turn` moves it on, and looks at who is there rather 
 
     joined ──its machine is to be taken back──▶ leaving ──gone, or retired──▶ vacant
 
-A node that is leaving is given no more calls, and a machine is prepared that will stand in for it. It is retired as soon as that machine is ready and the last
-call there has ended, or when its time is up: its workers end, what they still ran is lost with them, and the vacancy is filled with the machine that stands by,
-under the same rank. Whatever comes in between (the machine goes early, nobody can be had, the head is lost) is an ordinary loss. The head does not leave: its
-notice is told, and it is replaced when it is lost.
+A node that is leaving gets no more calls, and another machine is prepared to replace it. The node is retired when that machine is ready and its last call has
+ended, or when its time is up. Then its workers end, their calls are lost, and the prepared machine takes over the rank. All else (the machine goes early, no
+machine is available, the head is lost) is an ordinary loss. The head does not leave: its notice is emitted, and it is replaced when it is lost.
 
 The head: connected ──cut──▶ silent ──it answers──▶ connected
                               └──gone, ended, dead, or silent for too long──▶ lost ──restart──▶ connected
                                                                                └──not to be had──▶ lost (tried again later) ──▶ given up
 
-Gone is what the provider says, ended what the head has said itself, dead what its machine says: the supervisor's process is not there any more.
+The head is gone if the provider says so, ended if it has said so itself, and dead if its machine says so: the supervisor's process does not exist any more.
 
-How long is too long: HEAD_PATIENCE_SECONDS where another node answers, or half the lease if that is less. Where none does, it is rather this client that is
-cut off, and all of them live: the lease is waited out, with which the head ends in any case.
+It is silent for too long after HEAD_PATIENCE_SECONDS, or half the lease if that is less, while another node answers. If no node answers, probably this client
+is cut off and all nodes live: then it waits for the whole lease, after which the head ends in any case.
 
-A head whose scheduler answers and whose workers stay away (they stand still) has them killed and begun anew by its supervisor; if that brings none back within
-HEAD_WORKERS_SECONDS, it is lost.
+If the head's scheduler answers but its workers are absent (frozen), its supervisor kills and restarts them. If they do not return within HEAD_WORKERS_SECONDS,
+the head is lost.
 
-A restart asks all nodes at once whether they live. The first that does becomes the head. Where none does and machines answer that their processes have died, as
-many are rented anew, all at once; else a machine is rented for the head. What is dead is given back either way.
+A restart asks all nodes at once whether they live. The first that lives becomes the head. If none lives and machines answer that their processes have died, as
+many machines are rented, all at once; otherwise one is rented for the head. Dead machines are released in both cases.
 """
 
 from __future__ import annotations
@@ -44,24 +43,27 @@ from skyward_core.events.events import ClusterRestarting, Error, InstanceLost, P
 from skyward_core.machines.instances import Instance, Lease, Node
 from skyward_core.worker.preemption_notice import Kind, Notice
 
-REJOIN_SECONDS = 2.0  # a worker process that has crashed is back in one
-ROUSE_SECONDS, ROUSE_AGAIN_SECONDS = 2.0, 10.0  # on top of REJOIN_SECONDS and the 14 s after which the scheduler gives a silent worker up: within 20 in all
-HEAD_WORKERS_SECONDS = 60.0  # a supervisor that is asked so long to begin them anew does not
-HEAD_PATIENCE_SECONDS = 45.0  # a wire that was cut for 30 s, and the tries to connect again
-LISTINGS = 2  # in a row without a machine, before a cloud is believed that it is gone; of processes of this machine one is enough
+REJOIN_SECONDS = 2.0  # a worker process that has crashed is back within one second
+ROUSE_SECONDS, ROUSE_AGAIN_SECONDS = (
+    2.0,
+    10.0,
+)  # added to REJOIN_SECONDS and the 14 s after which the scheduler removes a silent worker: less than 20 s in total
+HEAD_WORKERS_SECONDS = 60.0  # a supervisor that has not restarted them by then never does
+HEAD_PATIENCE_SECONDS = 45.0  # a wire that was cut for 30 s, and the attempts to reconnect
+LISTINGS = 2  # in a row without a machine before it counts as gone, in a cloud; one listing is enough for processes of this machine
 ASK_SECONDS = 2.0
-JOIN_ANEW_SECONDS = 30.0  # for a node to come over to a new head
+JOIN_ANEW_SECONDS = 30.0  # for a node to join a new head
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 60.0
 NOBODY_LEFT_SECONDS = 300.0
 HOLD_SECONDS = 1.0
-LOOKS_AT_REST = 2  # in a row without a call: what the last one told is here by then
-LATE_SECONDS = 5.0  # for which a machine may outlive the time that its notice has named
+LOOKS_AT_REST = 2  # in a row without a call: the messages of the last call have arrived by then
+LATE_SECONDS = 5.0  # how long a machine may outlive the time of its notice
 DIED = "its processes have died"
 ANNOUNCED = "its provider had announced to take its machine back (spot notice)"
 
 
 class View(Protocol):
-    """What is the case just now. Asking changes nothing."""
+    """Shows the present state. Its methods change nothing."""
 
     @property
     def nodes(self) -> Sequence[Node]: ...
@@ -77,7 +79,7 @@ class View(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class Emit:
     """Emit an event."""
 
     event: SkywardEvent
@@ -85,7 +87,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class AskHead:
-    """Ask whether the silent head lives, and whether its provider has it; then `answered`."""
+    """Ask whether the silent head lives, and whether its provider lists it; then `answered`."""
 
     head: Instance
     since: float
@@ -98,14 +100,14 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Have the cluster come up anew, here and now; then `restarted` or `not_restarted`. `before` are its nodes so far."""
+    """Restart the cluster, here and now; then `restarted` or `not_restarted`. `before`: its nodes so far."""
 
     before: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Rouse:
-    """Have a node begin these workers anew."""
+    """Let a node restart these workers."""
 
     rank: int
     workers: Sequence[int]
@@ -113,14 +115,14 @@ class Rouse:
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """Put a machine into a vacant place; then `replaced`."""
+    """Fill a vacant rank with a machine; then `replaced`."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class StandBy:
-    """Prepare a machine that will take the place of one that is leaving; then `relieved`."""
+    """Prepare a machine that will replace one that is leaving; then `relieved`."""
 
     rank: int
     instance_id: str
@@ -136,7 +138,7 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Retire:
-    """Have a node end its workers for good; then `retired`."""
+    """Let a node end its workers for good; then `retired`."""
 
     rank: int
     instance_id: str
@@ -144,18 +146,18 @@ class Retire:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Have the calls raise that wait for a node of this rank, or (None) all."""
+    """Make the calls raise that wait for a node of this rank, or (None) all calls."""
 
     error: NodeLost
     rank: int | None = None
 
 
-type Action = Tell | AskHead | Resume | Restart | Rouse | Replace | StandBy | Hold | Retire | GiveUp
+type Action = Emit | AskHead | Resume | Restart | Rouse | Replace | StandBy | Hold | Retire | GiveUp
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
-    """Who is left when the head is lost: the ids of nodes that may become the head, and of those whose processes have died under a machine that answers."""
+class Survivors:
+    """The nodes after a loss of the head, by id: those that may become the head, and those whose machines answer that their processes have died."""
 
     heirs: tuple[str, ...]
     dead: tuple[str, ...]
@@ -166,7 +168,7 @@ class Left:
 
 @dataclass(slots=True)
 class _Retry:
-    """Something that is tried until it succeeds: when next, how long to wait after that, and since when it is wanted."""
+    """Something that is tried until it succeeds: since when, when next, and how long to wait after that."""
 
     since: float
     try_at: float
@@ -174,16 +176,16 @@ class _Retry:
     is_trying: bool = False
 
     def put_off(self, now: float) -> None:
-        """It has failed: try again later, and each time later than before."""
+        """It has failed: try again later, with a pause that doubles."""
         self.try_at = now + self.pause
         self.pause = min(self.pause * 2, LONGEST_PAUSE_SECONDS)
 
 
 @dataclass(slots=True)
 class _Silence:
-    """The head is out of reach, since when, and in how many listings in a row its provider had it no more.
+    """The head is out of reach: since when, and in how many listings in a row its provider had it no more.
 
-    `alone_since` is when it fell silent, or when last no other node answered either. `is_dead`: its machine answers, and its processes have died.
+    `alone_since` is when it fell silent, or when last no other node answered either. `is_dead`: its machine answers that its processes have died.
     """
 
     since: float
@@ -196,13 +198,13 @@ class _Silence:
 
     @property
     def is_gone(self) -> bool:
-        """Tell whether the provider is believed that there is no such machine: a cloud may leave one out once."""
+        """Tell whether enough listings are without the machine: a cloud may leave one out once."""
         return self.head is not None and self.misses >= (1 if self.head.endpoint is None else LISTINGS)
 
 
 @dataclass(slots=True)
 class _Lost:
-    """The head is lost, and why; `trouble` says why the cluster is not up again."""
+    """The head is lost. `trouble` is the last error of a restart."""
 
     retry: _Retry
     trouble: Exception | None = None
@@ -210,7 +212,7 @@ class _Lost:
 
 @dataclass(slots=True)
 class _Leaving:
-    """A node whose machine is to be taken back when the clock says `due`: who stands in for it, and how far its calls are."""
+    """A node whose machine is to be taken back when the clock says `due`: the state of its replacement and of its calls."""
 
     instance_id: str
     due: float
@@ -223,7 +225,7 @@ class _Leaving:
 
 
 class Membership:
-    """The states of all ranks of a pool and of its head. Each message may leave actions, which `next_action` hands out in their order."""
+    """The states of all ranks of a pool and of its head. Messages may add actions, which `next_action` returns in their order."""
 
     def __init__(self, nodes: int, lease_seconds: float) -> None:
         self._ranks = range(nodes)
@@ -231,21 +233,21 @@ class Membership:
         self._patience = min(HEAD_PATIENCE_SECONDS, lease_seconds / 2)
         self._actions: deque[Action] = deque()
         self._lost_by: dict[int, float] = {}
-        """When those that are away count as lost."""
+        """By rank: when a node that is away counts as lost."""
         self._rouse_at = 0.0
         self._vacant: dict[int, _Retry] = {}
         self._head: _Silence | _Lost | None = None
-        self._told_lost: set[str] = set()
-        self._told_notices: set[tuple[str, Kind]] = set()
+        self._reported_lost: set[str] = set()
+        self._reported_notices: set[tuple[str, Kind]] = set()
         self._due: dict[str, float] = {}
-        """When machines are to be taken back, once that has been told."""
+        """When machines are to be taken back, once the notice was emitted."""
         self._leaving: dict[int, _Leaving] = {}
         self._relieving: set[int] = set()
-        """Ranks for which somebody is being prepared to stand by."""
+        """Ranks for which a machine is being prepared to stand by."""
         self._has_given_up = False
 
     def next_action(self) -> Action | None:
-        """Take the next thing that is to be done."""
+        """Take the next action."""
         return self._actions.popleft() if self._actions else None
 
     @property
@@ -256,22 +258,22 @@ class Membership:
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def turn(self, now: float, view: View, *, is_cut: bool = False) -> None:
-        """Look at the head, at who is there and at the clock. `is_cut`: the connection to the scheduler was lost since."""
+        """Look at the head, the members and the clock. `is_cut`: the connection to the scheduler was lost since the last turn."""
         if self._has_given_up:
             return
         if is_cut and self._head is None:
             self._head = _Silence(now, now, _instance_of(0, view), now)
         if isinstance(self._head, _Silence):
-            self._listen(self._head, now, view)
+            self._await_head(self._head, now, view)
         if isinstance(self._head, _Lost) and now >= self._head.retry.try_at:
             self._restart(self._head, view)
         if self._head is None:
-            self._look_around(now, view)
-            self._heed(now, view)
+            self._check_nodes(now, view)
+            self._check_notices(now, view)
             self._fill(now)
 
     def replaced(self, rank: int, failure: Exception | None, now: float) -> None:
-        """A try to fill a vacancy has ended."""
+        """An attempt to fill a vacancy has ended."""
         vacancy = self._vacant[rank]
         vacancy.is_trying = False
         if failure is None:
@@ -279,24 +281,24 @@ class Membership:
             return
         if self._has_given_up or isinstance(failure, PoolClosed):
             return
-        self._tell(Error(f"no node in the place of node {rank} yet: {failure}"))
+        self._emit(Error(f"no node in the place of node {rank} yet: {failure}"))
         self._actions.append(GiveUp(_lost(f"node {rank} is lost and not replaced: {failure}", failure), rank))
-        vacancy.put_off(now)  # without end: while the head lives somebody works, and without its workers it is lost
+        vacancy.put_off(now)  # without end: while the head lives its workers work, and without them it is lost
 
     def relieved(self, rank: int, instance_id: str, failure: Exception | None, now: float) -> None:
-        """A try to have somebody stand by for a machine has ended."""
+        """An attempt to prepare a machine that stands by has ended."""
         self._relieving.discard(rank)
         leaving = self._leaving_of(rank, instance_id)
         if leaving is not None:
             leaving.is_relieved = failure is None
         if failure is None or self._has_given_up or isinstance(failure, PoolClosed):
             return
-        self._tell(Error(f"nobody stands by for node {rank}, which is to be taken back, yet: {failure}"))
+        self._emit(Error(f"no machine stands by yet for node {rank}, whose machine is to be taken back: {failure}"))
         if leaving is not None:
             leaving.relief.put_off(now)
 
     def held(self, rank: int, instance_id: str, left: int) -> None:
-        """A node is given no more calls, and has so many left."""
+        """A node gets no more calls, and has this many left."""
         if (leaving := self._leaving_of(rank, instance_id)) is not None:
             leaving.is_asking = False
             leaving.looks_at_rest = 0 if left else leaving.looks_at_rest + 1
@@ -307,7 +309,7 @@ class Membership:
             leaving.is_asking, leaving.is_retired = False, is_retired
 
     def answered(self, since: float, *, is_dead: bool, is_listed: bool | None) -> None:
-        """What was asked of a head that is silent since then is answered. None: its provider has not said."""
+        """The questions about a head that is silent since this time are answered. None: its provider has not answered."""
         silence = self._head
         if not isinstance(silence, _Silence) or silence.since != since:
             return
@@ -318,22 +320,22 @@ class Membership:
     def resumed(self) -> None:
         """The head answers again."""
         self._head = None
-        self._lost_by.clear()  # who is not there has as long as ever to come back
+        self._lost_by.clear()  # nodes that are away have the whole time to come back
 
-    def who_is_left(self, nodes: Sequence[Node], answers: Mapping[int, bool], view: View) -> Left:
-        """Return who may become the head, by what nodes have answered to whether they live.
+    def survivors(self, nodes: Sequence[Node], answers: Mapping[int, bool], view: View) -> Survivors:
+        """Return the nodes that may become the head, by the nodes' answers to whether they live.
 
-        Nodes that do not say are believed to live only where nobody else answers, neither yes nor no: waiting for one of them in vain takes its time.
+        A node that does not answer counts as living only if no node answers, neither yes nor no: to wait for it in vain takes long.
         """
         dead = tuple(node.instance.id for node in nodes if answers.get(node.rank) is False)
         fit = [node for node in nodes if node.rank and node.rank not in self._leaving and not view.has_ended(node.rank)]
         heirs = [node for node in fit if answers.get(node.rank) is True]
         if not heirs and not dead:
             heirs = [node for node in fit if view.is_connected(node.rank)]
-        return Left(tuple(node.instance.id for node in heirs), dead)
+        return Survivors(tuple(node.instance.id for node in heirs), dead)
 
     def restarted(self, before: Sequence[Node], dead: Collection[str], lease: Lease, slots: int, now: float) -> None:
-        """The cluster is up again. What is vacant in the lease is to be replaced; the others have some time to come over to the new head."""
+        """The cluster is up again. Ranks that are vacant in the lease are to be replaced; the other nodes have some time to join the new head."""
         since = self._head.retry.since if isinstance(self._head, _Lost) else now
         self._head = None
         there = {node.rank for node in lease.nodes}
@@ -341,24 +343,24 @@ class Membership:
         for rank in self._ranks:
             if rank not in there:
                 self._vacant.setdefault(rank, _Retry(now, now))
-        self._tell(PoolReady(lease.pool_id, len(lease.nodes), slots, now - since))
-        self._tell_dropped(before, dead, lease.nodes)
+        self._emit(PoolReady(lease.pool_id, len(lease.nodes), slots, now - since))
+        self._emit_dropped(before, dead, lease.nodes)
 
     def not_restarted(self, before: Sequence[Node], dead: Collection[str], error: Exception, view: View, now: float) -> None:
-        """The cluster could not come up anew."""
+        """The cluster could not be restarted."""
         if isinstance(lost := self._head, _Lost):
-            self._tell(Error(f"the cluster could not come up anew yet: {error}"))
-            if now - lost.retry.since > NOBODY_LEFT_SECONDS:  # and no machine is rented any more for which there would be nothing to do
+            self._emit(Error(f"the cluster could not be restarted yet: {error}"))
+            if now - lost.retry.since > NOBODY_LEFT_SECONDS:  # then no more machines are rented: they would have no work
                 self._has_given_up = True
-                self._actions.append(GiveUp(_lost(f"the head of the pool is lost, and the cluster could not come up anew: {error}", error)))
+                self._actions.append(GiveUp(_lost(f"the head of the pool is lost, and the cluster could not be restarted: {error}", error)))
             lost.trouble = error
             lost.retry.put_off(now)
-        self._tell_dropped(before, dead, view.nodes)
+        self._emit_dropped(before, dead, view.nodes)
 
     # ── nodes ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _look_around(self, now: float, view: View) -> None:
-        """Compare who should be there with who is."""
+    def _check_nodes(self, now: float, view: View) -> None:
+        """Compare the present nodes with those that should be there."""
         for rank in self._ranks:
             if rank in self._vacant:
                 continue
@@ -368,25 +370,25 @@ class Membership:
             lost_by = self._lost_by.setdefault(rank, now + REJOIN_SECONDS)
             leaving = self._leaving.get(rank)
             is_retired = leaving is not None and leaving.is_retired
-            if rank == 0:  # the head is lost when its scheduler is, which answers
-                self._mind_workers_of_head(now - lost_by, now, view)
+            if rank == 0:  # the head is lost with its scheduler, and that answers
+                self._check_workers_of_head(now - lost_by, now, view)
             elif now > lost_by or is_retired or view.has_ended(rank):
                 del self._lost_by[rank]
                 self._leaving.pop(rank, None)
-                self._tell_lost(rank, "it was retired" if is_retired else "its worker has left the pool", view)
+                self._emit_lost(rank, "it was retired" if is_retired else "its worker has left the pool", view)
                 self._vacant[rank] = _Retry(now, now)
 
-    def _mind_workers_of_head(self, overdue_seconds: float, now: float, view: View) -> None:
-        """Workers of the head are away: have them begun anew by and by, for one that stands still is not dead; in the end the head is lost."""
+    def _check_workers_of_head(self, overdue_seconds: float, now: float, view: View) -> None:
+        """Workers of the head are away: restart them after a while, since a frozen worker is not dead. In the end the head is lost."""
         if overdue_seconds > HEAD_WORKERS_SECONDS:
             self._lose_head(f"its scheduler answers, but its workers have stayed away for {overdue_seconds:.0f} s", now, view)
         elif overdue_seconds > ROUSE_SECONDS and now >= self._rouse_at:
             self._rouse_at = now + ROUSE_AGAIN_SECONDS
-            self._tell(Error("the scheduler of node 0 answers, but its workers stay away: they are killed and begun anew", _id_of(0, view)))
+            self._emit(Error("the scheduler of node 0 answers, but its workers stay away: they are killed and restarted", _id_of(0, view)))
             self._actions.append(Rouse(0, view.missing(0)))
 
     def _fill(self, now: float) -> None:
-        """Begin to replace those that are lost."""
+        """Begin to replace lost nodes."""
         for rank, vacancy in self._vacant.items():
             if not vacancy.is_trying and now >= vacancy.try_at and rank not in self._relieving:
                 vacancy.is_trying = True
@@ -394,8 +396,8 @@ class Membership:
 
     # ── nodes whose machines are to be taken back ────────────────────────────────────────────────────────────────────
 
-    def _heed(self, now: float, view: View) -> None:
-        """Take in what machines were told, and go on with the nodes that are leaving."""
+    def _check_notices(self, now: float, view: View) -> None:
+        """Take in the notices of machines, and go on with the nodes that are leaving."""
         for rank in self._ranks:
             if rank not in self._vacant and view.has(rank):
                 for notice in view.notices(rank):
@@ -405,33 +407,33 @@ class Membership:
                 del self._leaving[rank]
             else:
                 self._relieve(rank, leaving, now)
-                self._see_off(rank, leaving, now)
+                self._hold_or_retire(rank, leaving, now)
 
     def _take_notice(self, rank: int, notice: Notice, now: float, view: View) -> None:
-        """Tell of a notice, once for each machine; from then on its node is leaving, also if it was away in between."""
+        """Emit a notice, once for each machine. From then on its node is leaving, also if it was away in between."""
         machine = _id_of(rank, view)
         if machine is None:
             return
-        is_new = (machine, notice.kind) not in self._told_notices
-        self._told_notices.add((machine, notice.kind))
+        is_new = (machine, notice.kind) not in self._reported_notices
+        self._reported_notices.add((machine, notice.kind))
         if notice.kind is Kind.REBALANCE:
             if is_new:
-                self._tell(RebalanceRecommended(machine, rank, notice.at))
+                self._emit(RebalanceRecommended(machine, rank, notice.at))
             return
         if is_new:
             self._due[machine] = now + notice.seconds_left
-            self._tell(PreemptionNoticed(machine, rank, notice.action, notice.at, notice.seconds_left))
+            self._emit(PreemptionNoticed(machine, rank, notice.action, notice.at, notice.seconds_left))
         if rank and rank not in self._leaving:
             self._leaving[rank] = _Leaving(machine, self._due[machine], _Retry(now, now), now)
 
     def _relieve(self, rank: int, leaving: _Leaving, now: float) -> None:
-        """Have a machine prepared that stands by; not again when there is no time left for it."""
+        """Prepare a machine that stands by; not again when no time is left for it."""
         if not leaving.is_relieved and rank not in self._relieving and leaving.relief.try_at <= now <= leaving.due:
             self._relieving.add(rank)
             self._actions.append(StandBy(rank, leaving.instance_id))
 
-    def _see_off(self, rank: int, leaving: _Leaving, now: float) -> None:
-        """Give a node no more calls, and retire it when the time has come; asked again and again, for a worker that comes anew is free."""
+    def _hold_or_retire(self, rank: int, leaving: _Leaving, now: float) -> None:
+        """Give a node no more calls, and retire it in the end. Repeated every HOLD_SECONDS: a worker that joins again is free."""
         if leaving.is_retired or leaving.is_asking or now < leaving.hold_at:
             return
         leaving.is_asking, leaving.hold_at = True, now + HOLD_SECONDS
@@ -444,8 +446,8 @@ class Membership:
 
     # ── the head ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _listen(self, silence: _Silence, now: float, view: View) -> None:
-        """The scheduler is out of reach: wait for it while it may live."""
+    def _await_head(self, silence: _Silence, now: float, view: View) -> None:
+        """The scheduler is out of reach: wait for it while the head may live."""
         if not silence.is_asking and now >= silence.ask_at and silence.head is not None:
             silence.is_asking, silence.ask_at = True, now + ASK_SECONDS
             self._actions.append(AskHead(silence.head, silence.since))
@@ -455,7 +457,7 @@ class Membership:
             self._actions.append(Resume())
 
     def _why_lost(self, silence: _Silence, now: float, view: View) -> str:
-        # Those that fell silent with the head are taken to answer until their connection is known to be gone.
+        # Nodes that fell silent with the head count as answering until their connection is known to be gone.
         if not any(view.is_connected(node.rank) for node in view.nodes):
             silence.alone_since = now
         silent_seconds = now - silence.since
@@ -469,38 +471,38 @@ class Membership:
         return f"it has been silent for {silent_seconds:.0f} s" if is_too_long else ""
 
     def _lose_head(self, reason: str, now: float, view: View) -> None:
-        self._tell_lost(0, reason, view)
-        self._tell(ClusterRestarting(reason))
+        self._emit_lost(0, reason, view)
+        self._emit(ClusterRestarting(reason))
         self._head = _Lost(_Retry(now, now))
 
     def _restart(self, lost: _Lost, view: View) -> None:
-        """Try to bring the cluster up with another head."""
-        if lost.trouble is not None:  # the head that was to be: `Machines.restart` gives it back
-            self._tell_lost(0, f"the cluster did not come up on it: {lost.trouble}", view)
+        """Try to restart the cluster with another head."""
+        if lost.trouble is not None:  # `Machines.restart` releases the machine that was to be the head
+            self._emit_lost(0, f"the cluster did not come up on it: {lost.trouble}", view)
         self._actions.append(Restart(tuple(node for node in view.nodes if node.rank not in self._vacant)))
 
-    # ── what is told ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _tell(self, event: SkywardEvent) -> None:
-        self._actions.append(Tell(event))
+    def _emit(self, event: SkywardEvent) -> None:
+        self._actions.append(Emit(event))
 
-    def _tell_lost(self, rank: int, reason: str, view: View) -> None:
-        """Tell that the node of a rank is lost, with its own last words; once for each instance."""
+    def _emit_lost(self, rank: int, reason: str, view: View) -> None:
+        """Emit that the node of a rank is lost, with its last words; once for each instance."""
         machine = _id_of(rank, view)
-        if machine is None or machine in self._told_lost:
+        if machine is None or machine in self._reported_lost:
             return
-        self._told_lost.add(machine)
+        self._reported_lost.add(machine)
         words = view.last_words(rank)
-        told = f"{reason} ({words})" if words else reason
-        self._tell(InstanceLost(machine, rank, f"{told}; {ANNOUNCED}" if machine in self._due else told))
+        text = f"{reason} ({words})" if words else reason
+        self._emit(InstanceLost(machine, rank, f"{text}; {ANNOUNCED}" if machine in self._due else text))
 
-    def _tell_dropped(self, before: Sequence[Node], dead: Collection[str], there: Sequence[Node]) -> None:
-        """Tell of nodes that were lost while the cluster came up anew."""
+    def _emit_dropped(self, before: Sequence[Node], dead: Collection[str], there: Sequence[Node]) -> None:
+        """Emit the loss of nodes during a restart of the cluster."""
         left = {node.instance.id for node in there}
         for node in before:
-            if node.instance.id not in left | self._told_lost:
-                self._told_lost.add(node.instance.id)
-                self._tell(InstanceLost(node.instance.id, node.rank, DIED if node.instance.id in dead else "it could not be told of the new head"))
+            if node.instance.id not in left | self._reported_lost:
+                self._reported_lost.add(node.instance.id)
+                self._emit(InstanceLost(node.instance.id, node.rank, DIED if node.instance.id in dead else "it did not learn of the new head"))
 
 
 def _instance_of(rank: int, view: View) -> Instance | None:

@@ -1,11 +1,11 @@
-"""Which calls go out when, and grouped how: the client's side of the queue.
+"""The client's queue: which calls go out when, and in which batches.
 
-Sending one call costs Dask about a millisecond of work, whatever the call does. So calls that have been seen to be short travel together, in batches of
-some twenty milliseconds; unknown and long ones travel alone, one for each slot, so that no slot waits while another has work queued behind a long call.
-A slot hands back what it has not begun (`Ending.RETURNED`); it is sent again, first in the queue. What was lost with its node travels alone from then on:
-it may be what takes nodes down.
+One task costs Dask about a millisecond of work, also for a tiny call. So calls that are known to be short travel together, in batches of some twenty
+milliseconds. Unknown and long calls travel alone, one for each slot: no slot waits while calls queue behind a long one elsewhere. A slot hands back calls
+that it has not begun (`Ending.RETURNED`); they are sent again, first in the queue. A call that was lost with its node travels alone from then on: it may be
+the cause of the loss.
 
-Pure bookkeeping: nothing here knows Dask or a thread. `engine.dispatcher` owns it.
+Pure bookkeeping, without Dask and threads. `engine.dispatcher` owns it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ SMOOTHING = 0.2
 
 @dataclass(slots=True)
 class Entry:
-    """One call, the name of the worker where it must run (None: anywhere), and how often it has been sent out and lost.
+    """One call, the name of the worker where it must run (None: anywhere), and how often it was lost.
 
-    `aside` is where its large arguments lie: the id of an instance, and the file in the memory of that one.
+    `aside` has the place of its large arguments: the id of an instance, and the file in that one's memory.
     """
 
     call: Call
@@ -40,7 +40,7 @@ class Entry:
 
 @dataclass(slots=True)
 class Shipment:
-    """A batch that is out, and its calls that have not ended."""
+    """A batch in flight, and its calls that have not ended."""
 
     number: int
     batch: Batch
@@ -49,7 +49,7 @@ class Shipment:
 
 
 class Queue:
-    """Calls waiting and calls out. Each call is in exactly one of: waiting, out in one shipment, ended."""
+    """Calls waiting and calls in flight. Each call is in exactly one state: waiting, out in one shipment, ended."""
 
     def __init__(self, topic: str) -> None:
         self.topic = topic
@@ -58,15 +58,15 @@ class Queue:
         self._waiting: deque[Entry] = deque()
         self._pinned: deque[Entry] = deque()
         self._resting: list[Entry] = []
-        """Those that could not be sent just now: they wait for `wake`."""
+        """Calls that could not be sent just now: they wait for `wake`."""
         self._out: dict[str, tuple[Entry, Shipment]] = {}
         self._shipments: dict[int, Shipment] = {}
         self._suspects: set[int] = set()
-        """Those with a call that was lost before: nothing waits behind them."""
+        """Shipments with a call that was lost before: no other batch queues behind them."""
         self._seconds: dict[str, float] = {}
         self.slots = 1
         self.workers: Collection[str] | None = None
-        """Names of the workers that are there; None: all that were ever named."""
+        """Names of the workers that take calls; None: any."""
 
     def add(self, entries: Iterable[Entry]) -> None:
         """Take calls in, last in the queue."""
@@ -74,7 +74,7 @@ class Queue:
             (self._waiting if entry.worker is None else self._pinned).append(entry)
 
     def ship(self) -> list[Shipment]:
-        """Return what should go out now, and count it as out. A call for a given worker waits until that one is there, others until any is."""
+        """Return the batches that should go out now, and count them as out. A call for a given worker waits for that worker, others for any."""
         ready = [self.workers is None or entry.worker in self.workers for entry in self._pinned]
         shipments = [self._pack([entry], entry.worker) for entry, is_ready in zip(self._pinned, ready, strict=True) if is_ready]
         self._pinned = deque(entry for entry, is_ready in zip(self._pinned, ready, strict=True) if not is_ready)
@@ -85,7 +85,7 @@ class Queue:
         return shipments
 
     def ended(self, call_id: str, seconds: float | None = None) -> bool:
-        """Note that a call has ended, after so many seconds of work; False if it was not out (it was cancelled, or is told a second time)."""
+        """Note that a call has ended, after this many seconds of work; False if it was not out (it was cancelled, or its outcome came before)."""
         found = self._out.pop(call_id, None)
         if found is None:
             return False
@@ -100,7 +100,7 @@ class Queue:
         return True
 
     def returned(self, call_ids: Sequence[str]) -> None:
-        """Note that calls have not been begun: they wait again, in this order, first in the queue."""
+        """Note that calls have not begun: they wait again, in this order, first in the queue."""
         for call_id in reversed(call_ids):
             found = self._out.get(call_id)
             if found is not None:
@@ -108,14 +108,14 @@ class Queue:
                 (self._waiting if found[0].worker is None else self._pinned).appendleft(found[0])
 
     def rest(self, call_ids: Sequence[str]) -> None:
-        """Note that calls have not been begun and cannot be sent just now: they wait again once `wake` was called."""
+        """Note that calls have not begun and cannot be sent just now: they wait again after `wake`."""
         for call_id in call_ids:
             if (found := self._out.get(call_id)) is not None:
                 self.ended(call_id)
                 self._resting.append(found[0])
 
     def wake(self) -> None:
-        """Have the calls that rest wait again, first in the queue."""
+        """Put the calls that rest back, first in the queue."""
         resting, self._resting = self._resting, []
         for entry in reversed(resting):
             (self._waiting if entry.worker is None else self._pinned).appendleft(entry)
@@ -158,7 +158,7 @@ class Queue:
         return ids
 
     def withdraw(self) -> list[str]:
-        """Forget what has not been handed out; return the ids of those calls."""
+        """Forget the calls that wait; return their ids."""
         ids = [entry.call.call_id for entry in self._all_waiting]
         self._waiting.clear()
         self._pinned.clear()
@@ -166,12 +166,12 @@ class Queue:
         return ids
 
     def _limit(self, entry: Entry) -> int:
-        """Many short calls: a batch at work and one on its way, for each slot. Few, long or unknown ones: one for each slot."""
+        """Many short calls: two batches for each slot, one running and one in transit. Few, long or unknown calls: one batch for each slot."""
         are_many = len(self._waiting) > 2 * self.slots and not entry.losses and not self._suspects
         return self.slots * 2 if are_many and self._seconds.get(entry.call.function, 1.0) < TARGET_SECONDS else self.slots
 
     def _next_group(self) -> list[Entry]:
-        """The next calls that belong together: at most the target's work, and not more than leaves something for every slot."""
+        """Take the calls of the next batch: at most TARGET_SECONDS of work, and at most half of each slot's share of the queue."""
         most = min(BATCH_CALLS, max(1, len(self._waiting) // (2 * self.slots)))
         group, seconds, size = list[Entry](), 0.0, 0
         while self._waiting and len(group) < most:
@@ -189,7 +189,7 @@ class Queue:
         batch = Batch(self.topic, tuple(entry.call for entry in entries), functions)
         shipment = Shipment(self.next_number, batch, worker, {entry.call.call_id for entry in entries})
         self.next_number += 1
-        if worker is None:  # calls for a given worker do not take part in the sharing out
+        if worker is None:  # calls for a given worker do not count against the limit
             self._shipments[shipment.number] = shipment
             if entries[0].losses:
                 self._suspects.add(shipment.number)

@@ -1,7 +1,7 @@
-"""The one thread that owns the state of all calls, "skyward-engine": it feeds the dispatcher with messages and does what that decides.
+"""The one thread that owns the state of all calls, "skyward-engine": it passes messages to the dispatcher and does the actions that this returns.
 
-Everything else only posts: callers, Dask's thread, transfers, the clock. The thread waits for nothing but its mailbox: uploads and downloads run in
-"skyward-upload" and "skyward-fetch", futures are set in "skyward-results", callbacks called in "skyward-callbacks". There is no lock.
+All other threads only post: callers, Dask's thread, transfers. The thread waits only for its mailbox. Uploads run in "skyward-upload", downloads in
+"skyward-fetch"; "skyward-results" sets futures whose values take long to load, "skyward-callbacks" calls their callbacks. There is no lock.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _log = logging.getLogger("skyward")
 
 
 class Watcher(Protocol):
-    """Who hears what becomes of the cluster's members; called in the engine's thread, and must not wait."""
+    """Is notified of the cluster's members, in the engine's thread. Must not wait."""
 
     def joined(self, rank: int) -> None:
-        """All workers of a node are there."""
+        """All workers of a node have joined."""
         ...
 
     def left(self, rank: int) -> None:
-        """A worker of a node is gone, or does not answer any more."""
+        """A worker of a node has left, or does not answer any more."""
         ...
 
     def cut(self) -> None:
@@ -56,55 +56,58 @@ class Watcher(Protocol):
 
 
 class Counts(Protocol):
-    """Who counts what calls cost (`metering.Meter`). Called in the engine's thread, and must not wait."""
+    """Counts the cost of calls (`metering.Meter`), in the engine's thread. Must not wait."""
 
     def ran(self, instance_id: str, seconds: float) -> float:
-        """Calls that have ended have kept slots of a machine busy for so many seconds in all; return their share of the bill, in USD."""
+        """Calls have ended that kept slots of a machine busy for this many seconds in total; return their share of the bill, in USD."""
         ...
 
     def seen_running(self, instance_id: str, seconds: float) -> None:
-        """Slots of a machine were busy for so many seconds since it was rented: with anybody's calls, and those that still run. Called every few seconds."""
+        """Slots of a machine were busy for this many seconds since it was rented, with calls of all clients, running ones too. Called every few seconds."""
         ...
 
 
 class Owner:
-    """Runs a dispatcher. `start` starts its thread, `close` ends it; whatever is posted after that is dropped."""
+    """Runs a dispatcher. `start` starts its thread, `close` ends it; messages that are posted after that are dropped.
+
+    `delivered` returns the number of the last event that callbacks and displays have taken.
+    """
 
     def __init__(
         self,
         dispatcher: Dispatcher,
         reaches: Reaches,
         emit: Callable[[SkywardEvent], object],
-        told: Callable[[], int],
+        delivered: Callable[[], int],
         counts: Counts | None = None,
         secrets: SecretValues | None = None,
     ) -> None:
         self.dispatcher = dispatcher
         self.connection: Connection | None = None
-        """The present connection to a scheduler. Set by the owner's thread only."""
+        """The present connection to a scheduler. Only the owner's thread sets it."""
         self.futures: dict[str, CallFuture[Any]] = {}
-        """The futures of all calls that have not ended: put in by callers, taken out by the results' thread."""
+        """The futures of all calls that have not ended. Callers add them; the thread that sets a future removes it."""
         self.watcher: Watcher | None = None
         self.ended_at = time.monotonic()
-        """When a call ended last, on time.monotonic's clock."""
+        """When the last call ended, on time.monotonic's clock."""
         self._reaches = reaches
         self._emit = emit
         self._counts = counts
         self._secrets = secrets
         self._mailbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="skyward-engine", daemon=True)
-        self._results = Results(told, self._on_settled)
+        self._results = Results(delivered, self._on_settled)
         self.callbacks = Callbacks()
         self._uploads = ThreadPoolExecutor(UPLOADS, thread_name_prefix="skyward-upload")
         self._fetches = ThreadPoolExecutor(FETCHES, thread_name_prefix="skyward-fetch")
         self._is_closed = False
         self._answers: dict[int, Future[None]] = {}
-        """Who waits for the answer to the connection of an epoch."""
+        """By epoch: the future of the scheduler's answer to that connection."""
         self._last_lines: dict[str, int] = {}
         """By call: the number of the event of its last log line."""
         self._usd_per_second: dict[str, float] = {}
         self._seen: dict[str, dict[str, float]] = {}
-        """For how long slots were busy, by instance id and by worker process: one that has ended keeps its part."""
+        """How long slots were busy, by instance id and by worker process, also of processes that have ended."""
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -114,11 +117,11 @@ class Owner:
         self._thread.start()
 
     def post(self, message: Callable[[], None]) -> None:
-        """Have something done in the owner's thread, after all that was posted before. Never waits."""
+        """Do something in the owner's thread, after all earlier messages. Never waits."""
         self._mailbox.put(message)
 
     def run[R](self, work: Callable[[], R], timeout_seconds: float | None = None) -> R:
-        """Have something done in the owner's thread, and return what it returns. Raises TimeoutError, or PoolClosed if that thread has ended."""
+        """Do something in the owner's thread, and return its result. Raises TimeoutError, or PoolClosed if that thread has ended."""
         done: Future[R] = Future()
 
         def do_it() -> None:
@@ -142,7 +145,7 @@ class Owner:
         return done.result()
 
     def close(self, end: Callable[[], None]) -> None:
-        """Do this last, then end: all futures are set when it returns, unless the engine's own threads ask."""
+        """Do this last, then end. All futures are set when it returns, unless one of the engine's threads calls it."""
         if self._thread.is_alive() and not self._is_closed:
             self._is_closed = True
             self.post(end)
@@ -155,7 +158,7 @@ class Owner:
         self.callbacks.close()
 
     def wait_for_end(self) -> None:
-        """Wait until a close that has begun is done with all futures, unless the engine's own threads ask."""
+        """Wait until a close that has begun has set all futures, unless one of the engine's threads calls it."""
         if threading.current_thread() is not self._thread and self._thread.is_alive():
             self._thread.join()
         self._results.close()
@@ -170,7 +173,7 @@ class Owner:
             if message is None:
                 return
             self._handle(message)
-            for _ in range(self._mailbox.qsize()):  # what has come meanwhile: sent and stopped together
+            for _ in range(self._mailbox.qsize()):  # messages that have come meanwhile: their calls are sent and stopped together
                 if (message := self._mailbox.get()) is None:
                     return
                 self._handle(message)
@@ -206,25 +209,25 @@ class Owner:
     # ── the connection ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def connect(self, connection: Connection) -> Future[None]:
-        """In the owner's thread: go on with this connection; the future ends when the scheduler has answered on it."""
+        """In the owner's thread: use this connection; the future ends when the scheduler has answered on it."""
         dispatcher = self.dispatcher
         epoch = dispatcher.connected(time.monotonic())
         self.connection = connection
         answer = self._answers[epoch] = Future[None]()
-        if self._secrets:  # with the connection, so that no call can come before
+        if self._secrets:  # first, so that no call can come before them
             connection.send({"op": PUT_SECRETS, "secrets": to_serialize(self._secrets)})
         connection.listen(epoch, dispatcher.topic, dispatcher.heard, self)
         return answer
 
     def disconnect(self) -> Connection | None:
-        """In the owner's thread: go on without a connection; return the one there was, which the caller closes."""
+        """In the owner's thread: use no connection; return the one before, which the caller closes."""
         connection, self.connection = self.connection, None
         self.dispatcher.disconnected()
         self._cancel_answers()
         return connection
 
     def _cancel_answers(self) -> None:
-        """There will be none: who waits for one connects again."""
+        """There will be no answers: callers that wait for one connect again."""
         for answer in self._answers.values():
             answer.cancel()
         self._answers.clear()
@@ -289,9 +292,9 @@ class Owner:
                 self._uploads.submit(parcel.release)
             case do.CutOff():
                 self._cancel_answers()
-                self._tell_watcher(action)
+                self._notify_watcher(action)
             case do.Joined() | do.Left():
-                self._tell_watcher(action)
+                self._notify_watcher(action)
             case do.Answered(epoch):
                 if (answer := self._answers.pop(epoch, None)) is not None and answer.set_running_or_notify_cancel():
                     answer.set_result(None)
@@ -304,7 +307,7 @@ class Owner:
             case do.Send(epoch, number, key, batch, address):
                 try:
                     connection.send_batch(number, key, batch, address, self)
-                except Exception as error:  # the callers of these calls must hear of it
+                except Exception as error:  # the callers of these calls must learn of it
                     self.dispatcher.unsent(epoch, number, error, is_its_fault=not isinstance(error, NotSent))
             case do.Follow(_, number, key):
                 connection.follow(number, key, self)
@@ -330,7 +333,7 @@ class Owner:
             case _:
                 raise TypeError(action)
 
-    def _tell_watcher(self, action: do.Joined | do.Left | do.CutOff) -> None:
+    def _notify_watcher(self, action: do.Joined | do.Left | do.CutOff) -> None:
         if self.watcher is None or self._is_closed:
             return
         match action:
@@ -366,11 +369,11 @@ class Owner:
             self._results.put(settled)
 
     def _on_settled(self, future: CallFuture[Any]) -> None:
-        """In the results' thread, before a future is set."""
+        """Before a future is set, in the thread that sets it."""
         self.futures.pop(future.call_id, None)
         self.ended_at = time.monotonic()
 
-    # ── transfers, in threads of their own ───────────────────────────────────────────────────────────────────────────
+    # ── transfers, in other threads ──────────────────────────────────────────────────────────────────────────────────
 
     def _is_reachable(self, instance_id: str) -> bool:
         reach = self._reach(instance_id)
@@ -438,14 +441,14 @@ class Owner:
         until = time.monotonic() + PING_SECONDS
         try:
             load = connection.ask("skyward_load", lambda: self.connection is connection and time.monotonic() < until, {})
-        except Exception as error:  # it is out of reach, which is noticed elsewhere
+        except Exception as error:  # it is out of reach; pings notice that
             _log.debug("the scheduler does not say how busy its workers are: %s", error)
             load = {}
         self.post(lambda: self.dispatcher.load_known(epoch, load))
 
 
 def _put_function(reach: Reach, function: Parcel) -> Parcel | None:
-    """Put a large function into a node's memory; None if there is no room: it travels in the message then."""
+    """Put a large function into a node's memory; None if there is no room: then it travels in the message."""
     try:
         return reach.put(function)
     except (ConnectionLost, Unreachable):
@@ -457,7 +460,7 @@ def _put_function(reach: Reach, function: Parcel) -> Parcel | None:
 def _try_to_send(connection: Connection, message: Mapping[str, Any]) -> None:
     try:
         connection.send(message)
-    except NotSent as error:  # it is closed: sent again on the next one
+    except NotSent as error:  # the connection is closed: the message is sent again on the next one
         _log.debug("%s", error)
 
 

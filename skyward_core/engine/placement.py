@@ -1,4 +1,4 @@
-"""Where a batch goes, and how its large values get there: from the queue until it is sent. `shipments.py` draws the states of a batch."""
+"""Placement: which worker gets a batch, and the upload of its large values, until the batch is sent. `shipments.py` draws the states of a batch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from skyward_core.worker.wire import INLINE_BYTES, Call, Parcel
 
 
 def freest(members: Members, outs: Sequence[Out], load: Mapping[str, Sequence[str]], key_end: str) -> str | None:
-    """Return the worker with most slots free, by what the scheduler has said (`load`: task keys by worker), and by what is on its way there.
+    """Return the worker with most free slots, by the scheduler's answer (`load`: task keys by worker) and the batches in flight to it.
 
-    Of a batch whose last call has ended the client knows before the scheduler does.
+    The client knows that a batch has ended before the scheduler does.
     """
     unended = {f"skyward-{out.number}{key_end}" for out in outs if out.shipment.unended}
     meant = Counter(out.worker for out in outs if out.worker and (out.shipment.unended or not out.is_out))
@@ -32,7 +32,7 @@ def freest(members: Members, outs: Sequence[Out], load: Mapping[str, Sequence[st
 
 
 class Placement:
-    """Batches that have not gone out: the choice of a worker, uploads to its node, and sending. `act` takes the actions."""
+    """Places batches that have not gone out: chooses a worker, uploads to its node, and sends. `act` takes the actions."""
 
     def __init__(
         self,
@@ -54,17 +54,17 @@ class Placement:
         self._is_load_asked = False
 
     def disconnected(self) -> None:
-        """There is no connection: questions to the scheduler are not answered any more."""
+        """There is no connection: the scheduler will not answer the question for its load."""
         self._is_load_asked = False
 
     def ship(self) -> None:
-        """Send what may go out now, or have its large values uploaded."""
+        """Send the calls that may go out now, after the upload of their large values."""
         while shipments := self._queue.ship():
             for shipment in shipments:
                 self._drop_unwanted(Out(shipment, Phase.CHOOSING, self._connection.epoch, shipment.worker))
 
     def load_known(self, epoch: int, load: Mapping[str, Sequence[str]]) -> None:
-        """The scheduler has said which batches each worker has; empty if it has not."""
+        """The scheduler has said which batches each worker has; empty if it did not answer."""
         if epoch != self._connection.epoch:
             return
         self._is_load_asked = False
@@ -100,7 +100,7 @@ class Placement:
         self._unblock()
 
     def _drop_unwanted(self, out: Out) -> None:
-        """Send a batch without the calls that were cancelled while they were out before, and were handed back."""
+        """Route a batch without the calls that were cancelled after an earlier batch was sent, and handed back."""
         calls = out.shipment.batch.calls
         kept = tuple(call for call in calls if call.call_id in self._calls.entries)
         if len(kept) < len(calls):
@@ -113,7 +113,7 @@ class Placement:
             self._route(out)
 
     def _route(self, out: Out) -> None:
-        """Decide where a batch goes: large values lie on one node, so the worker is chosen here; else the scheduler chooses."""
+        """Choose the worker of a batch with large values, which lie on one node. The scheduler chooses for all others."""
         batch = out.shipment.batch
         is_here = self._members.is_here
         if out.worker:
@@ -132,7 +132,7 @@ class Placement:
 
     @property
     def _is_load_known(self) -> bool:
-        """Whether the scheduler need not be asked: all that is out was sent to workers that were chosen here, or there is no choice."""
+        """Whether the scheduler need not be asked: all batches in flight went to workers that were chosen here, or there is no choice."""
         return len(self._members.free) < 2 or all(out.worker for out in self._shipments.outs.values() if out.is_out)
 
     def _choose(self, out: Out, load: Mapping[str, Sequence[str]]) -> None:
@@ -147,7 +147,7 @@ class Placement:
             self._upload(out, node.instance.id)
 
     def _upload(self, out: Out, instance_id: str) -> None:
-        """Put the large values of a batch into the memory of the node that is to run it. Functions stay there for the calls to come."""
+        """Put the large values of a batch into the memory of the node that is to run it. Functions stay there for later calls."""
         out.instance_id = instance_id
         batch, files = out.shipment.batch, self._functions.at(instance_id)
         functions = {name: function for name, function in batch.functions.items() if function.nbytes > INLINE_BYTES}
@@ -165,7 +165,7 @@ class Placement:
             self._go_on(out, ())
 
     def _go_on(self, out: Out, inline: Collection[str]) -> None:
-        """All large values of a batch are where they should be: send it."""
+        """The large values of a batch are on its node: send the batch."""
         batch = out.shipment.batch
         if not self._connection.is_live:
             self._calls.rest(self._shipments.forget(out))
@@ -173,7 +173,7 @@ class Placement:
         if out.instance_id is not None:
             names = [name for name, function in batch.functions.items() if function.nbytes > INLINE_BYTES]
             out.functions = self._functions.at(out.instance_id).use(out.number, names)
-            if set(names) - out.functions.keys() - set(inline):  # what was there has been evicted meanwhile
+            if set(names) - out.functions.keys() - set(inline):  # a function was evicted meanwhile
                 self._upload(out, out.instance_id)
                 return
         calls = tuple(self._with_arguments_aside(call, out) for call in batch.calls if call.call_id in self._calls.entries)

@@ -1,11 +1,10 @@
-"""Does what is to be done when a node of an open pool, its head or the wire goes away: the effects of what `membership` decides, and the thread for it.
+"""Recovery when an open pool loses a node, its head or the connection: the thread that does the actions of `membership`.
 
-Once in TICK_SECONDS, and whenever the cluster tells of somebody, `Recovery.turn` has `membership.Membership` look, and does the actions that it leaves. What
-may take minutes (a machine that comes up) runs in a thread of its own and leaves its outcome for the next turn. What the cluster tells (`joined`, `left`,
-`cut`) comes in any thread, and only wakes the one that takes turns.
+Once in TICK_SECONDS, and at each message of the cluster, `Recovery.turn` calls `membership.Membership` and does its actions. Actions that may take minutes (a
+machine that starts) run in another thread and leave their outcome for the next turn. The cluster's messages (`joined`, `left`, `cut`) come in any thread, and
+only wake the one that takes turns.
 
-Nothing here owns a machine: what is rented or given back is `Machines`' business, and when this thread is stopped between two lines the pool's release finds
-every machine by its tag.
+Recovery owns no machine: `Machines` rents and releases them. If this thread stops between two lines, the pool's release finds every machine by its tag.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-from skyward_core.engine.membership import Action, AskHead, GiveUp, Hold, Left, Membership, Replace, Restart, Resume, Retire, Rouse, StandBy, Tell
+from skyward_core.engine.membership import Action, AskHead, Emit, GiveUp, Hold, Membership, Replace, Restart, Resume, Retire, Rouse, StandBy, Survivors
 from skyward_core.errors import PoolClosed, SkywardError
 from skyward_core.events.events import Error, SkywardEvent
 from skyward_core.machines.instances import Lease, Node
@@ -28,12 +27,12 @@ JOIN_SECONDS = 60.0
 RESUME_SECONDS = 2.0
 RESTART_SECONDS = 30.0
 ASKING = "skyward-ask"
-MAYBE = 1  # call that a node may have left, where nobody knows
+MAYBE = 1  # the number of calls that a node may have left, where it is unknown
 _log = logging.getLogger("skyward")
 
 
 class Machines(Protocol):
-    """What recovery needs of `provisioning.lifecycle.Machines`."""
+    """The part of `provisioning.lifecycle.Machines` that recovery uses."""
 
     @property
     def lease(self) -> Lease: ...
@@ -53,7 +52,7 @@ class Machines(Protocol):
 
 
 class Cluster(Protocol):
-    """What recovery needs of `cluster.Cluster`."""
+    """The part of `cluster.Cluster` that recovery uses."""
 
     @property
     def slots(self) -> int: ...
@@ -67,13 +66,13 @@ class Cluster(Protocol):
 
 
 class Aside(Protocol):
-    """Runs what may take long in a thread of that name, and does not wait for it."""
+    """Runs long work in a thread of this name, and does not wait for it."""
 
     def __call__(self, name: str, work: Callable[[], None], /) -> None: ...
 
 
 class _Threads:
-    """The default `Aside`: owns the threads that it starts, and starts none after `stop`."""
+    """The default `Aside`. It owns the threads that it starts, and starts none after `stop`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -88,16 +87,16 @@ class _Threads:
                 thread.start()
 
     def stop(self) -> list[threading.Thread]:
-        """Start nothing any more; return the threads there are."""
+        """Start no more threads; return those that were started."""
         with self._lock:
             self._is_stopped = True
             return list(self._threads)
 
 
 class Recovery:
-    """Watches the members of an open pool's cluster; `start`, `stop` and `join` belong to the pool. `clock` counts seconds.
+    """Watches the members of an open pool's cluster. The pool calls `start`, `stop` and `join`. `clock` counts seconds.
 
-    Without `start`, `turn` may be called by whoever has time for it: a test.
+    A test may call `turn` without `start`.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class Recovery:
         self._wake = threading.Event()
         self._was_cut = threading.Event()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        """What was done or asked aside, for the next turn: what is known here changes in one thread alone."""
+        """Outcomes of work in other threads, for the next turn: only one thread changes the state."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="skyward-recovery", daemon=True)
 
@@ -130,31 +129,30 @@ class Recovery:
         self._thread.start()
 
     def stop(self) -> None:
-        """Do nothing more; whoever waits for a machine must be woken by its owner (`Machines.stop`) before `join`."""
+        """Do nothing more. `Machines.stop` must wake the threads that wait for machines before `join`."""
         self._closing.set()
         self._threads.stop()
         self._wake.set()
 
     def join(self) -> None:
-        """Wait until nothing is under way any more, but for a question to the provider: that ends when it is answered, and changes nothing.
+        """Wait for all threads, except for a question to the provider: it ends with the answer and changes nothing.
 
-        A provider that hangs in a launch is not waited for longer than JOIN_SECONDS: the machines that there are must be given back, and what comes
-        after that `Machines` gives back itself.
+        It waits no longer than JOIN_SECONDS for a launch that hangs: the pool must release its machines. `Machines` releases those that come later.
         """
         deadline = time.monotonic() + JOIN_SECONDS
         for thread in (self._thread, *self._threads.stop()):
             if thread.is_alive() and thread is not threading.current_thread() and thread.name != ASKING:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
-    # ── what the cluster tells, in any thread ────────────────────────────────────────────────────────────────────────
-    # Each only leaves a mark for the next turn, and waits for nothing. They may come late, and of a connection of before: a turn looks for itself who is there.
+    # ── messages of the cluster, in any thread ───────────────────────────────────────────────────────────────────────
+    # Each only sets a mark for the next turn, and does not wait. It may be late, or of an earlier connection: a turn checks the members itself.
 
     def joined(self, rank: int) -> None:
-        """All workers of a node are there."""
+        """All workers of a node have joined."""
         self._wake.set()
 
     def left(self, rank: int) -> None:
-        """A worker of a node is gone."""
+        """A worker of a node has left."""
         self._wake.set()
 
     def cut(self) -> None:
@@ -165,7 +163,7 @@ class Recovery:
     # ── in the thread of recovery ────────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
-        told = ""
+        reported = ""
         while not self._closing.is_set():
             self._wake.wait(TICK_SECONDS)
             self._wake.clear()
@@ -173,14 +171,14 @@ class Recovery:
                 self.turn()
             except PoolClosed:
                 return
-            except Exception as error:  # the next turn tries again; what it says again need not be told four times a second
+            except Exception as error:  # the next turn tries again; the same error is not emitted four times a second
                 _log.debug("a lost node could not be dealt with", exc_info=True)
-                if told != repr(error):
-                    told = repr(error)
+                if reported != repr(error):
+                    reported = repr(error)
                     self._emit(Error(f"a lost node could not be dealt with: {error!r}"))
 
     def turn(self) -> None:
-        """Look once at the head, at who is there and at the clock, and do what is to be done by now."""
+        """Look once at the head, the members and the clock, and do the actions that are due."""
         while not self._inbox.empty():
             news = self._inbox.get()
             if not self._closing.is_set():
@@ -193,7 +191,7 @@ class Recovery:
         had_head = self._membership.has_head and not is_cut
         self._membership.turn(self._clock(), self._view, is_cut=is_cut)
         self._do_all()
-        if not had_head and self._membership.has_head and not self._closing.is_set():  # it is back, and the nodes are to be looked at
+        if not had_head and self._membership.has_head and not self._closing.is_set():  # the head is back: look at the nodes too
             self._membership.turn(self._clock(), self._view)
             self._do_all()
 
@@ -203,7 +201,7 @@ class Recovery:
 
     def _do(self, action: Action) -> None:
         match action:
-            case Tell(event):
+            case Emit(event):
                 self._emit(event)
             case GiveUp(error, rank):
                 self._cluster.give_up(error, rank)
@@ -235,28 +233,28 @@ class Recovery:
 
     def _restart(self, before: tuple[Node, ...]) -> None:
         """Bring the cluster up with another head."""
-        left = Left((), ())
+        survivors = Survivors((), ())
         try:
-            left = self._membership.who_is_left(before, self._machines.lives([node.rank for node in before]), self._view)
-            lease = self._machines.restart(left.heirs, left.dead)
+            survivors = self._membership.survivors(before, self._machines.lives([node.rank for node in before]), self._view)
+            lease = self._machines.restart(survivors.heirs, survivors.dead)
             self._cluster.restart(lease, self._machines.scheduler, RESTART_SECONDS)
         except PoolClosed:
             raise
         except Exception as error:
             if not self._closing.is_set():
-                self._membership.not_restarted(before, left.dead, error, self._view, self._clock())
+                self._membership.not_restarted(before, survivors.dead, error, self._view, self._clock())
         else:
-            self._membership.restarted(before, left.dead, lease, self._cluster.slots, self._clock())
+            self._membership.restarted(before, survivors.dead, lease, self._cluster.slots, self._clock())
 
-    # ── aside, for a machine or a provider may take its time ─────────────────────────────────────────────────────────
+    # ── in other threads: a machine or a provider may be slow ────────────────────────────────────────────────────────
 
     def _post(self, news: Callable[[], None]) -> None:
-        """Have the next turn begin with it; from any thread."""
+        """Let the next turn begin with this; from any thread."""
         self._inbox.put(news)
         self._wake.set()
 
     def _ask(self, action: AskHead) -> None:
-        """Ask the head's machine whether its processes live, and its provider whether it exists; an outage says nothing."""
+        """Ask the head's machine whether its processes live, and its provider whether it exists. A provider's outage is no answer."""
         is_dead, is_listed = False, None
         try:
             is_dead = self._machines.lives([0]).get(0) is False
@@ -266,16 +264,16 @@ class Recovery:
         self._post(lambda: self._membership.answered(action.since, is_dead=is_dead, is_listed=is_listed))
 
     def _rouse(self, action: Rouse) -> None:
-        """What fails is asked again."""
+        """Ask a node to restart its workers. A later turn asks again if this fails."""
         try:
             self._machines.rouse(action.rank, action.workers)
         except Exception as error:
-            _log.debug("the workers of node %d could not be begun anew: %s", action.rank, error)
+            _log.debug("the workers of node %d could not be restarted: %s", action.rank, error)
 
     def _replace(self, rank: int) -> None:
         failure: Exception | None = None
         try:
-            if not self._cluster.has(rank):  # else it has come back by itself
+            if not self._cluster.has(rank):  # else the node has come back
                 self._machines.replace(rank, lambda: self._is_there(rank))
         except Exception as error:
             failure = error
@@ -312,7 +310,7 @@ class Recovery:
 
 
 class _View:
-    """What `membership` sees, asked of machines and cluster."""
+    """Answers the questions of `membership` from machines and cluster."""
 
     def __init__(self, machines: Machines, cluster: Cluster) -> None:
         self._machines = machines

@@ -1,8 +1,8 @@
-"""What a call has left becomes a value or an exception, and its future is set: in a thread of its own, "skyward-results".
+"""Outcomes become values or exceptions, and futures are set: in the thread "skyward-results".
 
-Loading a value runs the code of its types, and may import whole frameworks: the engine's own thread does not wait for that. It sets the futures of small
-results itself whose pickles name no type (`plain_value`). Callbacks of futures run in
-one more thread, "skyward-callbacks": one that blocks delays other callbacks, and no result.
+Loading a value runs the code of its types, and may import whole frameworks: the engine's thread does not wait for that. It only loads small results whose
+pickles name no type (`plain_value`), and sets their futures. Callbacks of futures run in the thread "skyward-callbacks": one that blocks delays other
+callbacks, and no result.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from skyward_core.serialization.unpicklable import one_line
 from skyward_core.worker.wire import Ending, Outcome, Parcel
 
 PLAIN_BYTES = 4096
-"""How large the pickle of a result is at most that the engine's thread loads."""
+"""The largest pickle of a result that the engine's thread loads."""
 LINES_SECONDS = 0.2
-"""How long a result waits for the lines of its call while callbacks and displays take no event at all."""
+"""How long a result waits for the lines of its call while callbacks and displays take no events."""
 MOST_LINES_SECONDS = 5.0
-"""How long a result waits for the lines of its call in all, where callbacks and displays are slow."""
+"""How long a result waits for the lines of its call at most, where callbacks and displays are slow."""
 LOOK_SECONDS = 0.005
 _log = logging.getLogger("skyward")
 
 
 @dataclass(slots=True)
 class Settled:
-    """A call that has ended: its future, how to get its value (which may raise), and what to remove once that is loaded.
+    """A call that has ended: its future, a function that loads its value (and may raise), and the parcels to remove after that.
 
-    The value comes after the event with the number `after`, unless that takes too long. `is_cancelled`: the caller has cancelled it.
+    The value comes after the event with the number `after`, unless that takes too long.
     """
 
     future: CallFuture[Any]
@@ -50,23 +50,23 @@ class Settled:
 
 
 class Results:
-    """Sets futures, in the order in which calls have ended; only results whose log lines are still to be displayed come later.
+    """Sets futures in the order of `put`, except that a result whose log lines are still to be displayed comes later.
 
-    They wait as long as callbacks and displays take events at all, MOST_LINES_SECONDS at most: one that blocks costs LINES_SECONDS.
+    It waits while callbacks and displays take events, MOST_LINES_SECONDS at most: one that blocks costs LINES_SECONDS.
 
-    `told` returns the number of the last event that callbacks and displays have been given.
+    `delivered` returns the number of the last event that callbacks and displays have taken.
     """
 
-    def __init__(self, told: Callable[[], int], settled: Callable[[CallFuture[Any]], object]) -> None:
-        self._told = told
+    def __init__(self, delivered: Callable[[], int], settled: Callable[[CallFuture[Any]], object]) -> None:
+        self._delivered = delivered
         self._settled = settled
         self._queue: queue.SimpleQueue[Settled | None] = queue.SimpleQueue()
         self._waiting: list[Settled] = []
         self._behind = 0
-        """The number of the event for which a result has waited in vain: until that is told none waits."""
-        self._last_told = 0
-        self._told_at = 0.0
-        """When `told` was last seen to grow."""
+        """The number of the event for which a result has waited in vain: until its delivery no result waits."""
+        self._last_delivered = 0
+        self._delivered_at = 0.0
+        """When `delivered` was last seen to grow."""
         self._thread = threading.Thread(target=self._run, name="skyward-results", daemon=True)
 
     def start(self) -> None:
@@ -75,17 +75,17 @@ class Results:
 
     @property
     def is_own_thread(self) -> bool:
-        """Whether code of a value that is being loaded asks."""
+        """Whether the results' thread asks: code of a value that is being loaded."""
         return threading.current_thread() is self._thread
 
     def put(self, settled: Settled) -> None:
-        """Have a future set. Does not wait."""
+        """Let the thread set a future. Does not wait."""
         if settled.after:
             settled.until = time.monotonic() + MOST_LINES_SECONDS
         self._queue.put(settled)
 
     def close(self) -> None:
-        """End the thread once all that was put is set, and wait for that, unless its own code asks."""
+        """End the thread once all futures are set, and wait for that, unless the thread itself asks."""
         self._queue.put(None)
         if self._thread.is_alive() and not self.is_own_thread:
             self._thread.join()
@@ -105,29 +105,29 @@ class Results:
             self._set_due()
 
     def _is_to_wait(self, item: Settled) -> bool:
-        told = self._told()
-        return told < item.after and told >= self._behind
+        delivered = self._delivered()
+        return delivered < item.after and delivered >= self._behind
 
     def _set_due(self) -> None:
         if not self._waiting:
-            self._told_at = 0.0
+            self._delivered_at = 0.0
             return
-        told, now = self._told(), time.monotonic()
-        if told != self._last_told or not self._told_at:
-            self._last_told, self._told_at = told, now
-        is_stuck = now - self._told_at > LINES_SECONDS
+        delivered, now = self._delivered(), time.monotonic()
+        if delivered != self._last_delivered or not self._delivered_at:
+            self._last_delivered, self._delivered_at = delivered, now
+        is_stuck = now - self._delivered_at > LINES_SECONDS
         if is_stuck:
             self._behind = max(item.after for item in self._waiting)
         waiting, self._waiting = self._waiting, []
         due = list[Settled]()
         for item in waiting:
-            (due if item.after <= told or item.until <= now or is_stuck else self._waiting).append(item)
+            (due if item.after <= delivered or item.until <= now or is_stuck else self._waiting).append(item)
         del waiting[:]
         while due:
             self.set(due.pop(0))
 
     def set(self, item: Settled) -> None:
-        """Set a future here and now. Another thread may do this if the value is at hand: to load one may run code of its types."""
+        """Set a future here and now. Another thread may call this only if the value is loaded: loading may run code of its types."""
         future = item.future
         try:
             if not future.claim():
@@ -144,7 +144,7 @@ class Results:
         except Exception:
             _log.exception("the future of a call could not be set")
         finally:
-            for parcel in item.spent:  # last: freeing a hundred megabytes takes longer than the rest together
+            for parcel in item.spent:  # last: freeing a hundred megabytes takes longer than all the rest
                 parcel.release()
 
 
@@ -158,7 +158,7 @@ class Callbacks:
         self._is_closed = False
 
     def put(self, call: Callable[[], object]) -> None:
-        """Have something called. Does not wait; after the end it is called here and now."""
+        """Let the thread call something. Does not wait; after `close` it is called here and now."""
         with self._lock:
             if not self._is_closed:
                 self._queue.put(call)
@@ -169,7 +169,7 @@ class Callbacks:
         call()
 
     def close(self) -> None:
-        """End the thread once all that was put was called. Does not wait for it: a callback may block."""
+        """End the thread after all callbacks. Does not wait for it: a callback may block."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -188,7 +188,7 @@ class NotPlain(Exception):
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Loads what holds no class and no function: then no code but the unpickler's own runs."""
+    """Loads pickles without classes and functions: then only the unpickler's code runs."""
 
     def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
         raise NotPlain
@@ -204,12 +204,12 @@ def plain_value(outcome: Outcome) -> Any:
         raise NotPlain
     try:
         return _PlainUnpickler(io.BytesIO(parcel.data)).load()
-    except Exception as error:  # whatever it is, the results' thread finds it too, and names it
+    except Exception as error:  # the results' thread meets the same error, and names it
         raise NotPlain from error
 
 
 def value_of(outcome: Outcome, node: int) -> Any:
-    """Return the call's result, or raise its exception. The outcome's parcel must be here."""
+    """Return the call's result, or raise its exception. The outcome's parcel must be on this machine."""
     parcel = outcome.parcel
     if outcome.ending is Ending.RESULT:
         data, buffers = parcel.contents()
@@ -256,7 +256,7 @@ def _remote_exception(outcome: Outcome, parcel: Parcel, node: int) -> BaseExcept
 
 def _death(exit_code: int | None) -> str:
     if exit_code is None:
-        return "nobody saw how"
+        return "its exit code is unknown"
     if exit_code >= 0:
         return f"it ended with exit code {exit_code}"
     return f"killed by {signal.Signals(-exit_code).name}{' (out of memory?)' if exit_code == -signal.SIGKILL else ''}"

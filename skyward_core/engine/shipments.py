@@ -1,4 +1,4 @@
-"""Batches that are on their way or out, until each of their calls has ended, waits again or is lost.
+"""Batches in flight or being uploaded, until each of their calls has ended, waits again or is lost.
 
 States of a batch:
 
@@ -7,9 +7,9 @@ States of a batch:
         │                       │                     │  └──ended, outcomes missing──▶ gathering ──gathered──▶ (gone)
         └───────────────────────┴──the connection is cut: its calls wait again (nothing has gone out)
 
-A batch without large values is sent at once; `placement.py` has all that comes before. A batch that is sent belongs to an epoch, that of the connection
-which follows its task. When another connection takes its place, the scheduler's answer decides about each batch of an earlier epoch: its task is known, it
-never came, or it is lost (`losses.py`). A batch that has not gone out when its connection ends was never begun: its calls wait again.
+A batch without large values is sent at once; `placement.py` does all that comes before. A sent batch has the epoch of the connection that follows its task.
+When another connection replaces that one, the scheduler's answer decides about each batch of an earlier epoch: its task is known, it never came, or it is
+lost (`losses.py`). A batch that has not gone out when its connection ends was never begun: its calls wait again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from skyward_core.worker.wire import Batch, Ending, Outcome, Parcel
 
 
 class Phase(Enum):
-    """How far a batch is."""
+    """The state of a batch."""
 
     CHOOSING = "choosing"
     BLOCKED = "blocked"
@@ -40,7 +40,7 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class Out:
-    """A batch that the queue has handed out. `worker` and `address`: where it goes, unless the scheduler chooses. `instance_id`: where large values lie."""
+    """A batch from the queue. `worker` and `address`: its destination, unless the scheduler chooses. `instance_id`: the node of its large values."""
 
     shipment: Shipment
     phase: Phase
@@ -49,23 +49,23 @@ class Out:
     address: str | None = None
     instance_id: str | None = None
     functions: dict[str, Parcel] = field(default_factory=dict[str, Parcel])
-    """Large functions as they lie on the node."""
+    """Large functions, as parcels on the node."""
     heard: dict[str, int] = field(default_factory=dict[str, int])
-    """The number of the last report of it, by origin."""
+    """The number of its last report, by origin."""
 
     @property
     def number(self) -> int:
-        """The number of the batch, which is never used again."""
+        """The unique number of the batch."""
         return self.shipment.number
 
     @property
     def is_out(self) -> bool:
-        """Whether it has gone out: its calls may have begun."""
+        """Whether the batch has gone out: its calls may have begun."""
         return self.phase in (Phase.SENT, Phase.GATHERING)
 
 
 class Shipments:
-    """The batches that are on their way or out, by number. `act` takes the actions."""
+    """The batches in flight, and those that are being uploaded, by number. `act` takes the actions."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Shipments:
     ) -> None:
         self.outs: dict[int, Out] = {}
         self.key_end = f"-{topic[-8:]}"
-        """What the keys of this client's tasks end with."""
+        """The end of the keys of this client's tasks."""
         self._connection = connection
         self._queue = queue
         self._calls = calls
@@ -88,7 +88,7 @@ class Shipments:
         self._do = act
 
     def add(self, out: Out) -> None:
-        """Take in a batch that the queue has handed out."""
+        """Take in a batch from the queue."""
         self.outs[out.number] = out
 
     def clear(self) -> None:
@@ -100,11 +100,11 @@ class Shipments:
         return f"skyward-{number}{self.key_end}"
 
     def in_phase(self, phase: Phase) -> list[Out]:
-        """Return the batches that are so far."""
+        """Return the batches in this state."""
         return [out for out in self.outs.values() if out.phase is phase]
 
     def forget(self, out: Out) -> list[str]:
-        """A batch is not out any more; return its calls that have not ended."""
+        """A batch is no longer in flight; return its calls that have not ended."""
         self.outs.pop(out.number, None)
         if out.instance_id is not None:
             self._functions.at(out.instance_id).done(out.number)
@@ -119,15 +119,15 @@ class Shipments:
         for out in [out for out in self.outs.values() if not out.is_out]:
             yield self.forget(out)
 
-    # ── out, and what becomes of it ──────────────────────────────────────────────────────────────────────────────────
+    # ── sent batches, and how they end ───────────────────────────────────────────────────────────────────────────────
 
     def send(self, out: Out, batch: Batch) -> None:
-        """Send a batch, as it looks with its large values on the node."""
+        """Send a batch, in the form in which its large values are parcels on the node."""
         out.phase, out.epoch = Phase.SENT, self._connection.epoch
         self._do(do.Send(out.epoch, out.number, self.key(out.number), batch, out.address))
 
     def unsent(self, epoch: int, number: int, error: Exception, *, is_its_fault: bool) -> None:
-        """A batch has not gone out. It waits again, if it is not its own fault."""
+        """A batch has not gone out. It waits again, unless it is at fault itself."""
         out = self.outs.get(number)
         if out is None or out.epoch != epoch:
             return
@@ -169,13 +169,13 @@ class Shipments:
         self._calls.lose([call_id for call_id in ids if call_id not in outcomes], "the call ended, but its result was not there")
 
     def not_gathered(self, epoch: int, number: int, error: Exception) -> None:
-        """The result of a batch's task could not be had."""
+        """The result of a batch's task is out of reach."""
         if (out := self._at(epoch, number, Phase.GATHERING)) is not None:
             self._do(do.Release(epoch, (self.key(number),)))
             self._calls.lose(self.forget(out), f"the call ended, but its result could not be fetched: {error}", error)
 
     def taken_back(self, epoch: int, number: int) -> None:
-        """A batch whose worker is gone had not ended, and is released: its calls are lost."""
+        """A batch whose worker is gone had not ended, and its task is released: its calls are lost."""
         if (out := self._at(epoch, number, Phase.SENT)) is not None:
             self._calls.lose(self.forget(out), "its worker is gone")
 
@@ -185,7 +185,7 @@ class Shipments:
         self._do(do.Follow(out.epoch, out.number, self.key(out.number)))
 
     def worker_left(self, address: str) -> None:
-        """A worker has gone: its batches wait again if they have not gone out, and are taken back if they have."""
+        """A worker has left: its batches wait again if they have not gone out, and are taken back if they have."""
         for out in [out for out in self.outs.values() if out.address == address]:
             if not out.is_out:
                 self._calls.take_back(self.forget(out))
@@ -193,6 +193,6 @@ class Shipments:
                 self._do(do.TakeBack(out.epoch, out.number, self.key(out.number)))
 
     def _at(self, epoch: int, number: int, phase: Phase) -> Out | None:
-        """Return the batch that a message is about; None if it is of another connection, or in another phase: then the message comes too late."""
+        """Return the batch of a message; None if the message comes too late: the batch has another epoch or is in another phase."""
         out = self.outs.get(number)
         return out if self._connection.is_live_in(epoch) and out is not None and out.epoch == epoch and out.phase is phase else None

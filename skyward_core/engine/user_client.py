@@ -1,10 +1,10 @@
-"""The Dask client that a pool hands out (`ComputePool.dask_client`): a connection of its own.
+"""The Dask client that a pool returns (`ComputePool.dask_client`): a separate connection.
 
-The pool gives up its own connection when the scheduler has not answered for some seconds, and makes another: whatever futures a client has are cancelled by
-that. The user's client waits, and connects again by itself if the connection breaks.
+The pool gives up its connection when the scheduler has not answered for some seconds, and makes another; that cancels the futures of its client. The user's
+client waits, and reconnects automatically if the connection breaks.
 
-States of the client: none -> open (running, or connecting again) -> closed: by its user, by itself if it could not connect again, or here, when the scheduler
-has another address. Then `get` makes another one. `close` ends it with the pool.
+States of the client: none -> open (running, or reconnecting) -> closed: by its user, by Dask if it could not reconnect, or here, when the scheduler has
+another address. Then `get` makes another one. `close` ends it with the pool.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ class UserClient:
         end: Callable[[distributed.Client], object],
     ) -> None:
         self._address = address
-        """Tells where the scheduler is reached from here now: a new head has another address."""
+        """Returns the scheduler's address as seen from here: a new head has another one."""
         self._check = check
-        """Raises NodeLost if the pool has no connection to the scheduler just now, and what has ended the pool."""
+        """Raises NodeLost if the pool has no connection to the scheduler just now, and the pool's error after its end."""
         self._connect = connect
         """Raises OSError."""
         self._end = end
         self._getting = threading.Lock()
-        """Held while a client is made, which may take a minute: two would be made at once."""
+        """Held while a client is made, which may take a minute: two threads must not make two clients."""
         self._lock = threading.Lock()
-        """Guards what is below."""
+        """Guards the attributes below."""
         self._client: distributed.Client | None = None
         self._made_for = ""
         self._is_closed = False
 
     def get(self) -> distributed.Client:
-        """Return the client, made if there is none that is open. Raises NodeLost if the scheduler is out of reach, and PoolClosed."""
+        """Return the open client, or make one. Raises NodeLost if the scheduler is out of reach, and PoolClosed."""
         with self._getting:
             address = self._address()
             client = self._client if self._made_for == address else None
@@ -67,7 +67,7 @@ class UserClient:
             return client
 
     def close(self) -> None:
-        """End the client; its futures are cancelled. May be called twice, and while another thread makes one: that gets PoolClosed."""
+        """End the client and cancel its futures. Idempotent. A thread that makes a client meanwhile gets PoolClosed."""
         with self._lock:
             self._is_closed = True
             client, self._client = self._client, None
@@ -75,7 +75,7 @@ class UserClient:
             self._end(client)
 
     def _put(self, client: distributed.Client | None, address: str) -> None:
-        """Hold this one, and end the one before. Raises PoolClosed."""
+        """Keep this client, and end the one before. Raises PoolClosed."""
         with self._lock:
             unwanted = client if self._is_closed else self._client
             if not self._is_closed:
@@ -88,7 +88,7 @@ class UserClient:
 
 
 def user_client(address: Callable[[], str], certificate: PoolCertificate, check: Callable[[], object]) -> UserClient:
-    """Return the holder of a pool's client; nothing is connected yet. Imports Dask."""
+    """Return the owner of a pool's user client, without a connection so far. Imports Dask."""
     from skyward_core.engine.connection import connect_user, end
 
     return UserClient(address, check, lambda where: connect_user(where, certificate), lambda client: end(client, END_SECONDS))

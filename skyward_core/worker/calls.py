@@ -1,12 +1,12 @@
-"""The scheduler's memory of calls: with it they outlive the connection of the client that sent them, and detached ones the client itself.
+"""The scheduler's memory of calls: calls outlive the connection of their client, and detached calls outlive the client.
 
-A client's topic is remembered from its first `resume` on: the n-th message on it has the number n, is kept as the bytes it came in, and dropped once the
-client acknowledges it. A client that lost its connection asks, on a new one, for what came after the last number that it has handled (`resume`);
-the answer travels in the same stream as live messages, so nothing is missed, doubled or out of order, however the two meet.
+The scheduler keeps a client's topic from its first `resume` on. The n-th message on it has the number n, is kept as bytes, and is dropped when the client
+acknowledges it. On a new connection the client asks for the messages after the last number that it has handled (`resume`). The answer travels in the same
+stream as live messages, so no message is missed, doubled or out of order.
 
-A task whose key begins with "skyward-" is wanted by KEEP too, a client that has no connection to lose: until the client that sent it, or the one that has
-resumed its topic since, releases it, leaves, or stays away too long. A detached call, whose topic and task are both named `detached_key(call_id)`, stays
-until it is to be forgotten.
+KEEP, a client without a connection, also wants each task whose key begins with "skyward-". It releases the task when the client that sent it (or the one that
+has resumed its topic) releases it, leaves, or stays away too long. A detached call stays until `skyward_forget`; its topic and its task are both named
+`detached_key(call_id)`.
 """
 
 from __future__ import annotations
@@ -26,43 +26,43 @@ from skyward_core.worker.retained_batches import OLDER, RELEASE, TELL_KEPT
 from skyward_core.worker.wire import Ending, Outcome, Report
 
 KEEP = "skyward-keep"
-"""The client of Dask's that wants the tasks of all others, and never goes away."""
+"""A client of Dask's that wants the tasks of all others, and never leaves."""
 
 RESUME, ACKNOWLEDGE, LEAVE, LET_GO, CANCEL = "skyward-resume", "skyward-acknowledge", "skyward-leave", "skyward-let-go", "skyward-cancel"
-"""Operations of a client's stream to the scheduler; CANCEL also of the scheduler's to a worker."""
+"""Operations on a client's stream to the scheduler; CANCEL also on the scheduler's to a worker."""
 
 RETRIES, NAME = "skyward_retries", "skyward_name"
-"""Annotations (`dask.annotate`) of a detached call's task: how often it may run again when its worker is lost under it (0), its function's name."""
+"""Annotations (`dask.annotate`) of a detached call's task: how often it may run again after the loss of its worker (0), and its function's name."""
 
 RAN = "skyward_ran"
 """Name of the workers' metric, and of the scheduler's operation that returns all of them."""
 
 type Ran = tuple[str, str, float]
-"""For how long a worker's slots were busy, in seconds, since its process began: the id of its instance, a name of the process, the sum over its slots."""
+"""How long a worker's slots were busy, in seconds, since its process began: the id of its instance, a name of the process, the sum over its slots."""
 
 TOPIC_LIMIT_BYTES = 64 << 20
 PREFIX = "skyward-"
-"""With which the keys of our tasks begin; those of a user of Dask do not."""
+"""The keys of our tasks begin with it; those of a user's Dask tasks do not."""
 _DETACHED = "skyward-call-"
 
 
 def let_go(keys: Collection[str]) -> dict[str, Any]:
-    """Return the message that releases tasks of which the client has no future."""
+    """Return the message that releases tasks for which the client has no future."""
     return {"op": LET_GO, "keys": list(keys)}
 
 
 def cancel(call_ids: Collection[str]) -> dict[str, Any]:
-    """Return the message that stops these calls, wherever they are. Unknown ids are ignored."""
+    """Return the message that stops these calls on all workers. Unknown ids are ignored."""
     return {"op": CANCEL, "calls": list(call_ids)}
 
 
 def tell_kept() -> dict[str, Any]:
-    """Return the message that has every worker tell what it keeps, and report it again: for a client that is new to the scheduler, as soon as it listens."""
+    """Return the message that makes every worker announce the calls that it keeps, and repeat their reports. A client sends it after `resume`."""
     return {"op": TELL_KEPT}
 
 
 def release(call_ids: Collection[str]) -> dict[str, Any]:
-    """Return the message that has workers forget calls that have outlived the head they were sent to: their outcomes have arrived, or nobody wants them."""
+    """Return the message that lets workers forget calls that have outlived their head: their outcomes have arrived, or have no caller any more."""
     return {"op": RELEASE, "calls": list(call_ids)}
 
 
@@ -75,9 +75,9 @@ def detached_key(call_id: str) -> str:
 
 
 def resume(client_id: str, topic: str, after: int, asked: int) -> dict[str, Any]:
-    """Return the message that has the scheduler send all after number `after` to this client, and make it the owner of the topic and its tasks.
+    """Return the message that makes this client the owner of the topic and its tasks, and asks for the topic's messages after number `after`.
 
-    The answer is an event of the topic: a mapping with the number `asked`, and what `scheduler_messages.Resumed` tells.
+    The answer is an event of the topic: a mapping with the number `asked`, and the fields of `scheduler_messages.Resumed`.
     """
     return {"op": RESUME, "client": client_id, "topic": topic, "after": after, "asked": asked}
 
@@ -88,7 +88,7 @@ def acknowledge(topic: str, number: int) -> dict[str, Any]:
 
 
 def leave(topic: str) -> dict[str, Any]:
-    """Return the message that has the scheduler drop a topic and its owner's tasks: to be sent before the client is closed for good."""
+    """Return the message that makes the scheduler drop a topic and its owner's tasks. A client sends it before it closes for good."""
     return {"op": LEAVE, "topic": topic}
 
 
@@ -96,7 +96,7 @@ def leave(topic: str) -> dict[str, Any]:
 
 
 class Topic:
-    """Numbered messages, the last of them at hand; the oldest are dropped when they take more than `limit_bytes`."""
+    """Numbered messages. The last ones are kept; the oldest are dropped when they take more than `limit_bytes`."""
 
     __slots__ = ("_limit_bytes", "_messages", "nbytes", "number")
 
@@ -120,7 +120,7 @@ class Topic:
             self._drop_oldest()
 
     def after(self, number: int) -> tuple[int, list[bytes]]:
-        """Return the messages after this number that are at hand, and the number of the message before them."""
+        """Return the kept messages after this number, and the number of the message before them."""
         skipped = max(0, number - (self.number - len(self._messages)))
         messages = list(self._messages)[skipped:]
         return self.number - len(messages), messages
@@ -131,9 +131,9 @@ class Topic:
 
 @dataclass(slots=True)
 class Detached:
-    """What is known of a detached call. `state` is "waiting", "running", "ended" (its outcome is among its messages), "cancelled" or "lost" (see `reason`).
+    """The record of a detached call. `state` is "waiting", "running", "ended" (its outcome is among its messages), "cancelled" or "lost" (see `reason`).
 
-    `worker` is the name (RANK-INDEX) of the worker it was sent to last, `runs` how often it was sent to one, `submitted_at` the head's clock.
+    `worker` is the name (RANK-INDEX) of the last worker that got it, `runs` how often a worker got it, `submitted_at` the head's clock.
     """
 
     call_id: str
@@ -147,9 +147,9 @@ class Detached:
 
 
 class Calls(SchedulerPlugin):
-    """Keeps messages and tasks for clients that are away. Owns its timers; they end with the scheduler.
+    """Keeps messages and tasks for clients that are away. It owns its timers; they end with the scheduler.
 
-    `abandoned_seconds` is how long a client may be away before what was kept for it is dropped.
+    After `abandoned_seconds` without its client, it drops a topic and stops its calls.
     """
 
     name = "skyward-calls"
@@ -162,16 +162,16 @@ class Calls(SchedulerPlugin):
         self._keys: dict[str, set[str]] = {}  # of tasks kept, by the id of their client
         self._absent: dict[str, asyncio.TimerHandle] = {}
         self._abandoned: dict[str, int] = {}
-        """By topic: how often it was dropped with the tasks of its owner. Not forgotten: the answer that says so may be lost."""
+        """By topic: how often it was dropped with the tasks of its owner. Kept for ever: the answer with this number may be lost."""
         self._asked: dict[str, int] = {}
-        """By topic: the number of the last question that was answered."""
+        """By topic: the number of the last `resume` that was answered."""
         self._replaced: set[str] = set()
-        """Clients whose topics others have resumed, as long as their streams stand."""
+        """Clients whose topics others have resumed, while their streams are open."""
         self._detached: dict[str, Detached] = {}
         self._scheduler: Any = None  # Dask's types say too little
 
     async def start(self, scheduler: Scheduler) -> None:
-        """Take up the operations of clients."""
+        """Add the operations of clients to the scheduler."""
         self._scheduler = scheduler
         scheduler.stream_handlers.update(
             {
@@ -198,14 +198,14 @@ class Calls(SchedulerPlugin):
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Keep a message. Dask calls this for every event there is."""
+        """Keep a message. Dask calls this for every event."""
         kept = self._topics.get(topic)
         if kept is not None and type(msg) is bytes:
             kept.add(msg)
 
     def _resume(self, client: str, topic: str, after: int, asked: int) -> None:
-        """Send a client what it has missed and make it a subscriber, within one turn of the event loop: no message can come between the two."""
-        if asked < self._asked.get(topic, 0):  # a later connection of the same client has been faster
+        """Send a client the messages that it has missed and subscribe it, in one turn of the event loop: no message can come in between."""
+        if asked < self._asked.get(topic, 0):  # a later connection of the same client was faster
             self._replaced.add(client)
             return
         self._asked[topic] = asked
@@ -234,14 +234,14 @@ class Calls(SchedulerPlugin):
         self._scheduler.send_all({client: events}, {})
         self._scheduler.subscribe_topic(topic, client)
         if tasks:
-            self._scheduler.client_desires_keys(list(tasks), client)  # it is told, after all this, of those that have ended
+            self._scheduler.client_desires_keys(list(tasks), client)  # Dask then sends it, after the messages above, the ends of these tasks
 
     def _give(self, topic: str, client: str) -> None:
-        """Make a client the owner of a topic, and of the tasks of whoever owned it."""
+        """Make a client the owner of a topic, and of its owner's tasks."""
         owner = self._owners.get(topic, client)
         self._owners[topic] = client
         if timer := self._absent.pop(client, None):
-            timer.cancel()  # Dask's own reconnecting keeps the client's id
+            timer.cancel()  # Dask's automatic reconnect keeps the client's id
         if owner == client:
             return
         self._scheduler.unsubscribe_topic(topic, owner)
@@ -252,22 +252,22 @@ class Calls(SchedulerPlugin):
             timer.cancel()
 
     def _acknowledge(self, client: str, topic: str, number: int) -> None:
-        if topic in self._owners:  # the messages of detached calls are nobody's
+        if topic in self._owners:  # the topics of detached calls have no owner
             self._topics[topic].acknowledge(number)
 
     def _leave(self, client: str, topic: str) -> None:
-        """Drop a topic and let go of its owner's tasks: the client is done with them."""
+        """Drop a topic and release its owner's tasks: the client does not need them any more."""
         if self._owners.get(topic) == client:
             self._abandon(client)
 
     # ── tasks ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def is_replaced(self, client: str) -> bool:
-        """Tell whether another client has resumed this one's topic: it was told what had come by then, and sends the rest again."""
+        """Tell whether another client has resumed this one's topic: that client knows which batches had come by then, and sends the others again."""
         return client in self._replaced
 
     def update_graph(self, scheduler: Scheduler, *, client: str, tasks: Any, keys: Collection[Any], annotations: Any, priority: Any, **_: Any) -> None:
-        """Want our tasks as KEEP, from the moment they are known to Dask."""
+        """Let KEEP want our tasks from the moment that Dask has them."""
         ours = [key for key in keys if isinstance(key, str) and key.startswith(PREFIX)]
         if not ours:
             return
@@ -279,17 +279,17 @@ class Calls(SchedulerPlugin):
             self._keys.setdefault(client, set()).update(regular)
 
     def transition(self, key: Any, start: str, finish: str, *_: Any, **news: Any) -> None:
-        """See that what has ended is not run again, and follow the detached calls. Dask calls this several times for every task."""
+        """Make sure that Dask does not run an ended task again, and follow detached calls. Dask calls this several times for every task."""
         if not isinstance(key, str) or not key.startswith(PREFIX):
             return
         if finish == "memory":
-            # Without it Dask cannot do what it does when a worker is lost that holds a result: run the task again.
+            # When a worker is lost that holds a result, Dask runs the task again; without `run_spec` it cannot.
             self._scheduler.tasks[key].run_spec = None
         if call := self._detached.get(key):
             self._follow(call, self._scheduler.tasks[key], finish, news)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
-        """Give a client whose connection is gone some time to come back."""
+        """Give a client whose connection has ended some time to reconnect."""
         self._replaced.discard(client)
         if client in self._owners.values() or self._keys.get(client):
             if timer := self._absent.pop(client, None):
@@ -297,9 +297,9 @@ class Calls(SchedulerPlugin):
             self._absent[client] = asyncio.get_running_loop().call_later(self._abandoned_seconds, self._abandon, client)
 
     def _client_releases_keys(self, keys: Iterable[str], client: str, **rest: Any) -> None:
-        """Release for KEEP too what a client itself releases; this is the operation of its stream, not what Dask does when the stream breaks.
+        """Release for KEEP too the tasks that a client releases by this operation of its stream. Dask does not call it when the stream breaks.
 
-        A client that has reconnected releases the futures of before; it has no wishes by then, and their tasks stay.
+        A client that has reconnected releases its earlier futures; it wants no tasks by then, and the tasks stay.
         """
         keys = list(keys)
         kept = self._keys.get(client)
@@ -307,7 +307,7 @@ class Calls(SchedulerPlugin):
             wanted, keeper = self._scheduler.clients[client].wants_what, self._scheduler.clients[KEEP]
             for key in kept.intersection(keys):
                 task = self._scheduler.tasks.get(key)
-                if task in wanted:  # so that nothing follows from KEEP's wish being gone but what follows from the client's, below
+                if task in wanted:  # so that the transitions follow from the client's release, below, and not from KEEP's
                     keeper.wants_what.discard(task)
                     task.who_wants.discard(keeper)
                 if task is None or task in wanted:
@@ -333,12 +333,12 @@ class Calls(SchedulerPlugin):
             self._scheduler.unsubscribe_topic(topic, client)
             del self._owners[topic], self._topics[topic], self._asked[topic]
             self._abandoned[topic] = self._abandoned.get(topic, 0) + 1
-        stop = {"op": CANCEL, "calls": topics}  # else what runs would keep its slot, and nobody could stop it any more
+        stop = {"op": CANCEL, "calls": topics}  # else running calls would keep their slots, and no client could stop them
         self._scheduler.send_all({}, {worker: [stop] for worker in self._scheduler.workers})
         self._let_go(client, list(self._keys.get(client, ())))
 
     def _cancel(self, client: str, calls: Collection[str]) -> None:
-        """Stop calls: detached ones that wait are taken back here, all others wherever they are."""
+        """Stop calls: take back detached ones that wait here, and stop all others on the workers."""
         for call in filter(None, map(self._detached.get, map(detached_key, calls))):
             self._take_back(call)
         message = {"op": CANCEL, "calls": list(calls)}
@@ -354,39 +354,39 @@ class Calls(SchedulerPlugin):
     # ── detached calls ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def skyward_busy(self) -> bool:
-        """Tell whether any task runs or waits, whoever sent it."""
+        """Tell whether any task of any client runs or waits."""
         scheduler = self._scheduler
         return bool(scheduler.unrunnable or scheduler.queued or any(worker.processing or worker.metrics.get(OLDER) for worker in scheduler.workers.values()))
 
     def skyward_ran(self) -> list[Ran]:
-        """Return for how long the slots of each worker were busy, as of its last heartbeat."""
+        """Return how long the slots of each worker were busy, as of its last heartbeat."""
         return [ran for worker in self._scheduler.workers.values() if (ran := worker.metrics.get(RAN)) is not None]
 
     def skyward_load(self) -> dict[str, list[str]]:
-        """Return the keys of the tasks that each worker has and has not ended, whoever sent them, by the workers' names."""
+        """Return the keys of the unended tasks of all clients that each worker has, by the workers' names."""
         return {str(worker.name): [str(task.key) for task in worker.processing] for worker in self._scheduler.workers.values()}
 
     def skyward_cancel(self, call_id: str) -> None:
-        """Stop a call as CANCEL does, for one who wants to know that it was told."""
+        """Stop a call as CANCEL does, for a client that needs an answer."""
         self._cancel("", [call_id])
 
     def skyward_calls(self) -> list[dict[str, Any]]:
-        """Return what is known of every detached call, in the order in which they came."""
-        return [self._told(call) for call in self._detached.values()]
+        """Return the records of all detached calls, in the order in which they came."""
+        return [self._record(call) for call in self._detached.values()]
 
     def skyward_call(self, call_id: str, after: int = 0) -> dict[str, Any] | None:
-        """Return what is known of a detached call and its messages after this number; None if there is none of this id.
+        """Return the record of a detached call and its messages after this number; None if there is none of this id.
 
-        `number` is that of the message before the first of `messages`, `missed` how many before it were dropped.
+        `number` is the number of the message before the first of `messages`; `missed` is how many messages before it were dropped.
         """
         call = self._detached.get(detached_key(call_id))
         if call is None:
             return None
         number, messages = call.topic.after(after)
-        return {**self._told(call), "number": number, "missed": max(0, number - after), "messages": messages}
+        return {**self._record(call), "number": number, "missed": max(0, number - after), "messages": messages}
 
     def skyward_forget(self, call_id: str) -> bool:
-        """Drop all there is of a detached call, its result too; False if there is none of this id. One that runs is not stopped by it."""
+        """Drop the record and the result of a detached call; False if there is none of this id. This does not stop a call that runs."""
         key = detached_key(call_id)
         call = self._detached.pop(key, None)
         if call is None:
@@ -398,14 +398,14 @@ class Calls(SchedulerPlugin):
     def _take_in(self, key: str) -> None:
         task = self._scheduler.tasks[key]
         annotations = task.annotations or {}
-        # Dask gives a task up when it has seen more than `allowed-failures` (none here) workers die under it: this one's count starts below zero.
+        # Dask fails a task after the deaths of more than `allowed-failures` (none here) of its workers: the count of this one starts below zero.
         task.suspicious = -int(annotations.get(RETRIES, 0))
         topic = self._topics[key] = Topic(self._topic_limit_bytes)
         self._detached[key] = Detached(key.removeprefix(_DETACHED), str(annotations.get(NAME, "")), topic)
 
     def _follow(self, call: Detached, task: Any, finish: str, news: Mapping[str, Any]) -> None:
         if call.state in {"ended", "cancelled", "lost"}:
-            return  # its result may be lost later, with the worker that holds it
+            return  # its result may be lost later, with its worker
         if finish == "processing":
             call.runs += 1
             call.worker = str(task.processing_on.name)
@@ -417,7 +417,7 @@ class Calls(SchedulerPlugin):
             call.state = "lost"
             call.reason = news.get("exception_text") or "the worker that ran it is gone"
 
-    def _told(self, call: Detached) -> dict[str, Any]:
+    def _record(self, call: Detached) -> dict[str, Any]:
         task = self._scheduler.tasks.get(detached_key(call.call_id))
         is_running = task is not None and task.processing_on is not None and (task in task.processing_on.executing or call.topic.number > 0)
         return {
@@ -433,14 +433,14 @@ class Calls(SchedulerPlugin):
         }
 
     def _take_back(self, call: Detached) -> None:
-        """Keep a call that is to be stopped from beginning: no worker has it yet, or it must not go to another one."""
+        """Make sure that a cancelled call does not begin: no worker has it yet, or it must not go to another one."""
         key = detached_key(call.call_id)
         task = self._scheduler.tasks.get(key)
         if task is None or call.state != "waiting":
             return
         task.suspicious = max(0, task.suspicious)
         if task.processing_on is not None:
-            return  # it goes to a worker's slots, which know by then that it is to be stopped
+            return  # a worker has it: its slots get the same message to stop it
         call.state = "cancelled"
         self._scheduler.log_event(key, pickle.dumps(Report(-1, "", (Outcome(call.call_id, Ending.CANCELLED),)), protocol=5))
         self._scheduler.stimulus_cancel([key], client=KEEP, force=True, reason="skyward-cancel", msg="the call was cancelled")

@@ -1,32 +1,32 @@
-"""All that this package uses of Dask beyond its documented interface, on both sides. `tests/test_dask_names.py` fails where a Dask has it otherwise.
+"""The undocumented names of Dask that this package uses, on both sides. `tests/test_dask_names.py` fails if a Dask version lacks one.
 
-A name is `module:Class.method(parameters)`, `module:Class.attribute` or `module:name`. `pyproject.toml` allows no Dask that is newer than those this was tried
-with; CI's step with the newest versions tries newer ones and says when the bound may move.
+A name is `module:Class.method(parameters)`, `module:Class.attribute` or `module:name`. `pyproject.toml` allows no Dask that is newer than the versions tested
+here; CI's step with the newest versions tests newer ones and says when the bound may move.
 """
 
 CLIENT = (
-    # engine/connection.py: messages of ours in the client's stream, in order with Dask's
+    # engine/connection.py: our messages in the client's stream, in order with Dask's
     "distributed.client:Client._send_to_scheduler(msg)",
     "distributed.client:Client.scheduler_comm",
     "distributed.client:Client.loop",
-    # engine/connection.py: a client that does not connect again by itself, and whose tasks its successor finds
+    # engine/connection.py: a client without automatic reconnect, whose successor finds its tasks
     "distributed.client:Client._reconnect()",
     "distributed.client:Client._release_key(key)",
     "distributed.client:Client.futures",
     "distributed.client:Client._loop_runner",
     "distributed.utils:LoopRunner.stop(timeout)",
     "distributed.client:FutureState.cancel(reason, msg)",
-    # engine/connection.py: a user's client, each of whose streams is made prompt and patient
+    # engine/connection.py: a user's client, whose streams send at once and outlive a frozen scheduler
     "distributed.client:Client._ensure_connected(timeout)",
     "distributed.comm.tcp:TCP.stream",
-    # engine/connection.py: what has become of a task, without a thread that stays for good
+    # engine/connection.py: how a task has ended, without a thread that stays for ever
     "distributed.client:done_callback(future, callback)",
     "distributed.client:Future._state",
     "distributed.client:FutureState.exception",
     "distributed.client:ClosedClientError",
 )
 STREAMS = (
-    # worker/streams.py: no waiting for more to send
+    # worker/streams.py: send at once
     "distributed.batched:BatchedSend.send(msgs)",
     "distributed.batched:BatchedSend.buffer",
     "distributed.batched:BatchedSend.waker",
@@ -36,7 +36,7 @@ STREAMS = (
     "distributed.comm.core:Comm.allow_offload",
 )
 SCHEDULER = (
-    # worker/calls.py, worker/draining.py, worker/secret_values.py: operations of ours
+    # worker/calls.py, worker/draining.py, worker/secret_values.py: our operations
     "distributed.scheduler:Scheduler.handlers",
     "distributed.scheduler:Scheduler.stream_handlers",
     "distributed.scheduler:Scheduler.send_all(client_msgs, worker_msgs)",
@@ -54,9 +54,9 @@ SCHEDULER = (
     "distributed.scheduler:WorkerState.processing",
     "distributed.scheduler:WorkerState.executing",
     "distributed.scheduler:WorkerState.last_seen",
-    # worker/draining.py: a worker that is given no more calls
+    # worker/draining.py: a worker that gets no more calls
     "distributed.scheduler:Scheduler.handle_worker_status_change(status, worker, stimulus_id)",
-    # worker/node.py: when a worker counts as lost; graphs that import for long; who may connect
+    # worker/node.py: when a worker counts as lost; graphs with long imports; clients that may connect
     "distributed.scheduler:Scheduler.check_worker_ttl()",
     "distributed.scheduler:Scheduler.remove_worker(address, stimulus_id)",
     "distributed.scheduler:Scheduler.update_graph(client, expr_ser)",
@@ -68,7 +68,7 @@ SCHEDULER = (
     "distributed.utils:offload",
 )
 WORKER = (
-    # worker/node.py: a worker that ends without waiting for calls, and takes part in our operations
+    # worker/node.py: a worker that ends without waiting for calls, and handles our operations
     "distributed.worker:Worker.close(timeout, executor_wait, nanny, reason)",
     "distributed.worker:Worker.batched_stream",
     "distributed.worker:Worker.stream_handlers",

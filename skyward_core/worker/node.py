@@ -48,40 +48,40 @@ RUN_BATCH = "skyward-run-batch"
 START_DETACHED = "skyward_start_detached"
 """The operation that makes a batch a detached call; see `PoolScheduler.start_detached`."""
 
-SILENT_SECONDS = 14.0  # a worker not heard of for so long is lost; a wire that heals after 12 s carries again at TCP's try after 12.6 s
-STALLED_SECONDS = 120.0  # the same for a worker that has tasks of Dask's own: they run in its process, which imports what they need in its loop
+SILENT_SECONDS = 14.0  # a worker that is silent for longer is lost; after a cut of 12 s TCP sends again at 12.6 s
+STALLED_SECONDS = 120.0  # the same for a worker with tasks of Dask's own: its event loop imports the packages that they need
 SILENCE_CHECK_SECONDS = 1.0
-LEFT = 72  # exit code of a worker that had no calls to take along to the node's new place
-ASK_SECONDS, ASK_AGAIN_SECONDS = 5.0, 1.0  # whether the scheduler lives that a worker with calls has lost
+LEFT = 72  # exit code of a worker without calls, when its node moves to another head
+ASK_SECONDS, ASK_AGAIN_SECONDS = 5.0, 1.0  # for a worker with calls: how long it asks its lost scheduler for an answer, and how often
 LEAVE_SECONDS = 10.0
 
 DASK_CONFIG: dict[str, Any] = {
     "distributed.admin.low-level-log-length": 0,  # the logs would keep every message, payloads included
-    "distributed.scheduler.allowed-failures": 0,  # a call is never run twice behind our back
+    "distributed.scheduler.allowed-failures": 0,  # Dask must not run a call twice by itself
     "distributed.scheduler.worker-saturation": 1.0,
     "distributed.scheduler.http.routes": [],
     "distributed.worker.http.routes": [],
     "distributed.worker.profile.enabled": False,
-    "distributed.diagnostics.nvml": False,  # metrics.py asks the GPUs, and once a node; of a MIG partition NVML refuses much, which would end the worker
+    "distributed.diagnostics.nvml": False,  # metrics.py asks the GPUs, once for each node; NVML refuses much for a MIG partition, which would end the worker
     "distributed.worker.memory.target": False,
     "distributed.worker.memory.spill": False,
     "distributed.worker.memory.pause": False,
     "distributed.worker.memory.terminate": False,
-    "distributed.admin.tick.limit": "30s",  # on a busy two-core machine late ticks are no news
+    "distributed.admin.tick.limit": "30s",  # late ticks are normal on a busy two-core machine
     "distributed.comm.retry.count": 0,
-    # A worker that is cut off must notice, end and try to join again, but only once the scheduler has given it up (SILENT_SECONDS): its name is taken
-    # until then. Below 11 s Dask refuses every connection.
+    # A worker that is cut off must notice, end and join again, but only after the scheduler has removed it (SILENT_SECONDS): its name is in use until
+    # then. Below 11 s Dask refuses every connection.
     "distributed.comm.timeouts.tcp": "17s",
-    "distributed.comm.timeouts.connect": "10s",  # else a try begun just before the wire heals waits up to 16 s for TCP's next own try
+    "distributed.comm.timeouts.connect": "10s",  # else an attempt just before the wire heals waits up to 16 s for TCP's next retry
     "distributed.scheduler.worker-ttl": f"{SILENT_SECONDS}s",
 }
 
-# A worker that imports for long takes nothing either, and TCP must not give that up; who is cut off is noticed by their silence all the same.
+# A worker with a long import reads nothing either, and TCP must not end its connection. A worker that is cut off is noticed by its silence anyway.
 SCHEDULER_CONFIG = DASK_CONFIG | {"distributed.comm.timeouts.tcp": f"{STALLED_SECONDS:.0f}s"}
 
 
 def security(settings: NodeSettings) -> Security:
-    """TLS for all traffic of the pool: one certificate, made for it, is authority and identity of every member."""
+    """TLS for all traffic of the pool: the pool's certificate is authority and identity of every member."""
     pem, key = settings.tls_certificate, settings.tls_key
     return Security(
         require_encryption=True,
@@ -96,7 +96,7 @@ def security(settings: NodeSettings) -> Security:
 
 
 def run_scheduler(directory: Path, settings: NodeSettings) -> NoReturn:
-    """Run the pool's scheduler in this process until it is killed. Its address is written to `head.json` as soon as it listens."""
+    """Run the pool's scheduler in this process until it is killed. It writes its address to `head.json` when it listens."""
 
     async def main() -> None:
         scheduler = PoolScheduler(
@@ -106,7 +106,7 @@ def run_scheduler(directory: Path, settings: NodeSettings) -> NoReturn:
             security=security(settings),
             dashboard=False,
             dashboard_address="127.0.0.1:0",
-            local_directory=str(directory),  # else below /tmp, where it outlives the node; Dask puts it on sys.path
+            local_directory=str(directory),  # else it is below /tmp and outlives the node; Dask puts it on sys.path
             plugins=[Prompt(), Calls(settings.lease_seconds), Holding(POOL_TOPIC), Keeping()],
         )
         async with scheduler:
@@ -120,7 +120,7 @@ def run_scheduler(directory: Path, settings: NodeSettings) -> NoReturn:
 
 
 def run_worker(directory: Path, settings: NodeSettings, index: int, control: socket.socket) -> NoReturn:
-    """Run one worker of the node in this process until it is killed, or the scheduler goes away and no call is there that the next one must hear of."""
+    """Run one worker of the node in this process until it is killed, or the scheduler is gone and the worker has no calls for the next one."""
     slots = Slots(settings, index, control)
     os.environ.update(settings.workers[index])
     with dask.config.set(DASK_CONFIG):
@@ -129,25 +129,25 @@ def run_worker(directory: Path, settings: NodeSettings, index: int, control: soc
 
 
 async def _work(directory: Path, slots: Slots) -> None:
-    """Be a worker of one scheduler after the other; each of them is told what has become of the calls that came from those before it."""
+    """Be a worker of one scheduler after the other; report to each the calls that came from the ones before."""
     while True:
         settings = slots.settings
         here = asyncio.create_task(_be_member(directory, slots))
-        told = asyncio.create_task(slots.told_anew())
-        await asyncio.wait({here, told}, return_when=asyncio.FIRST_COMPLETED)
-        if told.done() and not slots.kept.calls:
+        moved = asyncio.create_task(slots.next_settings())
+        await asyncio.wait({here, moved}, return_when=asyncio.FIRST_COMPLETED)
+        if moved.done() and not slots.kept.calls:
             os._exit(LEFT)
-        if not told.done() and here.exception() is not None:
+        if not moved.done() and here.exception() is not None:
             if not slots.kept.calls:
                 here.result()
-            await asyncio.wait({told}, timeout=ASK_AGAIN_SECONDS)  # it could not join, or not stay: tried again, or somewhere else
-        elif not told.done():  # without calls the process has ended
-            await _await_place(slots, told)
+            await asyncio.wait({moved}, timeout=ASK_AGAIN_SECONDS)  # it could not join or stay: try again here, or at another head
+        elif not moved.done():  # a process without calls has ended by now
+            await _await_place(slots, moved)
         await _leave(slots, here)
-        if not told.done():
-            told.cancel()
+        if not moved.done():
+            moved.cancel()
             continue
-        slots.move(told.result())
+        slots.move(moved.result())
         print(f"skyward: worker {settings.rank}-{slots.index} goes to another head as {slots.settings.rank}-{slots.index}", flush=True)
 
 
@@ -175,15 +175,15 @@ async def _be_member(directory: Path, slots: Slots) -> None:
         await worker.finished()
 
 
-async def _await_place(slots: Slots, told: asyncio.Task[NodeSettings]) -> None:
-    """Wait until the node is told of another head. Ends the process when none comes within a lease, or the scheduler turns out to live: it has given us up."""
+async def _await_place(slots: Slots, moved: asyncio.Task[NodeSettings]) -> None:
+    """Wait for the node's next head. End the process if none comes within a lease, or if the scheduler lives after all: it has removed this worker."""
     address = slots.worker.scheduler.address if slots.worker is not None else ""
     deadline = time.monotonic() + slots.settings.lease_seconds
-    while not told.done():
+    while not moved.done():
         if time.monotonic() > deadline or await _is_there(address, slots.settings):
             slots.end()
             os._exit(0)
-        await asyncio.wait({told}, timeout=ASK_AGAIN_SECONDS)
+        await asyncio.wait({moved}, timeout=ASK_AGAIN_SECONDS)
 
 
 async def _is_there(address: str, settings: NodeSettings) -> bool:
@@ -196,7 +196,7 @@ async def _is_there(address: str, settings: NodeSettings) -> bool:
 
 
 async def _leave(slots: Slots, here: asyncio.Task[None]) -> None:
-    """Be no worker of the scheduler before any more; one that cannot be left in time takes the process along."""
+    """Leave the scheduler so far. If that takes too long, the process ends."""
     worker = slots.worker
     try:
         async with asyncio.timeout(LEAVE_SECONDS):
@@ -214,24 +214,22 @@ async def _leave(slots: Slots, here: asyncio.Task[None]) -> None:
 
 async def _head_address(directory: Path) -> str:
     path = directory / "head.json"
-    while not path.exists():  # noqa: ASYNC110 - another process writes it; the supervisor ends this process with the node, should the scheduler never come up
+    while not path.exists():  # noqa: ASYNC110 - another process writes it; the supervisor ends this process with the node if the scheduler never starts
         await asyncio.sleep(0.005)
     return path.read_text()
 
 
 class Silence:
-    """Since when workers have not been heard of, counted in checks and not by a clock: what stops the scheduler too makes nobody silent."""
+    """How long workers have been silent, counted in checks and not by a clock: a pause of the scheduler itself makes no worker silent."""
 
     def __init__(self) -> None:
         self._silent: dict[str, tuple[object, float]] = {}
 
     def check(self, last_seen: Mapping[str, object], elapsed_seconds: float, limit_seconds: Mapping[str, float]) -> list[str]:
-        """Return who has been silent for longer than its limit, given when each was last seen, and the time since the last check.
+        """Return the workers that have been silent for longer than their limit. `last_seen`: a value for each that changes with each sign of life.
 
-        When it was seen may be anything that changes with each sign of life.
-
-        Of that time twice the interval counts at most: the scheduler may have been asleep (a laptop, a machine that is moved), and then the signs of life
-        of that time are still to be read.
+        Of the time since the last check at most twice the interval counts: the scheduler may have slept (a laptop, a machine that is moved), and then
+        the signs of life of that time are unread.
         """
         counted = min(elapsed_seconds, 2 * SILENCE_CHECK_SECONDS)
         before = self._silent
@@ -243,7 +241,7 @@ class Silence:
 
 
 class NoSpans:
-    """In the place of Dask's spans, one of which would begin, kept for good, with each call that comes when nothing runs."""
+    """Replaces Dask's spans: Dask would begin one with each call on an idle scheduler, and keep it for ever."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         """Take the arguments of every extension of Dask's scheduler."""
@@ -252,14 +250,14 @@ class NoSpans:
         """Begin no span for new tasks."""
 
     def heartbeat(self, worker: Any, data: Any) -> None:
-        """Keep nothing of what a plain worker of Dask's has measured."""
+        """Drop the measurements of a plain Dask worker."""
 
 
 class PoolScheduler(Scheduler):
-    """Dask's scheduler, which takes batches without the way of a graph, is told that every client has the node's own packages, and gives up a worker soon.
+    """Dask's scheduler, with three changes: it takes batches without a graph, does not compare packages, and removes silent workers sooner.
 
-    It would warn of each package that differs, such as a client's pandas that the image has not; those that matter (Python, Dask, cloudpickle) are the
-    same by the way a node is prepared. And it would look for silent workers only once in `worker-ttl`, and let fifty of them be silent for 20 s.
+    Dask warns of each package that differs, such as a client's pandas that is not in the image; the bootstrap of a node already makes those that matter
+    (Python, Dask, cloudpickle) the same. And Dask checks for silent workers only once in `worker-ttl`, and lets fifty of them be silent for 20 s.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -272,24 +270,24 @@ class PoolScheduler(Scheduler):
             check.callback_time = SILENCE_CHECK_SECONDS * 1000
 
     def take_batch(self, client: str, key: str, batch: bytes, annotations: dict[str, Any]) -> None:
-        """Make a pickled batch a task of this key, wanted by the client, as `Client.submit` would. An error is told to the client as that of the task.
+        """Make a pickled batch a task of this key, wanted by the client, as `Client.submit` would. An error becomes the error of the task.
 
-        A graph of one task costs more than all the rest of a tiny call: it is built, pickled, unpickled and looked through, in a thread of its own.
-        What a client has sent that another one has come in the place of is not taken: that one was told that it had not come.
+        A graph of one task costs more than all the rest of a tiny call: Dask builds, pickles, unpickles and checks it in another thread.
+        A batch of a client that another one has replaced is refused: the answer to that one's `resume` was without it.
         """
         calls = self.plugins.get(Calls.name)
         if isinstance(calls, Calls) and calls.is_replaced(client):
             return
         try:
             self._make_task(client, key, batch, annotations)
-        except Exception as error:  # raised, it would end the client's stream, and with it all its other calls
+        except Exception as error:  # if raised, it would end the client's stream, and all its other calls
             if key in self.tasks:
-                self.client_desires_keys([key], client)  # a task half made goes when the client releases it
-            told = error_message(error)
-            self.report({"op": "task-erred", "key": key, "exception": told["exception"], "traceback": told["traceback"]}, client=client)
+                self.client_desires_keys([key], client)  # a half-made task ends when the client releases it
+            message = error_message(error)
+            self.report({"op": "task-erred", "key": key, "exception": message["exception"], "traceback": message["traceback"]}, client=client)
 
     def start_detached(self, call_id: str, batch: bytes, annotations: dict[str, Any]) -> None:
-        """Make a pickled batch a detached call of this id, unless there is one: whoever did not hear the answer asks again."""
+        """Make a pickled batch a detached call of this id. Idempotent: a client that has not got the answer asks again."""
         if cast(Calls, self.plugins[Calls.name]).skyward_call(call_id) is None:
             self._make_task(KEEP, detached_key(call_id), batch, annotations)
 
@@ -308,52 +306,52 @@ class PoolScheduler(Scheduler):
         )
 
     async def update_graph(self, client: str, expr_ser: Any, *args: Any, **kwargs: Any) -> None:
-        """Take a graph of Dask's own, once another thread has imported what it needs.
+        """Take a graph of Dask's own, after another thread has imported the packages that it needs.
 
-        Dask does that in its loop, and answers nobody meanwhile: on a busy machine for longer than clients wait. It loads the graph anew then.
+        Dask imports them in its event loop, and does not answer meanwhile: on a busy machine for longer than clients wait. It then loads the graph again.
         """
-        with contextlib.suppress(Exception):  # Dask tells the client what is wrong
+        with contextlib.suppress(Exception):  # Dask reports the error to the client
             await offload(deserialize, expr_ser.header, expr_ser.frames)
         await super().update_graph(client, expr_ser, *args, **kwargs)
 
     async def check_worker_ttl(self) -> None:
-        """Remove the workers that have been silent for SILENT_SECONDS, or for three heartbeats where a large pool has them send fewer.
+        """Remove the workers that have been silent for SILENT_SECONDS, or for three heartbeats in a large pool, where these are rarer.
 
-        One with a task of Dask's own may be silent for STALLED_SECONDS.
+        A worker with a task of Dask's own may be silent for STALLED_SECONDS.
         """
         now = time.monotonic()
         elapsed_seconds, self._checked_at = now - self._checked_at, now
         may_stall = {address: any(map(_is_dasks_own, worker.processing)) for address, worker in self.workers.items()}
-        last_seen = {address: (worker.last_seen, may_stall[address]) for address, worker in self.workers.items()}  # who ends such a task is alive
+        last_seen = {address: (worker.last_seen, may_stall[address]) for address, worker in self.workers.items()}  # the end of such a task is a sign of life
         usual = max(SILENT_SECONDS, 3 * heartbeat_interval(len(last_seen)))
         limits = {address: max(usual, STALLED_SECONDS) if may_stall[address] else usual for address in may_stall}
         for address in self._silence.check(last_seen, elapsed_seconds, limits):
             await self.remove_worker(address, stimulus_id=f"skyward-silent-{now}")
 
     async def add_client(self, comm: Any, client: str, versions: dict[str, Any]) -> None:
-        """Take a client in, whatever it has installed."""
+        """Take a client in, with any installed packages."""
         await super().add_client(comm, client, {**versions, "packages": get_versions()["packages"]})
 
 
 def _is_dasks_own(task: Any) -> bool:
-    """Tell whether a task came from a plain client of Dask's, and is none of our batches."""
+    """Tell whether a task came from a plain Dask client, and is none of our batches."""
     return not (isinstance(task.key, str) and task.key.startswith(PREFIX))
 
 
 class PoolWorker(Worker):
-    """Dask's worker, whose process ends with it, unless it keeps calls: the supervisor starts another, which joins the pool anew.
+    """Dask's worker. Its process ends with it, unless it keeps calls; the supervisor starts another, which joins the pool again.
 
-    Dask's own waits up to 30 s for the running calls: this one ends them, or leaves them running to be told of to another head. It is paused from the start as
-    long as its slots have calls from a head before.
+    Dask's worker waits up to 30 s for running calls. This one ends them, or lets them run on and reports them to another head. It is paused from the start
+    while its slots have calls from an earlier head.
     """
 
     is_leaving = False
-    """Whether it has somewhere to go."""
+    """Whether it leaves for another head."""
     epoch = 0
-    """That of its scheduler, as `Kept` counts them."""
+    """The number of its scheduler, as in `Kept`."""
 
     async def close(self, *args: Any, **kwargs: Any) -> str | None:
-        """Leave the pool: asked to, cut off from the scheduler, or given up by it."""
+        """Leave the pool: at a request, cut off from the scheduler, or removed by it."""
         if self.status not in {Status.running, Status.paused, Status.closing_gracefully}:
             return await super().close(*args, **kwargs)
         slots = cast(Slots, self.plugins[PLUGIN])
@@ -367,7 +365,7 @@ class PoolWorker(Worker):
 
     @property
     def status(self) -> Status:
-        """Where it is in its life, in Dask's words."""
+        """Dask's state of the worker."""
         return cast(Any, Worker.status).fget(self)
 
     @status.setter
@@ -378,7 +376,7 @@ class PoolWorker(Worker):
 
 
 class Prompt(SchedulerPlugin):
-    """Sends at once what Dask would collect for some milliseconds (our calls are grouped before they come here), and tells who comes and goes."""
+    """Sends messages at once that Dask would collect for some milliseconds (our calls are grouped already), and reports workers that join and leave."""
 
     name = "skyward-prompt"
 
@@ -398,11 +396,11 @@ class Prompt(SchedulerPlugin):
             if client in scheduler.client_comms:
                 send_at_once(scheduler.client_comms[client])
 
-        asyncio.get_running_loop().call_soon(at_once)  # Dask makes the stream right after it has told its plug-ins
+        asyncio.get_running_loop().call_soon(at_once)  # Dask makes the stream right after it has called its plug-ins
 
 
 class Slots(WorkerPlugin):
-    """The slots of one worker and its metrics. Owns both: `teardown` gives them back."""
+    """The slots of one worker and its metrics. It owns both; `end` ends them."""
 
     name = PLUGIN
 
@@ -415,20 +413,20 @@ class Slots(WorkerPlugin):
         self._sampler: Sampler | None = None
         self._furnishing = threading.Lock()
         self._is_furnished = not settings.secret_names
-        self._told: asyncio.Queue[NodeSettings] = asyncio.Queue()
+        self._next_settings: asyncio.Queue[NodeSettings] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._older: set[str] = set()
-        """Keys of the batches that came from a head before this one and still have slots."""
+        """Keys of the batches from an earlier head that still have slots."""
         self.worker: PoolWorker | None = None
         self.kept_is_attached = False
-        """Whether Dask's tasks are those of the scheduler that the worker is with: what a worker frees that is being closed, nobody has asked for."""
+        """Whether Dask's tasks belong to the present scheduler. A worker that closes frees tasks too, without a client's request."""
         self.kept = Kept(f"{settings.instance_id}/{index}-{os.getpid()}", keeps=settings.keeps_calls)
 
     def setup(self, worker: Worker) -> None:
-        """Have the runners forked, if this is the first scheduler, and begin to sample."""
+        """Start the runners, if this is the first scheduler, and begin to sample."""
         if self._loop is None:
             self._loop = loop = asyncio.get_running_loop()
-            foundry = Foundry(self._control, lambda settings: loop.call_soon_threadsafe(self._told.put_nowait, settings))
+            foundry = Foundry(self._control, lambda settings: loop.call_soon_threadsafe(self._next_settings.put_nowait, settings))
             for _ in range(self.settings.slots):
                 slot = Slot(foundry, self.settings.value_directories, self.settings.memory_limit_bytes)
                 self._all.append(slot)
@@ -446,7 +444,7 @@ class Slots(WorkerPlugin):
             self._sampler.start()
 
     def teardown(self, worker: Worker) -> None:
-        """End the sampling; the runners may have calls for another scheduler to hear of."""
+        """End the sampling; the runners may have calls for another scheduler."""
         if self._sampler is not None:
             self._sampler.stop()
 
@@ -462,32 +460,32 @@ class Slots(WorkerPlugin):
         if finish in {"released", "forgotten"} and isinstance(key, str) and self.kept_is_attached:
             self.kept.release(key)
 
-    async def told_anew(self) -> NodeSettings:
-        """Wait for the node's new place in the pool; where there are several, for the last."""
-        settings = await self._told.get()
-        while not self._told.empty():
-            settings = self._told.get_nowait()
+    async def next_settings(self) -> NodeSettings:
+        """Wait for the settings of the node's next head; of several, return the last."""
+        settings = await self._next_settings.get()
+        while not self._next_settings.empty():
+            settings = self._next_settings.get_nowait()
         return settings
 
     def move(self, settings: NodeSettings) -> None:
-        """Take up the node's new place: each runner is exchanged when its batch has ended."""
+        """Use the settings of the node's next head. Each runner is replaced when its batch has ended."""
         self.settings = settings
         self._older = set(self.kept.running)
         for slot in self._all:
             slot.is_outdated = True
 
     def detach(self) -> None:
-        """Tell and free nothing more: the scheduler is gone."""
+        """Report and release nothing more: the scheduler is gone."""
         self.kept_is_attached = False
         self.kept.detach()
 
     @property
     def has_older_calls(self) -> bool:
-        """Whether slots have batches that came from a head before this one."""
+        """Whether slots have batches from an earlier head."""
         return bool(self._older.intersection(self.kept.running))
 
     def announce(self) -> None:
-        """Tell the scheduler which calls this worker has, and all that was reported of them. In Dask's loop."""
+        """Announce this worker's calls to the scheduler, and repeat their reports. In Dask's loop."""
         worker = self.worker
         assert worker is not None
         self.kept_is_attached = True
@@ -499,13 +497,13 @@ class Slots(WorkerPlugin):
         self.kept.release_calls(list(calls))
 
     def ended(self, key: str) -> None:
-        """A batch has ended, and its slot is idle. From the thread that drove it."""
+        """A batch has ended, and its slot is idle. Called from the thread that drove it."""
         self.kept.end(key)
         if key in self._older and self._loop is not None:
             self._loop.call_soon_threadsafe(self._free)
 
     def _free(self) -> None:
-        """Take calls again when those from the head before have ended."""
+        """Take calls again when those from the earlier head have ended."""
         worker = self.worker
         if worker is not None and worker.status is Status.paused and self._older and not self.has_older_calls:
             self._older.clear()
@@ -513,7 +511,7 @@ class Slots(WorkerPlugin):
             worker.log_event(POOL_TOPIC, pickle.dumps(WorkerFree(str(worker.name), worker.address)))
 
     def furnish(self, worker: Worker) -> None:
-        """Have the pool's secrets here before a call runs. In a thread of the worker. Raises LookupError or OSError if they cannot be had."""
+        """Get the pool's secrets before a call runs, in a thread of the worker. Raises LookupError or OSError if that fails."""
         with self._furnishing:
             if self._is_furnished:
                 return
@@ -524,14 +522,14 @@ class Slots(WorkerPlugin):
             self._is_furnished = True
 
     def cancel(self, calls: Iterable[str]) -> None:
-        """Stop the calls of these ids, wherever they are on this worker."""
+        """Stop the calls of these ids in all slots of this worker."""
         calls = list(calls)
         for slot in self._all:
             for call_id in calls:
                 slot.cancel(call_id)
 
     def ran(self, _: Worker) -> Ran:
-        """Tell for how long calls have kept the slots busy, those that run now included; the scheduler hears it with each heartbeat."""
+        """Return how long calls have kept the slots busy, running ones included; each heartbeat sends it to the scheduler."""
         return self.settings.instance_id, f"{self.index}-{os.getpid()}", sum(slot.ran_seconds for slot in self._all)
 
     @contextlib.contextmanager

@@ -1,7 +1,7 @@
-"""What a worker keeps of its batches until the client has what became of them, so that it can be told to another head.
+"""The calls and reports that a worker keeps until the client has their outcomes, so that it can repeat them to another head.
 
-A batch is kept from the moment that a slot has it. It is released when Dask frees its task, which the client has asked for by then, or, where the head that
-knew the task is gone, call by call (RELEASE). Its reports are numbered: a client that hears one twice knows it.
+A batch is kept from the moment that a slot takes it. It is released when Dask frees its task, at the client's request. If the head that knew the task is gone,
+the client releases its calls one by one (RELEASE). Reports are numbered: the client recognises one that comes twice.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from dataclasses import dataclass, field
 from skyward_core.worker.wire import Outcome, Output, Report
 
 TELL_KEPT, RELEASE = "skyward-tell-kept", "skyward-release"
-"""Operations of a client's stream to the scheduler, and of the scheduler's to every worker: tell again what is kept; these calls' outcomes have arrived."""
+"""Operations on a client's stream to the scheduler, and on the scheduler's to every worker: repeat all that is kept; these calls' outcomes have arrived."""
 OLDER = "skyward_older"
-"""Name of the workers' metric: how many batches their slots have from a head before this one. Dask, which has no task of them, takes them for nothing."""
+"""Name of the workers' metric: how many batches their slots have from an earlier head. Dask has no tasks of them, and would take the workers for idle."""
 KEPT_LIMIT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerKept:
-    """A worker tells which calls it has: those that run or wait in its slots, and those that have ended and were not released. Their reports follow.
+    """A worker announces its calls: those that run or wait in its slots, and those that have ended and were not released. Their reports follow.
 
-    `keys` are those of their batches: a call may be in two, of which the first has handed it back.
-    `is_paused`: it takes no others until those that it had before it came to this scheduler have ended (`WorkerFree`).
+    `keys` are the keys of their batches: a call may be in two, of which the first has handed it back.
+    `is_paused`: it takes no other calls until those from before it joined this scheduler have ended (`WorkerFree`).
     """
 
     name: str
@@ -37,7 +37,7 @@ class WorkerKept:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFree:
-    """A worker that came with calls runs none of them any more: it takes others again."""
+    """A worker that joined with calls runs none of them any more: it takes other calls again."""
 
     name: str
     address: str
@@ -54,15 +54,14 @@ class _Kept:
     number: int = 0
     messages: list[bytes] = field(default_factory=list[bytes])
     lean: int = 0
-    """So many of the messages, the first ones, hold no output."""
+    """How many of the first messages have no output."""
 
 
 class Kept:
-    """The batches of one worker process, by key. Used from any thread; what is told goes out in the order of its numbers.
+    """The batches of one worker process, by key. Used from any thread; reports go out in the order of their numbers.
 
-    `process` names the worker process in the origins of reports. Between `attach` and `detach` everything told goes to a scheduler; else it is only kept.
-    Without `keeps` nothing is kept: it goes to the scheduler and is forgotten. More than `limit_bytes` are not kept: output goes first, then the batches
-    that have ended.
+    `process` names the worker process in the origins of reports. Between `attach` and `detach` reports go to a scheduler; otherwise they are only kept.
+    Without `keeps` a report is sent and forgotten. If the reports exceed `limit_bytes`, output is dropped first, then batches that have ended.
     """
 
     def __init__(self, process: str, *, keeps: bool, limit_bytes: int = KEPT_LIMIT_BYTES) -> None:
@@ -75,7 +74,7 @@ class Kept:
         self._send: Callable[[str, bytes], object] | None = None
         self._lock = threading.RLock()
         self.epoch = 0
-        """How many schedulers have been left."""
+        """How many schedulers the process has left."""
 
     @property
     def calls(self) -> tuple[str, ...]:
@@ -85,14 +84,14 @@ class Kept:
 
     @property
     def running(self) -> tuple[str, ...]:
-        """The keys of the batches that slots have."""
+        """The keys of the batches in slots."""
         with self._lock:
             return tuple(key for key, batch in self._batches.items() if batch.is_running)
 
     def begin(self, key: str, topic: str, calls: Iterable[str], epoch: int) -> None:
-        """A slot is to have a batch, which came from the scheduler of this epoch.
+        """A slot takes a batch, which came from the scheduler of this epoch.
 
-        Raises ConnectionError if that one was left meanwhile: the batch must not begin, since the next scheduler may have been told that it is not here.
+        Raises ConnectionError if the process has left that scheduler: the batch must not begin, since the announcement to the next one may be without it.
         """
         with self._lock:
             if epoch != self.epoch:
@@ -113,7 +112,7 @@ class Kept:
                 self._send(batch.topic, message)
 
     def end(self, key: str) -> None:
-        """No slot has the batch any more."""
+        """The batch has left its slot."""
         with self._lock:
             batch = self._batches[key]
             batch.is_running = False
@@ -122,7 +121,7 @@ class Kept:
             self._make_room()
 
     def release(self, key: str) -> None:
-        """The client has all of a batch, or wants nothing of it."""
+        """The client has all outcomes of a batch, or does not want them."""
         with self._lock:
             batch = self._batches.get(key)
             if batch is not None:
@@ -131,7 +130,7 @@ class Kept:
                     self._forget(key)
 
     def release_calls(self, calls: Collection[str]) -> None:
-        """The client has the outcomes of these calls, or wants nothing of them. Unknown ids are ignored."""
+        """The client has the outcomes of these calls, or does not want them. Unknown ids are ignored."""
         with self._lock:
             for key, batch in list(self._batches.items()):
                 if not batch.calls.isdisjoint(calls):
@@ -140,7 +139,7 @@ class Kept:
                         self._forget(key)
 
     def attach(self, name: str, address: str, topic: str, send: Callable[[str, bytes], object], *, is_paused: bool = False) -> None:
-        """Send from now on, first of all what is kept; may be called again, and then tells it again. On `topic` it tells who keeps which calls."""
+        """Announce the kept calls on `topic`, send all kept reports, and send new ones from now on. A second call repeats this."""
         with self._lock:
             self._send = send
             if self._keeps:
@@ -150,7 +149,7 @@ class Kept:
                         send(batch.topic, message)
 
     def detach(self) -> None:
-        """Send nothing more, and begin nothing that was sent so far: there is no scheduler."""
+        """Send nothing more, and begin no batch of the scheduler so far: it is gone."""
         with self._lock:
             self._send = None
             self.epoch += 1

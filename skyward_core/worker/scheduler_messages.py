@@ -1,4 +1,4 @@
-"""What the scheduler tells clients: who has come and gone, and what it still has of a client that comes back. Known to both sides; needs no Dask."""
+"""Messages of the scheduler to clients: workers that join and leave, and the tasks of a client that reconnects. Both sides use them; they need no Dask."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 HELD = "paused"
-"""The state, in Dask's words, of a worker that is given no more calls."""
+"""Dask's name for the state of a worker that gets no more calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class WorkerLeft:
 
 @dataclass(frozen=True, slots=True)
 class WorkerHeld:
-    """A worker is given no more calls; so many are left that it has. Sent to every client, at first and whenever that number changes."""
+    """A worker gets no more calls and has `left` of them. Sent to every client, at first and whenever that number changes."""
 
     address: str
     left: int
@@ -35,13 +35,14 @@ class WorkerHeld:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What the scheduler knows of a topic; the messages after `number` follow, up to `last` at once, then live ones.
+    """The scheduler's answer to `resume`. The messages after `number` follow: those up to `last` at once, then live ones.
 
-    `missed`: so many before them were dropped, for want of room. `is_known` is False if the scheduler had not heard of the topic, as a new head has not.
-    `tasks`: the client's tasks that are still kept, and their states in Dask's words ("processing", "memory", "erred"); what is not there is lost. The new
-    client wants them from here on: it makes a future of each at once (`distributed.Future(key, client)`), or sends `let_go` with those it is done with.
-    `gone`: those that came here, and of which there is no task any more. A key in neither has not come and will not, if the topic is known: what the client
-    before this one has sent and is still on its way is refused. `workers`: name and state, in Dask's words, of the workers that are there, by address.
+    `missed`: how many messages before them were dropped for lack of room. `is_known`: whether the scheduler knew the topic; a new head does not.
+    `tasks`: the client's tasks that the scheduler keeps, and Dask's names of their states ("processing", "memory", "erred"); all others are lost. From now on
+    the new client wants them: it makes a future of each at once (`distributed.Future(key, client)`), or sends `let_go` with those that it does not need.
+    `gone`: keys that have arrived and have no task any more. If the topic is known, a key in neither has not arrived and will not: the scheduler refuses
+    messages of the earlier client that are in transit. `workers`: by address, the names of present workers and Dask's names of their states.
+    `abandoned`: how often the scheduler has dropped the topic and stopped its calls, because the client was away too long.
     """
 
     number: int
@@ -55,7 +56,7 @@ class Resumed:
 
     @staticmethod
     def of(answer: Mapping[str, object]) -> Resumed:
-        """Return what the scheduler's answer to `resume` says."""
+        """Return the scheduler's answer to `resume` as a value."""
         fields: dict[str, object] = {**answer, "gone": frozenset(answer["gone"])}  # type: ignore[arg-type]
         del fields["asked"]
         return Resumed(**fields)  # type: ignore[arg-type]

@@ -1,12 +1,12 @@
 """One slot of a worker: it drives a runner, the process in which calls run, and survives it.
 
-Between slot and runner stands a queue of packets that both can take from (a Unix socket whose receiving end is shared), so that the kernel alone
-decides whether a call has begun: what the slot takes back has not, what it cannot take back has. On that rests everything here: a crash takes one call,
-a cancelled call stops alone, and calls that wait behind a long one are handed back to run elsewhere. No call is ever run twice.
+Slot and runner share a queue of packets (a Unix socket whose receiving end both have), so the kernel decides whether a call has begun: it has not if the slot
+can take its packet back. All else follows: a crash takes one call, a cancelled call stops alone, and calls behind a long one are handed back to run
+elsewhere. No call runs twice.
 
-What the slot knows of the call that runs may be out of date: its outcome may lie unread, and the runner may have begun the next call. So a runner is killed
-because of its call only while it is stopped (SIGSTOP), after the queue was taken back and the outcomes were read: then it is known which call it has, and that
-it begins no other one. If this process dies while a runner is stopped, the supervisor kills the runner, as it does all runners of a worker that has died.
+The slot's knowledge of the running call may be out of date: its outcome may be unread, and the runner may have begun the next call. So the slot kills a runner
+because of its call only while the runner is stopped (SIGSTOP), after it has taken back the queue and read the outcomes. Then it knows the runner's call, and
+the runner begins no other. If this process dies while a runner is stopped, the supervisor kills the runner, like all runners of a dead worker.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from skyward_core.worker.settings import NodeSettings
 from skyward_core.worker.wire import INLINE_BYTES, Batch, Call, Ending, Outcome, Output, Parcel
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-PATIENCE_SECONDS = 0.1  # a call that runs longer than this lets the calls behind it go elsewhere
+PATIENCE_SECONDS = 0.1  # the calls behind one that runs longer than this are handed back
 MEMORY_CHECK_SECONDS = 0.1
 BY_KERNEL = "the kernel, which counts all that it has started too (control group)"
-"""Who has killed a call for want of memory, where it was not its worker."""
-TOGETHER_SECONDS = 0.005  # what happens within this time is told together
+"""What has killed a call that was out of memory, if not its worker."""
+TOGETHER_SECONDS = 0.005  # news within this time is reported together
 TOPIC_PREFIX = "skyward-"  # of topics; ids of calls have none
-TERM_SECONDS = 2.0  # from asking a cancelled call to end to killing it
-STOP_SECONDS = 1.0  # for a runner to stop: one that has not by then is in the kernel, and takes the signal before it does anything else
+TERM_SECONDS = 2.0  # from SIGTERM for a cancelled call to SIGKILL
+STOP_SECONDS = 1.0  # the time that a runner has to stop: later it is in the kernel, and takes the signal before all else
 STOP_LOOK_SECONDS = 0.0002
 FORK_SECONDS = 30.0
-REQUEST_BYTES = 8  # of a request's number, which stands before the mark
+REQUEST_BYTES = 8  # of a request's number, before the mark
 LAST_LINES = 20
 READ_BYTES = 1 << 16
 CANCELLED_LIMIT = 10_000
-KNOWN_FUNCTIONS = 64  # after so many different ones a runner forgets them all
+KNOWN_FUNCTIONS = 64  # a runner with more different ones forgets them all
 
 type News = Outcome | Output
 
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a runner ended: its pid and exit code, negative for a signal, as in `subprocess`; whether the kernel has killed it for want of memory."""
+    """The end of a runner: its pid; its exit code, negative for a signal, as in `subprocess`; whether the kernel has killed it because it was out of memory."""
 
     pid: int
     code: int
@@ -63,7 +63,7 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class Born:
-    """The runner that was forked for a request of this number."""
+    """The runner that was forked for the request of this number."""
 
     request: int
     pid: int
@@ -71,15 +71,15 @@ class Born:
 
 @dataclass(frozen=True, slots=True)
 class Anew:
-    """The node has another place in the pool, and its workers are to go there with the calls that they have."""
+    """The node has another rank or head, and its workers are to join there with their calls."""
 
     settings: NodeSettings
 
 
 class Foundry:
-    """The worker's line to the supervisor, which forks runners on request and tells how they ended.
+    """The worker's socket to the supervisor, which forks runners on request and reports how they ended.
 
-    Requests are numbered. A runner that comes when its request has been given up is killed: it must not be taken for that of a later request.
+    Requests are numbered. A runner that comes after its request has timed out is killed: it must not count as that of a later request.
     """
 
     def __init__(self, control: socket.socket, on_anew: Callable[[NodeSettings], object] = lambda _: None) -> None:
@@ -88,17 +88,17 @@ class Foundry:
         self._exits: dict[int, Exit] = {}
         self._changed = threading.Condition()
         self._request = 0
-        """Number of the request that is waited for; those before it are answered or given up."""
+        """Number of the present request; those before it are answered or have timed out."""
         self._is_awaited = False
         self._born = 0
-        """Pid of the runner that it was answered with."""
+        """Pid of the runner in its answer."""
         self._late: set[int] = set()
-        """Runners that have come too late, and have not ended yet."""
+        """Runners that have come too late and have not ended yet."""
         self._requests = threading.Lock()
         threading.Thread(target=self._listen, name="skyward-foundry", daemon=True).start()
 
     def fork(self, descriptors: list[int], mark: bytes) -> int:
-        """Have a runner forked with these four descriptors (calls, outcomes, stdout, stderr); return its pid. Raises ConnectionError without a supervisor."""
+        """Let the supervisor fork a runner with these descriptors (calls, outcomes, stdout, stderr); return its pid. Raises ConnectionError without one."""
         with self._requests:
             with self._changed:
                 self._request, self._is_awaited, self._born = self._request + 1, True, 0
@@ -112,7 +112,7 @@ class Foundry:
                 return self._born
 
     def exit_of(self, pid: int, timeout_seconds: float = 10.0) -> Exit | None:
-        """Return how a runner ended, or None if the supervisor does not say so in time."""
+        """Return how a runner ended; None if the supervisor does not report it in time."""
         with self._changed:
             self._changed.wait_for(lambda: pid in self._exits, timeout=timeout_seconds)
             return self._exits.pop(pid, None)
@@ -136,8 +136,7 @@ class Foundry:
                 self._born = pid
             case Born(_, pid):
                 self._late.add(pid)
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)
+                _kill_group(pid)
 
 
 @dataclass(slots=True)
@@ -152,7 +151,7 @@ class Stream:
     tails: dict[int, deque[str]] = field(default_factory=dict[int, deque[str]])
 
     def read(self) -> bool:
-        """Take what the pipe holds now, at most READ_BYTES; False when there was nothing."""
+        """Read at most READ_BYTES from the pipe; False if it was empty."""
         try:
             chunk = os.read(self.descriptor, READ_BYTES)
         except BlockingIOError:
@@ -178,12 +177,12 @@ class Stream:
         return lines
 
     def forget(self, mark: int) -> tuple[str, ...]:
-        """Return the last lines before a mark, and remember them no longer."""
+        """Return the last lines before a mark, and forget them."""
         return tuple(self.tails.pop(mark, ()))
 
 
 class Slot:
-    """Runs batches, one at a time. Owns the runner and the descriptors to it; `close` gives both back."""
+    """Runs batches, one at a time. It owns the runner and the descriptors to it; `close` ends both."""
 
     def __init__(self, foundry: Foundry, value_directories: tuple[str, ...], memory_limit_bytes: int | None = None) -> None:
         self.foundry = foundry
@@ -191,33 +190,33 @@ class Slot:
         self.memory_limit_bytes = memory_limit_bytes
         self.send: socket.socket | None = None
         self.take: socket.socket | None = None
-        """The two ends of the queue of this runner. The next one gets a queue of its own, so that one that was given up finds its queue closed, and ends."""
+        """The two ends of this runner's queue. The next runner gets another queue: a runner that was given up finds its queue closed, and ends."""
         self.wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.lock = threading.Lock()
         self.cancelled: set[str] = set()
         self._topic = ""
-        """That of the batch that runs."""
+        """The topic of the running batch."""
         self.outcomes: socket.socket | None = None
         self.pid = 0
         self.streams: tuple[Stream, Stream] | tuple[()] = ()
         self.known: set[str] = set()
         self.secrets: SecretValues | None = None
-        """What each runner gets with its first call; set before the first batch runs."""
+        """The secrets that each runner gets with its first call; set before the first batch runs."""
         self.secrecy = Mask()
-        """Takes them out of what runners write."""
+        """Masks the secrets in the output of runners."""
         self.is_furnished = False
-        """Whether this runner was sent them."""
-        self.ended = 0  # calls this runner has ended: the mark that stands behind each one's output
+        """Whether this runner has got the secrets."""
+        self.ended = 0  # how many calls this runner has ended: a mark follows the output of each
         self.killed_for: Ending | None = None
         self.kill_at: float | None = None
         self.busy_since: float | None = None
         self.ended_seconds = 0.0
         self.is_outdated = False
-        """Whether the runner was forked for another place of the node in the pool: the next batch gets a new one."""
+        """Whether the runner was forked for another rank or head of the node: the next batch gets a new one."""
         self.start()
 
     def start(self) -> None:
-        """Have a runner forked, in place of one that has died. Raises ConnectionError if none comes: then there is none, and `run` tries again."""
+        """Get a runner from the supervisor. Raises ConnectionError if none comes: then the slot has none, and `run` tries again."""
         send, take = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         outcomes, runner_outcomes = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         mark = b"\x1e" + secrets.token_hex(8).encode() + b"\x1e"
@@ -229,7 +228,7 @@ class Slot:
         self.send, self.take, self.outcomes = send, take, outcomes
         self.streams = (Stream("stdout", pipes[0][0], mark), Stream("stderr", pipes[1][0], mark))
         self.known, self.ended, self.killed_for, self.kill_at, self.is_furnished = set(), 0, None, None, False
-        self.is_outdated = False  # from before it is forked: the place may change meanwhile
+        self.is_outdated = False  # before the fork: the node may move meanwhile
         try:
             self.pid = self.foundry.fork([take.fileno(), runner_outcomes.fileno(), pipes[0][1], pipes[1][1]], mark)
         except BaseException:
@@ -241,45 +240,44 @@ class Slot:
                 os.close(write)
 
     def make_ready(self) -> None:
-        """See that there is a runner, and that it knows the node's place. Raises ConnectionError if none comes."""
+        """Make sure that there is a runner, forked for the node's present rank and head. Raises ConnectionError if none comes."""
         if self.pid and self.is_outdated:
             pid = self.pid
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
+            _kill_group(pid)
             self.drop_lines()
             self.foundry.exit_of(pid)
         if not self.pid:
             self.start()
 
     def furnish(self, secrets: SecretValues) -> None:
-        """Give these to every runner from now on, and take them out of what it writes; before its first batch."""
+        """Give these secrets to every runner, and mask them in its output. To be called before the first batch."""
         self.secrets, self.secrecy = secrets, Mask(secrets.values())
 
     def cancel(self, call_id: str) -> None:
-        """Stop a call of the batch that runs now, or do not begin it; with a topic in place of its id, all calls that report there.
+        """Stop a call of the running batch, or do not begin it; with a topic in place of its id, stop all calls that report on that topic.
 
-        May be called from any thread; unknown ids are ignored.
+        Called from any thread; unknown ids are ignored.
         """
         with self.lock:
             if call_id.startswith(TOPIC_PREFIX) and call_id != self._topic:
-                return  # kept, it would stop what its client sends once it is back
+                return  # if it were kept, it would stop later calls of a client that has come back
             if len(self.cancelled) > CANCELLED_LIMIT:
                 self.cancelled.clear()
-            self.cancelled.add(call_id)  # kept: the batch with this call may still be on its way here
+            self.cancelled.add(call_id)  # kept: the batch with this call may be in transit
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b"c")
 
     @property
     def ran_seconds(self) -> float:
-        """For how long calls have kept this slot busy so far, the one that runs now included. From any thread."""
-        ended_seconds = self.ended_seconds  # first: a call that ends meanwhile is then not counted rather than counted twice
+        """How long calls have kept this slot busy, the running one included. Called from any thread."""
+        ended_seconds = self.ended_seconds  # first: a call that ends meanwhile is then missing rather than counted twice
         busy_since = self.busy_since
         return ended_seconds + (0.0 if busy_since is None else time.monotonic() - busy_since)
 
     def run(self, batch: Batch, tell: Callable[[list[News]], None]) -> None:
-        """Run the calls of a batch in their order and tell what happens, in its order; return when each call has an outcome.
+        """Run the calls of a batch in their order, and pass news to `tell` in order; return when each call has an outcome.
 
-        Calls that have not begun when one before them runs longer than PATIENCE_SECONDS get the outcome RETURNED.
+        Calls behind one that runs longer than PATIENCE_SECONDS get the outcome RETURNED, unless they have begun.
         """
         self._topic = batch.topic
         _BatchRun(self, batch, tell).run()
@@ -288,10 +286,9 @@ class Slot:
             self.cancelled -= {batch.topic, *(call.call_id for call in batch.calls)}
 
     def close(self) -> None:
-        """End the runner and close the lines to it."""
+        """End the runner and close its descriptors."""
         if self.pid:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+            _kill_group(self.pid)
         self.drop_lines()
         os.close(self.wake_read)
         os.close(self._wake_write)
@@ -307,7 +304,7 @@ class Slot:
 
 
 class _BatchRun:
-    """One batch in one slot. Every call is in exactly one place: `waiting` (here), `sent` (in the queue or in the runner), or told."""
+    """One batch in one slot. Every call is in exactly one state: `waiting` (here), `sent` (in the queue or the runner), or reported."""
 
     def __init__(self, slot: Slot, batch: Batch, tell: Callable[[list[News]], None]) -> None:
         self.slot = slot
@@ -323,7 +320,7 @@ class _BatchRun:
         try:
             self.slot.make_ready()
             self.slot.busy_since = self._progress_at
-            self._pump_idle_output()
+            self._read_output()  # of earlier calls' background threads: these lines belong to no call
             while True:
                 self._obey_cancellations()
                 self._flush()
@@ -334,7 +331,7 @@ class _BatchRun:
                 self._listen()
                 self._check_memory()
                 self._check_patience()
-        except ConnectionError:  # no runner comes: what has ended is told nevertheless
+        except ConnectionError:  # no runner comes: outcomes so far are reported
             self._tell(self._news)
             raise
         finally:
@@ -344,7 +341,7 @@ class _BatchRun:
 
     @property
     def _is_runner_doomed(self) -> bool:
-        """Whether the runner was sent a signal that ends it. Its call may have ended before that, but it must get no other one: that would die with it."""
+        """Whether the runner got a signal that ends it. Its call may have ended before, but it must get no other: that one would die with it."""
         return self.slot.killed_for is not None
 
     @property
@@ -391,7 +388,7 @@ class _BatchRun:
         return aside
 
     def _take_back(self) -> list[Call]:
-        """Take from the queue what the runner has not begun."""
+        """Take the calls from the queue that the runner has not begun."""
         taken: list[Call] = []
         take = self.slot.take
         assert take is not None
@@ -438,7 +435,7 @@ class _BatchRun:
             except ConnectionResetError:
                 message = b""
             if not message:
-                self._bury_runner()
+                self._replace_dead_runner()
                 return
             outcome: Outcome = pickle.loads(message)
             self._await_marks()
@@ -448,13 +445,13 @@ class _BatchRun:
             assert call.call_id == outcome.call_id
             last_lines = self._last_lines()
             slot.ended += 1
-            if outcome.ending is Ending.RETURNED:  # it has not begun: what it needs was in a packet that was taken back
+            if outcome.ending is Ending.RETURNED:  # it has not begun: its function was in a packet that was taken back
                 self._waiting.appendleft(call)
                 continue
             self._news.append(outcome._replace(output=last_lines) if outcome.ending is Ending.CRASH else outcome)
 
     def _await_marks(self) -> None:
-        """Read until the output of the call that has just ended is complete. Its marks were written before its outcome: they are in the pipes."""
+        """Read the output of the call that has just ended, to its mark: the runner writes the marks before the outcome, so they are in the pipes."""
         for stream in self.slot.streams:
             while stream.marks_seen <= self.slot.ended and stream.read():
                 self._cut(stream)
@@ -472,21 +469,15 @@ class _BatchRun:
                 now, mask = time.time(), self.slot.secrecy.text
                 self._news.extend(Output(call_id, stream.name, tuple(map(mask, texts)), now, level) for level, texts in split_records(stream.mark, lines))
 
-    def _pump_idle_output(self) -> None:
-        """What background threads of earlier calls have written since: nobody's lines."""
-        for stream in self.slot.streams:
-            stream.read()
-            self._cut(stream)
-
     def _last_lines(self) -> tuple[str, ...]:
-        """What the call that has just ended, or died, wrote last."""
+        """Return the last lines of the call that has just ended or died."""
         lines = (text for stream in self.slot.streams for _, texts in split_records(stream.mark, stream.forget(self.slot.ended)) for text in texts)
         return tuple(line for text in lines for line in self.slot.secrecy.text(text).split("\n"))[-LAST_LINES:]
 
-    # ── trouble ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── runners that die, or must ────────────────────────────────────────────────────────────────────────────────────
 
-    def _bury_runner(self) -> None:
-        """The runner is gone: what it had begun is lost, what it had not goes to the next one."""
+    def _replace_dead_runner(self) -> None:
+        """The runner is gone: the call that it had begun is lost, the others go to the next runner."""
         slot = self.slot
         ran_seconds = time.monotonic() - self._progress_at
         for stream in slot.streams:
@@ -498,14 +489,13 @@ class _BatchRun:
         end = slot.foundry.exit_of(pid)
         is_by_kernel = slot.killed_for is None and end is not None and end.is_out_of_memory
         ending, text = (Ending.OUT_OF_MEMORY, BY_KERNEL) if is_by_kernel else (slot.killed_for or Ending.CRASH, "")
-        for call in self._sent:  # at most one: a runner takes the next call only when it has told the outcome of the last
+        for call in self._sent:  # at most one: a runner takes the next call after it has reported the outcome of the last
             self._news.append(Outcome(call.call_id, ending, text=text, exit_code=end and end.code, output=output, seconds=ran_seconds))
             slot.busy_since = None
             slot.ended_seconds += ran_seconds
         self._sent.clear()
         self._waiting.extendleft(reversed(unstarted))
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)  # what the call has started and left behind
+        _kill_group(pid)  # processes that the call has left behind
         slot.drop_lines()
         slot.start()
         self._progress_at = slot.busy_since = time.monotonic()
@@ -530,7 +520,7 @@ class _BatchRun:
             self._kill_if(Ending.OUT_OF_MEMORY, signal.SIGKILL, lambda _: _resident_bytes(self.slot.pid) > limit)
 
     def _kill_if(self, ending: Ending, sig: signal.Signals, is_meant: Callable[[Call], bool]) -> None:
-        """Kill the runner if the call that it runs is meant. What waits in its queue is taken back, and what it has told is read."""
+        """Kill the runner if its running call is meant, after its queue was taken back and its outcomes were read."""
         slot, pid = self.slot, self.slot.pid
         self._waiting.extendleft(reversed(self._take_back()))
         if not any(map(is_meant, self._sent)):
@@ -548,8 +538,7 @@ class _BatchRun:
 
     def _kill(self, ending: Ending, sig: signal.Signals) -> None:
         self.slot.killed_for = ending
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.slot.pid, sig)
+        _kill_group(self.slot.pid, sig)
 
     def _check_patience(self) -> None:
         if time.monotonic() - self._progress_at < PATIENCE_SECONDS or len(self._sent) + len(self._waiting) < 2:
@@ -574,19 +563,24 @@ def _split(part: bytes) -> tuple[str, ...]:
 
 
 def _stop(pid: int) -> None:
-    """Stop a process, and nothing below it; return when it has stopped, or is gone, or STOP_SECONDS are over."""
+    """Stop a process, not its children; return when it has stopped or is gone, or after STOP_SECONDS."""
     deadline = time.monotonic() + STOP_SECONDS
     _send_signal(pid, signal.SIGSTOP)
-    while time.monotonic() < deadline and not _stands_still(pid):
+    while time.monotonic() < deadline and not _is_stopped(pid):
         time.sleep(STOP_LOOK_SECONDS)
 
 
-def _stands_still(pid: int) -> bool:
-    """Tell whether a process's main thread is stopped or traced (field 3 of proc(5) stat), or there is no such process any more."""
+def _is_stopped(pid: int) -> bool:
+    """Tell whether a process's main thread is stopped or traced (field 3 of proc(5) stat), or the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")[2][0] in "TtZX"
     except OSError:
         return True
+
+
+def _kill_group(pid: int, sig: signal.Signals = signal.SIGKILL) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, sig)
 
 
 def _send_signal(pid: int, sig: signal.Signals) -> None:
