@@ -1,4 +1,4 @@
-"""A callback that blocks, or a terminal that takes nothing, delays nothing but itself: calls, the lease and the pool's end go on."""
+"""A callback or terminal that blocks delays only itself: calls, the lease and the pool's end go on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEASE_SECONDS = 5.0
 
 
 class BlockedByLines:
-    """A sink that stands still with the first line that a call prints, until it is let go."""
+    """A sink that blocks at the first line of a call, until it is released."""
 
     def __init__(self) -> None:
         self.told = Told()
@@ -37,7 +37,7 @@ class BlockedByLines:
 
 @pytest.fixture
 def sink() -> Iterator[BlockedByLines]:
-    """A sink that blocks; let go at the end of the test."""
+    """A sink that blocks; released at the end of the test."""
     blocked = BlockedByLines()
     yield blocked
     blocked.may_go_on.set()
@@ -69,7 +69,7 @@ def sweep() -> str:
 
 @pytest.mark.slow
 def test_a_sweep_takes_no_living_pool_for_dead_while_a_callback_blocks(sink: BlockedByLines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The callback stands still for longer than the lease; the lease is renewed all the same, and a sweep leaves the pool alone."""
+    """The callback blocks for longer than the lease; the lease is still renewed, and a sweep leaves the pool alone."""
     monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")  # that of all tests has hosts that take the sweep longer than the lease
     with pool_with(sink, lease_seconds=LEASE_SECONDS) as pool:
         assert prints(1) >> pool == 2
@@ -85,7 +85,7 @@ def test_a_sweep_takes_no_living_pool_for_dead_while_a_callback_blocks(sink: Blo
 
 
 @pytest.mark.slow
-def test_who_is_attached_keeps_the_lease_while_a_callback_blocks(sink: BlockedByLines) -> None:
+def test_an_attached_client_keeps_the_lease_while_a_callback_blocks(sink: BlockedByLines) -> None:
     """Likewise for a pool that another process has opened."""
     opener = sky.ComputePool(provider=sky.Local(), display="quiet", lease_seconds=LEASE_SECONDS).open()
     lease = opener.detach(lease_seconds=2 * LEASE_SECONDS)
@@ -103,7 +103,7 @@ def test_who_is_attached_keeps_the_lease_while_a_callback_blocks(sink: BlockedBy
 
 
 def test_results_do_not_wait_for_a_callback_that_blocks(sink: BlockedByLines) -> None:
-    """The first result waits 0.2 s for its lines, and no other one does; the pool ends itself, and closing it tells the rest when the callback goes on."""
+    """Only the first result waits 0.2 s for its lines. The pool closes, and emits the remaining events when the callback goes on."""
     with pool_with(sink) as pool:
         assert prints(1) >> pool == 2
         assert sink.is_in.wait(60)
@@ -116,7 +116,7 @@ def test_results_do_not_wait_for_a_callback_that_blocks(sink: BlockedByLines) ->
 
 
 def test_a_callback_may_close_the_pool() -> None:
-    """Nobody waits for the other, the block that uses the pool least of all; the bill is told after the event that the callback was given."""
+    """Callback and `with` block do not wait for each other; the bill is emitted after the callback's event."""
     told = Told()
     closed = threading.Event()
 
@@ -136,7 +136,7 @@ def test_a_callback_may_close_the_pool() -> None:
 
 
 def test_a_callback_may_use_the_pool() -> None:
-    """It waits for its call, while the events of that wait for it."""
+    """It waits for its call, and the events of that call wait for the callback."""
     results: list[int] = []
 
     def uses(event: Any) -> None:

@@ -1,4 +1,4 @@
-"""What becomes of calls, cancels and large values while the connection to the scheduler, or to a node, is cut; on nodes that are processes of this machine."""
+"""Calls, cancels and large values while the connection to the scheduler, or to a node, is cut. The nodes are processes of this machine."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ def lone() -> Iterator[sky.ComputePool]:
 
 @pytest.fixture
 def far() -> Iterator[sky.ComputePool]:
-    """Two nodes with one slot each, whose memory the client reaches through their `Reach` only, as over SSH."""
+    """Two nodes with one slot each. The client reaches their memory only through their `Reach`, as over SSH."""
     with sky.ComputePool(provider=sky.Local(), nodes=2, retries=0, display="quiet", collect_metrics=False) as pool:
         cluster_of(pool).dispatcher.members.is_here = False
         yield pool
@@ -46,7 +46,7 @@ def cluster_of(pool: sky.ComputePool) -> Any:
 
 
 def cut(pool: sky.ComputePool) -> Callable[[], None]:
-    """Cut a pool's client off from its scheduler; return what connects it again."""
+    """Cut a pool's client off from its scheduler; return a function that connects it again."""
     cluster: Any = cluster_of(pool)
     address = cluster.client.scheduler.address
     cluster._disconnect(is_to_return=True)
@@ -85,8 +85,8 @@ def runs(folder: Path, name: str) -> int:
 
 
 @pytest.mark.slow
-def test_who_is_cancelled_during_a_cut_is_stopped_when_it_is_over(lone: sky.ComputePool, tmp_path: Path) -> None:
-    """And who is cancelled later too: no call that nobody waits for keeps its slot. A call that runs meanwhile goes on."""
+def test_a_call_that_is_cancelled_during_a_cut_is_stopped_after_it(lone: sky.ComputePool, tmp_path: Path) -> None:
+    """So is one that is cancelled later: no cancelled call keeps its slot. A call that runs meanwhile goes on."""
     kept = lone.submit(note_and_wait(str(tmp_path), "kept"))
     cancelled = lone.submit(note_and_wait(str(tmp_path), "first"))
     wait_until(lambda: runs(tmp_path, "kept") and runs(tmp_path, "first"), "both to run")
@@ -103,8 +103,8 @@ def test_who_is_cancelled_during_a_cut_is_stopped_when_it_is_over(lone: sky.Comp
 
 
 @pytest.mark.slow
-def test_a_cancel_of_which_the_scheduler_did_not_hear_is_told_again(lone: sky.ComputePool, tmp_path: Path) -> None:
-    """It went out before anybody noticed that nothing comes through."""
+def test_a_cancel_that_did_not_reach_the_scheduler_is_repeated(lone: sky.ComputePool, tmp_path: Path) -> None:
+    """It went out before the client noticed the cut."""
     cancelled = [lone.submit(note_and_wait(str(tmp_path), name)) for name in "ab"]
     wait_until(lambda: runs(tmp_path, "a") and runs(tmp_path, "b"), "both to run")
     lost = lose_messages(lone)
@@ -115,7 +115,7 @@ def test_a_cancel_of_which_the_scheduler_did_not_hear_is_told_again(lone: sky.Co
 
 
 def lose_messages(pool: sky.ComputePool) -> list[Any]:
-    """Have what the client sends from now on lost, as by a wire that is dead and not yet known to be; return it."""
+    """Lose the client's messages from now on, as on a dead wire that is not noticed yet; return them."""
     lost = list[Any]()
     cluster_of(pool).client._send_to_scheduler = lost.append
     return lost
@@ -123,7 +123,7 @@ def lose_messages(pool: sky.ComputePool) -> list[Any]:
 
 @pytest.mark.slow
 def test_the_cancel_of_a_detached_call_is_acknowledged_or_raises(lone: sky.ComputePool, tmp_path: Path) -> None:
-    """The scheduler out of reach, it says so, and can be asked for again."""
+    """While the scheduler is out of reach it raises, and can be repeated."""
     call = lone.start_detached(note_and_wait(str(tmp_path), "d"))
     wait_until(lambda: runs(tmp_path, "d"), "the call to run")
     heal = cut(lone)
@@ -139,7 +139,7 @@ def test_the_cancel_of_a_detached_call_is_acknowledged_or_raises(lone: sky.Compu
 
 @pytest.mark.slow
 def test_a_call_that_never_reached_the_scheduler_is_sent_again(lone: sky.ComputePool, tmp_path: Path) -> None:
-    """Also where no call may run twice: the scheduler knows what has come to it."""
+    """Also where no call may run twice: the scheduler knows which calls have arrived."""
     (tmp_path / "go").touch()
     lost = lose_messages(lone)
     future = lone.submit(note_and_wait(str(tmp_path), "call"))
@@ -152,7 +152,7 @@ def test_a_call_that_never_reached_the_scheduler_is_sent_again(lone: sky.Compute
 
 @pytest.mark.slow
 def test_a_call_that_was_sent_just_before_the_cut_runs_once(lone: sky.ComputePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection ends between two lines of the sender's: it is known to be out, and found again."""
+    """The connection ends between two lines of the sender: the call counts as in flight, and the next connection finds it."""
     cluster = cluster_of(lone)
     sent = list[str]()
 
@@ -176,7 +176,7 @@ def test_a_call_that_was_sent_just_before_the_cut_runs_once(lone: sky.ComputePoo
 @pytest.mark.slow
 @pytest.mark.parametrize("is_healed", [True, False])
 def test_a_detached_call_is_taken_in_once(lone: sky.ComputePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_healed: bool) -> None:
-    """The answer is lost with the connection: it is asked for again, which begins no second call. If it cannot be, the error tells the call's id."""
+    """The answer is lost with the connection: the request is repeated, and is idempotent. If that fails, the error has the call's id."""
     cluster = cluster_of(lone)
     ask_on, heals = cluster._ask_on, list[Callable[[], None]]()
 
@@ -205,7 +205,7 @@ def test_a_detached_call_is_taken_in_once(lone: sky.ComputePool, tmp_path: Path,
 
 
 def test_no_detached_call_is_taken_in_when_the_money_is_gone(pool: sky.ComputePool) -> None:
-    """No more than any other."""
+    """Like any other call."""
     cluster = cluster_of(pool)
     cluster.drain(BudgetExceeded("it is spent", ""))
     try:
@@ -217,7 +217,7 @@ def test_no_detached_call_is_taken_in_when_the_money_is_gone(pool: sky.ComputePo
 
 @pytest.mark.slow
 def test_a_broadcast_waits_for_a_worker_that_is_away() -> None:
-    """Left out, it would take its share of the data along."""
+    """Without it, its share of the data would be missing."""
     with sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", collect_metrics=False) as pool:
         pids = {info["name"]: pool.dask_client().run(os.getpid, workers=[address])[address] for address, info in members(pool.dask_client()).items()}
         os.kill(pids["1-0"], signal.SIGKILL)
@@ -226,7 +226,7 @@ def test_a_broadcast_waits_for_a_worker_that_is_away() -> None:
 
 
 def test_an_attached_client_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nobody replaces a lost node, broadcasts meant for it raise; one that is back, or has just left, is waited for."""
+    """Where a lost node is not replaced, broadcasts to it raise. They wait for a node that is back or has just left."""
     given_up = list[int]()
     attached: Any = SimpleNamespace(_away={}, cluster=SimpleNamespace(give_up=lambda _, rank: given_up.append(rank)))
     for rank in (1, 2):
@@ -243,7 +243,7 @@ def test_an_attached_client_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPat
 
 
 class Flaky:
-    """A node's `Reach` whose connection is lost under the first `take` and the first `put`, and is back after a while."""
+    """A node's `Reach` whose connection fails in the first `take` and the first `put`, and is back after a while."""
 
     def __init__(self, reach: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.takes = self.puts = 0
@@ -271,7 +271,7 @@ class Flaky:
 
 
 def waits_for_wire(pool: sky.ComputePool) -> bool:
-    """Tell whether an outcome waits for the way to its node."""
+    """Tell whether a fetch waits for the wire to its node."""
     return any(fetching.error for fetching in list(cluster_of(pool).dispatcher.fetching.values()))
 
 
@@ -280,8 +280,8 @@ def flaky(pool: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> list[Flaky]
 
 
 @pytest.mark.slow
-def test_a_result_is_fetched_when_the_way_to_its_node_is_there_again(far: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It lies on the node meanwhile; nothing is lost, and other calls' news do not wait for it."""
+def test_a_result_is_fetched_when_the_wire_to_its_node_is_back(far: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays on the node meanwhile; nothing is lost, and other calls' reports do not wait for it."""
     reaches = flaky(far, monkeypatch)
     future = far.submit(much())
     wait_until(lambda: waits_for_wire(far), "the wire to be cut")
@@ -296,7 +296,7 @@ def test_a_result_is_fetched_when_the_way_to_its_node_is_there_again(far: sky.Co
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["closed", "lost", "given up", "late"])
 def test_a_result_that_cannot_be_fetched_is_given_up(far: sky.ComputePool, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
-    """When the pool is closed, the node is lost, nobody is left, or it takes too long."""
+    """When the pool is closed, the node is lost, the pool is given up, or the fetch takes too long."""
     flaky(far, monkeypatch)
     cluster = cluster_of(far)
     if end == "late":
@@ -317,7 +317,7 @@ def test_a_result_that_cannot_be_fetched_is_given_up(far: sky.ComputePool, monke
 
 @pytest.mark.slow
 def test_large_arguments_go_to_the_node_that_is_free(far: sky.ComputePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not behind a long call that the scheduler sent where it liked; and a wire that is lost under them leaves no node for busy."""
+    """They do not queue behind a long call that the scheduler placed; and after a failed upload no node counts as busy."""
     long = far.submit(note_and_wait(str(tmp_path), "long"))
     wait_until(lambda: runs(tmp_path, "long"), "the long call to run")
     flaky(far, monkeypatch)
@@ -332,12 +332,12 @@ def test_large_arguments_go_to_the_node_that_is_free(far: sky.ComputePool, tmp_p
     wait_until(lambda: not cluster.dispatcher.outs, "all to have ended")
 
 
-# ── who waits for whom ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── waits and deadlines ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.slow
-def test_a_scheduler_that_stands_still_after_the_connection_is_given_up_in_time(lone: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has taken the connection and says nothing: connecting ends at its deadline. It goes on, and the next try succeeds."""
+def test_connecting_to_a_frozen_scheduler_ends_in_time(lone: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has accepted the connection and does not answer: connecting ends at its deadline. It goes on, and the next attempt succeeds."""
     cluster = cluster_of(lone)
     address, scheduler = cluster.client.scheduler.address, cluster.client.run_on_scheduler(os.getpid)
     listen = Connection.listen
@@ -359,7 +359,7 @@ def test_a_scheduler_that_stands_still_after_the_connection_is_given_up_in_time(
 
 @pytest.mark.slow
 def test_a_callback_may_close_the_pool(far: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While another call's large arguments are on their way: its future ends too."""
+    """During the upload of another call's large arguments: that call's future ends too."""
     going, turns = threading.Event(), iter([True, False])
     for node in far.lease.nodes:
         reach = cluster_of(far)._reaches.to(node.instance)
@@ -374,8 +374,8 @@ def test_a_callback_may_close_the_pool(far: sky.ComputePool, monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_an_upload_holds_up_no_other_call(far: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither its results, nor its lines, nor calls that come later."""
+def test_an_upload_delays_no_other_call(far: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results, lines and later calls go on."""
     going, began = threading.Event(), threading.Event()
     for node in far.lease.nodes:
         reach = cluster_of(far)._reaches.to(node.instance)
@@ -391,8 +391,8 @@ def test_an_upload_holds_up_no_other_call(far: sky.ComputePool, monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_a_slow_callback_holds_up_no_result(lone: sky.ComputePool) -> None:
-    """One that blocks delays other callbacks only; it may wait for another call of the pool."""
+def test_a_slow_callback_delays_no_result(lone: sky.ComputePool) -> None:
+    """A callback that blocks delays only other callbacks; it may wait for another call of the pool."""
     done = threading.Event()
     got = list[int]()
     first = lone.submit(where())
@@ -404,8 +404,8 @@ def test_a_slow_callback_holds_up_no_result(lone: sky.ComputePool) -> None:
 
 
 @pytest.mark.slow
-def test_a_result_on_its_way_keeps_the_pool_busy(far: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its idle `timeout` does not run meanwhile, and a node that is to go has one more call."""
+def test_a_result_in_transit_keeps_the_pool_busy(far: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The idle `timeout` does not run meanwhile, and a held node has one call more."""
     going, began = threading.Event(), threading.Event()
     for node in far.lease.nodes:
         reach = cluster_of(far)._reaches.to(node.instance)
@@ -424,7 +424,7 @@ def test_a_result_on_its_way_keeps_the_pool_busy(far: sky.ComputePool, monkeypat
 
 
 def functions_at(pool: sky.ComputePool) -> int:
-    """How many bytes lie in the memory of the pool's nodes."""
+    """Return how many bytes are in the memory of the pool's nodes."""
     folders = [Path(memory_directory(node.instance.id)) for node in pool.lease.nodes]
     return sum(path.stat().st_size for folder in folders if folder.exists() for path in folder.iterdir())
 
@@ -432,7 +432,7 @@ def functions_at(pool: sky.ComputePool) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["lone", "far"])
 def test_large_functions_do_not_fill_the_nodes_memory(place: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those used longest ago go, and are sent again when they are called again."""
+    """The least recently used ones are evicted, and uploaded again for later calls."""
     pool: sky.ComputePool = request.getfixturevalue(place)
     monkeypatch.setattr(FunctionFiles.__init__, "__defaults__", (4 << 20,))
     functions = [sky.compute(lambda number, data=os.urandom(1 << 20): (number, len(data))) for _ in range(12)]

@@ -1,4 +1,4 @@
-"""Nodes that go away under running calls, on nodes that are processes of this machine."""
+"""Losses of nodes with running calls. The nodes are processes of this machine."""
 
 import contextlib
 import os
@@ -17,12 +17,12 @@ import skyward_core as sky
 from tests.conftest import Told, processes_by_tag, slowness, wait_until
 
 LOSS_SECONDS = 60.0
-"""How long a loss may take to be noticed and dealt with on a busy machine, where none of the tests is about how long."""
+"""How long the recovery from a loss may take on a busy machine, in tests that do not measure it."""
 
 
 @sky.compute
 def wait_for_go(folder: str) -> int:
-    """Note where this runs, wait for the file `go`, return the node."""
+    """Note the node, wait for the file `go`, return the node."""
     node = sky.instance_info().node
     note = Path(folder, f".node-{node}")
     note.write_text(str(os.getppid()))
@@ -34,7 +34,7 @@ def wait_for_go(folder: str) -> int:
 
 @sky.compute
 def note(folder: str, number: int, seconds: float = 0.0) -> int:
-    """Leave a file that names this execution, and take some time."""
+    """Write a file that names this execution, and take some time."""
     Path(folder, f"{number}-{time.monotonic_ns()}-{sky.instance_info().node}").touch()
     time.sleep(seconds)
     return number
@@ -42,13 +42,13 @@ def note(folder: str, number: int, seconds: float = 0.0) -> int:
 
 @sky.compute
 def node_pid() -> tuple[int, int]:
-    """The node, and its first process."""
+    """Return the node, and the pid of its first process."""
     return sky.instance_info().node, os.getppid()
 
 
 @sky.compute
 def add_when_told(values: Any, folder: str) -> float:
-    """Note that this runs, wait for the file `go`, return the sum."""
+    """Note this run, wait for the file `go`, return the sum."""
     Path(folder, f"node-{sky.instance_info().node}").write_text(str(os.getppid()))
     while not Path(folder, "go").exists():
         time.sleep(0.01)
@@ -61,14 +61,14 @@ def double(x: int) -> int:
 
 
 def supervisor_of(folder: Path, node: int) -> int:
-    """The pid of the node's first process, once a call runs there."""
+    """Return the pid of the node's first process, once a call runs there."""
     path = folder / f"node-{node}"
     wait_until(lambda: path.exists() and path.read_text(), f"a call on node {node}")
     return int(path.read_text())
 
 
 def executions(folder: Path) -> Counter[int]:
-    """How often each call has run, by the files that it left."""
+    """Return how often each call has run, by its files."""
     return Counter(int(path.name.partition("-")[0]) for path in folder.iterdir() if path.name[0].isdigit())
 
 
@@ -84,7 +84,7 @@ def kill(pid: int) -> None:
 
 
 def signal_all(instance_id: str, number: signal.Signals) -> int:
-    """Send a signal to every process of an instance; return how many there were. Some end by themselves meanwhile, and one may fork."""
+    """Send a signal to every process of an instance; return how many got it. Some may end meanwhile, and one may fork."""
     pids = [pid for pid, tag in processes_by_tag("SKYWARD_INSTANCE_ID") if tag == instance_id]
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -93,14 +93,14 @@ def signal_all(instance_id: str, number: signal.Signals) -> int:
 
 
 def await_replacement(told: Told, count: int = 1) -> None:
-    """Wait until so many machines have joined beyond the first two."""
+    """Wait until this many machines have joined beyond the first two."""
     first = len(told.of(sky.InstanceProvisioned)) - len(told.of(sky.InstanceLost))
 
     def replaced() -> bool:
         ids = {event.instance_id for event in told.of(sky.InstanceProvisioned)[first:]}
         return len(ids & {event.instance_id for event in told.of(sky.BootstrapCompleted)}) >= count
 
-    wait_until(lambda: len(told.of(sky.InstanceLost)) >= count, "the loss to be told", LOSS_SECONDS)
+    wait_until(lambda: len(told.of(sky.InstanceLost)) >= count, "the event of the loss", LOSS_SECONDS)
     wait_until(replaced, "the replacement", LOSS_SECONDS)
 
 
@@ -108,8 +108,8 @@ def await_replacement(told: Told, count: int = 1) -> None:
 
 
 @pytest.mark.slow
-def test_a_lost_node_takes_its_calls_and_no_others(tmp_path: Path) -> None:
-    """With retries=0 a node that dies takes its running call with it, those of other nodes go on, and later calls run where there is still a node."""
+def test_a_lost_node_loses_only_its_calls(tmp_path: Path) -> None:
+    """With retries=0 the running call of a dead node is lost, those of other nodes go on, and later calls run on the nodes that are left."""
     told = Told()
     with open_pool(told, retries=0) as pool:
         futures = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
@@ -131,8 +131,8 @@ def test_a_lost_node_takes_its_calls_and_no_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_lost_head_takes_what_is_out_and_nothing_else(tmp_path: Path) -> None:
-    """With retries=0 the call that ran on the head raises NodeLost. That of the other node goes on, begun once; those that wait run on the next cluster."""
+def test_a_lost_head_loses_only_its_calls(tmp_path: Path) -> None:
+    """With retries=0 the call on the head raises NodeLost. That of the other node goes on, begun once; waiting calls run on the next cluster."""
     told = Told()
     with open_pool(told, retries=0) as pool:
         out = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
@@ -162,7 +162,7 @@ def test_a_lost_head_takes_what_is_out_and_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_without_retries_nothing_runs_twice(tmp_path: Path, victim: int) -> None:
-    """With retries=0 every call that was out is an error, every other one a result, and none has begun more than once, whichever node was lost."""
+    """With retries=0 the calls in flight are errors, all others results, and none has begun more than once, for each lost node."""
     told = Told()
     with open_pool(told, retries=0) as pool:
         pids = dict(node_pid() @ pool)
@@ -182,7 +182,7 @@ def test_without_retries_nothing_runs_twice(tmp_path: Path, victim: int) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_with_retries_a_loss_costs_no_result(tmp_path: Path, victim: int) -> None:
-    """By default a map goes on when a node is lost, even the head: all results are right, and only calls that were out have run twice."""
+    """By default a map goes on when a node is lost, even the head: all results are right, and only calls in flight have run twice."""
     told = Told()
     with open_pool(told) as pool:
         pids = dict(node_pid() @ pool)
@@ -207,14 +207,14 @@ def test_with_retries_a_loss_costs_no_result(tmp_path: Path, victim: int) -> Non
 
 @pytest.mark.slow
 def test_a_call_that_is_lost_too_often_says_how_often(tmp_path: Path) -> None:
-    """With retries=1 a call whose node is lost twice raises NodeLost, which says so."""
+    """With retries=1 a call whose node is lost twice raises NodeLost, and the message says how often."""
     told = Told()
     with open_pool(told, nodes=1, retries=1) as pool:
         future = pool.submit(wait_for_go(str(tmp_path)))
         for count in (1, 2):
             kill(supervisor_of(tmp_path, 0))
             (tmp_path / "node-0").unlink()
-            wait_until(lambda count=count: len(told.of(sky.InstanceLost)) == count, "the loss to be told", LOSS_SECONDS)
+            wait_until(lambda count=count: len(told.of(sky.InstanceLost)) == count, "the event of the loss", LOSS_SECONDS)
         with pytest.raises(sky.NodeLost, match=r"it was lost 2 times .*retries=1"):
             future.result(timeout=LOSS_SECONDS)
     assert [(event.attempt, event.attempts) for event in told.of(sky.CallRetrying)] == [(2, 2)]
@@ -222,7 +222,7 @@ def test_a_call_that_is_lost_too_often_says_how_often(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_only_node_of_a_pool_is_replaced(tmp_path: Path) -> None:
-    """A pool of one node that is lost rents another, and the call runs again there; the bill is of both, and each counts while it was there."""
+    """A pool that loses its only node rents another, and the call runs again there; the bill has both, each for its own time."""
     told = Told()
     with open_pool(told, nodes=1, provider=sky.Local(price_per_hour=36.0)) as pool:
         future = pool.submit(wait_for_go(str(tmp_path)))
@@ -244,7 +244,7 @@ def test_the_only_node_of_a_pool_is_replaced(tmp_path: Path) -> None:
 
 
 class Scarce(sky.Local):
-    """This machine as two types, of which the cheaper one is sold once and never again."""
+    """This machine as two types; the cheaper one is sold only once."""
 
     def offers(self, want: sky.Requirements) -> list[sky.Offer]:
         (offer,) = super().offers(want)
@@ -262,7 +262,7 @@ sold = Counter[str]()
 
 @pytest.mark.slow
 def test_the_only_node_of_a_pool_is_replaced_by_another_type_where_its_own_is_sold_out(tmp_path: Path) -> None:
-    """What any lost node may be replaced with, the only one may be too: it is spot machines of one type and zone that go all at once."""
+    """The only node may be replaced with any type, like any other node: spot machines of one type and zone go all at once."""
     told = Told()
     sold.clear()
     with open_pool(told, nodes=1, provider=Scarce()) as pool:
@@ -275,8 +275,8 @@ def test_the_only_node_of_a_pool_is_replaced_by_another_type_where_its_own_is_so
 
 
 @pytest.mark.slow
-def test_large_arguments_do_not_come_back(tmp_path: Path) -> None:
-    """Large arguments lie in the memory of the machine and go with the call that takes them: NodeLost says so, whatever `retries` says."""
+def test_large_arguments_are_lost_with_their_machine(tmp_path: Path) -> None:
+    """Large arguments are in the memory of the machine, and lost with their call: it raises NodeLost with any `retries`."""
     told = Told()
     with open_pool(told) as pool:
         futures = [pool.submit(add_when_told(np.full(100_000, float(number)), str(tmp_path))) for number in range(2)]
@@ -292,8 +292,8 @@ def test_large_arguments_do_not_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_large_arguments_that_wait_while_the_head_is_lost_are_not_waited_for_in_vain(tmp_path: Path) -> None:
-    """Calls whose large arguments lay in the memory of the lost head end, with their result or with NodeLost."""
+def test_waiting_calls_with_large_arguments_end_when_the_head_is_lost(tmp_path: Path) -> None:
+    """Calls whose large arguments were in the memory of the lost head end, with a result or with NodeLost."""
     told = Told()
     with open_pool(told) as pool:
         out = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
@@ -310,8 +310,8 @@ def test_large_arguments_that_wait_while_the_head_is_lost_are_not_waited_for_in_
 
 
 @pytest.mark.slow
-def test_a_function_with_much_baggage_survives_a_loss(tmp_path: Path) -> None:
-    """Functions too large for a message lie on a worker until they have run; when that is lost, the calls run again with a new copy."""
+def test_a_large_function_survives_a_loss(tmp_path: Path) -> None:
+    """Functions that are too large for a message are on a worker; after its loss the calls run again with a new copy."""
     baggage = os.urandom(3 << 20)
 
     def weigh(number: int) -> tuple[int, int]:
@@ -333,8 +333,8 @@ def test_a_function_with_much_baggage_survives_a_loss(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("retries", "wishes"), [(0, {}), (1, {}), (1, {"provider": sky.Local(price_per_hour=3.6), "max_cost": 50.0})])
-def test_a_broadcast_waits_for_the_node_in_the_place_of_a_lost_one(tmp_path: Path, retries: int, wishes: dict[str, Any]) -> None:
-    """A broadcast whose node is lost runs again on the node that takes its place, or raises NodeLost without retries. A limit of the cost is no obstacle."""
+def test_a_broadcast_waits_for_the_replacement_of_a_lost_node(tmp_path: Path, retries: int, wishes: dict[str, Any]) -> None:
+    """A broadcast whose node is lost runs again on its replacement, or raises NodeLost without retries; also with a cost limit."""
     told = Told()
     with open_pool(told, retries=retries, **wishes) as pool:
         results = list[object]()
@@ -366,7 +366,7 @@ def test_a_broadcast_waits_for_the_node_in_the_place_of_a_lost_one(tmp_path: Pat
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("moment", ["lost", "stopping", "rented", "joined"])
 def test_closing_in_the_middle_of_a_replacement_leaves_nothing(tmp_path: Path, victim: int, moment: str) -> None:
-    """Whenever the pool is closed while a node is replaced, its calls end, no machine is left, and the bill is told once."""
+    """When the pool is closed during a replacement, its calls end, no machine is left, and the bill is emitted once."""
     told = Told()
     kinds: dict[str, Callable[[], bool]] = {
         "lost": lambda: bool(told.of(sky.InstanceLost)),
@@ -391,7 +391,7 @@ def test_closing_in_the_middle_of_a_replacement_leaves_nothing(tmp_path: Path, v
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_frozen_node_is_noticed(tmp_path: Path, victim: int) -> None:
-    """A node whose processes stand still, as a machine that is moved or starved does, is lost within twenty seconds, and its call runs again."""
+    """A frozen node (a machine that is moved or starved) is lost within twenty seconds, and its call runs again."""
     told = Told()
     with open_pool(told, lease_seconds=40) as pool:
         futures = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
@@ -400,7 +400,7 @@ def test_a_frozen_node_is_noticed(tmp_path: Path, victim: int) -> None:
         frozen = pool.lease.nodes[victim].instance.id
         for _ in range(2):  # one may have forked while the others were stopped
             signal_all(frozen, signal.SIGSTOP)
-        # A head has its patience on top, half the lease: it may only be slow, and all that is out would be lost with it.
+        # A head has half the lease in addition: it may only be slow, and its loss costs all calls in flight.
         wait_until(lambda: told.of(sky.CallRetrying), "the loss to be noticed", (20 if victim else 55) * slowness())
         (tmp_path / "go").touch()
         assert {future.result(timeout=LOSS_SECONDS) for future in futures} <= {0, 1}
@@ -410,21 +410,21 @@ def test_a_frozen_node_is_noticed(tmp_path: Path, victim: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_worker_of_the_head_that_stands_still_is_begun_anew(tmp_path: Path) -> None:
-    """Its scheduler answers, so that the head is not lost: that is told within twenty seconds, its supervisor kills it, and the call runs on its successor."""
+def test_a_frozen_worker_of_the_head_is_restarted(tmp_path: Path) -> None:
+    """The scheduler answers, so the head is not lost. An event says so within twenty seconds, and the call runs on the worker's successor."""
     told = Told()
     with open_pool(told, nodes=1) as pool:
         supervisor = dict(node_pid() @ pool)[0]
         address = next(iter(pool.dask_client().scheduler_info()["workers"]))
         os.kill(listener(supervisor, int(address.rpartition(":")[2])), signal.SIGSTOP)
         future = pool.submit(double(4))
-        wait_until(lambda: told.of(sky.Error), "it to be told", 20 * slowness())
+        wait_until(lambda: told.of(sky.Error), "the event", 20 * slowness())
         assert future.result(timeout=LOSS_SECONDS) == 8
     assert (told.of(sky.InstanceLost), told.of(sky.ClusterRestarting)) == ([], [])
 
 
 def listener(supervisor: int, port: int) -> int:
-    """The pid of the supervisor's child that listens on this port."""
+    """Return the pid of the supervisor's child that listens on this port."""
     children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
     sockets = {f"socket:[{fields[9]}]" for fields in map(str.split, Path("/proc/net/tcp").read_text().splitlines()[1:]) if fields[1].endswith(f":{port:04X}")}
     (found,) = [pid for pid in children if any(os.readlink(link) in sockets for link in Path(f"/proc/{pid}/fd").iterdir())]
@@ -433,7 +433,7 @@ def listener(supervisor: int, port: int) -> int:
 
 @pytest.mark.slow
 def test_all_nodes_lost_at_once_are_replaced(tmp_path: Path) -> None:
-    """When head and heir die together nobody is left: both are told lost, both replaced, and the calls run again."""
+    """When head and heir die together, both losses are emitted, both nodes replaced, and the calls run again."""
     told = Told()
     with open_pool(told) as pool:
         futures = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
@@ -441,15 +441,15 @@ def test_all_nodes_lost_at_once_are_replaced(tmp_path: Path) -> None:
             kill(pid)
         (tmp_path / "go").touch()
         assert {future.result(timeout=60) for future in futures} <= {0, 1}
-        wait_until(lambda: len(told.of(sky.InstanceLost)) == 2, "both losses to be told", LOSS_SECONDS)
+        wait_until(lambda: len(told.of(sky.InstanceLost)) == 2, "the events of both losses", LOSS_SECONDS)
         wait_until(lambda: pool.instance_count == 2 and len(node_pid() @ pool) == 2, "both replacements", 60)
     ids = [event.instance_id for event in told.of(sky.InstanceLost)]
     assert len(ids) == len(set(ids))
 
 
 @pytest.mark.slow
-def test_a_replacement_that_dies_on_its_way_is_replaced(tmp_path: Path) -> None:
-    """A machine that is lost before it has joined is noticed at once, not when the time for provisioning is over."""
+def test_a_replacement_that_dies_before_it_joins_is_replaced(tmp_path: Path) -> None:
+    """The loss of a machine that has not joined is noticed at once, not at the deadline of provisioning."""
     told = Told()
     with open_pool(told) as pool:
         pids = dict(node_pid() @ pool)
@@ -465,7 +465,7 @@ def test_a_replacement_that_dies_on_its_way_is_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_node_that_ends_itself_says_why(tmp_path: Path) -> None:
-    """What a node has said last is told with its loss."""
+    """The event of its loss has the node's last words."""
     told = Told()
     with open_pool(told) as pool:
         pids = dict(node_pid() @ pool)
@@ -474,14 +474,14 @@ def test_a_node_that_ends_itself_says_why(tmp_path: Path) -> None:
         with (Path(directory) / "log").open("a") as log:
             log.write("skyward: the machine is taken back\n")
         kill(pids[1])
-        wait_until(lambda: told.of(sky.InstanceLost), "the loss to be told", LOSS_SECONDS)
+        wait_until(lambda: told.of(sky.InstanceLost), "the event of the loss", LOSS_SECONDS)
         (lost,) = told.of(sky.InstanceLost)
         assert lost.reason == "its worker has left the pool (the machine is taken back)"
 
 
 @pytest.mark.slow
 def test_a_callback_that_raises_stops_no_recovery(tmp_path: Path) -> None:
-    """Events of loss and recovery go to callbacks that may raise: nothing of it is stopped by that."""
+    """Callbacks of the events of loss and recovery may raise: recovery goes on."""
 
     def raise_on_loss(event: object) -> None:
         told(event)

@@ -1,4 +1,4 @@
-"""What `pool.dask_client()` hands out: a client of its own, whatever becomes of the pool's own connection."""
+"""The client that `pool.dask_client()` returns: it is independent of the pool's own connection."""
 
 import contextlib
 import logging
@@ -43,7 +43,7 @@ class FakeClient:
 
 
 class Cluster:
-    """A scheduler at `address`, which may be out of reach, and the clients that were made."""
+    """A scheduler at `address`, which may be out of reach, and its clients."""
 
     def __init__(self) -> None:
         self.address = "tls://a"
@@ -74,7 +74,7 @@ class Cluster:
 
 
 def test_the_same_client_as_long_as_it_is_open() -> None:
-    """Even while the pool itself has no connection: a scheduler that is slow to answer has not lost it."""
+    """Even while the pool itself has no connection: the scheduler may only be slow."""
     cluster = Cluster()
     client = cluster.holder.get()
     cluster.refusal = NodeLost("out of reach")
@@ -82,8 +82,8 @@ def test_the_same_client_as_long_as_it_is_open() -> None:
     assert cluster.states == [("tls://a", "running")]
 
 
-def test_one_that_connects_again_is_left_to_do_so() -> None:
-    """It is handed out if the pool reaches the scheduler; else that is raised, and the client kept."""
+def test_a_client_that_reconnects_is_kept() -> None:
+    """`get` returns it if the pool reaches the scheduler, and raises otherwise."""
     cluster = Cluster()
     client: Any = cluster.holder.get()
     client.status = "connecting"
@@ -105,7 +105,7 @@ def test_another_one_when_the_user_has_closed_it() -> None:
 
 @pytest.mark.parametrize("status", ["running", "connecting"])
 def test_another_one_when_the_head_has_another_address(status: str) -> None:
-    """The one of the old head is ended, though it may not know yet that it is gone."""
+    """The client of the old head is ended, even if it has not noticed the loss yet."""
     cluster = Cluster()
     cluster.holder.get().status = status
     cluster.address = "tls://b"
@@ -114,7 +114,7 @@ def test_another_one_when_the_head_has_another_address(status: str) -> None:
 
 
 def test_a_scheduler_that_does_not_answer() -> None:
-    """It is out of reach in the caller's words; the next one may have more luck."""
+    """The caller gets NodeLost; the next attempt may succeed."""
     cluster = Cluster()
     cluster.refusal = NodeLost("try again")
     with pytest.raises(NodeLost, match="try again"):
@@ -128,7 +128,7 @@ def test_a_scheduler_that_does_not_answer() -> None:
 
 
 def test_closing_ends_it_for_good() -> None:
-    """And nothing is left of one that was being made; closing waits for neither."""
+    """A client that is being made ends too; closing waits for neither."""
     cluster = Cluster()
     cluster.holder.get()
     cluster.address = "tls://b"
@@ -170,8 +170,8 @@ def open_pool(told: Told | None = None, **wishes: Any) -> sky.ComputePool:
     return sky.ComputePool(provider=sky.Local(), on_event=told or Told(), **wishes)
 
 
-def test_it_is_nobodys_default(pool: sky.ComputePool) -> None:
-    """Dask's own functions use it where the program says so, and only there."""
+def test_it_is_not_dasks_default_client(pool: sky.ComputePool) -> None:
+    """Dask's functions use it only where the program says so."""
     client = pool.dask_client()
     assert pool.dask_client() is client
     with pytest.raises(ValueError):
@@ -182,8 +182,8 @@ def test_it_is_nobodys_default(pool: sky.ComputePool) -> None:
 
 
 @pytest.mark.slow
-def test_an_attached_pool_has_one_of_its_own() -> None:
-    """Leaving ends that one, and not the opener's."""
+def test_an_attached_pool_has_a_separate_client() -> None:
+    """Leaving ends only that one, and not the opener's."""
     with open_pool(nodes=1) as pool:
         with pool.dask_client() as closed:
             assert closed.submit(pow, 2, 2).result(30) == 4
@@ -198,14 +198,14 @@ def test_an_attached_pool_has_one_of_its_own() -> None:
 
 
 def stream_of(client: Any) -> tuple[str, int]:
-    """The class of the stream to the scheduler, and for how many seconds its connection bears silence."""
+    """Return the class of the stream to the scheduler, and the silence that its connection bears, in seconds."""
     connection = client.scheduler_comm.comm.stream.socket
     return type(client.scheduler_comm).__name__, connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) // 1000
 
 
 @pytest.mark.slow
-def test_a_stream_that_was_made_anew_is_as_prompt_and_patient_as_the_first() -> None:
-    """Dask connects again by itself: with a stream that would wait 10 ms with each message, and 30 s for a scheduler that stands still."""
+def test_the_stream_of_a_reconnect_is_like_the_first() -> None:
+    """Dask reconnects with a stream of its class, which waits 10 ms with each message, and 30 s for a frozen scheduler."""
     with open_pool(nodes=1) as pool:
         client: Any = pool.dask_client()
         first, was = client.scheduler_comm, stream_of(client)
@@ -217,8 +217,8 @@ def test_a_stream_that_was_made_anew_is_as_prompt_and_patient_as_the_first() -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler_is", ["there", "frozen", "flooded", "gone"])
-def test_closing_neither_hangs_nor_makes_a_noise(scheduler_is: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever has become of the scheduler. Who waits for a future meanwhile hears of it."""
+def test_closing_neither_hangs_nor_logs(scheduler_is: str, caplog: pytest.LogCaptureFixture) -> None:
+    """In every state of the scheduler. A thread that waits for a future gets an error."""
     with contextlib.ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(1))
         pool = stack.enter_context(open_pool(nodes=1))
@@ -248,7 +248,7 @@ def test_closing_neither_hangs_nor_makes_a_noise(scheduler_is: str, caplog: pyte
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_new_head_has_a_client_of_its_own() -> None:
+def test_a_new_head_has_a_new_client() -> None:
     """The futures of the old head's client are cancelled; the next `dask_client()` works."""
     told = Told()
     with open_pool(told, retries=2) as pool:
@@ -270,7 +270,7 @@ def test_a_new_head_has_a_client_of_its_own() -> None:
 
 @contextlib.contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """Keep the machine busy with as many processes that only compute."""
+    """Keep the machine busy with this many processes that only compute."""
     with contextlib.ExitStack() as stack:
         for _ in range(processes):
             process = stack.enter_context(subprocess.Popen([sys.executable, "-IS", "-c", "while True: pass"]))
@@ -281,7 +281,7 @@ def busy(processes: int) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_futures_outlive_a_scheduler_that_stands_still() -> None:
+def test_futures_outlive_a_freeze_of_the_scheduler() -> None:
     """The pool gives up its own connection after some seconds and makes another; the user's waits."""
     with open_pool() as pool:
         client = pool.dask_client()
@@ -289,7 +289,7 @@ def test_futures_outlive_a_scheduler_that_stands_still() -> None:
         futures = client.map(lambda n: time.sleep(1.0) or n * n, range(8))
         os.kill(scheduler, signal.SIGSTOP)
         try:
-            time.sleep(FROZEN_SECONDS)  # what is tried
+            time.sleep(FROZEN_SECONDS)  # the freeze that is tested
             assert pool.dask_client() is client
         finally:
             os.kill(scheduler, signal.SIGCONT)
@@ -301,7 +301,7 @@ def test_futures_outlive_a_scheduler_that_stands_still() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_grid_search_on_a_busy_machine() -> None:
-    """Workers import scikit-learn for it, in the loop that tells the scheduler that they live: with a sixteenth of a processor that takes half a minute."""
+    """Workers import scikit-learn in the loop that sends their heartbeats: with a sixteenth of a processor that takes half a minute."""
     images, labels = load_digits(return_X_y=True)
     search = GridSearchCV(SVC(), {"C": [0.1, 1.0, 10.0], "gamma": [1e-4, 1e-3, 1e-2]}, cv=3)
     expected = np.array(search.fit(images, labels).cv_results_["mean_test_score"])

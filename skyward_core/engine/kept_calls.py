@@ -7,8 +7,8 @@ States of the batch of such calls:
        │                                 │ └──that worker leaves──▶ (lost)
        └──────the next head is lost──────┘
 
-A worker of a node that outlives the head joins the next one with its calls and announces them (`worker/retained_batches.py`). Then it repeats their reports. Each has its
-first number, by which the client recognises it.
+A worker of a node that outlives the head joins the next one with its calls and announces them (`worker/retained_batches.py`). Then it repeats
+their reports. Each has its first number, by which the client recognises it.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Watcher(Protocol):
 
 
 class Counts(Protocol):
-    """Counts the cost of calls (`metering.Meter`), in the engine's thread. Must not wait."""
+    """Counts the cost of calls (`ledger.metering.Meter`), in the engine's thread. Must not wait."""
 
     def ran(self, instance_id: str, seconds: float) -> float:
         """Calls have ended that kept slots of a machine busy for this many seconds in total; return their share of the bill, in USD."""

@@ -1,7 +1,7 @@
-"""Models of what the dispatcher talks to: wires, the scheduler with its memory of calls, workers with their slots, and the memory of machines.
+"""Models of the dispatcher's surroundings: wires, the scheduler with its memory of calls, workers with their slots, and the memory of machines.
 
-They follow `worker/calls.py`, `worker/node.py`, `worker/slot.py` and Dask, as far as a client can tell. Nothing here has a thread or a clock: a wire holds
-what is on its way until somebody delivers it.
+They behave like `worker/calls.py`, `worker/node.py`, `worker/slot.py` and Dask, as seen by a client. They have no threads and no clock: a wire holds its
+messages until the simulation delivers them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def node_of(serial: int, rank: int, workers: int, slots: int) -> Node:
 
 
 def machine_id(serial: int) -> str:
-    """Return the id of a machine; none is a part of another one's."""
+    """Return the id of a machine; no id is part of another."""
     return f"machine-{serial:03d}"
 
 
 class Wire:
-    """Messages in one direction, which keep their order. One that is cut delivers some of what was on its way, and takes nothing more."""
+    """Messages in one direction, in order. After a cut it delivers some of the messages in transit, and takes no more."""
 
     __slots__ = ("deliver", "is_open", "queue")
 
@@ -51,12 +51,12 @@ class Wire:
         self.is_open = True
 
     def send(self, message: Any) -> None:
-        """Put a message on its way."""
+        """Send a message."""
         if self.is_open:
             self.queue.append(message)
 
     def cut(self, rng: Random, last: Any = None) -> None:
-        """Take no more messages, and lose the end of what is on its way. `last` is what the other side notices in the end."""
+        """Take no more messages, and lose the last ones in transit. `last` is the message by which the other side notices the cut."""
         if self.is_open:
             for _ in range(rng.randint(0, len(self.queue))):
                 self.queue.pop()
@@ -67,7 +67,7 @@ class Wire:
 
 @dataclass(slots=True)
 class Machine:
-    """A machine: the files in its memory, with what is in them. `is_reachable` is about the way for large values."""
+    """A machine: the files in its memory and their contents. `is_reachable`: whether large values can be sent to it."""
 
     id: str
     serial: int
@@ -81,7 +81,7 @@ class Machine:
 
 @dataclass(slots=True)
 class Slot:
-    """A batch that runs in a slot: the calls that wait, the one that runs, what is not told yet, and what was told."""
+    """A batch that runs in a slot: the calls that wait, the running one, unreported news, and all outcomes."""
 
     key: str
     batch: Batch
@@ -95,7 +95,7 @@ class Slot:
 
 @dataclass(slots=True)
 class Kept:
-    """What a worker keeps of a batch: the calls that are not released, and its reports."""
+    """A batch that a worker keeps: the calls that are not released, and its reports."""
 
     topic: str
     origin: str
@@ -108,7 +108,7 @@ class Kept:
 class Worker:
     """A worker process: batches that wait for a slot, and its slots. It outlives its scheduler while it has calls, and joins the next one with them.
 
-    `is_cut_off`: the scheduler cannot reach it, or it has none. `is_moving`: it was told of another scheduler, and has not joined it.
+    `is_cut_off`: the scheduler cannot reach it, or it has none. `is_moving`: it knows of another scheduler, and has not joined it.
     """
 
     def __init__(self, world: World, node: Node, machine: Machine, index: int) -> None:
@@ -122,10 +122,10 @@ class Worker:
         self.results: dict[str, dict[str, Outcome]] = {}
         self.kept: dict[str, Kept] = {}
         self.older: set[str] = set()
-        """Batches of a scheduler before this one that still have slots."""
+        """Batches of an earlier scheduler that still have slots."""
 
     def join(self, scheduler: Scheduler) -> None:
-        """Join the pool, with what is kept."""
+        """Join the pool with the kept calls."""
         self.scheduler, self.name, self.address = scheduler, f"{self.node.rank}-{self.index}", f"tls://{self.machine.id}:{next(self.world.ids)}"
         self.is_cut_off = self.is_moving = False
         self.joined_at = self.world.now
@@ -137,7 +137,7 @@ class Worker:
         self.announce()
 
     def announce(self) -> None:
-        """Tell which calls it has, and all that was reported of them."""
+        """Announce its calls, and repeat their reports."""
         if self.world.keeps:
             calls = tuple(call_id for kept in self.kept.values() for call_id in sorted(kept.calls))
             self.up.send(("news", WorkerKept(self.name, self.address, calls, bool(self.older), tuple(self.kept)), None))
@@ -147,7 +147,7 @@ class Worker:
         self._free()
 
     def lose_scheduler(self, rng: Random) -> None:
-        """The scheduler is gone: begin none of its batches, and wait for another one with what has a slot or is not released; or end."""
+        """The scheduler is gone: begin none of its batches. Wait for another one with the calls that run or are not released; or end."""
         self.ready.clear()
         self.is_cut_off = True
         self.up.cut(rng)
@@ -157,7 +157,7 @@ class Worker:
             self.is_alive = False
 
     def move(self, node: Node) -> None:
-        """Go to another scheduler, in the node's new place."""
+        """Leave for another scheduler, under the node's new rank."""
         self.node = node
         self.is_moving = True
 
@@ -168,7 +168,7 @@ class Worker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it has anything to do."""
+        """Whether it has work."""
         return self.is_alive and (bool(self.ready) or any(self.slots))
 
     def has(self, call_id: str) -> bool:
@@ -205,7 +205,7 @@ class Worker:
             del self.kept[key]
 
     def obey(self, slot: Slot, *, is_all: bool = False) -> None:
-        """Stop what is to be stopped. A slot that is to stop all calls of a topic does so once."""
+        """Stop cancelled calls. `is_all`: stop all calls of the slot now, and none later."""
         is_meant = lambda call: is_all or call.call_id in self.cancelled
         if slot.running is not None and is_meant(slot.running):
             self._ended(slot, Outcome(slot.running.call_id, Ending.CANCELLED, seconds=1.0))
@@ -308,14 +308,14 @@ class Worker:
         self._free()
 
     def die(self, rng: Random) -> None:
-        """End at once. The scheduler hears of it after some of what was told."""
+        """End at once. The scheduler notices it after some of the messages in transit."""
         self.is_alive = False
         if not self.is_moving:
             self.up.cut(rng, None if self.is_cut_off else ("gone", None, None))
             self.down.cut(rng)
 
     def fall_silent(self, rng: Random) -> None:
-        """Be out of the scheduler's reach, which gives it up; it runs on for a while."""
+        """Be out of the scheduler's reach: the scheduler removes it, and it runs on for a while."""
         self.up.cut(rng, None if self.is_cut_off else ("gone", None, None))
         self.down.cut(rng)
         self.is_cut_off = True
@@ -326,7 +326,7 @@ class Worker:
 
 @dataclass(slots=True)
 class Topic:
-    """Numbered messages, of which the last ones are kept."""
+    """Numbered messages; the last ones are kept."""
 
     number: int
     limit: int
@@ -348,7 +348,7 @@ class Topic:
 
 @dataclass(slots=True)
 class Task:
-    """A batch in the scheduler. `address` is the one worker where it may run, `worker` the one that has it."""
+    """A batch in the scheduler. `address`: the only worker where it may run. `worker`: the one that has it."""
 
     key: str
     batch: Batch
@@ -358,13 +358,13 @@ class Task:
 
 
 class Connection:
-    """A client's connection: a wire each way, and the futures of Dask's, by key: whether each has ended, and the number of its batch once it is followed."""
+    """A client's connection: a wire in each direction, and Dask's futures, by key: whether each has ended, and its batch's number once it is followed."""
 
     def __init__(self, world: World, scheduler: Scheduler, topic: str) -> None:
         self.world, self.scheduler, self.topic = world, scheduler, topic
         self.epoch = 0
         self.is_closed = False
-        """Whether the client knows that it is."""
+        """Whether the client knows that it is closed."""
         self.ends: dict[str, bool | None] = {}
         """Futures: None while they are pending, then whether there is a result."""
         self.numbers: dict[str, int] = {}
@@ -373,11 +373,11 @@ class Connection:
 
     @property
     def carries(self) -> bool:
-        """Whether questions get to the scheduler and back."""
+        """Whether questions reach the scheduler and answers come back."""
         return self.up.is_open and self.down.is_open and self.scheduler.is_alive
 
     def receive(self, message: Any) -> None:
-        """Hand on to the owner what the scheduler sends, as Dask's client does."""
+        """Pass the scheduler's messages to the owner, like Dask's client."""
         kind, what, more = message
         post = self.world.post
         if kind == "event" and what == self.topic:
@@ -407,7 +407,7 @@ class Connection:
         self.world.post("task_ended", self.epoch, self.numbers[key], is_finished=self.ends[key], reason="the worker that ran it is gone")
 
     def release(self, keys: Iterable[str]) -> None:
-        """Have the scheduler forget tasks."""
+        """Let the scheduler forget tasks."""
         keys = tuple(key for key in keys if key in self.ends)
         for key in keys:
             del self.ends[key]
@@ -422,7 +422,7 @@ class Connection:
         return True
 
     def close(self, rng: Random) -> None:
-        """The client has done with it."""
+        """The client closes it."""
         self.is_closed = True
         if self.up.is_open and rng.random() < 0.5:
             self.up.send(("gone", None))
@@ -433,7 +433,7 @@ class Connection:
 
 
 class Scheduler:
-    """The scheduler of the pool with the plug-ins that remember messages and tasks for clients that are away."""
+    """The scheduler of the pool, with the plug-ins that keep messages and tasks for clients that are away."""
 
     def __init__(self, world: World, limit: int) -> None:
         self.world = world
@@ -490,7 +490,7 @@ class Scheduler:
 
     def _resume(self, client: Connection, topic: str, after: int) -> None:
         owner = self.owners.get(topic, client)
-        if owner.epoch > client.epoch:  # it comes late: the client has another connection by now
+        if owner.epoch > client.epoch:  # too late: the client has another connection by now
             self.replaced.add(client)
             return
         is_known = topic in self.topics
@@ -517,7 +517,7 @@ class Scheduler:
             self._tell_if_ended(key, client)
 
     def abandon(self) -> None:
-        """The client has been away for too long: forget what was kept for it, and stop what it had begun."""
+        """The client has been away for too long: forget its messages and tasks, and stop its calls."""
         for topic, owner in list(self.owners.items()):
             if owner not in self.clients:
                 del self.owners[topic], self.topics[topic]
@@ -525,7 +525,7 @@ class Scheduler:
                 for worker in self.workers.values():
                     worker.down.send(("cancel", [topic]))
                 self._let_go(owner, sorted(self.keys.get(owner, ())))
-        for worker in self.workers.values():  # all this is long ago when the client comes back
+        for worker in self.workers.values():  # the workers have long done this when the client comes back
             while worker.down.queue:
                 worker.receive(worker.down.queue.popleft())
 
@@ -621,7 +621,7 @@ class Scheduler:
         self._assign()
 
     def remove_worker(self, worker: Worker) -> None:
-        """Give a worker up: what it ran is lost, and so are the results that it holds."""
+        """Remove a worker: its running calls and the results that it holds are lost."""
         del self.workers[worker.address]
         self.held.discard(worker.address)
         self._tell_pool(WorkerLeft(worker.name, worker.address))

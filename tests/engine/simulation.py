@@ -1,10 +1,10 @@
-"""Deterministic simulation of the dispatcher: each seed is one history of calls, messages that come late, in another order, twice or never, and losses.
+"""Deterministic simulation of the dispatcher. Each seed is one history of calls and losses; messages come late, in another order, twice or never.
 
-`World` is everything around the dispatcher: its owner, the connection, scheduler, workers and machines (`model.py`), recovery, and callers. Nothing in it has
-a thread, a clock or a socket; what happens next is drawn from `random.Random(seed)`. After each message and at the end, when all is mended and has
-come to rest, the invariants are checked; the first that does not hold raises `Violation`.
+`World` is the dispatcher's surroundings: its owner, the connection, scheduler, workers and machines (`model.py`), recovery, and callers. It has no thread, clock
+or socket; `random.Random(seed)` draws the next event. The invariants are checked after each message, and at the end, when all is repaired and at rest. The
+first that does not hold raises `Violation`.
 
-    python -m tests.engine.simulation --seed 17                       one history, told step by step
+    python -m tests.engine.simulation --seed 17                       one history, printed step by step
     python -m tests.engine.simulation --histories 100000 --from 0     many, in two processes
 """
 
@@ -36,20 +36,20 @@ from skyward_core.worker.wire import Call, Ending, Outcome, Parcel, Report
 from tests.engine.model import FUNCTION_SPANS, LARGE, SPANS, Connection, Machine, Scheduler, Wire, Worker, machine_id, node_of
 
 MOST_CALLS = 60
-ROUNDS = 40  # of mending and waiting, after which a history must have come to rest
-TOLD_OF_A_KIND, WORDS, LONGEST = 3, 60, 600  # failures of one kind, characters that make a kind, characters that are printed
+ROUNDS = 40  # of repairs and waiting, after which a history must be at rest
+PRINTED_OF_A_KIND, WORDS, LONGEST = 3, 60, 600  # failures of one kind, characters that make a kind, characters that are printed
 NOT_FETCHED = "its result could not be fetched"
 SMALL = Parcel(b"small")
 FUNCTIONS = ("short-a", "short-b", "long-a", "short-big", "long-big")
 LARGE_FUNCTIONS = ("short-A", "short-B", "long-C", "short-D")
 OF_STREAM = {"resumed", "report", "pool_news"}
 LATE = OF_STREAM | {"task_ended", "gathered", "not_gathered", "load_known", "pinged", "fetched", "not_fetched", "cut"}
-"""Messages that may come a second time; those of the stream only once their connection is not the present one."""
+"""Messages that may come a second time; those of the stream only after their connection was replaced."""
 TIMED = {"resumed", "report", "gathered", "pool_news"}
-"""Messages that the owner gives its clock to."""
+"""Messages to which the owner adds the time."""
 
 type Steps = Generator[None]
-"""Something that takes its time: each `yield` is a place where other things may happen in between."""
+"""Something that takes time: other events may happen at each `yield`."""
 
 
 class Violation(AssertionError):
@@ -58,7 +58,7 @@ class Violation(AssertionError):
 
 @dataclass(slots=True)
 class Caller:
-    """Who waits for one call, and what is known of it here, at the workers included."""
+    """The caller of one call, and the call's true state, as the workers know it."""
 
     call_id: str
     function: str
@@ -73,7 +73,7 @@ class Caller:
 
 
 class World:
-    """One history. `run` goes through it; `make` makes the dispatcher, which may be a broken one."""
+    """One history. `run` runs it; `make` makes the dispatcher, which may be a broken one."""
 
     def __init__(self, seed: int, make: Callable[..., Dispatcher] = Dispatcher, trace: Callable[[str], object] | None = None) -> None:
         rng = self.rng = Random(seed)
@@ -90,7 +90,7 @@ class World:
         self.machines: dict[str, Machine] = {}
         self.workers: list[Worker] = []
         self.heard: set[str] = set()
-        """Paths of large outcomes that the dispatcher was told of."""
+        """Paths of large outcomes in messages to the dispatcher."""
         self.missed = 0
         self.ran_seconds = self.counted_seconds = 0.0
         self.progress: CallProgress | None = None
@@ -99,9 +99,9 @@ class World:
         self.nodes = {rank: self._new_node(rank) for rank in range(self.ranks)}
         self.given_up: set[int] = set()
         self.resumed_at = math.inf
-        """When the present scheduler answered for the last time."""
+        """When the present scheduler answered last."""
         self.retiring: set[str] = set()
-        """Names of workers that were held: those that have it when all is mended end."""
+        """Names of workers that were held: the workers of these names end when all is repaired."""
         self.topics = itertools.count()
         self.dispatcher = make(self.nodes.values(), self._new_topic(), self.retries, is_here=self.is_here)
         self.scheduler = Scheduler(self, self.limit)
@@ -132,7 +132,7 @@ class World:
         }
 
     def _draw(self, rng: Random) -> None:
-        """Draw what is fixed for the whole history, and which faults there are in it."""
+        """Draw the constants of the history and its kinds of faults."""
         self.retries = rng.choice((0, 0, 0, 1, 1, 2))
         self.ranks = rng.randint(1, 4)
         self.workers_per_node = rng.choice((1, 1, 1, 2))
@@ -175,7 +175,7 @@ class World:
     # ── running ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def run(self) -> None:
-        """Go through the history. Raises Violation."""
+        """Run the history. Raises Violation."""
         rng = self.rng
         self._connect_first()
         last_at = rng.randrange(self.steps) if self.last_step is not None else -1
@@ -194,7 +194,7 @@ class World:
         self._check_end()
 
     def say(self, *words: object) -> None:
-        """Tell the reader of a history what happens."""
+        """Print a step of the history."""
         if self.trace is not None:
             self.trace(" ".join(map(str, words)))
 
@@ -205,11 +205,11 @@ class World:
         return wire
 
     def post(self, name: str, *args: Any, **more: Any) -> None:
-        """Leave a message for the dispatcher."""
+        """Post a message to the dispatcher."""
         self.mailbox.append((name, args, more))
 
     def deliver(self) -> None:
-        """Have one thing that is under way go on: a message of a wire, a transfer, a question."""
+        """Continue one thing in progress: a message on a wire, a transfer, a question."""
         rng = self.rng
         ready = [wire for wire in self.wires if wire.queue]
         choice = rng.randrange(len(ready) + len(self.under_way)) if ready or self.under_way else -1
@@ -231,7 +231,7 @@ class World:
             self.under_way.remove(steps)
 
     def work(self) -> None:
-        """Have one worker do one thing."""
+        """Let one worker do one thing."""
         busy = [worker for worker in self.workers if worker.is_busy]
         if busy:
             worker = self.rng.choice(busy)
@@ -239,7 +239,7 @@ class World:
             worker.step(self.rng)
 
     def pump(self) -> None:
-        """The owner takes its messages, and flushes when there is none."""
+        """Let the owner take all its messages, and flush."""
         while self.mailbox:
             self._handle(*self.mailbox.popleft())
         self._handle("flush", (self.now,), {})
@@ -268,7 +268,7 @@ class World:
         self._check_queue(name)
 
     def _note(self, name: str, args: tuple[Any, ...]) -> None:
-        """Note the large outcomes that the dispatcher is told of."""
+        """Note the large outcomes in messages to the dispatcher."""
         dispatcher, outcomes = self.dispatcher, ()
         if args and args[0] == dispatcher.epoch and dispatcher.is_live:
             if name == "report":
@@ -286,7 +286,7 @@ class World:
                 if doer is not None:
                     doer(action)
 
-    # ── what the owner does ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── actions of the owner ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _tell(self, epoch: int, message: tuple[str, Any]) -> None:
         connection = self.connection
@@ -331,7 +331,7 @@ class World:
         outcomes = worker.results.get(action.key) if worker is not None and worker.is_alive else None
         if not connection.carries:
             if self.rng.random() < 0.5:
-                return  # the question is given up with the connection
+                return  # the question ends with the connection
             outcomes = None
         yield
         if outcomes is None or worker is None:
@@ -402,7 +402,7 @@ class World:
     def _drop_file(self, parcel: Parcel) -> str | None:
         return self.machine_at(parcel.path).files.pop(parcel.path, None) if parcel.path is not None else None
 
-    # ── what callers are told ────────────────────────────────────────────────────────────────────────────────────────
+    # ── ends of calls, and events ───────────────────────────────────────────────────────────────────────────────────────
 
     def _finish(self, action: do.Finish) -> None:
         caller = self._end(action.call_id, "finished")
@@ -410,7 +410,7 @@ class World:
         if outcome.ending is Ending.RESULT:
             self._check_value(action)
         is_stopped = outcome.ending is Ending.CANCELLED
-        self._require(not is_stopped or caller.is_cancelled or self.was_abandoned, "a call ends as cancelled that its caller has not cancelled", caller)
+        self._require(not is_stopped or caller.is_cancelled or self.was_abandoned, "a call ends as cancelled without a cancel of its caller", caller)
         self._require(outcome.ending is not Ending.RETURNED, "a call ends as handed back", caller)
         if outcome.text and not self.missed:
             caller.finished_run = int(outcome.text)
@@ -421,7 +421,7 @@ class World:
         parcel = action.outcome.parcel
         value: str | None = bytes(parcel.data).decode()
         if parcel.path is not None:
-            self._require(self.is_here, "a result is given out that is not here", action.call_id)
+            self._require(self.is_here, "a result is delivered that is not here", action.call_id)
             value = self._drop_file(parcel)
             if value is None and not self.machine_at(parcel.path).is_alive:
                 return
@@ -441,15 +441,15 @@ class World:
         self._drop_file(action.arguments)
 
     def _check_loss(self, call_id: str, reason: str) -> None:
-        """A call is lost for the first time: it must not run where the scheduler reaches it, nor may its outcome be on its way."""
+        """A call is lost for the first time: it must not be at a worker that the scheduler reaches, and its outcome must not be in transit."""
         is_too_late = reason.startswith(HEAD_LOST) and self.now >= self.resumed_at + DECIDED_SECONDS
         if is_too_late or NOT_FETCHED in reason:
             return
         messages = [message[2] for message in self.connection.down.queue if message[0] == "event"] if self.connection is not None else []
         messages += [args[1] for name, args, _ in self.mailbox if name == "report" and args[0] == self.dispatcher.epoch]
-        told = [item for message in messages if isinstance(message, Report) for item in message.news]
-        is_told = any(isinstance(item, Outcome) and item.call_id == call_id and item.ending is not Ending.RETURNED for item in told)
-        self._require(not is_told or not self.dispatcher.is_live or self.was_abandoned, "a call is lost whose outcome is on its way", call_id)
+        news = [item for message in messages if isinstance(message, Report) for item in message.news]
+        is_reported = any(isinstance(item, Outcome) and item.call_id == call_id and item.ending is not Ending.RETURNED for item in news)
+        self._require(not is_reported or not self.dispatcher.is_live or self.was_abandoned, "a call is lost whose outcome is in transit", call_id)
         if self.scheduler.is_alive:
             for worker in self.scheduler.workers.values():
                 is_reached = worker.is_alive and not worker.is_cut_off
@@ -458,14 +458,14 @@ class World:
             for task in self.scheduler.tasks.values() if is_asked else ():
                 outcome = task.worker.results.get(task.key, {}).get(call_id) if task.worker is not None and task.worker.is_alive else None
                 is_result = task.state == "memory" and outcome is not None and outcome.ending is not Ending.RETURNED
-                self._require(not is_result, "a call is lost whose result can be asked for", call_id)
+                self._require(not is_result, "a call is lost whose result the scheduler has", call_id)
         for worker in self.workers:
             is_kept = worker.is_alive and worker.is_moving and worker.has(call_id) and self.now < self.resumed_at + DECIDED_SECONDS
             self._require(not is_kept, "a call is lost that a worker takes to the next head", call_id, worker.process)
 
     def _cancelled(self, action: do.Cancelled) -> None:
         caller = self._end(action.call_id, "cancelled")
-        self._require(caller.is_cancelled, "a call is cancelled that its caller has not cancelled", caller)
+        self._require(caller.is_cancelled, "a call is cancelled without a cancel of its caller", caller)
         self._drop_file(action.arguments)
 
     def _end(self, call_id: str, state: str) -> Caller:
@@ -482,14 +482,14 @@ class World:
             self._check_loss(event.call_id, event.reason)
         elif isinstance(event, LogLine) and event.call_id is not None:
             caller = self.callers[event.call_id]
-            self._require(event.line not in caller.lines, "a line is told twice", event.line)
+            self._require(event.line not in caller.lines, "a line is emitted twice", event.line)
             self._require(f"/{caller.finished_run}:" not in event.line, "a line comes after the result of its call", event.line)
             caller.lines.add(event.line)
 
     def _ran(self, action: do.Ran) -> None:
         self.counted_seconds += action.seconds
 
-    # ── what workers do ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── runs at workers ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def begun(self, worker: Worker, call: Call, function: Parcel) -> int:
         """A call begins: return the number of the run."""
@@ -499,13 +499,13 @@ class World:
         is_reached = not worker.is_cut_off and not self.is_over and caller.ended_at >= worker.joined_at
         self.say("    begins", call.call_id, "run", run)
         self._require(caller.begins <= self.retries + 1, f"a call begins {caller.begins} times with retries={self.retries}", caller)
-        self._require(caller.state != "failed" or not is_reached, "a call begins after its caller was told that it is lost", caller)
+        self._require(caller.state != "failed" or not is_reached, "a call begins after its caller has seen NodeLost", caller)
         entry = self.dispatcher.entries.get(call.call_id)
         if entry is not None and is_reached:
             self._require(caller.begins <= entry.losses + 1, "a call begins again that was not lost", caller)
             for parcel in (call.arguments, function):
                 if parcel.path is not None and (machine := self.machine_at(parcel.path)).is_alive:
-                    self._require(parcel.path in machine.files, "a file that a call needs is not there", caller, parcel.path)
+                    self._require(parcel.path in machine.files, "a file that a call needs is missing", caller, parcel.path)
         return run
 
     def printed(self, call_id: str, run: int) -> str:
@@ -525,7 +525,7 @@ class World:
     # ── callers ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def submit(self) -> None:
-        """A caller hands calls over."""
+        """A caller submits calls."""
         rng = self.rng
         if len(self.callers) >= MOST_CALLS or self.is_over:
             return
@@ -561,7 +561,7 @@ class World:
             self.post("cancel", caller.call_id)
 
     def drain(self) -> None:
-        """The pool is to begin no more calls."""
+        """The pool drains: it begins no more calls."""
         self.say("drain")
         self.post("drain", PoolClosed("it is being drained"))
 
@@ -579,7 +579,7 @@ class World:
         self.post("give_up", NodeLost("given up"))
 
     def give_up_rank(self) -> None:
-        """Recovery has not found anyone for a place that is vacant."""
+        """Recovery has found no machine for a vacant rank."""
         if vacant := [rank for rank in range(self.ranks) if rank not in self.nodes or not self._machine(rank).is_alive]:
             rank = self.rng.choice(vacant)
             self.post("give_up", NodeLost("given up"), rank)
@@ -589,13 +589,13 @@ class World:
     # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def tick(self) -> None:
-        """Half a second or some seconds go by."""
+        """Half a second or some seconds pass."""
         self.now += self.rng.choice((0.5, 0.5, 2.0, 5.0))
         self.post("tick", self.now, self._is_reachable)
         self.pump()
 
     def jump(self) -> None:
-        """Minutes go by."""
+        """Minutes pass."""
         self.now += 100.0
 
     def _is_reachable(self, instance_id: str) -> bool:
@@ -603,7 +603,7 @@ class World:
         return machine.is_alive and machine.is_reachable
 
     def duplicate(self) -> None:
-        """A message comes a second time, which is of a connection before, or of a task or a transfer that has been heard of."""
+        """A message comes a second time: one of an earlier connection, or of a task or transfer that has ended."""
         late = [message for message in self.before if message[0] not in OF_STREAM or message[1][0] != self.dispatcher.epoch]
         if late:
             self.mailbox.append(self.rng.choice(late))
@@ -636,7 +636,7 @@ class World:
         connection.up.send(("resume", (dispatcher.topic, dispatcher.heard)))
 
     def reconnect(self) -> None:
-        """Recovery connects again where the connection was cut: to the same scheduler, or to one in the place of one that is lost."""
+        """Recovery connects again after a cut: to the same scheduler, or to the one that replaces a lost one."""
         if self.is_over or not (self.is_cut or self.connection is None):
             return
         if self.rng.random() < self.absence:
@@ -650,7 +650,7 @@ class World:
         self.post("connect")
 
     def _restart(self) -> None:
-        """Another machine becomes the head. Workers that have calls go there with them, but for those of the old head."""
+        """Another machine becomes the head. Workers with calls join it, except those of the old head."""
         left = {rank: node for rank, node in self.nodes.items() if (machine := self._machine(rank)).is_alive and machine.is_reachable}
         heir = self.rng.choice(sorted(left)) if left else None
         serials = {rank: self._machine(rank).serial for rank in left if rank not in (heir, 0)}
@@ -666,7 +666,7 @@ class World:
             if worker.is_alive and node is not None and worker.machine is not old_head:
                 worker.move(node)
             elif worker.is_alive and (node is not None or self.rng.random() < 0.5):
-                worker.die(self.rng)  # else it is not told, and goes on
+                worker.die(self.rng)  # else it does not learn of the new head, and runs on
         self.resumed_at = math.inf
         self.say("restart", [(rank, node.instance.id) for rank, node in self.nodes.items()])
         self._handle("restarted", (tuple(self.nodes.values()), self._is_there, self.now), {})
@@ -678,7 +678,7 @@ class World:
         return f"skyward-{next(self.topics):08d}"
 
     def cut_silently(self) -> None:
-        """The client's connection carries nothing any more, and nobody says so."""
+        """The client's connection carries nothing any more, and the client gets no notice."""
         if self.connection is not None and self.connection.carries:
             self.say("cut silently")
             self.connection.up.cut(self.rng, ("gone", None) if self.rng.random() < 0.5 else None)
@@ -692,13 +692,13 @@ class World:
             self.connection.down.cut(self.rng, ("closed", None, None))
 
     def abandon(self) -> None:
-        """The scheduler has waited for the client for as long as a lease."""
+        """The scheduler has waited for the client for the time of a lease."""
         if self.connection is not None and not self.connection.carries and self.scheduler.is_alive:
             self.say("abandon")
             self.missed += 1
             self.was_abandoned = True
             for connection in self.connections:
-                connection.up.queue.clear()  # in so long a time it is lost, or has come
+                connection.up.queue.clear()  # after so long a time these messages are lost, or have arrived
                 self.scheduler.receive(connection, ("gone", None))
             self.scheduler.abandon()
 
@@ -716,7 +716,7 @@ class World:
     def _start_worker(self, rank: int, index: int) -> None:
         name = f"{rank}-{index}"
         if any(worker.name == name for worker in self.scheduler.workers.values()):
-            return  # its name is taken
+            return  # its name is in use
         machine = self._machine(rank)
         here = [worker for worker in self.workers if worker.machine is machine and worker.index == index and worker.is_alive]
         worker = next((worker for worker in here if worker.is_moving), None)
@@ -735,7 +735,7 @@ class World:
         return [(rank, index) for rank in ranks for index in range(self.workers_per_node) if (self._machine(rank).id, index) not in there]
 
     def rejoin(self) -> None:
-        """A worker that is away comes, in a new process or with what it has kept."""
+        """A worker that is away joins, in a new process or with its kept calls."""
         if self.scheduler.is_alive and (missing := self._missing()):
             self._start_worker(*self.rng.choice(missing))
 
@@ -746,7 +746,7 @@ class World:
             worker = self.rng.choice(lost)
             worker.lose_scheduler(self.rng)
             if self.scheduler.is_alive and worker.is_alive:
-                worker.die(self.rng)  # it has given this worker up
+                worker.die(self.rng)  # the scheduler has removed this worker
 
     def kill_worker(self) -> None:
         """A worker process dies."""
@@ -764,7 +764,7 @@ class World:
             worker.fall_silent(self.rng)
 
     def kill_node(self) -> None:
-        """A machine is gone, with all that is in its memory."""
+        """A machine is gone, with the files in its memory."""
         rank = self.rng.choice(list(self.nodes))
         machine = self._machine(rank)
         self.say("kill node", rank, machine.id)
@@ -777,7 +777,7 @@ class World:
             self.kill_scheduler()
 
     def kill_scheduler(self) -> None:
-        """The scheduler's process dies; its workers go on for a while."""
+        """The scheduler's process dies; its workers run on for a while."""
         if not self.scheduler.is_alive:
             return
         self.say("kill scheduler")
@@ -791,7 +791,7 @@ class World:
             self.connection.down.cut(self.rng, ("closed", None, None) if self.rng.random() < 0.7 else None)
 
     def replace(self) -> None:
-        """A place that is vacant is filled with a new machine."""
+        """A vacant rank is filled with a new machine."""
         if not self.scheduler.is_alive:
             return
         if vacant := [rank for rank in range(1, self.ranks) if rank not in self.nodes or not self._machine(rank).is_alive]:
@@ -803,32 +803,32 @@ class World:
             self.pump()
 
     def block_way(self) -> None:
-        """Large values do not get to a machine, nor from it."""
+        """Large values reach a machine no more, and do not come from it."""
         self._machine(self.rng.choice(list(self.nodes))).is_reachable = False
 
     def open_ways(self) -> None:
-        """Large values get through again."""
+        """Large values reach all machines again."""
         for machine in self.machines.values():
             machine.is_reachable = True
 
     def hold(self) -> None:
-        """A node is to be given no more calls."""
+        """A node gets no more calls."""
         if self.scheduler.is_alive:
             rank = self.rng.choice(list(self.nodes))
             self.retiring.update(f"{rank}-{index}" for index in range(self.workers_per_node))
             self.scheduler.hold(rank)
 
-    # ── coming to rest ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the end of a history ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _settle(self) -> None:
-        """Mend everything, and go on until nothing happens any more."""
+        """Repair everything, and go on until the world is at rest."""
         self.say("── settle")
         self.absence = 0.0
         if self.connection is not None and not self.connection.carries and self.rng.random() < 0.8:
             self.post("cut", self.connection.epoch)
         rests = 0
         for index in range(ROUNDS):
-            self._mend()
+            self._repair()
             self._deliver_all()
             if index == 8:
                 self._check_cancelled()
@@ -842,9 +842,9 @@ class World:
             rests = rests + 1 if self._is_at_rest else 0
             if rests == 2:
                 return
-        raise Violation(f"it does not come to rest: {self._what_is_left()}")
+        raise Violation(f"it does not end: {self._what_is_left()}")
 
-    def _mend(self) -> None:
+    def _repair(self) -> None:
         self.open_ways()
         for worker in self.workers:
             is_lost = worker.is_cut_off and not worker.is_moving and self.scheduler.is_alive
@@ -960,7 +960,7 @@ class World:
 
 
 def explore(seed: int, make: Callable[..., Dispatcher] = Dispatcher) -> str | None:
-    """Go through one history; return what is wrong with it, if anything is."""
+    """Run one history; return its failure, if there is one."""
     try:
         World(seed, make).run()
     except Exception as error:
@@ -969,9 +969,9 @@ def explore(seed: int, make: Callable[..., Dispatcher] = Dispatcher) -> str | No
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Explore many histories, or tell one."""
+    """Explore many histories, or print one."""
     parser = argparse.ArgumentParser(prog="python -m tests.engine.simulation", description="Explore histories of the dispatcher.")
-    parser.add_argument("--seed", type=int, help="tell this history step by step")
+    parser.add_argument("--seed", type=int, help="print this history step by step")
     parser.add_argument("--histories", type=int, default=2000)
     parser.add_argument("--from", type=int, default=0, dest="first", help="the first seed")
     parser.add_argument("--processes", type=int, default=2)
@@ -985,7 +985,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for failure in filter(None, _explored(seeds, wishes.processes)):
         what = failure.partition(": ")[2][:WORDS]
         failures[what] += 1
-        if failures[what] <= TOLD_OF_A_KIND:
+        if failures[what] <= PRINTED_OF_A_KIND:
             print(failure[:LONGEST], flush=True)
     print(f"{len(seeds)} histories from seed {wishes.first} in {time.monotonic() - began:.0f} s, {failures.total()} failed")
     for what, count in failures.most_common():

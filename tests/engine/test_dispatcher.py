@@ -1,4 +1,4 @@
-"""The dispatcher, message by message: faults that were reproduced by hand, the states of the connection, drain, hold."""
+"""The dispatcher, message by message: earlier faults, the states of the connection, drain, hold."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,7 +29,7 @@ def value(call_id: str, path: str | None = None, ending: Ending = Ending.RESULT)
 
 
 class Pool:
-    """A dispatcher of a pool of two nodes with a worker of one slot each, connected; and what it wants done, by kind."""
+    """A connected dispatcher of a pool of two nodes, each with a worker of one slot; and its actions, by kind."""
 
     def __init__(self, retries: int = 0, *, workers: Sequence[str] = ("0-0", "1-0"), is_here: bool = False) -> None:
         self.nodes = [node_of(rank, rank, 1, 1) for rank in range(2)]
@@ -53,19 +53,19 @@ class Pool:
         self.go_on()
 
     def go_on(self, now: float = 0.0) -> None:
-        """Do what is to be done, and flush."""
+        """Flush, and take the actions."""
         self.dispatcher.flush(now)
         self.done += self.dispatcher.take_actions()
 
     def take(self, kind: type) -> list[Any]:
-        """Return what of this kind is to be done since the last time."""
+        """Return the actions of this kind since the last time."""
         self.go_on()
         taken = [action for action in self.done if isinstance(action, kind)]
         self.done = [action for action in self.done if not isinstance(action, kind)]
         return taken
 
     def submit(self, *entries: Entry) -> list[Any]:
-        """Hand calls over; return the batches that go out."""
+        """Submit calls; return the batches that go out."""
         self.dispatcher.submit(entries)
         return self.take(do.Send)
 
@@ -75,7 +75,7 @@ class Pool:
         self.go_on()
 
     def upload(self, action: do.Upload, path: str = "a") -> None:
-        """An upload ends well."""
+        """An upload succeeds."""
         place = f"/dev/shm/{action.instance_id}"
         arguments = {call_id: Parcel(b"", (), f"{place}/{path}-{call_id}", SPANS) for call_id, _ in action.arguments}
         functions: dict[str, Parcel | None] = {name: Parcel(b"", (), f"{place}/{name}", FUNCTION_SPANS) for name, _ in action.functions}
@@ -83,11 +83,11 @@ class Pool:
         self.go_on()
 
     def errors(self) -> dict[str, SkywardError]:
-        """What calls have raised since the last time."""
+        """Return the errors of calls since the last time."""
         return {action.call_id: action.error for action in self.take(do.Fail)}
 
     def progress(self) -> tuple[int, int, int, int]:
-        """What was told last."""
+        """Return the counts of the last progress event."""
         event = [action.event for action in self.take(do.Emit) if isinstance(action.event, CallProgress)][-1]
         return event.submitted, event.done, event.failed, event.cancelled
 
@@ -96,8 +96,8 @@ class Pool:
 
 
 @pytest.mark.parametrize("retries", [0, 1])
-def test_what_is_being_uploaded_when_the_head_is_lost_waits_again(retries: int) -> None:
-    """It has not gone out: it is not lost, no loss is counted, and it goes out once. What the late upload brings is removed."""
+def test_a_call_that_is_being_uploaded_when_the_head_is_lost_waits_again(retries: int) -> None:
+    """It has not gone out: no loss is counted, and it goes out once. The files of the late upload are removed."""
     pool = Pool(retries)
     assert pool.submit(entry("a", arguments=LARGE)) == []
     (upload,) = pool.take(do.Upload)
@@ -113,8 +113,8 @@ def test_what_is_being_uploaded_when_the_head_is_lost_waits_again(retries: int) 
     assert pool.dispatcher.entries["a"].losses == 0
 
 
-def test_what_has_gone_out_when_the_head_is_lost_is_lost() -> None:
-    """No worker comes with it to the next head: with retries=0 it raises."""
+def test_a_call_that_has_gone_out_is_lost_with_the_head() -> None:
+    """No worker brings it to the next head: with retries=0 it raises."""
     pool = Pool()
     pool.submit(entry("a"))
     pool.dispatcher.restarted([node_of(7, 0, 1, 1)], lambda parcel: True, 0.0)
@@ -125,7 +125,7 @@ def test_what_has_gone_out_when_the_head_is_lost_is_lost() -> None:
 
 
 def test_all_calls_end_when_the_pool_closes() -> None:
-    """In whatever state they are: waiting, being uploaded, blocked by another upload, out, or being fetched. What comes late is removed."""
+    """In every state: waiting, being uploaded, blocked by another upload, in flight, or being fetched. Values that arrive later are removed."""
     pool = Pool()
     pool.submit(entry("out"), entry("fetched"))
     pool.report(value("fetched", "/dev/shm/machine-000/x"))
@@ -145,8 +145,8 @@ def test_all_calls_end_when_the_pool_closes() -> None:
 # ── fault 6: a lost call, while another call prints ──────────────────────────────────────────────────────────────────
 
 
-def test_a_lost_call_is_told_though_another_one_prints() -> None:
-    """The task is gone when the scheduler answers again, and two messages are to be heard first: with the second one the call is lost."""
+def test_a_call_is_lost_though_another_one_prints() -> None:
+    """The task is gone when the scheduler answers again, and two messages were missed: the call is lost with the second one."""
     pool = Pool()
     pool.submit(entry("lost"), entry("prints"))
     key = pool.dispatcher.key
@@ -158,7 +158,7 @@ def test_a_lost_call_is_told_though_another_one_prints() -> None:
     assert list(pool.dispatcher.entries) == ["prints"]
 
 
-def test_what_was_told_before_it_was_lost_counts() -> None:
+def test_an_outcome_that_was_reported_before_the_loss_counts() -> None:
     """The outcome is among the messages that were missed."""
     pool = Pool()
     pool.submit(entry("a"))
@@ -206,7 +206,7 @@ def test_a_fetch_that_waits_for_its_way_is_given_up_with_the_pool() -> None:
 
 
 def test_a_fetch_is_tried_again_when_the_way_is_there() -> None:
-    """Until its time is up; what is given up is removed where it lies."""
+    """Until its time is up; then the outcome is removed from the node."""
     pool, path = fetching()
     pool.dispatcher.not_fetched("a", path, OSError("cut"), is_cut=True)
     pool.dispatcher.tick(1.0, lambda _: False)
@@ -219,11 +219,11 @@ def test_a_fetch_is_tried_again_when_the_way_is_there() -> None:
     assert [action.parcel.path for action in pool.take(do.Remove)] == [path]
 
 
-# ── fault 8: an upload holds nothing up ──────────────────────────────────────────────────────────────────────────────
+# ── fault 8: an upload delays no call ────────────────────────────────────────────────────────────────────────────────
 
 
 def test_other_calls_end_while_one_is_being_uploaded() -> None:
-    """The dispatcher waits for nothing: results, lines and pings of others go on."""
+    """The dispatcher does not wait: results, lines and pings go on."""
     pool = Pool()
     pool.submit(entry("small", worker="1-0"), entry("large", arguments=LARGE, worker="0-0"))
     assert len(pool.take(do.Upload)) == 1
@@ -247,15 +247,15 @@ def run(pool: Pool, call_id: str, function: str) -> list[str]:
     return [str(action.parcel.path).rpartition("/")[2] for action in pool.take(do.Remove)]
 
 
-def test_functions_that_were_used_longest_ago_are_evicted() -> None:
-    """Two of them find room. One that is used again is kept, and not put there anew."""
+def test_the_least_recently_used_functions_are_evicted() -> None:
+    """There is room for two. One that is used again stays, and is not uploaded again."""
     pool = Pool()
     assert [run(pool, "1", "f"), run(pool, "2", "g"), run(pool, "3", "f")] == [[], [], []]
     assert run(pool, "4", "h") == ["g"]
 
 
 def test_a_function_in_use_is_not_evicted() -> None:
-    """It goes when the last batch that refers to it has ended."""
+    """It is evicted when the last batch that refers to it has ended."""
     pool = Pool()
     (upload,) = pool.submit(entry("a", function="f", is_large=True, worker="0-0")) or pool.take(do.Upload)
     pool.upload(upload)
@@ -277,7 +277,7 @@ def test_a_function_travels_to_a_node_once() -> None:
 
 
 def test_functions_are_known_after_a_change_of_head() -> None:
-    """The node that stays has them: they need not be put there again, and are evicted some day."""
+    """The node that stays has them: they are not uploaded again, and are evicted later."""
     pool = Pool()
     run(pool, "1", "f")
     pool.dispatcher.restarted(pool.nodes, lambda parcel: True, 0.0)
@@ -299,14 +299,14 @@ def test_a_function_without_room_travels_in_the_message() -> None:
 
 
 def test_a_worker_that_left_is_not_counted_in_again() -> None:
-    """News of a connection of before say nothing; who is there is in the scheduler's answer."""
+    """Messages of an earlier connection are dropped; the scheduler's answer lists the present workers."""
     pool = Pool()
     pool.dispatcher.pool_news(pool.epoch, WorkerLeft("1-0", ADDRESSES["1-0"]), 0.0)
     pool.dispatcher.pool_news(pool.epoch - 1, WorkerJoined("1-0", ADDRESSES["1-0"]), 0.0)
     assert list(pool.dispatcher.members.workers) == ["0-0"]
 
 
-def test_a_worker_whose_successor_is_there_does_not_take_it_along() -> None:
+def test_a_late_leave_does_not_remove_the_successor() -> None:
     pool = Pool()
     pool.dispatcher.pool_news(pool.epoch, WorkerJoined("1-0", "tls://new"), 0.0)
     pool.dispatcher.pool_news(pool.epoch, WorkerLeft("1-0", ADDRESSES["1-0"]), 0.0)
@@ -315,7 +315,7 @@ def test_a_worker_whose_successor_is_there_does_not_take_it_along() -> None:
 
 
 def test_all_calls_are_counted_once() -> None:
-    """Done, failed and cancelled ones; an outcome that comes late is not counted."""
+    """Done, failed and cancelled ones; a late outcome is not counted."""
     pool = Pool(workers=["0-0"])
     pool.submit(*map(entry, ["done", "failed", "cancelled", "late"]))
     for number, call_id in enumerate(["done", "failed"]):
@@ -328,7 +328,7 @@ def test_all_calls_are_counted_once() -> None:
 
 
 def test_a_large_result_counts_when_it_is_here() -> None:
-    """A pool is not idle while one is being fetched."""
+    """A pool is not idle during the fetch."""
     pool, path = fetching()
     assert list(pool.dispatcher.entries) == ["a"]
     assert pool.dispatcher.fetching_from("machine-000") == 1
@@ -339,8 +339,8 @@ def test_a_large_result_counts_when_it_is_here() -> None:
 # ── cancelling ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_nobody_waits_for_does_not_go_out() -> None:
-    """Cancelled while it is out, and handed back."""
+def test_a_cancelled_call_that_is_handed_back_does_not_go_out() -> None:
+    """It was cancelled in flight."""
     pool = Pool(workers=["0-0"])
     pool.submit(entry("a"))
     pool.dispatcher.cancel("a")
@@ -352,7 +352,7 @@ def test_what_nobody_waits_for_does_not_go_out() -> None:
 
 
 def test_a_cancelled_call_is_stopped_on_a_worker_that_joins_later() -> None:
-    """Its batch may have waited in the scheduler, where the message to stop it found no worker."""
+    """Its batch may have waited in the scheduler, which had no worker for the message to stop it."""
     pool = Pool(workers=["0-0"])
     pool.submit(entry("a"))
     pool.dispatcher.cancel("a")
@@ -391,8 +391,8 @@ def test_nothing_goes_out_before_the_scheduler_has_answered() -> None:
     assert [action.epoch for action in pool.take(do.Send)] == [2]
 
 
-def test_the_answer_of_an_earlier_connection_says_nothing() -> None:
-    """Nor does one that comes after the connection was given up."""
+def test_the_answer_to_an_earlier_connection_is_dropped() -> None:
+    """An answer after the cut of its connection is dropped too."""
     pool = Pool()
     first = pool.epoch
     pool.epoch = pool.dispatcher.connected(0.0)
@@ -404,7 +404,7 @@ def test_the_answer_of_an_earlier_connection_says_nothing() -> None:
 
 
 def test_three_pings_without_an_answer_are_a_cut() -> None:
-    """Also before the scheduler has answered at all; an answer in between begins anew."""
+    """Also before the scheduler's first answer; an answer in between resets the count."""
     pool = Pool()
     pool.epoch = pool.dispatcher.connected(0.0)
     for is_answered in (False, False, True, False, False):
@@ -416,7 +416,7 @@ def test_three_pings_without_an_answer_are_a_cut() -> None:
 
 
 def test_a_batch_that_never_came_is_sent_again() -> None:
-    """The scheduler knows the topic, and neither has nor had its task. No loss is counted."""
+    """The scheduler knows the topic, and never had its task. No loss is counted."""
     pool = Pool()
     pool.submit(entry("a"))
     pool.connect(is_known=True)
@@ -426,7 +426,7 @@ def test_a_batch_that_never_came_is_sent_again() -> None:
 
 
 def test_a_batch_whose_worker_has_gone_is_lost_when_all_is_heard() -> None:
-    """What it has told before is among the messages that were missed."""
+    """The worker's reports are among the messages that were missed."""
     pool = Pool()
     pool.submit(entry("a", worker="1-0"), entry("b", worker="1-0"))
     del pool.workers["1-0"]
@@ -441,8 +441,8 @@ def test_a_batch_whose_worker_has_gone_is_lost_when_all_is_heard() -> None:
     assert list(pool.errors()) == ["b"]
 
 
-def test_a_scheduler_that_has_forgotten_the_client_has_lost_what_was_out() -> None:
-    """It has stopped it: it is not sent again as if it had never come."""
+def test_a_scheduler_that_has_forgotten_the_client_has_lost_its_calls() -> None:
+    """It has stopped them: they are not sent again as if they had never come."""
     pool = Pool()
     pool.submit(entry("a"))
     pool.epoch = pool.dispatcher.connected(0.0)
@@ -461,7 +461,7 @@ def test_a_message_of_an_earlier_connection_ends_no_batch() -> None:
     assert (pool.errors(), pool.take(do.Finish)) == ({}, [])
 
 
-def test_a_call_runs_again_as_often_as_was_asked() -> None:
+def test_a_call_runs_again_as_often_as_retries_allows() -> None:
     pool = Pool(retries=1)
     pool.submit(entry("a"))
     pool.dispatcher.task_ended(pool.epoch, 0, is_finished=False, reason="gone")
@@ -476,7 +476,7 @@ def test_a_call_runs_again_as_often_as_was_asked() -> None:
 
 
 def test_a_pool_that_drains_begins_nothing() -> None:
-    """What waits raises, and so does what is handed back or being uploaded; what is out may end. After that it begins calls again."""
+    """Calls that wait, come back or are being uploaded raise; calls in flight may end. After the drain it begins calls again."""
     pool = Pool()
     pool.submit(entry("out", worker="0-0"), entry("back", worker="0-0"), entry("uploading", arguments=LARGE, worker="1-0"))
     pool.submit(entry("waits", worker="7-0"))
@@ -489,7 +489,7 @@ def test_a_pool_that_drains_begins_nothing() -> None:
 
 
 def test_a_call_that_is_lost_on_a_pool_that_drains_is_not_run_again() -> None:
-    """And says why."""
+    """Its error says why."""
     pool = Pool(retries=1)
     pool.submit(entry("a"))
     pool.dispatcher.drain(PoolClosed("draining"))
@@ -498,7 +498,7 @@ def test_a_call_that_is_lost_on_a_pool_that_drains_is_not_run_again() -> None:
 
 
 def test_a_held_worker_takes_no_place() -> None:
-    """What it has left is out; the other worker's slot is free all the same. A call for it waits for the worker that comes in its place."""
+    """Its calls are in flight, and the other worker's slot is still free. A call for the held worker waits for its successor."""
     pool = Pool()
     assert len(pool.submit(entry("a"), entry("b"))) == 2
     pool.dispatcher.pool_news(pool.epoch, WorkerHeld(ADDRESSES["1-0"], 1), 0.0)
@@ -518,7 +518,7 @@ def test_a_worker_that_is_held_when_the_scheduler_answers_is_held() -> None:
 
 
 def test_a_worker_that_was_freed_during_a_cut_is_given_calls_again() -> None:
-    """The message that said so was lost with the connection; the scheduler's answer says that the worker runs."""
+    """WorkerFree was lost with the connection; the scheduler's answer says that the worker runs."""
     pool = Pool(workers=["0-0"])
     pool.dispatcher.pool_news(pool.epoch, WorkerHeld(ADDRESSES["0-0"], 1), 0.0)
     assert pool.submit(entry("a")) == []

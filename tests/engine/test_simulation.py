@@ -24,16 +24,16 @@ HISTORIES = 2_000
 
 @pytest.mark.parametrize("first", range(0, HISTORIES, 500))
 def test_histories(first: int) -> None:
-    """What fails is told again with `python -m tests.engine.simulation --seed N`."""
+    """`python -m tests.engine.simulation --seed N` prints a failure step by step."""
     assert [failure for seed in range(first, first + 500) if (failure := explore(seed))] == []
 
 
-def test_a_history_is_told_the_same_way_twice() -> None:
-    """Else a seed would be worth nothing."""
+def test_a_seed_gives_the_same_history_twice() -> None:
+    """Otherwise a seed could not reproduce a failure."""
     for seed in range(20):
         lines: tuple[list[str], list[str]] = ([], [])
-        for told in lines:
-            World(seed, trace=told.append).run()
+        for trace in lines:
+            World(seed, trace=trace.append).run()
         assert [_without_addresses(line) for line in lines[0]] == [_without_addresses(line) for line in lines[1]]
 
 
@@ -42,7 +42,7 @@ def _without_addresses(line: str) -> str:
 
 
 def test_histories_are_full_of_events() -> None:
-    """Each kind of action and each way to end occurs often: histories in which nothing happens hold all invariants."""
+    """Each kind of action occurs often: histories without events would hold all invariants."""
     seen: dict[type, int] = {}
 
     class Watched(Dispatcher):
@@ -61,14 +61,14 @@ def test_histories_are_full_of_events() -> None:
 
 
 class QueuesWhileDraining(Calls):
-    """What comes back waits again, although the pool begins no calls."""
+    """Calls that come back wait again, although the pool begins no calls."""
 
     def _refuse(self, call_ids: Sequence[str]) -> None:
         pass
 
 
 class LosesWhatHasEnded(Shipments):
-    """A batch whose task has ended is lost, without a look at whether its calls have ended, or at its result."""
+    """A batch whose task has ended is lost, also if its calls have ended or its result is there."""
 
     def task_ended(self, epoch: int, number: int, *, is_finished: bool, reason: str) -> None:
         out = self._at(epoch, number, Phase.SENT)
@@ -86,7 +86,7 @@ class HearsOldConnections(Dispatcher):
 
 
 class MiscountsLosses(Calls):
-    """A call may run once more than was asked for."""
+    """A call may run once more than `retries` allows."""
 
     def _may_run_again(self, entry: Any) -> bool:
         return super()._may_run_again(entry) or (entry.losses == self._retries + 1 and self._drained is None and self._ended is None)
@@ -110,7 +110,7 @@ class ForgetsToStop(Calls):
 
 
 class ForgetsToStopAfterACut(Dispatcher):
-    """What was cancelled on a connection that is cut is not stopped on the next one."""
+    """Calls that were cancelled during a cut are not stopped on the next connection."""
 
     def cut(self, epoch: int) -> None:
         super().cut(epoch)
@@ -130,7 +130,7 @@ class LeavesArguments(Calls):
 
 
 class LeavesOutcomes(Calls):
-    """Outcomes that are not wanted any more stay in the memory of a node."""
+    """Outcomes without a caller stay in the memory of a node."""
 
     def discard(self, parcel: Parcel) -> None:
         pass
@@ -144,7 +144,7 @@ class LeavesFunctions(FunctionsOnNodes):
 
 
 class EvictsWhatIsUsed(FunctionsOnNodes):
-    """A function is removed although a batch that is out refers to it."""
+    """A function is evicted although a batch in flight refers to it."""
 
     def evict(self, instance_id: str) -> None:
         for file in self.at(instance_id)._files.values():
@@ -153,14 +153,14 @@ class EvictsWhatIsUsed(FunctionsOnNodes):
 
 
 class KeepsUploads(Dispatcher):
-    """A batch that is being uploaded when the pool drains goes out nevertheless."""
+    """A batch that is being uploaded when the pool drains goes out."""
 
     def drain(self, error: Any) -> None:
         self._calls.drain(error)
 
 
 class LosesUnheardAtOnce(Losses):
-    """What the scheduler does not have any more is lost before all is heard that was reported of it."""
+    """A batch that the scheduler does not have any more is lost before the messages that were missed are heard."""
 
     def decide(self) -> None:
         self._unheard_until = 0
@@ -175,7 +175,7 @@ class TakesReturnedForLost(Calls):
 
 
 class ForgetsFetches(Dispatcher):
-    """An outcome whose wire was cut is not asked for again."""
+    """A fetch whose wire was cut is not repeated."""
 
     def tick(self, now: float, is_reachable: Callable[[str], bool]) -> None:
         super().tick(now, lambda _: False)
@@ -190,7 +190,7 @@ class FinishesBeforeLines(Dispatcher):
 
 
 class HearsTwice(Losses):
-    """What a worker reports again, to the scheduler that has come in the place of a lost one, counts as new."""
+    """Reports that a worker repeats to the next scheduler count as new."""
 
     def is_repeated(self, report: Any) -> bool:
         super().is_repeated(report)
@@ -198,7 +198,7 @@ class HearsTwice(Losses):
 
 
 class LosesKept(Dispatcher):
-    """What workers keep through a change of head is lost."""
+    """Calls that workers keep through a change of head are lost."""
 
     def restarted(self, nodes: Any, is_there: Callable[[Parcel], bool], now: float) -> None:
         super().restarted(nodes, is_there, now)
@@ -224,7 +224,7 @@ class MiscountsProgress(Calls):
 
 
 class UploadsTwice(Placement):
-    """A function that is on its way to a node is put there once more, and the first one forgotten."""
+    """A function that is being uploaded to a node is uploaded once more, and the first file forgotten."""
 
     def uploaded(self, number: int, instance_id: str, arguments: Mapping[str, Parcel], functions: Mapping[str, Parcel | None]) -> None:
         for name in functions:
@@ -237,7 +237,7 @@ class UploadsTwice(Placement):
 
 
 class ForgetsFailedUploads(Placement):
-    """A function that did not arrive counts as on its way for ever."""
+    """A function whose upload has failed counts as coming for ever."""
 
     def upload_failed(self, number: int, instance_id: str, functions: Collection[str], error: Exception, *, is_its_fault: bool) -> None:
         super().upload_failed(number, instance_id, (), error, is_its_fault=is_its_fault)
@@ -257,19 +257,19 @@ def first_found(broken: type, monkeypatch: pytest.MonkeyPatch) -> int | None:
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 def test_it_finds(broken: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within as many histories as the quick part goes through."""
+    """Within as many histories as `make quick` runs."""
     assert first_found(broken, monkeypatch) is not None
 
 
 def test_each_part_can_be_broken() -> None:
-    """The parts are the classes that the dispatcher makes, and each has a broken one here."""
+    """Each part that the dispatcher makes has a broken version here."""
     assert {broken.__base__ for broken in BROKEN} == {*PARTS, Dispatcher}
     dispatcher = Dispatcher((), "skyward-topic")
     assert {type(part) for part in vars(dispatcher).values()}.issuperset(PARTS)
 
 
-def test_the_command_tells_what_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the seed, and a code for `make`."""
+def test_the_command_prints_failures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the seed, and with exit code 1 for `make`."""
     monkeypatch.setattr(simulation, "explore", lambda seed: f"seed {seed}: Violation: it broke" if seed == 7 else None)
     monkeypatch.setattr(simulation, "multiprocessing", None)
     assert simulation.main(["--histories", "10", "--processes", "1"]) == 1
