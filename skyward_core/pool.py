@@ -1,7 +1,7 @@
 """`ComputePool`: the open thing. A lease, a Dask cluster and a callback, as a context manager.
 
 States: new -> opening -> open -> closing -> closed. `open` and `close` are the only ways between them; `close` may be called in any state and twice. Whoever
-is stopped on the way from new to open has given back what was rented (`lifecycle.acquire`); from there on `close` is the undo. Whoever is killed has a reaper,
+is stopped on the way from new to open has given back what was rented (`Machines.acquire`); from there on `close` is the undo. Whoever is killed has a reaper,
 which was started before anything was asked for (docs/decisions/0008).
 
 A pool belongs to the process that has opened it. In a fork of that its object is a memory: it says so when it is used, and leaving or forgetting it there
@@ -36,7 +36,7 @@ from skyward_core.machines.instances import Lease
 from skyward_core.machines.signing import signed, verify
 from skyward_core.providers.base import Provider
 from skyward_core.providers.local import Local
-from skyward_core.provisioning import lifecycle
+from skyward_core.provisioning import selection
 from skyward_core.secret import read_values, too_short_to_mask
 from skyward_core.serialization import pickling
 from skyward_core.session.attached import Attached, DetachedCall
@@ -147,7 +147,7 @@ class ComputePool:
     ) -> None:
         spec, providers, why_provider = complete(spec, credentials)
         spec.refuse_what_cannot_be()
-        lifecycle.able(spec, providers)
+        selection.able(spec, providers)
         self._prepare(spec, providers, why_provider, on_event, replace_object, work)
         self._given_secrets = SecretValues(secrets)
 

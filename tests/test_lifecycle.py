@@ -286,13 +286,13 @@ def test_a_machine_that_comes_while_the_pool_closes_is_given_back_at_once(make: 
 
 
 def _close_while_it_launches(machines: lifecycle.Machines, provider: FakeProvider) -> None:
-    machines._offers = {0: provider.offers(sky.Requirements())[0]}
+    machines._selection.offers = {0: provider.offers(sky.Requirements())[0]}
 
     def close_meanwhile(event: object) -> None:
         if isinstance(event, sky.InstanceProvisioned):
             machines.stop()
 
-    machines._emit = close_meanwhile
+    machines._rental._emit = close_meanwhile
     with pytest.raises(sky.PoolClosed):
         machines.replace(0, lambda: True)
 
@@ -359,15 +359,15 @@ def opened(make: Make, tmp_path: Path) -> Iterator[Callable[..., tuple[lifecycle
             machines = lifecycle.Machines(spec, [provider], "sky-1", Future[Any](), emit=told, meter=meter, book=book, purse=purse)
             stack.callback(machines.stop)
             (offer,) = provider.offers(sky.Requirements())
-            machines._offers = {0: offer, 1: offer}
+            machines._selection.offers = {0: offer, 1: offer}
             return machines, purse, meter
 
         yield open_one
 
 
 def node_of(machines: lifecycle.Machines, rank: int) -> Preparation:
-    (instance,) = machines._launch(machines._offers[rank], 1, rank)
-    return Preparation(machines.reaches.to(instance), rank, machines._emit)
+    (instance,) = machines._rental.launch(machines._selection.offers[rank], 1, rank)
+    return Preparation(machines.reaches.to(instance), rank, machines._rental._emit)
 
 
 class UnheardOf(FakeProvider):
@@ -393,7 +393,7 @@ def test_a_lost_machine_is_ended_while_the_pool_goes_on(make: Make, opened: Any,
     provider = make(UnheardOf)
     machines, _, meter = opened(provider)
     lost, _ = node_of(machines, 0), node_of(machines, 1)
-    machines._end_aside(lost)
+    machines._rental.end_aside(lost)
     wait_until(lambda: meter.rented() == {"fake-1"}, "it to be gone")
     assert set(provider.machines.terminated) == {"fake-0"}
     assert list(provider.machines.running) == ["fake-1"]
@@ -406,7 +406,7 @@ def test_a_replacement_waits_for_the_money_of_the_lost_one(make: Make, opened: A
     machines, purse, meter = opened(provider, max_cost=5.0)
     lost = node_of(machines, 0)
     paid = purse.paid_seconds()
-    assert machines._launch_instead(0, machines._end_aside(lost)).id == "fake-1"
+    assert machines._selection.rent_one(0, machines._rental.end_aside(lost)).id == "fake-1"
     assert meter.rented() == {"fake-1"}
     assert purse.paid_seconds() > paid - 60
 
@@ -416,11 +416,11 @@ def test_a_machine_that_stands_by_shortens_the_other_one(make: Make, opened: Any
     provider = make(FakeProvider)
     machines, purse, _ = opened(provider, max_cost=10.0)  # a cent each second, and a minute for the end
     there = node_of(machines, 0)
-    other = machines._launch_instead(0, None)
+    other = machines._selection.rent_one(0, None)
     directory = Path(there.instance.directory or "")
     assert 430 < (read_paid(directory) or 0) - uptime() <= 440
     assert (end_of(other) - end_of(there.instance)) in (0, 1)
-    machines._end(there)
+    machines._rental.end(there)
     purse.turn()
     assert 930 < purse.paid_seconds() <= 940
 

@@ -33,7 +33,7 @@ from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.metering import Meter
 from skyward_core.machines.instances import Endpoint, Instance
 from skyward_core.machines.offers import Offer
-from skyward_core.provisioning import lifecycle
+from skyward_core.provisioning import head_restart, lifecycle
 from skyward_core.transport import code_upload, ssh_transport
 from skyward_core.worker.settings import NodeSettings
 from tests.conftest import Told, wait_until
@@ -113,10 +113,11 @@ class Cloud(FakeProvider):
 class Many:
     """The machines of a pool of NODES nodes, and what they wait for."""
 
-    def __init__(self, nodes: FakeNodes, together: Together, machines: lifecycle.Machines, told: Told) -> None:
+    def __init__(self, nodes: FakeNodes, together: Together, machines: lifecycle.Machines, meter: Meter, told: Told) -> None:
         self.nodes = nodes
         self.together = together
         self.machines = machines
+        self.meter = meter
         self.told = told
 
     def expect(self, *what: str, excused: str = "", **others: int) -> None:
@@ -159,7 +160,7 @@ def rent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rent]:
             book.open()
             machines = lifecycle.Machines(spec, [cloud], "sky-many", certificate, emit=told, meter=meter, book=book, purse=Purse("sky-many", meter))
             undo.callback(machines.release)
-            return Many(nodes, together, machines, told)
+            return Many(nodes, together, machines, meter, told)
 
         yield rent
 
@@ -281,7 +282,7 @@ def test_where_all_processes_have_died_all_begin_anew_at_once(rent: Rent) -> Non
     assert [(node.rank, node.instance.id) for node in lease.nodes] == [(rank, f"fake-{NODES + rank}") for rank in range(NODES)]
     assert {many.told_of(node.instance.id).scheduler for node in lease.nodes} == {None, lease.scheduler}
     assert [event.count for event in many.told.of(sky.InstanceLaunching)] == [NODES, NODES]
-    wait_until(lambda: many.machines._meter.rented() == {node.instance.id for node in lease.nodes}, "the dead ones to be gone")
+    wait_until(lambda: many.meter.rented() == {node.instance.id for node in lease.nodes}, "the dead ones to be gone")
 
 
 def test_a_machine_that_cannot_begin_anew_leaves_its_rank_vacant(rent: Rent, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +291,7 @@ def test_a_machine_that_cannot_begin_anew_leaves_its_rank_vacant(rent: Rent, mon
     with ExitStack() as undo:
         before = many.machines.acquire(undo)
         undo.pop_all()
-    monkeypatch.setattr(lifecycle, "BEGIN_SECONDS", 1.0)
+    monkeypatch.setattr(head_restart, "BEGIN_SECONDS", 1.0)
     start = ssh_transport.RemoteReach.start
 
     def fail(self: ssh_transport.RemoteReach, *args: Any, **words: Any) -> None:
@@ -303,7 +304,7 @@ def test_a_machine_that_cannot_begin_anew_leaves_its_rank_vacant(rent: Rent, mon
     assert [node.rank for node in lease.nodes] == [rank for rank in range(NODES) if rank != 2]
     assert lease.nodes[2].instance.id == "fake-3"
     assert many.told_of("fake-3").scheduler == lease.scheduler
-    wait_until(lambda: many.machines._meter.rented() == {node.instance.id for node in lease.nodes}, "the others to be gone")
+    wait_until(lambda: many.meter.rented() == {node.instance.id for node in lease.nodes}, "the others to be gone")
 
 
 # ── what they are sent ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -22,7 +22,7 @@ from skyward_core.engine.futures import CallFuture
 from skyward_core.ledger.metering import PHASES, Meter
 from skyward_core.ledger.rows import BILLING_ROUNDING, Bucket, Price
 from skyward_core.machines.offers import by_month
-from skyward_core.provisioning import lifecycle
+from skyward_core.provisioning import rental
 from skyward_core.worker.streams import Told as Outcomes
 from skyward_core.worker.wire import Ending, Outcome
 from tests.conftest import Told, shared, wait_until
@@ -77,7 +77,7 @@ def test_what_is_billed_beside_a_machine_is_counted_with_it() -> None:
     clock.seconds += 3600
     assert meter.update().accumulated_cost == 2.1
     assert meter.update().hourly_rate == 2.1
-    told = lifecycle._provisioned(spot)
+    told = rental._provisioned(spot)
     assert (told.price_spot, told.price_on_demand) == (2.1, 5.1)
 
 

@@ -24,7 +24,7 @@ from skyward_core.machines.offers import Offer
 from skyward_core.providers import hosts, termination_shell
 from skyward_core.provisioning.bootstrap import Role, node_script, settings_of
 from skyward_core.provisioning.guard import guard_script
-from skyward_core.provisioning.lifecycle import refuse, warn
+from skyward_core.provisioning.selection import refuse, warn
 from skyward_core.transport.transport import Reaches
 from skyward_core.worker.settings import NodeSettings, with_partitions
 from skyward_core.worker.supervisor import read_settings

@@ -16,7 +16,7 @@ from skyward_core.engine.membership import HOLD_SECONDS, LATE_SECONDS, LOOKS_AT_
 from skyward_core.events.narrator import Narrator
 from skyward_core.machines.instances import Instance
 from skyward_core.provisioning.bootstrap import Preparation
-from skyward_core.provisioning.lifecycle import Machines
+from skyward_core.provisioning.nodes import Nodes
 from skyward_core.worker.preemption_notice import MARK, NOTICE_SECONDS, Kind, Listener, Metadata, Notice
 from skyward_core.worker.settings import NodeSettings, with_partitions
 from tests.conftest import Told, wait_until
@@ -425,12 +425,12 @@ def noticed(service: FakeMetadata, monkeypatch: pytest.MonkeyPatch) -> FakeMetad
     first: list[str] = []
     begun = datetime.now(UTC)
 
-    def url_of(machines: Machines, node: Preparation) -> str:
-        if node.rank == 1 and not first and machines._created_at > begun:
+    def url_of(nodes: Nodes, node: Preparation) -> str:
+        if node.rank == 1 and not first and nodes.created_at > begun:
             first.append(node.instance.id)
         return service.url if node.instance.id in first else ""
 
-    monkeypatch.setattr(Machines, "_notice_url", url_of)
+    monkeypatch.setattr(Nodes, "notice_url", url_of)
     return service
 
 

@@ -22,7 +22,7 @@ from skyward_core.machines.offers import Extra, Offer, Requirements, matches, ra
 from skyward_core.provisioning import candidates as placing
 from skyward_core.provisioning import teardown
 from skyward_core.provisioning.candidates import Sold, candidates, key_of, none_left, order, refusal, resting
-from skyward_core.provisioning.lifecycle import Machines
+from skyward_core.provisioning.selection import Selection
 from skyward_core.provisioning.termination import Ending
 from tests.conftest import Told
 from tests.fakes import FakeProvider
@@ -571,15 +571,15 @@ def test_the_part_that_was_refused_is_blamed(folder: str, is_spot: bool) -> None
     assert [one.spot for one in seen.of(sky.CandidateRefused)] == [one.spot for one in error.refusals] == written == [is_spot]
 
 
-class Shelf(Machines):
-    """Launches nothing: each type answers with its error."""
+class Shelf:
+    """A rental that launches nothing: each type answers with its error."""
 
-    def __init__(self, own: Offer, others: Sequence[Offer], answers: Mapping[str, SkywardError]) -> None:
-        self._spec, self._provider = sky.PoolSpec.of(), CHEAP
-        self._offers, self._others = {0: own}, list(others)
+    provider = CHEAP
+
+    def __init__(self, answers: Mapping[str, SkywardError]) -> None:
         self.answers, self.asked = answers, list[str]()
 
-    def _launch(self, offer: Offer, count: int, first_rank: int, along: Sequence[placing.Part] = ()) -> list[sky.Instance]:
+    def launch(self, offer: Offer, *_: Any) -> list[sky.Instance]:
         self.asked.append(offer.instance_type)
         raise self.answers[offer.instance_type]
 
@@ -587,11 +587,13 @@ class Shelf(Machines):
 def test_a_replacement_that_is_too_dear_is_passed_over() -> None:
     """What stands after it may be paid for, and the lost one's own type may be free once that is gone."""
     a, b, c = offer("a", 1.0), offer("b", 9.0), offer("c", 2.0)
-    shelf = Shelf(a, [a, b, c], {"a": NoCapacity("none"), "b": BudgetExceeded("too dear"), "c": QuotaExceeded("none")})
+    shelf: Any = Shelf({"a": NoCapacity("none"), "b": BudgetExceeded("too dear"), "c": QuotaExceeded("none")})
+    selection = Selection(sky.PoolSpec.of(), [CHEAP], shelf, emit=Told(), book=None)  # type: ignore[arg-type]
+    selection.offers, selection.others = {0: a}, [a, b, c]
     ended = Ending("a-1", CHEAP)
     ended.over.set()
     with pytest.raises(NoCapacity):
-        shelf._launch_instead(0, ended)
+        selection.rent_one(0, ended)
     assert shelf.asked == ["a", "b", "c", "a"]
 
 

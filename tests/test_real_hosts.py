@@ -33,7 +33,7 @@ from skyward_core.events.events import (
     InstanceLost,
 )
 from skyward_core.providers import hosts as providers_of_hosts
-from skyward_core.provisioning import lifecycle
+from skyward_core.provisioning import rental
 from tests.conftest import Told, processes_by_tag, slowness, wait_until
 from tests.testbed import Fleet, Host
 from tests.testbed.command import run
@@ -380,7 +380,7 @@ def test_a_partition_that_does_not_heal_costs_a_host(hosts, owned, timings, monk
         assert where() @ pool == ((hosts[0].name, 0), (hosts[1].name, 1), (hosts[3].name, 2))
         monkeypatch.setattr(providers_of_hosts, "CONNECT_SECONDS", 3.0)
         monkeypatch.setattr(sky.Hosts, "gone_deadline_seconds", 1.0)
-        monkeypatch.setattr(lifecycle, "GUARD_GRACE_SECONDS", 600.0)  # however long all this took here: it is not yet taken for ended by its guard
+        monkeypatch.setattr(rental, "GUARD_GRACE_SECONDS", 600.0)  # however long all this took here: it is not yet taken for ended by its guard
         pool.close()  # the work is done, and hosts cost nothing
         assert pool.unconfirmed is not None
         assert pool.unconfirmed.ids == (instance.id,)

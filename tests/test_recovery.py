@@ -28,7 +28,7 @@ from skyward_core.engine.membership import (
 from skyward_core.engine.recovery import Recovery
 from skyward_core.errors import NoCapacity, NodeLost, PoolClosed, SkywardError, Unreachable
 from skyward_core.machines.instances import Endpoint, Instance, InstanceState, Lease, Node
-from skyward_core.provisioning.lifecycle import HEIR_SECONDS
+from skyward_core.provisioning.head_restart import HEIR_SECONDS
 from skyward_core.worker.preemption_notice import Kind, Notice
 from tests.conftest import Told, wait_until
 

@@ -1,6 +1,6 @@
 """What a provider is: its own configuration, with four verbs.
 
-`launch` is called by `provisioning.lifecycle` alone, `terminate` by it and by `teardown`. All four are synchronous, threads are the caller's business; each
+`launch` is called by `provisioning.rental` alone, `terminate` by it and by `teardown`. All four are synchronous, threads are the caller's business; each
 comes to an end by itself: a request that could hang has a time-out, for whoever gives machines back waits for it.
 """
 

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import CommandFailed, SkywardError
-from skyward_core.provisioning.lifecycle import ALL_AT_ONCE, Machines
+from skyward_core.provisioning.lifecycle import Machines
+from skyward_core.provisioning.port_forwarding import ALL_AT_ONCE
 from skyward_core.transport.transport import LocalReach, Reach
 from skyward_core.worker.watchdog import DETACHED, LEASE, uptime, write_lease
 

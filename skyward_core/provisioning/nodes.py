@@ -1,0 +1,196 @@
+"""The nodes of a pool: which machine has which rank, where the scheduler is, and what each node is told.
+
+`Nodes` is the one shared value of a pool's machines. `startup`, `replacement` and `head_restart` change it:
+
+    nodes, scheduler, generation, ports    while the pool opens by its thread alone; then under `settings_lock`
+    removal of one rank                    by the thread that replaces this rank, without the lock (recovery has one such thread for each rank)
+
+`settings_lock` is held while nodes are told who the head is: so no node is told of a head that another thread replaces meanwhile. It is the only lock here, and
+nothing that is called under it takes it again. Under it the locks of journal, budget and transport may be taken, and never the other way round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from skyward_core.concurrency.threads import side_by_side
+from skyward_core.errors import BadRequest, CommandFailed, SkywardError, Unreachable
+from skyward_core.machines.instances import Instance, Lease, Node
+from skyward_core.provisioning.bootstrap import Preparation, Role, node_script, settings_of
+from skyward_core.provisioning.port_forwarding import ALL_AT_ONCE, PortForwarding
+from skyward_core.provisioning.rental import Emit, Rental
+from skyward_core.spec import PoolSpec
+from skyward_core.transport.transport import LocalReach
+from skyward_core.worker.preemption_notice import Notice
+from skyward_core.worker.settings import NodeSettings
+from skyward_core.worker.watchdog import MISSED
+
+if TYPE_CHECKING:
+    from skyward_core.engine.certificates import PoolCertificate
+
+LIVES_SECONDS = 4.0  # for the answer whether a node's supervisor lives
+
+
+class Nodes:
+    """What is known of the nodes, what they are asked, and their settings."""
+
+    def __init__(self, spec: PoolSpec, pool_id: str, rental: Rental, certificate: Future[PoolCertificate], emit: Emit) -> None:
+        self._spec = spec
+        self._pool_id = pool_id
+        self._rental = rental
+        self._certificate = certificate
+        self._emit = emit
+        self.settings_lock = threading.Lock()
+        self.all: dict[int, Preparation] = {}
+        """The nodes that there are now, by rank."""
+        self.scheduler = ""
+        """The scheduler's address, as the head says it."""
+        self.generation = 0
+        """It grows whenever all nodes are told anew who the head is."""
+        self.head_port = 0
+        self.forwarding = PortForwarding(spec)
+        self.created_at = datetime.now(UTC)
+
+    # ── the lease and the scheduler ──────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def lease(self) -> Lease:
+        """The written claim on the machines that there are now."""
+        nodes = tuple(
+            Node(instance=node.instance, rank=rank, workers=self._spec.workers_per_node, slots=self._spec.concurrency)
+            for rank, node in sorted(self.all.items())
+        )
+        provider = self._rental.provider.to_json()
+        return Lease(pool_id=self._pool_id, provider=provider, nodes=nodes, scheduler=self.scheduler, created_at=self.created_at)
+
+    @property
+    def scheduler_from_here(self) -> str:
+        """The address at which this client reaches the scheduler."""
+        return self.all[0].reach.address(self.scheduler)
+
+    def extend_leases(self, seconds: float) -> None:
+        """Let all nodes live for so many seconds from now. Raises Unreachable if one cannot be told, BadRequest if they need this client."""
+        if self.forwarding.is_on:
+            raise BadRequest("the nodes do not see each other, and talk through this client: the pool cannot be left alone")
+        side_by_side(lambda node: node.reach.extend_lease(seconds), list(self.all.values()), "skyward-nodes", ALL_AT_ONCE)
+
+    # ── what a node is told ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def preparation_of(self, instance: Instance, rank: int) -> Preparation:
+        """Return a machine as one that is to become a node. It has no rank in the pool yet."""
+        return Preparation(self._rental.reaches.to(instance), rank, self._emit)
+
+    def script(self) -> str:
+        """Return the script that makes a node of a machine."""
+        return "" if self._rental.provider.is_here else node_script(self._spec)
+
+    def settings(self, node: Preparation, rank: int, scheduler: str | None) -> NodeSettings:
+        """Return what a node is told about itself; without a scheduler it is the head."""
+        forwarding = self.forwarding
+        host = "127.0.0.1" if forwarding.is_on else node.instance.private_ip or "127.0.0.1"
+        head_host = "127.0.0.1" if forwarding.is_on else self.all[0].instance.private_ip or "127.0.0.1"
+        role = Role(rank, self.generation, host, head_host, self.head_port, scheduler, forwarding.ports_of(rank))
+        certificate = self._certificate.result()
+        if isinstance(node.reach, LocalReach):
+            node.reach.say_busy()  # for how long it is paid: it learns this from nothing else before it can do without us
+        accelerator, lifetime = self._rental.accelerator_of(node.instance.id), self._spec.max_lifetime
+        is_simulated = self._rental.provider.simulates
+        return settings_of(node.reach, role, self._spec, certificate, accelerator, lifetime, self.notice_url(node), is_simulated=is_simulated)
+
+    def connect(self) -> None:
+        """Forward ports between the nodes where they do not see each other."""
+        self.forwarding.connect(self.all, self.head_port)
+
+    # ── what a node is asked ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def sees_the_head(self, node: Preparation) -> bool:
+        """Tell whether a node reaches the scheduler. Raises BootstrapFailed if it does not answer."""
+        parts = urlsplit(self.scheduler)
+        try:
+            return node.reach.can_reach(str(parts.hostname), parts.port or 0)
+        except (Unreachable, CommandFailed) as error:
+            raise node.failure(f"it does not answer any more: {error}") from error
+
+    def last_words(self, rank: int) -> str:
+        """Return what a node has said last, if it can still be asked."""
+        node = self.all.get(rank)
+        if node is None:
+            return ""
+        try:
+            node.follow()
+        except SkywardError:
+            pass  # it has failed, and that is what is reported
+        return node.last_words
+
+    def has_ended(self, rank: int) -> bool:
+        """Tell whether a node has said that it has ended, or is not there at all."""
+        node = self.all.get(rank)
+        if node is None:
+            return True
+        try:
+            node.follow()
+        except SkywardError:
+            return True
+        return node.has_ended
+
+    def is_connected(self, rank: int) -> bool:
+        """Tell whether a node answers this client, as far as is known."""
+        node = self.all.get(rank)
+        if node is None or not node.reach.is_connected:
+            return False
+        return not self._rental.provider.is_here or node.instance.id in self._rental.living()
+
+    def lives(self, ranks: Collection[int]) -> dict[int, bool]:
+        """Ask these nodes, all at once, whether their supervisors live. False: the machine answers, and its supervisor has died. No answer: not in the result.
+
+        Takes LIVES_SECONDS at most.
+        """
+
+        def ask_one(ranked: tuple[int, Preparation]) -> tuple[int, bool | None]:
+            rank, node = ranked
+            try:
+                return rank, node.reach.lives(LIVES_SECONDS)
+            except (SkywardError, OSError):
+                return rank, None
+
+        nodes = [(rank, node) for rank in ranks if (node := self.all.get(rank)) is not None]
+        return {rank: lives for rank, lives in side_by_side(ask_one, nodes, "skyward-lives", ALL_AT_ONCE) if lives is not None}
+
+    def rouse(self, rank: int, workers: Sequence[int]) -> None:
+        """Have a node kill those of its workers and start them anew: they stay away, though it is there. Raises what a `Reach` raises."""
+        node = self.all.get(rank)
+        if node is not None:
+            node.reach.write(MISSED, " ".join(map(str, workers)))
+
+    def notices(self, rank: int) -> tuple[Notice, ...]:
+        """Return the notices that say when the machine of a node is taken back."""
+        node = self.all.get(rank)
+        if node is None or not self.notice_url(node):
+            return ()
+        with contextlib.suppress(SkywardError):  # it has failed, which is noticed elsewhere
+            node.follow()
+        return node.notices
+
+    def notice_url(self, node: Preparation) -> str:
+        """Return where a machine learns that it is taken back; "" where it does not."""
+        return self._rental.provider.notice_url if node.instance.is_spot else ""
+
+    def raise_if_lost(self, node: Preparation) -> None:
+        """Raise BootstrapFailed if a machine that is waited for is gone; an outage of the provider says nothing.
+
+        Over SSH the provider is asked only if the machine is silent.
+        """
+        if node.reach.is_connected and not self._rental.provider.is_here:
+            return
+        try:
+            is_gone = node.instance.id not in self._rental.living()
+        except Exception:
+            return
+        if is_gone:
+            raise node.failure("its machine is gone")

@@ -1,0 +1,276 @@
+"""Starts and ends the rental of single machines: the only code of an open pool that starts or stops spending.
+
+States of a launch, and what is left when the client is killed between two lines:
+
+    granted money -> intended (ledger) -> asked for -> bound (ledger), counted by the meter
+                  nothing is rented    └─ a machine that has our tags: the ledger's intent, or a listing by tag, finds it
+
+A launch that fails may have made machines. So the money of such a launch stays set aside, and `end_all` asks the provider by tag. It never trusts a list that
+is kept here.
+
+`Rental` owns the provider that rents, and the answer to two questions: may more be rented (`is_closing`), and may something be left (`may_be_left`). It has no
+lock. Launches and ends of several ranks run at the same time in several threads; journal, budget and `Endings` have their own locks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from skyward_core.accelerators import Accelerator
+from skyward_core.errors import BadRequest, BudgetExceeded, InstancesLeft, NoCapacity, PoolClosed, SkywardError
+from skyward_core.events.events import InstanceLaunching, InstanceProvisioned, InstanceStopping, SkywardEvent
+from skyward_core.ledger.budgets import Grant, Purse
+from skyward_core.ledger.journal import Book, price_of
+from skyward_core.ledger.metering import Meter
+from skyward_core.machines.instances import Instance
+from skyward_core.machines.offers import Offer, total_of
+from skyward_core.providers.base import Provider
+from skyward_core.provisioning.bootstrap import Preparation, startup_script
+from skyward_core.provisioning.candidates import Part
+from skyward_core.provisioning.teardown import give_back
+from skyward_core.provisioning.termination import Ending, Endings
+from skyward_core.spec import PoolSpec
+from skyward_core.transport.transport import Reaches
+
+GUARD_GRACE_SECONDS = 10.0
+
+_log = logging.getLogger("skyward")
+
+type Emit = Callable[[SkywardEvent], object]
+
+
+class Rental:
+    """Launches machines and ends them. One provider rents at a time; another one only when the first has no machine of the pool."""
+
+    def __init__(self, spec: PoolSpec, provider: Provider, pool_id: str, *, emit: Emit, meter: Meter, book: Book, purse: Purse) -> None:
+        self._spec = spec
+        self._provider = provider
+        self._pool_id = pool_id
+        self._emit = emit
+        self._meter = meter
+        self._book = book
+        self._purse = purse
+        self.reaches = Reaches(spec.lease_seconds, emit, purse.paid_seconds)
+        self._accelerators: dict[str, Accelerator | None] = {}
+        """What the calls on each machine may use."""
+        self._lost_at: dict[str, float] = {}
+        self._endings = Endings(pool_id, book)
+        self.answered_at = 0.0
+        """When the last launch was answered, or has failed."""
+        self._launched_at = 0.0
+        self._is_launch_unsure = False
+        """True once a launch was asked for and its answer was lost: there may be machines that this process does not know."""
+        self._unsure = set[Grant]()
+        """What such launches were granted, until a listing that came late enough has no machine of the pool."""
+        self._has_asked = False
+        """Whether any launch was begun at all."""
+        self.may_be_left = False
+        """Whether something was asked for that is not known to be gone. If the giving back was cut off, another process must go on with it."""
+        self._closing = threading.Event()
+        self._is_closing = False
+
+    @property
+    def provider(self) -> Provider:
+        """The provider that rents the machines."""
+        return self._provider
+
+    def turn_to(self, provider: Provider, account: str) -> None:
+        """Rent from this provider from now on. The one before has no machine of the pool."""
+        self._book.turn_to(provider, account)
+        if provider != self._provider:
+            self._is_launch_unsure = False  # that was about the one before, which was asked and has none of our machines
+            self._launched_at = 0.0
+        self._provider = provider
+
+    def accelerator_of(self, instance_id: str) -> Accelerator | None:
+        """Return what the calls on a machine may use."""
+        return self._accelerators.get(instance_id)
+
+    def living(self) -> set[str]:
+        """Return the ids of the pool's machines that the provider lists. Raises what the provider raises."""
+        return {instance.id for instance in self._provider.instances(self._pool_id)}
+
+    # ── launch ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def launch(self, offer: Offer, count: int, first_rank: int, along: Sequence[Part] = ()) -> list[Instance]:
+        """Rent machines, as `launch_up_to`. Raises NoCapacity if fewer came than were asked for: its caller gives them back."""
+        began = time.monotonic()
+        instances = self.launch_up_to(offer, count, first_rank, along)
+        if len(instances) < count:
+            few = NoCapacity(f"{self._provider.name} had {len(instances)} of {count} x {offer.instance_type} in {offer.region}; they have been given back")
+            self._book.tried(offer, time.monotonic() - began, few)
+            raise few
+        return instances
+
+    def launch_up_to(self, offer: Offer, count: int, first_rank: int, along: Sequence[Part] = ()) -> list[Instance]:
+        """Rent machines, one at least; the meter counts from the moment they are asked for. Raises what `Provider.launch` raises, BudgetExceeded, PoolClosed.
+
+        `along` are the parts of the same candidate that are asked for next: the money has to be enough for all of them.
+        """
+        self._raise_if_closing()
+        grant, accelerator = self._granted(offer, count, along)
+        is_refused = is_unsure = False
+        try:
+            script = startup_script(self._spec, self._provider, grant.lifetime_seconds)
+            self._emit(InstanceLaunching(count, offer.instance_type, self._provider.name))
+            self._has_asked = True
+            launch = self._book.intend(offer, count, first_rank, grant)
+        except BaseException:
+            self._purse.returned(grant)
+            raise
+        self.may_be_left = True
+        began = time.monotonic()
+        try:
+            instances = self._provider.launch(offer, count, launch.tags, script)
+        except NoCapacity as error:
+            is_refused = True
+            self._book.refused(launch, str(error))
+            self._purse.returned(grant)
+            self._book.tried(offer, time.monotonic() - began, error)
+            raise
+        except BaseException as error:
+            if isinstance(error, SkywardError):
+                self._book.tried(offer, time.monotonic() - began, error)
+            self._is_launch_unsure = is_unsure = True  # never taken back: another launch that went well says nothing of this one
+            raise  # the money stays set aside: what was launched lives as long as it was granted, or until it is known to be gone
+        finally:
+            self.answered_at = time.monotonic()
+            if not is_refused:
+                self._launched_at = time.monotonic()  # a machine may have been created as late as this
+            if is_unsure:  # last: the code that gives back what this grant made has to know how late that may be
+                self._unsure.add(grant)
+        self._book.bind(launch, instances)
+        self._purse.launched([instance.id for instance in instances], grant)
+        self._accelerators |= {instance.id: accelerator for instance in instances}
+        for instance in instances:
+            self._emit(_provisioned(instance))
+        if self.is_closing:  # the pool's own giving back may be over already
+            self.end_all()
+            raise PoolClosed("the pool is closing")
+        if len(instances) == count:
+            self._book.tried(offer, time.monotonic() - began)
+        return instances
+
+    def _granted(self, offer: Offer, count: int, along: Sequence[Part]) -> tuple[Grant, Accelerator | None]:
+        """Set money aside for these machines; return the grant, and what calls on the machines may use. Raises BadRequest, BudgetExceeded."""
+        began = time.monotonic()
+        try:
+            accelerator = self._spec.accelerator_on(offer)
+            self._spec.neuron_cores_of(accelerator)  # refuses before the machine is paid for what would be refused after it
+            prices = [(part.count, price_of(part.offer, self._provider)) for part in along]
+            grant = self._purse.grant(
+                count, price_of(offer, self._provider), along=prices, ending_seconds=self._provider.ending_seconds, tell=self.reaches.tell_paid
+            )
+        except (BadRequest, BudgetExceeded) as error:
+            self._book.tried(offer, time.monotonic() - began, error)
+            raise
+        return grant, accelerator
+
+    # ── one machine ends, the pool goes on ───────────────────────────────────────────────────────────────────────────
+
+    def end_aside(self, node: Preparation) -> Ending:
+        """Give back a lost machine in a thread of its own: one that does not answer takes its time."""
+        return self._endings.end_aside(node.instance.id, self._provider, f"skyward-end-{node.rank}", lambda: self._let_go(node))
+
+    def end(self, node: Preparation) -> None:
+        """Give back a lost machine. What cannot be done now is tried again, and done in any case when the pool ends."""
+        self._let_go(node)
+        self._endings.end(node.instance.id, self._provider)
+
+    def _let_go(self, node: Preparation) -> None:
+        self._lost_at[node.instance.id] = time.monotonic()
+        self.reaches.forget(node.instance)
+        self._emit(InstanceStopping(node.instance.id))
+
+    # ── all machines end ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether nothing may be rented any more."""
+        return self._is_closing or self._closing.is_set()
+
+    def launch_no_more(self) -> None:
+        """From now on rent nothing. Waits for nothing: a signal handler may call it."""
+        self._is_closing = True
+
+    def stop(self) -> None:
+        """Launch no more, and end the waiting of every thread that waits for a machine here."""
+        self._closing.set()
+        self.reaches.close()
+        self._endings.stop()
+
+    def go_on_until(self, deadline: float, what: str, pause_seconds: float = 0.05) -> None:
+        """Pause. Raises PoolClosed after `stop`, and SkywardError with the words of `what` after the deadline, which `time.monotonic` counts."""
+        if self._closing.wait(pause_seconds):
+            raise PoolClosed("the pool is closing")
+        if time.monotonic() > deadline:
+            raise SkywardError(what)
+
+    def give_back_or_warn(self) -> None:
+        """Give back what an opening that fails has rented. For machines that cost nothing this only warns: the error of the opening is raised, not this one."""
+        try:
+            self.give_back()
+        except InstancesLeft as error:
+            if not self._provider.may_be_left_to_its_lease():
+                raise
+            _log.warning("left to their lease: %s", error)
+
+    def give_back(self) -> None:
+        """End all machines of the pool, and make sure. Raises InstancesLeft if some could not be confirmed gone."""
+        if not self._has_asked:
+            return  # there can be no machine, and the provider that would be asked may be the one that has just refused
+        over = time.monotonic() - self._spec.lease_seconds - GUARD_GRACE_SECONDS
+        ended = frozenset(machine for machine, since in self._lost_at.items() if since < over)
+        for machine in ended & self._meter.rented():
+            _log.warning("%s has been silent for longer than its lease: its guard has ended it there, if it lives at all", machine)
+        self.end_all(ended)
+
+    def end_all(self, presumed_gone: frozenset[str] = frozenset()) -> None:
+        """End all machines that the provider lists under the pool's tags. Raises InstancesLeft. Money of unsure launches is free after it."""
+        lag = self._provider.listing_lag_seconds
+        over = set(self._unsure)  # before the listing: a launch that another thread asks for meanwhile may come after it
+        give_back(
+            self._provider,
+            self._pool_id,
+            self._book,
+            are_all_known=not self._is_launch_unsure,
+            presumed_gone=presumed_gone,
+            unsure_until=self._launched_at + lag if lag else 0.0,
+        )
+        self.may_be_left = False
+        self._book.nothing_is_left()
+        for grant in over:  # what they made was found, ended and counted by then
+            self._purse.returned(grant)
+        self._unsure -= over
+
+    def end_now(self) -> None:
+        """Ask once for the end of all machines, and wait for nothing: for a pool without a reaper. Errors are left to `give_back`."""
+        asked = set[str]()
+        for known in (self._meter.rented, self.living):  # those that are known first: a listing may fail
+            try:
+                if ids := known() - asked:
+                    asked |= ids
+                    self._provider.terminate(sorted(ids))
+            except Exception:
+                _log.exception("the machines could not all be ended right away; closing the pool tries again")
+
+    def _raise_if_closing(self) -> None:
+        if self.is_closing:
+            raise PoolClosed("the pool is closing")
+
+
+def _provisioned(instance: Instance) -> InstanceProvisioned:
+    beside = total_of(instance.extras_per_hour)
+    return InstanceProvisioned(
+        instance_id=instance.id,
+        node=instance.rank,
+        spot=instance.is_spot,
+        provider=instance.provider,
+        ip=instance.ip,
+        instance_type=instance.instance_type,
+        price_on_demand=None if instance.on_demand_price_per_hour is None else instance.on_demand_price_per_hour + beside,
+        price_spot=instance.price_per_hour + beside if instance.is_spot else None,
+    )

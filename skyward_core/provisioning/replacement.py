@@ -1,0 +1,115 @@
+"""Puts another machine in the place of one node that is lost or about to be lost.
+
+    lost ──────────────> rented ─> started ─┬─> told its settings ─> its workers have joined: a node
+    about to be lost ─> rented ─> started ──┴─> stands by, until the next `replace` of its rank takes it
+
+A machine that fails on this way is given back at once (`Rental.end`). One that stands by has the pool's tags: if the process dies, it is found and given back.
+
+`Replacement` owns the machines that stand by. Each rank has one thread at a time (`engine.recovery`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from skyward_core.errors import NodeLost
+from skyward_core.provisioning.bootstrap import LAST_PHASE, LOOK_SECONDS, Preparation
+from skyward_core.provisioning.nodes import Nodes
+from skyward_core.provisioning.rental import Rental
+from skyward_core.provisioning.selection import Selection
+from skyward_core.provisioning.termination import Ending
+from skyward_core.spec import PoolSpec
+
+RETIRED = -1  # the generation of a node that is to end its workers for good
+
+
+class Replacement:
+    """Replaces single nodes of an open pool; several ranks at the same time."""
+
+    def __init__(self, spec: PoolSpec, rental: Rental, selection: Selection, nodes: Nodes) -> None:
+        self._spec = spec
+        self._rental = rental
+        self._selection = selection
+        self._nodes = nodes
+        self._standing_by: dict[int, Preparation] = {}
+        """Machines that are prepared to take the place of one that is still there."""
+
+    def replace(self, rank: int, is_there: Callable[[], bool]) -> None:
+        """Put another machine in the place of a lost one, and wait until its workers have joined (`is_there`). Raises what `acquire` raises, PoolClosed."""
+        nodes = self._nodes
+        lost = nodes.all.pop(rank, None)
+        ending = self._rental.end_aside(lost) if lost is not None else None
+        deadline = time.monotonic() + self._spec.provision_timeout
+        node = self._standing_by.pop(rank, None) or self._rent_instead(rank, ending)
+        try:
+            with nodes.settings_lock:
+                nodes.forwarding.choose_for(rank)
+                nodes.all[rank] = node
+                nodes.connect()
+                self._raise_if_cut_off(node)
+                node.tell(nodes.settings(node, rank, nodes.scheduler))
+            looked = time.monotonic()
+            while not is_there():
+                node.follow()
+                self._raise_if_dropped(rank, node)
+                self._rental.go_on_until(deadline, f"node {rank} did not join the pool in time")
+                if time.monotonic() - looked > LOOK_SECONDS:
+                    looked = time.monotonic()
+                    nodes.raise_if_lost(node)
+            node.reach.opened()
+        except BaseException:
+            if nodes.all.get(rank) is node:
+                del nodes.all[rank]
+            self._rental.end(node)
+            raise
+
+    def stand_by(self, rank: int) -> None:
+        """Prepare a machine that the next `replace` of this rank will take; nothing to do if there is one. Raises what `acquire` raises, PoolClosed.
+
+        It waits for its settings, and gives up without (`supervisor.SETTINGS_DEADLINE_SECONDS`): then `replace` fails, and rents another one the next time.
+        """
+        if rank in self._standing_by:
+            return
+        deadline = time.monotonic() + self._spec.provision_timeout
+        node = self._rent_instead(rank, None)
+        try:
+            looked = time.monotonic()
+            while node.phase != LAST_PHASE:
+                node.follow()
+                self._rental.go_on_until(deadline, f"the machine that stands by for node {rank} was not ready in time")
+                if time.monotonic() - looked > LOOK_SECONDS:
+                    looked = time.monotonic()
+                    self._nodes.raise_if_lost(node)
+        except BaseException:
+            self._rental.end(node)
+            raise
+        node.reach.opened()
+        self._standing_by[rank] = node
+
+    def retire(self, rank: int, instance_id: str) -> None:
+        """Have a node end its workers for good, if it still is this machine; `replace` gives it back. What runs there is lost. Raises what a `Reach` raises."""
+        with self._nodes.settings_lock:
+            node = self._nodes.all.get(rank)
+            if node is not None and node.instance.id == instance_id:
+                settings = replace(self._nodes.settings(node, rank, self._nodes.scheduler), workers=(), generation=RETIRED)
+                node.reach.write("settings.json", settings.to_json())
+
+    def _rent_instead(self, rank: int, ending: Ending | None) -> Preparation:
+        """Rent a machine and have it begin to become a node."""
+        node = self._nodes.preparation_of(self._selection.rent_one(rank, ending), rank)
+        try:
+            node.start(self._nodes.script(), self._spec.provision_timeout)
+        except BaseException:
+            self._rental.end(node)
+            raise
+        return node
+
+    def _raise_if_cut_off(self, node: Preparation) -> None:
+        if not self._nodes.forwarding.is_on and not self._nodes.sees_the_head(node):
+            raise node.failure(f"it does not get through to the head at {self._nodes.scheduler}, and the other nodes do")
+
+    def _raise_if_dropped(self, rank: int, node: Preparation) -> None:
+        if self._nodes.all.get(rank) is not node:
+            raise NodeLost(f"node {rank} could not be told of the new head")

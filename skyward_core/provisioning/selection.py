@@ -1,0 +1,230 @@
+"""Selects the offers that a pool rents: for all machines when it opens, and for one or some when they are replaced.
+
+`Selection` owns what each rank is rented as. It starts nothing itself: `rental.Rental` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+
+from skyward_core.accelerators.mig import RESET_MAY_BE_REFUSED, needs_reset
+from skyward_core.errors import (
+    BadRequest,
+    BudgetExceeded,
+    CredentialsError,
+    NoCapacity,
+    NotYetSupported,
+    OfferGone,
+    ProviderFailed,
+    Refusal,
+    SkywardError,
+)
+from skyward_core.events.events import CandidateRefused, InfraCreated
+from skyward_core.ledger.journal import Book
+from skyward_core.machines import spot
+from skyward_core.machines.instances import Instance
+from skyward_core.machines.offers import Offer
+from skyward_core.providers.base import Provider
+from skyward_core.provisioning.candidates import (
+    MEMORY_SECONDS,
+    Candidate,
+    ask,
+    candidates,
+    is_sold_as_spot,
+    may_come,
+    none_left,
+    order,
+    own_mistake,
+    refusal,
+    resting,
+)
+from skyward_core.provisioning.rental import Emit, Rental
+from skyward_core.provisioning.termination import Ending
+from skyward_core.spec import PoolSpec
+
+ON_TO_THE_NEXT = (NoCapacity, CredentialsError, ProviderFailed, OfferGone, BudgetExceeded, BadRequest)
+"""Errors of one candidate after which the next one is tried. Not InstancesLeft: no other provider is asked while machines may be there."""
+
+_log = logging.getLogger("skyward")
+
+
+class Selection:
+    """Rents from the first candidate that has all machines, and later from offers that may stand for a lost machine's."""
+
+    def __init__(self, spec: PoolSpec, providers: Sequence[Provider], rental: Rental, *, emit: Emit, book: Book) -> None:
+        self._spec = spec
+        self._providers = tuple(providers)
+        self._rental = rental
+        self._emit = emit
+        self._book = book
+        self.offers: dict[int, Offer] = {}
+        """What each rank is rented as."""
+        self.others: list[Offer] = []
+        """Other offers of the provider in the same region: a lost machine may be replaced with one of them too."""
+
+    # ── all machines of a pool that opens ────────────────────────────────────────────────────────────────────────────
+
+    def rent_all(self, deadline: float) -> list[Instance]:
+        """Rent all machines from the first candidate that has them. Each refusal is emitted, written into the ledger and kept.
+
+        If only some of a candidate's machines came, they are given back and known to be gone before the next one is asked. Raises NoCapacity with the
+        refusals, or the error itself if all have refused for the same reason; BadRequest if no provider can do what is asked for, BudgetExceeded if only the
+        money is missing.
+        """
+        providers = able(self._spec, self._providers)
+        warn(self._spec, providers)
+        strategy = self._spec.spot
+        rounds, interval = (strategy.retries + 1, strategy.interval) if isinstance(strategy, spot.Always) else (1, 0.0)
+        while True:
+            rounds -= 1
+            found, refusals, errors = self._candidates(providers)
+            unable: list[Provider] = []
+            for candidate in found:
+                if candidate.provider in unable:
+                    continue
+                try:
+                    instances = self._rent_from(candidate, refusals)
+                    self._settle_for(candidate, found)
+                    return instances
+                except ON_TO_THE_NEXT as error:
+                    if self._rental.is_closing or time.monotonic() > deadline:
+                        raise
+                    ours = own_mistake([*errors, error])
+                    if isinstance(error, BadRequest) or ours:  # usually a setting of this provider: its other machines would answer the same
+                        if len(providers) == 1 and ours:
+                            raise ours from error
+                        if len(providers) == 1:
+                            raise
+                        unable.append(candidate.provider)
+                    if self._rental.may_be_left:
+                        self._rental.end_all()  # an error does not prove that nothing was launched
+                    errors.append(ours or error)
+            want = self._spec.requirements
+            if not rounds or not may_come(providers, found, want, errors) or time.monotonic() + interval > deadline:
+                refused = own_mistake(errors, len(errors)) or none_left(want, self._spec.nodes, refusals, errors)
+                raise refused from next((error for error in reversed(errors) if error is not refused), None)
+            self._rental.go_on_until(deadline, "no spot machine became free in time", interval)
+
+    def _candidates(self, providers: Sequence[Provider]) -> tuple[list[Candidate], list[Refusal], list[SkywardError]]:
+        sold = ask(providers, self._spec.requirements)
+        found, refusals = candidates(self._spec, sold)
+        for one in refusals:
+            self._emit(_refused(one))
+            self._book.was_refused(one)
+        rest = resting(self._book.recent_attempts(MEMORY_SECONDS), datetime.now(UTC), self._spec.nodes) if len(found) > 1 else {}
+        for key in {key for candidate in found for key in candidate.keys} & rest.keys():
+            _log.info("%s failed again and again, and is asked later until %s", "/".join(map(str, key[:3])), rest[key].isoformat(timespec="seconds"))
+        return order(found, rest), refusals, [error for one in sold for error in one.errors]
+
+    def _rent_from(self, candidate: Candidate, refusals: list[Refusal]) -> list[Instance]:
+        """Rent all machines of a candidate. A refusal is emitted and kept under the name of the part that refused: a mixed candidate has two."""
+        self._rental.turn_to(candidate.provider, candidate.account)
+        self._emit(InfraCreated(candidate.region))
+        instances: list[Instance] = []
+        for index, part in enumerate(candidate.parts):
+            began = time.monotonic()
+            try:
+                instances += self._rental.launch(part.offer, part.count, part.first_rank, candidate.parts[index + 1 :])
+            except ON_TO_THE_NEXT as error:
+                refusals.append(self._note_refusal(candidate.provider, part.offer, error, time.monotonic() - began))
+                raise
+        self.offers = {part.first_rank + index: part.offer for part in candidate.parts for index in range(part.count)}
+        return instances
+
+    def _note_refusal(self, provider: Provider, offer: Offer, error: SkywardError, seconds: float) -> Refusal:
+        refused = refusal(provider, offer, error, seconds)
+        self._emit(_refused(refused))
+        return refused
+
+    def _settle_for(self, candidate: Candidate, found: Sequence[Candidate]) -> None:
+        """The machines are this candidate's: remember what may replace them, and log it if the user left spot to us and no spot offer is sold."""
+        near = [other for other in found if other.provider is candidate.provider and other.region == candidate.region]
+        self.others = [part.offer for other in near for part in other.parts]
+        is_free = self._spec.spot is None or isinstance(self._spec.spot, spot.IfAvailable)
+        if is_free and candidate.price_per_hour and not is_sold_as_spot(candidate, found):
+            _log.info("%s has no spot offer: it is rented on demand", candidate.parts[0].offer.name)
+
+    # ── machines in the place of others ──────────────────────────────────────────────────────────────────────────────
+
+    def rent_one(self, rank: int, ending: Ending | None) -> Instance:
+        """Rent a machine for a rank while the lost one is given back, which may take long.
+
+        If there is no other of its kind, or no money for one, wait for the end of the lost machine first.
+        """
+        own = self.offers[rank]
+        try:
+            return self._rental.launch(own, 1, rank)[0]
+        except (NoCapacity, BudgetExceeded):
+            for other in self.others:
+                if other != own and self._may_stand_for(other, own):
+                    with contextlib.suppress(NoCapacity, BudgetExceeded):  # an offer that is too dear is none for us
+                        return self._rental.launch(other, 1, rank)[0]
+            if ending is None:
+                raise
+        ending.over.wait(min(self._rental.provider.gone_deadline_seconds, self._spec.provision_timeout))
+        return self._rental.launch(own, 1, rank)[0]
+
+    def _may_stand_for(self, other: Offer, own: Offer) -> bool:
+        """With a share of spot machines a spot machine replaces only spot ones; otherwise the strategy allows every candidate."""
+        return other.is_spot == own.is_spot or not isinstance(self._spec.spot, spot.Percent)
+
+    def rent_again(self, ranks: Sequence[int], endings: Mapping[int, Ending]) -> list[Instance]:
+        """Rent machines for these ranks, or some of them, the lowest first; at least one."""
+        instances: list[Instance] = []
+        for first, count in _runs(ranks, self.offers):
+            try:
+                instances += self._rental.launch_up_to(self.offers[first], count, first)
+            except (NoCapacity, BudgetExceeded):
+                break
+        return sorted(instances, key=lambda instance: instance.rank) or [self.rent_one(ranks[0], endings.get(ranks[0]))]
+
+
+def _runs(ranks: Sequence[int], offers: Mapping[int, Offer]) -> list[tuple[int, int]]:
+    """Split ascending ranks into runs of one kind of machine without a gap: the first rank and the number of each."""
+    runs: list[tuple[int, int]] = []
+    for rank in ranks:
+        first, count = runs[-1] if runs else (rank, 0)
+        if runs and rank == first + count and offers[rank] == offers[first]:
+            runs[-1] = (first, count + 1)
+        else:
+            runs.append((rank, 1))
+    return runs
+
+
+def able(spec: PoolSpec, providers: Sequence[Provider]) -> list[Provider]:
+    """Return the providers that can do what is asked for at all. Raises what `refuse` raises if none can."""
+    found: list[Provider] = []
+    reasons: list[NotYetSupported] = []
+    for provider in providers:
+        try:
+            refuse(spec, provider)
+            found.append(provider)
+        except NotYetSupported as error:
+            reasons.append(error)
+    if not found:
+        raise reasons[0]
+    return found
+
+
+def refuse(spec: PoolSpec, provider: Provider) -> None:
+    """Raise BadRequest for what the provider can never do, before anything is asked of it."""
+    is_partitioned = spec.accelerator is not None and bool(spec.accelerator.mig)
+    asked = {"apt": bool(spec.image.apt), "volume": bool(spec.volume), "mig": is_partitioned}
+    for feature, reason in type(provider).refuses.items():
+        if asked.get(feature):
+            raise NotYetSupported(f"{provider.name} does not do {feature}: {reason}")
+
+
+def warn(spec: PoolSpec, providers: Sequence[Provider]) -> None:
+    """Log what may fail only after machines have been paid for."""
+    if spec.accelerator is not None and needs_reset(spec.accelerator) and any(provider.end_command for provider in providers):
+        _log.warning("%s: %s", spec.accelerator, RESET_MAY_BE_REFUSED)
+
+
+def _refused(one: Refusal) -> CandidateRefused:
+    return CandidateRefused(**asdict(one))

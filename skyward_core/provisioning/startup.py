@@ -1,0 +1,133 @@
+"""Makes nodes of the machines of a pool that opens: prepares all at once, checks them, and waits for the head's scheduler.
+
+    started -> the head is told its settings -> its scheduler listens -> the other nodes are told its address -> opened
+
+`Startup` owns what is known of machines that do not answer. One thread uses it: the one that opens the pool. It ends the threads that it starts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from skyward_core.errors import CommandFailed, ConnectionLost, SkywardError, Unreachable
+from skyward_core.provisioning.bootstrap import Preparation, await_scheduler, raise_if_gone
+from skyward_core.provisioning.image_capture import is_to_be_kept, start_and_keep
+from skyward_core.provisioning.nodes import Nodes
+from skyward_core.provisioning.rental import Rental
+from skyward_core.spec import PoolSpec
+
+PORT_TRIES = 5
+ASK_SECONDS = 5.0
+
+
+class Startup:
+    """The way from rented machines to nodes that look for their scheduler."""
+
+    def __init__(self, spec: PoolSpec, rental: Rental, nodes: Nodes) -> None:
+        self._spec = spec
+        self._rental = rental
+        self._nodes = nodes
+        self._asked_at = 0.0
+        self._missed = set[str]()
+        """Machines that the last listing lacked."""
+        self._silent: dict[str, float] = {}
+        """Since when machines do not answer."""
+        self._has_failed = threading.Event()
+
+    def prepare(self, deadline: float) -> None:
+        """Turn instances into nodes that look for their scheduler. All are prepared at once, the head's address is the only wait."""
+        nodes = list(self._nodes.all.values())
+        head, *others = nodes
+        threads = ThreadPoolExecutor(len(nodes), thread_name_prefix="skyward-prepare")
+        try:
+            started = {node.rank: threads.submit(self._start, node, deadline) for node in nodes}
+            self._nodes.scheduler = await_scheduler(head, nodes, lambda: self._check_all(nodes, list(started.values())), deadline)
+            for node in others:
+                while not started[node.rank].done():
+                    self._check_all(nodes, list(started.values()))
+                    for other in nodes:
+                        other.follow()
+                    time.sleep(0.01)
+                started[node.rank].result()
+            if not all(threads.map(self._nodes.sees_the_head, others)):
+                self._go_through_the_client(nodes, deadline)
+            list(threads.map(lambda node: self._tell(node, self._nodes.scheduler), others))
+            for node in nodes:
+                node.follow()
+                node.reach.opened()
+        except BaseException:
+            self._has_failed.set()
+            self._rental.reaches.close()  # a thread that waits for a machine waits no longer
+            raise
+        finally:
+            threads.shutdown()
+
+    def check(self) -> None:
+        """Raise BootstrapFailed for a node that has failed on its way to being one."""
+        nodes = list(self._nodes.all.values())
+        for node in nodes:
+            node.follow()
+        self._raise_if_gone(nodes)
+
+    def _start(self, node: Preparation, deadline: float) -> None:
+        timeout = max(1.0, deadline - time.monotonic())
+        if node.rank == 0 and is_to_be_kept(self._spec, self._rental.provider, node.instance):
+            start_and_keep(node, self._spec, self._rental.provider, timeout, self._has_failed)
+        else:
+            node.start(self._nodes.script(), timeout)
+        if node.rank == 0:
+            self._tell(node, None)
+
+    def _tell(self, node: Preparation, scheduler: str | None) -> None:
+        try:
+            node.tell(self._nodes.settings(node, node.rank, scheduler))
+        except (Unreachable, CommandFailed) as error:
+            raise node.failure(f"it does not answer any more: {error}") from error
+
+    def _check_all(self, nodes: Sequence[Preparation], started: Sequence[Future[None]]) -> None:
+        for future in started:
+            if future.done():
+                future.result()
+        self._raise_if_gone(nodes)
+
+    def _raise_if_gone(self, nodes: Sequence[Preparation]) -> None:
+        """Over SSH the provider is asked only about nodes that do not answer, and not all the time: asking may cost seconds."""
+        silent = list(nodes)
+        is_here = self._rental.provider.is_here
+        if not is_here:
+            silent = [node for node in nodes if not node.reach.is_connected]
+            self._silent = {node.instance.id: self._silent.get(node.instance.id, time.monotonic()) for node in silent}
+            lease_over = {machine for machine, since in self._silent.items() if time.monotonic() - since > self._spec.lease_seconds}
+            raise_if_gone(silent, lease_over)  # its guard has ended it, if it lives at all
+            if not silent or time.monotonic() < max(self._asked_at, self._rental.answered_at) + ASK_SECONDS:
+                return
+            self._asked_at = time.monotonic()
+        try:
+            living = self._rental.living()
+        except Exception:
+            if is_here:
+                raise
+            return  # an outage says nothing of the machines
+        missing = {node.instance.id for node in silent} - living
+        gone, self._missed = missing if is_here else missing & self._missed, missing  # a cloud may list a new machine some seconds late
+        raise_if_gone(silent, gone)
+
+    def _go_through_the_client(self, nodes: Sequence[Preparation], deadline: float) -> None:
+        """Let every node listen on loopback, at ports of its own to which this client forwards from every other node."""
+        for left in reversed(range(PORT_TRIES)):
+            self._nodes.forwarding.choose()
+            try:
+                self._nodes.connect()
+                break
+            except ConnectionLost:
+                raise
+            except (SkywardError, OSError):  # one of the ports is taken somewhere
+                if not left:
+                    raise
+        self._nodes.generation += 1
+        head = nodes[0]
+        head.tell(self._nodes.settings(head, 0, None))
+        self._nodes.scheduler = await_scheduler(head, nodes, lambda: self._raise_if_gone(nodes), deadline)
