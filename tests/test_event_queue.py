@@ -121,24 +121,6 @@ def test_a_flush_waits_as_long_as_there_is_progress() -> None:
     queue.flush()
 
 
-def test_a_result_waits_for_its_lines_once(blocked: Blocked) -> None:
-    """`when_told` waits for an event that is told soon; for a callback that blocks only the first one waits, and the others do not."""
-    queue = EventQueue(blocked)
-    number = queue.put(line(0))
-    threading.Timer(0.02, blocked.may_go_on.set).start()
-    assert queue.when_told(number, 60)
-    blocked.may_go_on.clear()
-    last = [queue.put(line(number)) for number in range(100)][-1]
-    assert not queue.when_told(last, PATIENCE_SECONDS)
-    began = time.monotonic()
-    assert not any(queue.when_told(last, 60) for _ in range(100))
-    assert time.monotonic() - began < 30
-    blocked.may_go_on.set()
-    wait_until(lambda: queue.when_told(last, 60), "the queue to catch up")
-    assert queue.when_told(queue.put(line(0)), 60)
-    assert ended(queue)
-
-
 def test_an_event_that_is_being_told_for_long_is_not_waited_for_anew(blocked: Blocked) -> None:
     """The timeout counts from when the callback got the event."""
     queue = EventQueue(blocked)
@@ -146,7 +128,7 @@ def test_an_event_that_is_being_told_for_long_is_not_waited_for_anew(blocked: Bl
     assert blocked.is_in.wait(60)
     queue._began -= 30.0
     began = time.monotonic()
-    assert not queue.when_told(number, 30.0)
+    assert not queue.flush(patience_seconds=30.0)
     assert time.monotonic() - began < 20.0
     blocked.may_go_on.set()
     wait_until(lambda: queue.told == number, "the event to be told")
@@ -162,7 +144,6 @@ def test_a_callback_may_close_the_queue_and_waits_for_nothing() -> None:
         seen.append(event)
         if event == line(0):
             queue.put(BILL)
-            waited.append(queue.when_told(queue.number, 60))
             waited.append(queue.flush(60))
             queue.close()
 
@@ -170,7 +151,7 @@ def test_a_callback_may_close_the_queue_and_waits_for_nothing() -> None:
     queue.put(line(0))
     wait_until(lambda: seen[-1:] == ["closed"], "the end")
     assert seen == [line(0), BILL, "closed"]
-    assert waited == [False, False]
+    assert waited == [False]
     queue.flush()
 
 
@@ -273,7 +254,7 @@ def test_in_a_fork_nothing_is_told() -> None:
                 queue.put(line(1))
                 queue.log(logging.INFO, "late")
                 queue.close()
-                is_right = not queue.flush() and not queue.when_told(2, 60) and seen == [line(0)]
+                is_right = not queue.flush() and seen == [line(0)]
                 os._exit(0 if is_right else 1)
             finally:
                 os._exit(2)
@@ -308,7 +289,6 @@ def test_without_a_thread_events_are_told_at_the_end(monkeypatch: pytest.MonkeyP
         patch.setattr(threading.Thread, "start", fails)
         queue.put(line(0))
         assert not queue.flush()
-        assert not queue.when_told(1)
         queue.close()
     assert queue.flush()
     assert seen == [line(0), "closed"]

@@ -48,7 +48,7 @@ def use(ledger: Ledger, pool_id: str, *, closes: bool) -> None:
     ledger.note_attempts([Attempt(pool_id, ledger._clock(), "local", "here", "t4.large", is_spot=False, seconds=1.0, message="x" * 300)] * 3)
     ledger.settle(ledger.reserve("team", pool_id, Decimal(5)), Decimal("1.6"))
     if closes:
-        ledger.close_intent(intent, "it is not listed")
+        ledger.close_all([intent.id], "it is not listed")
 
 
 def money(ledger: Ledger, clock: Clock) -> object:  # noqa: F811

@@ -46,6 +46,11 @@ def machine(name: str, rank: int = 0) -> Instance:
     return Instance(id=name, provider="fake", pool_id="sky-1", rank=rank, state=InstanceState.RUNNING, region="r", instance_type="t")
 
 
+def end_all(meter: Meter) -> None:
+    for instance_id in meter.rented():
+        meter.end(instance_id)
+
+
 def usd(price: str, increment: int = 1, minimum: int = 0) -> Price:
     return Price(Decimal(price), increment_seconds=increment, minimum_seconds=minimum)
 
@@ -339,7 +344,7 @@ def test_no_machine_lives_longer_than_its_tags_say() -> None:
     it.clock.seconds += HOUR - 630
     with pytest.raises(BudgetExceeded, match=r"end in 30 s"):
         granted(it, SPOT)
-    it.meter.end_all()
+    end_all(it.meter)
     assert granted(it, SPOT).hard_end > horizon  # type: ignore[operator]
 
 
@@ -360,7 +365,7 @@ def test_what_ending_takes_is_set_aside(max_cost: float, machines: int, per_hour
     assert paid is not None
     assert paid > 0
     it.clock.seconds += 1 + ending
-    it.meter.end_all()
+    end_all(it.meter)
     assert it.meter.total() <= Decimal(repr(max_cost))
 
 
@@ -969,12 +974,12 @@ def test_two_pools_on_one_account_never_overdraw_it(
                     for one in pools:
                         one.purse.turn()
                         if not one.purse.paid_seconds():
-                            one.meter.end_all()
+                            end_all(one.meter)
             assert ledger.left_usd(TEAM, "sky-0") >= 0
             spent = sum((one.meter.total() for one in pools), Decimal(0))
             could = sum((one.meter.projected(clock() + (one.purse.paid_seconds() or 0.0)) for one in pools), Decimal(0))
             assert spent <= could <= committed(ledger, str(limit), "sky-0")
         for it, pool_id in zip(pools, ("sky-0", "sky-1"), strict=True):
-            it.meter.end_all()
+            end_all(it.meter)
             ledger.settle_pool(pool_id, it.meter.total())
         assert committed(ledger, str(limit), "sky-0") == sum((one.meter.total() for one in pools), Decimal(0))

@@ -64,8 +64,8 @@ def intend(ledger: Ledger, name: str, price: Price = SPOT, kind: ResourceKind = 
 
 
 def of_an_afternoon(ledger: Ledger, clock: Clock) -> dict[str, Any]:
-    """The receipt of a pool with a machine that came and went, one that may still run, a key pair, and one that never was."""
-    gone, left, key = intend(ledger, "p-0"), intend(ledger, "p-1", Price(Decimal("0.5"))), intend(ledger, "key", Price(), ResourceKind.KEY_PAIR)
+    """The receipt of a pool with a machine that came and went, one that may still run, a thing that is no machine, and one that never was."""
+    gone, left, key = intend(ledger, "p-0"), intend(ledger, "p-1", Price(Decimal("0.5"))), intend(ledger, "key", Price(), ResourceKind.OTHER)
     never = intend(ledger, "p-2")
     intend(ledger, "elsewhere", pool_id="other")
     clock.time += timedelta(seconds=5)

@@ -12,7 +12,7 @@ from distributed.protocol.pickle import dumps
 
 import skyward_core as sky
 from skyward_core.worker import streams
-from skyward_core.worker.calls import KEEP, cancel, let_go
+from skyward_core.worker.calls import KEEP, cancel
 from skyward_core.worker.node import RUN_BATCH
 from skyward_core.worker.scheduler_messages import Resumed
 from skyward_core.worker.streams import Told, send_at_once
@@ -77,7 +77,7 @@ def test_messages_go_at_once_however_long_the_streams_interval():
 
 @pytest.mark.parametrize(
     "message",
-    [IDLE, {"op": "client-releases-keys"}, {"op": "release-worker-data"}, {"op": "key-in-memory", "type": dumps(Told)}, ACKNOWLEDGEMENT, let_go(["k"])],
+    [IDLE, {"op": "client-releases-keys"}, {"op": "release-worker-data"}, {"op": "key-in-memory", "type": dumps(Told)}, ACKNOWLEDGEMENT],
     ids=lambda message: message["op"],
 )
 def test_what_nobody_waits_for_goes_before_the_next_message_and_with_it(message: dict[str, Any], monkeypatch: pytest.MonkeyPatch):

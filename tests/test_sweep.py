@@ -329,10 +329,10 @@ def test_a_dead_pool_of_which_nothing_is_left_is_closed() -> None:
 
 
 def test_what_is_no_machine_is_left_and_told() -> None:
-    """Nothing here can end a key pair; it is not called gone for that."""
-    (finding,) = judge(Scene(CLOUD, [], {"sky-1": entry()}, [intent(1, kind=ResourceKind.KEY_PAIR)], START, HERE, STATES))
+    """A sweep ends machines only; another thing is not called gone for that."""
+    (finding,) = judge(Scene(CLOUD, [], {"sky-1": entry()}, [intent(1, kind=ResourceKind.OTHER)], START, HERE, STATES))
     assert finding.action is Action.LEAVE
-    assert "key pair" in finding.reason
+    assert "a sweep ends machines only" in finding.reason
 
 
 def test_processes_of_another_host_are_not_called_gone() -> None:
@@ -422,8 +422,8 @@ def scenes(draw: st.DrawFn) -> Scene:
         elif cloud_id is not None:
             bound.add(cloud_id)
         pool_id = draw(st.sampled_from(sorted(pools)))
-        kind = draw(st.sampled_from([ResourceKind.INSTANCE, ResourceKind.INSTANCE, ResourceKind.INSTANCE, ResourceKind.VOLUME]))
-        if kind is ResourceKind.VOLUME and cloud_id is not None:
+        kind = draw(st.sampled_from([ResourceKind.INSTANCE, ResourceKind.INSTANCE, ResourceKind.INSTANCE, ResourceKind.OTHER]))
+        if kind is ResourceKind.OTHER and cloud_id is not None:
             cloud_id = f"volume-{number}"
         intents.append(intent(number, pool_id, draw(st.integers(0, 2)), cloud_id, draw(st.integers(0, 300)), kind=kind))
     provider = draw(st.sampled_from([CLOUD, LaggingProvider(folder="/nowhere"), FakeProvider(folder="/nowhere")]))
@@ -683,7 +683,7 @@ def test_an_entry_that_was_closed_too_early_is_opened_and_closed_again(world: Wo
     """It was said that nothing came of it; then its machine turns up."""
     pool = world.pool()
     (its,) = world.intend(pool)
-    world.ledger.close_intent(its, "nothing was listed")
+    world.ledger.close_all([its.id], "nothing was listed")
     (instance,) = world.launch(pool)
     world.end(pool)
     (its,) = world.ledger.intents()
@@ -727,12 +727,12 @@ def test_an_account_gets_back_what_was_not_spent(world: World) -> None:
 
 
 def test_other_things_keep_the_pool_open(world: World) -> None:
-    """A key pair that nothing here can end is not called gone, and so the pool is not over."""
+    """A thing that is no machine is not called gone, and so the pool is not over."""
     pool = world.pool()
-    world.ledger.intend(pool, replace(world.wish(pool, 0), kind=ResourceKind.KEY_PAIR, token="key"))
+    world.ledger.intend(pool, replace(world.wish(pool, 0), kind=ResourceKind.OTHER, token="key"))
     world.rent(pool)
     world.end(pool)
-    assert [its.kind for its in world.ledger.open_intents()] == [ResourceKind.KEY_PAIR]
+    assert [its.kind for its in world.ledger.open_intents()] == [ResourceKind.OTHER]
     assert [found.id for found in world.ledger.pools()] == [pool]
 
 
@@ -975,7 +975,7 @@ def test_machines_of_a_pool_that_has_ended_are_ended(world: World) -> None:
     """Its entries are closed, and yet a machine is listed: gone, and then back."""
     pool = world.pool()
     world.rent(pool)
-    world.ledger.close_intent(world.ledger.open_intents()[0], "cloud lists it no more")
+    world.ledger.close_all([world.ledger.open_intents()[0].id], "cloud lists it no more")
     world.ledger.end_pool(pool)
     report = world.sweep()
     assert actions(report) == [("end", pool)]

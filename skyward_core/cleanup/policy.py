@@ -171,7 +171,9 @@ def _judge_dead(scene: Scene, entry: PoolEntry, why: str, machines: Sequence[Ins
     ours = [intent for intent in intents if intent.kind is ResourceKind.INSTANCE]
     if others := [intent for intent in intents if intent.kind is not ResourceKind.INSTANCE]:
         names = tuple(intent.cloud_id or intent.name for intent in others)
-        yield Finding(Action.LEAVE, entry.id, name, names, f"{why}; {name} cannot end a {others[0].kind} yet: look at its console", _numbers(others))
+        yield Finding(
+            Action.LEAVE, entry.id, name, names, f"{why}; a sweep ends machines only, and these are none: look at the console of {name}", _numbers(others)
+        )
     if not can_see(scene.provider, entry.owner, scene.here):
         names = tuple(sorted({intent.cloud_id or intent.name for intent in ours} | {machine.id for machine in machines}))
         reason = f"{why}; its machines are processes of {entry.owner.name}, which cannot be seen from here: sweep there"

@@ -30,8 +30,6 @@ PATIENCE_SECONDS = 5.0
 """How long `flush` waits for the callbacks with one event."""
 FLUSH_SECONDS = 60.0
 """How long `flush` waits in all."""
-LINES_SECONDS = 0.2
-"""How long the result of a call waits for the lines of that call to be told."""
 
 _log = logging.getLogger("skyward")
 
@@ -59,8 +57,6 @@ class EventQueue:
         """Whether the thread waits for an event."""
         self._began = 0.0
         """When `tell` was called with the event that is being told, by `time.monotonic`; 0 between events."""
-        self._behind = 0
-        """The number for which somebody has waited in vain: until it is told nobody waits again in `when_told`."""
         self._is_ended = False
         self._is_closed = False
         self._is_over = False
@@ -79,7 +75,7 @@ class EventQueue:
     # ── in ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def put(self, event: SkywardEvent) -> int:
-        """Put an event on its way, without waiting for anything; return its number, for `when_told`. After the bill nothing is taken any more."""
+        """Add an event to the queue without waiting; return its number, to compare with `told`. After the bill the queue takes no more events."""
         if os.getpid() != self._process:
             return self.told
         with self._lock:
@@ -202,21 +198,6 @@ class EventQueue:
             return self._waiting.popleft()
 
     # ── waiting for it ───────────────────────────────────────────────────────────────────────────────────────────────
-
-    def when_told(self, number: int, timeout: float = LINES_SECONDS) -> bool:
-        """Wait until the event of that number was told, and all before it; False if that takes more than `timeout` seconds.
-
-        Does not wait at all while an event is being told for longer than that, or while somebody who was given False is still behind: a callback that blocks
-        costs one caller the timeout, once. Called by a callback it does not wait either.
-        """
-        if self.told >= number:
-            return True
-        if self.told < self._behind:
-            return False
-        is_told = self._wait(number, timeout, timeout)
-        if not is_told:
-            self._behind = max(self._behind, number)
-        return is_told
 
     def flush(self, patience_seconds: float = PATIENCE_SECONDS, longest_seconds: float = FLUSH_SECONDS) -> bool:
         """Wait until all that was put so far was told, and after `close` until the display is closed; False if the callbacks take too long.

@@ -1,4 +1,4 @@
-r"""Shell text that mounts volumes on a node, and text that takes them off it.
+r"""Shell text that mounts volumes on a node.
 
 As in `shell`, the program is constant and values enter it only as quoted words. Who asks the service for what is kept out of the words:
 credentials stay in the environment, where `ps` does not show them and the line of a failed command does not either.
@@ -17,7 +17,7 @@ def mount_volumes(volumes: Sequence[Volume]) -> str:
     and "apt" where s3fs must be installed first; `mount-s3` (mountpoint-s3) is taken where the image brings it. A volume that cannot be
     mounted fails the phase, with what the mounting program said above the line that tells so.
 
-    Each mount point is a line of `$SKYWARD_INSTANCE_DIRECTORY/mounts` before anything is mounted there; `unmount_volumes` reads it. What somebody
+    Each mount point is a line of `$SKYWARD_INSTANCE_DIRECTORY/mounts` before anything is mounted there; `termination_shell` reads it. What somebody
     else has mounted at the path is left as it is, and fails the phase.
 
     Credentials, the first that there are: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_SESSION_TOKEN) of the environment, the machine's
@@ -27,15 +27,6 @@ def mount_volumes(volumes: Sequence[Volume]) -> str:
     if not volumes:
         return ""
     return "\n".join([_UNMOUNT, _CREDENTIALS, _PLACE, _MOUNT, "skyward_find_mounter", "skyward_phase volumes", *map(_mount, volumes)])
-
-
-def unmount_volumes() -> str:
-    """Return lines of POSIX sh that unmount what `$SKYWARD_INSTANCE_DIRECTORY/mounts` lists, the last first, and remove the file.
-
-    They stand alone and may run twice. What is in use is detached: it goes when its last user closes it. Their last command fails, after a line for
-    each, if something stays mounted; the file stays then too.
-    """
-    return _UNMOUNT + _UNMOUNT_ALL + "skyward_unmount_all"
 
 
 def _mount(volume: Volume) -> str:
@@ -53,18 +44,6 @@ skyward_unmount() { # as root, or as the user who mounted it
     $skyward_undo -- "$1" >/dev/null 2>&1 || :
   done
   ! skyward_is_mounted "$1"
-}
-"""
-
-_UNMOUNT_ALL = r"""skyward_unmount_all() {
-  [ -f "$SKYWARD_INSTANCE_DIRECTORY/mounts" ] || return 0
-  tac -- "$SKYWARD_INSTANCE_DIRECTORY/mounts" | (
-    skyward_left=0
-    while IFS= read -r skyward_path; do
-      skyward_unmount "$skyward_path" || { skyward_left=1; printf 'still mounted: %s\n' "$skyward_path"; }
-    done
-    exit "$skyward_left"
-  ) && rm -f -- "$SKYWARD_INSTANCE_DIRECTORY/mounts"
 }
 """
 

@@ -405,10 +405,6 @@ class Ledger:
 
         return change
 
-    def ask_end(self, intent: Intent | int) -> Intent:
-        """Write down that the termination of one thing has been asked for; see `ask_end_all`."""
-        return self.ask_end_all([_number(intent)])[0]
-
     def ask_end_all(self, numbers: Iterable[int]) -> list[Intent]:
         """Write down that the termination of these has been asked for; the first time stands."""
         asked = stamp(self._clock())
@@ -418,10 +414,6 @@ class Ledger:
 
         with self._write() as connection:
             return self._change_all(connection, numbers, change)
-
-    def close_intent(self, intent: Intent | int, evidence: str, *, fill: Bucket | None = None) -> Intent:
-        """Write down that one thing is gone; see `close_all`."""
-        return self.close_all([_number(intent)], evidence, fill=fill)[0]
 
     def close_all(self, numbers: Iterable[int], evidence: str, *, fill: Bucket | None = None, paid_until: Mapping[int, datetime] | None = None) -> list[Intent]:
         """Write down that these are gone, or never were, and how we know; the first evidence stands.
@@ -485,14 +477,10 @@ class Ledger:
         *,
         pool_id: str | None = None,
         provider: str | None = None,
-        expired_at: datetime | None = None,
         unreadable: list[UnreadableRow] | None = None,
     ) -> list[Intent]:
-        """Return what is not known to be gone, oldest first: of one pool, at one provider, or at its hard end by then, if so asked."""
-        wanted = select(RESOURCES).where(IS_OPEN)
-        if expired_at is not None:
-            wanted = wanted.where(RESOURCES.c.expires_microseconds <= stamp(expired_at))
-        return self._intents(wanted, pool_id, provider, unreadable)
+        """Return what is not known to be gone, oldest first: of one pool, or at one provider, if so asked."""
+        return self._intents(select(RESOURCES).where(IS_OPEN), pool_id, provider, unreadable)
 
     def intents(self, *, pool_id: str | None = None, provider: str | None = None, unreadable: list[UnreadableRow] | None = None) -> list[Intent]:
         """Return all entries, open and closed, oldest first."""

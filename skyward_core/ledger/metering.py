@@ -136,11 +136,6 @@ class Meter:
             if rental is not None and rental.ended is None:
                 rental.ended = self._clock()
 
-    def end_all(self) -> None:
-        """Stop counting all machines."""
-        for instance_id in self.rented():
-            self.end(instance_id)
-
     # ── what is known ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def now(self) -> float:
@@ -160,11 +155,6 @@ class Meter:
         with self._lock:
             now = self._clock()
             return {instance_id: {bucket: spent / 1000 for bucket, spent in rental.by_bucket(now).items()} for instance_id, rental in self._rentals.items()}
-
-    def bucket_costs(self) -> dict[str, Decimal]:
-        """Return what each bucket has cost so far, in USD, by its name, and what is billed beyond the seconds (`BILLING_ROUNDING`). Adds up to `total`."""
-        with self._lock:
-            return self._bucket_costs(self._clock())
 
     def total(self) -> Decimal:
         """Return the bill so far, in USD."""

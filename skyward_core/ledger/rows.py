@@ -19,14 +19,10 @@ MICRO_USD = Decimal("0.000001")
 
 
 class ResourceKind(StrEnum):
-    """What can be created at a provider, and cost money or be in the way when it is left there."""
+    """What a resource of the ledger is. Machines are the only resources with intents; OTHER stands for the kinds in rows of earlier versions."""
 
     INSTANCE = "instance"
-    KEY_PAIR = "key pair"
-    SECURITY_GROUP = "security group"
-    IMAGE = "image"
-    VOLUME = "volume"
-    FLEET = "fleet"
+    OTHER = "other"
 
 
 class Bucket(StrEnum):

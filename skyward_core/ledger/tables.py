@@ -370,13 +370,17 @@ def attempt_of(row: Values) -> Attempt:
     )
 
 
+_EARLIER_KINDS = frozenset({"key pair", "security group", "image", "volume", "fleet"})
+"""Kinds of resources that earlier versions could write and this version does not."""
+
+
 @_reader(RESOURCES)
 def intent_of(row: Values) -> Intent:
     """Return the intent of a row of RESOURCES."""
     return Intent(
         id=row["id"],
         pool_id=row["pool_id"],
-        kind=ResourceKind(row["kind"]),
+        kind=_kind_of(row["kind"]),
         provider=row["provider"],
         region=row["region"],
         name=row["name"],
@@ -400,6 +404,10 @@ def intent_of(row: Values) -> Intent:
         evidence=row["evidence"],
         seconds=MappingProxyType({bucket: int(row[milliseconds_of(bucket)]) / 1000 for bucket in Bucket}),
     )
+
+
+def _kind_of(text: str) -> ResourceKind:
+    return ResourceKind.OTHER if text in _EARLIER_KINDS else ResourceKind(text)
 
 
 @_reader(ACCOUNTS, key="name")

@@ -28,7 +28,7 @@ from skyward_core.worker.wire import Ending, Outcome, Report
 KEEP = "skyward-keep"
 """A client of Dask's that wants the tasks of all others, and never leaves."""
 
-RESUME, ACKNOWLEDGE, LEAVE, LET_GO, CANCEL = "skyward-resume", "skyward-acknowledge", "skyward-leave", "skyward-let-go", "skyward-cancel"
+RESUME, ACKNOWLEDGE, LEAVE, CANCEL = "skyward-resume", "skyward-acknowledge", "skyward-leave", "skyward-cancel"
 """Operations on a client's stream to the scheduler; CANCEL also on the scheduler's to a worker."""
 
 RETRIES, NAME = "skyward_retries", "skyward_name"
@@ -44,11 +44,6 @@ TOPIC_LIMIT_BYTES = 64 << 20
 PREFIX = "skyward-"
 """The keys of our tasks begin with it; those of a user's Dask tasks do not."""
 _DETACHED = "skyward-call-"
-
-
-def let_go(keys: Collection[str]) -> dict[str, Any]:
-    """Return the message that releases tasks for which the client has no future."""
-    return {"op": LET_GO, "keys": list(keys)}
 
 
 def cancel(call_ids: Collection[str]) -> dict[str, Any]:
@@ -178,7 +173,6 @@ class Calls(SchedulerPlugin):
                 RESUME: self._resume,
                 ACKNOWLEDGE: self._acknowledge,
                 LEAVE: self._leave,
-                LET_GO: self._let_go,
                 CANCEL: self._cancel,
                 TELL_KEPT: self._tell_kept,
                 RELEASE: self._release,

@@ -39,7 +39,7 @@ class Resumed:
 
     `missed`: how many messages before them were dropped for lack of room. `is_known`: whether the scheduler knew the topic; a new head does not.
     `tasks`: the client's tasks that the scheduler keeps, and Dask's names of their states ("processing", "memory", "erred"); all others are lost. From now on
-    the new client wants them: it makes a future of each at once (`distributed.Future(key, client)`), or sends `let_go` with those that it does not need.
+    the new client wants them: it makes a future of each at once (`distributed.Future(key, client)`).
     `gone`: keys that have arrived and have no task any more. If the topic is known, a key in neither has not arrived and will not: the scheduler refuses
     messages of the earlier client that are in transit. `workers`: by address, the names of present workers and Dask's names of their states.
     `abandoned`: how often the scheduler has dropped the topic and stopped its calls, because the client was away too long.

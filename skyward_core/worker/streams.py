@@ -13,11 +13,11 @@ from typing import Any
 from distributed.batched import BatchedSend  # noqa: TID253 - with calls.py, node.py and cluster.py owns Dask
 from distributed.protocol.pickle import dumps as dump_type  # noqa: TID253
 
-from skyward_core.worker.calls import ACKNOWLEDGE, LET_GO
+from skyward_core.worker.calls import ACKNOWLEDGE
 from skyward_core.worker.wire import Outcome
 
 CAN_WAIT_SECONDS = 0.05
-_CAN_WAIT = {"free-keys", "release-worker-data", "client-releases-keys", ACKNOWLEDGE, LET_GO}
+_CAN_WAIT = {"free-keys", "release-worker-data", "client-releases-keys", ACKNOWLEDGE}
 
 
 class Told(UserDict[str, Outcome]):
