@@ -35,9 +35,11 @@ from skyward_core.serialization.exceptions import MESSAGE_CHARACTERS, unpack
 from skyward_core.worker import secret_values
 from skyward_core.worker.masking import MASK, Mask, SecretValues, spellings
 from skyward_core.worker.runner import Packet, _failed
+from skyward_core.worker.runner_factory import RunnerFactory
+from skyward_core.worker.runner_output import Stream
 from skyward_core.worker.secret_values import Keeping, ask_for
 from skyward_core.worker.settings import NodeSettings
-from skyward_core.worker.slot import Foundry, Slot, Stream, _BatchRun
+from skyward_core.worker.slot import Slot, _BatchRun
 from skyward_core.worker.wire import Batch, Call, Parcel
 from tests.conftest import Told, processes_by_tag, shared, wait_until
 from tests.fakes import FakeProvider
@@ -507,7 +509,7 @@ def test_packets_do_not_show_values() -> None:
     assert pickle.loads(pickle.dumps(packet)).secrets == values
 
 
-class NoRunner(Foundry):
+class NoRunner(RunnerFactory):
     """Forks nothing: packets stay where they are."""
 
     def __init__(self) -> None:

@@ -18,8 +18,10 @@ from typing import Any
 
 import pytest
 
+from skyward_core.worker import runner_factory
 from skyward_core.worker import slot as slots
-from skyward_core.worker.slot import Born, Exit, Foundry, News, Slot
+from skyward_core.worker.runner_factory import Forked, RunnerExit, RunnerFactory
+from skyward_core.worker.slot import News, Slot
 from skyward_core.worker.wire import Batch, Call, Ending, Outcome, Output, Parcel
 from tests.conftest import wait_until
 
@@ -48,8 +50,8 @@ class Runners:
         self.processes[process.pid] = process
         return process.pid
 
-    def exit_of(self, pid: int, timeout_seconds: float = 10.0) -> Exit | None:
-        return Exit(pid, self.processes[pid].wait(timeout_seconds), is_out_of_memory=self.is_out_of_memory)
+    def exit_of(self, pid: int, timeout_seconds: float = 10.0) -> RunnerExit | None:
+        return RunnerExit(pid, self.processes[pid].wait(timeout_seconds), is_out_of_memory=self.is_out_of_memory)
 
     def close(self) -> None:
         for process in self.processes.values():
@@ -216,7 +218,7 @@ def test_a_call_whose_memory_another_has_used_is_spared(runners: Runners, tmp_pa
         wait_until(begun.exists, "the next call to begin")
         return 2 << 30
 
-    monkeypatch.setattr(slots, "_resident_bytes", resident_bytes)
+    monkeypatch.setattr(slots, "resident_bytes", resident_bytes)
     run = Run(slot, batch_of(large=waits_for(go, started), neighbour=waits_for(end, begun)))
     wait_until(lambda: len(looks) > 1 or slot.pid != pid, "the slot to look again")
     end.touch()
@@ -312,26 +314,26 @@ def test_a_birth_that_comes_late_is_ended_and_not_given_to_the_next_request(
     """Else each request from then on would get the process of the one before."""
     ours, supervisor = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, supervisor, (tmp_path / "file").open("w") as file:
-        foundry = Foundry(ours)
-        monkeypatch.setattr(slots, "FORK_SECONDS", 0.05)
+        factory = RunnerFactory(ours)
+        monkeypatch.setattr(runner_factory, "FORK_SECONDS", 0.05)
         with pytest.raises(ConnectionError, match="did not start a process"):
-            foundry.fork([file.fileno()] * 4, b"mark")
-        monkeypatch.setattr(slots, "FORK_SECONDS", 30.0)
+            factory.fork([file.fileno()] * 4, b"mark")
+        monkeypatch.setattr(runner_factory, "FORK_SECONDS", 30.0)
         first = request(supervisor)
-        supervisor.send(pickle.dumps(Born(first, sleeper.pid)))
+        supervisor.send(pickle.dumps(Forked(first, sleeper.pid)))
 
         def answer() -> None:
-            supervisor.send(pickle.dumps(Born(request(supervisor), 4321)))
+            supervisor.send(pickle.dumps(Forked(request(supervisor), 4321)))
 
         answering = threading.Thread(target=answer)
         answering.start()
-        assert foundry.fork([file.fileno()] * 4, b"mark") == 4321
+        assert factory.fork([file.fileno()] * 4, b"mark") == 4321
         answering.join()
         assert sleeper.wait(10) == -signal.SIGKILL
-        supervisor.send(pickle.dumps(Exit(sleeper.pid, -9)))
-        supervisor.send(pickle.dumps(Exit(4321, 5)))
-        assert foundry.exit_of(4321) == Exit(4321, 5)
-        assert foundry.exit_of(sleeper.pid, 0.0) is None  # nobody will ask: it is not kept
+        supervisor.send(pickle.dumps(RunnerExit(sleeper.pid, -9)))
+        supervisor.send(pickle.dumps(RunnerExit(4321, 5)))
+        assert factory.exit_of(4321) == RunnerExit(4321, 5)
+        assert factory.exit_of(sleeper.pid, 0.0) is None  # nobody will ask: it is not kept
         supervisor.close()
 
 
@@ -351,7 +353,7 @@ def test_a_runner_that_comes_late_takes_no_call(runners: Runners, tmp_path: Path
         descriptors = len(os.listdir("/proc/self/fd"))
         with pytest.raises(ConnectionError):
             slot.run(batch_of(crash="import os; os._exit(3)", second="pass"), lambda news: None)
-        assert runners.exit_of(late[0]) == Exit(late[0], 0)
+        assert runners.exit_of(late[0]) == RunnerExit(late[0], 0)
         runners.fork = really  # type: ignore[method-assign]
         assert Run(slot, batch_of(third="pass")).endings() == {"third": Ending.RESULT}
         assert len(os.listdir("/proc/self/fd")) == descriptors

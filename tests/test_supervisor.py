@@ -46,7 +46,8 @@ from pathlib import Path
 node = sys.modules["skyward_core.worker.node"] = types.ModuleType("node")
 node.LEFT = 72
 from skyward_core.worker import supervisor
-from skyward_core.worker.slot import Foundry, Slot
+from skyward_core.worker.runner_factory import RunnerFactory
+from skyward_core.worker.slot import Slot
 from skyward_core.worker.wire import Batch, Call, Parcel
 
 directory = Path(sys.argv[1])
@@ -61,8 +62,8 @@ def run_worker(directory, settings, index, control):
         workers.write(f"{settings.generation} {settings.rank}\\n")
     if (directory / "no-scheduler").exists():
         os._exit(7)
-    foundry = Foundry(control)
-    slots = [Slot(foundry, settings.value_directories) for _ in range(settings.slots)]
+    factory = RunnerFactory(control)
+    slots = [Slot(factory, settings.value_directories) for _ in range(settings.slots)]
     (directory / f"ready-{settings.generation}").touch()
     while True:
         if (directory / "call").exists():
@@ -572,7 +573,7 @@ def value_of(text):
     return names.get("value")
 
 def run_worker(directory, settings, index, control):
-    slot = Slot(Foundry(control), settings.value_directories)
+    slot = Slot(RunnerFactory(control), settings.value_directories)
     while not (directory / "call").exists():
         time.sleep(0.005)
     for text in [*(directory / "call").read_text().split("---"), "pass"]:
@@ -642,7 +643,7 @@ from skyward_core.worker.wire import Outcome
 
 def run_worker(directory, settings, index, control):
     slots.PATIENCE_SECONDS = 60.0  # a worker that waits for a processor is no long call
-    slot = Slot(Foundry(control), settings.value_directories)
+    slot = Slot(RunnerFactory(control), settings.value_directories)
     first, wrong, stopped, random_moments = slot.pid, [], 0, random.Random(11)
     nap = Parcel(pickle.dumps(((0.0003,), {})))
     for number in range(400):

@@ -34,10 +34,11 @@ from skyward_core.worker.calls import CANCEL, KEEP, PREFIX, RAN, Calls, Ran, det
 from skyward_core.worker.draining import Holding
 from skyward_core.worker.metrics import Sampler
 from skyward_core.worker.retained_batches import OLDER, RELEASE, TELL_KEPT, Kept, WorkerFree
+from skyward_core.worker.runner_factory import RunnerFactory
 from skyward_core.worker.scheduler_messages import WorkerJoined, WorkerLeft
 from skyward_core.worker.secret_values import Keeping, ask_for
 from skyward_core.worker.settings import NodeSettings, write_atomically
-from skyward_core.worker.slot import Foundry, News, Slot
+from skyward_core.worker.slot import News, Slot
 from skyward_core.worker.streams import Told, send_at_once
 from skyward_core.worker.wire import Batch, Outcome, Sealed
 
@@ -426,9 +427,9 @@ class Slots(WorkerPlugin):
         """Start the runners, if this is the first scheduler, and begin to sample."""
         if self._loop is None:
             self._loop = loop = asyncio.get_running_loop()
-            foundry = Foundry(self._control, lambda settings: loop.call_soon_threadsafe(self._next_settings.put_nowait, settings))
+            factory = RunnerFactory(self._control, lambda settings: loop.call_soon_threadsafe(self._next_settings.put_nowait, settings))
             for _ in range(self.settings.slots):
-                slot = Slot(foundry, self.settings.value_directories, self.settings.memory_limit_bytes)
+                slot = Slot(factory, self.settings.value_directories, self.settings.memory_limit_bytes)
                 self._all.append(slot)
                 self._idle.put(slot)
         send_at_once(worker.batched_stream)

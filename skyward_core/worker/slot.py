@@ -11,7 +11,6 @@ the runner begins no other. If this process dies while a runner is stopped, the 
 
 from __future__ import annotations
 
-import array
 import contextlib
 import os
 import pickle
@@ -22,17 +21,16 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
 
 from skyward_core.worker.log_records import split_records
 from skyward_core.worker.masking import Mask, SecretValues
+from skyward_core.worker.processes import kill_group, resident_bytes, send_signal, stop
 from skyward_core.worker.runner import Packet
-from skyward_core.worker.settings import NodeSettings
+from skyward_core.worker.runner_factory import RunnerFactory
+from skyward_core.worker.runner_output import LAST_LINES, READ_BYTES, Stream
 from skyward_core.worker.wire import INLINE_BYTES, Batch, Call, Ending, Outcome, Output, Parcel
 
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 PATIENCE_SECONDS = 0.1  # the calls behind one that runs longer than this are handed back
 MEMORY_CHECK_SECONDS = 0.1
 BY_KERNEL = "the kernel, which counts all that it has started too (control group)"
@@ -40,152 +38,17 @@ BY_KERNEL = "the kernel, which counts all that it has started too (control group
 TOGETHER_SECONDS = 0.005  # news within this time is reported together
 TOPIC_PREFIX = "skyward-"  # of topics; ids of calls have none
 TERM_SECONDS = 2.0  # from SIGTERM for a cancelled call to SIGKILL
-STOP_SECONDS = 1.0  # the time that a runner has to stop: later it is in the kernel, and takes the signal before all else
-STOP_LOOK_SECONDS = 0.0002
-FORK_SECONDS = 30.0
-REQUEST_BYTES = 8  # of a request's number, before the mark
-LAST_LINES = 20
-READ_BYTES = 1 << 16
 CANCELLED_LIMIT = 10_000
 KNOWN_FUNCTIONS = 64  # a runner with more different ones forgets them all
 
 type News = Outcome | Output
 
 
-@dataclass(frozen=True, slots=True)
-class Exit:
-    """The end of a runner: its pid; its exit code, negative for a signal, as in `subprocess`; whether the kernel has killed it because it was out of memory."""
-
-    pid: int
-    code: int
-    is_out_of_memory: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Born:
-    """The runner that was forked for the request of this number."""
-
-    request: int
-    pid: int
-
-
-@dataclass(frozen=True, slots=True)
-class Anew:
-    """The node has another rank or head, and its workers are to join there with their calls."""
-
-    settings: NodeSettings
-
-
-class Foundry:
-    """The worker's socket to the supervisor, which forks runners on request and reports how they ended.
-
-    Requests are numbered. A runner that comes after its request has timed out is killed: it must not count as that of a later request.
-    """
-
-    def __init__(self, control: socket.socket, on_anew: Callable[[NodeSettings], object] = lambda _: None) -> None:
-        self._control = control
-        self._on_anew = on_anew
-        self._exits: dict[int, Exit] = {}
-        self._changed = threading.Condition()
-        self._request = 0
-        """Number of the present request; those before it are answered or have timed out."""
-        self._is_awaited = False
-        self._born = 0
-        """Pid of the runner in its answer."""
-        self._late: set[int] = set()
-        """Runners that have come too late and have not ended yet."""
-        self._requests = threading.Lock()
-        threading.Thread(target=self._listen, name="skyward-foundry", daemon=True).start()
-
-    def fork(self, descriptors: list[int], mark: bytes) -> int:
-        """Let the supervisor fork a runner with these descriptors (calls, outcomes, stdout, stderr); return its pid. Raises ConnectionError without one."""
-        with self._requests:
-            with self._changed:
-                self._request, self._is_awaited, self._born = self._request + 1, True, 0
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
-            self._control.sendmsg([self._request.to_bytes(REQUEST_BYTES) + mark], rights)
-            with self._changed:
-                self._changed.wait_for(lambda: self._born, timeout=FORK_SECONDS)
-                self._is_awaited = False
-                if not self._born:
-                    raise ConnectionError(f"the node's supervisor did not start a process within {FORK_SECONDS:g} s")
-                return self._born
-
-    def exit_of(self, pid: int, timeout_seconds: float = 10.0) -> Exit | None:
-        """Return how a runner ended; None if the supervisor does not report it in time."""
-        with self._changed:
-            self._changed.wait_for(lambda: pid in self._exits, timeout=timeout_seconds)
-            return self._exits.pop(pid, None)
-
-    def _listen(self) -> None:
-        with contextlib.suppress(OSError):
-            while message := self._control.recv(READ_BYTES):
-                with self._changed:
-                    self._hear(pickle.loads(message))
-                    self._changed.notify_all()
-
-    def _hear(self, said: Exit | Born | Anew) -> None:
-        match said:
-            case Anew(settings):
-                self._on_anew(settings)
-            case Exit(pid) if pid in self._late:
-                self._late.remove(pid)
-            case Exit(pid):
-                self._exits[pid] = said
-            case Born(self._request, pid) if self._is_awaited:
-                self._born = pid
-            case Born(_, pid):
-                self._late.add(pid)
-                _kill_group(pid)
-
-
-@dataclass(slots=True)
-class Stream:
-    """One of a runner's output pipes, cut into lines and, at the mark, into calls. Carriage returns end lines too (progress bars)."""
-
-    name: str
-    descriptor: int
-    mark: bytes
-    rest: bytes = b""
-    marks_seen: int = 0
-    tails: dict[int, deque[str]] = field(default_factory=dict[int, deque[str]])
-
-    def read(self) -> bool:
-        """Read at most READ_BYTES from the pipe; False if it was empty."""
-        try:
-            chunk = os.read(self.descriptor, READ_BYTES)
-        except BlockingIOError:
-            return False
-        self.rest += chunk
-        return bool(chunk)
-
-    def lines(self, *, flush: bool = False) -> Iterator[tuple[int, tuple[str, ...]]]:
-        """Yield the lines read, as pairs of the number of marks before them and the lines; an unfinished line waits unless `flush`."""
-        while (cut := self.rest.find(self.mark)) >= 0:
-            part, self.rest = self.rest[:cut], self.rest[cut + len(self.mark) :]
-            yield self.marks_seen, self._remember(_split(part))
-            self.marks_seen += 1
-        whole = self.rest[:-1] if self.rest.endswith(b"\r") else self.rest  # its line feed may be on the way
-        end = len(self.rest) if flush else max(whole.rfind(b"\n"), whole.rfind(b"\r")) + 1
-        if end:
-            part, self.rest = self.rest[:end], self.rest[end:]
-            yield self.marks_seen, self._remember(_split(part))
-
-    def _remember(self, lines: tuple[str, ...]) -> tuple[str, ...]:
-        if lines:
-            self.tails.setdefault(self.marks_seen, deque(maxlen=LAST_LINES)).extend(lines)
-        return lines
-
-    def forget(self, mark: int) -> tuple[str, ...]:
-        """Return the last lines before a mark, and forget them."""
-        return tuple(self.tails.pop(mark, ()))
-
-
 class Slot:
     """Runs batches, one at a time. It owns the runner and the descriptors to it; `close` ends both."""
 
-    def __init__(self, foundry: Foundry, value_directories: tuple[str, ...], memory_limit_bytes: int | None = None) -> None:
-        self.foundry = foundry
+    def __init__(self, factory: RunnerFactory, value_directories: tuple[str, ...], memory_limit_bytes: int | None = None) -> None:
+        self.factory = factory
         self.value_directories = value_directories
         self.memory_limit_bytes = memory_limit_bytes
         self.send: socket.socket | None = None
@@ -230,7 +93,7 @@ class Slot:
         self.known, self.ended, self.killed_for, self.kill_at, self.is_furnished = set(), 0, None, None, False
         self.is_outdated = False  # before the fork: the node may move meanwhile
         try:
-            self.pid = self.foundry.fork([take.fileno(), runner_outcomes.fileno(), pipes[0][1], pipes[1][1]], mark)
+            self.pid = self.factory.fork([take.fileno(), runner_outcomes.fileno(), pipes[0][1], pipes[1][1]], mark)
         except BaseException:
             self.drop_lines()
             raise
@@ -243,9 +106,9 @@ class Slot:
         """Make sure that there is a runner, forked for the node's present rank and head. Raises ConnectionError if none comes."""
         if self.pid and self.is_outdated:
             pid = self.pid
-            _kill_group(pid)
+            kill_group(pid)
             self.drop_lines()
-            self.foundry.exit_of(pid)
+            self.factory.exit_of(pid)
         if not self.pid:
             self.start()
 
@@ -288,7 +151,7 @@ class Slot:
     def close(self) -> None:
         """End the runner and close its descriptors."""
         if self.pid:
-            _kill_group(self.pid)
+            kill_group(self.pid)
         self.drop_lines()
         os.close(self.wake_read)
         os.close(self._wake_write)
@@ -486,7 +349,7 @@ class _BatchRun:
             self._cut(stream, flush=True)
         unstarted = self._take_back()
         output, pid = self._last_lines(), slot.pid
-        end = slot.foundry.exit_of(pid)
+        end = slot.factory.exit_of(pid)
         is_by_kernel = slot.killed_for is None and end is not None and end.is_out_of_memory
         ending, text = (Ending.OUT_OF_MEMORY, BY_KERNEL) if is_by_kernel else (slot.killed_for or Ending.CRASH, "")
         for call in self._sent:  # at most one: a runner takes the next call after it has reported the outcome of the last
@@ -495,7 +358,7 @@ class _BatchRun:
             slot.ended_seconds += ran_seconds
         self._sent.clear()
         self._waiting.extendleft(reversed(unstarted))
-        _kill_group(pid)  # processes that the call has left behind
+        kill_group(pid)  # processes that the call has left behind
         slot.drop_lines()
         slot.start()
         self._progress_at = slot.busy_since = time.monotonic()
@@ -516,8 +379,8 @@ class _BatchRun:
 
     def _check_memory(self) -> None:
         limit = self.slot.memory_limit_bytes
-        if limit is not None and self._sent and not self._is_runner_doomed and _resident_bytes(self.slot.pid) > limit:
-            self._kill_if(Ending.OUT_OF_MEMORY, signal.SIGKILL, lambda _: _resident_bytes(self.slot.pid) > limit)
+        if limit is not None and self._sent and not self._is_runner_doomed and resident_bytes(self.slot.pid) > limit:
+            self._kill_if(Ending.OUT_OF_MEMORY, signal.SIGKILL, lambda _: resident_bytes(self.slot.pid) > limit)
 
     def _kill_if(self, ending: Ending, sig: signal.Signals, is_meant: Callable[[Call], bool]) -> None:
         """Kill the runner if its running call is meant, after its queue was taken back and its outcomes were read."""
@@ -525,7 +388,7 @@ class _BatchRun:
         self._waiting.extendleft(reversed(self._take_back()))
         if not any(map(is_meant, self._sent)):
             return
-        _stop(pid)
+        stop(pid)
         try:
             self._receive()
             if slot.pid == pid and self._sent and is_meant(self._sent[0]):
@@ -534,11 +397,11 @@ class _BatchRun:
                     slot.kill_at = time.monotonic() + TERM_SECONDS
         finally:
             if slot.pid == pid:
-                _send_signal(pid, signal.SIGCONT)
+                send_signal(pid, signal.SIGCONT)
 
     def _kill(self, ending: Ending, sig: signal.Signals) -> None:
         self.slot.killed_for = ending
-        _kill_group(self.slot.pid, sig)
+        kill_group(self.slot.pid, sig)
 
     def _check_patience(self) -> None:
         if time.monotonic() - self._progress_at < PATIENCE_SECONDS or len(self._sent) + len(self._waiting) < 2:
@@ -555,41 +418,3 @@ class _BatchRun:
             self._told_at = now
             news, self._news = self._news, []
             self._tell(news)
-
-
-def _split(part: bytes) -> tuple[str, ...]:
-    text = part.decode("utf-8", errors="backslashreplace").replace("\r\n", "\n").replace("\r", "\n")
-    return tuple(text.removesuffix("\n").split("\n")) if text else ()
-
-
-def _stop(pid: int) -> None:
-    """Stop a process, not its children; return when it has stopped or is gone, or after STOP_SECONDS."""
-    deadline = time.monotonic() + STOP_SECONDS
-    _send_signal(pid, signal.SIGSTOP)
-    while time.monotonic() < deadline and not _is_stopped(pid):
-        time.sleep(STOP_LOOK_SECONDS)
-
-
-def _is_stopped(pid: int) -> bool:
-    """Tell whether a process's main thread is stopped or traced (field 3 of proc(5) stat), or the process is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")[2][0] in "TtZX"
-    except OSError:
-        return True
-
-
-def _kill_group(pid: int, sig: signal.Signals = signal.SIGKILL) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, sig)
-
-
-def _send_signal(pid: int, sig: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, sig)
-
-
-def _resident_bytes(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
-    except (OSError, IndexError):
-        return 0

@@ -38,8 +38,8 @@ from skyward_core.worker.keeper import adopt_orphans
 from skyward_core.worker.preemption_notice import listen
 from skyward_core.worker.private_folders import make_private
 from skyward_core.worker.runner import JOB_PLACE, Line, run_calls
+from skyward_core.worker.runner_factory import REQUEST_BYTES, Forked, Reassigned, RunnerExit
 from skyward_core.worker.settings import NodeSettings, Owner, with_partitions, write_atomically
-from skyward_core.worker.slot import REQUEST_BYTES, Anew, Born, Exit
 from skyward_core.worker.watchdog import (
     DETACHED,
     MISSED,
@@ -226,7 +226,7 @@ class Supervisor:
         for descriptor in descriptors:
             os.close(descriptor)
         self._runners[pid] = Runner(index, slot, busy, group)
-        self._say(index, Born(number, pid))
+        self._say(index, Forked(number, pid))
 
     def _free_slot(self, index: int) -> int:
         """Return the first slot of a worker that no process serves.
@@ -309,7 +309,7 @@ class Supervisor:
                 if runner.busy.look():
                     self._watch.note_call()
                 was_too_large = self._was_too_large(runner)
-                self._say(runner.index, Exit(pid, code, is_out_of_memory=was_too_large and code == -signal.SIGKILL))
+                self._say(runner.index, RunnerExit(pid, code, is_out_of_memory=was_too_large and code == -signal.SIGKILL))
             elif pid in self._workers:
                 self._bury_worker(self._workers.pop(pid), code)
             elif pid == self._listener_pid:
@@ -399,7 +399,7 @@ class Supervisor:
         if settings.rank == 0:
             self._scheduler_pid = self._fork(lambda: node.run_scheduler(self._directory, self._settings))
         for index in self._workers.values():
-            self._say(index, Anew(settings))
+            self._say(index, Reassigned(settings))
         self._deaths.clear()
         self._due = dict.fromkeys(self._due, time.monotonic())
 

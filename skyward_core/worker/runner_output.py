@@ -1,0 +1,58 @@
+"""The output pipes of a runner, cut into lines and into calls."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+LAST_LINES = 20
+READ_BYTES = 1 << 16
+
+
+@dataclass(slots=True)
+class Stream:
+    """One of a runner's output pipes, cut into lines and, at the mark, into calls. Carriage returns end lines too (progress bars)."""
+
+    name: str
+    descriptor: int
+    mark: bytes
+    rest: bytes = b""
+    marks_seen: int = 0
+    tails: dict[int, deque[str]] = field(default_factory=dict[int, deque[str]])
+
+    def read(self) -> bool:
+        """Read at most READ_BYTES from the pipe; False if it was empty."""
+        try:
+            chunk = os.read(self.descriptor, READ_BYTES)
+        except BlockingIOError:
+            return False
+        self.rest += chunk
+        return bool(chunk)
+
+    def lines(self, *, flush: bool = False) -> Iterator[tuple[int, tuple[str, ...]]]:
+        """Yield the lines read, as pairs of the number of marks before them and the lines; an unfinished line waits unless `flush`."""
+        while (cut := self.rest.find(self.mark)) >= 0:
+            part, self.rest = self.rest[:cut], self.rest[cut + len(self.mark) :]
+            yield self.marks_seen, self._remember(_split(part))
+            self.marks_seen += 1
+        whole = self.rest[:-1] if self.rest.endswith(b"\r") else self.rest  # its line feed may be on the way
+        end = len(self.rest) if flush else max(whole.rfind(b"\n"), whole.rfind(b"\r")) + 1
+        if end:
+            part, self.rest = self.rest[:end], self.rest[end:]
+            yield self.marks_seen, self._remember(_split(part))
+
+    def _remember(self, lines: tuple[str, ...]) -> tuple[str, ...]:
+        if lines:
+            self.tails.setdefault(self.marks_seen, deque(maxlen=LAST_LINES)).extend(lines)
+        return lines
+
+    def forget(self, mark: int) -> tuple[str, ...]:
+        """Return the last lines before a mark, and forget them."""
+        return tuple(self.tails.pop(mark, ()))
+
+
+def _split(part: bytes) -> tuple[str, ...]:
+    text = part.decode("utf-8", errors="backslashreplace").replace("\r\n", "\n").replace("\r", "\n")
+    return tuple(text.removesuffix("\n").split("\n")) if text else ()
