@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from skyward_core.machines.instances import Endpoint
-from skyward_core.transport.ssh_connection import Connection, Shell
+from skyward_core.transport.ssh_commands import Shell
+from skyward_core.transport.ssh_connection import Connection
 
 HERE = Path(__file__).resolve().parent
 PEER_PORT = 7000

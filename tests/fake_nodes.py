@@ -20,7 +20,7 @@ from typing import Any
 
 import asyncssh
 
-from skyward_core.transport import ssh_connection, ssh_transport
+from skyward_core.transport import ssh_commands, ssh_files, ssh_transport
 from skyward_core.worker.settings import NodeSettings
 
 GUARD = "4711"
@@ -268,7 +268,7 @@ class _Command(asyncssh.SSHServerSession[bytes]):
 
     def exec_requested(self, command: str) -> bool:
         words = shlex.split(command)
-        if words[:3] == ["exec", "sh", "-c"] and words[3] == ssh_connection.LEADER:  # as root: a command in a group with a name
+        if words[:3] == ["exec", "sh", "-c"] and words[3] == ssh_commands.LEADER:  # as root: a command in a group with a name
             words = shlex.split(words[-1])
         self._words = words
         return True
@@ -304,11 +304,11 @@ class _Command(asyncssh.SSHServerSession[bytes]):
             ssh_transport.START: "start",
             ssh_transport.LEASE: "lease",
             ssh_transport.FOLLOW: "follow",
-            ssh_connection.KILL: "kill",
+            ssh_commands.KILL: "kill",
             'cat -- "$1/$2"': "read",
         }
         known[ssh_transport.LIVES] = "lives"
-        what = f"put {arguments[0].rpartition('/')[2]}" if text == ssh_connection.PUT else "reach" if self._words[0] == "timeout" else known.get(text)
+        what = f"put {arguments[0].rpartition('/')[2]}" if text == ssh_files.PUT else "reach" if self._words[0] == "timeout" else known.get(text)
         if what is None:
             self._nodes.unknown.append(shlex.join(self._words))
             return 127, "this is a fake\n"
@@ -328,7 +328,7 @@ class _Command(asyncssh.SSHServerSession[bytes]):
             case "reach":
                 return (0, "") if self._node.played.sees_others else (124, "")
             case _:
-                return await self._put(what.removeprefix("put "), int(arguments[1]), is_packed=bool(arguments[4])) if text == ssh_connection.PUT else (0, "")
+                return await self._put(what.removeprefix("put "), int(arguments[1]), is_packed=bool(arguments[4])) if text == ssh_files.PUT else (0, "")
 
     async def _start(self, size: int) -> tuple[int, str]:
         await self._is_whole.wait()

@@ -15,19 +15,12 @@ from pathlib import Path
 import asyncssh
 import pytest
 
-from skyward_core.errors import BadRequest, CredentialsError
-from skyward_core.transport.ssh_connection import (
-    FETCH_WINDOW_BYTES,
-    CommandFailed,
-    CommandTimedOut,
-    Completed,
-    Connection,
-    ConnectionLost,
-    Endpoint,
-    HostKeyChanged,
-    Loop,
-    Unreachable,
-)
+from skyward_core.errors import BadRequest, CommandFailed, CommandTimedOut, ConnectionLost, CredentialsError, HostKeyChanged, Unreachable
+from skyward_core.machines.instances import Endpoint
+from skyward_core.transport.ssh_commands import Completed
+from skyward_core.transport.ssh_connection import Connection
+from skyward_core.transport.ssh_files import FETCH_WINDOW_BYTES
+from skyward_core.transport.ssh_loop import Loop
 from tests.conftest import wait_until
 
 MIB = 1 << 20

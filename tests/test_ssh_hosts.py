@@ -12,7 +12,7 @@ import pytest
 
 from skyward_core.errors import BadRequest, CommandFailed, CommandTimedOut, ConnectionLost, CredentialsError, HostKeyChanged, Unreachable
 from skyward_core.machines.instances import Endpoint
-from skyward_core.transport import ssh_channels, ssh_connection
+from skyward_core.transport import ssh_channels, ssh_commands
 from skyward_core.transport.ssh_connection import Connection
 from tests.conftest import wait_until
 from tests.test_ssh import Echo, say
@@ -93,7 +93,7 @@ def seconds_until_lost(connection: Connection, then: Callable[[], object]) -> fl
 def test_a_command_is_run_as_it_is_written(connection, host):
     """Exit codes, signals, both streams, quotes and the login shell are those of the machine."""
     assert connection.run("hostname").output == f"{host.name}\n"
-    assert connection.run('echo "it\'s $((6 * 7))" >&2; exit 3') == ssh_connection.Completed(3, "it's 42\n")
+    assert connection.run('echo "it\'s $((6 * 7))" >&2; exit 3') == ssh_commands.Completed(3, "it's 42\n")
     assert connection.run("kill -TERM $$").exit_code == -signal.SIGTERM
     assert connection.run("echo $0").output == f"{connection.run('echo $SHELL').output}"
 
@@ -109,7 +109,7 @@ def test_a_command_past_its_deadline_is_killed_with_its_children(connection, hos
 def test_ten_commands_may_last_and_all_end_with_the_connection(host):
     """As many commands as sshd takes by default follow something at once; `close` from another thread ends them all with ConnectionLost."""
     connection = reach(host).connect(60)
-    begun = threading.Barrier(ssh_connection.SESSIONS + 1)
+    begun = threading.Barrier(ssh_commands.SESSIONS + 1)
     caught: list[type] = []
 
     def follow() -> None:
@@ -118,14 +118,14 @@ def test_ten_commands_may_last_and_all_end_with_the_connection(host):
         except Unreachable as error:
             caught.append(type(error))
 
-    threads = [threading.Thread(target=follow) for _ in range(ssh_connection.SESSIONS)]
+    threads = [threading.Thread(target=follow) for _ in range(ssh_commands.SESSIONS)]
     for thread in threads:
         thread.start()
     begun.wait(60)
     connection.close()
     for thread in threads:
         thread.join(60)
-    assert caught == [ConnectionLost] * ssh_connection.SESSIONS
+    assert caught == [ConnectionLost] * ssh_commands.SESSIONS
 
 
 def test_a_machine_that_takes_fewer_sessions_than_ours_is_waited_for(host, monkeypatch):
@@ -141,7 +141,7 @@ def test_a_machine_that_takes_fewer_sessions_than_ours_is_waited_for(host, monke
         for thread in threads:
             thread.join(60)
         assert sorted(codes) == list(range(8))
-        monkeypatch.setattr(ssh_connection, "REFUSED_SECONDS", 0.2)
+        monkeypatch.setattr(ssh_commands, "REFUSED_SECONDS", 0.2)
         begun = threading.Barrier(3)
 
         def follow() -> None:
@@ -168,7 +168,7 @@ def test_a_shell_lasts_across_bad_commands_and_a_new_connection(connection, host
         first = shell.run("echo $PPID $$").output
         assert shell.run("if").exit_code == 2
         assert shell.run("exit 7").exit_code == 7
-        assert shell.run("cd /; x=1; printf none") == ssh_connection.Completed(0, "none")
+        assert shell.run("cd /; x=1; printf none") == ssh_commands.Completed(0, "none")
         assert shell.run('pwd; echo "[$x]"; cat').output == "/root\n[]\n"
         assert shell.run("echo $PPID $$").output == first
         with pytest.raises(CommandTimedOut):

@@ -30,7 +30,8 @@ from skyward_core.machines.offers import ARCHITECTURES, Offer, Requirements, mat
 from skyward_core.providers.base import POOL_TAG, RANK_TAG, Provider, Tags
 from skyward_core.providers.tagging import TAGS_VARIABLE, from_word, of_machine, to_word
 from skyward_core.providers.termination_shell import ENDING, PROOFS, UNPARTITION_SECONDS
-from skyward_core.transport.ssh_connection import Connection, Loop
+from skyward_core.transport.ssh_connection import Connection
+from skyward_core.transport.ssh_loop import Loop
 from skyward_core.worker.watchdog import INSTANCE_TAG
 from skyward_core.worker.watchdog import POOL_TAG as POOL_VARIABLE
 

@@ -31,7 +31,8 @@ from skyward_core.errors import CommandFailed, ConnectionLost, SkywardError
 from skyward_core.events.events import ContactLost, ContactRegained, SkywardEvent
 from skyward_core.machines.instances import Instance
 from skyward_core.transport.code_upload import Packed, shipped_archive, shipped_uv
-from skyward_core.transport.ssh_connection import Connection, Loop
+from skyward_core.transport.ssh_connection import Connection
+from skyward_core.transport.ssh_loop import Loop
 from skyward_core.worker.wire import Parcel
 
 _log = logging.getLogger("skyward")
