@@ -295,6 +295,18 @@ def test_a_machine_that_goes_early_is_an_ordinary_loss(world: World) -> None:
     assert world.machines.retired == []
 
 
+@pytest.mark.parametrize("is_ready", [True, False], ids=["ready", "on its way"])
+def test_who_stands_by_is_given_back_when_a_restart_has_filled_the_place(world: World, is_ready: bool) -> None:
+    """All processes die at once: machines are rented anew for all ranks. The one that stood by for one of them would be paid for until the pool ends."""
+    world.announce(1, calls_left=1)
+    world.go_on(5) if is_ready else world.turn()
+    for rank in range(world.size):
+        world.hollow_out(rank)
+    world.go_on(60)
+    assert world.all_are_there()
+    assert (world.machines.standing_by, len(world.machines.dismissed)) == ({}, 1)
+
+
 def test_while_somebody_is_being_prepared_no_second_machine_is_rented(world: World) -> None:
     """The vacancy waits for the machine that is on its way."""
     world.announce(1)

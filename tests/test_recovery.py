@@ -156,6 +156,7 @@ class FakeMachines:
         self.replaced: list[tuple[float, int]] = []
         self.standing_by: dict[int, Machine] = {}
         self.retired: list[str] = []
+        self.dismissed: list[str] = []
         self.roused: list[tuple[float, int, list[int]]] = []
         self.restarts = 0
         self.fails_to_restart = 0
@@ -196,6 +197,11 @@ class FakeMachines:
             if not self.world.has_capacity:
                 raise NoCapacity("sold out")
             self.standing_by[rank] = Machine(next(self.world.names))
+
+    def dismiss(self, rank: int) -> None:
+        if (machine := self.standing_by.pop(rank, None)) is not None:
+            machine.lives = False
+            self.dismissed.append(machine.id)
 
     def retire(self, rank: int, instance_id: str) -> None:
         machine = self.world.nodes.get(rank)

@@ -12,7 +12,8 @@ States of a node, by rank. `turn` moves it on, by the present members and not by
     joined ──its machine is to be taken back──▶ leaving ──gone, or retired──▶ vacant
 
 A node that is leaving gets no more calls, and another machine is prepared to replace it. The node is retired when that machine is ready and its last call has
-ended, or when its time is up. Then its workers end, their calls are lost, and the prepared machine takes over the rank. All else (the machine goes early, no
+ended, or when its time is up. Then its workers end, their calls are lost, and the prepared machine takes over the rank; it is dismissed if a restart of the
+cluster has filled the rank by then. All else (the machine goes early, no
 machine is available, the head is lost) is an ordinary loss. The head does not leave: its notice is emitted, and it is replaced when it is lost.
 
 The head: connected ──cut──▶ silent ──it answers──▶ connected
@@ -129,6 +130,13 @@ class StandBy:
 
 
 @dataclass(frozen=True, slots=True)
+class Dismiss:
+    """Give back the machine that stands by for this rank: its place was filled otherwise."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class Hold:
     """Give a node no more calls; then `held`."""
 
@@ -152,7 +160,7 @@ class GiveUp:
     rank: int | None = None
 
 
-type Action = Emit | AskHead | Resume | Restart | Rouse | Replace | StandBy | Hold | Retire | GiveUp
+type Action = Emit | AskHead | Resume | Restart | Rouse | Replace | StandBy | Dismiss | Hold | Retire | GiveUp
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +252,8 @@ class Membership:
         self._leaving: dict[int, _Leaving] = {}
         self._relieving: set[int] = set()
         """Ranks for which a machine is being prepared to stand by."""
+        self._standing_by: set[int] = set()
+        """Ranks for which a machine stands by."""
         self._has_given_up = False
 
     def next_action(self) -> Action | None:
@@ -270,6 +280,7 @@ class Membership:
         if self._head is None:
             self._check_nodes(now, view)
             self._check_notices(now, view)
+            self._dismiss()
             self._fill(now)
 
     def replaced(self, rank: int, failure: Exception | None, now: float) -> None:
@@ -288,6 +299,8 @@ class Membership:
     def relieved(self, rank: int, instance_id: str, failure: Exception | None, now: float) -> None:
         """An attempt to prepare a machine that stands by has ended."""
         self._relieving.discard(rank)
+        if failure is None:
+            self._standing_by.add(rank)
         leaving = self._leaving_of(rank, instance_id)
         if leaving is not None:
             leaving.is_relieved = failure is None
@@ -392,7 +405,14 @@ class Membership:
         for rank, vacancy in self._vacant.items():
             if not vacancy.is_trying and now >= vacancy.try_at and rank not in self._relieving:
                 vacancy.is_trying = True
+                self._standing_by.discard(rank)  # the replacement uses that machine
                 self._actions.append(Replace(rank))
+
+    def _dismiss(self) -> None:
+        """Give back machines that stand by for ranks which a restart of the cluster has filled."""
+        for rank in sorted(self._standing_by - self._leaving.keys() - self._vacant.keys()):
+            self._standing_by.discard(rank)
+            self._actions.append(Dismiss(rank))
 
     # ── nodes whose machines are to be taken back ────────────────────────────────────────────────────────────────────
 

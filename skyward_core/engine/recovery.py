@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-from skyward_core.engine.membership import Action, AskHead, Emit, GiveUp, Hold, Membership, Replace, Restart, Resume, Retire, Rouse, StandBy, Survivors
+from skyward_core.engine.membership import Action, AskHead, Dismiss, Emit, GiveUp, Hold, Membership, Replace, Restart, Resume, Retire, Rouse, StandBy, Survivors
 from skyward_core.errors import PoolClosed, SkywardError
 from skyward_core.events.events import Error, SkywardEvent
 from skyward_core.machines.instances import Lease, Node
@@ -44,6 +44,7 @@ class Machines(Protocol):
     def last_words(self, rank: int) -> str: ...
     def notices(self, rank: int) -> tuple[Notice, ...]: ...
     def stand_by(self, rank: int) -> None: ...
+    def dismiss(self, rank: int) -> None: ...
     def retire(self, rank: int, instance_id: str) -> None: ...
     def rouse(self, rank: int, workers: Sequence[int]) -> None: ...
     def replace(self, rank: int, is_there: Callable[[], bool]) -> None: ...
@@ -209,6 +210,8 @@ class Recovery:
                 self._resume()
             case Restart(before):
                 self._restart(before)
+            case Dismiss(rank):
+                self._machines.dismiss(rank)
             case AskHead():
                 self._aside(ASKING, lambda: self._ask(action))
             case Rouse():

@@ -190,6 +190,10 @@ class Machines:
         """Prepare a machine that the next `replace` of this rank will take (`Replacement.stand_by`)."""
         self._replacement.stand_by(rank)
 
+    def dismiss(self, rank: int) -> None:
+        """Give back the machine that stands by for this rank (`Replacement.dismiss`)."""
+        self._replacement.dismiss(rank)
+
     def retire(self, rank: int, instance_id: str) -> None:
         """Have a node end its workers for good, if it still is this machine (`Replacement.retire`)."""
         self._replacement.retire(rank, instance_id)

@@ -88,6 +88,11 @@ class Replacement:
         node.reach.opened()
         self._standing_by[rank] = node
 
+    def dismiss(self, rank: int) -> None:
+        """Give back the machine that stands by for this rank, if there is one. Waits for nothing."""
+        if (node := self._standing_by.pop(rank, None)) is not None:
+            self._rental.end_aside(node)
+
     def retire(self, rank: int, instance_id: str) -> None:
         """Have a node end its workers for good, if it still is this machine; `replace` gives it back. What runs there is lost. Raises what a `Reach` raises."""
         with self._nodes.settings_lock:

@@ -121,7 +121,7 @@ def airflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Airflow]:
 LEFT = """
 import time
 from airflow_provider_skyward.operators import SkywardOperator
-from skyward_core.provisioning import giving_back
+from skyward_core.provisioning import teardown
 
 class TaskInstance:
     dag_id, run_id, task_id, map_index, try_number = "left", "run", "work", -1, 1
@@ -129,7 +129,7 @@ class TaskInstance:
     def xcom_push(self, key, value):
         self.told[key] = value
 
-terminate, giving_back.DEADLINE_SECONDS = sky.Local.terminate, 0.3
+terminate, teardown.DEADLINE_SECONDS = sky.Local.terminate, 0.3
 sky.Local.terminate = lambda *_: {}
 try:
     result = SkywardOperator(task_id="work", python_callable=abs, op_args=[-2], provider="local").execute({"ti": TaskInstance()})
@@ -138,7 +138,7 @@ try:
     while sky.Local().instances(bill["pool_id"]) and time.monotonic() < deadline:
         time.sleep(0.1)
 finally:
-    sky.Local.terminate, giving_back.DEADLINE_SECONDS = terminate, 600.0
+    sky.Local.terminate, teardown.DEADLINE_SECONDS = terminate, 600.0
 answer = [result, len(bill["unconfirmed"])]
 """
 
