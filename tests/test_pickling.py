@@ -19,7 +19,8 @@ import pytest
 
 import skyward_core
 from skyward_core.errors import NotPicklable
-from skyward_core.serialization.pickling import OUT_OF_BAND_BYTES, Pickled, belongs_to_user, dumps, loads
+from skyward_core.serialization.ownership import belongs_to_user
+from skyward_core.serialization.pickling import OUT_OF_BAND_BYTES, Pickled, dumps, loads
 
 NODE = """
 import pickle, sys

@@ -21,27 +21,38 @@ a class of theirs that comes by value becomes the node's own.
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.machinery
 import io
 import os
 import pickle
 import sys
-import sysconfig
 import threading
 import types
 import typing
-import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from dis import get_instructions
-from pathlib import Path
 from typing import Any, cast
 
 import cloudpickle
 
 from skyward_core.serialization import exception_state
+from skyward_core.serialization.function_uses import Scope, class_body_globals, module_uses, names_used, portable_annotation
+from skyward_core.serialization.loading import (
+    StandInGlobals,
+    StandInPart,
+    StandInReference,
+    fill_cached,
+    fill_class,
+    fill_module,
+    itself,
+    make_alias,
+    make_cached,
+    note_original,
+    served_class,
+    set_nothing,
+    stand_in,
+)
+from skyward_core.serialization.ownership import belongs_to_user, home_module, is_user_module
 from skyward_core.serialization.unpicklable import SCALARS, Ask, Parts, diagnose, one_line
 
 OUT_OF_BAND_BYTES = 64 * 1024
@@ -49,9 +60,6 @@ OUT_OF_BAND_BYTES = 64 * 1024
 
 type Replace = Callable[[Any], Any]
 """Given an object, returns NotImplemented, or what to pickle in its place."""
-
-served_modules: set[str] = set()
-"""On a node: names of the modules whose source came with the present call. Their classes are the node's own, also when they come by value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,73 +161,6 @@ def _keep_in_band(views: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
     return False
 
 
-# ── whose module is it ───────────────────────────────────────────────────────────────────────────────────────────────
-
-_INSTALL_DIRECTORIES = {"site-packages", "dist-packages"}
-_STDLIB = tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib")})
-_EXTENSIONS = tuple(importlib.machinery.EXTENSION_SUFFIXES)
-
-
-def belongs_to_user(module: types.ModuleType) -> bool:
-    """Whether a module is part of the user's own project, and so travels by value.
-
-    A module without a file, made by a program rather than read (a notebook's `__main__`, an Airflow DAG), is the user's unless
-    it calls itself a part of an installed package, as `torch.ops` does. On a node, what came as source is not: the client has it.
-    """
-    if getattr(getattr(module, "__loader__", None), "client_has_it", False):
-        return False
-    name = module.__name__
-    file = getattr(module, "__file__", None)
-    if not file:
-        file = next(iter(getattr(module, "__path__", ())), None)
-    return is_of_user(name, file if isinstance(file, str) and os.path.isabs(file) else None)
-
-
-@functools.lru_cache(maxsize=4096)
-def is_of_user(name: str, file: str | None) -> bool:
-    """Whether a module of this name and (absolute) file would belong to the user's project; see `belongs_to_user`."""
-    if name in ("__main__", "__mp_main__"):
-        return True
-    top = name.partition(".")[0]
-    if top == "skyward_core" or name in sys.builtin_module_names:
-        return False
-    if file is not None:
-        return not _is_installed(name, file)
-    if top in sys.stdlib_module_names:
-        return False
-    package = sys.modules.get(top)
-    return package is None or top == name or belongs_to_user(package)
-
-
-def _is_installed(name: str, file: str) -> bool:
-    if file.endswith(_EXTENSIONS):
-        return True  # machine code cannot travel by value
-    for path in {os.path.abspath(file), os.path.realpath(file)}:
-        if not _INSTALL_DIRECTORIES.isdisjoint(Path(path).parts) or path.startswith(_STDLIB):
-            return True
-    levels = name.count(".") + (1 if Path(file).stem == "__init__" or os.path.isdir(file) else 0)
-    return _holds_distributions(str(Path(os.path.abspath(file)).parents[levels]))
-
-
-@functools.lru_cache(maxsize=1024)
-def _holds_distributions(directory: str) -> bool:
-    """Whether distributions are installed in this directory whatever its name, as `pip install --target` does."""
-    with suppress(OSError):
-        return any(entry.endswith(".dist-info") for entry in os.listdir(directory))
-    return False
-
-
-def _home(obj: Any) -> types.ModuleType | None:
-    """Return the module of the user's project that a function, class or type variable says it is from."""
-    name = getattr(obj, "__module__", None)
-    module = sys.modules.get(name) if isinstance(name, str) else None
-    return module if isinstance(module, types.ModuleType) and belongs_to_user(module) else None
-
-
-def _is_own_module(value: Any) -> typing.TypeGuard[types.ModuleType]:
-    return issubclass(type(value), types.ModuleType) and belongs_to_user(value)
-
-
 # ── the pickler ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _registration = threading.RLock()
@@ -244,6 +185,9 @@ def _registered(module: types.ModuleType | None) -> Generator[None]:
             cloudpickle.unregister_pickle_by_value(module)
 
 
+_IMPORT_MACHINERY = {"__builtins__", "__cached__", "__loader__", "__spec__", "__name__"}
+
+
 class _Pickler(cloudpickle.Pickler):
     """Cloudpickle with the rule of this file: the user's project by value, and only what is used of its modules."""
 
@@ -261,8 +205,8 @@ class _Pickler(cloudpickle.Pickler):
         self._shallow = shallow
         self._carried = carried
         self._stand_ins: dict[str, Any] = {}  # pickled empty, once: on loading, one dictionary of the stand-ins made so far
-        self._shells: dict[str, _Shell] = {}
-        self._namespaces: dict[str, _Namespace] = {}
+        self._references: dict[str, StandInReference] = {}
+        self._namespaces: dict[str, StandInGlobals] = {}
         self._sent: set[tuple[str, str]] = set()
         self._open_aliases: set[int] = set()
 
@@ -271,7 +215,7 @@ class _Pickler(cloudpickle.Pickler):
         if self._trials.replace is not None:
             other = self._trials.replace(obj)
             if other is not NotImplemented:
-                return _itself, (other,)
+                return itself, (other,)
         kind = cast("type[Any]", type(obj))
         if kind is types.FunctionType:
             return self._reduce_function(obj)
@@ -285,20 +229,19 @@ class _Pickler(cloudpickle.Pickler):
         return NotImplemented if reduce is None else reduce(self, obj)
 
     def _reduce_class(self, cls: type) -> Any:
-        home = _home(cls)
+        home = home_module(cls)
         with _registered(home):
             reduced = cast(Any, super().reducer_override(cls))
         if reduced is NotImplemented or len(reduced) < 6:
             return reduced
-        if cls not in _carried_classes:
-            _original_classes.add(cls)
+        note_original(cls)
         make, args, state, _, _, set_state = reduced
         if home is not None and home.__name__ != "__main__" and "<locals>" not in cls.__qualname__:
-            make, args = _served_class, (home.__name__, cls.__qualname__, make, args)
-        return make, args, (set_state, state), None, None, _fill_class
+            make, args = served_class, (home.__name__, cls.__qualname__, make, args)
+        return make, args, (set_state, state), None, None, fill_class
 
     def _reduce_function(self, function: types.FunctionType) -> Any:
-        home = _home(function)
+        home = home_module(function)
         with _registered(home):
             reduced = cast(Any, super().reducer_override(function))
         if reduced is NotImplemented:
@@ -307,38 +250,38 @@ class _Pickler(cloudpickle.Pickler):
             self._carried.append(function)
         make, (code, base, *rest), (attributes, slots), _, _, set_state = reduced
         if home is not None and function.__globals__ is vars(home):
-            base = self._namespaces.setdefault(home.__name__, _Namespace(self._shell(home), base))
-        slots["__annotations__"] = {name: _portable_annotation(hint) for name, hint in slots["__annotations__"].items()}
-        outer = {**_class_body_globals(function), **slots["__globals__"]}
-        slots["__globals__"] = {name: self._shell(value) if _is_own_module(value) else value for name, value in outer.items()}
+            base = self._namespaces.setdefault(home.__name__, StandInGlobals(self._reference(home), base))
+        slots["__annotations__"] = {name: portable_annotation(hint) for name, hint in slots["__annotations__"].items()}
+        outer = {**class_body_globals(function), **slots["__globals__"]}
+        slots["__globals__"] = {name: self._reference(value) if is_user_module(value) else value for name, value in outer.items()}
         if slots["__closure__"]:
             slots["__closure__"] = tuple(self._cell(cell) for cell in slots["__closure__"])
-        installed = [module for module in slots["_cloudpickle_submodules"] if not _is_own_module(module)]
+        installed = [module for module in slots["_cloudpickle_submodules"] if not is_user_module(module)]
         # cloudpickle loads this list for its effect and forgets it: the right place for what must be in the stand-ins before a call
         slots["_cloudpickle_submodules"] = [*installed, *self._parts(function)]
         return make, (code, base, *rest), (attributes, slots), None, None, set_state
 
-    def _parts(self, function: types.FunctionType) -> Iterator[_Part | types.ModuleType]:
-        for use in _module_uses(function):
+    def _parts(self, function: types.FunctionType) -> Iterator[StandInPart | types.ModuleType]:
+        for use in module_uses(function):
             if use.whole:
                 yield use.module
             new = {name: value for name, value in use.values.items() if (use.module.__name__, name) not in self._sent}
             self._sent.update((use.module.__name__, name) for name in new)
             if new:
-                carried = {name: self._shell(value) if _is_own_module(value) else value for name, value in new.items()}
-                yield _Part(self._shell(use.module), carried)
+                carried = {name: self._reference(value) if is_user_module(value) else value for name, value in new.items()}
+                yield StandInPart(self._reference(use.module), carried)
 
     def _cell(self, cell: types.CellType) -> types.CellType:
         with suppress(ValueError):  # an empty cell
-            if _is_own_module(cell.cell_contents):
-                return types.CellType(self._shell(cell.cell_contents))
+            if is_user_module(cell.cell_contents):
+                return types.CellType(self._reference(cell.cell_contents))
         return cell
 
-    def _shell(self, module: types.ModuleType) -> _Shell:
-        return self._shells.setdefault(module.__name__, _Shell(self._stand_ins, module.__name__))
+    def _reference(self, module: types.ModuleType) -> StandInReference:
+        return self._references.setdefault(module.__name__, StandInReference(self._stand_ins, module.__name__))
 
     def _reduce_module(self, module: types.ModuleType) -> Any:
-        make = (_stand_in, (self._stand_ins, module.__name__))
+        make = (stand_in, (self._stand_ins, module.__name__))
         if self._shallow:
             return make
         carried: dict[str, Any] = {}
@@ -351,32 +294,32 @@ class _Pickler(cloudpickle.Pickler):
                 carried[name] = value
             else:
                 absent[name] = reason
-        return *make, (carried, absent), None, None, _fill_module
+        return *make, (carried, absent), None, None, fill_module
 
     def _reduce_cached(self, wrapper: Any) -> Any:
         """`functools.lru_cache` pickles by name alone; a recursive one refers to itself, so it is made first and filled after."""
         reduced: Any = self._reduce_function(wrapper.__wrapped__) if type(wrapper.__wrapped__) is types.FunctionType else NotImplemented
         if reduced is NotImplemented:
-            return _cached, (wrapper.cache_parameters(), _itself, (wrapper.__wrapped__,)), (_nothing, None), None, None, _fill_cached
+            return make_cached, (wrapper.cache_parameters(), itself, (wrapper.__wrapped__,)), (set_nothing, None), None, None, fill_cached
         make, args, state, _, _, set_state = cast("tuple[Any, ...]", reduced)
-        return _cached, (wrapper.cache_parameters(), make, args), (set_state, state), None, None, _fill_cached
+        return make_cached, (wrapper.cache_parameters(), make, args), (set_state, state), None, None, fill_cached
 
     def _reduce_type_variable(self, variable: Any) -> Any:
-        with _registered(_home(variable)):
+        with _registered(home_module(variable)):
             return self.dispatch_table[type(variable)](variable)
 
     def _reduce_alias(self, alias: typing.TypeAliasType) -> Any:
         if id(alias) in self._open_aliases:
-            return _itself, (Any,)  # a recursive alias: pickle has no way to tie that knot
+            return itself, (Any,)  # a recursive alias: pickle has no way to tie that knot
         self._open_aliases.add(id(alias))
         value: Any = Any
         with suppress(NameError):
             value = alias.__value__
-        return _alias, (alias.__name__, value, alias.__type_params__)
+        return make_alias, (alias.__name__, value, alias.__type_params__)
 
 
 def _only_users(reduce: Callable[[_Pickler, Any], Any]) -> Callable[[_Pickler, Any], Any]:
-    return lambda pickler, obj: reduce(pickler, obj) if _home(obj) is not None else NotImplemented
+    return lambda pickler, obj: reduce(pickler, obj) if home_module(obj) is not None else NotImplemented
 
 
 _TYPE_REDUCERS: dict[type, Callable[[_Pickler, Any], Any]] = {
@@ -428,13 +371,13 @@ class _Sink:
 
 
 def _parts_of_function(function: types.FunctionType) -> Generator[tuple[str, Any]]:
-    scope = _Scope(function)
+    scope = Scope(function)
     for name in function.__code__.co_freevars:
         yield f".<closure>.{name}", scope.get(name)
-    for name in sorted({name for name, _ in _names_used(function.__code__).chains}):
-        if name not in function.__code__.co_freevars and name in function.__globals__ and not _is_own_module(function.__globals__[name]):
+    for name in sorted({name for name, _ in names_used(function.__code__).chains}):
+        if name not in function.__code__.co_freevars and name in function.__globals__ and not is_user_module(function.__globals__[name]):
             yield f".<global> {name}", function.__globals__[name]
-    for use in _module_uses(function):
+    for use in module_uses(function):
         for name, value in use.values.items():
             yield f".<global> {use.module.__name__}.{name}", value
     arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
@@ -445,236 +388,3 @@ def _parts_of_function(function: types.FunctionType) -> Generator[tuple[str, Any
         yield f".{name}", value
     for name, value in function.__annotations__.items():
         yield f".<annotation> {name}", value
-
-
-# ── what a function uses of modules ──────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(slots=True)
-class _Use:
-    module: types.ModuleType
-    values: dict[str, Any]
-    whole: bool = False
-
-
-def _module_uses(function: types.FunctionType) -> Iterable[_Use]:
-    """Return what a function uses of the modules of the user's project, following `pkg.sub.f` from module to module."""
-    scope = _Scope(function)
-    uses: dict[str, _Use] = {}
-    for name, attributes in _names_used(function.__code__).chains:
-        module = scope.get(name)
-        if _is_own_module(module):
-            _follow(module, attributes, uses)
-    return uses.values()
-
-
-def _follow(module: types.ModuleType, attributes: tuple[str, ...], uses: dict[str, _Use]) -> None:
-    for attribute in attributes:
-        use = uses.setdefault(module.__name__, _Use(module, {}))
-        value = vars(module).get(attribute, _missing)
-        if value is _missing and "__getattr__" in vars(module):
-            with suppress(Exception):
-                value = getattr(module, attribute)
-        if value is _missing:
-            return
-        use.values[attribute] = value
-        if not _is_own_module(value):
-            return
-        module = value
-    uses.setdefault(module.__name__, _Use(module, {})).whole = True
-
-
-class _Scope:
-    """The variables that a function can see outside itself."""
-
-    def __init__(self, function: types.FunctionType) -> None:
-        self._globals = function.__globals__
-        self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-
-    def get(self, name: str) -> Any:
-        if name in self._cells:
-            try:
-                return self._cells[name].cell_contents
-            except ValueError:
-                return _missing
-        return self._globals.get(name, _missing)
-
-
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """Of a code object: each outer name with the attributes read from it (empty: used as a value), and the names that class bodies read."""
-
-    chains: frozenset[tuple[str, tuple[str, ...]]]
-    in_class_bodies: frozenset[str]
-
-
-_READS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_GLOBALS", "LOAD_FROM_DICT_OR_DEREF"}
-_CLASS_BODY_READS = {"LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
-_ATTRIBUTE_READS = {"LOAD_ATTR", "LOAD_METHOD"}
-_ATTRIBUTE_WRITES = {"STORE_ATTR", "DELETE_ATTR"}
-_SILENT = {"EXTENDED_ARG", "CACHE", "NOP"}
-_names_by_code: weakref.WeakKeyDictionary[types.CodeType, _Names] = weakref.WeakKeyDictionary()
-
-
-def _names_used(code: types.CodeType) -> _Names:
-    known = _names_by_code.get(code)
-    if known is None:
-        known = _names_by_code[code] = _read_names(code)
-    return known
-
-
-def _read_names(code: types.CodeType) -> _Names:
-    chains: set[tuple[str, tuple[str, ...]]] = set()
-    in_class_bodies: set[str] = set()
-    steps = [step for step in get_instructions(code) if step.opname not in _SILENT]
-    for index, step in enumerate(steps):
-        if step.opname not in _READS:
-            continue
-        attributes: list[str] = []
-        for follower in steps[index + 1 :]:
-            if follower.opname not in _ATTRIBUTE_READS | _ATTRIBUTE_WRITES:
-                break
-            attributes.append(follower.argval)
-            if follower.opname in _ATTRIBUTE_WRITES:
-                break
-        chains.add((step.argval, tuple(attributes)))
-        if step.opname in _CLASS_BODY_READS:
-            in_class_bodies.add(step.argval)
-    for inner in (_names_used(const) for const in code.co_consts if isinstance(const, types.CodeType)):
-        chains |= inner.chains
-        in_class_bodies |= inner.in_class_bodies
-    return _Names(frozenset(chains), frozenset(in_class_bodies))
-
-
-def _class_body_globals(function: types.FunctionType) -> dict[str, Any]:
-    """Globals that only the body of a class inside the function reads: cloudpickle 3.1 overlooks them (it knows LOAD_GLOBAL alone)."""
-    names = _names_used(function.__code__).in_class_bodies
-    return {name: function.__globals__[name] for name in sorted(names) if name in function.__globals__ and name != "__name__"}
-
-
-def _portable_annotation(hint: Any) -> Any:
-    """Return the annotation, or its text if it mentions an installed distribution: a hint must not force a node to import pandas."""
-    if not _is_foreign(hint):
-        return hint
-    return f"{hint.__module__}.{hint.__qualname__}" if isinstance(hint, type) and not typing.get_args(hint) else repr(hint)
-
-
-def _is_foreign(hint: Any) -> bool:
-    if arguments := typing.get_args(hint):
-        return any(map(_is_foreign, arguments)) or _is_foreign(typing.get_origin(hint))
-    if not isinstance(hint, type):
-        return False
-    top = hint.__module__.partition(".")[0]
-    return top not in sys.stdlib_module_names and top != "__main__" and hint.__module__ in sys.modules and _home(hint) is None
-
-
-# ── what loading calls ───────────────────────────────────────────────────────────────────────────────────────────────
-
-_missing = object()
-_IMPORT_MACHINERY = {"__builtins__", "__cached__", "__loader__", "__spec__", "__name__"}
-_original_classes: weakref.WeakSet[type] = weakref.WeakSet()
-_carried_classes: weakref.WeakSet[type] = weakref.WeakSet()
-
-
-class _StandIn(types.ModuleType):
-    """A module of the user's project on a node: what has travelled of it."""
-
-    def __getattr__(self, name: str) -> Any:
-        reason = self.__dict__.get("__skyward_absent__", {}).get(name)
-        detail = "" if reason is None else f": it could not travel to the node ({reason}); make it inside the function"
-        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r} here{detail}", name=name, obj=self)
-
-
-@dataclass(eq=False, slots=True)
-class _Shell:
-    """Loads as the stand-in of a module, without filling it."""
-
-    stand_ins: dict[str, Any]
-    name: str
-
-    def __reduce__(self) -> Any:
-        return _stand_in, (self.stand_ins, self.name)
-
-
-@dataclass(eq=False, slots=True)
-class _Namespace:
-    """Loads as the dictionary of a stand-in, to be the globals of functions."""
-
-    shell: _Shell
-    base: dict[str, Any]
-
-    def __reduce__(self) -> Any:
-        return _namespace, (self.shell, self.base)
-
-
-@dataclass(eq=False, slots=True)
-class _Part:
-    """Loads as an effect: puts values into a stand-in."""
-
-    shell: _Shell
-    values: dict[str, Any]
-
-    def __reduce__(self) -> Any:
-        return _fill_module, (self.shell, (self.values, {}))
-
-
-def _stand_in(stand_ins: dict[str, types.ModuleType], name: str) -> types.ModuleType:
-    if name not in stand_ins:
-        stand_ins[name] = _StandIn(name)
-    return stand_ins[name]
-
-
-def _namespace(module: types.ModuleType, base: dict[str, Any]) -> dict[str, Any]:
-    vars(module).update(base)
-    return vars(module)
-
-
-def _fill_module(module: types.ModuleType, state: tuple[dict[str, Any], dict[str, str]]) -> None:
-    carried, absent = state
-    vars(module).update(carried)
-    if absent:
-        vars(module)["__skyward_absent__"] = absent
-
-
-def _served_class(module: str, qualname: str, make: Callable[..., type], args: tuple[Any, ...]) -> type:
-    """Return the class of a module whose source came with this call, or else make it anew."""
-    if module not in served_modules:
-        return make(*args)
-    try:
-        cls = functools.reduce(getattr, qualname.split("."), cast(Any, importlib.import_module(module)))
-    except Exception:  # importing runs the user's code; if a body needs the module, its own import raises the same, in the right place
-        served_modules.discard(module)
-        return make(*args)
-    if not isinstance(cls, type):
-        return make(*args)
-    _original_classes.add(cls)
-    return cls
-
-
-def _fill_class(cls: type, state: tuple[Callable[[type, Any], Any], Any]) -> None:
-    """Give a class its contents, unless it is this process's own: cloudpickle alone would replace its methods by copies."""
-    if cls not in _original_classes:
-        set_state, contents = state
-        set_state(cls, contents)
-        _carried_classes.add(cls)
-
-
-def _cached(parameters: dict[str, Any], make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    return functools.lru_cache(**parameters)(make(*args))
-
-
-def _fill_cached(wrapper: Any, state: tuple[Callable[[Any, Any], Any], Any]) -> None:
-    set_state, contents = state
-    set_state(wrapper.__wrapped__, contents)
-    functools.update_wrapper(wrapper, wrapper.__wrapped__)
-
-
-def _nothing(_obj: Any, _state: Any) -> None: ...
-
-
-def _alias(name: str, value: Any, parameters: tuple[Any, ...]) -> typing.TypeAliasType:
-    return typing.TypeAliasType(name, value, type_params=parameters)  # pyright: ignore[reportGeneralTypeIssues]
-
-
-def _itself[T](obj: T) -> T:
-    return obj

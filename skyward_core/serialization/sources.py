@@ -27,7 +27,7 @@ from dis import get_instructions
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from skyward_core.serialization import pickling
+from skyward_core.serialization import loading, ownership, pickling
 from skyward_core.serialization.pickling import Pickled, Replace
 
 
@@ -209,7 +209,7 @@ def _locate(name: str, parent_folders: Sequence[str] | None) -> _Place:
         return _NOWHERE
     folders = None if folders is None else list(folders)
     place = file or next(iter(folders or ()), None)
-    if place is None or not os.path.isabs(place) or not pickling.is_of_user(name, place):
+    if place is None or not os.path.isabs(place) or not ownership.is_of_user(name, place):
         return _NOWHERE
     if file is not None and not file.endswith(tuple(importlib.machinery.SOURCE_SUFFIXES)):
         return _NOWHERE
@@ -277,7 +277,7 @@ def install(sources: Iterable[Source]) -> None:
         sys.meta_path.insert(0, _finder)
     if any(_served.get(name, source) != source for name, source in texts.items()):
         _forget_modules()
-    pickling.served_modules.update(texts)
+    loading.served_modules.update(texts)
     for name, source in texts.items():
         if _served.get(name) is source:
             continue
@@ -288,7 +288,7 @@ def install(sources: Iterable[Source]) -> None:
 
 def begin_call() -> None:
     """Forget which sources came with the last call; `install` and `unpack` say which come with the next. Modules stay imported."""
-    pickling.served_modules.clear()
+    loading.served_modules.clear()
 
 
 def _forget_modules() -> None:
@@ -319,7 +319,7 @@ _finder = _Finder()
 
 class _Loader(importlib.abc.ExecutionLoader):
     client_has_it = True
-    """Read by `pickling.belongs_to_user`: what is in the module is named to the client."""
+    """Read by `ownership.belongs_to_user`: what is in the module is named to the client."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
