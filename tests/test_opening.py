@@ -16,7 +16,8 @@ import skyward_core as sky
 from skyward_core.events.events import CostFinal
 from skyward_core.machines.instances import Lease
 from skyward_core.session import session
-from skyward_core.session.session import Opening, State
+from skyward_core.session.session import Opening
+from skyward_core.session.state import State
 from tests.conftest import Told
 
 OVER_BUDGET = sky.BudgetExceeded("the money is used up: the pool has closed", "team")
@@ -36,12 +37,12 @@ class World:
         opened.machines = SimpleNamespace(lease=lease, stop=lambda: None, release=lambda: do("released"))  # type: ignore[assignment]
         opened.cluster = SimpleNamespace(close=lambda error: do(f"closed with {type(error).__name__}"), leave=lambda _: do("left"))  # type: ignore[assignment]
         opened.recovery = SimpleNamespace(stop=lambda: None, join=lambda: None)  # type: ignore[assignment]
-        opened._book = SimpleNamespace(live_by_lease=lambda _: do("ledger told"), note=lambda: None)  # type: ignore[assignment]
-        monkeypatch.setattr(opened, "_close_book", lambda: do("written down"))
-        monkeypatch.setattr(opened, "_paid_for", self._paid_for)
+        opened._bookkeeping.book = SimpleNamespace(live_by_lease=lambda _: do("ledger told"), note=lambda: None)  # type: ignore[assignment]
+        monkeypatch.setattr(opened._bookkeeping, "close_book", lambda: do("written down"))
+        monkeypatch.setattr(opened._bookkeeping, "paid_for", self._paid_for)
         monkeypatch.setattr(opened.meter, "final", lambda: CostFinal(1.0, 1.0, 1.0, 0, 1, 0.0))
         monkeypatch.setattr(session, "living_alone", self._living_alone)
-        opened._state = State.OPEN
+        opened._claims.state = State.OPEN
 
     def do(self, what: str) -> None:
         self.done.append(what)
@@ -113,7 +114,7 @@ def test_a_pool_that_was_detached_is_not_stopped(world: World) -> None:
     world.stop()
     world.opened.release()
     assert world.done == ["nodes told", "ledger told", "left"]
-    assert world.opened._state is State.DETACHED
+    assert world.opened._claims.state is State.DETACHED
 
 
 def test_a_detach_that_the_ledger_refuses_gives_way_to_who_wants_to_stop(world: World) -> None:
@@ -142,7 +143,7 @@ def test_a_detach_that_fails_leaves_the_pool_open(world: World) -> None:
         world.hooks["nodes told"] = fails
         with pytest.raises(type(error)):
             world.opened.detach(600)
-        assert world.opened._state is State.OPEN
+        assert world.opened._claims.state is State.OPEN
     world.opened.stop("the pool was closed")
     assert world.done[-3:] == ["closed with PoolClosed", "released", "written down"]
 
@@ -150,17 +151,17 @@ def test_a_detach_that_fails_leaves_the_pool_open(world: World) -> None:
 def test_a_signal_handler_may_close_a_pool_that_is_being_detached(world: World) -> None:
     """It runs in the thread that detaches: nobody waits for the other, and no lease of machines that are gone is returned."""
     for moment in ("nodes told", "ledger told"):
-        world.opened._state = State.OPEN
+        world.opened._claims.state = State.OPEN
         world.hooks[moment] = lambda: world.opened.stop("the pool was closed")
         with pytest.raises(sky.PoolClosed, match="closed while it was detached"):
             world.opened.detach(600)
-        assert world.opened._state is State.STOPPED
+        assert world.opened._claims.state is State.STOPPED
         assert "released" in world.done
 
 
 def test_a_pool_that_is_to_be_terminated_is_not_detached(world: World) -> None:
     """A kill hook may come in the middle."""
-    world.hooks["nodes told"] = lambda: setattr(world.opened, "_is_to_end", True)
+    world.hooks["nodes told"] = lambda: setattr(world.opened._claims, "is_to_end", True)
     with pytest.raises(sky.PoolClosed, match="terminate_now"):
         world.opened.detach(600)
     assert world.done == ["nodes told", "nodes told again"]

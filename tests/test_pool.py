@@ -34,7 +34,7 @@ from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.rows import Account, Bucket, CostBy, Period
 from skyward_core.pool import _left
 from skyward_core.provisioning.lifecycle import Machines
-from skyward_core.session import session
+from skyward_core.session import clock
 from skyward_core.session.session import Opening
 from skyward_core.worker.slot import TERM_SECONDS
 from skyward_core.worker.watchdog import DETACHED, read_lease, read_paid, uptime
@@ -960,7 +960,7 @@ def test_a_ledger_that_is_away_while_a_pool_closes_learns_of_its_end(outage: thr
         pool_id = pool.lease.pool_id
         opened = pool._open
         assert isinstance(opened, Opening)
-        machines, reaper = opened.machines, opened._reaper
+        machines, reaper = opened.machines, opened._reaper.reaper
         assert machines is not None
         assert reaper is not None
         release = machines.release
@@ -1063,8 +1063,8 @@ def test_a_lease_is_not_longer_than_max_cost_lasts() -> None:
     "place",
     [
         "skyward_core.session.session.Meter",
-        "skyward_core.session.session.Charge.of",
-        "skyward_core.session.session.Book.open",
+        "skyward_core.session.session_reaper.Charge.of",
+        "skyward_core.session.bookkeeping.Book.open",
         "skyward_core.session.session.lifecycle.Machines",
     ],
 )
@@ -1094,8 +1094,8 @@ def test_a_pool_that_is_to_end_before_it_has_opened_rents_nothing(place: str, tm
 
 
 def test_the_clock_of_a_pool_goes_on_whatever_happens(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """What fails at every look is told once, and keeps nothing else from being done, in this look and in the next."""
-    monkeypatch.setattr(session, "CLOCK_SECONDS", 0.001)
+    """A step that fails at every look is logged once, and keeps no other step from being taken, in this look and in the next."""
+    monkeypatch.setattr(clock, "CLOCK_SECONDS", 0.001)
     opened = Opening(sky.PoolSpec.of(display="quiet"), [sky.Local()], None)
     looks: list[int] = []
 
@@ -1107,8 +1107,7 @@ def test_the_clock_of_a_pool_goes_on_whatever_happens(monkeypatch: pytest.Monkey
         if len(looks) == 5:
             opened._ended.set()
 
-    monkeypatch.setattr(opened, "_due", lambda *_: [fails, looks_around])
-    opened._watch_clock(time.monotonic())
+    clock.Clock(opened.pool_id, [fails, looks_around], [], opened.stop, opened.events.log, time.monotonic()).run(opened._ended)
     opened.events.close()
     assert opened.events.flush()
     assert len(looks) == 5
@@ -1117,19 +1116,24 @@ def test_the_clock_of_a_pool_goes_on_whatever_happens(monkeypatch: pytest.Monkey
 
 
 def test_what_is_due_is_done_even_if_the_rest_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lost lease comes first and nothing of a look may be missing: whoever looks at the money, at the work, and for the reaper."""
+    """A lost lease comes first, and no step of a look is left out: money, work and reaper are looked at."""
     opened = Opening(sky.PoolSpec.of(display="quiet", lease_seconds=60), [sky.Local()], None)
     done: list[str] = []
-    for name in ("_mind_lease", "_mind_money", "_mind_work", "_mind_reaper", "emit"):
-        monkeypatch.setattr(opened, name, lambda *_, name=name: done.append(name))
-    opened._book = SimpleNamespace(note=lambda: done.append("note"))  # type: ignore[assignment]
-    opened.cluster = SimpleNamespace()  # type: ignore[assignment]
-    clock = session._Clock(0.0, told=0.0, asked=0.0)
+
+    def does(name: str) -> Any:
+        return lambda *_: done.append(name)
+
+    monkeypatch.setattr(opened._renewal, "raise_if_lost", does("lease"))
+    monkeypatch.setattr(opened._reaper, "restart_if_gone", does("reaper"))
+    monkeypatch.setattr(opened, "emit", does("emit"))
+    limits = SimpleNamespace(check_money=does("money"), check_work=does("work"))
+    looking = opened._clock(limits, SimpleNamespace(note=does("note")))  # type: ignore[arg-type]
+    looking._seldom_at = 0.0
     for now in (1.0, 5.0, 6.0):
-        for step in opened._due(clock, now):
-            opened._take(step, clock)
-    look = ["_mind_lease", "_mind_money", "_mind_work"]
-    assert done == [*look, *look, "_mind_reaper", "note", "emit", *look]
+        for step in looking.due(now):
+            looking.take(step, opened._ended)
+    look = ["lease", "money", "work"]
+    assert done == [*look, *look, "reaper", "note", "emit", *look]
 
 
 @pytest.mark.parametrize(("process", "stopped"), [(os.getpid(), 1), (os.getpid() + 1, 0)], ids=["the opener", "a fork"])

@@ -242,9 +242,9 @@ def _work(scenario: Scenario, pool: Any, boundaries: Boundaries, clock: SharedCl
 
 def _beat(scenario: Scenario, opened: Any) -> None:
     """What a pool's clock does every few seconds."""
-    opened._book.renew()
-    opened._book.note()
-    opened._mind_money(opened.cluster)
+    opened._bookkeeping.book.renew()
+    opened._bookkeeping.book.note()
+    opened._limits.check_money()
     for reach in opened.machines.reaches.here():
         if scenario.kind == HttpRentalHere.name:
             reach.say_busy()
@@ -312,14 +312,14 @@ def prepare_process() -> None:
 @contextmanager
 def no_reaper() -> Generator[None]:
     """Open pools without a reaper."""
-    from skyward_core.session import session
+    from skyward_core.session import session_reaper
 
-    reaper = session.Reaper
-    session.Reaper = _NoReaper  # type: ignore[assignment,misc]
+    reaper = session_reaper.Reaper
+    session_reaper.Reaper = _NoReaper  # type: ignore[assignment,misc]
     try:
         yield
     finally:
-        session.Reaper = reaper  # type: ignore[misc]
+        session_reaper.Reaper = reaper  # type: ignore[misc]
 
 
 class _NoReaper:

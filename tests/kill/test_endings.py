@@ -422,8 +422,8 @@ DAMAGED = "is damaged, or no ledger. Move it away"
 LOCKED = "is locked by another process that does not finish"
 NO_ROOM = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))\n"
 WAITS_FOR = """
-from skyward_core.session import session as opening
-opening.LEDGER_BUSY_SECONDS = {seconds}
+from skyward_core.session import bookkeeping
+bookkeeping.LEDGER_BUSY_SECONDS = {seconds}
 """
 
 

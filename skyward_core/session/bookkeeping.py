@@ -1,0 +1,130 @@
+"""What one session writes into the ledger: the pool, its lease, its money, its end.
+
+    opened ──> the pool is in the ledger ──> its end is written ──> the ledger is closed
+                                             └─ refused: written anew by the next `close_book`, or by the reaper
+
+SQLAlchemy is loaded when the ledger is opened, and not with this module. `Ledger`, `Book` and `Purse` have their own locks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from skyward_core.errors import BudgetExceeded, LedgerError, SkywardError
+from skyward_core.events.events import SkywardEvent
+from skyward_core.ledger.budgets import Purse
+from skyward_core.ledger.journal import Book
+from skyward_core.ledger.metering import Meter
+from skyward_core.ledger.rows import SECONDS_PER_HOUR, ResourceKind
+from skyward_core.providers.base import Provider
+from skyward_core.spec import PoolSpec
+from skyward_core.work import Work
+
+if TYPE_CHECKING:
+    from skyward_core.ledger.ledger import Ledger
+
+LEDGER_BUSY_SECONDS = 10.0
+"""How long a pool waits for a ledger that another process has locked, at each step; a write takes milliseconds."""
+GONE_EVIDENCE = "it was confirmed gone when its pool was closed; the ledger could not be written then"
+
+
+class Bookkeeping:
+    """Owns the ledger's connection, the journal (`book`), the budget (`purse`) and the receipt of one session."""
+
+    def __init__(self, pool_id: str, meter: Meter, log: Callable[..., object]) -> None:
+        self._pool_id = pool_id
+        self._meter = meter
+        self._log = log
+        self.book: Book | None = None
+        self.purse: Purse | None = None
+        self.receipt: Mapping[str, Any] | None = None
+        self._ledger: Ledger | None = None
+        self._usual_seconds = 0.0
+        """For how long an attended pool reserves."""
+        self._refusal: LedgerError | None = None
+        """What the ledger has refused of the end, as long as it was not written anew."""
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the ledger has refused some of the pool's end."""
+        return self._refusal is not None
+
+    def open_ledger(self, undo: ExitStack, spec: PoolSpec, provider: Provider, emit: Callable[[SkywardEvent], object], work: Work) -> tuple[str, Book, Purse]:
+        """Connect to the ledger; return its URL, and the pool's journal and budget. Nothing is written yet."""
+        ledger_module = importlib.import_module("skyward_core.ledger.ledger")
+        url = ledger_module.default_url(must_last=spec.budget is not None)
+        self._ledger = ledger = ledger_module.Ledger(url, busy_timeout_seconds=LEDGER_BUSY_SECONDS)
+        undo.callback(ledger.close)
+        self.book = book = Book(ledger, self._pool_id, spec, provider, self._meter, emit, work=work)
+        self.purse = purse = Purse(self._pool_id, self._meter, max_cost=spec.max_cost, account=spec.budget, accounts=ledger, lease_seconds=spec.lease_seconds)
+        self._usual_seconds = 2 * spec.lease_seconds
+        return url, book, purse
+
+    @contextlib.contextmanager
+    def paid_for(self, seconds: float) -> Generator[float]:
+        """Reserve for a lease of so many seconds; yield for how many of them the machines are paid: `max_cost` may end them earlier.
+
+        If what is done within fails, as much is reserved again as an attended pool needs.
+        """
+        assert self.purse is not None
+        try:
+            self.purse.pay_for(max(seconds, self._usual_seconds))
+        except BudgetExceeded as error:
+            rate = self._meter.rate()
+            lasts = int(error.left_usd * SECONDS_PER_HOUR / rate) if rate else 0
+            words = f"the pool was not detached: {error} That pays for {lasts} s: detach(lease_seconds=...) for less, or raise the account's limit"
+            raise BudgetExceeded(words, error.account, error.left_usd) from error
+        try:
+            paid = self.purse.paid_seconds()
+            yield seconds if paid is None else min(seconds, paid)
+        except BaseException:
+            with contextlib.suppress(SkywardError):  # then it is reserved until the pool is closed
+                self.purse.pay_for(self._usual_seconds)
+            raise
+
+    def close_book(self) -> None:
+        """Write down the end of the pool, and take its receipt. Raises LedgerError if the ledger still refuses some of it; the machines are gone.
+
+        May be called again then. What was refused is written anew.
+        """
+        assert self.book is not None
+        assert self._ledger is not None
+        try:
+            if self._refusal is None:
+                try:
+                    self.book.close()
+                except LedgerError as error:  # of now, or of an hour ago: it may have been mended since then
+                    self._refusal = error
+            if self._refusal is not None:
+                self._write_anew(self.book, self._ledger, self._refusal)
+                self._refusal = None
+        finally:
+            self.take_receipt()  # what the ledger has refused is raised already
+
+    def _write_anew(self, book: Book, ledger: Ledger, refusal: LedgerError) -> None:
+        """Write down the end of all that is open in the ledger still: it is gone, and the meter knows since when. Raises `refusal` if it cannot."""
+        try:
+            open_still = [intent.id for intent in ledger.open_intents(pool_id=self._pool_id) if intent.kind is ResourceKind.INSTANCE]
+            if open_still:
+                ledger.close_all(open_still, GONE_EVIDENCE)
+            book.note()  # after that: seconds that are noted take the place of those that another process has filled in meanwhile
+            book.close()
+        except LedgerError as error:
+            raise refusal from (None if error is refusal else error)
+        self._log(logging.WARNING, "the ledger had refused some of the end of %s, and has it now: %s", self._pool_id, refusal)
+
+    def take_receipt(self) -> None:
+        """Read the receipt, if the ledger can be read. Reaper and sweeps do without this process where it cannot."""
+        receipt = importlib.import_module("skyward_core.ledger.receipt")
+        with contextlib.suppress(SkywardError):
+            self.receipt = receipt.receipt(self._ledger, self._pool_id)
+
+    def close_ledger(self) -> None:
+        """Close the connection."""
+        if self._ledger is not None:
+            self._ledger.close()

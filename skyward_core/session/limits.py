@@ -1,0 +1,131 @@
+"""The limits of one session: money, lifetime and idle time. A pool that is over one of them ends itself.
+
+`OpeningLimits` looks while the pool opens, in the thread "skyward-opening". `Limits` looks while it is open, in the clock's thread. Each is used by its one
+thread, and has no lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from skyward_core.errors import BudgetExceeded, SkywardError
+from skyward_core.events.events import BudgetWarning, SkywardEvent
+from skyward_core.ledger.budgets import Fill, Purse
+from skyward_core.ledger.metering import Meter
+from skyward_core.session.clock import Stop
+from skyward_core.session.renewal import Renewal
+from skyward_core.spec import PoolSpec
+from skyward_core.transport.transport import Reaches
+
+if TYPE_CHECKING:
+    from skyward_core.engine.cluster import Cluster
+
+ASK_SECONDS = 5.0
+
+
+class OpeningLimits:
+    """Looks at the money and the lease while machines come up, which may take half an hour. `end` ends the thread, and waits for it."""
+
+    def __init__(self, spec: PoolSpec, purse: Purse, renewal: Renewal, give_up: Callable[[SkywardError], None], log: Callable[..., object]) -> None:
+        self._account = spec.budget or ""
+        self._purse = purse
+        self._renewal = renewal
+        self._give_up = give_up
+        self._log = log
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="skyward-opening", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """Look no more. May be called twice."""
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._renewal.beat_seconds):
+            try:
+                fill, reason = self._purse.turn()
+            except Exception as error:  # whatever it is: no other thread looks at the money
+                self._log(logging.ERROR, "the money of a pool that opens could not be looked after, and is again in a moment", error=error)
+                continue
+            if self._renewal.lost is not None:
+                self._give_up(self._renewal.lost)
+            elif fill >= Fill.USED_UP:
+                self._give_up(BudgetExceeded(f"{reason}, and it was not open yet: its machines are given back", self._account))
+            else:
+                continue
+            return
+
+
+class Limits:
+    """Warns, drains or stops an open pool. Times are of `time.monotonic`, in seconds."""
+
+    def __init__(
+        self,
+        spec: PoolSpec,
+        cluster: Cluster,
+        reaches: Reaches,
+        purse: Purse,
+        meter: Meter,
+        *,
+        emit: Callable[[SkywardEvent], object],
+        stop: Stop,
+        log: Callable[..., object],
+        began: float,
+    ) -> None:
+        self._spec = spec
+        self._cluster = cluster
+        self._reaches = reaches
+        self._purse = purse
+        self._meter = meter
+        self._emit = emit
+        self._stop = stop
+        self._log = log
+        self._began = began
+        self._fill = Fill.FULL
+        self._asked = time.monotonic()
+        self._is_busy = False
+        self._busy_at = 0.0
+        """When there was last work that is not this client's own."""
+
+    def check_money(self) -> None:
+        """Warn, take no more calls, or end the pool, as the money goes."""
+        account = self._spec.budget or ""
+        fill, reason = self._purse.turn()
+        before, self._fill = self._fill, fill
+        if fill >= Fill.WARNED > before:
+            self._emit(BudgetWarning(float(self._meter.total()), self._spec.max_cost, self._spec.budget, reason))
+        if fill >= Fill.USED_UP:
+            error = BudgetExceeded(f"{reason}: the pool has closed", account)
+            self._log(logging.WARNING, "%s", error)
+            self._stop(str(error), error)
+        elif fill >= Fill.DRAINED:
+            self._cluster.drain(BudgetExceeded(f"{reason}: calls that run may end, others are not begun any more", account))
+        elif before >= Fill.DRAINED:
+            self._cluster.drain(None)
+
+    def check_work(self) -> None:
+        """Let the nodes know whether there are calls; end the pool if it is too old, or was idle for too long.
+
+        `busy_at` is read after `is_idle`: the cluster alone writes it, when work comes, and when the last has ended, before it is idle.
+        """
+        now = time.monotonic()
+        max_lifetime, timeout = self._spec.max_lifetime, self._spec.timeout
+        if now - self._asked >= ASK_SECONDS or self._cluster.is_idle == self._is_busy:
+            self._asked, self._is_busy = now, self._cluster.has_work()
+            self._reaches.is_busy = self._is_busy
+        if max_lifetime is not None and now - self._began > max_lifetime:
+            self._log(logging.WARNING, "the pool has lived for %.0f s (max_lifetime) and ends itself", max_lifetime)
+            self._stop(f"the pool has lived for {max_lifetime:.0f} s (ComputePool(max_lifetime=...)) and has ended itself", None)
+        elif self._is_busy:
+            self._busy_at = now
+        elif now - max(self._busy_at, self._cluster.busy_at) > timeout:
+            self._log(logging.WARNING, "the pool was idle for %.0f s (timeout) and ends itself", timeout)
+            self._stop(f"the pool was idle for {timeout:.0f} s (ComputePool(timeout=...)) and has ended itself", None)

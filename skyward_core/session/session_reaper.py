@@ -1,0 +1,69 @@
+"""The reaper of one session, as this process sees it: started before anything is rented, told how the pool ends, started again if it was killed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from skyward_core.cleanup.reaper import Charge, Reaper
+from skyward_core.errors import NotPicklable
+from skyward_core.providers.base import Provider
+
+
+class SessionReaper:
+    """Owns the connection to the reaper. Has none if the provider cannot travel to another process."""
+
+    def __init__(self, pool_id: str, log: Callable[..., object]) -> None:
+        self._pool_id = pool_id
+        self._log = log
+        self._reaper: Reaper | None = None
+        self._charge: Charge | None = None
+        self.has_detached = False
+        """Whether a call was started detached: then the pool lives by its lease, and a reaper that is started again is told so."""
+
+    @property
+    def reaper(self) -> Reaper | None:
+        """The reaper that there is now."""
+        return self._reaper
+
+    def start(self, providers: Sequence[Provider], ledger_url: str) -> None:
+        """Start the reaper, or log why there is none."""
+        try:
+            self._charge = Charge.of(providers, self._pool_id, ledger_url)
+            self._reaper = Reaper.start(self._charge)
+        except NotPicklable as error:
+            words = "the pool has no reaper, for its provider cannot travel to another process (%s): after a kill, `skyward sweep` ends it"
+            self._log(logging.WARNING, words, error)
+
+    def restart_if_gone(self, is_running: Callable[[], bool]) -> None:
+        """Start another reaper if this one was killed and the pool is open. In this order: a pool that is stopped lets its reaper go afterwards."""
+        if self._reaper is not None and self._charge is not None and not self._reaper.is_alive and is_running():
+            self._log(logging.WARNING, "the pool's reaper is gone: another one is started")
+            self._reaper.leave()
+            self._reaper = Reaper.start(self._charge)
+            if self.has_detached:
+                self._reaper.live_by_lease()
+
+    def terminate_now(self) -> bool:
+        """Have the reaper end the machines. Returns False if there is no living reaper. Waits for nothing."""
+        if self._reaper is None or not self._reaper.is_alive:
+            return False
+        self._reaper.terminate_now()
+        return True
+
+    def live_by_lease(self) -> None:
+        """The machines live by their lease from now on, and not with this process."""
+        if self._reaper is not None:
+            self._reaper.live_by_lease()
+
+    def leave(self) -> None:
+        """The pool has ended, or was detached: the reaper has nothing to do."""
+        if self._reaper is not None:
+            self._reaper.leave()
+
+    def hang_up(self) -> None:
+        """Leave the pool to the reaper, as if this process were gone."""
+        if self._reaper is not None:
+            if self.has_detached:  # it would take it for a pool that lives on by its lease
+                self._reaper.terminate_now()
+            self._reaper.hang_up()

@@ -1,0 +1,137 @@
+"""The states of one session, and who may change them: pure, without machines, ledger or nodes.
+
+    new ── start ──> open ────────── stop ──────────> stopped ──> released ──> written down
+     │                │ ^                             (by `release`, which is called again where it has failed)
+     └─ all undone    │ └──── an error, or asked to stop: nodes and money are told as before; then stopped, if asked
+                      └─ detach ──> detaching ──> leaving ──> detached
+                         (the nodes are told)   (the ledger is told: from here on no request to stop the pool has an effect)
+
+Two threads may want to end a pool in different ways: one to stop it, one to detach it. The first one wins.
+"""
+
+from __future__ import annotations
+
+import threading
+from enum import Enum, auto
+
+from skyward_core.errors import PoolClosed, SkywardError
+
+JOIN_SECONDS = 10.0
+"""How long `stop` waits for another thread that is stopping the pool. Not for ever: that thread may wait for a callback in which this one is."""
+
+
+class State(Enum):
+    """Where a session stands; what comes after `STOPPED` is in `Claims.is_released` and `Claims.is_written_down`."""
+
+    NEW = auto()
+    OPEN = auto()
+    DETACHING = auto()
+    """Open still: the nodes are being told that they live by their lease. A request to stop the pool is heard before the ledger is told."""
+    LEAVING = auto()
+    """Open still: the ledger is being told. If that succeeds the pool is detached, whatever was asked for meanwhile."""
+    DETACHED = auto()
+    STOPPED = auto()
+    """By `stop`, which may still be running."""
+
+
+class Claims:
+    """The state of a session, and the claims to stop or to detach it.
+
+    It owns one lock, which guards the changes. Nothing but these fields is touched under it, so it has no order with other locks.
+    """
+
+    def __init__(self) -> None:
+        self.state = State.NEW
+        self.why_ended: SkywardError | None = None
+        """Why the pool has ended itself, if it has: what its calls raise from then on."""
+        self.is_to_end = False
+        """Whether `terminate_now` was called."""
+        self.is_released = False
+        """Whether the machines are gone, or live on by their lease."""
+        self.is_written_down = False
+        """Whether the ledger has the end of the pool, or another process writes it."""
+        self._changing = threading.RLock()
+        """Re-entrant: a forgotten pool is stopped by the thread that collects it, whichever that is."""
+        self._detacher = 0
+        """The thread that detaches the pool."""
+        self._stopper = 0
+        """The thread that stops the pool."""
+        self._asked_to_stop: tuple[str, SkywardError | None] | None = None
+        """A request to stop the pool that came while it was being detached."""
+        self._is_over = threading.Event()
+        self._is_over.set()
+        """Cleared while a thread stops the pool."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether calls can be made."""
+        return self.state in (State.OPEN, State.DETACHING, State.LEAVING)
+
+    # ── stop ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def claim_stop(self, reason: str, error: SkywardError | None) -> bool:
+        """Begin to stop, and tell whether this thread is the one that has to do it; it calls `end_stop` afterwards.
+
+        If another thread stops the pool, wait for it. If another thread detaches the pool, leave the request to that one, as long as it can hear it.
+        """
+        with self._changing:
+            # An interrupt may have cut the detaching off, in this thread: then it is open.
+            is_cut_off = self.state in (State.DETACHING, State.LEAVING) and self._detacher == threading.get_ident()
+            is_ours = is_cut_off or self.state is State.OPEN
+            if is_ours:
+                self.state = State.STOPPED
+                self._is_over.clear()
+                self._stopper = threading.get_ident()
+                self.why_ended = error
+            elif self.state is State.DETACHING:
+                self._asked_to_stop = self._asked_to_stop or (reason, error)
+        if not is_ours and not self.is_running and self._stopper != threading.get_ident():
+            self._is_over.wait(JOIN_SECONDS)
+        return is_ours
+
+    def end_stop(self) -> None:
+        """The pool is stopped: threads that wait for it go on."""
+        self._is_over.set()
+
+    # ── detach ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def claim_detach(self) -> None:
+        """Begin to detach. Raises what has ended the pool, if another thread was quicker."""
+        with self._changing:
+            is_ours = self.state is State.OPEN
+            if is_ours:
+                self.state, self._detacher, self._asked_to_stop = State.DETACHING, threading.get_ident(), None
+        if not is_ours:
+            self._is_over.wait(JOIN_SECONDS)  # then the machines are gone
+            if self.why_ended is not None:
+                raise type(self.why_ended)(*self.why_ended.args)
+            raise PoolClosed("the pool has ended, or is being detached: there is nothing to detach")
+
+    def begin_to_leave(self) -> None:
+        """Take the step after which no thread can stop the pool any more, unless the ledger refuses. Raises what was asked for before it."""
+        with self._changing:
+            asked = self._asked_to_stop
+            if asked is None and self.is_to_end:
+                asked = "terminate_now() was called while the pool was detached: its machines are ended", None
+            if asked is None and self.state is State.DETACHING:
+                self.state = State.LEAVING
+                return
+        reason, error = asked or ("the pool was closed while it was detached", None)
+        raise error or PoolClosed(reason)
+
+    def let_go(self) -> None:
+        """The pool is detached."""
+        with self._changing:
+            if self.state is not State.LEAVING:  # a signal handler has closed the pool
+                raise PoolClosed("the pool was closed while it was detached")
+            self.state = State.DETACHED
+            self.is_released = self.is_written_down = True
+
+    def go_on(self) -> tuple[str, SkywardError | None] | None:
+        """The pool was not detached and is open as before. Returns the request to stop it that came meanwhile, if there was one."""
+        with self._changing:
+            if self.state not in (State.DETACHING, State.LEAVING) or self._detacher != threading.get_ident():
+                return None
+            self.state = State.OPEN
+            asked, self._asked_to_stop = self._asked_to_stop, None
+        return asked
