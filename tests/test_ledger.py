@@ -1145,11 +1145,11 @@ def test_a_migration_happens_whole_or_not_at_all(file_ledger: Ledger, tmp_path: 
     intent = intend(file_ledger)
     path = tmp_path / "state/ledger.db"
     before = schema(path)
-    with pytest.raises(RuntimeError, match="power"), file_ledger._write() as connection:
+    with pytest.raises(RuntimeError, match="power"), file_ledger._database.write() as connection:
         migrate(connection, (*MIGRATIONS, add_a_column, fail))
     assert schema(path) == before
     for _ in range(2):
-        with file_ledger._write() as connection:
+        with file_ledger._database.write() as connection:
             migrate(connection, (*MIGRATIONS, add_a_column))
             assert schema_version(connection) == len(MIGRATIONS) + 1
     assert schema(path) != before
@@ -1158,7 +1158,7 @@ def test_a_migration_happens_whole_or_not_at_all(file_ledger: Ledger, tmp_path: 
 
 def test_a_newer_ledger_is_refused_and_left_alone(file_ledger: Ledger, tmp_path: Path) -> None:
     """By a release that does not know its version."""
-    with file_ledger._write() as connection:
+    with file_ledger._database.write() as connection:
         migrate(connection, (*MIGRATIONS, add_a_column))
     before = schema(tmp_path / "state/ledger.db")
     with pytest.raises(LedgerError, match=rf"has version {len(MIGRATIONS) + 1}; this release of skyward-core knows {len(MIGRATIONS)}\. Use the newer release"):
@@ -1193,7 +1193,7 @@ def test_a_ledger_of_version_1_is_migrated(ledger: Ledger) -> None:
     """What is in it stays; of its pools nobody knows whose machines they have."""
     intent = intend(ledger)
     (before,) = ledger.pools()
-    with ledger._write() as connection:
+    with ledger._database.write() as connection:
         for statement in VERSION_1:
             connection.exec_driver_sql(statement)
     with Ledger(ledger.url.render_as_string(hide_password=False)) as newer:
@@ -1208,7 +1208,7 @@ def test_a_ledger_of_version_1_is_migrated(ledger: Ledger) -> None:
 def test_a_ledger_of_version_3_is_migrated(ledger: Ledger) -> None:
     """What is in it costs what it did; what is new has its minimum and what is billed beside it."""
     before = ledger.bind(intend(ledger, price=Price(USD("0.03"))), "i-1")
-    with ledger._write() as connection:
+    with ledger._database.write() as connection:
         for statement in VERSION_3:
             connection.exec_driver_sql(statement)
     extras = (Extra(name="disk", usd_per_hour=0.25, source="a page", checked="2026-11-22"),)
@@ -1318,7 +1318,7 @@ def test_a_share_is_no_debt_and_of_a_pool_that_is_there(ledger: Ledger) -> None:
 def test_a_ledger_of_version_2_is_migrated(ledger: Ledger) -> None:
     """What is in it stays; its pools are for nobody knows what."""
     (before,) = ledger.pools()
-    with ledger._write() as connection:
+    with ledger._database.write() as connection:
         for statement in VERSION_2:
             connection.exec_driver_sql(statement)
     with Ledger(ledger.url.render_as_string(hide_password=False)) as newer:
@@ -1335,9 +1335,9 @@ def test_a_ledger_of_version_2_is_migrated(ledger: Ledger) -> None:
 def test_postgresql_migrates_whole_or_not_at_all(postgresql_url: str) -> None:
     """A step that fails leaves nothing; a newer schema is refused."""
     with Ledger(postgresql_url) as ledger:
-        with pytest.raises(RuntimeError, match="power"), ledger._write() as connection:
+        with pytest.raises(RuntimeError, match="power"), ledger._database.write() as connection:
             migrate(connection, (*MIGRATIONS, fail))
-        with ledger._write() as connection:
+        with ledger._database.write() as connection:
             assert not inspect(connection).has_table("half")
             migrate(connection, (*MIGRATIONS, add_a_column))
     with pytest.raises(LedgerError, match=f"has version {len(MIGRATIONS) + 1}"):
@@ -1465,7 +1465,7 @@ def test_on_a_server_all_verbs_at_once_neither_overdraw_nor_lock_each_other_out(
             open_pool(ledger, f"p{number}")
         done = run_script(EVERYBODY_AT_ONCE, postgresql_url, NOON.isoformat())
         assert done.stdout == "0 0 0\n", done.stdout + done.stderr
-        with ledger._read() as connection:
+        with ledger._database.read() as connection:
             balances = connection.exec_driver_sql(COMMITTED_AND_TOLD).all()
         assert [row[0] for row in sorted(balances)] == ["a", "b"]
         for _, committed, told, overspent in balances:
@@ -1497,7 +1497,7 @@ def large(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         open_pool(ledger, "0")
         intent = ledger.bind(intend(ledger, pool_id="0", price=Price(USD("2.345678"), USD("7.5"), increment_seconds=60)), "i-1")
         ledger.note_all({intent.id: dict.fromkeys(Bucket, 0.1)})
-        with ledger._write() as connection:
+        with ledger._database.write() as connection:
             pool = connection.exec_driver_sql("SELECT * FROM skyward_pools").mappings().one()
             connection.execute(POOLS.insert(), [another_pool(pool, number) for number in range(1, 5000)])
             resource = connection.exec_driver_sql("SELECT * FROM skyward_resources").mappings().one()
@@ -1610,7 +1610,7 @@ def test_a_ledger_in_a_folder_of_all_is_refused(tmp_path: Path, mode: int) -> No
 def test_the_locks_of_an_open_ledger_outlive_another_opening(tmp_path: Path) -> None:
     """To look at the file's mode must not open it: closing any descriptor of a file drops all its locks (fcntl(2))."""
     path = tmp_path / "ledger.db"
-    with Ledger(f"sqlite:///{path}") as ledger, ledger._write():
+    with Ledger(f"sqlite:///{path}") as ledger, ledger._database.write():
         Ledger(f"sqlite:///{path}").close()
         code = f"import sqlite3; sqlite3.connect({str(path)!r}, timeout=0).execute('BEGIN IMMEDIATE')"
         done = subprocess.run([sys.executable, "-IS", "-c", code], capture_output=True, text=True, check=False)
@@ -1622,12 +1622,12 @@ def test_a_transaction_that_a_signal_interrupts_keeps_no_lock(tmp_path: Path) ->
     with Ledger(f"sqlite:///{tmp_path / 'ledger.db'}", busy_timeout_seconds=0.5) as ledger:
 
         def interrupt(*_: object) -> None:
-            event.remove(ledger._engine, "after_cursor_execute", interrupt)
+            event.remove(ledger._database._engine, "after_cursor_execute", interrupt)
             raise KeyboardInterrupt
 
-        with pytest.raises(KeyboardInterrupt) as caught, ledger._write() as connection:
-            event.listen(ledger._engine, "after_cursor_execute", interrupt)
+        with pytest.raises(KeyboardInterrupt) as caught, ledger._database.write() as connection:
+            event.listen(ledger._database._engine, "after_cursor_execute", interrupt)
             connection.exec_driver_sql("SELECT id FROM (SELECT 1 AS id UNION ALL SELECT 2)")  # a row is still to come
         assert caught.value.__traceback__ is not None
-        with ledger._write() as connection:
+        with ledger._database.write() as connection:
             connection.execute(POOLS.select())

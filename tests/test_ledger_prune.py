@@ -45,7 +45,7 @@ def use(ledger: Ledger, pool_id: str, *, closes: bool) -> None:
     (intent,) = ledger.intend_all(pool_id, [wish])
     ledger.bind(intent, f"i-{pool_id}")
     ledger.note_all({intent.id: {Bucket.LAUNCHING: 60.0, Bucket.RUNNING_CALLS: 3600.5}})
-    ledger.note_attempts([Attempt(pool_id, ledger._clock(), "local", "here", "t4.large", is_spot=False, seconds=1.0, message="x" * 300)] * 3)
+    ledger.note_attempts([Attempt(pool_id, ledger._database.clock(), "local", "here", "t4.large", is_spot=False, seconds=1.0, message="x" * 300)] * 3)
     ledger.settle(ledger.reserve("team", pool_id, Decimal(5)), Decimal("1.6"))
     if closes:
         ledger.close_all([intent.id], "it is not listed")

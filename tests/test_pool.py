@@ -30,6 +30,7 @@ import numpy as np
 import pytest
 
 import skyward_core as sky
+from skyward_core.ledger.database import Database
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.rows import Account, Bucket, CostBy, Period
 from skyward_core.pool import _left
@@ -937,16 +938,16 @@ def test_a_pool_is_in_the_ledger_while_it_is_open_and_after_it() -> None:
 def outage(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """While it is set, the ledger takes nothing from this process."""
     is_away = threading.Event()
-    real = Ledger._write
+    real = Database.write
 
     @contextlib.contextmanager
-    def write(self: Ledger) -> Iterator[Any]:
+    def write(self: Database) -> Iterator[Any]:
         if is_away.is_set():
             raise sky.LedgerError("the ledger's server is away")
         with real(self) as connection:
             yield connection
 
-    monkeypatch.setattr(Ledger, "_write", write)
+    monkeypatch.setattr(Database, "write", write)
     return is_away
 
 

@@ -380,7 +380,7 @@ def intent_of(row: Values) -> Intent:
     return Intent(
         id=row["id"],
         pool_id=row["pool_id"],
-        kind=_kind_of(row["kind"]),
+        kind=ResourceKind.OTHER if row["kind"] in _EARLIER_KINDS else ResourceKind(row["kind"]),
         provider=row["provider"],
         region=row["region"],
         name=row["name"],
@@ -404,10 +404,6 @@ def intent_of(row: Values) -> Intent:
         evidence=row["evidence"],
         seconds=MappingProxyType({bucket: int(row[milliseconds_of(bucket)]) / 1000 for bucket in Bucket}),
     )
-
-
-def _kind_of(text: str) -> ResourceKind:
-    return ResourceKind.OTHER if text in _EARLIER_KINDS else ResourceKind(text)
 
 
 @_reader(ACCOUNTS, key="name")

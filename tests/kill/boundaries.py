@@ -83,20 +83,20 @@ class Boundaries:
 
     def install(self) -> None:
         """Stand at all boundaries of this process, for the rest of its life."""
-        from skyward_core.ledger.ledger import Ledger
+        from skyward_core.ledger.database import Database
 
-        write, transport = Ledger._write, wire.transport  # pyright: ignore[reportPrivateUsage]
+        write, transport = Database.write, wire.transport
 
         @contextmanager
-        def writing(ledger: Ledger) -> Generator[Any]:
+        def writing(database: Database) -> Generator[Any]:
             verb = _verb_above()
             self.reach(f"ledger {verb} before")
-            with write(ledger) as connection:
+            with write(database) as connection:
                 yield connection
                 self.reach(f"ledger {verb} inside")
             self.reach(f"ledger {verb} after")
 
-        Ledger._write = writing  # type: ignore[method-assign]
+        Database.write = writing  # type: ignore[method-assign]
         wire.transport = lambda: _Wire(transport(), self)
 
 

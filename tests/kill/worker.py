@@ -76,7 +76,7 @@ def _prepare(service: RunningService) -> None:
     """Load everything once, for all forks."""
     logging.getLogger("skyward").addHandler(logging.NullHandler())
     logging.getLogger("skyward").propagate = False
-    from skyward_core.ledger import ledger
+    from skyward_core.ledger import database
     from skyward_core.providers import base
     from skyward_core.worker.keeper import adopt_orphans
     from tests.kill import driver
@@ -87,7 +87,9 @@ def _prepare(service: RunningService) -> None:
         importlib.import_module(f"skyward_core.{name}")
     driver.prepare_process()
     _turn_dates(service)
-    ledger.opened = functools.cache(ledger.opened)  # an engine knows how it has compiled what it was asked, and a fork inherits that; connections are closed
+    database.opened = functools.cache(
+        database.opened
+    )  # an engine knows how it has compiled what it was asked, and a fork inherits that; connections are closed
 
 
 def _turn_dates(service: RunningService) -> None:

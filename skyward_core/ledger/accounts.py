@@ -1,0 +1,164 @@
+"""The ledger's tables of accounts, balances and reservations (`Ledger` is their public interface)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from decimal import Decimal
+
+from sqlalchemy import ColumnElement, Connection, RowMapping, func, insert, select, update
+
+from skyward_core.errors import BadRequest, BudgetExceeded, LedgerConflict
+from skyward_core.ledger.database import Database
+from skyward_core.ledger.pools import must_live
+from skyward_core.ledger.rows import Account, Period, Reservation, UnreadableRow, micro_usd
+from skyward_core.ledger.tables import ACCOUNTS, BALANCES, RESERVATIONS, Values, account_of, in_usd, read_rows, reservation_of, stamp
+
+
+class Accounts:
+    """Accounts with their limits, and reservations from them."""
+
+    def __init__(self, database: Database) -> None:
+        """Use this database."""
+        self._database = database
+
+    def set_account(self, account: Account) -> None:
+        """Make an account, or change its limit or period; with another period counting starts anew."""
+        values = {"limit_micro_usd": micro_usd(account.limit_usd), "period": account.period.value}
+        with self._database.write() as connection:
+            if connection.execute(update(ACCOUNTS).where(ACCOUNTS.c.name == account.name).values(values)).rowcount == 0:
+                connection.execute(insert(ACCOUNTS).values(name=account.name, **values))
+
+    def accounts(self, *, unreadable: list[UnreadableRow] | None = None) -> list[Account]:
+        """Return the accounts, by name."""
+        with self._database.read() as connection:
+            return read_rows(connection.execute(select(ACCOUNTS).order_by(ACCOUNTS.c.name)).mappings(), account_of, unreadable)
+
+    def left_usd(self, account: str, pool_id: str) -> Decimal:
+        """Return what a pool could reserve from an account now; negative when more was spent than had been reserved."""
+        with self._database.read() as connection:
+            row = _account_row(connection, account)
+            scope = _scope(Period(row["period"]), pool_id, self._database.clock())
+            return in_usd(row["limit_micro_usd"] - (_committed(connection, account, scope) or 0))
+
+    def reserve(self, account: str, pool_id: str, usd: Decimal) -> Reservation:
+        """Set money aside for a pool, in one transaction that no other can come between."""
+        amount = micro_usd(usd)
+        if amount <= 0:
+            raise BadRequest(f"One reserves a positive sum; given {usd} USD.")
+        with self._database.write() as connection:
+            must_live(connection, pool_id)
+            return self._reserve(connection, _account_row(connection, account, is_locked=True), pool_id, amount)
+
+    def roll(self, account: str, pool_id: str, spent_usd: Decimal, next_usd: Decimal) -> Reservation:
+        """Settle what a pool has reserved from an account with what it has spent since it last did so, and reserve for what comes next: both or neither."""
+        spent, amount = micro_usd(spent_usd), micro_usd(next_usd)
+        if spent < 0 or amount < 0:
+            raise BadRequest(f"One spends and reserves nothing or more; given {spent_usd} and {next_usd} USD.")
+        with self._database.write() as connection:
+            must_live(connection, pool_id)
+            row = _account_row(connection, account, is_locked=True)
+            are_its = (RESERVATIONS.c.pool_id == pool_id) & (RESERVATIONS.c.account == account)
+            if spent and not _open_reservations(connection, are_its):
+                self._insert_reservation(connection, account, pool_id, _scope(Period(row["period"]), pool_id, self._database.clock()), 0)
+            self._settle_open(connection, are_its, spent)
+            return self._reserve(connection, row, pool_id, amount)
+
+    def _reserve(self, connection: Connection, account: Values, pool_id: str, amount: int) -> Reservation:
+        name, limit = account["name"], account["limit_micro_usd"]
+        scope = _scope(Period(account["period"]), pool_id, self._database.clock())
+        committed = _committed(connection, name, scope) or 0
+        if amount and committed + amount > limit:
+            left = in_usd(limit - committed)
+            raise BudgetExceeded(f"Account {name!r} has {left} USD left of {in_usd(limit)} for {scope}; {in_usd(amount)} asked for.", name, left)
+        return self._insert_reservation(connection, name, pool_id, scope, amount)
+
+    def _insert_reservation(self, connection: Connection, account: str, pool_id: str, scope: str, amount: int) -> Reservation:
+        if _committed(connection, account, scope) is None:
+            connection.execute(insert(BALANCES).values(account=account, scope=scope, committed_micro_usd=amount))
+        else:
+            _commit_more(connection, account, scope, amount)
+        values = {"account": account, "pool_id": pool_id, "scope": scope, "reserved_micro_usd": amount, "made_microseconds": stamp(self._database.clock())}
+        return reservation_of(connection.execute(insert(RESERVATIONS).values(values).returning(*RESERVATIONS.c)).mappings().one())
+
+    def settle(self, reservation: Reservation | int, spent_usd: Decimal) -> Reservation:
+        """Say what was really spent of a reservation: the rest is free again. More than was reserved is written down too, for it is the truth."""
+        number = reservation if isinstance(reservation, int) else reservation.id
+        spent = micro_usd(spent_usd)
+        if spent < 0:
+            raise BadRequest(f"One spends nothing or more; given {spent_usd} USD.")
+        with self._database.write() as connection:
+            row = connection.execute(select(RESERVATIONS).where(RESERVATIONS.c.id == number).with_for_update()).mappings().first()
+            if row is None:
+                raise LedgerConflict(f"The ledger at {self._database.url!r} has no reservation {number}. Is it another ledger than the one it was made in?")
+            if row["settled_microseconds"] is not None:
+                if row["spent_micro_usd"] != spent:
+                    raise LedgerConflict(f"Reservation {number} was settled with {in_usd(row['spent_micro_usd'])} USD; now {spent_usd} is said.")
+                return reservation_of(row)
+            _commit_more(connection, row["account"], row["scope"], spent - row["reserved_micro_usd"])
+            return self._settled(connection, number, spent)
+
+    def _settled(self, connection: Connection, number: int, spent: int) -> Reservation:
+        statement = update(RESERVATIONS).where(RESERVATIONS.c.id == number).values(settled_microseconds=stamp(self._database.clock()), spent_micro_usd=spent)
+        return reservation_of(connection.execute(statement.returning(*RESERVATIONS.c)).mappings().one())
+
+    def settle_pool(self, pool_id: str, spent_usd: Decimal) -> None:
+        """Settle all open reservations of a pool, so that its settled sums together are what it has spent; again changes nothing."""
+        spent = micro_usd(spent_usd)
+        if spent < 0:
+            raise BadRequest(f"One spends nothing or more; given {spent_usd} USD.")
+        are_its = RESERVATIONS.c.pool_id == pool_id
+        its_accounts = select(RESERVATIONS.c.account).where(are_its, RESERVATIONS.c.settled_microseconds.is_(None))
+        with self._database.write() as connection:
+            connection.execute(select(ACCOUNTS.c.name).where(ACCOUNTS.c.name.in_(its_accounts)).order_by(ACCOUNTS.c.name).with_for_update()).all()
+            settled = int(connection.execute(select(func.sum(RESERVATIONS.c.spent_micro_usd)).where(are_its)).scalar() or 0)
+            self._settle_open(connection, are_its, max(0, spent - settled))
+
+    def _settle_open(self, connection: Connection, which: ColumnElement[bool], spent: int) -> None:
+        more: dict[tuple[str, str], int] = defaultdict(int)
+        rows = _open_reservations(connection, which)
+        for row in rows:
+            share = spent if row is rows[-1] else min(spent, row["reserved_micro_usd"])
+            spent -= share
+            self._settled(connection, row["id"], share)
+            more[row["account"], row["scope"]] += share - row["reserved_micro_usd"]
+        for (account, scope), amount in sorted(more.items()):
+            _commit_more(connection, account, scope, amount)
+
+    def open_reservations(self, *, pool_id: str | None = None, unreadable: list[UnreadableRow] | None = None) -> list[Reservation]:
+        """Return the reservations that are not settled, oldest first."""
+        wanted = select(RESERVATIONS).where(RESERVATIONS.c.settled_microseconds.is_(None)).order_by(RESERVATIONS.c.id)
+        with self._database.read() as connection:
+            its = connection.execute(wanted if pool_id is None else wanted.where(RESERVATIONS.c.pool_id == pool_id))
+            return read_rows(its.mappings(), reservation_of, unreadable)
+
+
+def _account_row(connection: Connection, account: str, *, is_locked: bool = False) -> Values:
+    """Return an account's row; locked, so that everything that reserves from it goes one after the other (in SQLite all writers do anyway)."""
+    wanted = select(ACCOUNTS).where(ACCOUNTS.c.name == account)
+    row = connection.execute(wanted.with_for_update() if is_locked else wanted).mappings().first()
+    if row is None:
+        there = ", ".join(sorted(connection.execute(select(ACCOUNTS.c.name)).scalars())) or "none"
+        how = f"`skyward budget set {account} --limit USD --per month`, or `Ledger.set_account`"
+        raise BadRequest(f"The ledger has no account {account!r}; it has: {there}. Make it: {how}.")
+    return row
+
+
+def _scope(period: Period, pool_id: str, time: datetime) -> str:
+    day = time.astimezone(UTC).date().isoformat()
+    return {Period.RUN: f"pool {pool_id}", Period.DAY: day, Period.MONTH: day[:7]}[period]
+
+
+def _committed(connection: Connection, account: str, scope: str) -> int | None:
+    return connection.execute(select(BALANCES.c.committed_micro_usd).where(BALANCES.c.account == account, BALANCES.c.scope == scope)).scalar()
+
+
+def _commit_more(connection: Connection, account: str, scope: str, amount: int) -> None:
+    is_it = (BALANCES.c.account == account) & (BALANCES.c.scope == scope)
+    connection.execute(update(BALANCES).where(is_it).values(committed_micro_usd=BALANCES.c.committed_micro_usd + amount))
+
+
+def _open_reservations(connection: Connection, which: ColumnElement[bool]) -> Sequence[RowMapping]:
+    wanted = select(RESERVATIONS).where(which, RESERVATIONS.c.settled_microseconds.is_(None))
+    return connection.execute(wanted.order_by(RESERVATIONS.c.id).with_for_update()).mappings().all()

@@ -1,0 +1,214 @@
+"""The ledger's table of resources (`Ledger` is its public interface)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import Connection, RowMapping, Select, bindparam, insert, select, update
+
+from skyward_core.errors import BadRequest, LedgerConflict
+from skyward_core.ledger.database import NUMBERS_PER_STATEMENT, Database
+from skyward_core.ledger.pools import known_pool, must_live
+from skyward_core.ledger.rows import Bucket, Intent, Rented, UnreadableRow, Wish, micro_usd
+from skyward_core.ledger.tables import IS_OPEN, RESOURCES, Values, intent_of, milliseconds_of, read_rows, stamp
+
+
+class Intents:
+    """The rows of resources: intents, bindings, seconds by bucket, and evidence."""
+
+    def __init__(self, database: Database) -> None:
+        """Use this database."""
+        self._database = database
+
+    def intend_all(self, pool_id: str, wishes: Sequence[Wish]) -> list[Intent]:
+        """Write down what is about to be asked for, all of it or nothing. It is committed when this returns: only then make the creating call."""
+        rows = [self._row_of(pool_id, wish) for wish in wishes]
+        with self._database.write() as connection:
+            must_live(connection, pool_id)
+            return _written(connection, rows)
+
+    def adopt(self, pool_id: str, wish: Wish, cloud_id: str) -> Intent:
+        """Write down a thing that is there and that no intent tells of, intent and bond in one; again with the same changes nothing."""
+        with self._database.write() as connection:
+            known_pool(connection, pool_id, is_alone=True)  # two sweeps may have found the same
+            intent = _written(connection, [self._row_of(pool_id, wish)])[0]
+            return self._change_all(connection, [intent.id], self._binding({intent.id: cloud_id}, []))[0]
+
+    def _row_of(self, pool_id: str, wish: Wish) -> dict[str, Any]:
+        price = wish.price
+        if price.increment_seconds < 1 or price.minimum_seconds < 0 or price.minimum_usd < 0:
+            raise BadRequest(f"A billing increment is at least one second and a minimum not negative; given {price}.")
+        return {
+            "pool_id": pool_id,
+            "kind": wish.kind.value,
+            "provider": wish.provider,
+            "region": wish.region,
+            "name": wish.name,
+            "token": wish.token,
+            "tags_json": json.dumps(dict(wish.tags), sort_keys=True),
+            "price_micro_usd_per_hour": micro_usd(price.per_hour),
+            "on_demand_micro_usd_per_hour": micro_usd(price.per_hour if price.on_demand_per_hour is None else price.on_demand_per_hour),
+            "is_spot": price.is_spot,
+            "increment_seconds": price.increment_seconds,
+            "minimum_seconds": price.minimum_seconds,
+            "minimum_micro_usd": micro_usd(price.minimum_usd),
+            "extras_json": json.dumps([extra.model_dump() for extra in price.extras]),
+            "intended_microseconds": stamp(self._database.clock()),
+            "expires_microseconds": stamp(wish.expires_at),
+        }
+
+    def bind_all(self, ids: Mapping[int, str], as_rented: Mapping[int, Rented] | None = None) -> list[Intent]:
+        """Write down the cloud's ids, by the numbers of their intents; again with the same ids changes nothing."""
+        conflicts: list[str] = []
+        with self._database.write() as connection:
+            intents = self._change_all(connection, ids, self._binding(ids, conflicts, as_rented or {}))
+        if conflicts:
+            raise LedgerConflict(" ".join(conflicts))
+        return intents
+
+    def _binding(self, ids: Mapping[int, str], conflicts: list[str], as_rented: Mapping[int, Rented] | None = None) -> Callable[[Values], dict[str, Any]]:
+        bound = stamp(self._database.clock())
+
+        def change(row: Values) -> dict[str, Any]:
+            cloud_id = ids[row["id"]]
+            if row["cloud_id"] is None:
+                rented = (as_rented or {}).get(row["id"])
+                changed = {} if rented is None else _as_rented(row, rented)
+                return {"cloud_id": cloud_id, "bound_microseconds": bound, "gone_microseconds": None, "evidence": None} | changed
+            if row["cloud_id"] != cloud_id:
+                conflicts.append(
+                    f"{row['kind']} {row['name']!r} at {row['provider']} is {row['cloud_id']} in the ledger, now {cloud_id} is said."
+                    f" One request has created two things: terminate {cloud_id}, or write an intent of its own for it."
+                )
+            return {}
+
+        return change
+
+    def ask_end_all(self, numbers: Iterable[int]) -> list[Intent]:
+        """Write down that the termination of these has been asked for; the first time stands."""
+        asked = stamp(self._database.clock())
+
+        def change(row: Values) -> dict[str, Any]:
+            return {"end_asked_microseconds": asked} if row["end_asked_microseconds"] is None and row["gone_microseconds"] is None else {}
+
+        with self._database.write() as connection:
+            return self._change_all(connection, numbers, change)
+
+    def close_all(self, numbers: Iterable[int], evidence: str, *, fill: Bucket | None = None, paid_until: Mapping[int, datetime] | None = None) -> list[Intent]:
+        """Write down that these are gone, or never were, and how we know; the first evidence stands."""
+        if not evidence.strip():
+            raise BadRequest("An intent is closed with the evidence that the thing is gone; none was given.")
+        gone = stamp(self._database.clock())
+
+        def change(row: Values) -> dict[str, Any]:
+            if row["gone_microseconds"] is not None:
+                return {}
+            closed: dict[str, Any] = {"gone_microseconds": gone, "evidence": evidence}
+            if fill is None or row["cloud_id"] is None:
+                return closed
+            end = min(gone, stamp(paid_until[row["id"]])) if paid_until and row["id"] in paid_until else gone
+            missing = max(0, (end - row["intended_microseconds"]) // 1000 - sum(row[milliseconds_of(bucket)] for bucket in Bucket))
+            filled = {milliseconds_of(fill): row[milliseconds_of(fill)] + missing, "filled_bucket": fill.name, "filled_milliseconds": missing}
+            return closed | filled
+
+        with self._database.write() as connection:
+            return self._change_all(connection, numbers, change)
+
+    def note_all(self, seconds: Mapping[int, Mapping[Bucket, float]]) -> None:
+        """Write down what the seconds of resources went to so far: totals by bucket, kept to the millisecond. Again with the same changes nothing."""
+        noted = {number: {bucket: round(total * 1000) for bucket, total in its.items()} for number, its in seconds.items()}
+        if wrong := [total for its in noted.values() for total in its.values() if total < 0]:
+            raise BadRequest(f"Seconds only add up; given {wrong[0] / 1000}.")
+        with self._database.write() as connection:
+            self._change_all(connection, noted, lambda row: _noted(row, noted[row["id"]]))
+
+    def _change_all(self, connection: Connection, numbers: Iterable[int], change: Callable[[Values], dict[str, Any]]) -> list[Intent]:
+        """Apply what `change` makes of the locked rows; return the intents in the order of their numbers as given."""
+        wanted = list(numbers)
+        rows = {row["id"]: row for row in self._locked(connection, sorted(set(wanted)))}
+        if missing := next((number for number in wanted if number not in rows), None):
+            raise LedgerConflict(f"The ledger at {self._database.url!r} has no entry {missing}. Is it another ledger than the one it was written to?")
+        changes = {number: changed for number, row in rows.items() if (changed := change(row))}
+        columns = sorted({column for changed in changes.values() for column in changed})
+        if changes:
+            statement = update(RESOURCES).where(RESOURCES.c.id == bindparam("number")).values({column: bindparam(f"new_{column}") for column in columns})
+            new = [{f"new_{column}": ({**rows[number], **changed})[column] for column in columns} | {"number": number} for number, changed in changes.items()]
+            connection.execute(statement, new)
+        return [intent_of({**rows[number], **changes.get(number, {})}) for number in wanted]
+
+    def _locked(self, connection: Connection, numbers: Sequence[int]) -> Generator[RowMapping]:
+        """In the order of their numbers, as everybody locks them: two who change the same rows wait for each other and never in a circle."""
+        for start in range(0, len(numbers), NUMBERS_PER_STATEMENT):
+            some = select(RESOURCES).where(RESOURCES.c.id.in_(numbers[start : start + NUMBERS_PER_STATEMENT]))
+            yield from connection.execute(some.order_by(RESOURCES.c.id).with_for_update()).mappings()
+
+    def open_intents(
+        self,
+        *,
+        pool_id: str | None = None,
+        provider: str | None = None,
+        unreadable: list[UnreadableRow] | None = None,
+    ) -> list[Intent]:
+        """Return what is not known to be gone, oldest first: of one pool, or at one provider, if so asked."""
+        return self._intents(select(RESOURCES).where(IS_OPEN), pool_id, provider, unreadable)
+
+    def intents(self, *, pool_id: str | None = None, provider: str | None = None, unreadable: list[UnreadableRow] | None = None) -> list[Intent]:
+        """Return all entries, open and closed, oldest first."""
+        return self._intents(select(RESOURCES), pool_id, provider, unreadable)
+
+    def _intents(self, wanted: Select[Any], pool_id: str | None, provider: str | None, unreadable: list[UnreadableRow] | None) -> list[Intent]:
+        if pool_id is not None:
+            wanted = wanted.where(RESOURCES.c.pool_id == pool_id)
+        if provider is not None:
+            wanted = wanted.where(RESOURCES.c.provider == provider)
+        with self._database.read() as connection:
+            return read_rows(connection.execute(wanted.order_by(RESOURCES.c.id)).mappings(), intent_of, unreadable)
+
+
+def _as_rented(row: Values, rented: Rented) -> dict[str, Any]:
+    tags = json.loads(row["tags_json"]) | dict(rented.tags)
+    price = min(row["price_micro_usd_per_hour"], micro_usd(rented.per_hour))
+    return {"price_micro_usd_per_hour": price, "tags_json": json.dumps(tags, sort_keys=True)}
+
+
+def _written(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> list[Intent]:
+    """Insert those whose tokens are new; return all in their order."""
+    by_token: dict[str, Intent] = {}
+    tokens = [row["token"] for row in rows]
+    for start in range(0, len(tokens), NUMBERS_PER_STATEMENT):
+        known = select(RESOURCES).where(RESOURCES.c.token.in_(tokens[start : start + NUMBERS_PER_STATEMENT]))
+        by_token |= {row["token"]: intent_of(row) for row in connection.execute(known).mappings()}
+    if new := list({row["token"]: row for row in reversed(rows) if row["token"] not in by_token}.values())[::-1]:
+        made = connection.execute(insert(RESOURCES).returning(*RESOURCES.c, sort_by_parameter_order=True), new)
+        by_token |= {row["token"]: intent_of(row) for row in made.mappings()}
+    for row in rows:
+        found = by_token[row["token"]]
+        if (found.pool_id, found.kind, found.provider, found.region, found.name) != tuple(row[of] for of in ("pool_id", "kind", "provider", "region", "name")):
+            raise LedgerConflict(
+                f"Token {found.token!r} stands for {found.kind} {found.name!r} of pool {found.pool_id!r} at {found.provider}. Use a new token."
+            )
+    return [by_token[token] for token in tokens]
+
+
+def _noted(row: Values, totals: Mapping[Bucket, int]) -> dict[str, Any]:
+    """Return what changes when these totals are noted: what a close had filled in makes room for them, and once it has there is no more room.
+
+    They take the place of those before all together, for what was idle may turn out to have run: all together they never shrink.
+    """
+    filled, filled_bucket = row["filled_milliseconds"], row["filled_bucket"]
+    known = {bucket: row[milliseconds_of(bucket)] - (filled if filled_bucket == bucket.name else 0) for bucket in Bucket}
+    new = {**known, **totals}
+    growth = sum(new.values()) - sum(known.values())
+    if growth < 0 or new == known:
+        return {}
+    if filled_bucket is not None:
+        over = max(0, growth - filled)
+        filled -= growth - over
+        for bucket in reversed(Bucket):
+            cut = min(over, max(0, new[bucket] - known[bucket]))
+            new[bucket], over = new[bucket] - cut, over - cut
+        new[Bucket[filled_bucket]] += filled
+    return {milliseconds_of(bucket): total for bucket, total in new.items()} | {"filled_milliseconds": filled}

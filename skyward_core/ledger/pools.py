@@ -1,0 +1,173 @@
+"""The ledger's tables of pools and of tries to rent machines (`Ledger` is their public interface)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import Connection, Select, case, func, insert, select, update
+
+from skyward_core.errors import LeaseLost, LedgerConflict
+from skyward_core.ledger.database import Database
+from skyward_core.ledger.rows import Attempt, PoolEntry, UnreadableRow
+from skyward_core.ledger.tables import ATTEMPTS, POOLS, attempt_of, pool_of, read_rows, stamp, work_values
+from skyward_core.machines.owner import Owner
+from skyward_core.work import NO_WORK, Work
+
+_MAY_SPEND = POOLS.c.condemned_microseconds.is_(None) & POOLS.c.ended_microseconds.is_(None)
+
+
+class Pools:
+    """The rows of pools, and of the tries to rent machines for them."""
+
+    def __init__(self, database: Database) -> None:
+        """Use this database."""
+        self._database = database
+
+    def open_pool(
+        self,
+        pool_id: str,
+        *,
+        owner: Owner,
+        provider: Mapping[str, Any],
+        spec_json: str,
+        lease_expires_at: datetime,
+        account: str | None = None,
+        work: Work = NO_WORK,
+    ) -> PoolEntry:
+        """Write down a pool before anything is asked for on its behalf. Raises LedgerConflict if there is one of that id."""
+        values = {
+            "id": pool_id,
+            "owner_user": owner.user,
+            "owner_host": owner.host,
+            "owner_process": owner.process,
+            "provider_json": json.dumps(dict(provider), sort_keys=True),
+            "spec_json": spec_json,
+            "account": account,
+            "created_microseconds": stamp(self._database.clock()),
+            "lease_expires_microseconds": stamp(lease_expires_at),
+            "lives_by_lease": False,
+            **work_values(work),
+        }
+        with self._database.write() as connection:
+            if connection.execute(select(POOLS.c.id).where(POOLS.c.id == pool_id)).first() is not None:
+                raise LedgerConflict(f"The ledger already has a pool {pool_id!r}. Take a new id.")
+            return pool_of(connection.execute(insert(POOLS).values(values).returning(*POOLS.c)).mappings().one())
+
+    def turn_to(self, pool_id: str, provider: Mapping[str, Any], provider_account: str) -> None:
+        """Write down who is to rent out a pool's machines from now on, and to whom; what others had of it must be known to be gone."""
+        with self._database.write() as connection:
+            wanted = update(POOLS).where(POOLS.c.id == pool_id, _MAY_SPEND)
+            if connection.execute(wanted.values(provider_json=json.dumps(dict(provider), sort_keys=True), provider_account=provider_account)).rowcount == 0:
+                must_live(connection, pool_id)
+
+    def renew(self, pool_id: str, lease_expires_at: datetime) -> None:
+        """Move the end of a pool's lease, never to an earlier time."""
+        self._lengthen(pool_id, lease_expires_at)
+
+    def live_by_lease(self, pool_id: str, lease_expires_at: datetime) -> None:
+        """Let a pool outlive its owner until its lease runs out; as `renew` otherwise."""
+        self._lengthen(pool_id, lease_expires_at, lives_by_lease=True)
+
+    def _lengthen(self, pool_id: str, lease_expires_at: datetime, **more: bool) -> None:
+        end = stamp(lease_expires_at)
+        later = case((POOLS.c.lease_expires_microseconds < end, end), else_=POOLS.c.lease_expires_microseconds)
+        with self._database.write() as connection:
+            wanted = update(POOLS).where(POOLS.c.id == pool_id, _MAY_SPEND)
+            if connection.execute(wanted.values(lease_expires_microseconds=later, **more)).rowcount == 0:
+                must_live(connection, pool_id)
+
+    def condemn_all(self, seen: Mapping[str, datetime]) -> set[str]:
+        """Judge pools dead, each unless its lease was renewed since it was `seen` to end then. From now on nothing is asked for on their behalf."""
+        p = POOLS.c
+        condemned = func.coalesce(p.condemned_microseconds, stamp(self._database.clock()))
+        dead: set[str] = set()
+        with self._database.write() as connection:
+            for pool_id, lease_expires_at in sorted(seen.items()):
+                is_unchanged = (p.lease_expires_microseconds == stamp(lease_expires_at)) | p.condemned_microseconds.is_not(None)
+                wanted = update(POOLS).where(p.id == pool_id, p.ended_microseconds.is_(None), is_unchanged)
+                is_done = connection.execute(wanted.values(condemned_microseconds=condemned)).rowcount != 0
+                if is_done or known_pool(connection, pool_id).ended_at is not None:
+                    dead.add(pool_id)
+        return dead
+
+    def end_pools(self, pool_ids: Iterable[str]) -> None:
+        """Write down that pools have ended; the first time stands. Their open intents stay open. Raises LedgerConflict if one is unknown."""
+        ended = func.coalesce(POOLS.c.ended_microseconds, stamp(self._database.clock()))
+        with self._database.write() as connection:
+            for pool_id in sorted(set(pool_ids)):
+                if connection.execute(update(POOLS).where(POOLS.c.id == pool_id).values(ended_microseconds=ended)).rowcount == 0:
+                    raise no_pool(pool_id)
+
+    def pool(self, pool_id: str) -> PoolEntry | None:
+        """Return a pool; None if the ledger has never heard of it."""
+        with self._database.read() as connection:
+            row = connection.execute(select(POOLS).where(POOLS.c.id == pool_id)).mappings().first()
+        return None if row is None else pool_of(row)
+
+    def pools(self, *, include_ended: bool = False, unreadable: list[UnreadableRow] | None = None) -> list[PoolEntry]:
+        """Return the pools, oldest first. What cannot be read is put into `unreadable`; without that list it is raised, here and in the other listings."""
+        with self._database.read() as connection:
+            wanted = select_pools(include_ended).order_by(POOLS.c.created_microseconds, POOLS.c.id)
+            return read_rows(connection.execute(wanted).mappings(), pool_of, unreadable)
+
+    def note_attempts(self, attempts: Sequence[Attempt]) -> None:
+        """Write down what became of tries to rent machines."""
+        rows = [
+            {
+                "pool_id": attempt.pool_id,
+                "at_microseconds": stamp(attempt.at),
+                "provider": attempt.provider,
+                "region": attempt.region,
+                "instance_type": attempt.instance_type,
+                "is_spot": attempt.is_spot,
+                "milliseconds": round(attempt.seconds * 1000),
+                "error": attempt.error,
+                "code": attempt.code[:255],
+                "message": attempt.message,
+            }
+            for attempt in attempts
+        ]
+        if rows:
+            with self._database.write() as connection:
+                connection.execute(insert(ATTEMPTS), rows)
+
+    def attempts(self, *, pool_id: str | None = None, since: datetime | None = None, unreadable: list[UnreadableRow] | None = None) -> list[Attempt]:
+        """Return tries to rent machines, oldest first: those of a pool, those since a time, or all."""
+        wanted = select(ATTEMPTS, POOLS.c.spec_json).join(POOLS).order_by(ATTEMPTS.c.at_microseconds, ATTEMPTS.c.id)
+        if pool_id is not None:
+            wanted = wanted.where(ATTEMPTS.c.pool_id == pool_id)
+        if since is not None:
+            wanted = wanted.where(ATTEMPTS.c.at_microseconds >= stamp(since))
+        with self._database.read() as connection:
+            return read_rows(connection.execute(wanted).mappings(), attempt_of, unreadable)
+
+
+def select_pools(include_ended: bool) -> Select[Any]:
+    return select(POOLS) if include_ended else select(POOLS).where(POOLS.c.ended_microseconds.is_(None))
+
+
+def must_live(connection: Connection, pool_id: str) -> None:
+    """Raise LeaseLost for a pool that may not spend any more; nobody can condemn it until the transaction is over."""
+    entry = known_pool(connection, pool_id)
+    if entry.ended_at is not None:
+        raise LeaseLost(f"Pool {pool_id!r} has ended, at {entry.ended_at:%Y-%m-%d %H:%M:%S} UTC; nothing more is rented for it. Open another.")
+    if entry.condemned_at is not None:
+        raise LeaseLost(
+            f"Pool {pool_id!r} was judged dead at {entry.condemned_at:%Y-%m-%d %H:%M:%S} UTC: its lease had run out, or its owner was not there any more."
+            " Its machines are being ended. Open another."
+        )
+
+
+def known_pool(connection: Connection, pool_id: str, *, is_alone: bool = False) -> PoolEntry:
+    """Return a pool that stays as it is until the transaction is over; alone, nobody else can write down anything of it either."""
+    row = connection.execute(select(POOLS).where(POOLS.c.id == pool_id).with_for_update(read=not is_alone)).mappings().first()
+    if row is None:
+        raise no_pool(pool_id)
+    return pool_of(row)
+
+
+def no_pool(pool_id: str) -> LedgerConflict:
+    return LedgerConflict(f"The ledger has no pool {pool_id!r}. Is it another ledger than the one it was opened in?")
