@@ -117,6 +117,30 @@ def test_a_function_that_turns_long_is_noticed() -> None:
         assert n < 10
 
 
+class CountedId(str):
+    """An id that counts how often it is compared or looked up."""
+
+    looks = 0
+
+    def __hash__(self) -> int:
+        CountedId.looks += 1
+        return super().__hash__()
+
+    def __eq__(self, other: object) -> bool:
+        CountedId.looks += 1
+        return super().__eq__(other)
+
+
+def test_to_cancel_one_call_does_not_look_at_all_that_wait() -> None:
+    """Else 100,000 cancelled calls would keep the engine's thread busy for minutes."""
+    queue = Queue("topic")
+    queue.add([entry(CountedId(number), worker="0-0" if number % 3 == 0 else None) for number in range(1000)])
+    CountedId.looks = 0
+    assert queue.drop({"500"}) == {"500"}
+    assert CountedId.looks < 10
+    assert len(queue.withdraw()) == 999
+
+
 def test_a_returned_call_is_first_again() -> None:
     """A call that a slot hands back goes out before those that wait."""
     queue = learned(1.0, slots=2)

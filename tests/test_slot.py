@@ -372,3 +372,36 @@ def test_what_has_ended_is_told_though_no_runner_comes(runners: Runners, slot: S
     with pytest.raises(ConnectionError):
         slot.run(batch_of(crash="import os; os._exit(3)", second="pass"), news.extend)
     assert [(item.call_id, item.ending, item.exit_code) for item in news if isinstance(item, Outcome)] == [("crash", Ending.CRASH, 3)]
+
+
+def test_a_batch_without_a_runner_leaves_no_topic_behind(runners: Runners, slot: Slot, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a late message that stops the topic would be kept, and would stop the next batch of a client that has come back."""
+    really = runners.fork
+
+    def refuse(descriptors: list[int], mark: bytes) -> int:
+        raise ConnectionError("no runner")
+
+    monkeypatch.setattr(runners, "fork", refuse)
+    with pytest.raises(ConnectionError):
+        slot.run(batch_of(crash="import os; os._exit(3)")._replace(topic="skyward-client"), lambda news: None)
+    monkeypatch.setattr(runners, "fork", really)
+    slot.cancel("skyward-client")
+    assert Run(slot, batch_of(next="pass")._replace(topic="skyward-client")).endings() == {"next": Ending.RESULT}
+
+
+def test_the_exit_of_an_earlier_process_is_not_taken_for_that_of_a_runner_with_the_same_pid(tmp_path: Path) -> None:
+    """The kernel uses pids again. An exit that was reported too late belongs to the process before."""
+    ours, supervisor = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, supervisor, (tmp_path / "file").open("w") as file:
+        factory = RunnerFactory(ours)
+        supervisor.send(pickle.dumps(RunnerExit(4321, -9, is_out_of_memory=True)))
+
+        def answer() -> None:
+            supervisor.send(pickle.dumps(Forked(request(supervisor), 4321)))
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        assert factory.fork([file.fileno()] * 4, b"mark") == 4321
+        answering.join()
+        assert factory.exit_of(4321, 0.0) is None
+        supervisor.close()

@@ -98,9 +98,12 @@ class Members:
         return self.nodes.get(rank_of(name))
 
     def instance_of(self, parcel: Parcel) -> str | None:
-        """Return the id of the instance whose memory has a parcel; None if no node of the pool is that one. The path contains the instance's id."""
+        """Return the id of the instance whose memory has a parcel; None if no node of the pool is that one.
+
+        The path contains the instance's id. The longest is meant: one id may be the beginning of another.
+        """
         path = str(parcel.path)
-        return next((node.instance.id for node in self.nodes.values() if node.instance.id in path), None)
+        return max((node.instance.id for node in self.nodes.values() if node.instance.id in path), key=len, default=None)
 
     def knows(self, instance_id: str) -> bool:
         """Tell whether an instance is one of the pool's nodes."""

@@ -10,7 +10,7 @@ Pure bookkeeping, without Dask and threads. `engine.dispatcher` owns it.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -55,10 +55,10 @@ class Queue:
         self.topic = topic
         self.next_number = 0
         """The number of the batch that goes out next."""
-        self._waiting: deque[Entry] = deque()
-        self._pinned: deque[Entry] = deque()
-        self._resting: list[Entry] = []
-        """Calls that could not be sent just now: they wait for `wake`."""
+        self._waiting: OrderedDict[str, Entry] = OrderedDict()
+        self._pinned: OrderedDict[str, Entry] = OrderedDict()
+        self._resting: OrderedDict[str, Entry] = OrderedDict()
+        """Calls that could not be sent just now: they wait for `wake`. All three are by the id of the call, so that one can be cancelled without a search."""
         self._out: dict[str, tuple[Entry, Shipment]] = {}
         self._shipments: dict[int, Shipment] = {}
         self._suspects: set[int] = set()
@@ -71,16 +71,17 @@ class Queue:
     def add(self, entries: Iterable[Entry]) -> None:
         """Take calls in, last in the queue."""
         for entry in entries:
-            (self._waiting if entry.worker is None else self._pinned).append(entry)
+            (self._waiting if entry.worker is None else self._pinned)[entry.call.call_id] = entry
 
     def ship(self) -> list[Shipment]:
         """Return the batches that should go out now, and count them as out. A call for a given worker waits for that worker, others for any."""
-        ready = [self.workers is None or entry.worker in self.workers for entry in self._pinned]
-        shipments = [self._pack([entry], entry.worker) for entry, is_ready in zip(self._pinned, ready, strict=True) if is_ready]
-        self._pinned = deque(entry for entry, is_ready in zip(self._pinned, ready, strict=True) if not is_ready)
+        ready = [entry for entry in self._pinned.values() if self.workers is None or entry.worker in self.workers]
+        for entry in ready:
+            del self._pinned[entry.call.call_id]
+        shipments = [self._pack([entry], entry.worker) for entry in ready]
         if self.workers is not None and not self.workers:
             return shipments
-        while self._waiting and len(self._shipments) < self._limit(self._waiting[0]):
+        while self._waiting and len(self._shipments) < self._limit(self._first_waiting):
             shipments.append(self._pack(self._next_group(), None))
         return shipments
 
@@ -105,37 +106,42 @@ class Queue:
             found = self._out.get(call_id)
             if found is not None:
                 self.ended(call_id)
-                (self._waiting if found[0].worker is None else self._pinned).appendleft(found[0])
+                self._put_first(found[0])
 
     def rest(self, call_ids: Sequence[str]) -> None:
         """Note that calls have not begun and cannot be sent just now: they wait again after `wake`."""
         for call_id in call_ids:
             if (found := self._out.get(call_id)) is not None:
                 self.ended(call_id)
-                self._resting.append(found[0])
+                self._resting[call_id] = found[0]
 
     def wake(self) -> None:
         """Put the calls that rest back, first in the queue."""
-        resting, self._resting = self._resting, []
-        for entry in reversed(resting):
-            (self._waiting if entry.worker is None else self._pinned).appendleft(entry)
+        while self._resting:
+            _, entry = self._resting.popitem()
+            self._put_first(entry)
+
+    def _put_first(self, entry: Entry) -> None:
+        queue = self._waiting if entry.worker is None else self._pinned
+        queue[entry.call.call_id] = entry
+        queue.move_to_end(entry.call.call_id, last=False)
 
     @property
-    def _all_waiting(self) -> Iterable[Entry]:
+    def _first_waiting(self) -> Entry:
+        return next(iter(self._waiting.values()))
+
+    @property
+    def _all_waiting(self) -> Iterable[str]:
         return (*self._pinned, *self._resting, *self._waiting)
 
     def drop(self, call_ids: AbstractSet[str]) -> set[str]:
         """Forget those of the calls that wait; return which did."""
-        dropped = {entry.call.call_id for entry in self._all_waiting if entry.call.call_id in call_ids}
-        if dropped:
-            self._resting = [entry for entry in self._resting if entry.call.call_id not in dropped]
-            self._waiting = deque(entry for entry in self._waiting if entry.call.call_id not in dropped)
-            self._pinned = deque(entry for entry in self._pinned if entry.call.call_id not in dropped)
-        return dropped
+        queues = (self._pinned, self._resting, self._waiting)
+        return {call_id for call_id in call_ids if any(queue.pop(call_id, None) is not None for queue in queues)}
 
     def pinned_to(self, worker: str) -> list[str]:
         """Return the ids of calls that wait for this worker."""
-        return [entry.call.call_id for entry in (*self._pinned, *self._resting) if entry.worker == worker]
+        return [entry.call.call_id for entry in (*self._pinned.values(), *self._resting.values()) if entry.worker == worker]
 
     def all_out(self) -> list[str]:
         """Return the ids of all calls that have gone out and not ended."""
@@ -159,7 +165,7 @@ class Queue:
 
     def withdraw(self) -> list[str]:
         """Forget the calls that wait; return their ids."""
-        ids = [entry.call.call_id for entry in self._all_waiting]
+        ids = list(self._all_waiting)
         self._waiting.clear()
         self._pinned.clear()
         self._resting.clear()
@@ -175,11 +181,11 @@ class Queue:
         most = min(BATCH_CALLS, max(1, len(self._waiting) // (2 * self.slots)))
         group, seconds, size = list[Entry](), 0.0, 0
         while self._waiting and len(group) < most:
-            entry = self._waiting[0]
+            entry = self._first_waiting
             expected = self._seconds.get(entry.call.function)
             if group and (group[-1].losses or entry.losses or expected is None or seconds + expected > TARGET_SECONDS or size > BATCH_BYTES):
                 break
-            group.append(self._waiting.popleft())
+            group.append(self._waiting.popitem(last=False)[1])
             seconds += TARGET_SECONDS if expected is None else max(expected, LEAST_SECONDS)
             size += entry.call.arguments.nbytes
         return group

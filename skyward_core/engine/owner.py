@@ -363,7 +363,7 @@ class Owner:
         if (future := self.futures.get(call_id)) is None:
             return
         settled = Settled(future, value, spent, after)
-        if is_plain and not after:
+        if is_plain and not after and all(parcel.path is None for parcel in spent):  # to remove a large file takes time
             self._results.set(settled)
         else:
             self._results.put(settled)

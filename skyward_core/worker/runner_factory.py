@@ -100,6 +100,7 @@ class RunnerFactory:
                 self._exits[pid] = message
             case Forked(self._request, pid) if self._is_awaited:
                 self._forked = pid
+                self._exits.pop(pid, None)  # of an earlier process with this pid, reported too late
             case Forked(_, pid):
                 self._late.add(pid)
                 kill_group(pid)

@@ -143,10 +143,12 @@ class Slot:
         Calls behind one that runs longer than PATIENCE_SECONDS get the outcome RETURNED, unless they have begun.
         """
         self._topic = batch.topic
-        _BatchRun(self, batch, tell).run()
-        with self.lock:
-            self._topic = ""
-            self.cancelled -= {batch.topic, *(call.call_id for call in batch.calls)}
+        try:
+            _BatchRun(self, batch, tell).run()
+        finally:
+            with self.lock:
+                self._topic = ""
+                self.cancelled -= {batch.topic, *(call.call_id for call in batch.calls)}
 
     def close(self) -> None:
         """End the runner and close its descriptors."""

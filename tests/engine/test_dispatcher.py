@@ -534,3 +534,16 @@ def test_calls_for_a_node_that_is_given_up_raise() -> None:
     pool.submit(entry("pinned", worker="1-0"), entry("waits", worker="0-0"))
     pool.dispatcher.give_up(NodeLost("not replaced"), 1)
     assert {call_id: str(error) for call_id, error in pool.errors().items()} == {"pinned": "not replaced"}
+
+
+def test_a_file_is_looked_for_on_its_own_node() -> None:
+    """Ids of Vast.ai are numbers: one may be the beginning of another."""
+    nodes = [node_of(rank, rank, 1, 1) for rank in range(2)]
+    short, long = (
+        node.model_copy(update={"instance": node.instance.model_copy(update={"id": name})}) for node, name in zip(nodes, ("1234", "12345"), strict=True)
+    )
+    for order in ([short, long], [long, short]):
+        members = Dispatcher(order, TOPIC, 0, is_here=False).members
+        assert members.instance_of(Parcel(b"", (), "/dev/shm/skyward-abc-12345/value")) == "12345"
+        assert members.instance_of(Parcel(b"", (), "/dev/shm/skyward-abc-1234/value")) == "1234"
+        assert members.instance_of(Parcel(b"", (), "/dev/shm/skyward-abc-99/value")) is None
