@@ -120,6 +120,8 @@ def test_a_function_that_turns_long_is_noticed() -> None:
 class CountedId(str):
     """An id that counts how often it is compared or looked up."""
 
+    __slots__ = ()
+
     looks = 0
 
     def __hash__(self) -> int:
