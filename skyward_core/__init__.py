@@ -105,8 +105,8 @@ if TYPE_CHECKING:
     from skyward_core.operations import offers as offers
     from skyward_core.operations import release as release
     from skyward_core.operations import sweep as sweep
-    from skyward_core.pool import ComputePool as ComputePool
-    from skyward_core.pool import MultiPool as MultiPool
+    from skyward_core.pool.multi_pool import MultiPool as MultiPool
+    from skyward_core.pool.pool import ComputePool as ComputePool
     from skyward_core.providers.aws.provider import AWS as AWS
     from skyward_core.providers.base import Provider as Provider
     from skyward_core.providers.digitalocean import DigitalOcean as DigitalOcean
@@ -147,7 +147,8 @@ _HOMES = {
     "machines.instances": "Endpoint Instance InstanceState Lease Node",
     "events.narrator": "Narrator",
     "machines.offers": "Offer Requirements select_instance",
-    "pool": "ComputePool MultiPool",
+    "pool.multi_pool": "MultiPool",
+    "pool.pool": "ComputePool",
     "providers.aws.provider": "AWS",
     "providers.base": "Provider",
     "providers.digitalocean": "DigitalOcean",

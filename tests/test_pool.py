@@ -33,7 +33,7 @@ import skyward_core as sky
 from skyward_core.ledger.database import Database
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.rows import Account, Bucket, CostBy, Period
-from skyward_core.pool import _left
+from skyward_core.pool.pool import _left
 from skyward_core.provisioning.lifecycle import Machines
 from skyward_core.session import clock
 from skyward_core.session.session import Opening

@@ -242,7 +242,7 @@ def test_the_ledgers_file_holds_no_value(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_pool_warns_of_what_it_cannot_hide(caplog: pytest.LogCaptureFixture) -> None:
     """Of what looks like a secret in env, with what to write, and of values that are too short to be masked; names only."""
     pool: Any = sky.ComputePool.from_spec(both_envs().with_(secrets={"PIN": sky.Secret.from_store("pin")}), secrets={"PIN": "42a"})
-    assert pool._read_secrets() == {"PIN": "42a"}
+    assert pool._prepared.read_secrets() == {"PIN": "42a"}
     short, plain = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert short.startswith("PIN: too short")
     assert plain.startswith("env holds DB_PASSWORD, HF_TOKEN as plain text")

@@ -1,43 +1,39 @@
-"""`ComputePool`: the open thing. A lease, a Dask cluster and a callback, as a context manager.
+"""`ComputePool`: machines with a Dask cluster on them, as a context manager.
 
-States: new -> opening -> open -> closing -> closed. `open` and `close` are the only ways between them; `close` may be called in any state and twice. Whoever
-is stopped on the way from new to open has given back what was rented (`Machines.acquire`); from there on `close` is the undo. Whoever is killed has a reaper,
-which was started before anything was asked for (docs/decisions/0008).
+States: new -> opening -> open -> closing -> closed. `open` and `close` are the only ways between them; `close` may be called in any state and twice.
+If opening fails, `Machines.acquire` has given back what was rented; afterwards `close` does. If this process is killed, the reaper does; it is started before
+anything is rented (docs/decisions/0008).
 
-A pool belongs to the process that has opened it. In a fork of that its object is a memory: it says so when it is used, and leaving or forgetting it there
+A pool belongs to the process that has opened it. In a fork of that process it raises PoolClosed when it is used; closing or collecting it there
 does nothing.
 """
 
 from __future__ import annotations
 
 import inspect
-import logging
 import os
-import pickle
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack, cast
 
-from skyward_core.compute import ComputeFunction, PendingBatch, PendingCompute, refuse_wrong_arguments
+from skyward_core.compute import ComputeFunction, PendingBatch, PendingCompute
 from skyward_core.concurrency.greenlets import refuse_greenlets
-from skyward_core.config import Settings
 from skyward_core.engine.futures import CallFuture
-from skyward_core.errors import BadRequest, InstancesLeft, PoolClosed, ResultNotLoaded, SkywardError, Stored
+from skyward_core.errors import BadRequest, InstancesLeft, PoolClosed, SkywardError
 from skyward_core.events import console
 from skyward_core.events.events import Callback, CostFinal, compose, registered_callback
 from skyward_core.events.queue import EventQueue
 from skyward_core.machines.instances import Lease
 from skyward_core.machines.signing import signed, verify
+from skyward_core.pool.calls import checked, mapped_calls, results_of
+from skyward_core.pool.preparation import Prepared, prepare
 from skyward_core.providers.base import Provider
 from skyward_core.providers.local import Local
-from skyward_core.provisioning import selection
-from skyward_core.secret import read_values, too_short_to_mask
 from skyward_core.serialization import pickling
 from skyward_core.session.attached import Attached, DetachedCall
 from skyward_core.session.session import Opening
@@ -49,9 +45,6 @@ if TYPE_CHECKING:
     import distributed
 
     from skyward_core.engine.cluster import Cluster
-
-TOGETHER_SECONDS = 0.2  # between looks for an error, while results that cannot be loaded here are waited for
-_log = logging.getLogger("skyward")
 
 
 class ComputePool:
@@ -70,7 +63,7 @@ class ComputePool:
     )
 
     def __init__(self, *, on_event: Callback | None = None, work: Work = NO_WORK, **wishes: Unpack[Wishes]) -> None:
-        self._settle(PoolSpec.of(**wishes), on_event, None, None, work, {})
+        self._reset(prepare(PoolSpec.of(**wishes), on_event=on_event, work=work))
 
     @classmethod
     def from_spec(
@@ -90,8 +83,25 @@ class ComputePool:
         """
         secrets = SecretValues(secrets or {})  # what reports errors may show this frame
         pool = cls.__new__(cls)
-        pool._settle(spec, on_event, credentials, replace_object, work, secrets)
+        pool._reset(prepare(spec, credentials=credentials, on_event=on_event, replace_object=replace_object, work=work, secrets=secrets))
         return pool
+
+    def _reset(self, prepared: Prepared) -> None:
+        """Make this a pool that was never opened."""
+        self._prepared = prepared
+        self._id = ""
+        self._opening = threading.RLock()
+        self._open: Opening | Attached | None = None
+        self._process = 0
+        """The process that has opened it."""
+        self._was_opened = False
+        self._terminations = 0
+        """How often `terminate_now` was called."""
+        self._final: CostFinal | None = None
+        self._unconfirmed: InstancesLeft | None = None
+        self._receipt: Mapping[str, Any] | None = None
+        self._why_ended: SkywardError | None = None
+        self._finalizer: weakref.finalize[Any, ComputePool] | None = None
 
     @classmethod
     def attach(
@@ -114,69 +124,16 @@ class ComputePool:
         Raises Unreachable, CredentialsError or HostKeyChanged, and NodeLost if the scheduler that the lease names is gone.
         """
         refuse_greenlets()
-        claim = lease if isinstance(lease, Lease) else Lease.model_validate_json(lease) if isinstance(lease, str) else Lease.model_validate(lease)
-        if not is_trusted:
-            verify(claim)
-        pool = cls.__new__(cls)
+        claim = _read_lease(lease, is_trusted=is_trusted)
         spec = PoolSpec.of(nodes=max(1, len(claim.nodes)), display="quiet", retries=retries, lease_seconds=lease_seconds)
-        pool._prepare(spec, [Local()], "", on_event, None)
-        show = console.display(spec.display)
-        callback = compose(*[sink for sink in (registered_callback(), on_event) if sink is not None], show)
-        attached = Attached(claim, None if key is None else str(key), lease_seconds, retries, EventQueue(callback, show.close))
-        try:
-            attached.start(timeout_seconds)
-            attached.events.flush()
-        except BaseException:
-            attached.stop("the pool could not be attached to")
-            attached.events.flush()
-            raise
+        pool = cls.__new__(cls)
+        pool._reset(Prepared(spec, (Local(),), on_event=on_event))
+        attached = _attach(claim, None if key is None else str(key), spec, on_event, timeout_seconds)
         pool._was_opened = True
         pool._open = attached
         pool._process = os.getpid()
         pool._finalizer = weakref.finalize(pool, _left, attached, pool._process)
         return pool
-
-    def _settle(
-        self,
-        spec: PoolSpec,
-        on_event: Callback | None,
-        credentials: Provider | Sequence[Provider] | None,
-        replace_object: pickling.Replace | None,
-        work: Work,
-        secrets: Mapping[str, str],
-    ) -> None:
-        spec, providers, why_provider = complete(spec, credentials)
-        spec.refuse_what_cannot_be()
-        selection.able(spec, providers)
-        self._prepare(spec, providers, why_provider, on_event, replace_object, work)
-        self._given_secrets = SecretValues(secrets)
-
-    def _prepare(
-        self,
-        spec: PoolSpec,
-        providers: Sequence[Provider],
-        why_provider: str,
-        on_event: Callback | None,
-        replace_object: pickling.Replace | None,
-        work: Work = NO_WORK,
-    ) -> None:
-        self._spec, self._providers, self._why_provider = spec, tuple(providers), why_provider
-        self._on_event = on_event
-        self._replace_object = replace_object
-        self._work = work
-        self._id = ""
-        self._opening = threading.RLock()
-        self._open: Opening | Attached | None = None
-        self._process = 0
-        """The process that has opened it."""
-        self._was_opened = False
-        self._terminations = 0
-        """How often `terminate_now` was called."""
-        self._final: CostFinal | None = None
-        self._unconfirmed: InstancesLeft | None = None
-        self._receipt: Mapping[str, Any] | None = None
-        self._why_ended: SkywardError | None = None
-        self._finalizer: weakref.finalize[Any, ComputePool] | None = None
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -195,11 +152,12 @@ class ComputePool:
                 if isinstance(self._open, Opening) and not self._open.is_running:
                     raise PoolClosed("the pool has ended, and closing it has not succeeded yet: close it, and open it then")
                 if self._open is None:
-                    secrets = self._read_secrets()
+                    prepared = self._prepared
+                    secrets = prepared.read_secrets()
                     self._was_opened = True
                     self._final = self._receipt = self._why_ended = self._unconfirmed = None
                     self._process = os.getpid()
-                    self._open = opened = Opening(self._spec, self._providers, self._on_event, self._work, secrets)
+                    self._open = opened = Opening(prepared.spec, prepared.providers, prepared.on_event, prepared.work, secrets)
                     self._start(opened, terminations)
         finally:
             if opened is not None:
@@ -210,11 +168,7 @@ class ComputePool:
         self._id = opened.pool_id
         if self._terminations != terminations:  # by a signal handler, when there was nothing yet that could be told
             opened.terminate_now()
-        if self._why_provider:
-            is_stand_in = not self._spec.providers and any(provider.simulates for provider in self._providers)
-            _log.log(
-                logging.WARNING if is_stand_in else logging.INFO, "%s", self._why_provider
-            )  # now, because before the display has opened nobody may be listening
+        self._prepared.log_provider()
         try:
             opened.start()
         except BaseException:
@@ -232,16 +186,6 @@ class ComputePool:
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
-
-    def _read_secrets(self) -> SecretValues:
-        """Return the values of the spec's secrets, and say what would be better kept as one. Raises BadRequest."""
-        values = read_values(self._spec.secrets or {}, self._given_secrets)
-        if short := too_short_to_mask(values):
-            _log.warning("%s: too short a value to be masked in what calls print", ", ".join(short))
-        if plain := self._spec.plain_secrets:
-            told = ", ".join(plain)
-            _log.warning("env holds %s as plain text, on the nodes' disks too: write secrets=(%r,) if the calls need it (docs/secrets.md)", told, plain[0])
-        return values
 
     def close(self) -> None:
         """Give the machines back and make sure that they are gone. Calls that still run are stopped. May be called twice, from any thread.
@@ -317,44 +261,31 @@ class ComputePool:
 
     def submit[R](self, pending: PendingCompute[R]) -> CallFuture[R]:
         """Hand a call over and return at once; `.result()` waits, `.cancel()` stops it even while it runs, `.seconds` and `.cost` tell what it took."""
-        return cast("CallFuture[R]", self._cluster.submit([_checked(pending)], self._replace_object)[0])
+        return cast("CallFuture[R]", self._cluster.submit([checked(pending)], self._prepared.replace_object)[0])
 
     def submit_all[R](self, calls: Iterable[PendingCompute[R]]) -> list[CallFuture[R]]:
         """Hand many calls over at once; returns their futures, in order. Quicker than one by one: a function that they share is pickled once."""
-        return cast("list[CallFuture[R]]", self._cluster.submit([_checked(pending) for pending in calls], self._replace_object))
+        return cast("list[CallFuture[R]]", self._cluster.submit([checked(pending) for pending in calls], self._prepared.replace_object))
 
     def run[R](self, pending: PendingCompute[R]) -> R:
         """Run one call on the first free worker and return its result. Its own exception is raised here, with its remote traceback as the cause."""
-        return cast("R", _results(self._cluster.submit([_checked(pending)], self._replace_object, is_awaited=True))[0])
+        return cast("R", results_of(self._cluster.submit([checked(pending)], self._prepared.replace_object, is_awaited=True))[0])
 
     def run_batch(self, batch: PendingBatch[*tuple[Any, ...]]) -> tuple[Any, ...]:
         """Run the calls in parallel; return their results in order. On the first error the others are cancelled and it is raised."""
-        return cast("tuple[Any, ...]", _results(self._cluster.submit([*batch.calls], self._replace_object, is_awaited=True), tuple))
+        return cast("tuple[Any, ...]", results_of(self._cluster.submit([*batch.calls], self._prepared.replace_object, is_awaited=True), tuple))
 
     def broadcast[R](self, pending: PendingCompute[R]) -> tuple[R, ...]:
         """Run the call on all workers at once; return the results in the order of nodes and workers."""
-        return cast("tuple[R, ...]", _results(self._cluster.broadcast(_checked(pending), self._replace_object), tuple))
+        return cast("tuple[R, ...]", results_of(self._cluster.broadcast(checked(pending), self._prepared.replace_object), tuple))
 
     def map[R](self, fn: Callable[..., R] | ComputeFunction[..., R], *iterables: Iterable[Any]) -> list[R]:
         """Run `fn(a, b, ...)` for the items of the iterables taken together; return the results in order. `fn` need not be decorated.
 
         The iterables must have the same length: BadRequest otherwise, before anything runs; and TypeError for as many as the function does not take.
         """
-        if not iterables:
-            raise BadRequest("map needs something to map over: pool.map(fn, [1, 2, 3])")
-        function = fn.local if isinstance(fn, ComputeFunction) else fn
-        mapped = cast(object, fn)
-        if not callable(mapped) and not isinstance(mapped, (PendingCompute, PendingBatch)):  # of these two the pickler tells what to write
-            raise TypeError(f"{mapped!r} is no function: write pool.map(fn, [1, 2, 3])")
-        try:
-            items = list(zip(*iterables, strict=True))
-        except ValueError as error:
-            raise BadRequest(f"map: {error}. Give iterables of one length, or zip them yourself with what should happen to the rest") from error
-        if items:
-            refuse_wrong_arguments(function, items[0], {})
-        items.reverse()
-        calls = (PendingCompute(function, items.pop()) for _ in range(len(items)))  # each is gone once it is sent: there may be many
-        return cast("list[R]", _results(self._cluster.submit(calls, self._replace_object, is_awaited=True)))
+        calls = mapped_calls(fn, iterables)
+        return cast("list[R]", results_of(self._cluster.submit(calls, self._prepared.replace_object, is_awaited=True)))
 
     def start_detached[R](self, pending: PendingCompute[R]) -> DetachedCall[R]:
         """Hand a call over that goes on when this process dies; return what is known of it. Its `call_id` finds it again, from any attached process.
@@ -365,7 +296,7 @@ class ComputePool:
         cluster = self._cluster
         if isinstance(self._open, Opening):
             self._open.live_by_lease()
-        return DetachedCall(cluster.start_detached(_checked(pending), self._replace_object), lambda: self._cluster)
+        return DetachedCall(cluster.start_detached(checked(pending), self._prepared.replace_object), lambda: self._cluster)
 
     def detached_call(self, call_id: str) -> DetachedCall[Any]:
         """Return the call of this id that was started detached, here or elsewhere. Raises BadRequest if the pool knows none."""
@@ -391,7 +322,7 @@ class ComputePool:
             opened = self._open
             if not isinstance(opened, Opening):
                 raise PoolClosed(self._why_closed() if opened is None else "an attached pool is left by closing it")
-            lease = signed(opened.detach(self._spec.lease_seconds if lease_seconds is None else lease_seconds))
+            lease = signed(opened.detach(self._prepared.spec.lease_seconds if lease_seconds is None else lease_seconds))
             self._final = opened.final
             self._open = None
             if self._finalizer is not None:
@@ -417,7 +348,7 @@ class ComputePool:
     @property
     def spec(self) -> PoolSpec:
         """What was asked for, settings included."""
-        return self._spec
+        return self._prepared.spec
 
     @property
     def id(self) -> str:
@@ -427,7 +358,7 @@ class ComputePool:
     @property
     def work(self) -> Work:
         """What the machines are for, as it was given."""
-        return self._work
+        return self._prepared.work
 
     @property
     def is_active(self) -> bool:
@@ -483,7 +414,8 @@ class ComputePool:
 
     def __repr__(self) -> str:
         state = "open" if self.is_active else "closed" if self._was_opened else "new"
-        return f"<ComputePool {state}, {self._spec.nodes} x {self._spec.accelerator or 'node'} on {' or '.join(provider.name for provider in self._providers)}>"
+        spec, names = self._prepared.spec, " or ".join(provider.name for provider in self._prepared.providers)
+        return f"<ComputePool {state}, {spec.nodes} x {spec.accelerator or 'node'} on {names}>"
 
     @property
     def _is_in_a_fork(self) -> bool:
@@ -509,109 +441,27 @@ class ComputePool:
         return "the pool is closed: its machines are gone" if self._was_opened else "the pool is not open: write `with sky.ComputePool(...) as pool:`"
 
 
-class MultiPool:
-    """Several pools, opened in parallel and closed in parallel. If one fails to open, all are closed and its error is raised.
-
-    with MultiPool(ComputePool(accelerator="T4"), ComputePool(accelerator="A100")) as (t4, a100):
-        ...
-    """
-
-    def __init__(self, *pools: ComputePool) -> None:
-        self._pools = pools
-
-    def __enter__(self) -> tuple[ComputePool, ...]:
-        try:
-            self._all(ComputePool.open, "could not open all pools")
-        except BaseException:
-            self._all(ComputePool.close, "could not close all pools")
-            raise
-        return self._pools
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is None:
-            self._all(ComputePool.close, "could not close all pools")
-        else:
-            self._all(lambda pool: pool.__exit__(kind, error, trace), "could not close all pools")
-
-    def _all(self, verb: Callable[[ComputePool], object], what: str) -> None:
-        if not self._pools:
-            return
-        with ThreadPoolExecutor(len(self._pools), thread_name_prefix="skyward-multipool") as threads:
-            errors = [future.exception() for future in [threads.submit(verb, pool) for pool in self._pools]]
-        failures = [error for error in errors if error is not None]
-        if len(failures) == 1:
-            raise failures[0]
-        if failures:
-            raise BaseExceptionGroup(what, failures)
+def _read_lease(lease: Lease | Mapping[str, Any] | str, *, is_trusted: bool) -> Lease:
+    """Return a lease from its JSON, verified unless it is trusted."""
+    claim = lease if isinstance(lease, Lease) else Lease.model_validate_json(lease) if isinstance(lease, str) else Lease.model_validate(lease)
+    if not is_trusted:
+        verify(claim)
+    return claim
 
 
-def complete(spec: PoolSpec, credentials: Provider | Sequence[Provider] | None = None) -> tuple[PoolSpec, tuple[Provider, ...], str]:
-    """Return the spec with the settings filled in where it says nothing, the providers to ask, and where they come from if not from the caller."""
-    settings = Settings.read()
-    missing = {name: value for name, value in settings.fields.items() if name not in spec.model_fields_set or (name == "provider" and spec.provider is None)}
-    if missing:
-        try:
-            spec = spec.with_(**missing)
-        except BadRequest as error:
-            raise BadRequest(f"{error} (from the settings: {', '.join(f'{name} from {settings.sources[name]}' for name in missing)})") from error
-    if credentials is not None:
-        return spec, (credentials,) if isinstance(credentials, Provider) else tuple(credentials), ""
-    if spec.providers:
-        names = ", ".join(repr(provider.name) for provider in spec.providers)
-        return spec, spec.providers, f"provider {names}, from {settings.sources['provider']}" if "provider" in missing else ""
-    here = Local() if spec.accelerator is None else Local().standing_in_for(spec.accelerator)
-    why = "no provider was named, neither in the program nor in the settings: running on this machine (Local)"
-    if here.simulates:
-        why += f", which has no GPU and stands in for {spec.accelerator}: calls find it in instance_info(), simulated, and no device"
-    return spec, (here,), why
-
-
-def _checked[R](pending: PendingCompute[R]) -> PendingCompute[R]:
-    if isinstance(cast(object, pending), PendingCompute):
-        return pending
-    raise TypeError(f"a pool runs pending calls, not {type(pending).__name__!r}: decorate the function with @sky.compute and call it")
-
-
-def _results(futures: Sequence[Future[Any]] | Sequence[CallFuture[Any]], kind: type[list[Any] | tuple[Any, ...]] = list) -> Any:
-    """Wait for all; return the results. On the first error, in the order of the calls among those that ended, or an interrupt, the others are cancelled.
-
-    A result that cannot be loaded here is no such error: the others are waited for, and all are kept in the error then.
-    """
-    left: Collection[Future[Any]] = futures
-    is_kept = False
+def _attach(claim: Lease, key: str | None, spec: PoolSpec, on_event: Callback | None, timeout_seconds: float) -> Attached:
+    """Connect to the nodes of a lease; nothing stays open if that fails."""
+    show = console.display(spec.display)
+    callback = compose(*[sink for sink in (registered_callback(), on_event) if sink is not None], show)
+    attached = Attached(claim, key, spec.lease_seconds, spec.retries, EventQueue(callback, show.close))
     try:
-        while left:
-            ended, left = wait(left, TOGETHER_SECONDS if is_kept else None, ALL_COMPLETED if is_kept else FIRST_EXCEPTION)
-            for future in futures if ended else ():
-                if future in ended and not future.cancelled() and (error := future.exception()) is not None:
-                    if not isinstance(error, ResultNotLoaded):
-                        raise error
-                    is_kept = True
-        if is_kept and len(futures) > 1:
-            raise _all_kept(futures, kind)
-        return kind([future.result() for future in futures])
-    finally:
-        for future in futures:
-            future.cancel()
-
-
-def _all_kept(futures: Sequence[Future[Any]], kind: type[list[Any] | tuple[Any, ...]]) -> ResultNotLoaded:
-    """One error that keeps the results of all calls, those too that could be loaded."""
-    errors = [error for future in futures if isinstance(error := future.exception(), ResultNotLoaded)]
-    kept = list[Stored]()
-    for future in futures:
-        if isinstance(error := future.exception(), ResultNotLoaded):
-            kept.append(error.stored)
-        else:
-            pickled = pickling.dumps(future.result(), label="result")
-            kept.append(Stored(pickled.data, pickled.buffers))
-    buffers: list[pickle.PickleBuffer] = []
-    data = pickle.dumps(kind(kept), protocol=5, buffer_callback=buffers.append)
-    first = errors[0]
-    message = f"{len(errors)} of {len(futures)} results cannot be loaded here, and all are kept: error.load() gives them in their order. The first one: {first}"
-    together = ResultNotLoaded(message, first.node, first.missing, data, [buffer.raw() for buffer in buffers])
-    together.__cause__ = first.__cause__
-    return together
+        attached.start(timeout_seconds)
+        attached.events.flush()
+    except BaseException:
+        attached.stop("the pool could not be attached to")
+        attached.events.flush()
+        raise
+    return attached
 
 
 def _left(attached: Attached, process: int) -> None:
