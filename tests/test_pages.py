@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "SECURITY.md", "docs/architecture.md", "docs/glossary.md"]
+PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/architecture.md", "docs/glossary.md"]
 NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
 
@@ -46,6 +46,7 @@ NAMING = {
     "end_aside": ("name", 2),
     "_aside": ("name", 0),
     "_begin": ("name", 0),
+    "begin": ("name", 0),
 }
 """Calls that start threads: where the thread's name stands among their arguments, by keyword and by position."""
 
@@ -57,7 +58,7 @@ NAMED_BY_THEIR_CALLERS = {
     "engine._Threads.__call__",
     "provisioning.Endings.end_aside",
     "session.Attached.__init__",
-    "session.Opening._begin",
+    "session.Renewal.begin",
 }
 """Functions that take the name from their caller, which `NAMING` finds."""
 
