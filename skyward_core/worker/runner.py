@@ -73,6 +73,7 @@ def run_calls(line: Line) -> NoReturn:
     functions: dict[str, sources.Loaded] = {}
     info = RewrittenVariable(ENV)
     mask, is_furnished = Mask(), False
+    pid = os.getpid()
     while packet := line.calls.recv(INLINE_BYTES * 4):
         request = cast(Packet, pickle.loads(packet))
         if line.room is not None:
@@ -82,10 +83,22 @@ def run_calls(line: Line) -> NoReturn:
             os.environ.update(request.secrets)
             mask, is_furnished = Mask(request.secrets.values()), True
         outcome, spent = _run(request, functions, mask) if _is_complete(request, functions, is_furnished) else (_returned(request), None)
+        if os.getpid() != pid:
+            _end_child(outcome)
         _end_output(line)
         line.outcomes.send(pickle.dumps(_fit(outcome, line, spent), protocol=5))
         del packet, request, outcome, spent  # while the next call is waited for, nothing of this one stays in memory
     os._exit(0)
+
+
+def _end_child(outcome: Outcome) -> NoReturn:
+    """End a process that a call has forked and that has left the call as its parent does. It must not answer: the parent answers for the call."""
+    with contextlib.suppress(Exception):
+        if outcome.ending is Ending.ERROR:
+            sys.stderr.write(outcome.text)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(outcome.exit_code or int(outcome.ending is not Ending.RESULT and outcome.exit_code is None))
 
 
 def _is_complete(request: Packet, functions: dict[str, sources.Loaded], is_furnished: bool) -> bool:
