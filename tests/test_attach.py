@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -235,11 +236,10 @@ def test_a_detached_call_that_waits_is_cancelled(opened_pool: sky.ComputePool, a
         attached_pool.detached_call(call.call_id).cancel()
     attached_pool.detached_call(running[0].call_id).cancel()
     for call in (running[0], *waiting):
-        with pytest.raises(sky.CallCrashed):
+        with pytest.raises(CancelledError, match=call.call_id):
             call.result(30)
-    assert running[0].state == "ended"
+        assert call.state == "cancelled"
     assert running[1].state == "running"
-    assert {call.state for call in waiting} <= {"cancelled", "ended"}  # ended: it was at a worker already, which did not begin it
     (tmp_path / "go1").touch()
     assert running[1].result(30) == "end"
     running[1].cancel()
@@ -422,7 +422,7 @@ def test_over_ssh_the_key_may_lie_elsewhere(rented_pool: sky.ComputePool, fleet:
         walking = pool.start_detached(steps(600))
         wait_until(lambda: len(walking.log()) > 1, "a few steps")
         walking.cancel()
-        with pytest.raises(sky.CallCrashed):
+        with pytest.raises(CancelledError):
             walking.result(30)
         found.forget()
     assert doubled(2) >> rented_pool == 4

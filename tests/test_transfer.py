@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import skyward_core as sky
+from skyward_core.worker.wire import Parcel
 from tests.conftest import shared, wait_until
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror
@@ -150,3 +151,14 @@ def test_what_a_node_keeps_is_not_what_the_client_gets() -> None:
         back = keep_and_return(np.ones(200_000)) >> pool
         back[:] = 5
         assert keep_and_return() >> pool == 1.0
+
+
+def test_values_that_a_program_holds_keep_no_file_descriptor(tmp_path: Path) -> None:
+    """The usual limit is 1,024 descriptors: a map with more large results than that would fail, and the whole program would run short of them."""
+    before = len(os.listdir("/proc/self/fd"))
+    parcels = [Parcel(b"", (bytearray(100_000),)).put_aside([str(tmp_path)]) for _ in range(50)]
+    held = [parcel.contents()[1] for parcel in parcels]
+    assert len(os.listdir("/proc/self/fd")) == before
+    for parcel, (buffer,) in zip(parcels, held, strict=True):
+        parcel.release()
+        memoryview(buffer)[0] = 7  # writable, and still there

@@ -11,6 +11,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,7 +20,7 @@ from skyward_core.concurrency.periodic import Beat
 from skyward_core.concurrency.threads import side_by_side
 from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.engine.user_client import UserClient, user_client
-from skyward_core.errors import CallCrashed, CommandFailed, CredentialsError, HostKeyChanged, LeaseLost, LedgerError, NodeLost, SkywardError
+from skyward_core.errors import CommandFailed, CredentialsError, HostKeyChanged, LeaseLost, LedgerError, NodeLost, SkywardError
 from skyward_core.events.events import CostFinal, SkywardEvent
 from skyward_core.events.queue import EventQueue
 from skyward_core.machines.instances import Lease, Node
@@ -281,7 +282,13 @@ class DetachedCall[R]:
     @property
     def state(self) -> str:
         """One of "waiting", "running", "ended" (with a result or an exception), "cancelled" and "lost" (with its node)."""
-        return str(self._look()["state"])
+        state = str(self._look()["state"])
+        return "cancelled" if state == "ended" and self._is_cancelled else state
+
+    @property
+    def _is_cancelled(self) -> bool:
+        """Whether a worker has stopped the call, or has not begun it, because it was cancelled."""
+        return self._outcome is not None and self._outcome.ending is Ending.CANCELLED
 
     def log(self, offset: int = 0) -> list[str]:
         """Return the lines that the call has written so far, from line number `offset` on. Those of an attempt that was lost stay."""
@@ -291,7 +298,8 @@ class DetachedCall[R]:
     def result(self, timeout: float | None = None) -> R:
         """Wait for the call to end; return its result or raise its exception. May be asked again, and by others.
 
-        Raises TimeoutError, NodeLost (its node was lost under it, or took the result along), CallCrashed and ResultNotLoaded.
+        Raises TimeoutError, NodeLost (its node was lost under it, or took the result along), CallCrashed, ResultNotLoaded, and
+        `concurrent.futures.CancelledError` if somebody has cancelled it.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         pause = FIRST_POLL_SECONDS
@@ -302,8 +310,8 @@ class DetachedCall[R]:
             pause = min(pause * 2, POLL_SECONDS)
         if known["state"] == "lost":
             raise NodeLost(f"call {self.call_id} was lost with its node: {known['reason']}")
-        if self._outcome is None:
-            raise CallCrashed(f"call {self.call_id} was cancelled before it began")
+        if self._outcome is None or self._is_cancelled:
+            raise CancelledError(f"call {self.call_id} was cancelled")
         return cast(R, self._cluster().detached_value(self._outcome, self._node))
 
     def cancel(self) -> None:

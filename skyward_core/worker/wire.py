@@ -13,6 +13,7 @@ import ctypes
 import mmap
 import os
 import pickle
+import sys
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
@@ -21,6 +22,12 @@ from typing import Any, NamedTuple, cast
 
 INLINE_BYTES = 64 * 1024
 """Parcels up to this size travel inside messages; one packet between worker and runner must hold them (a socket buffer is 208 KiB)."""
+
+
+KEEPS_NO_DESCRIPTOR: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+"""Arguments of `mmap.mmap` for a mapping that keeps no file descriptor. A program may hold a thousand results, and the usual limit is 1,024 descriptors."""
+READ_WHOLE_BYTES = 16 << 20
+"""Where a mapping must keep one (Python 3.12): files up to this size are read instead."""
 
 
 class Parcel(NamedTuple):
@@ -82,9 +89,13 @@ class Parcel(NamedTuple):
         if self.path is None:
             return None, self.data, tuple(bytearray(buffer) if memoryview(buffer).readonly else memoryview(buffer) for buffer in self.buffers)
         with open(self.path, "r+b") as file:
-            flags = mmap.MAP_SHARED if is_last_reader else mmap.MAP_PRIVATE
-            memory = mmap.mmap(file.fileno(), 0, flags=flags | mmap.MAP_POPULATE)  # one pass over the page table instead of a fault per page
-        view = memoryview(memory)
+            if not KEEPS_NO_DESCRIPTOR and os.fstat(file.fileno()).st_size <= READ_WHOLE_BYTES:
+                memory, view = None, memoryview(bytearray(file.read()))
+            else:
+                flags = mmap.MAP_SHARED if is_last_reader else mmap.MAP_PRIVATE
+                # MAP_POPULATE: one pass over the page table instead of a fault per page
+                memory = mmap.mmap(file.fileno(), 0, flags=flags | mmap.MAP_POPULATE, **KEEPS_NO_DESCRIPTOR)
+                view = memoryview(memory)
         parts = [view[start : start + size] for start, size in self.spans]
         return memory, self.data or parts.pop(0), tuple(parts)
 
