@@ -109,6 +109,6 @@ def release(pool: Lease | str, *, credentials: Provider | None = None, ledger_ur
     May be called again. `credentials` is the provider with secrets from the caller's own store. Raises InstancesLeft if some machines could not be confirmed
     gone, BadRequest if nobody knows the pool, CredentialsError for a lease of a pool that the ledger does not know and that may have been altered.
     """
-    sweeping, ledgers = importlib.import_module("skyward_core.cleanup.sweep"), importlib.import_module("skyward_core.ledger.ledger")
+    releasing, ledgers = importlib.import_module("skyward_core.cleanup.release"), importlib.import_module("skyward_core.ledger.ledger")
     with ledgers.Ledger(ledger_url or ledgers.default_url()) as ledger:
-        sweeping.release(pool, ledger=ledger, credentials=credentials)
+        releasing.release(pool, ledger=ledger, credentials=credentials)

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from skyward_core.cleanup import sweep as sweeping
+from skyward_core.cleanup import release as releasing
+from skyward_core.cleanup import survey
 from skyward_core.cli import commands
 from skyward_core.errors import CredentialsError, InstancesLeft
 from skyward_core.ledger.ledger import Ledger
@@ -57,7 +58,8 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         return FolderProvider(folder=fields["folder"]) if fields.get("name") == "folder" else load(wish)
 
     monkeypatch.setattr(base, "load", loading)
-    monkeypatch.setattr(sweeping, "load", loading)
+    monkeypatch.setattr(releasing, "load", loading)
+    monkeypatch.setattr(survey, "load", loading)
     monkeypatch.setenv("SKYWARD_PROVIDER", json.dumps({"name": "folder", "folder": str(tmp_path)}))
     return found
 

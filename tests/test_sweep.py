@@ -18,9 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from skyward_core import Instance, InstancesLeft, InstanceState, Lease, Offer, Provider, Requirements
-from skyward_core.cleanup import sweep as sweeping
+from skyward_core.cleanup import survey
 from skyward_core.cleanup.policy import BOOT_SECONDS, Action, Scene, judge, paid_until
-from skyward_core.cleanup.sweep import end_pool, release, sweep
+from skyward_core.cleanup.release import end_pool, release
+from skyward_core.cleanup.sweep import sweep
 from skyward_core.errors import BadRequest, LeaseLost, LedgerError
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Account, Bucket, CostBy, Intent, Period, PoolEntry, Price, ResourceKind, Wish
@@ -864,7 +865,7 @@ def test_a_dry_run_tells_and_does_nothing(world: World) -> None:
 def test_a_sweep_finds_providers_in_the_ledger(ledger: Ledger, tmp_path: Path, hands: Time, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody need name them: entries tell which. One that cannot be loaded is told, and stops nothing."""
     folders = {"name": "folder", "folder": str(tmp_path)}
-    monkeypatch.setattr(sweeping, "load", lambda wish: FolderProvider(folder=wish["folder"]) if wish["name"] == "folder" else load(wish))
+    monkeypatch.setattr(survey, "load", lambda wish: FolderProvider(folder=wish["folder"]) if wish["name"] == "folder" else load(wish))
     world = World(ledger, FolderProvider(folder=str(tmp_path)), hands)
     world.rent(world.pool("sky-folder"), 2)
     ledger.open_pool("sky-odd", owner=DEAD, provider={"name": "nonesuch"}, spec_json="{}", lease_expires_at=hands.now)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 
+from skyward_core.errors import CredentialsError
 from skyward_core.ledger.rows import Bucket, Intent, PoolEntry, ResourceKind
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.owner import Owner, OwnerState
@@ -279,3 +280,10 @@ def _by_pool[T: (Instance, Intent)](things: Iterable[T]) -> Mapping[str, list[T]
     for thing in things:
         found[thing.pool_id].append(thing)
     return found
+
+
+def other_account(entry: PoolEntry, account: str) -> CredentialsError | None:
+    """Return why credentials are of no use for a pool, None if they are, or if the ledger does not know whose its machines are."""
+    if entry.provider_account in ("", account):
+        return None
+    return CredentialsError(f"its machines are of account {entry.provider_account!r}, and these credentials are of {account!r}: sweep with those of the former")

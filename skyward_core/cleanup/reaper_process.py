@@ -267,7 +267,7 @@ class Ending:
 
         end_pool = self._end_pool
         if end_pool is None:
-            from skyward_core.cleanup.sweep import end_pool
+            from skyward_core.cleanup.release import end_pool
         try:
             end_pool(ledger, provider, self._pool_id, why=why)
         except LedgerError as error:

@@ -513,7 +513,7 @@ def _provider(text: str) -> Provider:
 
 
 def _stop(ledger: Ledger, asked: argparse.Namespace) -> int:
-    from skyward_core.cleanup.sweep import release
+    from skyward_core.cleanup.release import release
 
     provider = None if asked.provider is None else _provider(asked.provider)
     was_known = _is_known(ledger, asked.pool_id)

@@ -287,7 +287,7 @@ class Round:
 
     def _end_pool(self, scenario: Scenario, provider: HttpRental) -> None:
         """What the reaper does once its driver is gone."""
-        from skyward_core.cleanup.sweep import end_pool
+        from skyward_core.cleanup.release import end_pool
         from skyward_core.errors import SkywardError
 
         with self._ledger() as ledger:

@@ -1,0 +1,246 @@
+"""What a process that ends another process's pool reads from the ledger and writes into it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from skyward_core.cleanup.policy import answers, asked_by, paid_until, unsure_seconds
+from skyward_core.errors import ZERO_USD, LedgerConflict, LedgerError
+from skyward_core.ledger.journal import price_of
+from skyward_core.ledger.rows import Bucket, CostBy, Intent, PoolEntry, ResourceKind, Wish
+from skyward_core.machines.instances import Instance
+from skyward_core.providers.base import Provider
+
+if TYPE_CHECKING:
+    from skyward_core.ledger.ledger import Ledger
+
+LEAST_NOTED_SECONDS = 1.0
+"""Shorter times of terminating are not noted: they are not worth a transaction."""
+ESTIMATED = "when it has ended nobody saw: its cost is estimated, up to when its lease must have ended it"
+
+type Clock = Callable[[], datetime]
+
+_log = logging.getLogger("skyward")
+
+
+def utc_now() -> datetime:
+    """Return the current time, in UTC."""
+    return datetime.now(UTC)
+
+
+class PoolRecord:
+    """A pool's entries in the ledger, for a process that is not the pool's owner; the witness of its teardown (`teardown.Witness`).
+
+    After its first error the ledger is not used until the machines are gone: each try may take half a minute, and the machines would go on running.
+    """
+
+    def __init__(self, ledger: Ledger | None, provider: Provider, pool_id: str, why: str, clock: Clock) -> None:
+        self._ledger = ledger
+        self._provider = provider
+        self._pool_id = pool_id
+        self._why = why
+        self._clock = clock
+        self._entry: PoolEntry | None = None
+        self._intents: dict[int, Intent] = {}
+        self._asked_before: dict[int, datetime | None] = {}
+        """By entry: when another process asked for the end of its machine."""
+        self._numbers: dict[str, int] = {}
+        self._machines: dict[str, Instance] = {}
+        self._asked: dict[str, datetime] = {}
+        self._gone: dict[str, str] = {}
+        self._trouble: LedgerError | None = None
+        self._try(self._read)
+
+    def _read(self) -> None:
+        assert self._ledger is not None
+        self._entry = self._ledger.pool(self._pool_id)
+        for intent in self._ledger.intents(pool_id=self._pool_id):
+            if intent.kind is ResourceKind.INSTANCE and (intent.gone_at is None or intent.cloud_id is None):
+                self._intents[intent.id] = intent
+                self._asked_before.setdefault(intent.id, intent.end_asked_at)
+                if intent.cloud_id is not None:
+                    self._numbers[intent.cloud_id] = intent.id
+
+    def unlisted_seconds(self, *, may_still_launch: bool) -> float:
+        """Return for how long from now a machine may exist, or come to exist, that neither this record nor a listing contains."""
+        longest = unsure_seconds(self._provider)
+        if self._ledger is None or self._trouble is not None:
+            return longest if may_still_launch else 0.0
+        now, entry = self._clock(), self._entry
+        ages = [(now - asked_by(entry, intent, now)).total_seconds() for intent in self._unanswered()] if entry is not None else []
+        hidden = [(now - (intent.bound_at or intent.intended_at)).total_seconds() for intent in self._hidden()]
+        unanswered = longest - min(ages) if ages else 0.0
+        return max(0.0, unanswered, self._provider.listing_lag_seconds - min(hidden) if hidden else 0.0)
+
+    def _hidden(self) -> Generator[Intent]:
+        """Machines with an id that no listing has shown here yet: so soon after their launch that says nothing."""
+        return (intent for intent in self._intents.values() if intent.gone_at is None and intent.cloud_id is not None and intent.cloud_id not in self._machines)
+
+    def _unanswered(self) -> Generator[Intent]:
+        return (intent for intent in self._intents.values() if intent.cloud_id is None and intent.gone_at is None)
+
+    # ── the witness ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def rented(self) -> set[str]:
+        """Return the ids of the machines that are not known to be gone."""
+        return {*self._numbers, *self._machines} - self._gone.keys()
+
+    def found(self, instances: Iterable[Instance]) -> None:
+        """Take note of what is listed; what is new is the answer to an entry, or gets one of its own."""
+        listed = list(instances)
+        for instance in listed:
+            self._gone.pop(instance.id, None)  # it is back
+        self._machines |= {instance.id: instance for instance in listed}
+        self._try(self._bind_all)
+
+    def ending(self, instance_ids: Iterable[str]) -> None:
+        """Termination of these will be asked for now."""
+        ids = list(instance_ids)
+        self._asked |= dict.fromkeys(ids, self._clock())
+        _log.info("%s: terminating %s: %s", self._pool_id, ", ".join(ids), self._why)
+
+    def asked(self, instance_ids: Iterable[str]) -> None:
+        """Termination of these was asked for."""
+        ids = list(instance_ids)
+        self._try(lambda: self._ask_end_all(ids))
+
+    def gone(self, instance_ids: Iterable[str], evidence: str) -> None:
+        """These are gone, and this is how it is known."""
+        self._gone |= dict.fromkeys(instance_ids, f"{evidence}; it was ended because {self._why}")
+
+    def ended(self) -> tuple[str, ...]:
+        """Return the ids of the machines that a listing has shown and that are gone now."""
+        return tuple(sorted(self._machines.keys() & self._gone.keys()))
+
+    # ── what is written ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def write_down(self) -> None:
+        """Write down all that is known now. Raises LedgerError."""
+        if self._ledger is None:
+            return
+        if self._trouble is not None:  # from the beginning, in case it is usable again
+            self._trouble = None
+            self._read()
+            self._bind_all()
+            self._ask_end_all(self._asked)
+        by_evidence: dict[str, list[Intent]] = {}
+        for instance_id, evidence in self._gone.items():
+            if (number := self._numbers.get(instance_id)) is not None and self._intents[number].gone_at is None:
+                by_evidence.setdefault(evidence, []).append(self._intents[number])
+        for evidence, intents in by_evidence.items():
+            now = self._clock()
+            self._take(close_entries(self._ledger, intents, evidence, now, self._paid_until(intents, now)))
+
+    def _paid_until(self, intents: Iterable[Intent], now: datetime) -> dict[int, datetime]:
+        """What nobody has seen running here, was gone before its end was asked for here: when that was is estimated."""
+        if self._entry is None:
+            return {}
+        unseen = (intent for intent in intents if intent.cloud_id not in self._machines)
+        return {intent.id: paid_until(self._provider, self._entry, replace(intent, end_asked_at=self._asked_before.get(intent.id)), now) for intent in unseen}
+
+    def close(self) -> PoolEntry | None:
+        """The provider lists nothing of the pool: write down the end of everything, and return the pool's entry. Raises LedgerError."""
+        self.write_down()
+        if self._ledger is not None and (never_were := list(self._unanswered())):
+            self._take(
+                close_entries(self._ledger, never_were, f"{self._provider.name} lists nothing of the pool; it was ended because {self._why}", self._clock())
+            )
+        return self._entry
+
+    def _bind_all(self) -> None:
+        if self._ledger is None or self._entry is None:
+            return
+        new = {instance_id: instance for instance_id, instance in self._machines.items() if instance_id not in self._numbers}
+        taken = set[int]()
+        for instance_id, intent in answers(new.values(), self._intents.values()).items():
+            if intent.id not in taken:
+                taken.add(intent.id)
+                with suppress(LedgerConflict):  # another sweep, or the owner itself, knows better
+                    self._take([self._ledger.bind(intent, instance_id)])
+                    del new[instance_id]
+        for instance in new.values():
+            self._take([self._ledger.adopt(self._pool_id, self._wish_for(instance), instance.id)])
+
+    def _wish_for(self, instance: Instance) -> Wish:
+        return Wish(
+            kind=ResourceKind.INSTANCE,
+            provider=self._provider.name,
+            region=instance.region,
+            name=f"{self._pool_id}-{instance.rank}",
+            token=f"{self._pool_id}-found-{instance.id}",
+            tags=dict(instance.tags),
+            expires_at=self._clock(),
+            price=price_of(instance, self._provider),
+        )
+
+    def _ask_end_all(self, instance_ids: Iterable[str]) -> None:
+        numbers = [self._numbers[instance_id] for instance_id in instance_ids if instance_id in self._numbers]
+        if self._ledger is not None and numbers:
+            self._take(self._ledger.ask_end_all(numbers))
+
+    def _take(self, intents: Iterable[Intent]) -> None:
+        for intent in intents:
+            self._intents[intent.id] = intent
+            if intent.cloud_id is not None:
+                self._numbers[intent.cloud_id] = intent.id
+
+    def _try(self, write: Callable[[], None]) -> None:
+        """Keep an error of the ledger for the end, and leave the ledger alone until then."""
+        if self._ledger is None or self._trouble is not None:
+            return
+        try:
+            write()
+        except LedgerError as error:
+            _log.warning("%s: %s; its machines are ended all the same", self._pool_id, error)
+            self._trouble = error
+
+
+def close_entries(ledger: Ledger, intents: Sequence[Intent], evidence: str, now: datetime, ends: Mapping[int, datetime] | None = None) -> list[Intent]:
+    """Close entries, each second of their machines in a bucket: since its end was asked for it was terminating, and what nobody noted is as 0008 says.
+
+    `ends` are the times, by the entries' numbers, until which those are paid for that were gone before anybody looked (`policy.paid_until`).
+    """
+    early = {number: end for number, end in (ends or {}).items() if (now - end).total_seconds() >= LEAST_NOTED_SECONDS}
+    ending = {
+        intent.id: {**intent.seconds, Bucket.TERMINATING: seconds}
+        for intent in intents
+        if (seconds := _terminating_seconds(intent, early.get(intent.id, now))) >= LEAST_NOTED_SECONDS
+    }
+    if ending:
+        ledger.note_all(ending)
+    by_words: dict[tuple[Bucket, str], list[int]] = {}
+    for intent in intents:
+        words = f"{evidence}; {ESTIMATED}" if intent.id in early and intent.cloud_id is not None else evidence
+        by_words.setdefault((_unnoted(intent), words), []).append(intent.id)
+    return [intent for (fill, words), numbers in by_words.items() for intent in ledger.close_all(numbers, words, fill=fill, paid_until=early)]
+
+
+def _terminating_seconds(intent: Intent, until: datetime) -> float:
+    """For how long its end has been asked for, as far as nothing else was noted for that time."""
+    if intent.end_asked_at is None or intent.cloud_id is None:
+        return 0.0
+    others = sum(seconds for bucket, seconds in intent.seconds.items() if bucket is not Bucket.TERMINATING)
+    return max(0.0, min((until - intent.end_asked_at).total_seconds(), (until - intent.intended_at).total_seconds() - others))
+
+
+def _unnoted(intent: Intent) -> Bucket:
+    """What a machine did whose owner was killed, from when it last noted something; for what never was the ledger fills in nothing.
+
+    Of an entry without an id too: another sweep may have found its machine meanwhile.
+    """
+    if intent.seconds.get(Bucket.LOST):
+        return Bucket.LOST
+    return Bucket.IDLE if intent.seconds.get(Bucket.IDLE) or intent.seconds.get(Bucket.RUNNING_CALLS) else Bucket.LAUNCHING
+
+
+def end_entries(ledger: Ledger, entries: Sequence[PoolEntry]) -> None:
+    """Write down what pools have cost to the accounts that paid, and that they have ended."""
+    for entry in entries:
+        if entry.account is not None:
+            ledger.settle_pool(entry.id, sum((row.cost_usd for row in ledger.cost_rows(CostBy.POOL, pool_id=entry.id)), ZERO_USD))
+    ledger.end_pools([entry.id for entry in entries])  # last: killed in between, the entries are still open, and the next sweep does both again

@@ -1,0 +1,177 @@
+"""What providers list and what the ledger knows of it, before a sweep decides."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from skyward_core.cleanup.policy import Action, Finding, other_account, owners_of
+from skyward_core.concurrency.threads import side_by_side
+from skyward_core.errors import LedgerError
+from skyward_core.ledger.rows import Intent, PoolEntry, UnreadableRow
+from skyward_core.machines.instances import Instance
+from skyward_core.machines.owner import Owner, OwnerState
+from skyward_core.providers.base import Provider, load
+
+if TYPE_CHECKING:
+    from skyward_core.ledger.ledger import Ledger
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What could not be read or ended, and the error. `pool_id` is "" for a whole provider."""
+
+    provider: str
+    pool_id: str
+    error: Exception
+
+    def __str__(self) -> str:
+        """Return one line for a report."""
+        return f"{self.provider}{f', pool {self.pool_id}' if self.pool_id else ''}: {self.error}"
+
+
+@dataclass(slots=True)
+class Place:
+    """One provider with its listing and its pools and intents in the ledger."""
+
+    provider: Provider
+    account: str
+    machines: list[Instance]
+    pools: dict[str, PoolEntry] = field(default_factory=dict[str, PoolEntry])
+    intents: list[Intent] = field(default_factory=list[Intent])
+    of_others: dict[str, tuple[PoolEntry, str]] = field(default_factory=dict[str, tuple[PoolEntry, str]])
+    """The ledger's pools at this provider that belong to another account, each with the reason as text."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The providers that have answered, the machines that the sweep must leave, and what could not be read."""
+
+    places: list[Place]
+    left: list[Finding]
+    failures: list[Failure]
+
+
+def look(ledger: Ledger | None, providers: Sequence[Provider]) -> View:
+    """Read the ledger, then ask the providers. In this order a machine that a listing lacks was in the ledger before the listing was made."""
+    damaged: list[UnreadableRow] = []
+    intents = [] if ledger is None else ledger.open_intents(unreadable=damaged)
+    pools = {} if ledger is None else {entry.id: entry for entry in ledger.pools(unreadable=damaged)}
+    pools |= _entries(ledger, {intent.pool_id for intent in intents} - pools.keys() - _unread_pools(damaged), damaged)
+    survey = _Survey({_key(provider.to_json()): provider for provider in providers})
+    survey.ask(pools.values())
+    late = _entries(ledger, {machine.pool_id for machine in survey.machines()} - pools.keys() - _unread_pools(damaged), damaged)
+    pools |= late
+    survey.ask(late.values())
+    strange = [Failure("ledger", error.pool_id, error) for error in damaged]
+    strange += [Failure("ledger", entry.id, LedgerError(entry.trouble)) for entry in pools.values() if entry.trouble]
+    for entry in pools.values():
+        if (place := survey.places.get(_key(entry.provider))) is None:
+            continue
+        if (error := other_account(entry, place.account)) is None:
+            place.pools[entry.id] = entry
+        else:  # what this account does not list may well be there
+            place.of_others[entry.id] = (entry, str(error))
+            strange.append(Failure(place.provider.name, entry.id, error))
+    for intent in intents:
+        entry = pools.get(intent.pool_id)  # None if it cannot be read
+        place = None if entry is None else survey.places.get(_key(entry.provider))
+        if place is not None and intent.pool_id in place.pools:
+            place.intents.append(intent)
+    left = [*_not_judged(survey.places, _unread_pools(damaged)), *_keep_apart(survey.places, pools)]
+    return View(list(survey.places.values()), left, [*survey.failures, *strange])
+
+
+def _entries(ledger: Ledger | None, pool_ids: Iterable[str], damaged: list[UnreadableRow]) -> dict[str, PoolEntry]:
+    found: dict[str, PoolEntry] = {}
+    if ledger is None:
+        return found
+    for pool_id in sorted(pool_ids):
+        try:
+            entry = ledger.pool(pool_id)
+        except UnreadableRow as error:
+            damaged.append(error)
+        else:
+            found |= {} if entry is None else {entry.id: entry}
+    return found
+
+
+def _unread_pools(damaged: Iterable[UnreadableRow]) -> set[str]:
+    return {error.pool_id for error in damaged if error.is_pool}
+
+
+def _not_judged(places: Mapping[str, Place], pool_ids: set[str]) -> Generator[Finding]:
+    """Take out the machines of pools whose entries cannot be read: the ledger knows them, so that tags alone may not call them dead."""
+    for place in places.values():
+        for pool_id in sorted(pool_ids):
+            if ids := tuple(machine.id for machine in place.machines if machine.pool_id == pool_id):
+                reason = f"its entry in the ledger cannot be read: mend it, or end the pool with `skyward stop {pool_id} --provider {place.provider.name}`"
+                yield Finding(Action.LEAVE, pool_id, place.provider.name, ids, reason)
+        place.machines = [machine for machine in place.machines if machine.pool_id not in pool_ids]
+
+
+def _key(provider: Mapping[str, Any]) -> str:
+    """What tells a provider, as plain data, from others."""
+    return json.dumps(dict(provider), sort_keys=True)
+
+
+class _Survey:
+    """The providers that were asked: the places that have answered, by key, and the failures."""
+
+    def __init__(self, given: Mapping[str, Provider]) -> None:
+        self.places: dict[str, Place] = {}
+        self.failures: list[Failure] = []
+        self._given = dict(given)
+        self._asked = set[str]()
+
+    def machines(self) -> Generator[Instance]:
+        """Return all that was listed."""
+        return (machine for place in self.places.values() for machine in place.machines)
+
+    def ask(self, entries: Iterable[PoolEntry]) -> None:
+        """List the machines of the providers that were given, and of those of these pools, all at once; none of them twice."""
+        wanted: dict[str, Provider | Mapping[str, Any]] = {**{_key(entry.provider): entry.provider for entry in entries}, **self._given}
+        new = {key: provider for key, provider in wanted.items() if key not in self._asked}
+        self._asked |= new.keys()
+        for key, answer in zip(new, side_by_side(_listed, list(new.values()), "skyward-sweep"), strict=True):
+            if isinstance(answer, Failure):
+                self.failures.append(answer)
+            else:
+                self.places[key] = answer
+
+
+def _listed(wish: Provider | Mapping[str, Any]) -> Place | Failure:
+    name = wish.name if isinstance(wish, Provider) else str(wish.get("name", "?"))
+    try:
+        provider = load(wish)
+        return Place(provider, provider.account(), provider.instances())
+    except Exception as error:  # whatever a provider raises, nothing of it may be taken for gone
+        return Failure(name, "", error)
+
+
+def _keep_apart(places: Mapping[str, Place], pools: Mapping[str, PoolEntry]) -> list[Finding]:
+    """Leave each machine with one place: the provider of its pool, or the first that lists it; return what is left alone for that."""
+    left: list[Finding] = []
+    seen = set[tuple[str, str]]()
+    own = {(key, machine.id) for key, place in places.items() for machine in place.machines}
+    for key, place in places.items():
+        kept: list[Instance] = []
+        for machine in place.machines:
+            entry = pools.get(machine.pool_id)
+            home = key if entry is None else _key(entry.provider)
+            if (home == key) and (entry is not None or (place.provider.name, machine.id) not in seen):
+                kept.append(machine)
+            elif home != key and (home, machine.id) not in own:
+                reason = "its pool was opened with other settings of the provider, which do not list it, or could not be asked"
+                left.append(Finding(Action.LEAVE, machine.pool_id, place.provider.name, (machine.id,), reason))
+            seen.add((place.provider.name, machine.id))
+        place.machines = kept
+    return left
+
+
+def owner_states(place: Place) -> dict[Owner, OwnerState]:
+    """Return the states of all owners of a provider's pools and machines."""
+    entries = [*place.pools.values(), *(entry for entry, _ in place.of_others.values())]
+    return {owner: owner.state() for owner in {*(entry.owner for entry in entries), *owners_of(place.machines)}}
