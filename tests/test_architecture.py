@@ -11,7 +11,8 @@ import skyward_core as sky
 from skyward_core.errors import BadRequest
 from skyward_core.image.image import runtime_pins
 from skyward_core.machines.offers import Offer, Requirements, matches, rank, select_instance
-from skyward_core.providers.hosts import _Host, _Told
+from skyward_core.providers.host_connections import HostAnswer
+from skyward_core.providers.hosts import _Host
 from skyward_core.providers.vastai import _ask, _merged
 from skyward_core.provisioning.candidates import Sold, candidates
 from tests.providers.fake_vastai import ask
@@ -74,7 +75,7 @@ def test_the_market_tells_it_machine_by_machine() -> None:
 def test_a_host_says_what_it_is(told: str, architecture: str | None) -> None:
     """By `uname -m`; another machine than these two is of no architecture that can be asked for, and fits where none is."""
     lines = f"::skyward vcpus 2\n::skyward memory_kib 1000000\n::skyward machine {told}\n"
-    host = _Host.told_by(_Told.read(lines))
+    host = _Host.of(HostAnswer.read(lines))
     assert host.architecture == architecture
     free = machine("hosts", 0.0, vcpus=1, memory_gb=0.5)
     assert host.unfit_for(free) == ""

@@ -12,217 +12,37 @@ import hashlib
 import logging
 import re
 import secrets
-import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from skyward_core.accelerators import parse
-from skyward_core.concurrency.threads import Threads
-from skyward_core.errors import BadRequest, CommandFailed, HostKeyChanged, InstancesLeft, NoCapacity, SkywardError, Unreachable
+from skyward_core.errors import BadRequest, CommandFailed, HostKeyChanged, InstancesLeft, NoCapacity, SkywardError
 from skyward_core.machines.instances import Endpoint, Instance, InstanceState
 from skyward_core.machines.offers import ARCHITECTURES, Offer, Requirements, matches
 from skyward_core.providers.base import POOL_TAG, RANK_TAG, Provider, Tags
+from skyward_core.providers.host_connections import COMMAND_SECONDS, HostAnswer, HostConnections, SeenKeys
+from skyward_core.providers.host_scripts import END, LIST, LOOK, START, SWEEP
 from skyward_core.providers.tagging import TAGS_VARIABLE, from_word, of_machine, to_word
-from skyward_core.providers.termination_shell import ENDING, PROOFS, UNPARTITION_SECONDS
-from skyward_core.transport.ssh_connection import Connection
-from skyward_core.transport.ssh_loop import Loop
+from skyward_core.providers.termination_shell import PROOFS, UNPARTITION_SECONDS
 from skyward_core.worker.watchdog import INSTANCE_TAG
 from skyward_core.worker.watchdog import POOL_TAG as POOL_VARIABLE
 
 GB = 1e9
-CONNECT_SECONDS = 10.0
 STRAGGLER_SECONDS = 3.0
 """How much longer than the first host the others may take to answer, where some of them are enough."""
-COMMAND_SECONDS = 60.0
 END_SECONDS = COMMAND_SECONDS + 2 * UNPARTITION_SECONDS
 """For ending a node: its guard gives the GPUs back, and if it does not, then we do."""
-MARK = "::skyward "
 MARK_DIGITS = 5
 ID_SHAPE = re.compile(r"host-[0-9a-f]{12}")
 ADDRESS_SHAPE = re.compile(
     r"(?:(?P<user>[^\s:@]+(?:@[^\s:@]+)?)@)?(?:\[(?P<ipv6>[0-9A-Fa-f:.]+(?:%[^\s\]]+)?)\]|(?P<host>[^\s:@\[\]/]+))(?::(?P<port>[0-9]{1,5}))?"
 )
-PROCESS_SHAPE = re.compile(r"/proc/([0-9]+)/environ:(\w+)=(.*)")
 
 log = logging.getLogger(__name__)
-
-# ── what the hosts are asked, in sh ──────────────────────────────────────────────────────────────────────────────────
-
-PLACES = r"""skyward_places() { # sets skyward_home, where all of ours is on this host, and skyward_ip, its address as this connection sees it
-  skyward_home=${SKYWARD_HOME:-${HOME:-~}/.cache/skyward}
-  case $skyward_home in /*) ;; *) skyward_home=$PWD/$skyward_home ;; esac
-  skyward_home=${skyward_home%/}
-  # shellcheck disable=SC2086 # client's address and port, ours
-  set -- ${SSH_CONNECTION:-}
-  skyward_ip=${3:-}
-}
-skyward_lock() { # seconds: takes the machine's lock on descriptor 9
-  exec 9</proc
-  flock -w "$1" 9 && return 0
-  [ -r /proc/1/cmdline ] || return 1 # mounted with hidepid: whose lock it is cannot be told
-  for _ in 1 2 3 4 5 6; do
-    [ -z "$(skyward_holders)" ] || return 1
-    flock -w 0.5 9 && return 0
-  done
-  [ -r "${HOME:-/}" ] || return 0
-  exec 9<"${HOME:-/}"
-  flock -w "$1" 9
-  [ $? -ne 1 ] # with 1 it is held; on NFS folders cannot be locked
-}
-skyward_holders() { # tells the pools that have processes here: our own by their tags, other users' by the command lines of their guards
-  {
-    grep -hsaz '^skyward-pool=' /proc/[0-9]*/cmdline
-    env -i PATH="$PATH" LC_ALL=C grep -hsaz '^SKYWARD_POOL_ID=' /proc/[0-9]*/environ
-  } | tr '\0' '\n' | sed 's/^[^=]*=/::skyward held /' | sort -u
-}
-skyward_list() { # tells the tags of all processes of nodes. What looks is found too, or else the look was none
-  skyward_tags=$(env -i PATH="$PATH" LC_ALL=C SKYWARD_LOOK=1 grep -sHazE \
-    '^SKYWARD_(LOOK|INSTANCE_ID|POOL_ID|RANK|INSTANCE_DIRECTORY|INSTANCE_TYPE|PRICE_PER_HOUR|PRIVATE_IP|TAGS)=' /proc/[0-9]*/environ 9<&- | tr '\0' '\n')
-  case $skyward_tags in
-    *:SKYWARD_LOOK=1*) printf '%s\n' "$skyward_tags" ;;
-    *) echo "grep does not find the tags of processes here" && exit 1 ;;
-  esac
-}
-skyward_sweep() { # removes what is cached, unless a node of ours is here
-  if skyward_lock 1 && [ -z "$(skyward_holders)" ]; then
-    for skyward_cache in envs uv uv.partial uv.lock apt.lock ship uv-cache python; do skyward_remove "$skyward_home/$skyward_cache"; done
-    rmdir "$skyward_home/instances" "$skyward_home" 2>/dev/null
-    echo "::skyward swept $skyward_home"
-  fi
-}
-"""
-"""The lock is /proc: it is one for each pid namespace, as far as pools see each other, and root's, so that no user can make, exchange or close it.
-
-Any user may hold it, though. A pool that does is seen by its guard within moments; if none is, the lock is taken for a nuisance, and the one of this user's
-own pools, his home, stands in for it."""
-
-LOOK = (
-    PLACES
-    + r"""skyward_places
-unset OMP_NUM_THREADS OMP_THREAD_LIMIT # nproc believes them
-echo "::skyward vcpus $(nproc)"
-echo "::skyward machine $(uname -m)"
-sed -n 's/^MemTotal: *\([0-9]*\) kB$/::skyward memory_kib \1/p' /proc/meminfo
-if [ "$1" = gpus ] && skyward_gpus=$(timeout 30 nvidia-smi --query-gpu=name,memory.total --format=csv,noheader,nounits 2>/dev/null); then
-  printf '%s\n' "$skyward_gpus" | sed 's/^/::skyward gpu /'
-fi
-skyward_holders
-"""
-)
-"""What the host is, and which pools hold it; with GPUs if $1 says so: their driver may take seconds."""
-
-START = (
-    ENDING
-    + PLACES
-    + r"""umask 077
-skyward_places
-if ! skyward_lock 0.3 || [ -n "$(skyward_holders)" ]; then
-  skyward_holders
-  echo "::skyward taken"
-  exit 0
-fi
-directory=$skyward_home/instances/$1
-trap 'skyward_remove "$directory"' EXIT
-trap 'exit 1' HUP INT TERM
-mkdir -p -- "$directory" || exit 1
-for skyward_place in "$skyward_home" "$skyward_home/instances" "$directory"; do
-  case "$(stat -L -c '%u %a' -- "$skyward_place")" in
-    "$(id -u) "*[2367]) ;; # everybody may write to it
-    "$(id -u) "*) continue ;;
-  esac
-  echo "$skyward_place belongs to another user, or everybody may write to it: what runs there could be exchanged. Set SKYWARD_HOME to a folder of your own" >&2
-  exit 1
-done
-cat >"$directory/startup.sh" || exit 1
-[ "$(wc -c <"$directory/startup.sh")" -eq "$6" ] || { echo "only a part of the script arrived" >&2; exit 1; }
-SKYWARD_HOME=$skyward_home SKYWARD_INSTANCE_ID=$1 SKYWARD_POOL_ID=$2 SKYWARD_RANK=$3 SKYWARD_PRICE_PER_HOUR=$4 SKYWARD_INSTANCE_TYPE=$5 \
-  SKYWARD_PRIVATE_IP=$skyward_ip SKYWARD_INSTANCE_DIRECTORY=$directory SKYWARD_TAGS=$7 \
-  setsid sh "$directory/startup.sh" "skyward-pool=$2" </dev/null >>"$directory/log" 2>&1 &
-trap - EXIT
-echo "::skyward ip $skyward_ip"
-echo "::skyward directory $directory"
-"""
-)
-"""Takes the lock and starts the script on stdin under it, cut loose from this connection; or tells who holds the host."""
-
-LIST = (
-    PLACES
-    + r"""skyward_places
-echo "::skyward ip $skyward_ip"
-skyward_list
-"""
-)
-
-END = (
-    ENDING
-    + PLACES
-    + r"""end() { # id
-  skyward_find "$1"
-  directory=$skyward_home/instances/$1
-  for pid in $skyward_pids; do
-    told=$(tr '\0' '\n' <"/proc/$pid/environ" 2>/dev/null | sed -n 's/^SKYWARD_INSTANCE_DIRECTORY=//p')
-    case $told in /*/"$1") directory=$told && break ;; esac
-  done
-  [ -n "$skyward_pids" ] || [ -e "$directory" ] || return 0
-  echo "::skyward found $1"
-  if skyward_group_of "$1" "$directory"; then
-    echo "::skyward proof $1 group"
-  elif [ "${skyward_keepers:- }" != " " ] || [ -e "$directory/kept" ]; then
-    echo "::skyward proof $1 tree"
-  elif [ -e "$directory/supervisor" ]; then
-    echo "::skyward proof $1 tag"
-  fi
-  guard=
-  { read -r guard <"$directory/guard"; } 2>/dev/null
-  case " $skyward_pids " in
-    *" ${guard:-none} "*)
-      kill -TERM "$guard" 2>/dev/null
-      patience=100
-      [ ! -f "$directory/mig" ] || patience=$((skyward_unpartition_seconds * 50 + patience)) # the guard gives the GPUs back
-      while [ "$patience" -gt 0 ] && kill -0 "$guard" 2>/dev/null; do
-        patience=$((patience - 1))
-        sleep 0.02
-      done
-      ;;
-  esac
-  skyward_kill "$1" "$directory"
-  [ ! -f "$directory/mig" ] || skyward_lock 5 || : # nobody else may begin with a GPU that is being given back
-  skyward_clean "$1" "$directory" | sed 's/^/::skyward warning /'
-}
-skyward_places
-keep=$1
-shift
-for id; do end "$id" & done
-wait
-skyward_list
-[ "$keep" = keep ] || skyward_sweep || :
-"""
-)
-"""Asks the guards of these instances to end them; after 2 s (longer where there are GPUs to give back), or where there is no guard, does it from outside.
-Then tells who is left."""
-
-SWEEP = ENDING + PLACES + "skyward_places\nskyward_sweep\n"
-
-
-@dataclass(frozen=True, slots=True)
-class _Keys:
-    """The host keys that were seen, by address; None: they are not remembered. No part of the provider's value: any two are equal."""
-
-    seen: dict[str, str] | None = field(default=None, compare=False)
-
-    def of(self, address: str) -> str | None:
-        return None if self.seen is None else self.seen.get(address)
-
-    def note(self, address: str, key: str | None) -> None:
-        """Remember a key that was verified, or seen first. Raises HostKeyChanged if another one was seen meanwhile, by another connection."""
-        if self.seen is not None and key is not None and (before := self.seen.setdefault(address, key)) != key:
-            raise HostKeyChanged(f"{address} has shown two host keys: {before} and {key}")
 
 
 class Hosts(Provider):
@@ -256,7 +76,7 @@ class Hosts(Provider):
     config: str | None = Field(default=None, min_length=1)
     price_per_hour: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     keep_environments: bool = True
-    _keys: _Keys = PrivateAttr(default_factory=_Keys)
+    _keys: SeenKeys = PrivateAttr(default_factory=SeenKeys)
 
     def __init__(self, *addresses: str, **fields: Any) -> None:
         if addresses and "addresses" in fields:
@@ -281,7 +101,7 @@ class Hosts(Provider):
     def for_pool(self) -> Self:
         """Return a copy that pins each host's key when it first sees it, and from then on refuses another one. A pool has one for its life."""
         copy = self.model_copy()
-        copy._keys = _Keys({})
+        copy._keys = SeenKeys({})
         return copy
 
     # ── the four verbs ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -292,8 +112,8 @@ class Hosts(Provider):
         An offer tells the least of what its hosts have that suit `want`. Hosts that do not answer are left out with a warning.
         Raises HostKeyChanged if any host shows a wrong key, and if none answers what the first of them ends with.
         """
-        with self._lines(self.addresses) as lines:
-            seen, silent = self._look(lines, is_for_gpus=want.accelerator is not None)
+        with self._connections(self.addresses) as connections:
+            seen, silent = self._look(connections, is_for_gpus=want.accelerator is not None)
         if not seen:
             _raise_first(silent)
         groups: dict[object, list[_Host]] = {}
@@ -309,8 +129,8 @@ class Hosts(Provider):
         """
         first = int(tags[RANK_TAG])
         instances: list[Instance] = []
-        with self._lines(self.addresses) as lines:
-            seen, silent = self._look(lines, is_for_gpus=offer.accelerator is not None)
+        with self._connections(self.addresses) as connections:
+            seen, silent = self._look(connections, is_for_gpus=offer.accelerator is not None)
             if not seen:
                 _raise_first(silent)
             in_the_way = {address: f"does not answer: {error}" for address, error in silent.items()}
@@ -320,7 +140,7 @@ class Hosts(Provider):
                 ranks = [rank for rank in range(first, first + count) if rank not in {instance.rank for instance in instances}]
                 chosen = dict(zip(free, ranks, strict=False))
                 free = free[len(chosen) :]
-                started, refused = self._start(lines, chosen, offer, tags, startup)
+                started, refused = self._start(connections, chosen, offer, tags, startup)
                 instances += started
                 in_the_way |= refused
         if not instances:
@@ -332,11 +152,11 @@ class Hosts(Provider):
 
         Raises the error of the first host that does not answer: what it carries is not known.
         """
-        with self._lines(self.addresses) as lines:
-            _raise_first(lines.connect())
-            answers, failures = lines.ask(LIST, dict.fromkeys(self.addresses, ()))
+        with self._connections(self.addresses) as connections:
+            _raise_first(connections.connect())
+            answers, failures = connections.ask(LIST, dict.fromkeys(self.addresses, ()))
             _raise_first(failures)
-            found = [instance for address, told in answers.items() for instance in self._found(told, lines.endpoint(address), pool_id)]
+            found = [instance for address, answer in answers.items() for instance in self._found(answer, connections.endpoint(address), pool_id)]
         return sorted(found, key=lambda instance: (instance.pool_id, instance.rank))
 
     def terminate(self, ids: Sequence[str]) -> dict[str, str]:
@@ -351,22 +171,22 @@ class Hosts(Provider):
         asked = {address: its for address, its in places.items() if its}
         if not asked:
             return {}
-        with self._lines(list(asked)) as lines:
-            failures = dict(lines.connect())
+        with self._connections(list(asked)) as connections:
+            failures = dict(connections.connect())
             keep = "keep" if self.keep_environments else "remove"
             reached = {address: (keep, *its) for address, its in asked.items() if address not in failures}
-            answers, failed = lines.ask(END, reached, timeout_seconds=END_SECONDS)
+            answers, failed = connections.ask(END, reached, timeout_seconds=END_SECONDS)
         failures |= failed
-        for address, told in answers.items():
-            for warning in told.all("warning"):
+        for address, answer in answers.items():
+            for warning in answer.all("warning"):
                 log.warning("%s: %s", address, warning)
-        found = {instance_id for told in answers.values() for instance_id in told.all("found")}
-        left = {tags[INSTANCE_TAG] for told in answers.values() for tags in told.processes if tags[INSTANCE_TAG] in wanted}
+        found = {instance_id for answer in answers.values() for instance_id in answer.all("found")}
+        left = {tags[INSTANCE_TAG] for answer in answers.values() for tags in answer.processes if tags[INSTANCE_TAG] in wanted}
         left |= {instance_id for address in failures for instance_id in asked[address]} - (found - left)
         if left:
             why = "; ".join(str(error) for error in failures.values()) or "they outlive SIGKILL"
             raise InstancesLeft(f"{', '.join(sorted(left))} may still run: {why}", sorted(left)) from next(iter(failures.values()), None)
-        proofs = [proof.partition(" ") for told in answers.values() for proof in told.all("proof")]
+        proofs = [proof.partition(" ") for answer in answers.values() for proof in answer.all("proof")]
         for instance_id, _, kind in proofs:
             if kind == "tag":
                 log.warning("%s: %s", instance_id, PROOFS[kind])
@@ -383,9 +203,9 @@ class Hosts(Provider):
 
         Raises the error of the first host that does not answer, after the others were swept.
         """
-        with self._lines(self.addresses) as lines:
-            failures = dict(lines.connect())
-            answers, failed = lines.ask(SWEEP, {address: () for address in self.addresses if address not in failures})
+        with self._connections(self.addresses) as connections:
+            failures = dict(connections.connect())
+            answers, failed = connections.ask(SWEEP, {address: () for address in self.addresses if address not in failures})
         _raise_first(failures | failed)
         return [address for address in self.addresses if not answers[address].all("swept")]
 
@@ -404,38 +224,38 @@ class Hosts(Provider):
             config=self.config,
         )
 
-    def _lines(self, addresses: Sequence[str]) -> _Lines:
+    def _connections(self, addresses: Sequence[str]) -> HostConnections:
         endpoints = {address: self._endpoint(address) for address in addresses}
         pinned = {address: endpoint.model_copy(update={"host_key": self._keys.of(address)}) for address, endpoint in endpoints.items()}
-        return _Lines(pinned, self._keys)
+        return HostConnections(pinned, self._keys)
 
-    def _look(self, lines: _Lines, *, is_for_gpus: bool) -> tuple[dict[str, _Host], dict[str, SkywardError]]:
+    def _look(self, connections: HostConnections, *, is_for_gpus: bool) -> tuple[dict[str, _Host], dict[str, SkywardError]]:
         """Ask what the hosts are; return that, and the errors of those that do not answer. Raises HostKeyChanged, and BadRequest for our own files."""
-        silent = dict(lines.connect(STRAGGLER_SECONDS))
+        silent = dict(connections.connect(STRAGGLER_SECONDS))
         there = [address for address in self.addresses if address not in silent]
-        answers, failed = lines.ask(LOOK, dict.fromkeys(there, ("gpus" if is_for_gpus else "",)))
+        answers, failed = connections.ask(LOOK, dict.fromkeys(there, ("gpus" if is_for_gpus else "",)))
         silent |= failed
         for address, error in silent.items():
             if isinstance(error, HostKeyChanged | BadRequest):
                 raise error
             log.warning("%s is left out: %s", address, error)
-        return {address: _Host.told_by(told) for address, told in answers.items()}, silent
+        return {address: _Host.of(answer) for address, answer in answers.items()}, silent
 
-    def _start(self, lines: _Lines, chosen: Mapping[str, int], offer: Offer, tags: Tags, startup: str) -> tuple[list[Instance], dict[str, str]]:
+    def _start(self, connections: HostConnections, chosen: Mapping[str, int], offer: Offer, tags: Tags, startup: str) -> tuple[list[Instance], dict[str, str]]:
         """Start nodes of these ranks; return those that started, and what was in the way on the other hosts."""
         ids = {address: f"host-{self._mark(address)}{secrets.token_hex(6)[: 12 - MARK_DIGITS]}" for address in chosen}
         fixed = (repr(offer.price_per_hour), offer.instance_type, str(len(startup.encode())))
         its_tags = {address: of_machine(tags, rank) for address, rank in chosen.items()}
         words = {address: (ids[address], its[POOL_TAG], its[RANK_TAG], *fixed, to_word(its)) for address, its in its_tags.items()}
-        answers, failures = lines.ask(START, words, stdin=startup)
+        answers, failures = connections.ask(START, words, stdin=startup)
         for error in failures.values():
             if not isinstance(error, CommandFailed):  # it may have started: the caller sweeps by tag
                 raise error
         refused = {address: f"could not start a node: {error}" for address, error in failures.items()}
-        refused |= {address: _held_by(told.all("held")) for address, told in answers.items() if told.all("taken")}
+        refused |= {address: _held_by(answer.all("held")) for address, answer in answers.items() if answer.all("taken")}
         started = [
-            _instance(lines.endpoint(address), told, ids[address], its_tags[address], offer.price_per_hour, offer.instance_type)
-            for address, told in answers.items()
+            _instance(connections.endpoint(address), answer, ids[address], its_tags[address], offer.price_per_hour, offer.instance_type)
+            for address, answer in answers.items()
             if address not in refused
         ]
         return started, refused
@@ -466,17 +286,17 @@ class Hosts(Provider):
         mine = self._mark(address)
         return {instance_id for instance_id in ids if (mark := instance_id[5 : 5 + MARK_DIGITS]) == mine or mark not in marks}
 
-    def _found(self, told: _Told, endpoint: Endpoint, pool_id: str | None) -> list[Instance]:
+    def _found(self, answer: HostAnswer, endpoint: Endpoint, pool_id: str | None) -> list[Instance]:
         """The instances of a pool, or of all pools, on one host. What its guard alone could tell, and is dead, is filled in."""
         merged: dict[str, dict[str, str]] = {}
-        for variables in told.processes:
+        for variables in answer.processes:
             is_of_pool = POOL_VARIABLE in variables and pool_id in (None, variables[POOL_VARIABLE])
             if is_of_pool and ID_SHAPE.fullmatch(variables[INSTANCE_TAG]):  # others are of another provider, which must end them
                 merged.setdefault(variables[INSTANCE_TAG], {}).update(variables)
         return [
             _instance(
                 endpoint,
-                _Told({"ip": (its.get("SKYWARD_PRIVATE_IP", told.one("ip")),), "directory": (its.get("SKYWARD_INSTANCE_DIRECTORY", ""),)}),
+                HostAnswer({"ip": (its.get("SKYWARD_PRIVATE_IP", answer.one("ip")),), "directory": (its.get("SKYWARD_INSTANCE_DIRECTORY", ""),)}),
                 instance_id,
                 from_word(its.get(TAGS_VARIABLE, ""), its[POOL_VARIABLE], int(its.get("SKYWARD_RANK", "0"))),
                 float(its.get("SKYWARD_PRICE_PER_HOUR", self.price_per_hour)),
@@ -486,7 +306,7 @@ class Hosts(Provider):
         ]
 
 
-def _instance(endpoint: Endpoint, told: _Told, instance_id: str, tags: dict[str, str], price_per_hour: float, instance_type: str) -> Instance:
+def _instance(endpoint: Endpoint, answer: HostAnswer, instance_id: str, tags: dict[str, str], price_per_hour: float, instance_type: str) -> Instance:
     return Instance(
         id=instance_id,
         provider=Hosts.name,
@@ -498,9 +318,9 @@ def _instance(endpoint: Endpoint, told: _Told, instance_id: str, tags: dict[str,
         price_per_hour=price_per_hour,
         on_demand_price_per_hour=price_per_hour,
         ip=endpoint.host,
-        private_ip=told.one("ip") or None,
+        private_ip=answer.one("ip") or None,
         tags=tags,
-        directory=told.one("directory") or None,
+        directory=answer.one("directory") or None,
         endpoint=endpoint,
     )
 
@@ -528,18 +348,18 @@ class _Host:
     held: Sequence[str]
 
     @classmethod
-    def told_by(cls, told: _Told) -> Self:
-        gpus = [line.rpartition(",") for line in told.all("gpu")]
+    def of(cls, answer: HostAnswer) -> Self:
+        gpus = [line.rpartition(",") for line in answer.all("gpu")]
         names = [name.strip() for name, _, _ in gpus]
         mib = gpus[0][2].strip() if gpus else ""
         return cls(
-            vcpus=float(told.one("vcpus")),
-            memory_gb=int(told.one("memory_kib")) * 1024 / GB,
+            vcpus=float(answer.one("vcpus")),
+            memory_gb=int(answer.one("memory_kib")) * 1024 / GB,
             accelerator=_catalogue_name(names[0]) if gpus else None,
             accelerators=names.count(names[0]) if gpus else 0,
             accelerator_memory_gb=int(mib) * 1024**2 / GB if mib.isdigit() else None,  # "[N/A]" where processor and GPU share it
-            architecture=ARCHITECTURES.get(told.one("machine")),
-            held=told.all("held"),
+            architecture=ARCHITECTURES.get(answer.one("machine")),
+            held=answer.all("held"),
         )
 
     def unfit_for(self, offer: Offer) -> str:
@@ -561,103 +381,3 @@ def _catalogue_name(driver_name: str) -> str:
         return parse(driver_name).name
     except BadRequest:
         return driver_name
-
-
-# ── asking many hosts at once ────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """What a host has said: values by name, and the tags of each process that carries one."""
-
-    values: Mapping[str, Sequence[str]]
-    processes: Sequence[Mapping[str, str]] = ()
-
-    @classmethod
-    def read(cls, output: str) -> Self:
-        """Read what the host has printed; a login shell may have said more."""
-        values: dict[str, list[str]] = {}
-        processes: dict[str, dict[str, str]] = {}
-        for line in output.splitlines():
-            if line.startswith(MARK):
-                name, _, value = line.removeprefix(MARK).partition(" ")
-                values.setdefault(name, []).append(value)
-            elif found := PROCESS_SHAPE.fullmatch(line):
-                processes.setdefault(found[1], {})[found[2]] = found[3]
-        return cls(values, [tags for tags in processes.values() if INSTANCE_TAG in tags])
-
-    def all(self, name: str) -> Sequence[str]:
-        return self.values.get(name, ())
-
-    def one(self, name: str) -> str:
-        """Return the value; raises CommandFailed if the host has not told it."""
-        if name not in self.values:
-            raise CommandFailed(f"the host did not tell its {name}")
-        return self.values[name][0]
-
-
-class _Lines:
-    """SSH connections to several hosts, used side by side; closed at the end of its context, whatever still waits on them."""
-
-    def __init__(self, endpoints: Mapping[str, Endpoint], keys: _Keys) -> None:
-        self._endpoints = endpoints
-        self._keys = keys
-        self._threads = Threads("skyward-hosts")
-        self._loop = Loop()
-        self._connections = {address: Connection(endpoint, loop=self._loop) for address, endpoint in endpoints.items()}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for connection in self._connections.values():
-            connection.close()  # which also ends what waits for it in the threads
-        self._threads.join()
-        self._loop.close()
-
-    def connect(self, straggler_seconds: float | None = None) -> dict[str, SkywardError]:
-        """Connect to all; return the errors of those that do not answer, with a limit: some time after the first that does."""
-        futures = {address: self._threads.submit(self._connect, address) for address in self._endpoints}
-        if straggler_seconds is not None:
-            pending = set(futures.values())
-            while pending and not any(future.done() and future.exception() is None for future in futures.values()):
-                pending = wait(pending, return_when=FIRST_COMPLETED).not_done
-            wait(pending, straggler_seconds)
-            late = Unreachable(f"no SSH connection within {straggler_seconds:g} s of the other hosts'")
-            failures: dict[str, SkywardError] = {address: late for address, future in futures.items() if not future.done()}
-            futures = {address: future for address, future in futures.items() if address not in failures}
-            return failures | _settled(futures)[1]
-        return _settled(futures)[1]
-
-    def _connect(self, address: str) -> None:
-        connection = self._connections[address]
-        connection.connect(CONNECT_SECONDS)
-        self._keys.note(address, connection.host_key)
-
-    def ask(
-        self, script: str, words: Mapping[str, Sequence[str]], *, stdin: str | None = None, timeout_seconds: float = COMMAND_SECONDS
-    ) -> tuple[dict[str, _Told], dict[str, SkywardError]]:
-        """Run a script with these words on each of these hosts; return what was told, and the errors: CommandFailed for an exit code other than 0."""
-        return _settled({address: self._threads.submit(self._ask, address, script, its, stdin, timeout_seconds) for address, its in words.items()})
-
-    def endpoint(self, address: str) -> Endpoint:
-        """Return how a connected host is reached, with the key that it has shown."""
-        return self._endpoints[address].model_copy(update={"host_key": self._connections[address].host_key})
-
-    def _ask(self, address: str, script: str, words: Sequence[str], stdin: str | None, timeout_seconds: float) -> _Told:
-        done = self._connections[address].run(shlex.join(["sh", "-c", script, "skyward", *words]), stdin=stdin, timeout_seconds=timeout_seconds)
-        if done.exit_code:
-            raise CommandFailed(f"{address} could not do what it was asked", done.exit_code, done.output)
-        return _Told.read(done.output)
-
-
-def _settled[T](futures: Mapping[str, Future[T]]) -> tuple[dict[str, T], dict[str, SkywardError]]:
-    """Wait for all; return results and errors of ours. Raises others."""
-    results: dict[str, T] = {}
-    failures: dict[str, SkywardError] = {}
-    for address, future in futures.items():
-        try:
-            results[address] = future.result()
-        except SkywardError as error:
-            failures[address] = error
-    return results, failures

@@ -20,7 +20,7 @@ import skyward_core as sky
 from skyward_core.accelerators import parse
 from skyward_core.errors import CommandFailed
 from skyward_core.machines.offers import rank
-from skyward_core.providers import base, hosts
+from skyward_core.providers import base, host_connections, hosts
 from skyward_core.provisioning.guard import guard_script
 from skyward_core.transport.ssh_connection import Connection
 from tests.conftest import wait_until
@@ -161,7 +161,7 @@ def test_what_the_drivers_of_gpus_say() -> None:
     """Names become the catalogue's, MiB become GB; a second kind does not count; memory may be unknown, the name too."""
 
     def host(*gpus: str) -> hosts._Host:
-        return hosts._Host.told_by(hosts._Told({"vcpus": ["4"], "memory_kib": ["1000000"], "machine": ["x86_64"], "gpu": list(gpus)}))
+        return hosts._Host.of(hosts.HostAnswer({"vcpus": ["4"], "memory_kib": ["1000000"], "machine": ["x86_64"], "gpu": list(gpus)}))
 
     four = host(*["NVIDIA A100-SXM4-80GB, 81920"] * 4)
     assert (four.accelerator, four.accelerators, four.accelerator_memory_gb) == ("A100", 4, 81920 * 1024**2 / 1e9)
@@ -478,7 +478,7 @@ def test_pools_that_come_at_once_share_no_host(machines) -> None:
     (host,) = machines(1)
     provider = provider_of([host])
     script = guard_script(300, None)
-    with ThreadPoolExecutor(2) as threads, provider._lines([host.ip]) as one, provider._lines([host.ip]) as two:
+    with ThreadPoolExecutor(2) as threads, provider._connections([host.ip]) as one, provider._connections([host.ip]) as two:
         assert one.connect() == two.connect() == {}
         pending = [
             threads.submit(lines.ask, hosts.START, {host.ip: (f"host-00000000000{n}", f"sky-{n}", "0", "0.0", "hosts", str(len(script)))}, stdin=script)
@@ -548,7 +548,7 @@ def test_a_key_is_pinned_for_the_life_of_a_pool(machines) -> None:
 @pytest.mark.slow
 def test_a_host_that_does_not_answer(machines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """It is left out of offers and launches with a warning, is an error when asked for instances, and its instances are left when they are terminated."""
-    monkeypatch.setattr(hosts, "CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(host_connections, "CONNECT_SECONDS", 1.0)
     monkeypatch.setattr(hosts, "STRAGGLER_SECONDS", 0.3)
     lost, good = pair = machines(2)
     provider = provider_of(pair)

@@ -1,0 +1,159 @@
+"""What `Hosts` asks of a host, in sh."""
+
+from skyward_core.providers.termination_shell import ENDING
+
+PLACES = r"""skyward_places() { # sets skyward_home, where all of ours is on this host, and skyward_ip, its address as this connection sees it
+  skyward_home=${SKYWARD_HOME:-${HOME:-~}/.cache/skyward}
+  case $skyward_home in /*) ;; *) skyward_home=$PWD/$skyward_home ;; esac
+  skyward_home=${skyward_home%/}
+  # shellcheck disable=SC2086 # client's address and port, ours
+  set -- ${SSH_CONNECTION:-}
+  skyward_ip=${3:-}
+}
+skyward_lock() { # seconds: takes the machine's lock on descriptor 9
+  exec 9</proc
+  flock -w "$1" 9 && return 0
+  [ -r /proc/1/cmdline ] || return 1 # mounted with hidepid: whose lock it is cannot be told
+  for _ in 1 2 3 4 5 6; do
+    [ -z "$(skyward_holders)" ] || return 1
+    flock -w 0.5 9 && return 0
+  done
+  [ -r "${HOME:-/}" ] || return 0
+  exec 9<"${HOME:-/}"
+  flock -w "$1" 9
+  [ $? -ne 1 ] # with 1 it is held; on NFS folders cannot be locked
+}
+skyward_holders() { # tells the pools that have processes here: our own by their tags, other users' by the command lines of their guards
+  {
+    grep -hsaz '^skyward-pool=' /proc/[0-9]*/cmdline
+    env -i PATH="$PATH" LC_ALL=C grep -hsaz '^SKYWARD_POOL_ID=' /proc/[0-9]*/environ
+  } | tr '\0' '\n' | sed 's/^[^=]*=/::skyward held /' | sort -u
+}
+skyward_list() { # tells the tags of all processes of nodes. What looks is found too, or else the look was none
+  skyward_tags=$(env -i PATH="$PATH" LC_ALL=C SKYWARD_LOOK=1 grep -sHazE \
+    '^SKYWARD_(LOOK|INSTANCE_ID|POOL_ID|RANK|INSTANCE_DIRECTORY|INSTANCE_TYPE|PRICE_PER_HOUR|PRIVATE_IP|TAGS)=' /proc/[0-9]*/environ 9<&- | tr '\0' '\n')
+  case $skyward_tags in
+    *:SKYWARD_LOOK=1*) printf '%s\n' "$skyward_tags" ;;
+    *) echo "grep does not find the tags of processes here" && exit 1 ;;
+  esac
+}
+skyward_sweep() { # removes what is cached, unless a node of ours is here
+  if skyward_lock 1 && [ -z "$(skyward_holders)" ]; then
+    for skyward_cache in envs uv uv.partial uv.lock apt.lock ship uv-cache python; do skyward_remove "$skyward_home/$skyward_cache"; done
+    rmdir "$skyward_home/instances" "$skyward_home" 2>/dev/null
+    echo "::skyward swept $skyward_home"
+  fi
+}
+"""
+"""The lock is /proc: it is one for each pid namespace, as far as pools see each other, and root's, so that no user can make, exchange or close it.
+
+Any user may hold it, though. A pool that holds it is seen by its guard within moments. If there is none, the lock of this user's home is taken instead, which
+only this user's own pools hold."""
+
+LOOK = (
+    PLACES
+    + r"""skyward_places
+unset OMP_NUM_THREADS OMP_THREAD_LIMIT # nproc believes them
+echo "::skyward vcpus $(nproc)"
+echo "::skyward machine $(uname -m)"
+sed -n 's/^MemTotal: *\([0-9]*\) kB$/::skyward memory_kib \1/p' /proc/meminfo
+if [ "$1" = gpus ] && skyward_gpus=$(timeout 30 nvidia-smi --query-gpu=name,memory.total --format=csv,noheader,nounits 2>/dev/null); then
+  printf '%s\n' "$skyward_gpus" | sed 's/^/::skyward gpu /'
+fi
+skyward_holders
+"""
+)
+"""What the host is, and which pools hold it; with GPUs if $1 says so: their driver may take seconds."""
+
+START = (
+    ENDING
+    + PLACES
+    + r"""umask 077
+skyward_places
+if ! skyward_lock 0.3 || [ -n "$(skyward_holders)" ]; then
+  skyward_holders
+  echo "::skyward taken"
+  exit 0
+fi
+directory=$skyward_home/instances/$1
+trap 'skyward_remove "$directory"' EXIT
+trap 'exit 1' HUP INT TERM
+mkdir -p -- "$directory" || exit 1
+for skyward_place in "$skyward_home" "$skyward_home/instances" "$directory"; do
+  case "$(stat -L -c '%u %a' -- "$skyward_place")" in
+    "$(id -u) "*[2367]) ;; # everybody may write to it
+    "$(id -u) "*) continue ;;
+  esac
+  echo "$skyward_place belongs to another user, or everybody may write to it: what runs there could be exchanged. Set SKYWARD_HOME to a folder of your own" >&2
+  exit 1
+done
+cat >"$directory/startup.sh" || exit 1
+[ "$(wc -c <"$directory/startup.sh")" -eq "$6" ] || { echo "only a part of the script arrived" >&2; exit 1; }
+SKYWARD_HOME=$skyward_home SKYWARD_INSTANCE_ID=$1 SKYWARD_POOL_ID=$2 SKYWARD_RANK=$3 SKYWARD_PRICE_PER_HOUR=$4 SKYWARD_INSTANCE_TYPE=$5 \
+  SKYWARD_PRIVATE_IP=$skyward_ip SKYWARD_INSTANCE_DIRECTORY=$directory SKYWARD_TAGS=$7 \
+  setsid sh "$directory/startup.sh" "skyward-pool=$2" </dev/null >>"$directory/log" 2>&1 &
+trap - EXIT
+echo "::skyward ip $skyward_ip"
+echo "::skyward directory $directory"
+"""
+)
+"""Takes the lock and starts the script on stdin under it, cut loose from this connection; or tells who holds the host."""
+
+LIST = (
+    PLACES
+    + r"""skyward_places
+echo "::skyward ip $skyward_ip"
+skyward_list
+"""
+)
+
+END = (
+    ENDING
+    + PLACES
+    + r"""end() { # id
+  skyward_find "$1"
+  directory=$skyward_home/instances/$1
+  for pid in $skyward_pids; do
+    told=$(tr '\0' '\n' <"/proc/$pid/environ" 2>/dev/null | sed -n 's/^SKYWARD_INSTANCE_DIRECTORY=//p')
+    case $told in /*/"$1") directory=$told && break ;; esac
+  done
+  [ -n "$skyward_pids" ] || [ -e "$directory" ] || return 0
+  echo "::skyward found $1"
+  if skyward_group_of "$1" "$directory"; then
+    echo "::skyward proof $1 group"
+  elif [ "${skyward_keepers:- }" != " " ] || [ -e "$directory/kept" ]; then
+    echo "::skyward proof $1 tree"
+  elif [ -e "$directory/supervisor" ]; then
+    echo "::skyward proof $1 tag"
+  fi
+  guard=
+  { read -r guard <"$directory/guard"; } 2>/dev/null
+  case " $skyward_pids " in
+    *" ${guard:-none} "*)
+      kill -TERM "$guard" 2>/dev/null
+      patience=100
+      [ ! -f "$directory/mig" ] || patience=$((skyward_unpartition_seconds * 50 + patience)) # the guard gives the GPUs back
+      while [ "$patience" -gt 0 ] && kill -0 "$guard" 2>/dev/null; do
+        patience=$((patience - 1))
+        sleep 0.02
+      done
+      ;;
+  esac
+  skyward_kill "$1" "$directory"
+  [ ! -f "$directory/mig" ] || skyward_lock 5 || : # nobody else may begin with a GPU that is being given back
+  skyward_clean "$1" "$directory" | sed 's/^/::skyward warning /'
+}
+skyward_places
+keep=$1
+shift
+for id; do end "$id" & done
+wait
+skyward_list
+[ "$keep" = keep ] || skyward_sweep || :
+"""
+)
+"""Asks the guards of these instances to end them. After 2 s (longer with GPUs to give back), or without a guard, it kills them itself.
+
+Then it lists what is left."""
+
+SWEEP = ENDING + PLACES + "skyward_places\nskyward_sweep\n"
