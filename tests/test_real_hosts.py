@@ -32,7 +32,7 @@ from skyward_core.events.events import (
     ContactRegained,
     InstanceLost,
 )
-from skyward_core.providers import hosts as providers_of_hosts
+from skyward_core.providers import host_connections
 from skyward_core.provisioning import rental
 from tests.conftest import Told, processes_by_tag, slowness, wait_until
 from tests.testbed import Fleet, Host
@@ -378,7 +378,7 @@ def test_a_partition_that_does_not_heal_costs_a_host(hosts, owned, timings, monk
         timings.rows.append(("a host cut off, until that is told", lost_at - cut_at))
         timings.rows.append(("until the spare host has taken its place", joined_at - lost_at))
         assert where() @ pool == ((hosts[0].name, 0), (hosts[1].name, 1), (hosts[3].name, 2))
-        monkeypatch.setattr(providers_of_hosts, "CONNECT_SECONDS", 3.0)
+        monkeypatch.setattr(host_connections, "CONNECT_SECONDS", 3.0)
         monkeypatch.setattr(sky.Hosts, "gone_deadline_seconds", 1.0)
         monkeypatch.setattr(rental, "GUARD_GRACE_SECONDS", 600.0)  # however long all this took here: it is not yet taken for ended by its guard
         pool.close()  # the work is done, and hosts cost nothing

@@ -1,6 +1,6 @@
 """AWS EC2 as a provider: RunInstances for machines on demand, one zone after another, and a fleet over all zones for spot; everything is found again by tag.
 
-Its closets are the `_aws_*.py`, which nobody else opens.
+Its parts are the other modules of this package, which nothing else imports.
 
 The SDK is botocore, on which boto3 stands; it is imported when a verb is called. Where a fact comes from is said beside it; "EC2 guide" is the Amazon EC2
 User Guide, "fact sheet" the one of 2026-11-20.
@@ -16,8 +16,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from ipaddress import ip_address, ip_network
-from typing import Any, ClassVar, Self, cast
+from ipaddress import ip_network
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, PrivateAttr, SecretStr, field_validator, model_validator
 
@@ -25,34 +25,27 @@ from skyward_core.errors import (
     BadRequest,
     CredentialsError,
     InstancesLeft,
-    NoCapacity,
     ProviderFailed,
-    QuotaExceeded,
     SkywardError,
 )
 from skyward_core.machines.instances import Endpoint, Instance, InstanceState
 from skyward_core.machines.offers import Extra, Offer, Requirements, matches
-from skyward_core.providers import _http, userdata
+from skyward_core.providers import userdata
 from skyward_core.providers.aws import images as aws_images
 from skyward_core.providers.aws.account import COMING, Account, each, each_enabled, each_region, not_enabled, number, state_of, terminated, why_no_region
-from skyward_core.providers.aws.cluster import Cluster, has_efa, kinds_of
-from skyward_core.providers.aws.fleet import Pool, launched, ranked, settled
+from skyward_core.providers.aws.cluster import has_efa
+from skyward_core.providers.aws.fleet import ranked, settled
 from skyward_core.providers.aws.launch import (
     DEBIAN_ARCHITECTURES,
     ON_DEMAND_PRICE_TAG,
     PRICE_TAG,
-    created,
-    credit_of,
-    group_of,
-    image_parameter,
-    placed,
     prune_launches,
-    tagged,
     why_failed,
 )
+from skyward_core.providers.aws.launcher import Launcher, LaunchSettings
 from skyward_core.providers.aws.offers import WITHOUT_IMAGE, Prices, billed_beside, machine_of, prices_of, sold_as, spot_prices, spread, with_others
 from skyward_core.providers.aws.session_manager import command, plugin
-from skyward_core.providers.base import IMAGE_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, RANK_TAG, STARTED_FROM_TAG, Provider, Sale, Tags
+from skyward_core.providers.base import LAUNCH_TAG, OWNER_TAG, POOL_TAG, RANK_TAG, Provider, Sale, Tags
 from skyward_core.providers.ssh_keys import Key, host_key, our_key
 from skyward_core.providers.tagging import of_machine
 
@@ -173,7 +166,7 @@ class AWS(Provider):
         key = our_key(self.ssh_key)
         with self._account() as account:
             prices = spot_prices(account, offer.region, [offer.instance_type, *offer.or_types]) if offer.is_spot else {}
-            made = self._run_from_what_is_kept(account, offer, count, tags, self._user_data(key, tags, startup), prices)
+            made = self._launcher(account).run(offer, count, tags, self._user_data(key, tags, startup), prices)
             self._young.note(made)
             found = self._with_addresses(account, offer.region, tags[LAUNCH_TAG], made)
             if offer.is_spot:
@@ -214,7 +207,7 @@ class AWS(Provider):
             raise InstancesLeft(f"{', '.join(sorted(left))} may still run: {error}", sorted(left)) from error
 
     def keep_image(self, instance: Instance, image_hash: str) -> str | None:
-        """Begin to make an AMI of a machine, for later launches with these packages; see `_aws_images`."""
+        """Begin to make an AMI of a machine, for later launches with these packages; see `images.py`."""
         now = datetime.now(UTC)
         with self._account() as account:
             return aws_images.keep(
@@ -275,7 +268,7 @@ class AWS(Provider):
         any_price = want.model_copy(update={"max_price_per_hour": None, "memory_gb": _least_memory_gb(want)})
         machines = [(offer, classes) for offer, classes in machines if matches(offer, any_price) is None]
         # a region of several that has no place for machines is left out here, rather than refused for each of its types when they are launched
-        zones = {subnet["AvailabilityZone"] for subnet in self._subnets(account, region)} if self.subnet_ids or len(self._regions) > 1 else None
+        zones = {subnet["AvailabilityZone"] for subnet in self._launcher(account).subnets(region)} if self.subnet_ids or len(self._regions) > 1 else None
         prices = prices_of(account, region, [offer.instance_type for offer, _ in machines])
         spot_types = [offer.instance_type for offer, classes in machines if "spot" in classes]
         spot: dict[str, set[float]] = {}
@@ -315,183 +308,20 @@ class AWS(Provider):
             raise BadRequest(f"the startup script is too long: user data of EC2 is {USER_DATA_BYTES} bytes at most, and this is {len(content)}, compressed")
         return content
 
-    def _run_from_what_is_kept(self, account: Account, offer: Offer, count: int, tags: Tags, user_data: bytes, prices: Prices) -> list[str]:
-        """Start machines from a kept image that fits, if there is one; from what it was made from, if somebody takes it away at that moment."""
-        kinds = kinds_of(account, offer.region, (offer.instance_type, *offer.or_types))
-        base = self._image(account, offer, kinds)
-        if (image := self._kept_image(account, offer.region, tags, base)) is None:
-            return self._run(account, offer, count, tags, user_data, base, prices, kinds)
-        try:
-            made = self._run(account, offer, count, {**tags, STARTED_FROM_TAG: image["ImageId"]}, user_data, image, prices, kinds)
-        except BadRequest as error:
-            if error.code not in aws_images.GONE:
-                raise
-            log.info("%s is gone, %s is taken: %s", image["ImageId"], base["ImageId"], error)
-            return self._run(account, offer, count, tags, user_data, base, prices, kinds)
-        aws_images.lengthen(account, offer.region, image, datetime.now(UTC) + timedelta(days=self.image_keep_days))
-        return made
-
-    def _kept_image(self, account: Account, region: str, tags: Tags, base: Mapping[str, Any]) -> dict[str, Any] | None:
-        if IMAGE_TAG not in tags:
-            return None
-        try:
-            found = aws_images.kept(account, region, aws_images.wanted(tags[IMAGE_TAG], base, self.disk_gb), aws_images.AVAILABLE)
-        except SkywardError as error:
-            log.warning("nobody knows whether %s has an image with these packages, so they are installed: %s", region, error)
-            return None
-        return found[0] if found else None
-
-    def _run(
-        self,
-        account: Account,
-        offer: Offer,
-        count: int,
-        tags: Tags,
-        user_data: bytes,
-        image: Mapping[str, Any],
-        prices: Prices,
-        kinds: Sequence[Mapping[str, Any]],
-    ) -> list[str]:
-        """Find out what a launch needs, and ask for the machines; return their ids."""
-        region = offer.region
-        types = (offer.instance_type, *offer.or_types)
-        words = self._words(offer, user_data, image)
-        credit = {str(kind["InstanceType"]): credit_of(kind) for kind in kinds}
-        cluster = Cluster(account, region, tags, kinds if max(count, offer.nodes) > 1 else [], is_public=not self.use_private_ip)
-        zones = cluster.zones()
-        subnets = [subnet for subnet in self._subnets(account, region) if not zones or subnet["AvailabilityZone"] in zones]
-        if not subnets:
-            raise NoCapacity(f"the pool's machines are in {', '.join(sorted(zones))}, where it has no subnet").coded("Unsupported")
-        zone = None
-        try:
-            if offer.is_spot:
-                ids, zone = self._run_fleet(account, offer, count, tags, words, credit, _pools(types, subnets, prices, offer), cluster)
-            else:
-                ids, zone = self._run_in_turn(account, offer, count, tags, {**words, **credit.get(offer.instance_type, {})}, subnets, cluster)
-        except NoCapacity:
-            cluster.tidy(None)
-            raise
-        if zone:
-            cluster.tidy(zone)
-        return ids
-
-    def _run_fleet(
-        self,
-        account: Account,
-        offer: Offer,
-        count: int,
-        tags: Tags,
-        words: Mapping[str, Any],
-        credit: Mapping[str, Mapping[str, Any]],
-        places: Sequence[tuple[str, Mapping[str, Any]]],
-        cluster: Cluster,
-    ) -> tuple[list[str], str]:
-        """Rent spot machines in one of these places, a type and a subnet each; return their ids, and the zone if it is known. `credit` is what types add."""
-        region = offer.region
-        if not places:
-            raise NoCapacity(f"no zone of {region} sells {offer.instance_type} as spot for ${offer.price_per_hour:g} any more").coded("SpotPriceTooHigh")
-        common = {name: word for name, word in words.items() if name != "InstanceType"}
-        cidr = None if self.use_ssm else self._ssh_cidr()
-        groups = {vpc: group_of(account, region, vpc, cidr) for vpc in sorted({subnet["VpcId"] for _, subnet in places})}
-        pools = [
-            Pool(
-                instance_type,
-                subnet["AvailabilityZone"],
-                subnet["SubnetId"],
-                {
-                    **common,
-                    **credit.get(instance_type, {}),
-                    "NetworkInterfaces": cluster.interfaces(instance_type, groups[subnet["VpcId"]]),
-                    **cluster.placement(instance_type, subnet["AvailabilityZone"]),
-                },
-            )
-            for instance_type, subnet in places
-        ]
-        return launched(account, region, pools, count, tags, tagged(offer, tags, offer.price_per_hour)["TagSpecifications"])
-
-    def _run_in_turn(
-        self,
-        account: Account,
-        offer: Offer,
-        count: int,
-        tags: Tags,
-        words: Mapping[str, Any],
-        subnets: Sequence[Mapping[str, Any]],
-        cluster: Cluster,
-    ) -> tuple[list[str], str]:
-        """Rent machines on demand in the first zone that has them all; return their ids, and the zone."""
-        region = offer.region
-        groups: dict[str, str] = {}
-        cidr = None if self.use_ssm else self._ssh_cidr()
-        refusals: dict[str, NoCapacity] = {}
-        for subnet in sorted(subnets, key=lambda subnet: str(subnet["AvailabilityZone"])):
-            zone, vpc = subnet["AvailabilityZone"], subnet["VpcId"]
-            if vpc not in groups:
-                groups[vpc] = group_of(account, region, vpc, cidr)
-            place = placed(subnet["SubnetId"], cluster.interfaces(offer.instance_type, groups[vpc]), count) | cluster.placement(offer.instance_type, zone)
-            try:
-                made = created(account, region, {**words, **place, **tagged(offer, tags, offer.price_per_hour)}, tags[LAUNCH_TAG])
-                return [machine["InstanceId"] for machine in made], zone
-            except QuotaExceeded:
-                raise  # it is the region's
-            except NoCapacity as error:
-                refusals[f"{zone} ({subnet['SubnetId']})"] = error
-        worst = next((error for error in refusals.values() if error.code != "Unsupported"), None) or next(iter(refusals.values()))
-        told = ", ".join(f"{place}: {error.code}" for place, error in refusals.items())
-        raise NoCapacity(f"no zone of {region} has {count} x {offer.instance_type}: {told}. {worst}").coded(worst.code) from worst
-
-    def _words(self, offer: Offer, user_data: bytes, image: Mapping[str, Any]) -> dict[str, Any]:
-        """What a creating call says in every zone."""
-        root = str(image["RootDeviceName"])
-        words: dict[str, Any] = {
-            "ImageId": image["ImageId"],
-            "InstanceType": offer.instance_type,
-            "UserData": user_data,
-            "InstanceInitiatedShutdownBehavior": "terminate",
-            "MetadataOptions": {"HttpTokens": "required", "HttpEndpoint": "enabled"},
-            "BlockDeviceMappings": [
-                {"DeviceName": root, "Ebs": {"VolumeSize": max(self.disk_gb, aws_images.root_gb(image)), "VolumeType": "gp3", "DeleteOnTermination": True}}
-            ],
-        }
-        if self.instance_profile is not None:
-            words["IamInstanceProfile"] = {"Arn" if self.instance_profile.startswith("arn:") else "Name": self.instance_profile}
-        return words
-
-    def _image(self, account: Account, offer: Offer, kinds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        image_id = self.ami
-        if image_id is None:
-            kind = next((kind for kind in kinds if kind["InstanceType"] == offer.instance_type), None)
-            if kind is None:
-                raise BadRequest(f"there is no {offer.instance_type} in {offer.region}")
-            parameter = image_parameter(offer.accelerator, kind["ProcessorInfo"]["SupportedArchitectures"])
-            image_id = str(account.ask(offer.region, "ssm", "get_parameter", Name=parameter)["Parameter"]["Value"])
-        images = account.ask(offer.region, "ec2", "describe_images", ImageIds=[image_id])["Images"]
-        if not images:
-            raise BadRequest(f"there is no image {image_id} in {offer.region}")
-        return cast("dict[str, Any]", images[0])
-
-    def _subnets(self, account: Account, region: str) -> list[dict[str, Any]]:
-        wanted = {"Name": "subnet-id", "Values": list(self.subnet_ids)} if self.subnet_ids else {"Name": "default-for-az", "Values": ["true"]}
-        subnets = account.pages(region, "ec2", "describe_subnets", "Subnets", Filters=[wanted])
-        missing = set(self.subnet_ids) - {subnet["SubnetId"] for subnet in subnets}
-        if missing and len(self._regions) == 1:  # several regions have each their own
-            raise BadRequest(f"{region} has no subnet {', '.join(sorted(missing))}")
-        if not subnets:
-            what = f"subnet {', '.join(sorted(missing))}" if missing else "default subnets"
-            told = f"{region} has no {what}: name some with subnet_ids=, or make a default VPC (`aws ec2 create-default-vpc --region {region}`)"
-            raise BadRequest(told) if len(self._regions) == 1 else NoCapacity(told).coded("VPCIdNotSpecified")
-        return subnets
-
-    def _ssh_cidr(self) -> str:
-        if self.ssh_cidr is not None:
-            return self.ssh_cidr
-        try:
-            with _http.Api("the service that tells our public address", "") as api:
-                told = str(api.ask("GET", self.checkip_url))
-            address = ip_address(told.strip())
-        except (SkywardError, ValueError) as error:
-            raise ProviderFailed(f"{self.checkip_url} did not tell from which address we come: {error}; say it with ssh_cidr=") from error
-        return f"{address}/{address.max_prefixlen}"
+    def _launcher(self, account: Account) -> Launcher:
+        settings = LaunchSettings(
+            ami=self.ami,
+            checkip_url=self.checkip_url,
+            disk_gb=self.disk_gb,
+            image_keep_days=self.image_keep_days,
+            instance_profile=self.instance_profile,
+            is_one_region=len(self._regions) == 1,
+            ssh_cidr=self.ssh_cidr,
+            subnet_ids=self.subnet_ids,
+            use_private_ip=self.use_private_ip,
+            use_ssm=self.use_ssm,
+        )
+        return Launcher(settings, account)
 
     def _with_addresses(self, account: Account, region: str, launch: str, ids: Sequence[str]) -> list[dict[str, Any]]:
         """Wait until each machine has an address or has failed. Raises NoCapacity, QuotaExceeded, BadRequest or ProviderFailed if all have failed."""
@@ -600,17 +430,6 @@ class AWS(Provider):
 def _least_memory_gb(want: Requirements) -> float | None:
     """Return how much memory is needed: what was asked for, or enough for a node; any will do where a type was named."""
     return LEAST_MEMORY_GB if want.memory_gb is None and want.instance_type is None else want.memory_gb
-
-
-def _pools(types: Sequence[str], subnets: Sequence[Mapping[str, Any]], prices: Prices, offer: Offer) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return types and subnets where a spot machine costs no more than what was offered: that is what the bill and what the money allows are counted by.
-
-    One subnet a zone, that with the most addresses left: a fleet may name a type in a zone once (Karpenter and ParallelCluster do the same).
-    """
-    largest: dict[str, Mapping[str, Any]] = {}
-    for subnet in sorted(subnets, key=lambda subnet: (-int(subnet.get("AvailableIpAddressCount", 0)), str(subnet["SubnetId"]))):
-        largest.setdefault(str(subnet["AvailabilityZone"]), subnet)
-    return [(name, subnet) for name in types for zone, subnet in sorted(largest.items()) if prices.get((name, zone), float("inf")) <= offer.price_per_hour]
 
 
 class _HostKeys:
