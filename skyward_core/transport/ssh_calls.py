@@ -13,14 +13,14 @@ import asyncssh  # noqa: TID253  a part of ssh_connection.py
 from skyward_core.errors import CommandTimedOut, ConnectionLost, Unreachable
 from skyward_core.machines.instances import Endpoint
 from skyward_core.transport.ssh_channels import Text
-from skyward_core.transport.ssh_link import Link
+from skyward_core.transport.ssh_link import SSHLink
 from skyward_core.transport.ssh_loop import Loop
 
 
 class LoopCalls:
     """Runs coroutines of a connection on its loop, for callers of other threads; `close` cancels them and closes the link."""
 
-    def __init__(self, endpoint: Endpoint, link: Link, loop: Loop | None) -> None:
+    def __init__(self, endpoint: Endpoint, link: SSHLink, loop: Loop | None) -> None:
         self.is_closed = True  # for `__del__`, if no loop can be made
         self.endpoint = endpoint
         self._link = link

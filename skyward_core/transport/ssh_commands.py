@@ -20,7 +20,7 @@ from skyward_core.errors import CommandFailed, CommandTimedOut, ConnectionLost, 
 from skyward_core.machines.instances import Endpoint
 from skyward_core.transport.ssh_calls import LoopCalls, short
 from skyward_core.transport.ssh_channels import Inbox, Session, Text
-from skyward_core.transport.ssh_link import Link, attempts
+from skyward_core.transport.ssh_link import SSHLink, attempts
 
 KILL_SECONDS = 2.0
 REFUSED_SECONDS = 5.0  # sshd counts a session a moment longer than we do; where its MaxSessions is smaller, one of ours may end soon
@@ -52,7 +52,7 @@ class Completed:
 class Commands:
     """Starts commands in sessions of the link and ends them, at most SESSIONS at once. To be used on the loop's thread only."""
 
-    def __init__(self, endpoint: Endpoint, link: Link) -> None:
+    def __init__(self, endpoint: Endpoint, link: SSHLink) -> None:
         self.endpoint = endpoint
         self._link = link
         self._sessions = asyncio.Semaphore(SESSIONS)

@@ -41,7 +41,7 @@ from skyward_core.transport.ssh_channels import Text
 from skyward_core.transport.ssh_commands import Commands, Completed, Shell
 from skyward_core.transport.ssh_files import Files
 from skyward_core.transport.ssh_forwards import Forward, Forwards
-from skyward_core.transport.ssh_link import Link
+from skyward_core.transport.ssh_link import SSHLink
 from skyward_core.transport.ssh_loop import Loop
 
 
@@ -60,7 +60,7 @@ class Connection:
         keepalive_count: int = 2,
         on_lost: Callable[[str], None] | None = None,
     ) -> None:
-        link = Link(endpoint, (keepalive_seconds, keepalive_count), on_lost)
+        link = SSHLink(endpoint, (keepalive_seconds, keepalive_count), on_lost)
         self.endpoint = endpoint
         self._link = link
         self._calls = LoopCalls(endpoint, link, loop)

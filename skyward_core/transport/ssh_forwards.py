@@ -8,7 +8,7 @@ import asyncssh  # noqa: TID253  a part of ssh_connection.py
 
 from skyward_core.errors import Unreachable
 from skyward_core.machines.instances import Endpoint
-from skyward_core.transport.ssh_link import NO_FORWARDING, OPEN_PROHIBITED, Link
+from skyward_core.transport.ssh_link import NO_FORWARDING, OPEN_PROHIBITED, SSHLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Forward:
 class Forwards:
     """The forwarded ports of one connection. To be used on the loop's thread only."""
 
-    def __init__(self, endpoint: Endpoint, link: Link) -> None:
+    def __init__(self, endpoint: Endpoint, link: SSHLink) -> None:
         self._endpoint = endpoint
         self._link = link
         self._forwards: list[Forward] = []

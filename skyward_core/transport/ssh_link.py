@@ -29,7 +29,7 @@ VERDICTS = (asyncssh.PermissionDenied, asyncssh.HostKeyNotVerifiable, asyncssh.K
 """Errors by which the machine refuses us, or we refuse the machine: no fault of the proxy command."""
 
 
-class Link:
+class SSHLink:
     """The present connection to a machine, or why there is none, and the proxy command that carries it. To be used on the loop's thread only.
 
     `on_lost` is called once for each loss, with the reason, and must not wait.
