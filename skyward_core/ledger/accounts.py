@@ -24,7 +24,7 @@ class Accounts:
         self._database = database
 
     def set_account(self, account: Account) -> None:
-        """Make an account, or change its limit or period; with another period counting starts anew."""
+        """Create an account, or change its limit or period; a new period counts from zero."""
         values = {"limit_micro_usd": micro_usd(account.limit_usd), "period": account.period.value}
         with self._database.write() as connection:
             if connection.execute(update(ACCOUNTS).where(ACCOUNTS.c.name == account.name).values(values)).rowcount == 0:
@@ -36,14 +36,14 @@ class Accounts:
             return read_rows(connection.execute(select(ACCOUNTS).order_by(ACCOUNTS.c.name)).mappings(), account_of, unreadable)
 
     def left_usd(self, account: str, pool_id: str) -> Decimal:
-        """Return what a pool could reserve from an account now; negative when more was spent than had been reserved."""
+        """Return what a pool could reserve from an account now, in USD; negative if more was spent than had been reserved."""
         with self._database.read() as connection:
             row = _account_row(connection, account)
             scope = _scope(Period(row["period"]), pool_id, self._database.clock())
             return in_usd(row["limit_micro_usd"] - (_committed(connection, account, scope) or 0))
 
     def reserve(self, account: str, pool_id: str, usd: Decimal) -> Reservation:
-        """Set money aside for a pool, in one transaction that no other can come between."""
+        """Reserve money for a pool, in one transaction that is isolated from all others."""
         amount = micro_usd(usd)
         if amount <= 0:
             raise BadRequest(f"One reserves a positive sum; given {usd} USD.")
@@ -52,7 +52,7 @@ class Accounts:
             return self._reserve(connection, _account_row(connection, account, is_locked=True), pool_id, amount)
 
     def roll(self, account: str, pool_id: str, spent_usd: Decimal, next_usd: Decimal) -> Reservation:
-        """Settle what a pool has reserved from an account with what it has spent since it last did so, and reserve for what comes next: both or neither."""
+        """Settle a pool's reservations from an account with what it has spent since the last settlement, and reserve for the next interval: both or neither."""
         spent, amount = micro_usd(spent_usd), micro_usd(next_usd)
         if spent < 0 or amount < 0:
             raise BadRequest(f"One spends and reserves nothing or more; given {spent_usd} and {next_usd} USD.")
@@ -83,7 +83,7 @@ class Accounts:
         return reservation_of(connection.execute(insert(RESERVATIONS).values(values).returning(*RESERVATIONS.c)).mappings().one())
 
     def settle(self, reservation: Reservation | int, spent_usd: Decimal) -> Reservation:
-        """Say what was really spent of a reservation: the rest is free again. More than was reserved is written down too, for it is the truth."""
+        """Record what was spent of a reservation; the rest is free again. More than was reserved is recorded too."""
         number = reservation if isinstance(reservation, int) else reservation.id
         spent = micro_usd(spent_usd)
         if spent < 0:

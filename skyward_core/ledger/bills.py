@@ -56,7 +56,7 @@ class Bills:
         self._database = database
 
     def pool_rows(self, *, include_ended: bool = False, limit: int | None = None, unreadable: list[UnreadableRow] | None = None) -> list[PoolRow]:
-        """Return the pools with what each has cost so far, oldest first; only the newest so many, if so asked."""
+        """Return the pools with what each has cost so far, oldest first; with `limit` only so many of the newest."""
         newest = select_pools(include_ended).order_by(POOLS.c.created_microseconds.desc(), POOLS.c.id.desc()).limit(limit)
         r = RESOURCES.c
         sums = select(r.pool_id, func.sum(case((IS_OPEN, 1), else_=0)), func.count(), func.sum(_MILLISECONDS), func.sum(_COST), func.sum(_ON_DEMAND))
@@ -77,7 +77,7 @@ class Bills:
         work: Work = NO_WORK,
         unreadable: list[UnreadableRow] | None = None,
     ) -> list[CostRow]:
-        """Return the bill, added up: of one pool, of what was intended from `since` until before `until`, of pools for this work, if so asked."""
+        """Return the bill, added up by `by`: of all, of one pool, of intents from `since` until before `until`, or of pools for this work."""
         conditions: list[ColumnElement[bool]] = []
         if pool_id is not None:
             conditions.append(RESOURCES.c.pool_id == pool_id)
@@ -105,7 +105,7 @@ class Bills:
             return [_cost_row(by, *row) for row in connection.execute(wanted.order_by(key))]
 
     def set_shares(self, pool_id: str, shares: Mapping[Work, Decimal]) -> None:
-        """Write down what parts of a pool's cost are for, in USD, in the place of what was written before. Allowed after the end of the pool."""
+        """Record which work parts of a pool's cost are for, in USD; they replace earlier shares. Allowed after the end of the pool."""
         if wrong := [usd for usd in shares.values() if usd < 0]:
             raise BadRequest(f"A share of a cost is zero or more; given {wrong[0]} USD.")
         rows = [{"pool_id": pool_id, "micro_usd": round(usd / MICRO_USD), **work_values(work)} for work, usd in shares.items()]
@@ -116,7 +116,7 @@ class Bills:
                 connection.execute(insert(SHARES), rows)
 
     def shares(self, pool_id: str) -> dict[Work, Decimal]:
-        """Return what parts of a pool's cost are for, in USD."""
+        """Return which work parts of a pool's cost are for, in USD."""
         with self._database.read() as connection:
             rows = connection.execute(select(SHARES).where(SHARES.c.pool_id == pool_id).order_by(SHARES.c.id)).mappings()
             return {work_of(row): in_usd(row["micro_usd"]) for row in rows}

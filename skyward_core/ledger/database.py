@@ -39,7 +39,7 @@ class Database:
                 migrate(connection)
 
     def close(self) -> None:
-        """Close all connections; may be called twice. What is used later opens a connection for the time of its transaction."""
+        """Close all connections; may be called twice. A later call opens a connection for its transaction."""
         self._is_closed = True
         self._engine.dispose()
 

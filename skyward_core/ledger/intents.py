@@ -24,14 +24,14 @@ class Intents:
         self._database = database
 
     def intend_all(self, pool_id: str, wishes: Sequence[Wish]) -> list[Intent]:
-        """Write down what is about to be asked for, all of it or nothing. It is committed when this returns: only then make the creating call."""
+        """Record resources that are about to be requested, all or none. They are committed when this returns: make the creating call only then."""
         rows = [self._row_of(pool_id, wish) for wish in wishes]
         with self._database.write() as connection:
             must_live(connection, pool_id)
             return _written(connection, rows)
 
     def adopt(self, pool_id: str, wish: Wish, cloud_id: str) -> Intent:
-        """Write down a thing that is there and that no intent tells of, intent and bond in one; again with the same changes nothing."""
+        """Record a resource that exists and has no intent: intent and binding at once. The same call again changes nothing."""
         with self._database.write() as connection:
             known_pool(connection, pool_id, is_alone=True)  # two sweeps may have found the same
             intent = _written(connection, [self._row_of(pool_id, wish)])[0]
@@ -61,7 +61,7 @@ class Intents:
         }
 
     def bind_all(self, ids: Mapping[int, str], as_rented: Mapping[int, Rented] | None = None) -> list[Intent]:
-        """Write down the cloud's ids, by the numbers of their intents; again with the same ids changes nothing."""
+        """Record the cloud's ids, by the numbers of their intents. The same ids again change nothing."""
         conflicts: list[str] = []
         with self._database.write() as connection:
             intents = self._change_all(connection, ids, self._binding(ids, conflicts, as_rented or {}))
@@ -88,7 +88,7 @@ class Intents:
         return change
 
     def ask_end_all(self, numbers: Iterable[int]) -> list[Intent]:
-        """Write down that the termination of these has been asked for; the first time stands."""
+        """Record that the termination of these was requested; the first time is kept."""
         asked = stamp(self._database.clock())
 
         def change(row: Values) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Intents:
             return self._change_all(connection, numbers, change)
 
     def close_all(self, numbers: Iterable[int], evidence: str, *, fill: Bucket | None = None, paid_until: Mapping[int, datetime] | None = None) -> list[Intent]:
-        """Write down that these are gone, or never were, and how we know; the first evidence stands."""
+        """Record that these are gone or never existed, with the evidence; the first evidence is kept."""
         if not evidence.strip():
             raise BadRequest("An intent is closed with the evidence that the thing is gone; none was given.")
         gone = stamp(self._database.clock())
@@ -118,7 +118,7 @@ class Intents:
             return self._change_all(connection, numbers, change)
 
     def note_all(self, seconds: Mapping[int, Mapping[Bucket, float]]) -> None:
-        """Write down what the seconds of resources went to so far: totals by bucket, kept to the millisecond. Again with the same changes nothing."""
+        """Record how the seconds of resources were spent so far: totals by bucket, in whole milliseconds. The same totals again change nothing."""
         noted = {number: {bucket: round(total * 1000) for bucket, total in its.items()} for number, its in seconds.items()}
         if wrong := [total for its in noted.values() for total in its.values() if total < 0]:
             raise BadRequest(f"Seconds only add up; given {wrong[0] / 1000}.")
@@ -152,7 +152,7 @@ class Intents:
         provider: str | None = None,
         unreadable: list[UnreadableRow] | None = None,
     ) -> list[Intent]:
-        """Return what is not known to be gone, oldest first: of one pool, or at one provider, if so asked."""
+        """Return the entries that are not known to be gone, oldest first: all, those of one pool, or those at one provider."""
         return self._intents(select(RESOURCES).where(IS_OPEN), pool_id, provider, unreadable)
 
     def intents(self, *, pool_id: str | None = None, provider: str | None = None, unreadable: list[UnreadableRow] | None = None) -> list[Intent]:

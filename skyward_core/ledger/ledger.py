@@ -1,7 +1,7 @@
-"""What we asked for, what we got, what it costs, what is gone: SQLite by default, PostgreSQL by URL.
+"""The ledger: what was requested, what was created, what it costs, and what is gone. SQLite by default, PostgreSQL by URL.
 
-An intent is written and committed before the call that creates something, bound to the cloud's id after it, and closed with the evidence that the
-thing is gone. Whatever dies in between leaves an open intent, with all that is needed to find the thing: kind, provider, region, name, token, tags.
+An intent is committed before the call that creates a resource, bound to the cloud's id after it, and closed with the evidence that the resource is gone.
+A crash in between leaves an open intent with all that is needed to find the resource: kind, provider, region, name, token, tags.
 
 `rows.py` has the values and `tables.py` the tables. `database.py` owns the connections and transactions; `pools.py`, `intents.py`, `bills.py` and
 `accounts.py` each read and write one group of tables with it. `Ledger` is the one class that other packages use.
@@ -77,12 +77,12 @@ def now() -> datetime:
 class Ledger:
     """An open ledger, usable from many threads; each process opens its own (not across a fork). Close it, or use it as a context manager.
 
-    Every verb is one transaction, committed when it returns, and raises LedgerError when the database cannot be used. SQLite files are in WAL mode:
-    readers never wait and are never waited for; they must not lie on a network file system, whose processes could not see each other's locks.
+    Every method is one transaction, committed when it returns, and raises LedgerError when the database cannot be used. SQLite files are in WAL mode: readers
+    never wait, and nothing waits for them. Do not put the file on a network file system: processes there do not see each other's locks.
     """
 
     def __init__(self, url: str, *, clock: Callable[[], datetime] = now, busy_timeout_seconds: float = BUSY_TIMEOUT_SECONDS) -> None:
-        """Open the ledger at a SQLAlchemy URL; make it if there is none, migrate it if it is of an older version."""
+        """Open the ledger at a SQLAlchemy URL; create it if it does not exist, migrate it from an older version."""
         self._database = Database(url, clock, busy_timeout_seconds)
         self.url = self._database.url
         self._pools = Pools(self._database)
@@ -91,7 +91,7 @@ class Ledger:
         self._accounts = Accounts(self._database)
 
     def close(self) -> None:
-        """Close all connections; may be called twice. What is used later opens a connection for the time of its transaction."""
+        """Close all connections; may be called twice. A later call opens a connection for its transaction."""
         self._database.close()
 
     def __enter__(self) -> Self:
@@ -113,13 +113,13 @@ class Ledger:
         account: str | None = None,
         work: Work = NO_WORK,
     ) -> PoolEntry:
-        """Write down a pool before anything is asked for on its behalf. Raises LedgerConflict if there is one of that id."""
+        """Record a pool before anything is requested for it. Raises LedgerConflict if the id is taken."""
         return self._pools.open_pool(
             pool_id, owner=owner, provider=provider, spec_json=spec_json, lease_expires_at=lease_expires_at, account=account, work=work
         )
 
     def turn_to(self, pool_id: str, provider: Mapping[str, Any], provider_account: str) -> None:
-        """Write down who is to rent out a pool's machines from now on, and to whom; what others had of it must be known to be gone.
+        """Record the provider and account of a pool from now on. All machines at an earlier provider must be known to be gone.
 
         Raises LeaseLost if the pool was condemned or has ended, LedgerConflict if it is unknown.
         """
@@ -128,7 +128,7 @@ class Ledger:
     def renew(self, pool_id: str, lease_expires_at: datetime) -> None:
         """Move the end of a pool's lease, never to an earlier time.
 
-        Raises LeaseLost if the pool was condemned or has ended, LedgerConflict if it is unknown. Cheap: it touches one row.
+        Raises LeaseLost if the pool was condemned or has ended, LedgerConflict if it is unknown. Changes one row.
         """
         self._pools.renew(pool_id, lease_expires_at)
 
@@ -137,41 +137,41 @@ class Ledger:
         self._pools.live_by_lease(pool_id, lease_expires_at)
 
     def condemn(self, pool_id: str, *, seen: datetime) -> bool:
-        """Judge one pool dead, and return whether it is; see `condemn_all`."""
+        """Condemn one pool, and return whether it is dead; see `condemn_all`."""
         return pool_id in self.condemn_all({pool_id: seen})
 
     def condemn_all(self, seen: Mapping[str, datetime]) -> set[str]:
-        """Judge pools dead, each unless its lease was renewed since it was `seen` to end then. From now on nothing is asked for on their behalf.
+        """Condemn pools, each unless its lease was renewed: `seen` has the ends that were read. From now on nothing is requested for them.
 
-        Returns the ids of those that are dead: by this, or because they were condemned or had ended before. Of the others somebody has renewed the lease;
-        look again. Raises LedgerConflict if one is unknown.
+        Returns the ids of those that are dead: condemned now or before, or ended. The leases of the others were renewed: read them again. Raises LedgerConflict
+        if one is unknown.
         """
         return self._pools.condemn_all(seen)
 
     def end_pool(self, pool_id: str) -> None:
-        """Write down that one pool has ended; see `end_pools`."""
+        """Record that one pool has ended; see `end_pools`."""
         self.end_pools([pool_id])
 
     def end_pools(self, pool_ids: Iterable[str]) -> None:
-        """Write down that pools have ended; the first time stands. Their open intents stay open. Raises LedgerConflict if one is unknown."""
+        """Record that pools have ended; the first time is kept. Their open intents stay open. Raises LedgerConflict if one is unknown."""
         self._pools.end_pools(pool_ids)
 
     def pool(self, pool_id: str) -> PoolEntry | None:
-        """Return a pool; None if the ledger has never heard of it."""
+        """Return a pool; None if it is unknown."""
         return self._pools.pool(pool_id)
 
     def pools(self, *, include_ended: bool = False, unreadable: list[UnreadableRow] | None = None) -> list[PoolEntry]:
-        """Return the pools, oldest first. What cannot be read is put into `unreadable`; without that list it is raised, here and in the other listings."""
+        """Return the pools, oldest first. Rows that cannot be read go into `unreadable`; without that list they raise, here and in the other listings."""
         return self._pools.pools(include_ended=include_ended, unreadable=unreadable)
 
     def pool_rows(self, *, include_ended: bool = False, limit: int | None = None, unreadable: list[UnreadableRow] | None = None) -> list[PoolRow]:
-        """Return the pools with what each has cost so far, oldest first; only the newest so many, if so asked."""
+        """Return the pools with what each has cost so far, oldest first; with `limit` only so many of the newest."""
         return self._bills.pool_rows(include_ended=include_ended, limit=limit, unreadable=unreadable)
 
     # ── attempts ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def note_attempts(self, attempts: Sequence[Attempt]) -> None:
-        """Write down what became of tries to rent machines."""
+        """Record the results of tries to rent machines."""
         self._pools.note_attempts(attempts)
 
     def attempts(self, *, pool_id: str | None = None, since: datetime | None = None, unreadable: list[UnreadableRow] | None = None) -> list[Attempt]:
@@ -181,57 +181,56 @@ class Ledger:
     # ── intents ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def intend(self, pool_id: str, wish: Wish) -> Intent:
-        """Write down one thing that is about to be asked for; see `intend_all`."""
+        """Record one resource that is about to be requested; see `intend_all`."""
         return self.intend_all(pool_id, [wish])[0]
 
     def intend_all(self, pool_id: str, wishes: Sequence[Wish]) -> list[Intent]:
-        """Write down what is about to be asked for, all of it or nothing. It is committed when this returns: only then make the creating call.
+        """Record resources that are about to be requested, all or none. They are committed when this returns: make the creating call only then.
 
-        With a token that the ledger knows, that entry is returned as it is (the call is being tried again). Raises LedgerConflict if it is for another
-        thing or the pool is unknown, LeaseLost if the pool was condemned or has ended: nothing is asked for on behalf of the dead.
+        For a known token the entry is returned unchanged: the call is a retry. Raises LedgerConflict if the token belongs to another resource or the pool is
+        unknown, LeaseLost if the pool was condemned or has ended.
         """
         return self._intents.intend_all(pool_id, wishes)
 
     def adopt(self, pool_id: str, wish: Wish, cloud_id: str) -> Intent:
-        """Write down a thing that is there and that no intent tells of, intent and bond in one; again with the same changes nothing.
+        """Record a resource that exists and has no intent: intent and binding at once. The same call again changes nothing.
 
-        Allowed for a pool that is condemned or has ended: it is the truth, and what is there has to be ended. Errors as of `intend_all` and `bind`.
+        Allowed for a pool that is condemned or has ended: what exists must be ended. Errors as of `intend_all` and `bind`.
         """
         return self._intents.adopt(pool_id, wish, cloud_id)
 
     def bind(self, intent: Intent | int, cloud_id: str) -> Intent:
-        """Write down the cloud's id of one thing that was created; see `bind_all`."""
+        """Record the cloud's id of one created resource; see `bind_all`."""
         return self.bind_all({intent if isinstance(intent, int) else intent.id: cloud_id})[0]
 
     def bind_all(self, ids: Mapping[int, str], as_rented: Mapping[int, Rented] | None = None) -> list[Intent]:
-        """Write down the cloud's ids, by the numbers of their intents; again with the same ids changes nothing.
+        """Record the cloud's ids, by the numbers of their intents. The same ids again change nothing.
 
-        `as_rented` says of some that they are not quite what was asked for. Their price takes the place of the intent's where it is lower: money
-        was set aside for that one, and no bill may rise above it.
+        `as_rented` is for resources that differ from the request. Their price replaces the intent's if it is lower: money was reserved for the intent's price,
+        and no bill may exceed it.
 
-        An intent that was closed unbound (a listing lagged behind, the answer came late) is open again: there is something after all. Allowed for a pool
-        that is condemned. Raises LedgerConflict for those that are bound to another id, after the others have been written down.
+        An intent that was closed unbound is open again: a listing lagged, the answer came late, and the resource exists. Allowed for a condemned pool. Raises
+        LedgerConflict for those that are bound to another id, after the others have been recorded.
         """
         return self._intents.bind_all(ids, as_rented)
 
     def ask_end_all(self, numbers: Iterable[int]) -> list[Intent]:
-        """Write down that the termination of these has been asked for; the first time stands."""
+        """Record that the termination of these was requested; the first time is kept."""
         return self._intents.ask_end_all(numbers)
 
     def close_all(self, numbers: Iterable[int], evidence: str, *, fill: Bucket | None = None, paid_until: Mapping[int, datetime] | None = None) -> list[Intent]:
-        """Write down that these are gone, or never were, and how we know; the first evidence stands.
+        """Record that these are gone or never existed, with the evidence; the first evidence is kept.
 
-        With `fill`, what of the time since its intent no bucket has yet is put into that one, for what was bound: every second is in a bucket. `paid_until`
-        tells of some that they cost nothing any more since then, long before it was known that they are gone.
+        With `fill`, the seconds since the intent that are in no bucket yet are added to that one, if the resource was bound: every second is in a bucket.
+        `paid_until` has the times from which some cost nothing any more, if that was long before they were known to be gone.
         """
         return self._intents.close_all(numbers, evidence, fill=fill, paid_until=paid_until)
 
     def note_all(self, seconds: Mapping[int, Mapping[Bucket, float]]) -> None:
-        """Write down what the seconds of resources went to so far: totals by bucket, kept to the millisecond. Again with the same changes nothing.
+        """Record how the seconds of resources were spent so far: totals by bucket, in whole milliseconds. The same totals again change nothing.
 
-        The buckets of a resource are replaced together, if their sum is not smaller than what is known: a second may turn out to have gone elsewhere, and is
-        never lost. Allowed after the close: who noted knows better than who filled, so that what is noted then takes the place of what was filled in, and
-        is never added to it.
+        The buckets of a resource are replaced together if their sum does not shrink: a second may move to another bucket and is never lost. Allowed after the
+        close: noted seconds then replace those that the close has filled in, and are never added to them.
         """
         self._intents.note_all(seconds)
 
@@ -242,7 +241,7 @@ class Ledger:
         provider: str | None = None,
         unreadable: list[UnreadableRow] | None = None,
     ) -> list[Intent]:
-        """Return what is not known to be gone, oldest first: of one pool, or at one provider, if so asked."""
+        """Return the entries that are not known to be gone, oldest first: all, those of one pool, or those at one provider."""
         return self._intents.open_intents(pool_id=pool_id, provider=provider, unreadable=unreadable)
 
     def intents(self, *, pool_id: str | None = None, provider: str | None = None, unreadable: list[UnreadableRow] | None = None) -> list[Intent]:
@@ -261,30 +260,30 @@ class Ledger:
         work: Work = NO_WORK,
         unreadable: list[UnreadableRow] | None = None,
     ) -> list[CostRow]:
-        """Return the bill, added up: of one pool, of what was intended from `since` until before `until`, of pools for this work, if so asked.
+        """Return the bill, added up by `by`: of all, of one pool, of intents from `since` until before `until`, or of pools for this work.
 
-        A pool is for `work` if its own has the same texts wherever that is not empty. Whatever it is added up by, the rows have the same sum. By bucket there
-        is one row more, `BILLING_ROUNDING`. By run, task and asset the shares of a pool's cost (`set_shares`) go where they belong, and what no share takes,
-        with the number of the resources, to the pool's own work.
-        With `unreadable`, rows whose numbers are none (SQLite takes anything) are left out and put there.
+        A pool is for `work` if its own work has the same text in each field that is not empty in `work`. The sum of the rows does not depend on `by`. By bucket
+        there is one more row, `BILLING_ROUNDING`. By run, task and asset, shares of a pool's cost (`set_shares`) count for the work that they name. The rest of
+        the cost, and the number of resources, count for the pool's own work. With `unreadable`, rows with values that are no numbers (SQLite stores any value)
+        are left out and appended to it.
         """
         return self._bills.cost_rows(by, pool_id=pool_id, since=since, until=until, work=work, unreadable=unreadable)
 
     def set_shares(self, pool_id: str, shares: Mapping[Work, Decimal]) -> None:
-        """Write down what parts of a pool's cost are for, in USD, in the place of what was written before. Allowed after the end of the pool.
+        """Record which work parts of a pool's cost are for, in USD; they replace earlier shares. Allowed after the end of the pool.
 
         Raises BadRequest for a negative share, LedgerConflict if the pool is unknown.
         """
         self._bills.set_shares(pool_id, shares)
 
     def shares(self, pool_id: str) -> dict[Work, Decimal]:
-        """Return what parts of a pool's cost are for, in USD."""
+        """Return which work parts of a pool's cost are for, in USD."""
         return self._bills.shares(pool_id)
 
     # ── money ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def set_account(self, account: Account) -> None:
-        """Make an account, or change its limit or period; with another period counting starts anew."""
+        """Create an account, or change its limit or period; a new period counts from zero."""
         self._accounts.set_account(account)
 
     def accounts(self, *, unreadable: list[UnreadableRow] | None = None) -> list[Account]:
@@ -292,29 +291,29 @@ class Ledger:
         return self._accounts.accounts(unreadable=unreadable)
 
     def left_usd(self, account: str, pool_id: str) -> Decimal:
-        """Return what a pool could reserve from an account now; negative when more was spent than had been reserved."""
+        """Return what a pool could reserve from an account now, in USD; negative if more was spent than had been reserved."""
         return self._accounts.left_usd(account, pool_id)
 
     def reserve(self, account: str, pool_id: str, usd: Decimal) -> Reservation:
-        """Set money aside for a pool, in one transaction that no other can come between.
+        """Reserve money for a pool, in one transaction that is isolated from all others.
 
-        Raises BudgetExceeded if the account has less left in this period (what is reserved and what has been spent both count), LeaseLost if the pool was
-        condemned or has ended: nobody would ever settle it.
+        Raises BudgetExceeded if less is left in this period (reservations and spending both count), LeaseLost if the pool was condemned or has ended: nothing
+        would settle the reservation.
         """
         return self._accounts.reserve(account, pool_id, usd)
 
     def roll(self, account: str, pool_id: str, spent_usd: Decimal, next_usd: Decimal) -> Reservation:
-        """Settle what a pool has reserved from an account with what it has spent since it last did so, and reserve for what comes next: both or neither.
+        """Settle a pool's reservations from an account with what it has spent since the last settlement, and reserve for the next interval: both or neither.
 
-        How the sum is shared among several reservations is said at `settle_pool`. Nothing may come next (0 USD). Errors as of `reserve`; BudgetExceeded
-        leaves everything as it was.
+        `settle_pool` describes how the sum is divided among several reservations. The next reservation may be 0 USD. Errors as of `reserve`; after
+        BudgetExceeded nothing has changed.
         """
         return self._accounts.roll(account, pool_id, spent_usd, next_usd)
 
     def settle(self, reservation: Reservation | int, spent_usd: Decimal) -> Reservation:
-        """Say what was really spent of a reservation: the rest is free again. More than was reserved is written down too, for it is the truth.
+        """Record what was spent of a reservation; the rest is free again. More than was reserved is recorded too.
 
-        Again with the same sum changes nothing; raises LedgerConflict with another.
+        The same sum again changes nothing; another sum raises LedgerConflict.
         """
         return self._accounts.settle(reservation, spent_usd)
 

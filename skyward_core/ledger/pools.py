@@ -37,7 +37,7 @@ class Pools:
         account: str | None = None,
         work: Work = NO_WORK,
     ) -> PoolEntry:
-        """Write down a pool before anything is asked for on its behalf. Raises LedgerConflict if there is one of that id."""
+        """Record a pool before anything is requested for it. Raises LedgerConflict if the id is taken."""
         values = {
             "id": pool_id,
             "owner_user": owner.user,
@@ -57,7 +57,7 @@ class Pools:
             return pool_of(connection.execute(insert(POOLS).values(values).returning(*POOLS.c)).mappings().one())
 
     def turn_to(self, pool_id: str, provider: Mapping[str, Any], provider_account: str) -> None:
-        """Write down who is to rent out a pool's machines from now on, and to whom; what others had of it must be known to be gone."""
+        """Record the provider and account of a pool from now on. All machines at an earlier provider must be known to be gone."""
         with self._database.write() as connection:
             wanted = update(POOLS).where(POOLS.c.id == pool_id, _MAY_SPEND)
             if connection.execute(wanted.values(provider_json=json.dumps(dict(provider), sort_keys=True), provider_account=provider_account)).rowcount == 0:
@@ -80,7 +80,7 @@ class Pools:
                 must_live(connection, pool_id)
 
     def condemn_all(self, seen: Mapping[str, datetime]) -> set[str]:
-        """Judge pools dead, each unless its lease was renewed since it was `seen` to end then. From now on nothing is asked for on their behalf."""
+        """Condemn pools, each unless its lease was renewed: `seen` has the ends that were read. From now on nothing is requested for them."""
         p = POOLS.c
         condemned = func.coalesce(p.condemned_microseconds, stamp(self._database.clock()))
         dead: set[str] = set()
@@ -94,7 +94,7 @@ class Pools:
         return dead
 
     def end_pools(self, pool_ids: Iterable[str]) -> None:
-        """Write down that pools have ended; the first time stands. Their open intents stay open. Raises LedgerConflict if one is unknown."""
+        """Record that pools have ended; the first time is kept. Their open intents stay open. Raises LedgerConflict if one is unknown."""
         ended = func.coalesce(POOLS.c.ended_microseconds, stamp(self._database.clock()))
         with self._database.write() as connection:
             for pool_id in sorted(set(pool_ids)):
@@ -102,19 +102,19 @@ class Pools:
                     raise no_pool(pool_id)
 
     def pool(self, pool_id: str) -> PoolEntry | None:
-        """Return a pool; None if the ledger has never heard of it."""
+        """Return a pool; None if it is unknown."""
         with self._database.read() as connection:
             row = connection.execute(select(POOLS).where(POOLS.c.id == pool_id)).mappings().first()
         return None if row is None else pool_of(row)
 
     def pools(self, *, include_ended: bool = False, unreadable: list[UnreadableRow] | None = None) -> list[PoolEntry]:
-        """Return the pools, oldest first. What cannot be read is put into `unreadable`; without that list it is raised, here and in the other listings."""
+        """Return the pools, oldest first. Rows that cannot be read go into `unreadable`; without that list they raise, here and in the other listings."""
         with self._database.read() as connection:
             wanted = select_pools(include_ended).order_by(POOLS.c.created_microseconds, POOLS.c.id)
             return read_rows(connection.execute(wanted).mappings(), pool_of, unreadable)
 
     def note_attempts(self, attempts: Sequence[Attempt]) -> None:
-        """Write down what became of tries to rent machines."""
+        """Record the results of tries to rent machines."""
         rows = [
             {
                 "pool_id": attempt.pool_id,
