@@ -125,9 +125,8 @@ class HeadRestart:
         for node, future in begun:
             while not future.done() and time.monotonic() < until:
                 self._rental.go_on_until(deadline, "the nodes did not begin in time")
-            if self._nodes.all.get(node.rank) is node and (not future.done() or future.exception() is not None):
+            if (not future.done() or future.exception() is not None) and self._nodes.drop(node.rank, node):
                 _log.warning("node %d could not begin anew, and is replaced: %s", node.rank, future.exception() if future.done() else "it takes too long")
-                del self._nodes.all[node.rank]
                 self._rental.end_aside(node)
 
     def _go_on_under(self, head: Preparation, look: Callable[[], None], deadline: float, before_others: Callable[[], None] = lambda: None) -> None:
@@ -136,7 +135,7 @@ class HeadRestart:
         self._nodes.scheduler = await_scheduler(head, [head], look, deadline)
         head.reach.opened()
         before_others()
-        others = [(rank, node) for rank, node in self._nodes.all.items() if rank]
+        others = [(rank, node) for rank, node in list(self._nodes.all.items()) if rank]
         side_by_side(lambda ranked: self._tell_or_drop(*ranked), others, "skyward-nodes", ALL_AT_ONCE)
 
     def _tell_or_drop(self, rank: int, node: Preparation) -> None:
@@ -147,6 +146,5 @@ class HeadRestart:
                 node.reach.opened()
         except (Unreachable, CommandFailed, OSError):
             is_told = False
-        if not is_told:  # lost as well
-            del self._nodes.all[rank]
+        if not is_told and self._nodes.drop(rank, node):  # lost as well
             self._rental.end(node)

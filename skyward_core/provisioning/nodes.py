@@ -57,6 +57,12 @@ class Nodes:
         self.forwarding = PortForwarding(spec)
         self.created_at = datetime.now(UTC)
 
+    def drop(self, rank: int, node: Preparation) -> bool:
+        """Count a node as lost; False if it is not at that rank any more. A replacement and a restart may both find that it is."""
+        if self.all.get(rank) is not node:
+            return False
+        return self.all.pop(rank, None) is not None
+
     # ── the lease and the scheduler ──────────────────────────────────────────────────────────────────────────────────
 
     @property

@@ -49,6 +49,7 @@ class PortForwarding:
 
     def connect(self, nodes: Mapping[int, Preparation], head_port: int) -> None:
         """Forward the ports of each node to it from all the others; nothing to do while this is off."""
+        nodes = dict(nodes)  # a replacement may fail meanwhile, and drop its node
         wanted = [(nodes[rank], port) for rank, ports in self._ports.items() if rank in nodes for port in ports]
         if self._ports:
             wanted.append((nodes[0], head_port))

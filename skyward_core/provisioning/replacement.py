@@ -60,8 +60,7 @@ class Replacement:
                     nodes.raise_if_lost(node)
             node.reach.opened()
         except BaseException:
-            if nodes.all.get(rank) is node:
-                del nodes.all[rank]
+            nodes.drop(rank, node)
             self._rental.end(node)
             raise
 
