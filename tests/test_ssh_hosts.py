@@ -248,12 +248,12 @@ def test_a_value_stays_there_if_the_connection_dies_before_all_of_it_is_here(hos
 
     monkeypatch.setattr(ssh_channels, "memory", cut)
     with reach(host, keepalive_seconds=0.3, keepalive_count=1).connect(60) as connection:
-        connection.put(bytes(MIB), "/dev/shm/value")
+        connection.put(bytes(40 * MIB), "/dev/shm/value")  # more than can be on its way before the partition
         with pytest.raises(ConnectionLost):
             connection.fetch("/dev/shm/value", remove=True)
         host.heal()
         connection.reconnect(20)
-        assert connection.run("stat -c %s /dev/shm/value").output == f"{MIB}\n"
+        assert connection.run("stat -c %s /dev/shm/value").output == f"{40 * MIB}\n"
 
 
 def test_a_file_whose_rest_never_comes_leaves_the_old_one(connection, host, monkeypatch):
