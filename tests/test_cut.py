@@ -131,7 +131,7 @@ def test_the_cancel_of_a_detached_call_is_acknowledged_or_raises(lone: sky.Compu
         call.cancel()
     heal()
     call.cancel()
-    wait_until(lambda: call.state == "ended", "the call to be stopped")
+    wait_until(lambda: call.state == "cancelled", "the call to be stopped")
 
 
 # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────────────
