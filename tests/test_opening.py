@@ -183,3 +183,20 @@ def test_a_close_that_fails_at_the_programs_end_is_one_clear_line(world: World, 
     assert "2 machines are not confirmed gone: i-1, i-2" in record.getMessage()
     assert "skyward sweep" in record.getMessage()
     assert record.exc_info is None
+
+
+def test_a_pool_that_is_given_up_at_the_end_of_its_opening_does_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The money is used up between the last machine and the last line of `start`. Else `open` would return a pool that ends a second later."""
+    used_up = sky.BudgetExceeded("the money is used up", "team")
+
+    def end(limits: Any) -> None:
+        limits._give_up(used_up)
+
+    monkeypatch.setattr(session.OpeningLimits, "start", lambda limits: None)
+    monkeypatch.setattr(session.OpeningLimits, "end", end)
+    told = Told()
+    pool = sky.ComputePool(provider=sky.Local(), display="quiet", on_event=told)
+    with pytest.raises(sky.BudgetExceeded, match="the money is used up"):
+        pool.open()
+    (created,) = told.of(sky.InfraCreating)
+    assert sky.Local().instances(created.pool_id) == []

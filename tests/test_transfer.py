@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import skyward_core as sky
+from skyward_core.worker import wire
 from skyward_core.worker.wire import Parcel
 from tests.conftest import shared, wait_until
 from tests.testbed import Fleet
@@ -153,8 +154,10 @@ def test_what_a_node_keeps_is_not_what_the_client_gets() -> None:
         assert keep_and_return() >> pool == 1.0
 
 
-def test_values_that_a_program_holds_keep_no_file_descriptor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [wire.KEEPS_NO_DESCRIPTOR, {}], ids=["as here", "as on Python 3.12"])
+def test_values_that_a_program_holds_keep_no_file_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]) -> None:
     """The usual limit is 1,024 descriptors: a map with more large results than that would fail, and the whole program would run short of them."""
+    monkeypatch.setattr(wire, "KEEPS_NO_DESCRIPTOR", arguments)
     before = len(os.listdir("/proc/self/fd"))
     parcels = [Parcel(b"", (bytearray(100_000),)).put_aside([str(tmp_path)]) for _ in range(50)]
     held = [parcel.contents()[1] for parcel in parcels]

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from skyward_core.cleanup.policy import answers, asked_by, paid_until, unsure_seconds
 from skyward_core.errors import ZERO_USD, LedgerConflict, LedgerError
-from skyward_core.ledger.journal import price_of
-from skyward_core.ledger.rows import Bucket, CostBy, Intent, PoolEntry, ResourceKind, Wish
+from skyward_core.ledger.journal import wish_for_found
+from skyward_core.ledger.rows import Bucket, CostBy, Intent, PoolEntry, ResourceKind
 from skyward_core.machines.instances import Instance
 from skyward_core.providers.base import Provider
 
@@ -164,19 +164,7 @@ class PoolRecord:
                     self._take([self._ledger.bind(intent, instance_id)])
                     del new[instance_id]
         for instance in new.values():
-            self._take([self._ledger.adopt(self._pool_id, self._wish_for(instance), instance.id)])
-
-    def _wish_for(self, instance: Instance) -> Wish:
-        return Wish(
-            kind=ResourceKind.INSTANCE,
-            provider=self._provider.name,
-            region=instance.region,
-            name=f"{self._pool_id}-{instance.rank}",
-            token=f"{self._pool_id}-found-{instance.id}",
-            tags=dict(instance.tags),
-            expires_at=self._clock(),
-            price=price_of(instance, self._provider),
-        )
+            self._take([self._ledger.adopt(self._pool_id, wish_for_found(instance, self._provider, self._pool_id, self._clock()), instance.id)])
 
     def _ask_end_all(self, instance_ids: Iterable[str]) -> None:
         numbers = [self._numbers[instance_id] for instance_id in instance_ids if instance_id in self._numbers]

@@ -52,6 +52,20 @@ def price_of(offer: Offer | Instance, provider: Provider) -> Price:
     )
 
 
+def wish_for_found(instance: Instance, provider: Provider, pool_id: str, expires_at: datetime) -> Wish:
+    """Return the entry for a machine that a listing shows and the ledger does not have."""
+    return Wish(
+        kind=ResourceKind.INSTANCE,
+        provider=provider.name,
+        region=instance.region,
+        name=f"{pool_id}-{instance.rank}",
+        token=f"{pool_id}-found-{instance.id}",
+        tags=dict(instance.tags),
+        expires_at=expires_at,
+        price=price_of(instance, provider),
+    )
+
+
 def _usd_of(extras: Iterable[Extra]) -> Decimal:
     return sum((Decimal(repr(extra.usd_per_hour)) for extra in extras), ZERO_USD)
 
@@ -271,7 +285,7 @@ class Book:
             with contextlib.suppress(LedgerConflict):  # a sweep has seen another one first
                 self._ledger.bind(number, instance.id)
                 return
-        adopted = self._ledger.adopt(self._pool_id, self._wish_for(instance), instance.id)
+        adopted = self._ledger.adopt(self._pool_id, wish_for_found(instance, self._provider, self._pool_id, self._now()), instance.id)
         with self._lock:
             self._numbers[instance.id] = adopted.id
 
@@ -283,18 +297,6 @@ class Book:
                 return None
             self._numbers[instance.id] = number
             return number
-
-    def _wish_for(self, instance: Instance) -> Wish:
-        return Wish(
-            kind=ResourceKind.INSTANCE,
-            provider=self._provider.name,
-            region=instance.region,
-            name=f"{self._pool_id}-{instance.rank}",
-            token=f"{self._pool_id}-found-{instance.id}",
-            tags=dict(instance.tags),
-            expires_at=self._now(),
-            price=price_of(instance, self._provider),
-        )
 
     # ── the witness ──────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -1,9 +1,9 @@
 """Gives a pool another head when its head is lost.
 
-    lost ─┬─ a node that is left may be the head ─> it becomes the head ──────────────────────┬─> its scheduler listens ─> all other nodes are told
+    lost ─┬─ a node that is left may be the head ─> it becomes the head ──────────────────────┬─> its scheduler listens ─> all other nodes get its address
           └─ none is left ─> machines are rented again, the first one becomes the head ───────┘
 
-Nodes that cannot be told are given back, and their ranks are vacant: `replacement` fills them. Killed between two lines, the pool's machines are found by tag.
+Nodes that do not get it are given back, and their ranks are vacant: `replacement` fills them. Killed between two lines, the pool's machines are found by tag.
 
 All of it runs under `Nodes.settings_lock`, which `restart` takes.
 """
@@ -50,7 +50,7 @@ class HeadRestart:
         them if it is one: they are given back. Where there is no heir, as many machines are rented anew, all at once; where an instance is nothing but its
         processes (`Local`, `Hosts`) these are the same machines, for they are free again by then. Without either a machine is rented for the head.
         """
-        with self._nodes.settings_lock:  # a machine that is being prepared meanwhile is told afterwards, of the new head
+        with self._nodes.settings_lock:  # a machine that is being prepared gets its settings later, with the new head
             return self._restart(frozenset(heirs), frozenset(dead))
 
     def _restart(self, heirs: frozenset[str], dead: frozenset[str]) -> Lease:

@@ -153,7 +153,7 @@ class Machines:
         return self._nodes.scheduler_from_here
 
     def extend_leases(self, seconds: float) -> None:
-        """Let all nodes live for so many seconds from now. Raises Unreachable if one cannot be told, BadRequest if they need this client."""
+        """Let all nodes live for so many seconds from now. Raises Unreachable if one does not answer, BadRequest if they need this client."""
         self._nodes.extend_leases(seconds)
 
     def living(self) -> set[str]:

@@ -1,11 +1,11 @@
-"""The nodes of a pool: which machine has which rank, where the scheduler is, and what each node is told.
+"""The nodes of a pool: which machine has which rank, where the scheduler is, and the settings of each node.
 
 `Nodes` is the one shared value of a pool's machines. `startup`, `replacement` and `head_restart` change it:
 
     nodes, scheduler, generation, ports    while the pool opens by its thread alone; then under `settings_lock`
     removal of one rank                    by the thread that replaces this rank, without the lock (recovery has one such thread for each rank)
 
-`settings_lock` is held while nodes are told who the head is: so no node is told of a head that another thread replaces meanwhile. It is the only lock here, and
+`settings_lock` is held while nodes get the address of the head: no node gets that of a head which another thread replaces. It is the only lock here, and
 nothing that is called under it takes it again. Under it the locks of journal, budget and transport may be taken, and never the other way round.
 """
 
@@ -52,7 +52,7 @@ class Nodes:
         self.scheduler = ""
         """The scheduler's address, as the head says it."""
         self.generation = 0
-        """It grows whenever all nodes are told anew who the head is."""
+        """It grows whenever all nodes get new settings because of a new head."""
         self.head_port = 0
         self.forwarding = PortForwarding(spec)
         self.created_at = datetime.now(UTC)
@@ -81,12 +81,12 @@ class Nodes:
         return self.all[0].reach.address(self.scheduler)
 
     def extend_leases(self, seconds: float) -> None:
-        """Let all nodes live for so many seconds from now. Raises Unreachable if one cannot be told, BadRequest if they need this client."""
+        """Let all nodes live for so many seconds from now. Raises Unreachable if one does not answer, BadRequest if they need this client."""
         if self.forwarding.is_on:
             raise BadRequest("the nodes do not see each other, and talk through this client: the pool cannot be left alone")
         side_by_side(lambda node: node.reach.extend_lease(seconds), list(self.all.values()), "skyward-nodes", ALL_AT_ONCE)
 
-    # ── what a node is told ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── settings of a node ──────────────────────────────────────────────────────────────────────────────────────────
 
     def preparation_of(self, instance: Instance, rank: int) -> Preparation:
         """Return a machine as one that is to become a node. It has no rank in the pool yet."""
@@ -97,7 +97,7 @@ class Nodes:
         return "" if self._rental.provider.is_here else node_script(self._spec)
 
     def settings(self, node: Preparation, rank: int, scheduler: str | None) -> NodeSettings:
-        """Return what a node is told about itself; without a scheduler it is the head."""
+        """Return the settings of a node; without a scheduler it is the head."""
         forwarding = self.forwarding
         host = "127.0.0.1" if forwarding.is_on else node.instance.private_ip or "127.0.0.1"
         head_host = "127.0.0.1" if forwarding.is_on else self.all[0].instance.private_ip or "127.0.0.1"

@@ -1,6 +1,6 @@
 """Puts another machine in the place of one node that is lost or about to be lost.
 
-    lost ──────────────> rented ─> started ─┬─> told its settings ─> its workers have joined: a node
+    lost ──────────────> rented ─> started ─┬─> has its settings ─> its workers have joined: a node
     about to be lost ─> rented ─> started ──┴─> stands by, until the next `replace` of its rank takes it
 
 A machine that fails on this way is given back at once (`Rental.end`). One that stands by has the pool's tags: if the process dies, it is found and given back.
@@ -116,4 +116,4 @@ class Replacement:
 
     def _raise_if_dropped(self, rank: int, node: Preparation) -> None:
         if self._nodes.all.get(rank) is not node:
-            raise NodeLost(f"node {rank} could not be told of the new head")
+            raise NodeLost(f"node {rank} could not get the address of the new head")

@@ -1,6 +1,6 @@
 """Makes nodes of the machines of a pool that opens: prepares all at once, checks them, and waits for the head's scheduler.
 
-    started -> the head is told its settings -> its scheduler listens -> the other nodes are told its address -> opened
+    started -> the head gets its settings -> its scheduler listens -> the other nodes get its address -> opened
 
 `Startup` owns what is known of machines that do not answer. One thread uses it: the one that opens the pool. It ends the threads that it starts.
 """

@@ -1,4 +1,4 @@
-"""Renews the leases of one session: each in a thread of its own, so that nothing else can hold a renewal up.
+"""Renews the leases of one session: each in a separate thread, so that nothing else can delay a renewal.
 
 "skyward-lease" renews the pool's lease in the ledger. "skyward-node-lease" renews those of nodes of this machine. None of them waits for a callback, or logs to
 a terminal: a terminal may take nothing.
@@ -32,7 +32,7 @@ class Renewal:
         return self._lost
 
     def begin(self, name: str, step: Callable[[], object]) -> None:
-        """Have a thread of its own do this six times in each lease, and at least every few seconds, until the pool ends."""
+        """Start a thread that does this six times in each lease, and at least every few seconds, until the pool ends."""
         troubles: set[str] = set()
 
         def on_error(error: Exception) -> None:

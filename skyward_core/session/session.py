@@ -153,7 +153,7 @@ class Opening:
     # ── open ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
-        """Open; on any error everything is undone and the bill is told before it is raised."""
+        """Open; on any error everything is undone, and the bill is emitted before the error is raised."""
         started = time.monotonic()
         deadline = started + self.spec.provision_timeout
         certificate: Future[PoolCertificate] = Future()
@@ -187,6 +187,7 @@ class Opening:
                     self.spec, cluster, machines.reaches, purse, self.meter, emit=self.emit, stop=self.stop, log=self.events.log, began=started
                 )
                 opening.end()
+                self._raise_if_given_up()
                 self._claims.state = State.OPEN  # before the undo is let go: an asynchronous exception may come between any two lines: then `stop` undoes
                 undo.pop_all()
         except BaseException as error:
@@ -200,6 +201,11 @@ class Opening:
         self.emit(PoolReady(self.pool_id, len(lease.nodes), cluster.slots, time.monotonic() - started))
         self._renewal.begin("skyward-node-lease", self._keep_here)
         threading.Thread(target=self._clock(limits, book).run, args=(self._ended,), name="skyward-clock", daemon=True).start()
+
+    def _raise_if_given_up(self) -> None:
+        """Raise if the money or the lease was lost in the last moment of `start`, whose undo gives the machines back."""
+        if self.why_ended is not None:
+            raise PoolClosed("the pool was given up while it opened")
 
     def _open_books(self, undo: ExitStack) -> tuple[Book, Purse]:
         """Write the pool into the ledger, and give it a reaper: after a kill from here on, reaper and sweeps know of all that is left."""
@@ -384,7 +390,7 @@ class Opening:
 
         Killed between any two lines it is a pool that its reaper ends, or one that lives as long as its lease says (`provisioning.detach`). Raises
         Unreachable, BadRequest, LedgerError, LeaseLost, and BudgetExceeded if its account does not pay for the whole lease. If the pool has ended itself, or
-        wants to before the ledger is told, it is stopped, and what its calls raise is raised: BudgetExceeded, LeaseLost or PoolClosed.
+        wants to before the ledger is written, it is stopped, and what its calls raise is raised: BudgetExceeded, LeaseLost or PoolClosed.
         """
         assert self.machines is not None
         assert self._bookkeeping.book is not None

@@ -1,4 +1,4 @@
-"""The reaper of one session, as this process sees it: started before anything is rented, told how the pool ends, started again if it was killed."""
+"""The reaper of one session, as this process sees it: starts before anything is rented, gets a message when the pool ends, starts again if it was killed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SessionReaper:
         self._reaper: Reaper | None = None
         self._charge: Charge | None = None
         self.has_detached = False
-        """Whether a call was started detached: then the pool lives by its lease, and a reaper that is started again is told so."""
+        """Whether a call was started detached: then the pool lives by its lease, and a reaper that is started again gets that message."""
 
     @property
     def reaper(self) -> Reaper | None:

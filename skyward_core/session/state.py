@@ -2,9 +2,9 @@
 
     new ── start ──> open ────────── stop ──────────> stopped ──> released ──> written down
      │                │ ^                             (by `release`, which is called again where it has failed)
-     └─ all undone    │ └──── an error, or asked to stop: nodes and money are told as before; then stopped, if asked
+     └─ all undone    │ └──── an error, or asked to stop: nodes and budget are as before; then stopped, if asked
                       └─ detach ──> detaching ──> leaving ──> detached
-                         (the nodes are told)   (the ledger is told: from here on no request to stop the pool has an effect)
+                         (the nodes get a lease)   (the ledger is written: from here on no request to stop the pool has an effect)
 
 Two threads may want to end a pool in different ways: one to stop it, one to detach it. The first one wins.
 """
@@ -26,9 +26,9 @@ class State(Enum):
     NEW = auto()
     OPEN = auto()
     DETACHING = auto()
-    """Open still: the nodes are being told that they live by their lease. A request to stop the pool is heard before the ledger is told."""
+    """Still open: the nodes get the lease by which they live. A request to stop the pool has an effect until the ledger is written."""
     LEAVING = auto()
-    """Open still: the ledger is being told. If that succeeds the pool is detached, whatever was asked for meanwhile."""
+    """Still open: the ledger is being written. If that succeeds the pool is detached, whatever was asked for meanwhile."""
     DETACHED = auto()
     STOPPED = auto()
     """By `stop`, which may still be running."""
