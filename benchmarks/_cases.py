@@ -1,9 +1,11 @@
-"""One case against one system in this process, told as one JSON line on stdout; `bench.py` starts it fresh for every round.
+"""One case against one system in this process, told as one JSON line on stdout; `bench.py` starts it fresh for every
+round.
 
     python benchmarks/_cases.py --case calls --system dask
 
-The functions below are plain, live in `__main__` and so travel by value in all three systems. Each system has its defaults, one call at a time per slot,
-and two slots here or one on each host of `--place`; what a system needs is imported when it opens, because the time of opening includes it.
+The functions below are plain, live in `__main__` and so travel by value in all three systems. Each system has its
+defaults, one call at a time per slot, and two slots here or one on each host of `--place`; what a system needs is
+imported when it opens, because the time of opening includes it.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ class System(Protocol):
     """What a case asks of a system; it opens and closes as a context manager."""
 
     def __enter__(self) -> Self: ...
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
     def call(self, value: Any) -> Any: ...
     def ways(self) -> dict[str, Callable[[Callable[..., Any], Sequence[Any]], list[Any]]]: ...
     def array(self, array: Array) -> Array: ...
@@ -77,7 +81,9 @@ class Skyward:
         self.pool.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.pool.__exit__(kind, error, trace)
 
     def call(self, value: Any) -> Any:
@@ -109,7 +115,9 @@ class Dask:
         self._client: Any = distributed.Client(self._cluster)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._client.close()
         self._cluster.close()
 
@@ -134,7 +142,9 @@ class DaskOnSkyward(Dask):
         self._client = self._skyward.pool.dask_client()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._skyward.__exit__(kind, error, trace)
 
 
@@ -152,7 +162,9 @@ class Ray:
         self._same, self._touched = self._ray.remote(same), self._ray.remote(touched)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._ray.shutdown()
 
     def call(self, value: Any) -> Any:
@@ -177,13 +189,17 @@ class SkywardFar(Skyward):
 
     def _new_pool(self) -> Any:
         place = self._place
-        hosts = self._sky.Hosts(*place.addresses, user="root", key=place.key, known_hosts="/dev/null", config="/dev/null")
+        hosts = self._sky.Hosts(
+            *place.addresses, user="root", key=place.key, known_hosts="/dev/null", config="/dev/null"
+        )
         image = self._sky.Image(pip=place.packages)
         return self._sky.ComputePool(provider=hosts, nodes=len(place.addresses), image=image, display="quiet")
 
 
 class DaskFar(Dask):
-    """Dask's own scheduler and workers on the same hosts, one worker of one thread on each, and its client here, behind a plain asyncssh tunnel."""
+    """Dask's own scheduler and workers on the same hosts, one worker of one thread on each, and its client here, behind
+    a plain asyncssh tunnel.
+    """
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -198,7 +214,9 @@ class DaskFar(Dask):
             self._client.wait_for_workers(len(self._place.addresses))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._client.close()
         self._tunnel.close()
 
@@ -207,7 +225,12 @@ class DaskFar(Dask):
         return self._client.submit(touched, self._client.scatter(array), pure=False).result()
 
 
-SYSTEMS: dict[str, Callable[[], System]] = {"skyward": Skyward, "dask": Dask, "ray": Ray, "dask-on-skyward": DaskOnSkyward}
+SYSTEMS: dict[str, Callable[[], System]] = {
+    "skyward": Skyward,
+    "dask": Dask,
+    "ray": Ray,
+    "dask-on-skyward": DaskOnSkyward,
+}
 FAR_SYSTEMS: dict[str, Callable[[Place], System]] = {"skyward-far": SkywardFar, "dask-far": DaskFar}
 
 
@@ -215,7 +238,9 @@ FAR_SYSTEMS: dict[str, Callable[[Place], System]] = {"skyward-far": SkywardFar, 
 
 
 def start(system: Callable[[], System], _phase: Callable[[str], None]) -> Result:
-    """The moment of the first result, seconds on the monotonic clock (which is the same in every process of a machine)."""
+    """The moment of the first result, seconds on the monotonic clock (which is the same in every process of a
+    machine).
+    """
     with system() as opened:
         _check(opened.call(1) == 1)
         return {"first_result_at": time.monotonic()}
@@ -228,7 +253,9 @@ def sequential(system: Callable[[], System], _phase: Callable[[str], None]) -> R
 
 
 def calls(system: Callable[[], System], _phase: Callable[[str], None]) -> Result:
-    """Everything that is about calls, in one process: opening a system anew for each would take longer than the calls."""
+    """Everything that is about calls, in one process: opening a system anew for each would take longer than the
+    calls.
+    """
     with system() as opened:
         return _one_after_another(opened) | _mixed(opened) | _many(opened)
 
@@ -267,7 +294,9 @@ def _many(opened: System, count: int = MANY) -> Result:
 
 
 def array(system: Callable[[], System], phase: Callable[[str], None]) -> Result:
-    """Seconds for 100 MB in and out; then the same again three times under the eyes of `bench.py`, which measures memory meanwhile."""
+    """Seconds for 100 MB in and out; then the same again three times under the eyes of `bench.py`, which measures
+    memory meanwhile.
+    """
     import numpy as np
 
     taken: list[float] = []
@@ -302,7 +331,9 @@ def _there_and_back(opened: System, values: Array) -> float:
 
 
 def far(system: Callable[[], System], _phase: Callable[[str], None]) -> Result:
-    """Everything about a host reached over SSH, in one process: seconds from `with` to the first result, tiny calls, 100 MiB in and out."""
+    """Everything about a host reached over SSH, in one process: seconds from `with` to the first result, tiny calls,
+    100 MiB in and out.
+    """
     import numpy as np
 
     began = time.monotonic()
@@ -318,7 +349,9 @@ def far(system: Callable[[], System], _phase: Callable[[str], None]) -> Result:
 
 
 def opening(system: Callable[[], System], _phase: Callable[[str], None]) -> Result:
-    """Seconds from `with` to the first result, when all nodes have joined; and the processor time that everything on the machine took meanwhile."""
+    """Seconds from `with` to the first result, when all nodes have joined; and the processor time that everything on
+    the machine took meanwhile.
+    """
     began, worked = time.monotonic(), _processor_seconds()
     with system() as opened:
         _check(opened.call(1) == 1)

@@ -1,6 +1,8 @@
-"""The second section: pools on hosts of the test bed, reached over SSH, side by side with bare Dask behind an asyncssh tunnel.
+"""The second section: pools on hosts of the test bed, reached over SSH, side by side with bare Dask behind an asyncssh
+tunnel.
 
-Every measurement is a fresh subprocess (`_cases.py`), which times itself from `with` on; the systems take turns on the same hosts. Then the SSH path alone.
+Every measurement is a fresh subprocess (`_cases.py`), which times itself from `with` on; the systems take turns on the
+same hosts. Then the SSH path alone.
 
     python benchmarks/bench.py --only far
 """
@@ -58,7 +60,10 @@ ROWS = (
 
 
 def section(rounds: int = ROUNDS) -> tuple[list[str], list[str]]:
-    """Measure all of it; return the lines of the section, and what went wrong. Where hosts are refused, a line that says why."""
+    """Measure all of it; return the lines of the section, and what went wrong.
+
+    Where hosts are refused, a line that says why.
+    """
     title = ["", "# On hosts of the test bed, over SSH", ""]
     if reason := ssh_path.why_not():
         return [*title, f"Not measured: {reason}"], []
@@ -133,7 +138,16 @@ class Comparison:
             many = self._open(system, _place(others, key, is_cached=is_cached))
             if one and many:
                 least = many["processor"] / len(os.sched_getaffinity(0))
-                self._note(case, system, {"one": one["first"], "many": many["first"], "growth": many["first"] / one["first"], "least": least})
+                self._note(
+                    case,
+                    system,
+                    {
+                        "one": one["first"],
+                        "many": many["first"],
+                        "growth": many["first"] / one["first"],
+                        "least": least,
+                    },
+                )
 
     def _open(self, system: str, place: Place) -> dict[str, float]:
         return self._measure("opening", system, place)
@@ -143,13 +157,31 @@ class Comparison:
             self.measured[case][system][metric].append(value)
 
     def _measure(self, case: str, system: str, place: Place) -> dict[str, float]:
-        argv = [sys.executable, str(HERE / "_cases.py"), "--case", case, "--system", SYSTEMS[system], "--place", json.dumps(asdict(place))]
+        argv = [
+            sys.executable,
+            str(HERE / "_cases.py"),
+            "--case",
+            case,
+            "--system",
+            SYSTEMS[system],
+            "--place",
+            json.dumps(asdict(place)),
+        ]
         env = os.environ | {"TMPDIR": str(self._directory)}
-        env |= {f"XDG_{what}_HOME": str(self._directory / what.lower()) for what in ("CACHE", "CONFIG", "DATA", "STATE")}
+        env |= {
+            f"XDG_{what}_HOME": str(self._directory / what.lower()) for what in ("CACHE", "CONFIG", "DATA", "STATE")
+        }
         said = ""
         try:
             done = subprocess.run(
-                argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_SECONDS, cwd=self._directory, env=env, check=False
+                argv,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_SECONDS,
+                cwd=self._directory,
+                env=env,
+                check=False,
             )
             said = done.stderr
             return json.loads(done.stdout.splitlines()[-1])["result"]

@@ -1,7 +1,8 @@
 """How much memory a case's processes hold, seen from outside: bytes of their PSS, and of /dev/shm.
 
-PSS (proportional set size) counts a page that n processes map as 1/n in each, so that its sum over processes is what they hold together.
-Pages of /dev/shm that some process maps are in its PSS as well; the file system's own figure also has those that nobody maps.
+PSS (proportional set size) counts a page that n processes map as 1/n in each, so that its sum over processes is what
+they hold together. Pages of /dev/shm that some process maps are in its PSS as well; the file system's own figure also
+has those that nobody maps.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def settled(seconds: float = 0.6) -> Held:
 
 
 class Peak:
-    """Samples until it is read; `read` returns the highest PSS and the highest use of /dev/shm, not necessarily of one moment."""
+    """Samples until it is read; `read` returns the highest PSS and the highest use of /dev/shm, not necessarily of one
+    moment.
+    """
 
     def __init__(self) -> None:
         self._highest = held()

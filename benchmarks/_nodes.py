@@ -1,4 +1,5 @@
-"""A fake DigitalOcean whose droplets can be logged in to and join the pool, in a process of its own: real SSH, a real scheduler, one light worker a node.
+"""A fake DigitalOcean whose droplets can be logged in to and join the pool, in a process of its own: real SSH, a real
+scheduler, one light worker a node.
 
 Prints the address of its API; ends when its stdin does, whoever has started it. Droplets are at 127.77.x.y, port 22.
 
@@ -30,7 +31,8 @@ SSH_PORT = 22
 
 
 class Cluster:
-    """What the nodes do once they are told their place: the head's scheduler, and a worker of Dask's for each node, without runners.
+    """What the nodes do once they are told their place: the head's scheduler, and a worker of Dask's for each node,
+    without runners.
 
     They end with this process and not before: a machine that is gone says no goodbye.
     """
@@ -81,7 +83,13 @@ class Rented(FakeDigitalOcean):
         droplet = super().add(name, found, wish)
         droplet.ip = f"127.77.{droplet.id >> 8 & 255}.{droplet.id & 255}"
         config = json.loads(wish["user_data"].partition("\n")[2])
-        self._nodes.add(str(droplet.id), droplet.ip, SSH_PORT, config["ssh_keys"]["ed25519_private"], "\n".join(config["ssh_authorized_keys"]))
+        self._nodes.add(
+            str(droplet.id),
+            droplet.ip,
+            SSH_PORT,
+            config["ssh_keys"]["ed25519_private"],
+            "\n".join(config["ssh_authorized_keys"]),
+        )
         return droplet
 
     @route("DELETE", "/v2/droplets/{id}")
@@ -100,7 +108,9 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     folder = tempfile.mkdtemp()
     with dask.config.set(real.DASK_CONFIG):
-        nodes = FakeNodes(Played(asked.install, asked.has_uv), before=slowly(asked.latency), serve=Cluster(folder).serve)
+        nodes = FakeNodes(
+            Played(asked.install, asked.has_uv), before=slowly(asked.latency), serve=Cluster(folder).serve
+        )
         cloud = Rented(nodes)
         cloud.delay_seconds = asked.latency
         print(json.dumps({"url": cloud.url}), flush=True)

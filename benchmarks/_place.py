@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """Hosts that `root` reaches over SSH with this key file; a pool has one node on each. `packages` is what the user wants installed there."""
+    """Hosts that `root` reaches over SSH with this key file; a pool has one node on each.
+
+    `packages` is what the user wants installed there.
+    """
 
     addresses: Sequence[str]
     key: str

@@ -1,4 +1,6 @@
-"""Bare Dask on hosts reached over SSH, as one writes it in an afternoon: asyncssh with its defaults, Dask's own commands on the hosts with theirs."""
+"""Bare Dask on hosts reached over SSH, as one writes it in an afternoon: asyncssh with its defaults, Dask's own
+commands on the hosts with theirs.
+"""
 
 from __future__ import annotations
 
@@ -47,16 +49,26 @@ class Tunnel:
 
     async def _start(self) -> str:
         where = {"username": "root", "client_keys": [self._place.key], "known_hosts": None, "config": None}
-        self._connections = list(await asyncio.gather(*(asyncssh.connect(address, **where) for address in self._place.addresses)))
+        self._connections = list(
+            await asyncio.gather(*(asyncssh.connect(address, **where) for address in self._place.addresses))
+        )
         python = self._place.python
         if python is None:
             python = "/root/dask/bin/python"
             await asyncio.gather(*(self._install(connection) for connection in self._connections))
         head, address = self._connections[0], self._place.addresses[0]
-        scheduler = await self._run(head, f"{python} -m distributed.cli.dask_scheduler --host {address} --port 8786 --dashboard-address {address}:0")
+        scheduler = await self._run(
+            head,
+            f"{python} -m distributed.cli.dask_scheduler --host {address} --port 8786 --dashboard-address {address}:0",
+        )
         # At once, for a worker dials again until the scheduler listens.
-        workers = [f"{python} -m distributed.cli.dask_worker tcp://{address}:8786 --host {one} --nthreads 1" for one in self._place.addresses]
-        await asyncio.gather(*(self._run(connection, worker) for connection, worker in zip(self._connections, workers, strict=True)))
+        workers = [
+            f"{python} -m distributed.cli.dask_worker tcp://{address}:8786 --host {one} --nthreads 1"
+            for one in self._place.addresses
+        ]
+        await asyncio.gather(
+            *(self._run(connection, worker) for connection, worker in zip(self._connections, workers, strict=True))
+        )
         # Through a tunnel a port on which nobody listens accepts and closes, and Dask's client does not try again.
         async for line in scheduler.stdout:
             if LISTENING in line:
@@ -67,7 +79,15 @@ class Tunnel:
     async def _install(self, connection: asyncssh.SSHClientConnection) -> None:
         await asyncssh.scp(uv.find_uv_bin(), (connection, "/root/uv"), preserve=True)
         minor = "{}.{}".format(*sys.version_info)
-        words = ["/root/uv", "pip", "install", "--quiet", "--python", "/root/dask/bin/python", *self._place.requirements]
+        words = [
+            "/root/uv",
+            "pip",
+            "install",
+            "--quiet",
+            "--python",
+            "/root/dask/bin/python",
+            *self._place.requirements,
+        ]
         done = await connection.run(f"/root/uv venv --quiet --python {minor} /root/dask && {shlex.join(words)}")
         if done.exit_status != 0:
             raise RuntimeError(f"the environment could not be made: {done.stderr}")

@@ -1,7 +1,9 @@
-"""What a task costs while Airflow parses a DAG file: 200 of them in each of the forms that users write, beside Airflow's own PythonOperator and `@task`.
+"""What a task costs while Airflow parses a DAG file: 200 of them in each of the forms that users write, beside
+Airflow's own PythonOperator and `@task`.
 
-Airflow parses each file again and again, and makes every operator anew each time. In one process: one DAG of 200 tasks in each form, the forms take turns within each
-round. By the processor time of the thread, for others may be at work; the least of the rounds, [median]. What the user's own values cost (`sky.Image(...)`) is in it.
+Airflow parses each file again and again, and makes every operator anew each time. In one process: one DAG of 200 tasks
+in each form, the forms take turns within each round. By the processor time of the thread, for others may be at work;
+the least of the rounds, [median]. What the user's own values cost (`sky.Image(...)`) is in it.
 
     python benchmarks/airflow_parse.py --rounds 25
 """
@@ -22,7 +24,8 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
-os.environ["AIRFLOW_HOME"] = tempfile.mkdtemp(prefix="skyward-airflow-")  # before Airflow is imported: it reads its settings then, and writes some of its own
+# before Airflow is imported: it reads its settings then, and writes some of its own
+os.environ["AIRFLOW_HOME"] = tempfile.mkdtemp(prefix="skyward-airflow-")
 
 from airflow.providers.standard.operators.python import PythonOperator
 from airflow.sdk import DAG, task
@@ -52,7 +55,14 @@ def _decorated(number: int, **pool: Any) -> None:
 
 def _everything(number: int) -> dict[str, Any]:
     image = sky.Image(pip=["torch", "numpy"], env={"OMP_NUM_THREADS": "1"})
-    return {"provider": sky.AWS(region="us-east-1"), "image": image, "accelerator": "A100", "nodes": number + 1, "spot": "always", "env": {"DAY": f"{number}"}}
+    return {
+        "provider": sky.AWS(region="us-east-1"),
+        "image": image,
+        "accelerator": "A100",
+        "nodes": number + 1,
+        "spot": "always",
+        "env": {"DAY": f"{number}"},
+    }
 
 
 FORMS: dict[str, tuple[str, Callable[[int], object]]] = {
@@ -61,7 +71,10 @@ FORMS: dict[str, tuple[str, Callable[[int], object]]] = {
     "spec=, one for all": (OPERATOR, lambda n: _operator(n, spec=SPEC)),
     "spec=, plain data": (OPERATOR, lambda n: _operator(n, spec={"provider": "local", "nodes": 2})),
     'provider=sky.AWS(region="us-east-1")': (OPERATOR, lambda n: _operator(n, provider=sky.AWS(region="us-east-1"))),
-    "image=sky.Image(pip=[...])": (OPERATOR, lambda n: _operator(n, provider="local", image=sky.Image(pip=["torch", "numpy"]))),
+    "image=sky.Image(pip=[...])": (
+        OPERATOR,
+        lambda n: _operator(n, provider="local", image=sky.Image(pip=["torch", "numpy"])),
+    ),
     "provider, image, accelerator, nodes, spot, env": (OPERATOR, lambda n: _operator(n, **_everything(n))),
     DECORATOR: (DECORATOR, lambda n: task(square, task_id=f"t{n}")(n)),
     '@task.skyward(provider="local")': (DECORATOR, lambda n: _decorated(n, provider="local")),
@@ -82,8 +95,12 @@ def main() -> None:
     for _ in range(rounds):
         for form, (_, make) in FORMS.items():
             measured[form].append(_ms_per_task(make))
-    print(f"Load {load:.1f} → {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, Python {platform.python_version()}, Airflow {version('apache-airflow')}.\n")
-    print("| 200 tasks, each | unit | ours | Airflow's own | added | mark |  |\n| --- | --- | ---: | ---: | ---: | --- | --- |")
+    print(
+        f"Load {load:.1f} → {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, Python {platform.python_version()}, Airflow {version('apache-airflow')}.\n"
+    )
+    print(
+        "| 200 tasks, each | unit | ours | Airflow's own | added | mark |  |\n| --- | --- | ---: | ---: | ---: | --- | --- |"
+    )
     for form, (peer, _) in FORMS.items():
         if form != peer:
             print(_line(form, peer, measured[form], measured[peer]))

@@ -1,7 +1,7 @@
 """Skyward, Dask and Ray side by side on this machine, in one run: `make bench`. Then the same over SSH (`_far.py`).
 
-Every measurement is a fresh subprocess (`_cases.py`), the systems take turns within each round, and what is shown is the median over the rounds.
-Prints a table and writes it to `RESULTS.md` beside this file.
+Every measurement is a fresh subprocess (`_cases.py`), the systems take turns within each round, and what is shown is
+the median over the rounds. Prints a table and writes it to `RESULTS.md` beside this file.
 
     python benchmarks/bench.py --only calls,array --rounds 5
 """
@@ -51,7 +51,16 @@ ROWS = (
     Row("end: first result to process gone", "start", "end", "s", 1, "end", "end"),
     Row("tiny call, one after another", "calls", "median", "ms", 1e3, "median", "median", dask_mark=0.7),
     Row("the same, 99th percentile", "calls", "p99", "ms", 1e3, "p99", "p99"),
-    Row("the same, Dask's client on our pool", "calls", "median", "ms", 1e3, "median", "median", our_system="dask-on-skyward"),
+    Row(
+        "the same, Dask's client on our pool",
+        "calls",
+        "median",
+        "ms",
+        1e3,
+        "median",
+        "median",
+        our_system="dask-on-skyward",
+    ),
     Row(
         "10,000 tiny calls, `pool.map`",
         "calls",
@@ -103,7 +112,11 @@ def main() -> int:
     try:
         if not only or "import" in only:
             bench.compare_imports(IMPORT_ROUNDS)
-        bench.compare([case for case in TURNS if not only or case in only], asked.rounds or ROUNDS, deadline=began + BUDGET_SECONDS)
+        bench.compare(
+            [case for case in TURNS if not only or case in only],
+            asked.rounds or ROUNDS,
+            deadline=began + BUDGET_SECONDS,
+        )
     finally:
         bench.close()
     far, troubles = _far.section(asked.rounds or _far.ROUNDS) if not only or "far" in only else ([], [])
@@ -153,7 +166,9 @@ class Bench:
                 self.measured[case][system][metric].append(value)
 
     def compare_imports(self, rounds: int) -> None:
-        """Time the imports in turns, each in a fresh interpreter and by its own clock; the long ones every third turn."""
+        """Time the imports in turns, each in a fresh interpreter and by its own clock; the long ones every third
+        turn.
+        """
         for number in range(rounds):
             for system, package in PACKAGES.items():
                 if system == "skyward" or number % 3 == 0:
@@ -251,7 +266,9 @@ def _lines(stdout: IO[str], process: subprocess.Popen[str]) -> Iterator[str]:
 
 
 def _environment(directory: Path) -> dict[str, str]:
-    """This process's environment, with nothing written outside the measurement's directory and Ray told to keep to itself."""
+    """This process's environment, with nothing written outside the measurement's directory and Ray told to keep to
+    itself.
+    """
     return os.environ | {
         "TMPDIR": str(directory),
         "XDG_CACHE_HOME": str(directory.parent / "cache"),
@@ -272,7 +289,9 @@ def _reap() -> None:
 
 
 def _printed(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd="/tmp", capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=60, cwd="/tmp", capture_output=True, text=True
+    ).stdout.strip()
 
 
 # ── report ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -297,8 +316,17 @@ def _report(bench: Bench, load: tuple[float, float, float], seconds: float, far:
 
 
 def _machine(load: tuple[float, float, float], seconds: float) -> list[str]:
-    cpu = next((line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "?")
-    versions = ", ".join(f"{name} {_version(name)}" for name in ("skyward-core", "dask", "distributed", "ray", "numpy", "asyncssh"))
+    cpu = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        "?",
+    )
+    versions = ", ".join(
+        f"{name} {_version(name)}" for name in ("skyward-core", "dask", "distributed", "ray", "numpy", "asyncssh")
+    )
     loads = " → ".join(f"{one[0]:.2f}" for one in (load, os.getloadavg()))
     return [
         f"- {dt.datetime.now(dt.UTC):%Y-%m-%d %H:%M} UTC, {seconds:.0f} s; load average of the last minute, before → after: {loads}",

@@ -1,7 +1,9 @@
-"""The ledger and the sweep, alone: an intent and its bond, a thousand open intents recovered, a hundred thousand rows listed and added up by the command line.
+"""The ledger and the sweep, alone: an intent and its bond, a thousand open intents recovered, a hundred thousand rows
+listed and added up by the command line.
 
-Needs nothing but this package. Each figure is the median of the rounds, by the clock; the peer of a write is a bare SQLite transaction of one row with the
-same `synchronous=FULL`, the peer of a command is an interpreter that imports SQLAlchemy and does nothing.
+Needs nothing but this package. Each figure is the median of the rounds, by the clock; the peer of a write is a bare
+SQLite transaction of one row with the same `synchronous=FULL`, the peer of a command is an interpreter that imports
+SQLAlchemy and does nothing.
 
     python benchmarks/books.py --rounds 5
 """
@@ -51,7 +53,9 @@ class Empty(Provider):
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: values of the rounds in `unit`, the most that is allowed, and a peer's values if there is one."""
+    """A line of the table: values of the rounds in `unit`, the most that is allowed, and a peer's values if there is
+    one.
+    """
 
     what: str
     unit: str
@@ -60,7 +64,11 @@ class Row:
     peer: Sequence[float] = ()
 
     def __str__(self) -> str:
-        mark = "" if self.most is None else f"≤ {self.most:g} {self.unit} | {'met' if statistics.median(self.values) <= self.most else 'MISSED'}"
+        mark = (
+            ""
+            if self.most is None
+            else f"≤ {self.most:g} {self.unit} | {'met' if statistics.median(self.values) <= self.most else 'MISSED'}"
+        )
         return f"| {self.what} | {self.unit} | {_told(self.values)} | {_told(self.peer)} | {mark or ' | '} |"
 
 
@@ -71,7 +79,9 @@ def main() -> int:
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="skyward-books-") as folder:
         rows = [*_writes(Path(folder), rounds), *_recoveries(Path(folder), rounds), *_commands(Path(folder), rounds)]
-    print(f"Load {load:.2f} → {os.getloadavg()[0]:.2f}, {os.cpu_count()} cores, SQLite {sqlite3.sqlite_version}, Python {sys.version.split()[0]}.\n")
+    print(
+        f"Load {load:.2f} → {os.getloadavg()[0]:.2f}, {os.cpu_count()} cores, SQLite {sqlite3.sqlite_version}, Python {sys.version.split()[0]}.\n"
+    )
     print("| what | unit | ours | peer | mark |  |\n| --- | --- | ---: | ---: | --- | --- |")
     print("\n".join(map(str, rows)))
     return 0
@@ -86,8 +96,20 @@ def _writes(folder: Path, rounds: int) -> list[Row]:
         plain.execute("PRAGMA synchronous=FULL")
         plain.execute("CREATE TABLE t (a)")
         for number in range(rounds * PAIRS):
-            ours.append(1000 * _seconds(lambda number=number: ledger.bind(ledger.intend("sky-writes", _wish("sky-writes", number)), f"i-{number}")))
-            bare.append(1000 * _seconds(lambda: (plain.execute("INSERT INTO t VALUES (1)"), plain.execute("INSERT INTO t VALUES (1)"))))
+            ours.append(
+                1000
+                * _seconds(
+                    lambda number=number: ledger.bind(
+                        ledger.intend("sky-writes", _wish("sky-writes", number)), f"i-{number}"
+                    )
+                )
+            )
+            bare.append(
+                1000
+                * _seconds(
+                    lambda: (plain.execute("INSERT INTO t VALUES (1)"), plain.execute("INSERT INTO t VALUES (1)"))
+                )
+            )
         plain.close()
     return [Row("one intent and its bond, two transactions", "ms", ours, 5, bare)]
 
@@ -117,14 +139,22 @@ def _commands(folder: Path, rounds: int) -> list[Row]:
             intents = ledger.intend_all(f"sky-{pool}", [_wish(f"sky-{pool}", rank) for rank in range(ROWS // POOLS)])
             numbers = [intent.id for intent in intents]
             ledger.bind_all({number: f"i-{number}" for number in numbers})
-            ledger.note_all({number: {Bucket.LAUNCHING: 60, Bucket.RUNNING_CALLS: 600, Bucket.IDLE: 60} for number in numbers})
+            ledger.note_all(
+                {number: {Bucket.LAUNCHING: 60, Bucket.RUNNING_CALLS: 600, Bucket.IDLE: 60} for number in numbers}
+            )
             if pool >= POOLS // 25:
                 ledger.close_all(numbers, "gone")
                 ledger.end_pool(f"sky-{pool}")
     idle = [_seconds(lambda: _run(["-c", "import sqlalchemy"], url)) for _ in range(rounds)]
     asked = (["ps"], ["ps", "--all"], *(["cost", "--by", key] for key in ("day", "pool", "owner", "bucket")))
     return [
-        Row(f"`skyward {' '.join(words)}`, {ROWS:,} rows", "s", [_seconds(lambda words=words: _skyward(words, url)) for _ in range(rounds)], 1, idle)
+        Row(
+            f"`skyward {' '.join(words)}`, {ROWS:,} rows",
+            "s",
+            [_seconds(lambda words=words: _skyward(words, url)) for _ in range(rounds)],
+            1,
+            idle,
+        )
         for words in asked
     ]
 
@@ -134,11 +164,19 @@ def _skyward(words: Sequence[str], url: str) -> None:
 
 
 def _run(words: Sequence[str], url: str) -> None:
-    subprocess.run([sys.executable, *words], env={**os.environ, "SKYWARD_LEDGER": url}, stdout=subprocess.DEVNULL, check=True)
+    subprocess.run(
+        [sys.executable, *words], env={**os.environ, "SKYWARD_LEDGER": url}, stdout=subprocess.DEVNULL, check=True
+    )
 
 
 def _pool(ledger: Ledger, pool_id: str) -> None:
-    ledger.open_pool(pool_id, owner=DEAD, provider={"name": "local"}, spec_json="{}", lease_expires_at=LONG_AGO + timedelta(minutes=2))
+    ledger.open_pool(
+        pool_id,
+        owner=DEAD,
+        provider={"name": "local"},
+        spec_json="{}",
+        lease_expires_at=LONG_AGO + timedelta(minutes=2),
+    )
 
 
 def _wish(pool_id: str, rank: int) -> Wish:

@@ -1,13 +1,14 @@
-"""The clouds without the clouds: 50,000 offers ranked, five providers asked at once, 64 machines launched, 64 nodes that join a pool, against fakes that take
-300 ms for each answer.
+"""The clouds without the clouds: 50,000 offers ranked, five providers asked at once, 64 machines launched, 64 nodes
+that join a pool, against fakes that take 300 ms for each answer.
 
-Nodes: the cloud, and machines with a real SSH server each, are one other process (`_nodes.py`); a login and each command take 300 ms more. What a command does is
-not run but played: the installation is a pause, the same for one node and for 64, and a node joins as a worker of Dask's without runners, all of them beside
-the scheduler in that one process. From `open` until the pool is ready, its connections, uploads (uv and our package: the machines have neither) and the
-join included. Left out is what 64 machines have 64 times the processors for: their own work.
+Nodes: the cloud, and machines with a real SSH server each, are one other process (`_nodes.py`); a login and each
+command take 300 ms more. What a command does is not run but played: the installation is a pause, the same for one node
+and for 64, and a node joins as a worker of Dask's without runners, all of them beside the scheduler in that one
+process. From `open` until the pool is ready, its connections, uploads (uv and our package: the machines have neither)
+and the join included. Left out is what 64 machines have 64 times the processors for: their own work.
 
-Run from the repository, whose tests have the fakes; as root, for the machines listen on port 22 of 127.77.x.y. Medians of the rounds by the clock; the peer of
-many is one. About seven minutes.
+Run from the repository, whose tests have the fakes; as root, for the machines listen on port 22 of 127.77.x.y. Medians
+of the rounds by the clock; the peer of many is one. About seven minutes.
 
     python -m benchmarks.clouds --rounds 3 --install 20
 """
@@ -51,9 +52,14 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def told(what: str, unit: str, values: Sequence[float], peer: Sequence[float] = (), scale: float = 1.0, most: str = "") -> str:
+def told(
+    what: str, unit: str, values: Sequence[float], peer: Sequence[float] = (), scale: float = 1.0, most: str = ""
+) -> str:
     """Return a line of the table."""
-    words = [f"{statistics.median(its) * scale:.3g} [{min(its) * scale:.3g}, {max(its) * scale:.3g}]" if its else "" for its in (values, peer)]
+    words = [
+        f"{statistics.median(its) * scale:.3g} [{min(its) * scale:.3g}, {max(its) * scale:.3g}]" if its else ""
+        for its in (values, peer)
+    ]
     ratio = f"{statistics.median(values) / statistics.median(peer):.2f}" if peer else ""
     return f"| {what} | {unit} | {words[0]} | {words[1]} | {ratio} | {most} |"
 
@@ -84,7 +90,13 @@ def ranking(rounds: int) -> list[str]:
         "50,000 offers filtered and ranked": sky.PoolSpec.of(nodes=2, accelerator="H100", cpu=8),
     }
     return [
-        told(what, "ms", [timed(lambda: candidates(spec, [Sold(sky.Local(), many)])) for _ in range(3 * rounds)], scale=1000, most="≤ 200 ms")
+        told(
+            what,
+            "ms",
+            [timed(lambda: candidates(spec, [Sold(sky.Local(), many)])) for _ in range(3 * rounds)],
+            scale=1000,
+            most="≤ 200 ms",
+        )
         for what, spec in wishes.items()
     ]
 
@@ -110,14 +122,18 @@ def launching(rounds: int, provider: sky.Provider, name: str) -> str:
 
 
 class Prompt(sky.DigitalOcean):
-    """As it is, but for the half minute for which a closing pool waits for machines that its listing may not tell of yet: nothing of that is measured."""
+    """As it is, but for the half minute for which a closing pool waits for machines that its listing may not tell of
+    yet: nothing of that is measured.
+    """
 
     listing_lag_seconds: ClassVar[float] = 0.0
 
 
 @dataclass(frozen=True)
 class Opening:
-    """Seconds that a pool took to be ready, and the processor's seconds of this client and of the process with the cloud and the nodes meanwhile."""
+    """Seconds that a pool took to be ready, and the processor's seconds of this client and of the process with the
+    cloud and the nodes meanwhile.
+    """
 
     seconds: float
     ours: float
@@ -127,7 +143,15 @@ class Opening:
 @contextlib.contextmanager
 def nodes(install_seconds: float) -> Generator[tuple[str, int]]:
     """Start the process with the cloud and the machines; give the address of the cloud's API and the process's id."""
-    command = [sys.executable, "-m", "benchmarks._nodes", "--latency", str(LATENCY_SECONDS), "--install", str(install_seconds)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks._nodes",
+        "--latency",
+        str(LATENCY_SECONDS),
+        "--install",
+        str(install_seconds),
+    ]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -147,7 +171,11 @@ def opened(count: int, install_seconds: float) -> Opening:
         with pool:
             seconds = time.perf_counter() - began
             after = resource.getrusage(resource.RUSAGE_SELF)
-            return Opening(seconds, after.ru_utime + after.ru_stime - ours.ru_utime - ours.ru_stime, processor_seconds(pid) - theirs)
+            return Opening(
+                seconds,
+                after.ru_utime + after.ru_stime - ours.ru_utime - ours.ru_stime,
+                processor_seconds(pid) - theirs,
+            )
 
 
 def processor_seconds(pid: int) -> float:
@@ -163,7 +191,9 @@ def opening(rounds: int, install_seconds: float) -> list[str]:
         for count, values in times.items():
             values.append(opened(count, install_seconds))
     many, one = ([value.seconds for value in times[count]] for count in (MACHINES, 1))
-    what = f"{MACHINES} nodes launched, bootstrapped and joined, {install_seconds:g} s of installation on each; peer: one"
+    what = (
+        f"{MACHINES} nodes launched, bootstrapped and joined, {install_seconds:g} s of installation on each; peer: one"
+    )
     ours, theirs = ([getattr(value, side) for value in times[MACHINES]] for side in ("ours", "theirs"))
     busy = f"processor time of it, the client with {MACHINES}; peer: the cloud and the {MACHINES} nodes, in one process"
     return [told(what, "s", many, one, most=MOST_RATIO if install_seconds else ""), told(busy, "s", ours, theirs)]
@@ -173,7 +203,9 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--install", type=float, default=INSTALL_SECONDS, help="seconds of installation that the nodes play")
+    parser.add_argument(
+        "--install", type=float, default=INSTALL_SECONDS, help="seconds of installation that the nodes play"
+    )
     parser.add_argument("--only", choices=["nodes"], help="nothing but the nodes")
     asked = parser.parse_args()
     rounds = asked.rounds

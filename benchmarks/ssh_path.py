@@ -1,7 +1,8 @@
 """Our SSH path against OpenSSH's `ssh -L` and direct TCP, to the same host of the test bed.
 
-A tiny round trip and a payload through a forwarded port, then what only an SSH connection can do: files into the host's memory and back, commands.
-The paths take turns within each round; what is shown is the median over the rounds. Needs root (`python -m tests.testbed preflight` says why not).
+A tiny round trip and a payload through a forwarded port, then what only an SSH connection can do: files into the host's
+memory and back, commands. The paths take turns within each round; what is shown is the median over the rounds. Needs
+root (`python -m tests.testbed preflight` says why not).
 
     python benchmarks/ssh_path.py --rounds 5 --megabytes 1000
 """
@@ -86,7 +87,13 @@ def measure(rounds: int = 5, payload_bytes: int = 10**9) -> list[Row]:
     with testbed().Fleet() as fleet, contextlib.ExitStack() as undo:
         host = fleet.create()
         undo.enter_context(_peer(host))
-        endpoint = Endpoint(host=host.ip, user=host.user, key=str(host.key_path), known_hosts=str(host.known_hosts_path), config="/dev/null")
+        endpoint = Endpoint(
+            host=host.ip,
+            user=host.user,
+            key=str(host.key_path),
+            known_hosts=str(host.known_hosts_path),
+            config="/dev/null",
+        )
         connection = undo.enter_context(Connection(endpoint).connect(20))
         shell = undo.enter_context(connection.shell())
         paths: dict[str, Address] = {
@@ -111,7 +118,13 @@ def measure(rounds: int = 5, payload_bytes: int = 10**9) -> list[Row]:
         _row("tiny round trip through a forward", "ms", found, "tiny"),
         _row(f"{megabytes} to the host through a forward", "MB/s", found, "up", more_is_better=True),
         _row(f"{megabytes} from the host through a forward", "MB/s", found, "down", more_is_better=True),
-        _row(f"{megabytes} into a file in the host's memory (OpenSSH: with a login)", "MB/s", found, "put", more_is_better=True),
+        _row(
+            f"{megabytes} into a file in the host's memory (OpenSSH: with a login)",
+            "MB/s",
+            found,
+            "put",
+            more_is_better=True,
+        ),
         _row(f"{megabytes} from there (OpenSSH: with a login)", "MB/s", found, "fetch", more_is_better=True),
         _row("100 MiB there and back, as files", "s", found, "back"),
         _row("a command, `run`", "ms", found, "run"),
@@ -121,23 +134,41 @@ def measure(rounds: int = 5, payload_bytes: int = 10**9) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as Markdown."""
-    lines = ["| | unit | our SSH path | OpenSSH | direct TCP | to OpenSSH |", "| --- | --- | ---: | ---: | ---: | ---: |"]
+    lines = [
+        "| | unit | our SSH path | OpenSSH | direct TCP | to OpenSSH |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
     for row in rows:
         cells = [_shown(row.ours), _shown(row.openssh), _shown(row.direct), f"{row.ratio:.2f}" if row.ratio else ""]
         lines.append(f"| {row.what} | {row.unit} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", "To OpenSSH: how many times better ours is than `ssh` with aes128-gcm, the cipher that both use; above 1 is better."])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "To OpenSSH: how many times better ours is than `ssh` with aes128-gcm, the cipher that both use; above 1 is better.",
+        ]
+    )
 
 
 def _shown(values: Sequence[float]) -> str:
     if not values:
         return ""
-    low, middle, high = (f"{value:.3g}" if value < 100 else f"{value:,.0f}" for value in (min(values), statistics.median(values), max(values)))
+    low, middle, high = (
+        f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+        for value in (min(values), statistics.median(values), max(values))
+    )
     return f"{middle} [{low}, {high}]"
 
 
-def _row(what: str, unit: str, found: Mapping[tuple[str, str], Sequence[float]], key: str, *, more_is_better: bool = False) -> Row:
+def _row(
+    what: str, unit: str, found: Mapping[tuple[str, str], Sequence[float]], key: str, *, more_is_better: bool = False
+) -> Row:
     scale = {"ms": 1e3, "s": 1.0, "MB/s": 1 / MB}[unit]
-    values = {name: [value * scale for value in found[key, name]] for name in ("ours", "openssh", "direct") if (key, name) in found}
+    values = {
+        name: [value * scale for value in found[key, name]]
+        for name in ("ours", "openssh", "direct")
+        if (key, name) in found
+    }
     return Row(what, unit, more_is_better=more_is_better, **values)
 
 

@@ -1,9 +1,10 @@
-"""Find the best classifier for handwritten digits: a cross-validated sweep on two machines that exist only while it runs.
+"""Find the best classifier for handwritten digits: a cross-validated sweep on two machines that exist only while it
+runs.
 
     AIRFLOW__CORE__DAGS_FOLDER=dags airflow dags test digits_sweep
 
-The machines are processes of this computer, with a price so that there is a bill to see. Leave `provider` out and the settings decide
-(`SKYWARD_PROVIDER=...`, `skyward.toml`): the same DAG then runs on a cloud.
+The machines are processes of this computer, with a price so that there is a bill to see. Leave `provider` out and the
+settings decide (`SKYWARD_PROVIDER=...`, `skyward.toml`): the same DAG then runs on a cloud.
 """
 
 import itertools
@@ -17,7 +18,9 @@ MACHINES = sky.PoolSpec.of(provider=sky.Local(price_per_hour=1.2), image=sky.Ima
 
 
 def split_digits():
-    """Return training images, test images, training labels, test labels: the 1,797 that scikit-learn brings along, of which a quarter is for the very end."""
+    """Return training images, test images, training labels, test labels: the 1,797 that scikit-learn brings along, of
+    which a quarter is for the very end.
+    """
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -29,7 +32,10 @@ def split_digits():
 def digits_sweep():
     @task
     def candidates() -> list[dict[str, float]]:
-        return [{"C": C, "gamma": gamma} for C, gamma in itertools.product([0.1, 1, 10, 100], [0.0001, 0.0003, 0.001, 0.003])]
+        return [
+            {"C": C, "gamma": gamma}
+            for C, gamma in itertools.product([0.1, 1, 10, 100], [0.0001, 0.0003, 0.001, 0.003])
+        ]
 
     @task.skyward(spec=MACHINES, nodes=2, map_over="candidate")
     def cross_validate(candidate):
@@ -57,7 +63,10 @@ def digits_sweep():
     @task
     def report(accuracy: float, bills: list[dict[str, float]]) -> None:
         total = {name: sum(bill[name] for bill in bills) for name in ("calls", "seconds", "cost_usd")}
-        print("digits_sweep:", json.dumps({"accuracy": round(accuracy, 4)} | {name: round(value, 4) for name, value in total.items()}))
+        print(
+            "digits_sweep:",
+            json.dumps({"accuracy": round(accuracy, 4)} | {name: round(value, 4) for name, value in total.items()}),
+        )
 
     grid = candidates()
     scores = cross_validate(grid)

@@ -1,10 +1,12 @@
-"""End, every ten minutes, what was left running: the machines of pools whose owner is dead, and of leases that have run out.
+"""End, every ten minutes, what was left running: the machines of pools whose owner is dead, and of leases that have run
+out.
 
     AIRFLOW__CORE__DAGS_FOLDER=dags airflow dags test skyward_sweep                           ends what it finds
     AIRFLOW__CORE__DAGS_FOLDER=dags airflow dags test skyward_sweep -c '{"dry_run": true}'    tells what it would end
 
-The task asks the providers of all pools in the ledger, and those that the settings name (SKYWARD_PROVIDER, skyward.toml) for machines that the ledger does not
-know. Machines of living pools are never touched. Workers on several computers need a ledger that all of them see: SKYWARD_LEDGER=postgresql+psycopg://...
+The task asks the providers of all pools in the ledger, and those that the settings name (SKYWARD_PROVIDER,
+skyward.toml) for machines that the ledger does not know. Machines of living pools are never touched. Workers on several
+computers need a ledger that all of them see: SKYWARD_LEDGER=postgresql+psycopg://...
 """
 
 import logging
@@ -21,7 +23,10 @@ log = logging.getLogger(__name__)
 
 
 def in_words(finding) -> str:
-    return f"{finding.action} {', '.join(finding.resource_ids)} of {finding.pool_id} at {finding.provider}: {finding.reason}"
+    return (
+        f"{finding.action} {', '.join(finding.resource_ids)} of {finding.pool_id} at {finding.provider}:"
+        f" {finding.reason}"
+    )
 
 
 @dag(
@@ -41,7 +46,10 @@ def skyward_sweep():
         for line in report.pruned:
             log.info("of no use any more: %s", line)
         if report.failures:
-            raise AirflowFailException("not everything could be seen or ended; the next sweep tries again: " + "; ".join(map(str, report.failures)))
+            raise AirflowFailException(
+                "not everything could be seen or ended; the next sweep tries again: "
+                + "; ".join(map(str, report.failures))
+            )
         return [in_words(finding) for finding in report.ended]
 
     end_what_is_left_running()

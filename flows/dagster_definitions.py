@@ -1,10 +1,12 @@
-"""Dagster: which support vector machine reads handwritten digits best? A cross-validated sweep on two nodes, and the winner's accuracy on images it never saw.
+"""Dagster: which support vector machine reads handwritten digits best? A cross-validated sweep on two nodes, and the
+winner's accuracy on images it never saw.
 
     python flows/dagster_definitions.py             materializes both assets once
-    dagster dev -f flows/dagster_definitions.py     the same with the UI: Catalog > digits_model > Metadata shows and plots skyward/cost_usd
+    dagster dev -f flows/dagster_definitions.py     the same with the UI: Catalog > digits_model > Metadata shows and
+    plots skyward/cost_usd
 
-Besides, every ten minutes, the schedule of `skyward_sweep` ends what was left running: the machines of pools whose owner is dead, and of leases that have run
-out. Turn it on under Automation.
+Besides, every ten minutes, the schedule of `skyward_sweep` ends what was left running: the machines of pools whose
+owner is dead, and of leases that have run out. Turn it on under Automation.
 
 The data, scikit-learn's 1,797 digits, is loaded on the nodes; scikit-learn is installed there, and need not be here.
 """
@@ -23,8 +25,9 @@ from dagster_skyward import SkywardResource
 
 FOLDS = 5
 PROVIDERS = None
-"""Asked by the sweep, beside those of the pools in the ledger, for machines that the ledger does not know. None: those of the settings (SKYWARD_PROVIDER,
-skyward.toml); or name them here: [sky.AWS(region="us-east-1"), sky.RunPod()]."""
+"""Asked by the sweep, beside those of the pools in the ledger, for machines that the ledger does not know. None: those
+of the settings (SKYWARD_PROVIDER, skyward.toml); or name them here: [sky.AWS(region="us-east-1"), sky.RunPod()].
+"""
 
 
 @dataclass(frozen=True)
@@ -68,34 +71,56 @@ def examine(candidate: Candidate) -> float:
 
 
 @dg.asset(kinds={"scikitlearn"})
-def digits_candidates(context: dg.AssetExecutionContext, compute: SkywardResource) -> dg.MaterializeResult[dict[Candidate, float]]:
+def digits_candidates(
+    context: dg.AssetExecutionContext, compute: SkywardResource
+) -> dg.MaterializeResult[dict[Candidate, float]]:
     """Every candidate with its mean accuracy in cross-validation."""
     trials = list(product(CANDIDATES, range(FOLDS)))
     accuracies = compute.map(context, validate, *zip(*trials, strict=True))
-    scores = {one: mean(accuracy for (candidate, _), accuracy in zip(trials, accuracies, strict=True) if candidate == one) for one in CANDIDATES}
-    table = "\n".join(f"| {one.C:g} | {one.gamma:g} | {score:.4f} |" for one, score in sorted(scores.items(), key=lambda item: -item[1]))
+    scores = {
+        one: mean(accuracy for (candidate, _), accuracy in zip(trials, accuracies, strict=True) if candidate == one)
+        for one in CANDIDATES
+    }
+    table = "\n".join(
+        f"| {one.C:g} | {one.gamma:g} | {score:.4f} |"
+        for one, score in sorted(scores.items(), key=lambda item: -item[1])
+    )
     return dg.MaterializeResult(
         value=scores,
-        metadata={"calls": len(trials), "best_score": max(scores.values()), "scores": dg.MetadataValue.md(f"| C | gamma | accuracy |\n|--|--|--|\n{table}")},
+        metadata={
+            "calls": len(trials),
+            "best_score": max(scores.values()),
+            "scores": dg.MetadataValue.md(f"| C | gamma | accuracy |\n|--|--|--|\n{table}"),
+        },
     )
 
 
 @dg.asset(kinds={"scikitlearn"})
-def digits_model(context: dg.AssetExecutionContext, compute: SkywardResource, digits_candidates: dict[Candidate, float]) -> dg.MaterializeResult[float]:
+def digits_model(
+    context: dg.AssetExecutionContext, compute: SkywardResource, digits_candidates: dict[Candidate, float]
+) -> dg.MaterializeResult[float]:
     """The best candidate's accuracy on the test images."""
     best = max(digits_candidates, key=lambda candidate: digits_candidates[candidate])
     accuracy = compute.run(context, examine, best)
-    return dg.MaterializeResult(value=accuracy, metadata={"accuracy": accuracy, "calls": 1, "C": best.C, "gamma": best.gamma})
+    return dg.MaterializeResult(
+        value=accuracy, metadata={"accuracy": accuracy, "calls": 1, "C": best.C, "gamma": best.gamma}
+    )
 
 
 def in_words(finding) -> str:
     """A finding of the sweep in one line."""
-    return f"{finding.action} {', '.join(finding.resource_ids)} of {finding.pool_id} at {finding.provider}: {finding.reason}"
+    return (
+        f"{finding.action} {', '.join(finding.resource_ids)} of {finding.pool_id} at {finding.provider}:"
+        f" {finding.reason}"
+    )
 
 
 @dg.op(config_schema={"is_dry_run": dg.Field(bool, default_value=False)})
 def end_what_is_left_running(context: dg.OpExecutionContext) -> None:
-    """Tell what is left and why it may or may not be ended; end it unless it is a dry run. Fails if a provider could not be asked, or machines are left."""
+    """Tell what is left and why it may or may not be ended; end it unless it is a dry run.
+
+    Fails if a provider could not be asked, or machines are left.
+    """
     report = sky.sweep(providers=PROVIDERS, is_dry_run=context.op_config["is_dry_run"])
     for finding in report.findings:
         context.log.info("%s", in_words(finding))
@@ -103,7 +128,11 @@ def end_what_is_left_running(context: dg.OpExecutionContext) -> None:
         context.log.info("of no use any more: %s", line)
     told = {"findings": len(report.findings), "ended": [in_words(finding) for finding in report.ended]}
     if report.failures:
-        raise dg.Failure("not everything could be seen or ended; the next sweep tries again: " + "; ".join(map(str, report.failures)), metadata=told)
+        raise dg.Failure(
+            "not everything could be seen or ended; the next sweep tries again: "
+            + "; ".join(map(str, report.failures)),
+            metadata=told,
+        )
     context.add_output_metadata(told)
 
 
@@ -115,17 +144,27 @@ def skyward_sweep():
 defs = dg.Definitions(
     assets=[digits_candidates, digits_model],
     schedules=[dg.ScheduleDefinition(job=skyward_sweep, cron_schedule="*/10 * * * *")],
-    resources={"compute": SkywardResource(provider=sky.Local(price_per_hour=1.2), nodes=2, image=sky.Image(pip=["scikit-learn"]))},
-    executor=dg.in_process_executor,  # the steps of one process share the pool; with Dagster's default each step would open its own
+    resources={
+        "compute": SkywardResource(
+            provider=sky.Local(price_per_hour=1.2), nodes=2, image=sky.Image(pip=["scikit-learn"])
+        )
+    },
+    # the steps of one process share the pool; with Dagster's default each step would open its own
+    executor=dg.in_process_executor,
 )
 
 
 def main() -> None:
-    """Materialize both assets on the instance of DAGSTER_HOME, else on a temporary one, and tell in one line what came out."""
+    """Materialize both assets on the instance of DAGSTER_HOME, else on a temporary one, and tell in one line what came
+    out.
+    """
     started = time.monotonic()
     with dg.DagsterInstance.get() if os.environ.get("DAGSTER_HOME") else dg.DagsterInstance.ephemeral() as instance:
         result = dg.materialize([digits_candidates, digits_model], resources=defs.resources, instance=instance)
-    told = [{name: entry.value for name, entry in event.materialization.metadata.items()} for event in result.get_asset_materialization_events()]
+    told = [
+        {name: entry.value for name, entry in event.materialization.metadata.items()}
+        for event in result.get_asset_materialization_events()
+    ]
     report = {
         "accuracy": round(result.output_for_node("digits_model"), 4),
         "calls": sum(metadata["calls"] for metadata in told),

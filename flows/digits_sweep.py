@@ -1,7 +1,8 @@
 """A hyper-parameter sweep over scikit-learn's digits, as a Prefect flow on an ephemeral pool.
 
-`python flows/digits_sweep.py` runs it: against the server that PREFECT_API_URL names, else with an API of its own. Twelve candidates of a support vector
-machine are each cross-validated in five folds, a fold being one call on the pool's two nodes; the best is trained and judged on images that none has seen.
+`python flows/digits_sweep.py` runs it: against the server that PREFECT_API_URL names, else with an API of its own.
+Twelve candidates of a support vector machine are each cross-validated in five folds, a fold being one call on the
+pool's two nodes; the best is trained and judged on images that none has seen.
 """
 
 import json
@@ -31,7 +32,9 @@ GRID = [Candidate(gamma, penalty) for gamma, penalty in product([1e-4, 3e-4, 1e-
 
 
 def split():
-    """Load the images and keep a quarter of them out of the sweep's sight: (training images, test images, training labels, test labels)."""
+    """Load the images and keep a quarter of them out of the sweep's sight: (training images, test images, training
+    labels, test labels).
+    """
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -69,7 +72,9 @@ def judge(candidate: Candidate) -> float:
 
 @flow(
     log_prints=True,
-    task_runner=SkywardTaskRunner(provider=sky.Local(price_per_hour=1.2), nodes=2, concurrency=1, image=sky.Image(pip=["scikit-learn"])),
+    task_runner=SkywardTaskRunner(
+        provider=sky.Local(price_per_hour=1.2), nodes=2, concurrency=1, image=sky.Image(pip=["scikit-learn"])
+    ),
 )
 def digits_sweep() -> dict[str, float]:
     """Cross-validate every candidate, train the best, report what it is worth and what it cost."""

@@ -3,8 +3,9 @@
     python flows/sweep.py            sweeps once
     python flows/sweep.py serve      sweeps every ten minutes, as a deployment of the server that PREFECT_API_URL names
 
-The flow asks the providers of all pools in the ledger, and those that the settings name (SKYWARD_PROVIDER, skyward.toml) for machines that the ledger does not
-know. Machines of living pools are never touched. Workers on several computers need a ledger that all of them see: SKYWARD_LEDGER=postgresql+psycopg://...
+The flow asks the providers of all pools in the ledger, and those that the settings name (SKYWARD_PROVIDER,
+skyward.toml) for machines that the ledger does not know. Machines of living pools are never touched. Workers on several
+computers need a ledger that all of them see: SKYWARD_LEDGER=postgresql+psycopg://...
 """
 
 import sys
@@ -18,21 +19,37 @@ PROVIDERS = None  # those of the settings; or name them here: [sky.AWS(region="u
 
 
 def in_words(finding) -> str:
-    return f"{finding.action} {', '.join(finding.resource_ids)} of {finding.pool_id} at {finding.provider}: {finding.reason}"
+    return (
+        f"{finding.action} {', '.join(finding.resource_ids)} of {finding.pool_id} at {finding.provider}:"
+        f" {finding.reason}"
+    )
 
 
 @flow(timeout_seconds=1800)
 def skyward_sweep(is_dry_run: bool = False) -> list[str]:
-    """Tell what is left and why it may or may not be ended; end it unless it is a dry run. Fails if a provider could not be asked, or machines are left."""
+    """Tell what is left and why it may or may not be ended; end it unless it is a dry run.
+
+    Fails if a provider could not be asked, or machines are left.
+    """
     report = sky.sweep(providers=PROVIDERS, is_dry_run=is_dry_run)
     for finding in report.findings:
         get_run_logger().info("%s", in_words(finding))
     for line in report.pruned:
         get_run_logger().info("of no use any more: %s", line)
-    rows = [{"provider": each.provider, "pool": each.pool_id, "machines": ", ".join(each.resource_ids), "reason": each.reason} for each in report.ended]
+    rows = [
+        {
+            "provider": each.provider,
+            "pool": each.pool_id,
+            "machines": ", ".join(each.resource_ids),
+            "reason": each.reason,
+        }
+        for each in report.ended
+    ]
     create_table_artifact(rows, key="skyward-sweep", description="What the sweep has ended")
     if report.failures:
-        raise RuntimeError("not everything could be seen or ended; the next sweep tries again: " + "; ".join(map(str, report.failures)))
+        raise RuntimeError(
+            "not everything could be seen or ended; the next sweep tries again: " + "; ".join(map(str, report.failures))
+        )
     return [in_words(finding) for finding in report.ended]
 
 

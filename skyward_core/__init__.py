@@ -14,7 +14,8 @@ Everything public is here and is loaded when it is first used, so that the impor
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# The one name loaded at once: it is a module's name too, and a later import of that module would put the module in its place.
+# The one name loaded at once: it is a module's name too, and a later import of that module would put the module in its
+# place.
 from skyward_core.compute import compute as compute
 
 if TYPE_CHECKING:
@@ -132,14 +133,19 @@ _HOMES = {
     "session.attached": "DetachedCall",
     "compute": "ComputeFunction PendingBatch PendingCompute gather",
     "config": "Settings",
-    "errors": "BadRequest BootstrapFailed BudgetExceeded CallCrashed CallOutOfMemory CredentialsError HostKeyChanged InstancesLeft LeaseLost LedgerConflict"
-    " LedgerError NoCapacity NodeLost NotPicklable NotYetSupported OfferGone PoolClosed ProviderFailed ProvisioningTimeout QuotaExceeded RateLimited"
-    " RemoteError ResultNotLoaded SkywardError Unreachable",
-    "events.events": "BootstrapCompleted BootstrapProgress BootstrapStarting BudgetWarning CallProgress CallRetrying Callback CandidateRefused"
-    " ClusterRestarting"
-    " ContactLost ContactRegained CostFinal CostUpdate Error InfraCreated InfraCreating InstanceLaunching InstanceLost InstanceProvisioned InstancesUnconfirmed"
-    " InstanceStopping LogLine Metrics PoolReady PoolStopping PreemptionNoticed ProviderName RebalanceRecommended SkywardEvent compose emit"
-    " use_callback",
+    "errors": (
+        "BadRequest BootstrapFailed BudgetExceeded CallCrashed CallOutOfMemory CredentialsError HostKeyChanged"
+        " InstancesLeft LeaseLost LedgerConflict LedgerError NoCapacity NodeLost NotPicklable NotYetSupported OfferGone"
+        " PoolClosed ProviderFailed ProvisioningTimeout QuotaExceeded RateLimited RemoteError ResultNotLoaded"
+        " SkywardError Unreachable"
+    ),
+    "events.events": (
+        "BootstrapCompleted BootstrapProgress BootstrapStarting BudgetWarning CallProgress CallRetrying Callback"
+        " CandidateRefused ClusterRestarting ContactLost ContactRegained CostFinal CostUpdate Error InfraCreated"
+        " InfraCreating InstanceLaunching InstanceLost InstanceProvisioned InstancesUnconfirmed InstanceStopping"
+        " LogLine Metrics PoolReady PoolStopping PreemptionNoticed ProviderName RebalanceRecommended SkywardEvent"
+        " compose emit use_callback"
+    ),
     "engine.futures": "CallFuture",
     "operations": "cost_of offers release sweep",
     "image.image": "Image",
@@ -167,7 +173,12 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = frozenset({"accelerators", "errors"})
 
-__all__ = ["compute", *sorted(_HOME_OF), *sorted(_MODULES)]  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll] - the names stand once, above
+# The names stand once, above.
+__all__ = [  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll]
+    "compute",
+    *sorted(_HOME_OF),
+    *sorted(_MODULES),
+]
 
 
 def __getattr__(name: str) -> Any:

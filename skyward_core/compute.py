@@ -43,7 +43,9 @@ class PendingCompute[R]:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
-    def __init__(self, fn: Callable[..., R], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, fn: Callable[..., R], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "args", args)
         object.__setattr__(self, "kwargs", dict(kwargs or {}))
@@ -56,15 +58,19 @@ class PendingCompute[R]:
         """What is wrong with a function that returns this, and what to write; read where calls run."""
         name = _name(self.fn)
         return (
-            f"it is a call that was not made: {name!r} is decorated with @sky.compute, so that calling it gives a pending call. "
-            f"Write {name}.local(...) to run it inside this function; or give the calls to the pool: pool.map({name}, ...), {name}(...) >> pool"
+            f"it is a call that was not made: {name!r} is decorated with @sky.compute, so that calling it gives a"
+            f" pending call. Write {name}.local(...) to run it inside this function; or give the calls to the pool:"
+            f" pool.map({name}, ...), {name}(...) >> pool"
         )
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """Raise TypeError that says what to write: as an argument, or deep in a result, a call that was not made is a mistake."""
+        """Raise TypeError that says what to write: as an argument, or deep in a result, a call that was not made is a
+        mistake.
+        """
         name = _name(self.fn)
         raise TypeError(
-            f"a call that was not made does not travel: make it first, {name}(...) >> pool, and pass its result; inside a function write {name}.local(...)"
+            f"a call that was not made does not travel: make it first, {name}(...) >> pool, and pass its result; inside"
+            f" a function write {name}.local(...)"
         )
 
     def __rshift__(self, pool: Runner) -> R:
@@ -104,14 +110,19 @@ class PendingBatch[*Rs]:
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         """Raise TypeError, as its calls do."""
-        raise TypeError("calls that were not made do not travel: make them first, (f(x) & g(y)) >> pool, and pass their results")
+        raise TypeError(
+            "calls that were not made do not travel: make them first, (f(x) & g(y)) >> pool, and pass their results"
+        )
 
     def __and__[S](self, other: PendingCompute[S]) -> PendingBatch[*Rs, S]:
         """Add a call."""
         return PendingBatch(*self.calls, _pending(other))
 
     def __rshift__(self, pool: Runner) -> tuple[*Rs]:
-        """Run all calls in parallel. The first error, in the order of the calls, is raised; the calls still running are cancelled then."""
+        """Run all calls in parallel.
+
+        The first error, in the order of the calls, is raised; the calls still running are cancelled then.
+        """
         return cast("tuple[*Rs]", _runner(pool, ">>").run_batch(cast("PendingBatch[*tuple[Any, ...]]", self)))
 
     def __len__(self) -> int:
@@ -122,21 +133,29 @@ class PendingBatch[*Rs]:
 
 
 class ComputeFunction[**P, R]:
-    """A function made lazy by `@compute`: calling it gives a `PendingCompute`. `.local` is the function itself, to be run here and now."""
+    """A function made lazy by `@compute`: calling it gives a `PendingCompute`.
+
+    `.local` is the function itself, to be run here and now.
+    """
 
     def __init__(self, fn: Callable[P, R]) -> None:
         self.local: Callable[P, R] = fn
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> PendingCompute[R]:
-        """Return the call, to be run by a pool. Raises TypeError at once for arguments that the function does not take, in Python's own words."""
+        """Return the call, to be run by a pool.
+
+        Raises TypeError at once for arguments that the function does not take, in Python's own words.
+        """
         refuse_wrong_arguments(self.local, args, kwargs)
         return PendingCompute(self.local, args, kwargs)
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> Self: ...
     @overload
-    def __get__[S, **Q, T](self: ComputeFunction[Concatenate[S, Q], T], instance: S, owner: type | None = None) -> ComputeFunction[Q, T]: ...
+    def __get__[S, **Q, T](
+        self: ComputeFunction[Concatenate[S, Q], T], instance: S, owner: type | None = None
+    ) -> ComputeFunction[Q, T]: ...
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Bind like a function does, so that `@compute` works on methods."""
         return self if instance is None else ComputeFunction(functools.partial(cast(Any, self.local), instance))
@@ -178,16 +197,23 @@ def gather[A, B](a: PendingCompute[A], b: PendingCompute[B], /) -> PendingBatch[
 @overload
 def gather[A, B, C](a: PendingCompute[A], b: PendingCompute[B], c: PendingCompute[C], /) -> PendingBatch[A, B, C]: ...
 @overload
-def gather[A, B, C, D](a: PendingCompute[A], b: PendingCompute[B], c: PendingCompute[C], d: PendingCompute[D], /) -> PendingBatch[A, B, C, D]: ...
+def gather[A, B, C, D](
+    a: PendingCompute[A], b: PendingCompute[B], c: PendingCompute[C], d: PendingCompute[D], /
+) -> PendingBatch[A, B, C, D]: ...
 @overload
 def gather[R](*computations: PendingCompute[R]) -> PendingBatch[*tuple[R, ...]]: ...
 def gather(*computations: PendingCompute[Any]) -> PendingBatch[*tuple[Any, ...]]:
-    """Group calls to run in parallel; `gather(...) >> pool` returns their results in order. Raises TypeError for anything that is no pending call."""
+    """Group calls to run in parallel; `gather(...) >> pool` returns their results in order.
+
+    Raises TypeError for anything that is no pending call.
+    """
     return PendingBatch(*map(_pending, computations))
 
 
 def refuse_wrong_arguments(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise TypeError, as calling it would, if a function does not take these arguments; what does not tell what it takes is not asked."""
+    """Raise TypeError, as calling it would, if a function does not take these arguments; what does not tell what it
+    takes is not asked.
+    """
     if isinstance(fn, types.FunctionType):
         _twin(fn)(*args, **kwargs)
     elif isinstance(fn, functools.partial):
@@ -210,7 +236,9 @@ _TAKES_MORE = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 
 def _twin(fn: types.FunctionType) -> types.FunctionType:
-    """Return a function that takes what `fn` takes, and does nothing: Python itself says then what is wrong with a call."""
+    """Return a function that takes what `fn` takes, and does nothing: Python itself says then what is wrong with a
+    call.
+    """
     twin = _twins.get(fn)
     if twin is None:
         nothing, code = _nothing.__code__, fn.__code__
@@ -236,10 +264,13 @@ def _nothing() -> None:
 
 
 def _runner(pool: object, operator: str) -> Runner:
-    if not isinstance(pool, type) and all(callable(getattr(pool, name, None)) for name in ("run", "run_batch", "broadcast")):
+    if not isinstance(pool, type) and all(
+        callable(getattr(pool, name, None)) for name in ("run", "run_batch", "broadcast")
+    ):
         return cast(Runner, pool)
     raise TypeError(
-        f"`{operator}` sends a call to a pool, not to {type(pool).__name__!r}: write `with sky.ComputePool(...) as pool:` and `fn(x) {operator} pool`"
+        f"`{operator}` sends a call to a pool, not to {type(pool).__name__!r}: write `with sky.ComputePool(...) as"
+        f" pool:` and `fn(x) {operator} pool`"
     )
 
 
@@ -247,10 +278,12 @@ def _pending(other: object) -> PendingCompute[Any]:
     if isinstance(other, PendingCompute):
         return cast("PendingCompute[Any]", other)
     if isinstance(other, ComputeFunction):
-        raise TypeError(f"{other!r} is a function, not a call: write {_name(cast('ComputeFunction[..., Any]', other).local)}(...)")
+        raise TypeError(
+            f"{other!r} is a function, not a call: write {_name(cast('ComputeFunction[..., Any]', other).local)}(...)"
+        )
     raise TypeError(
-        f"only pending calls can be put together, and this is {type(other).__name__!r}. Is the function decorated with @compute? "
-        "And since `&` binds weaker than `>>`, parentheses are needed: (f(x) & g(y)) >> pool"
+        f"only pending calls can be put together, and this is {type(other).__name__!r}. Is the function decorated with"
+        " @compute? And since `&` binds weaker than `>>`, parentheses are needed: (f(x) & g(y)) >> pool"
     )
 
 

@@ -1,7 +1,7 @@
 """Settings: what a `PoolSpec` says when its user does not.
 
-From the environment (`SKYWARD_PROVIDER=local`, `SKYWARD_NODES=2`, ...) and below that from `skyward.toml`, the nearest one from the working directory
-upwards, else the one in the user's configuration directory. A file looks like this:
+From the environment (`SKYWARD_PROVIDER=local`, `SKYWARD_NODES=2`, ...) and below that from `skyward.toml`, the nearest
+one from the working directory upwards, else the one in the user's configuration directory. A file looks like this:
 
     nodes = 2
     [provider]
@@ -29,7 +29,10 @@ from skyward_core.spec import PoolSpec
 
 PREFIX = "SKYWARD_"
 FILE = "skyward.toml"
-NODE_VARIABLES = "BOOT_WATCHER ENV_PYTHON HOME INSTANCE_DIRECTORY INSTANCE_ID INSTANCE_INFO LEASE_KEY LEDGER OWNER POOL_ID PRICE_PER_HOUR PYTHON RANK UV"
+NODE_VARIABLES = (
+    "BOOT_WATCHER ENV_PYTHON HOME INSTANCE_DIRECTORY INSTANCE_ID INSTANCE_INFO LEASE_KEY LEDGER OWNER POOL_ID"
+    " PRICE_PER_HOUR PYTHON RANK UV"
+)
 NOT_SETTINGS = frozenset(f"{PREFIX}{name}" for name in NODE_VARIABLES.split())
 _log = logging.getLogger("skyward")
 
@@ -43,7 +46,10 @@ class Settings:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ, directory: Path | None = None) -> Settings:
-        """Read the settings that hold in a directory (by default the working directory). Raises BadRequest for one that does not exist."""
+        """Read the settings that hold in a directory (by default the working directory).
+
+        Raises BadRequest for one that does not exist.
+        """
         fields: dict[str, Any] = {}
         sources: dict[str, str] = {}
         if (path := _find(directory or Path.cwd())) is not None:
@@ -63,7 +69,11 @@ class Settings:
                 sources[key] = f"{name} in the environment"
             else:
                 near = get_close_matches(key, PoolSpec.model_fields, 1, cutoff=0.5)
-                _log.warning("%s in the environment is no setting%s", name, f"; did you mean {PREFIX}{near[0].upper()}?" if near else "")
+                _log.warning(
+                    "%s in the environment is no setting%s",
+                    name,
+                    f"; did you mean {PREFIX}{near[0].upper()}?" if near else "",
+                )
         return cls(fields, sources)
 
 
@@ -82,7 +92,9 @@ def _check(found: Mapping[str, Any], where: str) -> None:
 
 
 def _from_text(text: str) -> Any:
-    """A setting in the environment is JSON where it can be read as such, else the text itself: `2`, `true`, `{"name": "local"}`, `A100`."""
+    """A setting in the environment is JSON where it can be read as such, else the text itself: `2`, `true`, `{"name":
+    "local"}`, `A100`.
+    """
     try:
         return json.loads(text)
     except json.JSONDecodeError:

@@ -8,16 +8,16 @@ SkywardError
 ├── NoCapacity                     try another offer, region or provider
 │   └── QuotaExceeded              ask the provider for more, or try another
 ├── OfferGone                      ask for offers again
-├── ProviderFailed                 ask again later: the provider failed or did not answer, and may have done what was asked
-│   └── RateLimited                ask less often: nothing was done
+├── ProviderFailed                 ask again later: the provider failed or did not answer, and may have done what was
+asked │   └── RateLimited                ask less often: nothing was done
 ├── ProvisioningTimeout            the machines did not come up in time
 ├── BootstrapFailed                mend the image: a machine came up and could not be prepared
 ├── CallCrashed                    the process of one call died; the slot is back, other calls went on
 │   └── CallOutOfMemory            ask for more memory
 ├── NodeLost                       submit again: the machine went away under the call
 ├── RemoteError                    read the text: the call failed with an error whose class does not exist here
-├── ResultNotLoaded                install what is missing, then `load()`: the call succeeded, and its result cannot be rebuilt here
-├── PoolClosed                     open a pool first
+├── ResultNotLoaded                install what is missing, then `load()`: the call succeeded, and its result cannot be
+rebuilt here ├── PoolClosed                     open a pool first
 ├── Unreachable                    look whether the machine lives, or take another: no SSH to it by the deadline
 │   └── ConnectionLost             reconnect, and find out whether the command took effect
 ├── HostKeyChanged                 find out who answers there: it is not the machine that was known
@@ -45,7 +45,10 @@ type Bytes = bytes | bytearray | memoryview
 
 
 class SkywardError(Exception):
-    """Anything that this library raises on its own account. `code` is the provider's own word for it, "" where it has none or was not asked."""
+    """Anything that this library raises on its own account.
+
+    `code` is the provider's own word for it, "" where it has none or was not asked.
+    """
 
     code = ""
 
@@ -80,7 +83,8 @@ class CredentialsError(SkywardError):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why one candidate for a pool's machines was not taken. `instance_type` is "" if the provider itself could not be asked.
+    """Why one candidate for a pool's machines was not taken. `instance_type` is "" if the provider itself could not be
+    asked.
 
     `error` is the class of ours, `code` the provider's own word for it, `seconds` how long it took to say so.
     """
@@ -95,18 +99,25 @@ class Refusal:
     seconds: float
 
     def __str__(self) -> str:
-        what = (
-            f"{self.provider}{f'/{self.region}' if self.region else ''}{f' {self.instance_type}' if self.instance_type else ''}{' spot' if self.spot else ''}"
+        region = f"/{self.region}" if self.region else ""
+        instance_type = f" {self.instance_type}" if self.instance_type else ""
+        what = f"{self.provider}{region}{instance_type}{' spot' if self.spot else ''}"
+        return (
+            f"{what}: {self.error}{f' ({self.code})' if self.code else ''} after {self.seconds:.1f} s: {self.message}"
         )
-        return f"{what}: {self.error}{f' ({self.code})' if self.code else ''} after {self.seconds:.1f} s: {self.message}"
 
 
 class NoCapacity(SkywardError):
-    """Nobody sells, or can deliver, what was asked for right now. `refusals` are the candidates that were tried, in their order."""
+    """Nobody sells, or can deliver, what was asked for right now.
+
+    `refusals` are the candidates that were tried, in their order.
+    """
 
     refusals: tuple[Refusal, ...] = ()
     mistake = ""
-    """What the provider said, without the names of one offer, where it may be the request that is wrong: it has one status for both."""
+    """What the provider said, without the names of one offer, where it may be the request that is wrong: it has one
+    status for both.
+    """
 
 
 class QuotaExceeded(NoCapacity):
@@ -118,7 +129,9 @@ class OfferGone(SkywardError):
 
 
 class ProviderFailed(SkywardError):
-    """The provider failed, or did not answer: that says nothing of the machines, and what was asked for may have been done."""
+    """The provider failed, or did not answer: that says nothing of the machines, and what was asked for may have been
+    done.
+    """
 
 
 class RateLimited(ProviderFailed):
@@ -132,10 +145,13 @@ class ProvisioningTimeout(SkywardError):
 class BootstrapFailed(SkywardError):
     """A machine could not be prepared; all machines of the pool have been terminated.
 
-    `node` is its rank, `phase` the step of the bootstrap, `exit_code` that of the failed command, `output` its last lines.
+    `node` is its rank, `phase` the step of the bootstrap, `exit_code` that of the failed command, `output` its last
+    lines.
     """
 
-    def __init__(self, message: str, *, node: int = 0, phase: str = "", exit_code: int | None = None, output: Sequence[str] = ()) -> None:
+    def __init__(
+        self, message: str, *, node: int = 0, phase: str = "", exit_code: int | None = None, output: Sequence[str] = ()
+    ) -> None:
         super().__init__(message)
         self.node = node
         self.phase = phase
@@ -146,7 +162,8 @@ class BootstrapFailed(SkywardError):
 class CallCrashed(SkywardError):
     """The process that ran a call died: a segmentation fault, `os._exit`, a kill.
 
-    It takes that call alone. `node` is the rank of the node, `exit_code` as in `subprocess` (negative: the signal), `output` the call's last lines.
+    It takes that call alone. `node` is the rank of the node, `exit_code` as in `subprocess` (negative: the signal),
+    `output` the call's last lines.
     """
 
     def __init__(self, message: str, node: int = 0, exit_code: int | None = None, output: Sequence[str] = ()) -> None:
@@ -169,7 +186,8 @@ class NodeLost(SkywardError):
 
 
 class RemoteError(SkywardError):
-    """A call failed with an exception whose class does not exist here, or that would end this program. Type and message stand in the first line.
+    """A call failed with an exception whose class does not exist here, or that would end this program. Type and message
+    stand in the first line.
 
     `type_name` is the name of the class, with its module ("torch.OutOfMemoryError"), and `text` the remote traceback.
     """
@@ -184,13 +202,17 @@ class RemoteError(SkywardError):
 
 
 class ResultNotLoaded(SkywardError):
-    """A call has succeeded, and its result cannot be rebuilt here, most often as a package is missing. The result is kept: there is no need to run it again.
+    """A call has succeeded, and its result cannot be rebuilt here, most often as a package is missing. The result is
+    kept: there is no need to run it again.
 
-    `node` is the rank of the node that has it made, `missing` the name of the package ("" where it is not that). `load()` gives the result once the package
-    is there; `result_bytes` is a pickle of it, to be written to a file and read where the package is.
+    `node` is the rank of the node that has it made, `missing` the name of the package ("" where it is not that).
+    `load()` gives the result once the package is there; `result_bytes` is a pickle of it, to be written to a file and
+    read where the package is.
     """
 
-    def __init__(self, message: str, node: int = -1, missing: str = "", data: Bytes = b"", buffers: Sequence[Bytes] = ()) -> None:
+    def __init__(
+        self, message: str, node: int = -1, missing: str = "", data: Bytes = b"", buffers: Sequence[Bytes] = ()
+    ) -> None:
         super().__init__(message)
         self.node = node
         self.missing = missing
@@ -199,7 +221,10 @@ class ResultNotLoaded(SkywardError):
 
     @property
     def result_bytes(self) -> bytes:
-        """The result as one pickle, for `pickle.loads`. It names classes of the missing package, and of `skyward_core`."""
+        """The result as one pickle, for `pickle.loads`.
+
+        It names classes of the missing package, and of `skyward_core`.
+        """
         return pickle.dumps(self.stored, protocol=5)
 
     @property
@@ -208,16 +233,28 @@ class ResultNotLoaded(SkywardError):
         return Stored(self._data, self._buffers)
 
     def load(self) -> Any:
-        """Return the result, or for `map`, `@` and `gather` all results. Raises what is still in the way, such as ModuleNotFoundError."""
+        """Return the result, or for `map`, `@` and `gather` all results.
+
+        Raises what is still in the way, such as ModuleNotFoundError.
+        """
         importlib.invalidate_caches()
-        return _loaded(self._data, [bytearray(buffer) for buffer in self._buffers])  # copies: what is done to the result does not change what is kept
+        # copies: what is done to the result does not change what is kept
+        return _loaded(self._data, [bytearray(buffer) for buffer in self._buffers])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.args[0], self.node, self.missing, bytearray(self._data), [bytearray(buffer) for buffer in self._buffers])
+        return type(self), (
+            self.args[0],
+            self.node,
+            self.missing,
+            bytearray(self._data),
+            [bytearray(buffer) for buffer in self._buffers],
+        )
 
 
 class Stored:
-    """Loads as the value that these bytes are the pickle of; gives them out of band to a pickler that can take them so."""
+    """Loads as the value that these bytes are the pickle of; gives them out of band to a pickler that can take them
+    so.
+    """
 
     def __init__(self, data: Bytes, buffers: Sequence[Bytes] = ()) -> None:
         self._data = data
@@ -255,11 +292,17 @@ class ConnectionLost(Unreachable):
 
 
 class HostKeyChanged(SkywardError):
-    """The machine shows another host key than the known one: another machine may be answering. Nothing was sent to it."""
+    """The machine shows another host key than the known one: another machine may be answering.
+
+    Nothing was sent to it.
+    """
 
 
 class CommandFailed(SkywardError):
-    """A command that had to succeed did not. `exit_code` is None if it was ended before it had one, `output` is all that it wrote."""
+    """A command that had to succeed did not.
+
+    `exit_code` is None if it was ended before it had one, `output` is all that it wrote.
+    """
 
     def __init__(self, message: str, exit_code: int | None = None, output: str = "") -> None:
         super().__init__(message, exit_code, output)
@@ -276,7 +319,10 @@ class CommandTimedOut(CommandFailed, TimeoutError):
 
 
 class BudgetExceeded(SkywardError):
-    """The money is used up, or would be: nothing more is started with it. `account` is "" for `max_cost`; `left_usd` is what is left."""
+    """The money is used up, or would be: nothing more is started with it.
+
+    `account` is "" for `max_cost`; `left_usd` is what is left.
+    """
 
     def __init__(self, message: str, account: str = "", left_usd: Decimal = ZERO_USD) -> None:
         super().__init__(message, account, left_usd)
@@ -288,11 +334,16 @@ class BudgetExceeded(SkywardError):
 
 
 class LeaseLost(SkywardError):
-    """The pool's lease had run out, and a sweep has taken it for dead: its machines are being ended, whatever its owner does."""
+    """The pool's lease had run out, and a sweep has taken it for dead: its machines are being ended, whatever its owner
+    does.
+    """
 
 
 class LedgerError(SkywardError):
-    """The ledger could not be read or written: mend what the message names, then try again. What was committed before is safe."""
+    """The ledger could not be read or written: mend what the message names, then try again.
+
+    What was committed before is safe.
+    """
 
 
 class LedgerConflict(LedgerError):

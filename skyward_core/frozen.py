@@ -1,4 +1,7 @@
-"""`Frozen`: a value that a user writes, such as an image or a provider. What is wrong with it is told in our words, as `BadRequest`."""
+"""`Frozen`: a value that a user writes, such as an image or a provider.
+
+What is wrong with it is told in our words, as `BadRequest`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ _SHOWN = (str, int, float, bool, type(None))
 
 
 class Frozen(BaseModel):
-    """A frozen value with known fields. Raises BadRequest, with the nearest name for a field that it has not, and without values where they may be secret."""
+    """A frozen value with known fields.
+
+    Raises BadRequest, with the nearest name for a field that it has not, and without values where they may be secret.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -24,7 +30,9 @@ class Frozen(BaseModel):
             super().__init__(**fields)
         except ValidationError as error:
             kind = type(self)
-            raise BadRequest(told(error, fields, kind.__name__, is_secret=bool(kind.model_config.get("hide_input_in_errors")))) from error
+            raise BadRequest(
+                told(error, fields, kind.__name__, is_secret=bool(kind.model_config.get("hide_input_in_errors")))
+            ) from error
 
     @model_validator(mode="before")
     @classmethod
@@ -33,11 +41,22 @@ class Frozen(BaseModel):
         for name in cast("Mapping[Any, Any]", data) if isinstance(data, Mapping) else ():
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)
-                raise ValueError(f"{cls.__name__} has no field {name!r}: did you mean {near[0]!r}?" if near else f"{cls.__name__} has no fields")
+                raise ValueError(
+                    f"{cls.__name__} has no field {name!r}: did you mean {near[0]!r}?"
+                    if near
+                    else f"{cls.__name__} has no fields"
+                )
         return data
 
 
-def told(error: ValidationError, fields: Mapping[str, Any], name: str = "", *, is_secret: bool = False, unshown: Collection[str] = ()) -> str:
+def told(
+    error: ValidationError,
+    fields: Mapping[str, Any],
+    name: str = "",
+    *,
+    is_secret: bool = False,
+    unshown: Collection[str] = (),
+) -> str:
     """Return what is wrong with the fields of a value: our own words for each fault, pydantic's where we have none."""
     found = list[str]()
     for fault in error.errors(include_url=False, include_input=False):

@@ -20,8 +20,9 @@ type Place = tuple[str, Callable[[], Path]]
 def state_places() -> list[Place]:
     """Return where state of this user may lie, best first.
 
-    The state folder goes before XDG_RUNTIME_DIR: systemd gives the latter a tenth of the memory, and takes it away with the user's last session
-    (docs/decisions/0015). Below TMPDIR another user may have made the folder of that name first: then it is refused, and the others are left.
+    The state folder goes before XDG_RUNTIME_DIR: systemd gives the latter a tenth of the memory, and takes it away with
+    the user's last session (docs/decisions/0015). Below TMPDIR another user may have made the folder of that name
+    first: then it is refused, and the others are left.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     return [
@@ -39,7 +40,8 @@ def cache_places() -> list[Place]:
 def first_private(name: str, places: Sequence[Place], *, is_locked: bool = False) -> Path:
     """Return the folder `name` of the first place where it is private, or can be made so, and can be written to.
 
-    `is_locked` says that it, or one in it, will be locked, as a folder on NFS cannot be. Raises NotPrivate with the reason against each.
+    `is_locked` says that it, or one in it, will be locked, as a folder on NFS cannot be. Raises NotPrivate with the
+    reason against each.
     """
     reasons: list[str] = []
     for variable, place in places:
@@ -52,7 +54,10 @@ def first_private(name: str, places: Sequence[Place], *, is_locked: bool = False
                 return path
         except (OSError, RuntimeError, KeyError) as error:  # the latter two: no home, and no entry for this user
             reasons.append(f"{variable}: {error}")
-    raise NotPrivate(f"no folder is safe from other users of this computer: {'; '.join(reasons)}. Name one of your own with {places[0][0]}")
+    raise NotPrivate(
+        f"no folder is safe from other users of this computer: {'; '.join(reasons)}. Name one of your own with"
+        f" {places[0][0]}"
+    )
 
 
 def existing(name: str, places: Sequence[Place]) -> list[Path]:

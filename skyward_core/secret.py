@@ -1,7 +1,9 @@
-"""Secrets of calls: references that travel, values that are read where a pool opens, and the look of variables that hold one without saying so.
+"""Secrets of calls: references that travel, values that are read where a pool opens, and the look of variables that
+hold one without saying so.
 
-A spec holds references (`Secret`) and no value. Whoever opens a pool reads the values (`read_values`), and they go to the nodes in memory
-(`worker/secret_values.py`). What stands in `env` in plain text is masked wherever a spec is shown or written if its name or its value looks like a secret.
+A spec holds references (`Secret`) and no value. Whoever opens a pool reads the values (`read_values`), and they go to
+the nodes in memory (`worker/secret_values.py`). What stands in `env` in plain text is masked wherever a spec is shown
+or written if its name or its value looks like a secret.
 """
 
 from __future__ import annotations
@@ -22,10 +24,16 @@ LARGEST_BYTES = 32 * 1024
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
-_SECRET_WORDS = re.compile(".*(TOKEN|SECRETS?|PASSWORDS?|PASSWD|PASSPHRASE|CREDENTIALS?|(API|ACCESS|PRIVATE|SECRET)KEY)|PASS|PAT")
-_SECRET_KEYS = re.compile("API|ACCESS|PRIVATE|SECRET|SIGNING|ENCRYPTION|MASTER|ACCOUNT|STORAGE|DEPLOY|LICENSE|AUTH|SERVICE")
+_SECRET_WORDS = re.compile(
+    ".*(TOKEN|SECRETS?|PASSWORDS?|PASSWD|PASSPHRASE|CREDENTIALS?|(API|ACCESS|PRIVATE|SECRET)KEY)|PASS|PAT"
+)
+_SECRET_KEYS = re.compile(
+    "API|ACCESS|PRIVATE|SECRET|SIGNING|ENCRYPTION|MASTER|ACCOUNT|STORAGE|DEPLOY|LICENSE|AUTH|SERVICE"
+)
 """What a KEY is called that is one; a SORT_KEY is none."""
-_PLACES = re.compile("FILE|PATH|DIR|DIRECTORY|FOLDER|URL|URI|ENDPOINT|NAME|TTL|LIMIT|COUNT|LENGTH|SIZE|TYPE|ENABLED|TIMEOUT|EXPIRY")
+_PLACES = re.compile(
+    "FILE|PATH|DIR|DIRECTORY|FOLDER|URL|URI|ENDPOINT|NAME|TTL|LIMIT|COUNT|LENGTH|SIZE|TYPE|ENABLED|TIMEOUT|EXPIRY"
+)
 """What a variable is about that ends so: not the secret itself, but where it is, or how long."""
 _PATHS = frozenset({"GOOGLE_APPLICATION_CREDENTIALS"})
 _USERINFO = re.compile(r"://[^/?#\s@]+@")
@@ -47,28 +55,43 @@ class Secret(BaseModel):
 
     @classmethod
     def from_env(cls, name: str) -> Self:
-        """Refer to an environment variable of the process that opens the pool. Raises BadRequest for what cannot be the name of one."""
+        """Refer to an environment variable of the process that opens the pool.
+
+        Raises BadRequest for what cannot be the name of one.
+        """
         _refuse_no_variable(name)
         return cls(source="env", key=name)
 
     @classmethod
     def from_store(cls, key: str, field: str = "") -> Self:
-        """Refer to an entry of the orchestrator's own store: a `Secret` block of Prefect, a connection or variable of Airflow. `field` is a part of it."""
+        """Refer to an entry of the orchestrator's own store: a `Secret` block of Prefect, a connection or variable of
+        Airflow. `field` is a part of it.
+        """
         if not key:
             raise BadRequest("the key of a secret in a store must not be empty")
         return cls(source="store", key=key, field=field)
 
     def __str__(self) -> str:
-        return f"environment variable {self.key}" if self.source == "env" else f"entry {self.key!r} of the orchestrator's store"
+        return (
+            f"environment variable {self.key}"
+            if self.source == "env"
+            else f"entry {self.key!r} of the orchestrator's store"
+        )
 
 
 def as_references(wish: Any) -> Any:
-    """Read what a user may write for `secrets`: names, or references by name. Raises ValueError, which never repeats what may be a value."""
+    """Read what a user may write for `secrets`: names, or references by name.
+
+    Raises ValueError, which never repeats what may be a value.
+    """
     if isinstance(wish, str):
         wish = (wish,)
     if not isinstance(wish, Mapping):
         if not isinstance(wish, Iterable) or not all(isinstance(name, str) for name in cast("Iterable[Any]", wish)):
-            raise ValueError('write the names of variables, secrets=("HF_TOKEN",), or where they are read: secrets={"HF_TOKEN": sky.Secret.from_env("OTHER")}')
+            raise ValueError(
+                'write the names of variables, secrets=("HF_TOKEN",), or where they are read: secrets={"HF_TOKEN":'
+                ' sky.Secret.from_env("OTHER")}'
+            )
         wish = {str(name): Secret.from_env(str(name)) for name in cast("Iterable[Any]", wish)}
     found = dict[str, Secret]()
     for name, reference in cast("Mapping[Any, Any]", wish).items():
@@ -76,16 +99,21 @@ def as_references(wish: Any) -> Any:
         if name.startswith("SKYWARD_"):
             raise ValueError(f"{name!r} belongs to us: choose another name")
         if not isinstance(reference, Secret | Mapping):
-            raise BadRequest(f'{name} must refer to its value and not be it: write {{"{name}": sky.Secret.from_env("{name}")}}, or ("{name}",) for the same')
+            raise BadRequest(
+                f'{name} must refer to its value and not be it: write {{"{name}": sky.Secret.from_env("{name}")}}, or'
+                f' ("{name}",) for the same'
+            )
         found[name] = reference if isinstance(reference, Secret) else Secret.model_validate(reference)
     return found
 
 
-def read_values(secrets: Mapping[str, Secret], given: Mapping[str, str], environ: Mapping[str, str] | None = None) -> SecretValues:
+def read_values(
+    secrets: Mapping[str, Secret], given: Mapping[str, str], environ: Mapping[str, str] | None = None
+) -> SecretValues:
     """Return the values: those that are given, the others from the environment.
 
-    Raises BadRequest for those that there are not, by the names of their variables, and for what no variable can hold. What reports errors may show the
-    variables of this frame: none of them shows a value.
+    Raises BadRequest for those that there are not, by the names of their variables, and for what no variable can hold.
+    What reports errors may show the variables of this frame: none of them shows a value.
     """
     if unknown := sorted(given.keys() - secrets.keys()):
         raise BadRequest(f"values were given for {', '.join(unknown)}, and the spec names no such secrets")
@@ -96,16 +124,22 @@ def read_values(secrets: Mapping[str, Secret], given: Mapping[str, str], environ
     if odd := [name for name in found if "\0" in found[name]]:
         raise BadRequest(f"the values of {', '.join(odd)} hold a NUL character, which no environment variable can")
     if odd := [name for name in found if not _is_storable(found[name])]:
-        raise BadRequest(f"the values of {', '.join(odd)} hold half of a surrogate pair, which no environment variable can")
+        raise BadRequest(
+            f"the values of {', '.join(odd)} hold half of a surrogate pair, which no environment variable can"
+        )
     if (size := sum(len(os.fsencode(found[name])) for name in found)) > LARGEST_BYTES:
         raise BadRequest(
-            f"the values of all secrets take {size:,} bytes, and {LARGEST_BYTES:,} is the limit: keep what is larger in a store that calls can read"
+            f"the values of all secrets take {size:,} bytes, and {LARGEST_BYTES:,} is the limit: keep what is larger in"
+            " a store that calls can read"
         )
     return found
 
 
 def _looked_up(secrets: Mapping[str, Secret], given: Mapping[str, str], environ: Mapping[str, str]) -> SecretValues:
-    values = {name: given.get(name) or (environ.get(reference.key) if reference.source == "env" else None) for name, reference in secrets.items()}
+    values = {
+        name: given.get(name) or (environ.get(reference.key) if reference.source == "env" else None)
+        for name, reference in secrets.items()
+    }
     return SecretValues({name: value for name, value in values.items() if value})
 
 
@@ -144,20 +178,26 @@ def refuse_masks(env: Mapping[str, str], where: str) -> None:
     """Raise BadRequest for a mask in the place of a value: it came from JSON, which does not hold the value."""
     if lost := [name for name, value in env.items() if value == MASK]:
         raise BadRequest(
-            f"{where} holds {MASK!r} in the place of the value of {', '.join(lost)}: it comes from JSON, where values that look like secrets are masked. "
-            f"Name it in secrets=({lost[0]!r},), or set it anew"
+            f"{where} holds {MASK!r} in the place of the value of {', '.join(lost)}: it comes from JSON, where values"
+            f" that look like secrets are masked. Name it in secrets=({lost[0]!r},), or set it anew"
         )
 
 
 def _refuse_no_variable(name: object) -> None:
     if not isinstance(name, str) or not VARIABLE.fullmatch(name):
-        raise BadRequest("secrets has what is no name of a variable (letters, digits and underscores, no digit first): write the name and not the value")
+        raise BadRequest(
+            "secrets has what is no name of a variable (letters, digits and underscores, no digit first): write the"
+            " name and not the value"
+        )
     if variable := _variable_with(name):
         raise BadRequest(f'secrets has the value of {variable} in the place of a name: write secrets=("{variable}",)')
 
 
 def _variable_with(value: str) -> str:
-    """Return the variable of this process that has this value and seems to hold a secret; "" if there is none. Most tokens could be names."""
+    """Return the variable of this process that has this value and seems to hold a secret; "" if there is none.
+
+    Most tokens could be names.
+    """
     if len(value) < SHORTEST_LINE or value in os.environ:
         return ""
     ours = (name for name, its in os.environ.items() if its == value and not name.startswith("SKYWARD_"))
@@ -167,4 +207,7 @@ def _variable_with(value: str) -> str:
 def _cure(reference: Secret) -> str:
     if reference.source == "env":
         return f"{reference} is not set, or empty, in the process that opens the pool"
-    return f"{reference} is read by the plugin of an orchestrator, and by nobody here: use sky.Secret.from_env, or ComputePool.from_spec(spec, secrets={{...}})"
+    return (
+        f"{reference} is read by the plugin of an orchestrator, and by nobody here: use sky.Secret.from_env, or"
+        " ComputePool.from_spec(spec, secrets={...})"
+    )

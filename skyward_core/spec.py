@@ -51,11 +51,15 @@ LONGEST_SECONDS = 10 * 365 * 86_400.0
 type Display = Literal["log", "spinner", "quiet"]
 
 type AnyProvider = Annotated[
-    SerializeAsAny[Provider] | tuple[SerializeAsAny[Provider], ...], BeforeValidator(lambda wish: _loaded(wish)), PlainSerializer(lambda one: _plain(one))
+    SerializeAsAny[Provider] | tuple[SerializeAsAny[Provider], ...],
+    BeforeValidator(lambda wish: _loaded(wish)),
+    PlainSerializer(lambda one: _plain(one)),
 ]
 type AnyAccelerator = Annotated[
     Accelerator,
-    BeforeValidator(lambda wish: Accelerator.from_json(wish) if isinstance(wish, Mapping) else accelerators.parse(wish)),
+    BeforeValidator(
+        lambda wish: Accelerator.from_json(wish) if isinstance(wish, Mapping) else accelerators.parse(wish)
+    ),
     PlainSerializer(lambda accelerator: accelerator.to_json(), return_type=dict[str, Any]),
 ]
 type AnySpot = Annotated[
@@ -69,7 +73,9 @@ UNREPEATED = frozenset({"env", "secrets"})
 
 
 class Wishes(TypedDict, total=False):
-    """The keywords of `ComputePool`, for editors and type checkers: what may be written for each field of `PoolSpec`, where its default and meaning stand."""
+    """The keywords of `ComputePool`, for editors and type checkers: what may be written for each field of `PoolSpec`,
+    where its default and meaning stand.
+    """
 
     provider: str | Provider | Mapping[str, Any] | Sequence[str | Provider | Mapping[str, Any]] | None
     image: Image | Mapping[str, Any]
@@ -98,46 +104,86 @@ class Wishes(TypedDict, total=False):
 class PoolSpec(BaseModel):
     """What the user asks for. Compares by value, is JSON both ways (`model_dump_json`, `model_validate_json`).
 
-    It holds references to secrets and not their values. What looks like a secret in `env` and in the image's is masked in repr and JSON, so that it does not
-    come back from there: a spec with a mask can be read and shown, and no pool opens with it.
+    It holds references to secrets and not their values. What looks like a secret in `env` and in the image's is masked
+    in repr and JSON, so that it does not come back from there: a spec with a mask can be read and shown, and no pool
+    opens with it.
 
     Make one with `PoolSpec.of(...)`: it raises BadRequest, with the nearest known name for an unknown field.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, validate_default=False, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", arbitrary_types_allowed=True, validate_default=False, hide_input_in_errors=True
+    )
 
     provider: AnyProvider | None = Field(
-        default=None, description="Who rents the machines, or several to choose from; None: as the settings say, else Local()."
+        default=None,
+        description="Who rents the machines, or several to choose from; None: as the settings say, else Local().",
     )
     image: Image = Field(default_factory=Image, description="The environment on the nodes.")
     nodes: int = Field(default=1, ge=1, description="Number of machines.")
-    machine: str | None = Field(default=None, description='Instance type, in the provider\'s own words ("p5.48xlarge").')
+    machine: str | None = Field(
+        default=None, description='Instance type, in the provider\'s own words ("p5.48xlarge").'
+    )
     accelerator: AnyAccelerator | None = Field(default=None, description="The accelerators of one machine.")
     cpu: int | None = Field(default=None, ge=1, description="CPU cores of one worker, at least.")
-    memory: str | None = Field(default=None, description='Memory of one worker, at least ("32GB"; GB = 10⁹ bytes, GiB = 2³⁰).')
-    architecture: Architecture | None = Field(default=None, description='Processor of the machines, "x86_64" or "arm64"; None: any.')
-    volume: tuple[Volume, ...] = Field(default=(), description="Volumes mounted on every node.")
-    spot: AnySpot | None = Field(default=None, description="Spot strategy; None: spot where it is sold, on demand elsewhere.")
-    timeout: float = Field(default=3600, gt=0, description="Auto-shutdown: seconds without a running call after which the pool ends itself.")
-    max_lifetime: float | None = Field(default=None, gt=0, le=LONGEST_SECONDS, description="Hard limit of the pool's life, in seconds.")
-    lease_seconds: float = Field(
-        default=120, ge=5, le=LONGEST_SECONDS, description="Seconds without a sign of life from a client after which a node ends itself."
+    memory: str | None = Field(
+        default=None, description='Memory of one worker, at least ("32GB"; GB = 10⁹ bytes, GiB = 2³⁰).'
     )
-    retries: int = Field(default=3, ge=0, description="How often a call runs again when its node is lost under it; 0: never twice.")
-    max_cost: float | None = Field(default=None, gt=0, allow_inf_nan=False, description="Hard limit of the pool's cost, in USD.")
-    budget: str | None = Field(default=None, min_length=1, description="Account of the ledger that pays; all pools that name it share its limit.")
-    env: Mapping[str, str] | None = Field(default=None, description="Environment variables of the calls, as plain text.")
+    architecture: Architecture | None = Field(
+        default=None, description='Processor of the machines, "x86_64" or "arm64"; None: any.'
+    )
+    volume: tuple[Volume, ...] = Field(default=(), description="Volumes mounted on every node.")
+    spot: AnySpot | None = Field(
+        default=None, description="Spot strategy; None: spot where it is sold, on demand elsewhere."
+    )
+    timeout: float = Field(
+        default=3600,
+        gt=0,
+        description="Auto-shutdown: seconds without a running call after which the pool ends itself.",
+    )
+    max_lifetime: float | None = Field(
+        default=None, gt=0, le=LONGEST_SECONDS, description="Hard limit of the pool's life, in seconds."
+    )
+    lease_seconds: float = Field(
+        default=120,
+        ge=5,
+        le=LONGEST_SECONDS,
+        description="Seconds without a sign of life from a client after which a node ends itself.",
+    )
+    retries: int = Field(
+        default=3, ge=0, description="How often a call runs again when its node is lost under it; 0: never twice."
+    )
+    max_cost: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="Hard limit of the pool's cost, in USD."
+    )
+    budget: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Account of the ledger that pays; all pools that name it share its limit.",
+    )
+    env: Mapping[str, str] | None = Field(
+        default=None, description="Environment variables of the calls, as plain text."
+    )
     secrets: Secrets | None = Field(
-        default=None, description="Environment variables of the calls whose values are read when the pool opens: names, or references by name."
+        default=None,
+        description=(
+            "Environment variables of the calls whose values are read when the pool opens: names, or references by"
+            " name."
+        ),
     )
     concurrency: int = Field(default=1, ge=1, description="Calls that one worker runs at once.")
     provision_timeout: float = Field(default=1800, gt=0, description="Seconds within which the machines must be ready.")
     display: Display = Field(default="log", description='What is printed: "log", "spinner" or "quiet".')
-    collect_metrics: bool = Field(default=True, description="Sample processor, memory and GPUs of each node every two seconds.")
+    collect_metrics: bool = Field(
+        default=True, description="Sample processor, memory and GPUs of each node every two seconds."
+    )
 
     @classmethod
     def of(cls, **asked: Unpack[Wishes]) -> Self:
-        """Build a spec from keywords; raises BadRequest with what to do. Strings and numbers stand for values: `accelerator="A100"`, `spot=0.8`."""
+        """Build a spec from keywords; raises BadRequest with what to do.
+
+        Strings and numbers stand for values: `accelerator="A100"`, `spot=0.8`.
+        """
         wishes: dict[str, Any] = {**asked}
         if isinstance(wishes.get("volume"), BaseModel):
             wishes["volume"] = (wishes["volume"],)
@@ -158,7 +204,9 @@ class PoolSpec(BaseModel):
     @classmethod
     def _known_fields_only(cls, data: Any) -> Any:
         known = cls.model_fields
-        unknown = [name for name in cast("Mapping[str, Any]", data) if name not in known] if isinstance(data, Mapping) else []
+        unknown = (
+            [name for name in cast("Mapping[str, Any]", data) if name not in known] if isinstance(data, Mapping) else []
+        )
         if unknown:
             raise ValueError("; ".join(_unknown(name, list(known)) for name in unknown))
         return data
@@ -204,10 +252,16 @@ class PoolSpec(BaseModel):
     @property
     def workers_per_node(self) -> int:
         """How many workers one machine holds: one for each MIG partition of its GPUs, or one."""
-        return self.accelerator.count * len(self.accelerator.mig) if self.accelerator is not None and self.accelerator.mig else 1
+        return (
+            self.accelerator.count * len(self.accelerator.mig)
+            if self.accelerator is not None and self.accelerator.mig
+            else 1
+        )
 
     def accelerator_on(self, offer: Offer) -> Accelerator | None:
-        """What the calls on such a machine may use: the accelerators that were asked for, or all that it has if none were."""
+        """What the calls on such a machine may use: the accelerators that were asked for, or all that it has if none
+        were.
+        """
         if self.accelerator is not None or offer.accelerator is None:
             return self.accelerator
         chip = find(offer.accelerator)
@@ -218,7 +272,9 @@ class PoolSpec(BaseModel):
 
     @property
     def neuron_cores(self) -> tuple[tuple[int, ...], ...]:
-        """The NeuronCores of each call that runs at once on a machine; empty where there are none, or the runtime chooses. Raises BadRequest if too few."""
+        """The NeuronCores of each call that runs at once on a machine; empty where there are none, or the runtime
+        chooses. Raises BadRequest if too few.
+        """
         return self.neuron_cores_of(self.accelerator)
 
     def neuron_cores_of(self, accelerator: Accelerator | None) -> tuple[tuple[int, ...], ...]:
@@ -227,7 +283,10 @@ class PoolSpec(BaseModel):
 
     @property
     def node_environment(self) -> dict[str, str]:
-        """Environment variables of the calls: the image's, then the pool's. Raises BadRequest for one that is masked."""
+        """Environment variables of the calls: the image's, then the pool's.
+
+        Raises BadRequest for one that is masked.
+        """
         refuse_masks(self.image.env, "the image's env")
         refuse_masks(self.env or {}, "env")
         return {**dict(self.image.env), **(self.env or {})}
@@ -235,15 +294,19 @@ class PoolSpec(BaseModel):
     @property
     def plain_secrets(self) -> list[str]:
         """Names of what looks like a secret in the environment of the calls, and belongs to `secrets`."""
-        return [name for name, value in {**dict(self.image.env), **(self.env or {})}.items() if looks_secret(name, value)]
+        return [
+            name for name, value in {**dict(self.image.env), **(self.env or {})}.items() if looks_secret(name, value)
+        ]
 
     def refuse_what_cannot_be(self) -> None:
         """Raise BadRequest for what would fail only after machines have been paid for."""
         here = f"{sys.version_info.major}.{sys.version_info.minor}"
         if self.image.python != here:
             raise BadRequest(
-                f"the image wants Python {self.image.python} and this is {here}: functions travel pickled by value, which needs the same minor version on both "
-                f'sides. Run this program with Python {self.image.python}, or leave Image(python=...) out (it is then "{here}")'
+                f"the image wants Python {self.image.python} and this is {here}: functions travel pickled by value,"
+                " which needs the same minor version on both "
+                f"sides. Run this program with Python {self.image.python}, or leave Image(python=...) out (it is then"
+                f' "{here}")'
             )
         refuse_overlaps(self.volume)
         _ = self.neuron_cores  # raises
@@ -253,7 +316,12 @@ def signature(*own: inspect.Parameter) -> inspect.Signature:
     """Return what a callable takes that has its own parameters and one keyword for each field of `PoolSpec`."""
     hints = get_type_hints(Wishes)
     keywords = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.get_default(call_default_factory=True), annotation=hints[name])
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.get_default(call_default_factory=True),
+            annotation=hints[name],
+        )
         for name, field in PoolSpec.model_fields.items()
     ]
     return inspect.Signature([*own, *keywords])

@@ -12,10 +12,11 @@ WORK_CHARACTERS = 500
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work that a pool is rented for. It is kept in the ledger, in the receipt and in the tags of the machines, and costs are added up by it.
+    """The work that a pool is rented for. It is kept in the ledger, in the receipt and in the tags of the machines, and
+    costs are added up by it.
 
-    All fields are text, and empty where there is no such thing. A text that is longer than `WORK_CHARACTERS` ends in a hash of the whole; characters that
-    cannot be printed become "?".
+    All fields are text, and empty where there is no such thing. A text that is longer than `WORK_CHARACTERS` ends in a
+    hash of the whole; characters that cannot be printed become "?".
 
         ComputePool.from_spec(spec, work=Work(system="cron", workflow="nightly", run="2026-11-22", task="train"))
     """
@@ -52,8 +53,16 @@ class Work:
 
     def __str__(self) -> str:
         """In one line: `airflow:nightly/manual__2026-11-22/train[3], try 2, asset model, partition 2026-11`."""
-        path = "/".join(part for part in (self.workflow, self.run, self.task + (f"[{self.task_run}]" if self.task_run else "")) if part)
-        named = [f"{word} {value}" for word, value in (("try", self.attempt), ("asset", self.asset), ("partition", self.partition)) if value]
+        path = "/".join(
+            part
+            for part in (self.workflow, self.run, self.task + (f"[{self.task_run}]" if self.task_run else ""))
+            if part
+        )
+        named = [
+            f"{word} {value}"
+            for word, value in (("try", self.attempt), ("asset", self.asset), ("partition", self.partition))
+            if value
+        ]
         return ", ".join(part for part in (of_system(self.system, path), *named) if part)
 
 

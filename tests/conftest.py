@@ -1,6 +1,8 @@
-"""What every test stands on: a house of its own (caches, settings), a closed door to the network, and nothing left behind.
+"""What every test stands on: a house of its own (caches, settings), a closed door to the network, and nothing left
+behind.
 
-A test that opens pools may share `pool`, two nodes that live as long as the test session; `told` is what that pool has told.
+A test that opens pools may share `pool`, two nodes that live as long as the test session; `told` is what that pool has
+told.
 """
 
 import gc
@@ -32,7 +34,8 @@ SETTLE_SECONDS = 30.0
 hypothesis.settings.register_profile("skyward", deadline=None)  # a slow machine is no fault
 hypothesis.settings.load_profile("skyward")
 
-# Process-wide pools of threads, made once by the first who needs them: Dask's two, asyncio's name lookups, hypothesis and pytest-timeout.
+# Process-wide pools of threads, made once by the first who needs them: Dask's two, asyncio's name lookups, hypothesis
+# and pytest-timeout.
 SHARED_THREADS = ("Dask-Offload", "TCP-Executor", "asyncio_", "pytest_timeout", "Profile", "AsyncProcess")
 
 TEST_HOSTS = ip_network("10.77.0.0/16")
@@ -71,7 +74,9 @@ LONGEST_FIRST = (
     "test_extras.py",
     "test_mig_hosts.py",
 )
-"""Files (or folders) that take longest: they begin first, so that test processes that share the files end at about the same time."""
+"""Files (or folders) that take longest: they begin first, so that test processes that share the files end at about the
+same time.
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -87,7 +92,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give the session its own caches and configuration, before any test module is imported. Each of several test processes (pytest-xdist) is a session."""
+    """Give the session its own caches and configuration, before any test module is imported.
+
+    Each of several test processes (pytest-xdist) is a session.
+    """
     global _home
     _home = Path(tempfile.mkdtemp(prefix="skyward-tests-"))
     old_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -98,12 +106,15 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in [name for name in os.environ if name.startswith("SKYWARD_")]:
         del os.environ[name]
     os.environ["DO_NOT_TRACK"] = "1"
-    uvloop.new_event_loop().close()  # libuv keeps one pipe for the signals of the whole process, made with its first loop
+    # libuv keeps one pipe for the signals of the whole process, made with its first loop
+    uvloop.new_event_loop().close()
     sys.addaudithook(_on_audit)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Remove the session's house, and the reapers of pools whose machines can never be ended: a test's providers go with it."""
+    """Remove the session's house, and the reapers of pools whose machines can never be ended: a test's providers go
+    with it.
+    """
     if _home is not None:
         for pid, home in processes_by_tag("XDG_STATE_HOME"):
             if home == os.environ["XDG_STATE_HOME"] and pid != os.getpid():
@@ -138,7 +149,9 @@ def _refuse_strangers(address: object) -> None:
 
 @pytest.fixture(autouse=True)
 def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test after which there are more threads, descriptors, processes or files of local instances than before it."""
+    """Fail a test after which there are more threads, descriptors, processes or files of local instances than before
+    it.
+    """
     if "integrations" in request.path.parts:  # orchestrators keep threads of their own
         yield
         return
@@ -146,33 +159,50 @@ def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     threads, descriptors = set(threading.enumerate()), _descriptors(request)
     yield
     assert _strangers[strangers:] == [], "somebody wanted to connect to the outside"
-    checks: list[Callable[[], object]] = [lambda: _new_threads(threads, request), lambda: _new_descriptors(descriptors, request)]
+    checks: list[Callable[[], object]] = [
+        lambda: _new_threads(threads, request),
+        lambda: _new_descriptors(descriptors, request),
+    ]
     if ours := _launched[launched:]:
         checks.append(lambda: _left_of(ours))
     for check in checks:
         deadline = time.monotonic() + SETTLE_SECONDS
         while left := check():
             if time.monotonic() > deadline:
-                pytest.fail(f"left behind: {left}; the schedulers of the pools that tests share are at {sorted(f'{port:04X}' for port in _shared_schedulers)}")
+                pytest.fail(
+                    f"left behind: {left}; the schedulers of the pools that tests share are at {sorted(f'{port:04X}' for port in _shared_schedulers)}"
+                )
             gc.collect()
             time.sleep(0.02)
 
 
 def _new_threads(before: set[threading.Thread], request: pytest.FixtureRequest) -> list[str]:
-    """Names of new threads; those that move large values and call callbacks for a pool that tests share stay with the pool."""
+    """Names of new threads; those that move large values and call callbacks for a pool that tests share stay with the
+    pool.
+    """
     shared = (
-        (*SHARED_THREADS, "skyward-upload", "skyward-fetch", "skyward-callbacks") if any("pool" in name for name in request.fixturenames) else SHARED_THREADS
+        (*SHARED_THREADS, "skyward-upload", "skyward-fetch", "skyward-callbacks")
+        if any("pool" in name for name in request.fixturenames)
+        else SHARED_THREADS
     )
-    return [thread.name for thread in threading.enumerate() if thread not in before and not thread.name.startswith(shared)]
+    return [
+        thread.name for thread in threading.enumerate() if thread not in before and not thread.name.startswith(shared)
+    ]
 
 
 def _new_descriptors(before: dict[int, str], request: pytest.FixtureRequest) -> dict[int, str]:
     new = {number: what for number, what in _descriptors(request).items() if number not in before}
-    return {number: _told(what) for number, what in new.items() if not (what.startswith("socket:") and _is_to_shared_pool(what))}
+    return {
+        number: _told(what)
+        for number, what in new.items()
+        if not (what.startswith("socket:") and _is_to_shared_pool(what))
+    }
 
 
 def _descriptors(request: pytest.FixtureRequest) -> dict[int, str]:
-    """Open descriptors and what they are; sockets do not count where a shared pool may open one more connection to its nodes."""
+    """Open descriptors and what they are; sockets do not count where a shared pool may open one more connection to its
+    nodes.
+    """
     shares = any("pool" in name or name == "crashing" for name in request.fixturenames)
     found, ledger = {}, str(_ledger())
     for entry in os.listdir("/proc/self/fd"):
@@ -180,21 +210,29 @@ def _descriptors(request: pytest.FixtureRequest) -> dict[int, str]:
             what = os.readlink(f"/proc/self/fd/{entry}")
         except OSError:
             continue
-        # SQLite cannot close a file as long as this process holds locks on it elsewhere (fcntl's close drops them all): it keeps it for its next connection.
-        if not (shares and what.startswith("socket:")) and not what.startswith(ledger):  # with its log and index, "-wal" and "-shm"
+        # SQLite cannot close a file as long as this process holds locks on it elsewhere (fcntl's close drops them all):
+        # it keeps it for its next connection.
+        # with its log and index, "-wal" and "-shm"
+        if not (shares and what.startswith("socket:")) and not what.startswith(ledger):
             found[int(entry)] = what
     return found
 
 
 def _told(what: str) -> str:
-    """What a descriptor is; of a TCP socket both ends and its state (/proc/net/tcp: in hexadecimal, 01 is established, 08 waits for us to close it)."""
+    """What a descriptor is; of a TCP socket both ends and its state (/proc/net/tcp: in hexadecimal, 01 is established,
+    08 waits for us to close it).
+    """
     inode = what.removeprefix("socket:[").removesuffix("]")
     lines = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
-    return next((f"{what} {fields[1]} -> {fields[2]} in state {fields[3]}" for fields in lines if fields[9] == inode), what)
+    return next(
+        (f"{what} {fields[1]} -> {fields[2]} in state {fields[3]}" for fields in lines if fields[9] == inode), what
+    )
 
 
 def _is_to_shared_pool(socket: str) -> bool:
-    """Whether a socket leads to the scheduler of a pool that tests share: its client may open one more at any time, whichever test runs."""
+    """Whether a socket leads to the scheduler of a pool that tests share: its client may open one more at any time,
+    whichever test runs.
+    """
     inode = socket.removeprefix("socket:[").removesuffix("]")
     lines = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
     return any(fields[9] == inode and int(fields[2].rpartition(":")[2], 16) in _shared_schedulers for fields in lines)
@@ -223,7 +261,14 @@ def processes_by_tag(variable: str) -> list[tuple[int, str]]:
             state = Path(f"/proc/{entry}/stat").read_text().rpartition(") ")[2][:1]
         except OSError:
             continue
-        value = next((item.partition(b"=")[2].decode() for item in environ.split(b"\0") if item.startswith(f"{variable}=".encode())), None)
+        value = next(
+            (
+                item.partition(b"=")[2].decode()
+                for item in environ.split(b"\0")
+                if item.startswith(f"{variable}=".encode())
+            ),
+            None,
+        )
         if value is not None and state not in "ZX":
             found.append((int(entry), value))
     return found
@@ -233,7 +278,10 @@ def processes_by_tag(variable: str) -> list[tuple[int, str]]:
 
 
 def examples(many: int) -> int:
-    """Return how many cases a test generates: a fifth of `many`, and all of them in `make long`. Mark the test `generated`, so that it runs there again."""
+    """Return how many cases a test generates: a fifth of `many`, and all of them in `make long`.
+
+    Mark the test `generated`, so that it runs there again.
+    """
     return many if os.environ.get("EXAMPLES") == "all" else many // 5
 
 
@@ -250,7 +298,10 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0
 
 
 def slowness() -> float:
-    """Return how many times longer than it needs a process takes here just now: 1 where nothing else runs. For promises in seconds that need processors."""
+    """Return how many times longer than it needs a process takes here just now: 1 where nothing else runs.
+
+    For promises in seconds that need processors.
+    """
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     subprocess.run([sys.executable, "-IS", "-c", "sum(range(5_000_000))"], check=True)
     took, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -277,9 +328,12 @@ class Told:
 
 @contextmanager
 def shared(pool: sky.ComputePool) -> Iterator[sky.ComputePool]:
-    """Open a pool that several tests share: its client's connections, which come and go with its own clock, are nobody's leak."""
+    """Open a pool that several tests share: its client's connections, which come and go with its own clock, are
+    nobody's leak.
+    """
     with pool:
-        port = urlsplit(cast(Any, pool)._open.cluster.client.scheduler.address).port or 0  # over SSH that of the forward
+        # over SSH that of the forward
+        port = urlsplit(cast(Any, pool)._open.cluster.client.scheduler.address).port or 0
         _shared_schedulers.add(port)
         pool.dask_client()  # its thread is the pool's, and not that of the first test which asks for it
         try:
@@ -310,7 +364,8 @@ def told(_shared: tuple[sky.ComputePool, Told]) -> Told:
 def members(client: Any) -> dict[str, Any]:
     """Return what the scheduler knows of its workers, by address.
 
-    `Client.scheduler_info` may return the answer to a question that the client itself asks every two seconds, of another thread: about no workers at all.
+    `Client.scheduler_info` may return the answer to a question that the client itself asks every two seconds, of
+    another thread: about no workers at all.
     """
     workers: dict[str, Any] = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
     return workers

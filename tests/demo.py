@@ -65,7 +65,9 @@ def run(orchestrator: Orchestrator) -> dict[str, float]:
     lines: list[str] = []
     for command in orchestrator.commands:
         print(f"\n── {orchestrator.name}: {' '.join(command).replace(str(BIN) + '/', '')}", flush=True)
-        with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        with subprocess.Popen(
+            command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
             assert process.stdout is not None
             for line in process.stdout:
                 print(line, end="", flush=True)
@@ -89,7 +91,9 @@ def main() -> None:
         rows.append((orchestrator, run(orchestrator), time.monotonic() - started))
     print(f"\n{'orchestrator':<13}{'accuracy':>9}{'calls':>7}{'pool seconds':>14}{'cost':>10}{'all seconds':>13}")
     for orchestrator, result, seconds in rows:
-        print(f"{orchestrator.name:<13}{result['accuracy']:>9.4f}{result['calls']:>7}{result['seconds']:>14.1f}{result['cost_usd']:>10.4f}{seconds:>13.1f}")
+        print(
+            f"{orchestrator.name:<13}{result['accuracy']:>9.4f}{result['calls']:>7}{result['seconds']:>14.1f}{result['cost_usd']:>10.4f}{seconds:>13.1f}"
+        )
     print("\nWhere to look:")
     for orchestrator, _, _ in rows:
         print(f"  {orchestrator.name}: {orchestrator.look}")

@@ -1,14 +1,21 @@
-"""A stand-in for a hierarchy of control groups (cgroup v2): folders that are real, and files that a kernel would make, kept beside them.
+"""A stand-in for a hierarchy of control groups (cgroup v2): folders that are real, and files that a kernel would make,
+kept beside them.
 
-It refuses what the kernel refuses (cgroups(7)): a group that hands controllers down takes no process and one with processes hands none down; what was not
-handed down has no files. Processes are in the last group that they were written to; `0` is who writes. Forks share it.
+It refuses what the kernel refuses (cgroups(7)): a group that hands controllers down takes no process and one with
+processes hands none down; what was not handed down has no files. Processes are in the last group that they were written
+to; `0` is who writes. Forks share it.
 """
 
 import errno
 import os
 from pathlib import Path
 
-MEMORY_FILES = {"memory.max": "max", "memory.oom.group": "0", "memory.swap.max": "max", "memory.events": "low 0\noom 0\noom_kill 0\n"}
+MEMORY_FILES = {
+    "memory.max": "max",
+    "memory.oom.group": "0",
+    "memory.swap.max": "max",
+    "memory.events": "low 0\noom 0\noom_kill 0\n",
+}
 
 
 class FakeKernel:

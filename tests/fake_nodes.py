@@ -3,9 +3,10 @@
 nodes = FakeNodes(Played(install_seconds=20, has_uv=False), before=slowly(0.3))
 nodes.add("fake-0", "127.77.0.1", 22, host_key, login)
 
-A node answers what `remote.RemoteReach` asks of one, understood by its text and not run: no process, no file, so that the client's share of the work is all
-that takes time. Its bootstrap is played: phases on its log, the installation a pause of so many seconds, then a wait for its settings. What a node does with
-them is up to `serve`. A command that is not known is refused and stands in `unknown`.
+A node answers what `remote.RemoteReach` asks of one, understood by its text and not run: no process, no file, so that
+the client's share of the work is all that takes time. Its bootstrap is played: phases on its log, the installation a
+pause of so many seconds, then a wait for its settings. What a node does with them is up to `serve`. A command that is
+not known is refused and stands in `unknown`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ GUARD = "4711"
 PHASES_BEFORE, PHASES_AFTER = ("uv", "deps"), ("skyward", "server")
 
 type Before = Callable[[str, "FakeNode"], Awaitable[object]]
-"""Awaited before a node does what it is asked: "login", "look", "start", "lease", "follow", "read", "lives", "reach", "lead", "kill", or "put NAME"."""
+"""Awaited before a node does what it is asked: "login", "look", "start", "lease", "follow", "read", "lives", "reach",
+"lead", "kill", or "put NAME".
+"""
 type Serve = Callable[["FakeNode", NodeSettings], Awaitable[object]]
 """What a node does with its settings, each time it is told some."""
 
@@ -50,7 +53,10 @@ async def lead(node: FakeNode, settings: NodeSettings) -> None:
 
 @dataclass(frozen=True)
 class Played:
-    """How nodes behave. `install_seconds` is how long it takes to install what the image asks for, on each of them alike."""
+    """How nodes behave.
+
+    `install_seconds` is how long it takes to install what the image asks for, on each of them alike.
+    """
 
     install_seconds: float = 0.0
     has_uv: bool = True
@@ -133,7 +139,9 @@ class FakeNodes:
         self._thread.start()
 
     def add(self, node_id: str, host: str, port: int, host_key: str, login: str) -> int:
-        """Bring a node up that shows this host key (private, OpenSSH's format) and lets in whoever has the login key (public); return its port."""
+        """Bring a node up that shows this host key (private, OpenSSH's format) and lets in whoever has the login key
+        (public); return its port.
+        """
         return self.do(self._add(node_id, host, port, host_key, login))
 
     def end(self, node_id: str) -> None:
@@ -268,7 +276,8 @@ class _Command(asyncssh.SSHServerSession[bytes]):
 
     def exec_requested(self, command: str) -> bool:
         words = shlex.split(command)
-        if words[:3] == ["exec", "sh", "-c"] and words[3] == ssh_commands.LEADER:  # as root: a command in a group with a name
+        # as root: a command in a group with a name
+        if words[:3] == ["exec", "sh", "-c"] and words[3] == ssh_commands.LEADER:
             words = shlex.split(words[-1])
         self._words = words
         return True
@@ -308,14 +317,24 @@ class _Command(asyncssh.SSHServerSession[bytes]):
             'cat -- "$1/$2"': "read",
         }
         known[ssh_transport.LIVES] = "lives"
-        what = f"put {arguments[0].rpartition('/')[2]}" if text == ssh_files.PUT else "reach" if self._words[0] == "timeout" else known.get(text)
+        what = (
+            f"put {arguments[0].rpartition('/')[2]}"
+            if text == ssh_files.PUT
+            else "reach"
+            if self._words[0] == "timeout"
+            else known.get(text)
+        )
         if what is None:
             self._nodes.unknown.append(shlex.join(self._words))
             return 127, "this is a fake\n"
         await self._nodes.begin(what, self._node)
         match what:
             case "look":
-                return 0, f"guard {GUARD}\nsystem {self._node.played.system}\nmemory /dev/shm/skyward-0123456789-fake\n" + "uv\n" * self._node.played.has_uv
+                return (
+                    0,
+                    f"guard {GUARD}\nsystem {self._node.played.system}\nmemory /dev/shm/skyward-0123456789-fake\n"
+                    + "uv\n" * self._node.played.has_uv,
+                )
             case "read":
                 content = self._node.files.get(arguments[1])
                 return (1, "no such file\n") if content is None else (0, content.decode())
@@ -328,7 +347,11 @@ class _Command(asyncssh.SSHServerSession[bytes]):
             case "reach":
                 return (0, "") if self._node.played.sees_others else (124, "")
             case _:
-                return await self._put(what.removeprefix("put "), int(arguments[1]), is_packed=bool(arguments[4])) if text == ssh_files.PUT else (0, "")
+                return (
+                    await self._put(what.removeprefix("put "), int(arguments[1]), is_packed=bool(arguments[4]))
+                    if text == ssh_files.PUT
+                    else (0, "")
+                )
 
     async def _start(self, size: int) -> tuple[int, str]:
         await self._is_whole.wait()
@@ -339,7 +362,8 @@ class _Command(asyncssh.SSHServerSession[bytes]):
 
     async def _put(self, name: str, size: int, *, is_packed: bool) -> tuple[int, str]:
         await self._is_whole.wait()
-        came = int.from_bytes(b"".join(self._input[-4:])[-4:], "little") if is_packed else sum(map(len, self._input))  # RFC 1952: ISIZE comes last
+        # RFC 1952: ISIZE comes last
+        came = int.from_bytes(b"".join(self._input[-4:])[-4:], "little") if is_packed else sum(map(len, self._input))
         if came != size:
             return 1, "only a part arrived\n"
         self._node.write(name, b"".join(self._input) if name.endswith(".json") else b"")

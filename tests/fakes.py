@@ -1,4 +1,7 @@
-"""Providers that misbehave, one way each. Their machines are names in a list; `Machines` is what a cloud's console would show."""
+"""Providers that misbehave, one way each.
+
+Their machines are names in a list; `Machines` is what a cloud's console would show.
+"""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -23,7 +26,9 @@ class Machines:
 
 
 class FakeProvider(Provider):
-    """Rents out machines that never answer, at `price_per_hour` USD each, their files in `folder`; subclasses break one verb."""
+    """Rents out machines that never answer, at `price_per_hour` USD each, their files in `folder`; subclasses break one
+    verb.
+    """
 
     name: ClassVar[str] = "fake"
     is_here: ClassVar[bool] = True
@@ -37,8 +42,21 @@ class FakeProvider(Provider):
         return self._machines
 
     def offers(self, want: Requirements) -> list[Offer]:
-        on_demand = Offer(provider=self.name, instance_type="fake.1", region="nowhere-1", price_per_hour=self.price_per_hour, vcpus=4, memory_gb=16)
-        spot = on_demand.model_copy(update={"is_spot": True, "price_per_hour": self.price_per_hour / 3, "on_demand_price_per_hour": self.price_per_hour})
+        on_demand = Offer(
+            provider=self.name,
+            instance_type="fake.1",
+            region="nowhere-1",
+            price_per_hour=self.price_per_hour,
+            vcpus=4,
+            memory_gb=16,
+        )
+        spot = on_demand.model_copy(
+            update={
+                "is_spot": True,
+                "price_per_hour": self.price_per_hour / 3,
+                "on_demand_price_per_hour": self.price_per_hour,
+            }
+        )
         return [on_demand, spot] if self.spot_is_sold else [on_demand]
 
     def launch(self, offer: Offer, count: int, tags: Mapping[str, str], startup: str) -> list[Instance]:

@@ -9,12 +9,16 @@ from skyward_core.worker.scheduler_messages import Resumed
 
 
 class Following:
-    """`number` is that of the last message delivered. `handler(client.id)` is what that client subscribes to the topic with.
+    """`number` is that of the last message delivered. `handler(client.id)` is what that client subscribes to the topic
+    with.
 
-    Live messages count only once `resume` has been answered on that client's stream: what comes before that comes again, in its order.
+    Live messages count only once `resume` has been answered on that client's stream: what comes before that comes
+    again, in its order.
     """
 
-    def __init__(self, topic: str, deliver: Callable[[bytes], object], resumed: Callable[[Resumed], object] = lambda _: None) -> None:
+    def __init__(
+        self, topic: str, deliver: Callable[[bytes], object], resumed: Callable[[Resumed], object] = lambda _: None
+    ) -> None:
         self.topic = topic
         self.number = 0
         self._deliver = deliver

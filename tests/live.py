@@ -1,4 +1,5 @@
-"""A check against a real cloud, for people with an account: `make live PROVIDER=aws`, and with SPEND=0.50 one machine for a minute, for at most so many USD.
+"""A check against a real cloud, for people with an account: `make live PROVIDER=aws`, and with SPEND=0.50 one machine
+for a minute, for at most so many USD.
 
 Without SPEND nothing is asked for that costs: who am I, what is sold, which machines of ours are there.
 """
@@ -21,14 +22,21 @@ def look(provider: sky.Provider) -> None:
     print(f"account    {provider.account()}")
     began = time.monotonic()
     offers = provider.offers(Requirements())
-    print(f"offers     {len(offers)} in {time.monotonic() - began:.1f} s, {sum(offer.is_spot for offer in offers)} of them spot")
+    print(
+        f"offers     {len(offers)} in {time.monotonic() - began:.1f} s, {sum(offer.is_spot for offer in offers)} of them spot"
+    )
     for name, count in Counter(offer.accelerator or "no accelerator" for offer in offers).most_common():
-        cheapest = min((offer for offer in offers if (offer.accelerator or "no accelerator") == name), key=lambda offer: offer.price_per_hour)
+        cheapest = min(
+            (offer for offer in offers if (offer.accelerator or "no accelerator") == name),
+            key=lambda offer: offer.price_per_hour,
+        )
         print(f"  {count:5} with {name}: from ${cheapest.price_per_hour:.4f} an hour ({cheapest.name})")
     machines = provider.instances()
     print(f"machines   {len(machines)} of ours")
     for machine in machines:
-        print(f"  {machine.id} {machine.state.value} {machine.instance_type} in {machine.region}, pool {machine.pool_id}")
+        print(
+            f"  {machine.id} {machine.state.value} {machine.instance_type} in {machine.region}, pool {machine.pool_id}"
+        )
 
 
 @sky.compute
@@ -44,7 +52,9 @@ def spend(provider: sky.Provider, usd: float, accelerator: str | None) -> None:
         print(f"ready      {time.monotonic() - began:.0f} s")
         print(f"call       {hello() >> pool}")
     assert pool.receipt is not None
-    print(f"gone       {time.monotonic() - began:.0f} s, ${pool.receipt['total_cost_usd']}, left: {pool.receipt['left']}")
+    print(
+        f"gone       {time.monotonic() - began:.0f} s, ${pool.receipt['total_cost_usd']}, left: {pool.receipt['left']}"
+    )
 
 
 def main() -> int:

@@ -1,4 +1,6 @@
-"""A provider whose machines are files in a folder: any process of this computer can launch them, list them and end them."""
+"""A provider whose machines are files in a folder: any process of this computer can launch them, list them and end
+them.
+"""
 
 import json
 import threading
@@ -21,7 +23,11 @@ SECRET = "ge-heim-4711"
 
 
 class FolderProvider(Provider):
-    """Rents out files. `ended` in the folder has a line for each termination: the time (time.time) and the id. Listing fails while `is-down` lies there."""
+    """Rents out files.
+
+    `ended` in the folder has a line for each termination: the time (time.time) and the id. Listing fails while
+    `is-down` lies there.
+    """
 
     name: ClassVar[str] = "folder"
     is_here: ClassVar[bool] = True
@@ -31,7 +37,12 @@ class FolderProvider(Provider):
 
     def launch(self, offer: Offer | None, count: int, tags: Mapping[str, str], startup: str = "") -> list[Instance]:
         for rank in range(count):
-            fields = {"id": f"{tags['skyward-pool']}-{rank}", "pool_id": tags["skyward-pool"], "rank": rank, "tags": dict(tags)}
+            fields = {
+                "id": f"{tags['skyward-pool']}-{rank}",
+                "pool_id": tags["skyward-pool"],
+                "rank": rank,
+                "tags": dict(tags),
+            }
             written = self._folder / f"{fields['id']}.new"
             written.write_text(json.dumps(fields))
             written.rename(written.with_suffix(".json"))  # whole or not at all
@@ -73,7 +84,16 @@ def _read(file: Path) -> list[Instance]:
         fields = json.loads(file.read_text())
     except FileNotFoundError:
         return []
-    return [Instance(**fields, provider="folder", state=InstanceState.RUNNING, region="here", instance_type="file", price_per_hour=1.0)]
+    return [
+        Instance(
+            **fields,
+            provider="folder",
+            state=InstanceState.RUNNING,
+            region="here",
+            instance_type="file",
+            price_per_hour=1.0,
+        )
+    ]
 
 
 @dataclass(frozen=True)
@@ -97,7 +117,13 @@ class Pool:
 
     def open(self) -> None:
         with Ledger(self.url) as ledger:
-            ledger.open_pool(self.pool_id, owner=Owner.here(), provider=self.provider.to_json(), spec_json="{}", lease_expires_at=in_an_hour())
+            ledger.open_pool(
+                self.pool_id,
+                owner=Owner.here(),
+                provider=self.provider.to_json(),
+                spec_json="{}",
+                lease_expires_at=in_an_hour(),
+            )
 
     def launch(self, count: int = 2) -> None:
         self.provider.launch(None, count, {"skyward-pool": self.pool_id, "skyward-rank": "0"})

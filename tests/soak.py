@@ -1,6 +1,8 @@
-"""A pool that lives for days must not grow: `make soak` makes 1,000,000 tiny calls and looks at the memory of each process of the pool.
+"""A pool that lives for days must not grow: `make soak` makes 1,000,000 tiny calls and looks at the memory of each
+process of the pool.
 
-Memory is what a process has to itself (USS). The first fifth of the calls is left out: queues and free lists reach their size there.
+Memory is what a process has to itself (USS). The first fifth of the calls is left out: queues and free lists reach
+their size there.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ MB = 1e6
 BATCH = 2_000
 LOOKS = 10
 NOISE_BYTES = 8 * MB
-"""What a process may grow by and still be flat: an arena of malloc that was touched for the first time, a garbage collection that is due."""
+"""What a process may grow by and still be flat: an arena of malloc that was touched for the first time, a garbage
+collection that is due.
+"""
 
 
 @sky.compute
@@ -52,7 +56,11 @@ def looks(calls: int) -> Iterator[Look]:
             for first in range(0, calls // LOOKS, BATCH):
                 rows = range(first, min(first + BATCH, calls // LOOKS))
                 assert pool.map(echo, rows) == list(rows)
-            yield Look(number * calls // LOOKS, time.monotonic() - started, {role: process.memory_full_info().uss for role, process in processes.items()})
+            yield Look(
+                number * calls // LOOKS,
+                time.monotonic() - started,
+                {role: process.memory_full_info().uss for role, process in processes.items()},
+            )
 
 
 def growth(seen: list[Look]) -> dict[str, int]:
@@ -62,12 +70,22 @@ def growth(seen: list[Look]) -> dict[str, int]:
 
 
 def _processes(pool: sky.ComputePool) -> dict[str, psutil.Process]:
-    """The client, and the node's processes: the runner that answers, its parent, and what that has forked first: the scheduler, then the worker."""
+    """The client, and the node's processes: the runner that answers, its parent, and what that has forked first: the
+    scheduler, then the worker.
+    """
     runner = psutil.Process(own_pid() >> pool)
     supervisor = runner.parent()
     assert supervisor is not None
-    scheduler, worker = sorted((child for child in supervisor.children() if child != runner), key=lambda child: child.pid)
-    return {"client": psutil.Process(), "supervisor": supervisor, "scheduler": scheduler, "worker": worker, "runner": runner}
+    scheduler, worker = sorted(
+        (child for child in supervisor.children() if child != runner), key=lambda child: child.pid
+    )
+    return {
+        "client": psutil.Process(),
+        "supervisor": supervisor,
+        "scheduler": scheduler,
+        "worker": worker,
+        "runner": runner,
+    }
 
 
 def main() -> int:
@@ -80,7 +98,11 @@ def main() -> int:
         if not seen:
             print("      calls  seconds  " + "".join(f"{role:>12}" for role in look.memory), "(MB)")
         seen.append(look)
-        print(f"{look.calls:>11,} {look.seconds:>8.1f}  " + "".join(f"{memory / MB:>12.1f}" for memory in look.memory.values()), flush=True)
+        print(
+            f"{look.calls:>11,} {look.seconds:>8.1f}  "
+            + "".join(f"{memory / MB:>12.1f}" for memory in look.memory.values()),
+            flush=True,
+        )
     grown = growth(seen)
     print("\n".join(f"{role}: {grown_bytes / (0.8 * calls):+.2f} bytes a call" for role, grown_bytes in grown.items()))
     return int(any(grown_bytes > NOISE_BYTES for grown_bytes in grown.values()))

@@ -1,7 +1,7 @@
 """Accelerators: what is written, what is meant, which MIG partitions exist, and what is refused with which advice.
 
-Expected values are the tables of the reference (seeds 001 and 003), save where the vendors contradict them: there is no 40 GB H100, a B200 has 180 GB,
-one GPU of a GB200 186 GB. Profiles and counts are those of NVIDIA's MIG user guide.
+Expected values are the tables of the reference (seeds 001 and 003), save where the vendors contradict them: there is no
+40 GB H100, a B200 has 180 GB, one GPU of a GB200 186 GB. Profiles and counts are those of NVIDIA's MIG user guide.
 """
 
 import copy
@@ -45,19 +45,36 @@ FACTORIES = {
 }
 
 # seeds 001 and 003, "MIG Profiles": profile -> workers, memory each
-MIG_80 = {"1g.10gb": (7, 10), "1g.20gb": (4, 20), "2g.20gb": (3, 20), "3g.40gb": (2, 40), "4g.40gb": (1, 40), "7g.80gb": (1, 80)}
+MIG_80 = {
+    "1g.10gb": (7, 10),
+    "1g.20gb": (4, 20),
+    "2g.20gb": (3, 20),
+    "3g.40gb": (2, 40),
+    "4g.40gb": (1, 40),
+    "7g.80gb": (1, 80),
+}
 MIG_40 = {"1g.5gb": (7, 5), "2g.10gb": (3, 10), "3g.20gb": (2, 20), "4g.20gb": (1, 20)}
 MIG_ROWS = [
-    (name, gb, profile, *row) for name, gb, table in (("H100", 80, MIG_80), ("A100", 80, MIG_80), ("A100", 40, MIG_40)) for profile, row in table.items()
+    (name, gb, profile, *row)
+    for name, gb, table in (("H100", 80, MIG_80), ("A100", 80, MIG_80), ("A100", 40, MIG_40))
+    for profile, row in table.items()
 ]
 
 
 @pytest.mark.parametrize(("name", "memory_gb"), FACTORIES.items())
 def test_each_factory_of_the_reference_knows_its_memory(name, memory_gb):
-    """The factory of the class and that of the module make the same accelerator, with the vendor's memory by default and any other size on request."""
+    """The factory of the class and that of the module make the same accelerator, with the vendor's memory by default
+    and any other size on request.
+    """
     factory = getattr(Accelerator.NVIDIA, name)
     made = factory()
-    assert (made.name, made.memory_gb, made.memory, made.count, made.vendor) == (name, memory_gb[0], f"{memory_gb[0]}GB", 1, "NVIDIA")
+    assert (made.name, made.memory_gb, made.memory, made.count, made.vendor) == (
+        name,
+        memory_gb[0],
+        f"{memory_gb[0]}GB",
+        1,
+        "NVIDIA",
+    )
     assert getattr(accelerators, name)(count=4) == factory(4) == Accelerator(name, memory_gb[0], 4)
     assert [factory(memory=f"{gb}GB").memory_gb for gb in memory_gb] == list(memory_gb)
 
@@ -83,16 +100,20 @@ def test_other_vendors_have_factories_too(made, name, memory_gb, vendor):
 
 
 @pytest.mark.parametrize(
-    ("accelerator_type", "name", "chips"), [("v5p-8", "TPU-v5p", 4), ("v4-32", "TPU-v4", 16), ("v5litepod-16", "TPU-v5e", 16), ("v6e-8", "TPU-v6e", 8)]
+    ("accelerator_type", "name", "chips"),
+    [("v5p-8", "TPU-v5p", 4), ("v4-32", "TPU-v4", 16), ("v5litepod-16", "TPU-v5e", 16), ("v6e-8", "TPU-v6e", 8)],
 )
 def test_a_slice_is_counted_in_chips(accelerator_type, name, chips):
-    """Google counts TensorCores in the names of v2 to v5p, of which a chip has two, and chips in those of v5e and v6e."""
+    """Google counts TensorCores in the names of v2 to v5p, of which a chip has two, and chips in those of v5e and
+    v6e.
+    """
     made = Accelerator.Google.TPUSlice(accelerator_type)
     assert (made.name, made.count) == (name, chips)
 
 
 @pytest.mark.parametrize(
-    ("form_factor", "memory_gb", "told"), [("SXM", 80, "SXM"), ("PCIe", 80, "PCIe"), ("NVL", 94, "NVL"), ("sxm5", 80, "SXM"), (None, 80, None)]
+    ("form_factor", "memory_gb", "told"),
+    [("SXM", 80, "SXM"), ("PCIe", 80, "PCIe"), ("NVL", 94, "NVL"), ("sxm5", 80, "SXM"), (None, 80, None)],
 )
 def test_a_form_factor_brings_its_memory(form_factor, memory_gb, told):
     """An H100 NVL has 94 GB, the others 80; a socket's generation follows from the chip."""
@@ -129,12 +150,16 @@ def test_a_form_factor_brings_its_memory(form_factor, memory_gb, told):
     ],
 )
 def test_a_wish_is_read(wish, meant):
-    """A name is read with its memory, form factor and count, in any case and as drivers and clouds write it; a value is read as itself."""
+    """A name is read with its memory, form factor and count, in any case and as drivers and clouds write it; a value is
+    read as itself.
+    """
     assert parse(wish) == meant
 
 
 def test_a_name_is_read_once() -> None:
-    """Orchestrators parse their files again and again, with a name in each of hundreds of tasks; what is wrong with one is said each time."""
+    """Orchestrators parse their files again and again, with a name in each of hundreds of tasks; what is wrong with one
+    is said each time.
+    """
     assert parse("2xh100-nvl") is parse("2xh100-nvl")
     for _ in range(2):
         with pytest.raises(BadRequest, match="A100"):
@@ -158,7 +183,9 @@ def test_a_literal_that_does_not_exist_is_a_key_error():
 
 
 def test_every_chip_can_be_asked_for_in_every_way():
-    """No row of the catalogue lacks a factory or an enum member that makes it, and none is made that the catalogue lacks."""
+    """No row of the catalogue lacks a factory or an enum member that makes it, and none is made that the catalogue
+    lacks.
+    """
     factories = {name: made for name, made in vars(Accelerator.NVIDIA).items() if isinstance(made, staticmethod)}
     assert {made().name for made in factories.values()} == {chip.name for chip in CHIPS if chip.vendor == "NVIDIA"}
     assert {parse(member).name for member in NVIDIA} == {chip.name for chip in CHIPS if chip.vendor == "NVIDIA"}
@@ -176,20 +203,25 @@ def test_a_factory_tells_its_signature():
 
 
 def test_every_row_of_the_catalogue_is_sound():
-    """A row has a source, a month, memory sizes, and a name of its own; a chip has MIG tables for all its sizes or for none."""
+    """A row has a source, a month, memory sizes, and a name of its own; a chip has MIG tables for all its sizes or for
+    none.
+    """
     assert len({chip.name for chip in CHIPS}) == len(CHIPS)
     for chip in CHIPS:
         assert chip.source
         assert chip.checked == "2026-11"
         assert all(gb > 0 for gb in chip.memory_gb)
         assert {form for form, _ in chip.memory_of} <= set(chip.form_factors)
-        assert {table.memory_gb for table in TABLES if table.chip == chip.name} == (set(chip.memory_gb) if chip.mig else set())
+        assert {table.memory_gb for table in TABLES if table.chip == chip.name} == (
+            set(chip.memory_gb) if chip.mig else set()
+        )
     assert all(table.source for table in TABLES)
 
 
 # ── who rents it ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-# fact sheet of 2026-11-20: the clouds' own names, sections 2.6, 3.6, 4.6 and 5.5; AWS's are in its own descriptions, of which moto has a copy
+# fact sheet of 2026-11-20: the clouds' own names, sections 2.6, 3.6, 4.6 and 5.5; AWS's are in its own descriptions, of
+# which moto has a copy
 DIGITALOCEAN = "nvidia_rtx4000_ada nvidia_rtx6000_ada nvidia_l40s nvidia_h100 nvidia_h200 nvidia_b300 amd_mi300x amd_mi325x amd_mi350x amd_mi355x"
 VERDA = (
     "Tesla V100 16GB, RTX A6000 48GB, RTX6000 Ada 48GB, L40S 48GB, RTX PRO 6000 96GB, A100 SXM4 40GB, A100 SXM4 80GB, H100 SXM5 80GB, H200 SXM5 141GB, "
@@ -214,14 +246,25 @@ RUNPOD = (
 
 
 def of_digitalocean() -> set[str | None]:
-    rows = [{"slug": model, "gpu_info": {"count": 1, "model": model, "vram": {"amount": 1}}} for model in DIGITALOCEAN.split()]
+    rows = [
+        {"slug": model, "gpu_info": {"count": 1, "model": model, "vram": {"amount": 1}}}
+        for model in DIGITALOCEAN.split()
+    ]
     more = {"available": True, "price_hourly": 1.0, "vcpus": 8, "memory": 1024, "regions": ["nyc1"]}
     return {offer.accelerator for offer in digitalocean.to_offers([row | more for row in rows])}
 
 
 def of_verda() -> set[str | None]:
-    more = {"instance_type": "x", "price_per_hour": "1", "cpu": {"number_of_cores": 1}, "memory": {"size_in_gigabytes": 1}}
-    rows = [{"gpu": {"number_of_gpus": 1, "description": f"1x {name}"}, "gpu_memory": {"size_in_gigabytes": 1}, **more} for name in VERDA.split(", ")]
+    more = {
+        "instance_type": "x",
+        "price_per_hour": "1",
+        "cpu": {"number_of_cores": 1},
+        "memory": {"size_in_gigabytes": 1},
+    }
+    rows = [
+        {"gpu": {"number_of_gpus": 1, "description": f"1x {name}"}, "gpu_memory": {"size_in_gigabytes": 1}, **more}
+        for name in VERDA.split(", ")
+    ]
     offers = [verda._offer(row, "FIN-01", is_spot=False) for row in rows]
     return {offer.accelerator if offer is not None else None for offer in offers}
 
@@ -231,7 +274,9 @@ def of_aws() -> set[str | None]:
 
     machines = [aws_offers.machine_of(kind, "us-east-1") for kind in INSTANCE_TYPES.values()]
     assert "g4ad.xlarge" in prices.PRICES  # the Radeon Pro V520's, which newer copies of AWS's descriptions lack
-    return {offer.accelerator for offer, _ in filter(None, machines) if offer.accelerator is not None} | {"Radeon Pro V520"}
+    return {offer.accelerator for offer, _ in filter(None, machines) if offer.accelerator is not None} | {
+        "Radeon Pro V520"
+    }
 
 
 @pytest.mark.parametrize(
@@ -273,7 +318,16 @@ def test_the_clouds_are_those_that_are_built_in():
 )
 def test_who_finds_none_is_told_who_rents_it(wish, told):
     """Where no offer has the chip at all the refusal says whom to ask, or what to take instead."""
-    offer = Offer(provider="x", instance_type="t", region="r", price_per_hour=1, vcpus=1, memory_gb=1, accelerator="T4", accelerators=1)
+    offer = Offer(
+        provider="x",
+        instance_type="t",
+        region="r",
+        price_per_hour=1,
+        vcpus=1,
+        memory_gb=1,
+        accelerator="T4",
+        accelerators=1,
+    )
     for offers in ([], [offer]):
         with pytest.raises(NoCapacity) as refusal:
             rank(offers, Requirements(accelerator=parse(wish)))
@@ -287,7 +341,12 @@ def test_a_substitute_is_never_smaller_if_there_is_a_larger_one():
     """And it is rented by somebody."""
     for chip in CHIPS:
         if not rented_by(chip.name):
-            name, memory = advice(Accelerator(chip.name, chip.memory_gb[0])).split(" in memory is ")[1].split(" (")[0].rsplit(" ", 1)
+            name, memory = (
+                advice(Accelerator(chip.name, chip.memory_gb[0]))
+                .split(" in memory is ")[1]
+                .split(" (")[0]
+                .rsplit(" ", 1)
+            )
             assert rented_by(name)
             assert int(memory.removesuffix("GB")) >= chip.memory_gb[0]
 
@@ -296,7 +355,10 @@ def row_of(chip):
     memory = ", ".join(str(gb) for gb in chip.memory_gb)
     for form, sizes in chip.memory_of:
         memory += f"; {form} {', '.join(str(gb) for gb in sizes)}"
-    clouds = [f"{cloud} ¹" if cloud == "AWS" and chip.name in aws_offers.WITHOUT_IMAGE else cloud for cloud in rented_by(chip.name)]
+    clouds = [
+        f"{cloud} ¹" if cloud == "AWS" and chip.name in aws_offers.WITHOUT_IMAGE else cloud
+        for cloud in rented_by(chip.name)
+    ]
     return f"| {chip.name} | {chip.vendor} | {memory} | {', '.join(chip.form_factors)} | {'yes' if chip.mig else ''} | {', '.join(clouds) or 'nobody'} |"
 
 
@@ -311,12 +373,20 @@ def test_the_pages_table_of_cores_is_the_catalogue():
     """Each chip with NeuronCores, how many it has and how many are numbered."""
     page = (Path(accelerators.__file__).parents[2] / "docs/accelerators.md").read_text()
     for chip in CHIPS:
-        assert (f"| {chip.name} | {chip.neuron_cores} | {chip.neuron_cores // chip.neuron_cores_in_one}" in page) == bool(chip.neuron_cores)
+        assert (
+            f"| {chip.name} | {chip.neuron_cores} | {chip.neuron_cores // chip.neuron_cores_in_one}" in page
+        ) == bool(chip.neuron_cores)
 
 
 @pytest.mark.parametrize(
     ("wish", "near"),
-    [("A1000", ["A100"]), ("H10O", ["H100"]), ("RTX 4O90", ["RTX 4090"]), ("MI300", ["MI300X", "MI300A"]), ("Trainium9", ["Trainium1", "Trainium2"])],
+    [
+        ("A1000", ["A100"]),
+        ("H10O", ["H100"]),
+        ("RTX 4O90", ["RTX 4090"]),
+        ("MI300", ["MI300X", "MI300A"]),
+        ("Trainium9", ["Trainium1", "Trainium2"]),
+    ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(wish, near):
     """The refusal names three chips, the likely one among them, and where all of them stand."""
@@ -372,13 +442,21 @@ def test_a_list_of_profiles_means_exactly_those():
     """One name is as many as fit, a list is itself, largest first; the whole GPU has no partitions."""
     h100 = Accelerator.NVIDIA.H100
     assert partitions(h100(mig="3g.40gb")) == ("3g.40gb", "3g.40gb")
-    assert h100(mig="3g.40gb") == h100(mig=["3g.40gb", "3g.40gb"]) == Accelerator("H100", 80, mig=("3g.40gb", "3g.40gb"))
+    assert (
+        h100(mig="3g.40gb") == h100(mig=["3g.40gb", "3g.40gb"]) == Accelerator("H100", 80, mig=("3g.40gb", "3g.40gb"))
+    )
     assert partitions(h100(mig=["3g.40gb"])) == ("3g.40gb",)
-    assert partitions(h100(mig=["1g.10gb", "3g.40gb", "1g.10gb", "2g.20gb"])) == ("3g.40gb", "2g.20gb", "1g.10gb", "1g.10gb")
+    assert partitions(h100(mig=["1g.10gb", "3g.40gb", "1g.10gb", "2g.20gb"])) == (
+        "3g.40gb",
+        "2g.20gb",
+        "1g.10gb",
+        "1g.10gb",
+    )
     assert partitions(h100()) == partitions(h100(mig=[])) == ()
 
 
-# counts: user guide, column "Number of Instances Available"; 4g+3g, 3g+2g+2x1g (all-balanced of mig-parted), 3x2g+1g are named there as layouts
+# counts: user guide, column "Number of Instances Available"; 4g+3g, 3g+2g+2x1g (all-balanced of mig-parted), 3x2g+1g
+# are named there as layouts
 @pytest.mark.parametrize(
     ("name", "memory_gb", "wish"),
     [
@@ -429,7 +507,9 @@ def test_the_layouts_of_the_vendor_fit(name, memory_gb, wish):
     ],
 )
 def test_partitions_that_cannot_be_are_refused(name, memory_gb, wish, advice):
-    """A chip without MIG, a profile of another memory size, and a set that does not fit are BadRequests that name what would do."""
+    """A chip without MIG, a profile of another memory size, and a set that does not fit are BadRequests that name what
+    would do.
+    """
     with pytest.raises(BadRequest) as refusal:
         check(name, memory_gb, wish)
     assert advice in str(refusal.value)
@@ -456,7 +536,11 @@ EXAMPLES = [
 @pytest.mark.parametrize("accelerator", EXAMPLES, ids=str)
 def test_an_accelerator_survives_the_journey(accelerator):
     """JSON, pickle and copy give back an equal value with an equal hash."""
-    for again in (Accelerator.from_json(json.loads(json.dumps(accelerator.to_json()))), pickle.loads(pickle.dumps(accelerator)), copy.deepcopy(accelerator)):
+    for again in (
+        Accelerator.from_json(json.loads(json.dumps(accelerator.to_json()))),
+        pickle.loads(pickle.dumps(accelerator)),
+        copy.deepcopy(accelerator),
+    ):
         assert again == accelerator
         assert hash(again) == hash(accelerator)
 
@@ -464,13 +548,20 @@ def test_an_accelerator_survives_the_journey(accelerator):
 def test_json_may_be_short():
     """A name suffices, a string does too, a single profile is as many as fit, and null is not given."""
     assert Accelerator.from_json({"name": "a100"}) == Accelerator.from_json("A100") == Accelerator("A100", 80)
-    assert Accelerator.from_json({"name": "H100", "form_factor": "NVL", "memory_gb": None}) == Accelerator("H100", 94, form_factor="NVL")
+    assert Accelerator.from_json({"name": "H100", "form_factor": "NVL", "memory_gb": None}) == Accelerator(
+        "H100", 94, form_factor="NVL"
+    )
     assert Accelerator.from_json({"name": "H100", "mig": "3g.40gb"}) == Accelerator.NVIDIA.H100(mig="3g.40gb")
 
 
 @pytest.mark.parametrize(
     ("data", "advice"),
-    [({"name": "A100", "cuont": 2}, "'count'"), ({"count": 2}, "needs a name"), ({"name": "A100", "memory_gb": "40"}, "40GB"), ("A10O", "'A100'")],
+    [
+        ({"name": "A100", "cuont": 2}, "'count'"),
+        ({"count": 2}, "needs a name"),
+        ({"name": "A100", "memory_gb": "40"}, "40GB"),
+        ("A10O", "'A100'"),
+    ],
 )
 def test_wrong_json_is_refused(data, advice):
     """An unknown field, a missing name and a value of the wrong type are BadRequests."""
@@ -524,10 +615,14 @@ def test_vendors_are_told_apart(name, nvidia, trainium):
 
 
 def test_the_import_is_light():
-    """A fresh interpreter that imports the accelerators loads nothing but the standard library and this package, and difflib only for a refusal."""
+    """A fresh interpreter that imports the accelerators loads nothing but the standard library and this package, and
+    difflib only for a refusal.
+    """
     root = Path(accelerators.__file__).parents[2]
     program = f"import sys; sys.path.insert(0, {str(root)!r}); before = {{*sys.modules}}; import skyward_core.accelerators; print(*({{*sys.modules}} - before))"
-    loaded = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    loaded = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert "skyward_core.accelerators.mig" in loaded
     assert {name.partition(".")[0] for name in loaded} - sys.stdlib_module_names == {"skyward_core"}
     assert "difflib" not in loaded

@@ -22,23 +22,48 @@ OTHER = "arm64" if HERE == "x86_64" else "x86_64"
 
 
 def machine(kind: str, price: float, **fields: Any) -> Offer:
-    return Offer(**{"provider": "local", "instance_type": kind, "region": "r-1", "price_per_hour": price, "vcpus": 2, "memory_gb": 4, **fields})
+    return Offer(
+        **{
+            "provider": "local",
+            "instance_type": kind,
+            "region": "r-1",
+            "price_per_hour": price,
+            "vcpus": 2,
+            "memory_gb": 4,
+            **fields,
+        }
+    )
 
 
-T4G, T3, UNTOLD = machine("t4g.small", 0.0168, architecture="arm64"), machine("t3.small", 0.0208, architecture="x86_64"), machine("elsewhere", 0.01)
+T4G, T3, UNTOLD = (
+    machine("t4g.small", 0.0168, architecture="arm64"),
+    machine("t3.small", 0.0208, architecture="x86_64"),
+    machine("elsewhere", 0.01),
+)
 
 
 def test_any_processor_will_do_unless_one_is_asked_for() -> None:
-    """The cheapest machine whatever it is; with `architecture` the cheapest of that kind, and none whose kind nobody tells."""
-    assert [offer.instance_type for offer in rank([T3, T4G, UNTOLD], Requirements())] == ["elsewhere", "t4g.small", "t3.small"]
-    assert [offer.instance_type for offer in rank([T3, T4G, UNTOLD], Requirements(architecture="x86_64"))] == ["t3.small"]
+    """The cheapest machine whatever it is; with `architecture` the cheapest of that kind, and none whose kind nobody
+    tells.
+    """
+    assert [offer.instance_type for offer in rank([T3, T4G, UNTOLD], Requirements())] == [
+        "elsewhere",
+        "t4g.small",
+        "t3.small",
+    ]
+    assert [offer.instance_type for offer in rank([T3, T4G, UNTOLD], Requirements(architecture="x86_64"))] == [
+        "t3.small"
+    ]
     assert select_instance([T3, T4G], architecture="arm64") == T4G
     assert matches(UNTOLD, Requirements(architecture="arm64")) == "does not tell its architecture"
     with pytest.raises(sky.NoCapacity, match=r"nobody offers x86_64: .* is arm64"):
         rank([T4G], Requirements(architecture="x86_64"))
 
 
-@pytest.mark.parametrize(("wish", "kept"), [("arm64", "arm64"), ("aarch64", "arm64"), ("amd64", "x86_64"), ("x86_64", "x86_64"), (None, None)])
+@pytest.mark.parametrize(
+    ("wish", "kept"),
+    [("arm64", "arm64"), ("aarch64", "arm64"), ("amd64", "x86_64"), ("x86_64", "x86_64"), (None, None)],
+)
 def test_a_pool_may_ask_for_it_by_any_of_its_names(wish: str | None, kept: str | None) -> None:
     """It stands in the spec and in its requirements, also after JSON, and decides which machines are candidates."""
     spec = sky.PoolSpec.of(architecture=wish) if wish else sky.PoolSpec()
@@ -53,7 +78,10 @@ def test_another_processor_is_refused_in_words() -> None:
     """With what can be asked for."""
     with pytest.raises(BadRequest, match=r"architecture='sparc': .*'x86_64' or 'arm64'"):
         sky.ComputePool(architecture="sparc")
-    with pytest.raises(sky.NoCapacity, match=f"is {HERE}"), sky.ComputePool(provider=sky.Local(), architecture=OTHER, display="quiet"):
+    with (
+        pytest.raises(sky.NoCapacity, match=f"is {HERE}"),
+        sky.ComputePool(provider=sky.Local(), architecture=OTHER, display="quiet"),
+    ):
         pass
 
 
@@ -64,16 +92,23 @@ def test_offers_are_asked_for_by_it() -> None:
 
 
 def test_the_market_tells_it_machine_by_machine() -> None:
-    """Machines of one class and price are one offer only where they have the same processor; Grace boards are known to be arm64."""
+    """Machines of one class and price are one offer only where they have the same processor; Grace boards are known to
+    be arm64.
+    """
     rows = [ask(1), ask(2, cpu_arch="amd64"), ask(3, cpu_arch="arm64"), ask(4, gpu_name="GH200 SXM", gpu_ram=97871)]
     read = [_ask(row, (), is_spot=False) for row in rows]
     assert [one.offer.architecture for one in read if one is not None] == ["x86_64", "x86_64", "arm64", "arm64"]
-    assert [offer.architecture for offer in _merged(one.offer for one in read[:3] if one is not None)] == ["x86_64", "arm64"]
+    assert [offer.architecture for offer in _merged(one.offer for one in read[:3] if one is not None)] == [
+        "x86_64",
+        "arm64",
+    ]
 
 
 @pytest.mark.parametrize(("told", "architecture"), [("x86_64", "x86_64"), ("aarch64", "arm64"), ("riscv64", None)])
 def test_a_host_says_what_it_is(told: str, architecture: str | None) -> None:
-    """By `uname -m`; another machine than these two is of no architecture that can be asked for, and fits where none is."""
+    """By `uname -m`; another machine than these two is of no architecture that can be asked for, and fits where none
+    is.
+    """
     lines = f"::skyward vcpus 2\n::skyward memory_kib 1000000\n::skyward machine {told}\n"
     host = _Host.of(HostAnswer.read(lines))
     assert host.architecture == architecture
@@ -83,8 +118,13 @@ def test_a_host_says_what_it_is(told: str, architecture: str | None) -> None:
 
 
 def test_what_a_node_needs_is_there_for_both() -> None:
-    """All that the runtime pins need has a wheel for arm64 where it has one for x86_64, for both versions of Python (`uv.lock`)."""
-    locked = {package["name"]: package for package in tomllib.loads((Path(__file__).parents[1] / "uv.lock").read_text())["package"]}
+    """All that the runtime pins need has a wheel for arm64 where it has one for x86_64, for both versions of Python
+    (`uv.lock`).
+    """
+    locked = {
+        package["name"]: package
+        for package in tomllib.loads((Path(__file__).parents[1] / "uv.lock").read_text())["package"]
+    }
     needed, found = [pin.partition("==")[0] for pin in runtime_pins()], set[str]()
     while needed:
         name = needed.pop()
@@ -94,6 +134,11 @@ def test_what_a_node_needs_is_there_for_both() -> None:
     for name in sorted(found):
         files = [wheel["url"].rpartition("/")[2] for wheel in locked[name]["wheels"]]
         for version in ("cp312", "cp313"):
-            fits = [file for file in files if "-none-any" in file or ("linux" in file and "aarch64" in file and (version in file or "abi3" in file))]
+            fits = [
+                file
+                for file in files
+                if "-none-any" in file
+                or ("linux" in file and "aarch64" in file and (version in file or "abi3" in file))
+            ]
             assert fits, f"{name} has no wheel for {version} on aarch64"
     assert len(found) > 10

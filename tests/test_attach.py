@@ -1,4 +1,5 @@
-"""Other processes in a pool: attaching to it, leaving it, and calls that go on without whoever started them. On this machine, and over SSH.
+"""Other processes in a pool: attaching to it, leaving it, and calls that go on without whoever started them. On this
+machine, and over SSH.
 
 Run as a program it is another process: one that opens a pool and starts a call detached, or one that attaches.
 """
@@ -105,11 +106,18 @@ def attached_pool(opened_pool: sky.ComputePool) -> Iterator[sky.ComputePool]:
         yield pool
 
 
-@pytest.mark.parametrize("form", [lambda lease: lease, lambda lease: lease.model_dump_json(), lambda lease: lease.model_dump(mode="json")])
+@pytest.mark.parametrize(
+    "form", [lambda lease: lease, lambda lease: lease.model_dump_json(), lambda lease: lease.model_dump(mode="json")]
+)
 def test_an_attached_pool_computes(opened_pool: sky.ComputePool, form: Callable[[Lease], Any]) -> None:
-    """From the lease, its JSON or a dict: run, map, broadcast and submit work, their logs are told here, and leaving it leaves the opener's pool open."""
+    """From the lease, its JSON or a dict: run, map, broadcast and submit work, their logs are told here, and leaving it
+    leaves the opener's pool open.
+    """
     told, elsewhere = Told(), Told()
-    with sky.ComputePool.attach(form(opened_pool.lease), on_event=told) as pool, sky.ComputePool.attach(opened_pool.lease, on_event=elsewhere):
+    with (
+        sky.ComputePool.attach(form(opened_pool.lease), on_event=told) as pool,
+        sky.ComputePool.attach(opened_pool.lease, on_event=elsewhere),
+    ):
         assert (pool.is_active, pool.instance_count, pool.lease) == (True, 2, opened_pool.lease)
         assert doubled(4) >> pool == 8
         assert rank() @ pool == (0, 1)
@@ -130,17 +138,26 @@ def test_several_clients_do_not_mix(opened_pool: sky.ComputePool) -> None:
     tolds = [Told() for _ in range(3)]
     with contextlib.ExitStack() as stack:
         pools = [stack.enter_context(sky.ComputePool.attach(opened_pool.lease, on_event=told)) for told in tolds]
-        futures = [pool.submit_all([doubled(1000 * index + number) for number in range(100)]) for index, pool in enumerate(pools)]
+        futures = [
+            pool.submit_all([doubled(1000 * index + number) for number in range(100)])
+            for index, pool in enumerate(pools)
+        ]
         for index, its in enumerate(futures):
             assert [future.result(30) for future in its] == [2 * (1000 * index + number) for number in range(100)]
     for index, told in enumerate(tolds):
-        assert {event.line for event in told.of(sky.LogLine)} == {f"twice {1000 * index + number}" for number in range(100)}
+        assert {event.line for event in told.of(sky.LogLine)} == {
+            f"twice {1000 * index + number}" for number in range(100)
+        }
 
 
 def test_a_client_that_leaves_takes_its_calls_along(opened_pool: sky.ComputePool, tmp_path: Path) -> None:
-    """What an attached client has submitted gets PoolClosed when it leaves, running or not; the slots are free for the others then."""
+    """What an attached client has submitted gets PoolClosed when it leaves, running or not; the slots are free for the
+    others then.
+    """
     pool = sky.ComputePool.attach(opened_pool.lease)
-    futures = pool.submit_all([told_until(str(tmp_path / str(number))) for number in range(2)] + [touched(str(tmp_path / "never"))])
+    futures = pool.submit_all(
+        [told_until(str(tmp_path / str(number))) for number in range(2)] + [touched(str(tmp_path / "never"))]
+    )
     wait_until(lambda: (tmp_path / "0-begun").exists() and (tmp_path / "1-begun").exists(), "both to run")
     pool.close()
     for future in futures:
@@ -151,7 +168,9 @@ def test_a_client_that_leaves_takes_its_calls_along(opened_pool: sky.ComputePool
 
 
 def test_the_calls_of_a_killed_client_give_their_slots_back(tmp_path: Path) -> None:
-    """kill -9 of an attached client: when it has been away for as long as a lease, what it had running is stopped, and the slot is free."""
+    """kill -9 of an attached client: when it has been away for as long as a lease, what it had running is stopped, and
+    the slot is free.
+    """
     with sky.ComputePool(provider=sky.Local(), display="quiet", lease_seconds=LEASE_SECONDS) as pool:
         with other_process("attach-and-wait", str(tmp_path / "never")) as client:
             assert client.stdin is not None
@@ -176,8 +195,12 @@ def test_a_lease_that_is_no_time_is_refused(opened_pool: sky.ComputePool, lease_
 # ── detached calls ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_detached_call_tells_its_state_and_its_log(opened_pool: sky.ComputePool, attached_pool: sky.ComputePool, tmp_path: Path) -> None:
-    """Whoever knows the id sees it run, reads its lines so far and from an offset on, and gets its result, more than once; until it is forgotten."""
+def test_a_detached_call_tells_its_state_and_its_log(
+    opened_pool: sky.ComputePool, attached_pool: sky.ComputePool, tmp_path: Path
+) -> None:
+    """Whoever knows the id sees it run, reads its lines so far and from an offset on, and gets its result, more than
+    once; until it is forgotten.
+    """
     go = tmp_path / "go"
     started = opened_pool.start_detached(told_until(str(go)))
     found = attached_pool.detached_call(started.call_id)
@@ -192,14 +215,21 @@ def test_a_detached_call_tells_its_state_and_its_log(opened_pool: sky.ComputePoo
     assert started.call_id in [call.call_id for call in attached_pool.detached_calls()]
     assert started.call_id in repr(found)
     found.forget()
-    for forgotten in (found.result, started.log, lambda: started.state, lambda: opened_pool.detached_call(started.call_id)):
+    for forgotten in (
+        found.result,
+        started.log,
+        lambda: started.state,
+        lambda: opened_pool.detached_call(started.call_id),
+    ):
         with pytest.raises(sky.BadRequest, match="knows of no call"):
             forgotten()
     assert attached_pool.detached_calls() == []
 
 
 def test_a_detached_call_that_fails(opened_pool: sky.ComputePool, attached_pool: sky.ComputePool) -> None:
-    """Its own exception is raised wherever its result is asked for, with its traceback; a process that died is told as one."""
+    """Its own exception is raised wherever its result is asked for, with its traceback; a process that died is told as
+    one.
+    """
     call = opened_pool.start_detached(failing())
     for known in (call, attached_pool.detached_call(call.call_id)):
         with pytest.raises(LookupError, match="nothing here") as caught:
@@ -213,7 +243,9 @@ def test_a_detached_call_that_fails(opened_pool: sky.ComputePool, attached_pool:
     dead.forget()
 
 
-def test_a_large_result_is_there_for_all_until_it_is_forgotten(opened_pool: sky.ComputePool, attached_pool: sky.ComputePool) -> None:
+def test_a_large_result_is_there_for_all_until_it_is_forgotten(
+    opened_pool: sky.ComputePool, attached_pool: sky.ComputePool
+) -> None:
     """A hundred megabytes stay in the node's memory, are read twice by two clients, and go with the call."""
     call = opened_pool.start_detached(ones(MEGABYTES))
     for known in (call, attached_pool.detached_call(call.call_id)):
@@ -226,7 +258,9 @@ def test_a_large_result_is_there_for_all_until_it_is_forgotten(opened_pool: sky.
     wait_until(lambda: held_bytes(opened_pool) < MEGABYTES, "the memory to be free")
 
 
-def test_a_detached_call_that_waits_is_cancelled(opened_pool: sky.ComputePool, attached_pool: sky.ComputePool, tmp_path: Path) -> None:
+def test_a_detached_call_that_waits_is_cancelled(
+    opened_pool: sky.ComputePool, attached_pool: sky.ComputePool, tmp_path: Path
+) -> None:
     """It never begins; one that runs is stopped; the others go on, and one that has ended stays as it is."""
     running = [opened_pool.start_detached(told_until(str(tmp_path / f"go{number}"))) for number in range(2)]
     wait_until(lambda: all(call.log() for call in running), "both to run")
@@ -264,7 +298,9 @@ def test_what_is_unknown_is_refused(attached_pool: sky.ComputePool) -> None:
 
 
 def test_a_call_outlives_its_killed_submitter(tmp_path: Path) -> None:
-    """kill -9 of the opener: the call goes on, its result is there for the next one who asks; while somebody is attached the nodes live, then they end."""
+    """kill -9 of the opener: the call goes on, its result is there for the next one who asks; while somebody is
+    attached the nodes live, then they end.
+    """
     with other_process("open", str(tmp_path / "go")) as opener:
         assert opener.stdout is not None
         lease, call_id = opener.stdout.readline(), opener.stdout.readline().strip()
@@ -275,7 +311,11 @@ def test_a_call_outlives_its_killed_submitter(tmp_path: Path) -> None:
         attached_at = time.monotonic()
         call = pool.detached_call(call_id)
         assert call.state == "running"
-        wait_until(lambda: time.monotonic() > attached_at + LEASE_SECONDS + 2, "the opener's lease to run out", LEASE_SECONDS + 5)
+        wait_until(
+            lambda: time.monotonic() > attached_at + LEASE_SECONDS + 2,
+            "the opener's lease to run out",
+            LEASE_SECONDS + 5,
+        )
         assert living(ids) == ids
         assert call.state == "running"
         (tmp_path / "go").touch()
@@ -317,7 +357,9 @@ def test_after_its_opener_a_node_is_lost_too(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_after_the_head_is_lost_no_lease_is_kept(tmp_path: Path) -> None:
-    """Who cannot use the nodes any more does not keep them alive: when nobody has answered for as long as a lease they end, though the client is still attached."""
+    """Who cannot use the nodes any more does not keep them alive: when nobody has answered for as long as a lease they
+    end, though the client is still attached.
+    """
     with other_process("open", str(tmp_path / "go")) as opener:
         assert opener.stdout is not None
         text = opener.stdout.readline()
@@ -337,13 +379,16 @@ def supervisor_of(lease: Lease, node: int, number: signal.Signals) -> None:
 
 
 def test_a_pool_is_detached_and_found_again() -> None:
-    """The opener goes away in peace: its pool lives for the lease that it leaves, another process uses it, and without anybody it ends."""
+    """The opener goes away in peace: its pool lives for the lease that it leaves, another process uses it, and without
+    anybody it ends.
+    """
     pool = sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", lease_seconds=LEASE_SECONDS).open()
     waiting = pool.submit(steps(600))
     kept = pool.start_detached(steps(10))
     with other_process("attach", kept.call_id) as attached:
         assert attached.stdout is not None
-        assert attached.stdout.readline() == "ready\n"  # all is imported: that may take longer than the lease that is left
+        # all is imported: that may take longer than the lease that is left
+        assert attached.stdout.readline() == "ready\n"
         lease = pool.detach()
         ids = {node.instance.id for node in lease.nodes}
         assert not pool.is_active
@@ -355,7 +400,12 @@ def test_a_pool_is_detached_and_found_again() -> None:
             pool.detach()
         assert living(ids) == ids
         output, _ = attached.communicate(lease.model_dump_json(), timeout=60)
-    assert json.loads(output) == {"ranks": [0, 1], "doubled": [0, 2, 4], "result": "walked", "log": [f"step {number}" for number in range(8, 10)]}
+    assert json.loads(output) == {
+        "ranks": [0, 1],
+        "doubled": [0, 2, 4],
+        "result": "walked",
+        "log": [f"step {number}" for number in range(8, 10)],
+    }
     wait_until(lambda: not living(ids), "the nodes to end themselves", LEASE_SECONDS + 25)
 
 
@@ -387,16 +437,18 @@ def test_a_closed_pool_cannot_be_attached_to() -> None:
 
 
 @pytest.fixture(scope="module")
-def rented_pool(fleet: Fleet, mirror: Mirror) -> Iterator[sky.ComputePool]:  # noqa: F811
+def rented_pool(fleet: Fleet, mirror: Mirror) -> Iterator[sky.ComputePool]:
     """Two machines of a cloud."""
     cloud = Cloud(fleet, prepare=mirror.configure)
     image = sky.Image(pip=["numpy"])
-    with shared(sky.ComputePool(provider=cloud.provider(), nodes=2, image=image, display="quiet", provision_timeout=90)) as pool:
+    with shared(
+        sky.ComputePool(provider=cloud.provider(), nodes=2, image=image, display="quiet", provision_timeout=90)
+    ) as pool:
         yield pool
     cloud.close()
 
 
-def test_over_ssh_the_key_may_be_given(rented_pool: sky.ComputePool, fleet: Fleet) -> None:  # noqa: F811
+def test_over_ssh_the_key_may_be_given(rented_pool: sky.ComputePool, fleet: Fleet) -> None:
     """`key=` may be the key itself; it is in no file, which a kill could leave, and the lease does not hold it."""
     with sky.ComputePool.attach(rented_pool.lease.with_key("/nonexistent"), key=fleet.key_path.read_text()) as pool:
         assert rank() @ pool == (0, 1)
@@ -406,8 +458,10 @@ def test_over_ssh_the_key_may_be_given(rented_pool: sky.ComputePool, fleet: Flee
     assert not os.path.exists(path)
 
 
-def test_over_ssh_the_key_may_lie_elsewhere(rented_pool: sky.ComputePool, fleet: Fleet, tmp_path: Path) -> None:  # noqa: F811
-    """With `key=` an attached client uses its own copy; results of a hundred megabytes and logs are there, twice, and cancelling works."""
+def test_over_ssh_the_key_may_lie_elsewhere(rented_pool: sky.ComputePool, fleet: Fleet, tmp_path: Path) -> None:
+    """With `key=` an attached client uses its own copy; results of a hundred megabytes and logs are there, twice, and
+    cancelling works.
+    """
     key = tmp_path / "copy"
     key.write_bytes(fleet.key_path.read_bytes())
     key.chmod(0o600)
@@ -428,8 +482,12 @@ def test_over_ssh_the_key_may_lie_elsewhere(rented_pool: sky.ComputePool, fleet:
     assert doubled(2) >> rented_pool == 4
 
 
-def test_over_ssh_a_wrong_key_is_refused(rented_pool: sky.ComputePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key that the nodes do not know gets nothing, and the error says what to look at; so does a host key that is not the one in the lease."""
+def test_over_ssh_a_wrong_key_is_refused(
+    rented_pool: sky.ComputePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key that the nodes do not know gets nothing, and the error says what to look at; so does a host key that is not
+    the one in the lease.
+    """
     monkeypatch.setattr(ssh_transport, "AUTH_GRACE_SECONDS", 0.5)
     key = tmp_path / "stranger"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
@@ -443,8 +501,12 @@ def test_over_ssh_a_wrong_key_is_refused(rented_pool: sky.ComputePool, tmp_path:
     assert doubled(2) >> rented_pool == 4
 
 
-def test_over_ssh_a_node_that_has_ended_is_left_out(rented_pool: sky.ComputePool, caplog: pytest.LogCaptureFixture) -> None:
-    """The lease speaks of another node on the second machine: the head is used without it, for every call that goes to all."""
+def test_over_ssh_a_node_that_has_ended_is_left_out(
+    rented_pool: sky.ComputePool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The lease speaks of another node on the second machine: the head is used without it, for every call that goes to
+    all.
+    """
     lease = rented_pool.lease.model_dump_json().replace(rented_pool.lease.nodes[1].instance.id, "rental-000000000000")
     with sky.ComputePool.attach(lease, is_trusted=True) as pool:
         assert [node.rank for node in pool.lease.nodes] == [0]
@@ -475,7 +537,9 @@ def living(ids: set[str]) -> set[str]:
 def held_bytes(pool: sky.ComputePool) -> int:
     """What the nodes of a local pool hold in this machine's memory."""
     ids = {node.instance.id for node in pool.lease.nodes}
-    folders = [folder for folder in Path("/dev/shm").iterdir() if any(folder.name.endswith(instance_id) for instance_id in ids)]
+    folders = [
+        folder for folder in Path("/dev/shm").iterdir() if any(folder.name.endswith(instance_id) for instance_id in ids)
+    ]
     held = 0
     for path in (path for folder in folders for path in folder.rglob("*")):
         with contextlib.suppress(FileNotFoundError):  # a value is let go while we look
@@ -505,7 +569,9 @@ def open_and_wait(path: str) -> None:
 
 
 def attach_and_wait(path: str) -> None:
-    """Attach to the pool whose lease is on the first line of stdin, have a call run that does not end, say so, and wait to be killed."""
+    """Attach to the pool whose lease is on the first line of stdin, have a call run that does not end, say so, and wait
+    to be killed.
+    """
     with sky.ComputePool.attach(sys.stdin.readline()) as pool:
         pool.submit(told_until(path))
         print("attached", flush=True)
@@ -518,7 +584,12 @@ def attach(call_id: str) -> None:
     print("ready", flush=True)
     with sky.ComputePool.attach(sys.stdin.read(), lease_seconds=LEASE_SECONDS) as pool:
         call = pool.detached_call(call_id)
-        found = {"ranks": rank() @ pool, "doubled": pool.map(doubled, range(3)), "result": call.result(30), "log": call.log(8)}
+        found = {
+            "ranks": rank() @ pool,
+            "doubled": pool.map(doubled, range(3)),
+            "result": call.result(30),
+            "log": call.log(8),
+        }
     print(json.dumps(found))
 
 

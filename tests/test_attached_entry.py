@@ -1,4 +1,6 @@
-"""Who uses a pool that somebody else has opened keeps it alive in the ledger, and takes no outage of it for an answer."""
+"""Who uses a pool that somebody else has opened keeps it alive in the ledger, and takes no outage of it for an
+answer.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ledger]:
     monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
     with Ledger(default_url()) as ledger:
         dead = replace(Owner.here(), started="1")
-        ledger.open_pool(POOL, owner=dead, provider={}, spec_json="{}", lease_expires_at=datetime.now(UTC) + timedelta(seconds=60))
+        ledger.open_pool(
+            POOL, owner=dead, provider={}, spec_json="{}", lease_expires_at=datetime.now(UTC) + timedelta(seconds=60)
+        )
         yield ledger
 
 
@@ -74,7 +78,9 @@ def test_a_ledger_that_does_not_know_the_pool_is_asked_once(ledger: Ledger, monk
     other.renew()
 
 
-def test_a_pool_that_was_condemned_is_kept_no_more(ledger: Ledger, kept: KeptEntry, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_was_condemned_is_kept_no_more(
+    ledger: Ledger, kept: KeptEntry, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its machines are being ended, which is told once."""
     monkeypatch.setattr(logging.getLogger("skyward"), "propagate", True)
     entry = ledger.pool(POOL)
@@ -86,7 +92,9 @@ def test_a_pool_that_was_condemned_is_kept_no_more(ledger: Ledger, kept: KeptEnt
     assert not is_renewed(ledger)
 
 
-def test_who_leaves_while_the_ledger_is_opened_leaves_nothing_open(ledger: Ledger, kept: KeptEntry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_leaves_while_the_ledger_is_opened_leaves_nothing_open(
+    ledger: Ledger, kept: KeptEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The beat runs in a thread of its own: what it opens afterwards it closes."""
     closed: list[str] = []
     real, real_close = Ledger.__init__, Ledger.close

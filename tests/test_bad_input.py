@@ -69,7 +69,9 @@ def test_all_faults_are_told_at_once() -> None:
 
 
 def test_another_python_is_refused_with_the_reason() -> None:
-    """An image whose Python differs from the client's is refused before money is spent; the message names both and what to do."""
+    """An image whose Python differs from the client's is refused before money is spent; the message names both and what
+    to do.
+    """
     with pytest.raises(sky.BadRequest) as caught:
         sky.ComputePool(provider=sky.Local(), image=sky.Image(python=OTHER_PYTHON))
     assert OTHER_PYTHON in str(caught.value)

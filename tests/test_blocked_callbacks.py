@@ -63,14 +63,19 @@ def lives_on(pool_id: str, since: datetime) -> bool:
 
 def sweep() -> str:
     """Sweep from another process, as cron does."""
-    done = subprocess.run([sys.executable, "-m", "skyward_core.cli", "sweep"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "skyward_core.cli", "sweep"], capture_output=True, text=True, timeout=60, check=False
+    )
     return done.stdout + done.stderr
 
 
 @pytest.mark.slow
-def test_a_sweep_takes_no_living_pool_for_dead_while_a_callback_blocks(sink: BlockedByLines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_takes_no_living_pool_for_dead_while_a_callback_blocks(
+    sink: BlockedByLines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The callback blocks for longer than the lease; the lease is still renewed, and a sweep leaves the pool alone."""
-    monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")  # that of all tests has hosts that take the sweep longer than the lease
+    # that of all tests has hosts that take the sweep longer than the lease
+    monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
     with pool_with(sink, lease_seconds=LEASE_SECONDS) as pool:
         assert prints(1) >> pool == 2
         assert sink.is_in.wait(60)
@@ -103,7 +108,10 @@ def test_an_attached_client_keeps_the_lease_while_a_callback_blocks(sink: Blocke
 
 
 def test_results_do_not_wait_for_a_callback_that_blocks(sink: BlockedByLines) -> None:
-    """Only the first result waits 0.2 s for its lines. The pool closes, and emits the remaining events when the callback goes on."""
+    """Only the first result waits 0.2 s for its lines.
+
+    The pool closes, and emits the remaining events when the callback goes on.
+    """
     with pool_with(sink) as pool:
         assert prints(1) >> pool == 2
         assert sink.is_in.wait(60)

@@ -1,4 +1,6 @@
-"""The pool's page of the ledger: committed before anything is asked for, true whatever came of it, and never in the way of giving machines back."""
+"""The pool's page of the ledger: committed before anything is asked for, true whatever came of it, and never in the way
+of giving machines back.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,16 @@ from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.metering import Meter
 from skyward_core.ledger.rows import Account, Bucket, CostBy, Intent, Period
 from skyward_core.machines.owner import Owner
-from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, TYPE_TAG
+from skyward_core.providers.base import (
+    CREATED_TAG,
+    EXPIRES_TAG,
+    LAUNCH_TAG,
+    OWNER_TAG,
+    POOL_TAG,
+    PROCESS_TAG,
+    RANK_TAG,
+    TYPE_TAG,
+)
 from skyward_core.provisioning.teardown import give_back
 from skyward_core.spec import PoolSpec
 from tests.conftest import Told
@@ -116,13 +127,19 @@ def make(tmp_path: Path) -> Iterator[Make]:
     """Open a book at a provider of some kind."""
     ledgers: list[Ledger] = []
 
-    def make(kind: type[FakeProvider] = FakeProvider, price: float = float(PRICE), is_opened: bool = True, **spec: Any) -> Scene:
+    def make(
+        kind: type[FakeProvider] = FakeProvider, price: float = float(PRICE), is_opened: bool = True, **spec: Any
+    ) -> Scene:
         clock, told, url = Clock(), Told(), f"sqlite:///{tmp_path}/ledger.db"
         ledger = Ledger(url, clock=clock.date, busy_timeout_seconds=0.05)
         ledgers.append(ledger)
         if "budget" in spec:
             ledger.set_account(Account(spec["budget"], Decimal(100), Period.MONTH))
-        outage, meter, provider = Outage(ledger), Meter(clock), kind(folder=str(tmp_path / "machines"), price_per_hour=price)
+        outage, meter, provider = (
+            Outage(ledger),
+            Meter(clock),
+            kind(folder=str(tmp_path / "machines"), price_per_hour=price),
+        )
         book = Book(cast("Ledger", outage), POOL, PoolSpec.of(**spec), provider, meter, told, now=clock.date)
         if is_opened:
             book.open()
@@ -155,7 +172,9 @@ class LookingProvider(FakeProvider):
 
     def launch(self, offer: Offer, count: int, tags: Mapping[str, str], startup: str) -> list[Instance]:
         with closing(sqlite3.connect(self._file[0])) as connection:
-            self._seen += connection.execute("select token, cloud_id, gone_microseconds from skyward_resources order by id").fetchall()
+            self._seen += connection.execute(
+                "select token, cloud_id, gone_microseconds from skyward_resources order by id"
+            ).fetchall()
         return super().launch(offer, count, tags, startup)
 
 
@@ -174,11 +193,22 @@ def test_an_intent_has_all_that_it_takes_to_find_the_thing(make: Make) -> None:
     it.pass_time(0.5)
     launch, instances = it.launch(2, first_rank=3)
     owner = Owner.here()
-    tags = {POOL_TAG: POOL, LAUNCH_TAG: f"{POOL}-1", OWNER_TAG: owner.name, PROCESS_TAG: owner.process, CREATED_TAG: str(int(START.timestamp()))}
+    tags = {
+        POOL_TAG: POOL,
+        LAUNCH_TAG: f"{POOL}-1",
+        OWNER_TAG: owner.name,
+        PROCESS_TAG: owner.process,
+        CREATED_TAG: str(int(START.timestamp())),
+    }
     for rank, intent, instance in zip((3, 4), it.intents(), instances, strict=True):
         assert tags.items() | {(RANK_TAG, str(rank))} <= intent.tags.items()
         assert intent.tags == instance.tags
-        assert (intent.name, intent.region, intent.token, intent.price.per_hour) == (f"{POOL}-{rank}", "nowhere-1", f"{POOL}-1-{rank}", PRICE)
+        assert (intent.name, intent.region, intent.token, intent.price.per_hour) == (
+            f"{POOL}-{rank}",
+            "nowhere-1",
+            f"{POOL}-1-{rank}",
+            PRICE,
+        )
     assert EXPIRES_TAG not in launch.tags
     assert sorted(launch.by_rank) == [3, 4]
 
@@ -193,9 +223,15 @@ def test_each_call_has_a_token_of_its_own(make: Make) -> None:
 
 @pytest.mark.parametrize(
     ("hard_end_seconds", "spec", "expected"),
-    [(600.0, {}, 600), (None, {"max_lifetime": 50, "provision_timeout": 30}, 80), (600.0, {"max_lifetime": 50, "provision_timeout": 30}, 80)],
+    [
+        (600.0, {}, 600),
+        (None, {"max_lifetime": 50, "provision_timeout": 30}, 80),
+        (600.0, {"max_lifetime": 50, "provision_timeout": 30}, 80),
+    ],
 )
-def test_a_machine_with_an_end_says_so_in_its_tags(make: Make, hard_end_seconds: float | None, spec: dict[str, Any], expected: int) -> None:
+def test_a_machine_with_an_end_says_so_in_its_tags(
+    make: Make, hard_end_seconds: float | None, spec: dict[str, Any], expected: int
+) -> None:
     """The earlier of what the money and `max_lifetime` allow, as a whole second that is not too early."""
     it = make(**spec)
     launch, _ = it.launch(1, grant=Grant(500.0, None if hard_end_seconds is None else it.clock() + hard_end_seconds))
@@ -206,7 +242,9 @@ def test_a_machine_with_an_end_says_so_in_its_tags(make: Make, hard_end_seconds:
 
 @pytest.mark.parametrize("error", [LedgerError, LeaseLost])
 def test_without_the_ledger_nothing_is_asked_for(make: Make, error: type[Exception]) -> None:
-    """What the ledger raises before a creating call is raised at once, by `open` and by `intend`, and left out of the end."""
+    """What the ledger raises before a creating call is raised at once, by `open` and by `intend`, and left out of the
+    end.
+    """
     it = make(is_opened=False)
     it.outage.error = lambda: error("no")
     it.outage.failing = {"open_pool", "intend_all"}
@@ -233,7 +271,9 @@ def test_nothing_is_asked_for_on_behalf_of_a_pool_that_was_judged_dead(make: Mak
 
 
 def test_from_launch_to_end_each_machine_is_one_entry(make: Make) -> None:
-    """Bound to its id, its end asked for, closed with the evidence; its seconds add up to its life, and their price to the bill."""
+    """Bound to its id, its end asked for, closed with the evidence; its seconds add up to its life, and their price to
+    the bill.
+    """
     it = make()
     launch, instances = it.launch(2)
     it.pass_time(10)
@@ -251,8 +291,15 @@ def test_from_launch_to_end_each_machine_is_one_entry(make: Make) -> None:
     first, second = it.intents()
     assert (first.evidence, second.evidence) == ("fake lists it no more",) * 2
     assert first.end_asked_at == first.gone_at == START + timedelta(seconds=100)
-    assert {bucket: seconds for bucket, seconds in first.seconds.items() if seconds} == {Bucket.LAUNCHING: 10, Bucket.BOOTSTRAPPING: 20, Bucket.IDLE: 70}
-    assert {bucket: seconds for bucket, seconds in second.seconds.items() if seconds} == {Bucket.LAUNCHING: 10, Bucket.BOOTSTRAPPING: 90}
+    assert {bucket: seconds for bucket, seconds in first.seconds.items() if seconds} == {
+        Bucket.LAUNCHING: 10,
+        Bucket.BOOTSTRAPPING: 20,
+        Bucket.IDLE: 70,
+    }
+    assert {bucket: seconds for bucket, seconds in second.seconds.items() if seconds} == {
+        Bucket.LAUNCHING: 10,
+        Bucket.BOOTSTRAPPING: 90,
+    }
     (row,) = it.ledger.cost_rows(CostBy.POOL, pool_id=POOL)
     assert (row.seconds, row.cost_usd, it.meter.total()) == (200, Decimal(2), Decimal(2))
     assert it.ledger.open_intents(pool_id=POOL) == []
@@ -330,13 +377,19 @@ def test_a_provider_that_tells_other_sums_is_billed_as_it_has_offered(make: Make
 
 
 def test_what_came_unasked_is_written_down_too(make: Make) -> None:
-    """One machine more than was asked for, and two that claim the same rank: each has an entry of its own and is billed."""
+    """One machine more than was asked for, and two that claim the same rank: each has an entry of its own and is
+    billed.
+    """
     it = make()
     launch = it.book.intend(it.offer, 2, 0, Grant())
     came = it.provider.launch(it.offer, 3, launch.tags, "")
     came[1] = came[1].model_copy(update={"rank": 0})
     it.book.bind(launch, came)
-    assert sorted(intent.cloud_id or "" for intent in it.ledger.open_intents(pool_id=POOL)) == ["fake-0", "fake-1", "fake-2"]
+    assert sorted(intent.cloud_id or "" for intent in it.ledger.open_intents(pool_id=POOL)) == [
+        "fake-0",
+        "fake-1",
+        "fake-2",
+    ]
     assert it.book.rented() == {"fake-0", "fake-1", "fake-2"}
     it.give_back()
     assert it.ledger.open_intents(pool_id=POOL) == []
@@ -346,12 +399,17 @@ def test_what_came_unasked_is_written_down_too(make: Make) -> None:
 
 
 def test_a_machine_whose_launch_was_never_answered_is_the_answer_to_its_intent(make: Make) -> None:
-    """Found when the pool is given back: bound by token and rank, billed from when it was asked for, at the price that was asked for."""
+    """Found when the pool is given back: bound by token and rank, billed from when it was asked for, at the price that
+    was asked for.
+    """
     it = make(LossyProvider)
     launch = it.book.intend(it.offer, 2, 0, Grant())
     with pytest.raises(ConnectionError):
         it.provider.launch(it.offer, 2, launch.tags, "")
-    it.provider.machines.running["fake-1"] = it.provider.machines.running["fake-1"].model_copy(update={"price_per_hour": 0.0})  # a listing may lack it
+    # a listing may lack it
+    it.provider.machines.running["fake-1"] = it.provider.machines.running["fake-1"].model_copy(
+        update={"price_per_hour": 0.0}
+    )
     it.pass_time(50)
     it.give_back()
     it.book.close()
@@ -368,7 +426,10 @@ def test_the_token_tells_which_launch_a_machine_is_of(make: Make) -> None:
     _, (first,) = it.launch(1)
     _, (second,) = it.launch(1)
     it.book.found([second, first])
-    assert [(intent.token, intent.cloud_id) for intent in it.intents()] == [(f"{POOL}-1-0", first.id), (f"{POOL}-2-0", second.id)]
+    assert [(intent.token, intent.cloud_id) for intent in it.intents()] == [
+        (f"{POOL}-1-0", first.id),
+        (f"{POOL}-2-0", second.id),
+    ]
 
 
 def test_where_the_provider_does_not_tell_the_token_the_rank_must_do(make: Make) -> None:
@@ -380,7 +441,10 @@ def test_where_the_provider_does_not_tell_the_token_the_rank_must_do(make: Make)
 
 
 def test_a_machine_of_which_no_intent_tells_gets_one(make: Make) -> None:
-    """It is there, and must be ended: written down with its tags, once, however often it is listed. Also when a sweep has condemned the pool."""
+    """It is there, and must be ended: written down with its tags, once, however often it is listed.
+
+    Also when a sweep has condemned the pool.
+    """
     it = make()
     it.rent(1)
     strange = it.provider.launch(it.offer, 1, {POOL_TAG: POOL, RANK_TAG: "7", "colour": "red"}, "")
@@ -397,13 +461,18 @@ def test_a_machine_of_which_no_intent_tells_gets_one(make: Make) -> None:
 
 
 def test_an_intent_that_a_sweep_has_bound_to_another_machine_is_left_alone(make: Make) -> None:
-    """One call has created two machines: this one gets an entry of its own, so that closing one does not close the other."""
+    """One call has created two machines: this one gets an entry of its own, so that closing one does not close the
+    other.
+    """
     it = make()
     launch, (instance,) = it.launch(1)
     it.ledger.bind(launch.by_rank[0], "seen-by-a-sweep")
     it.book.found([instance])
     it.book.gone([instance.id], "gone")
-    assert [(intent.cloud_id, intent.evidence) for intent in it.intents()] == [("seen-by-a-sweep", None), (instance.id, "gone")]
+    assert [(intent.cloud_id, intent.evidence) for intent in it.intents()] == [
+        ("seen-by-a-sweep", None),
+        (instance.id, "gone"),
+    ]
 
 
 def test_what_was_asked_for_and_never_listed_is_closed_when_nothing_is_left(make: Make) -> None:
@@ -419,7 +488,9 @@ def test_what_was_asked_for_and_never_listed_is_closed_when_nothing_is_left(make
 
 @pytest.mark.parametrize("verb", ["bind_all", "ask_end_all", "note_all", "close_all", "end_pool", "all verbs"])
 def test_an_outage_keeps_no_machine_running_and_is_told_at_the_end(make: Make, verb: str) -> None:
-    """Once machines are asked for errors of the ledger wait: all is given back, and then `close` raises, saying what mends it; closing again is quiet."""
+    """Once machines are asked for errors of the ledger wait: all is given back, and then `close` raises, saying what
+    mends it; closing again is quiet.
+    """
     it = make()
     launch, instances = it.launch(2)
     it.outage.failing = {verb}
@@ -440,7 +511,9 @@ def test_an_outage_keeps_no_machine_running_and_is_told_at_the_end(make: Make, v
 
 
 def test_machines_found_during_an_outage_are_given_back(make: Make) -> None:
-    """What cannot be written down is metered and ended all the same, and the ledger is tried once for each listing, not for each machine."""
+    """What cannot be written down is metered and ended all the same, and the ledger is tried once for each listing, not
+    for each machine.
+    """
     it = make()
     it.launch(5)
     it.outage.failing = {"all verbs"}
@@ -452,7 +525,9 @@ def test_machines_found_during_an_outage_are_given_back(make: Make) -> None:
 
 
 def test_a_locked_database_is_such_an_outage(make: Make, tmp_path: Path) -> None:
-    """Another process holds the real file's lock: machines go, the error comes at the end, and what it missed stays open for a sweep."""
+    """Another process holds the real file's lock: machines go, the error comes at the end, and what it missed stays
+    open for a sweep.
+    """
     it = make()
     it.rent(2)
     with closing(sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)) as other:
@@ -482,16 +557,22 @@ def test_an_outage_that_is_over_and_mended_is_not_told(make: Make) -> None:
     assert sum(it.intents()[0].seconds.values()) == 20
 
 
-def test_a_history_that_cannot_be_written_ends_no_pool_and_hides_no_error(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_history_that_cannot_be_written_ends_no_pool_and_hides_no_error(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     """It is no money: the log has it, and `close` has nothing to say."""
     it = make()
     it.outage.failing = {"note_attempts"}
     it.book.tried(it.offer, 0.1, NoCapacity("none left"))
-    it.book.was_refused(Refusal("fake", "", "", spot=False, error="CredentialsError", code="401", message="who", seconds=0.1))
+    it.book.was_refused(
+        Refusal("fake", "", "", spot=False, error="CredentialsError", code="401", message="who", seconds=0.1)
+    )
     it.rent(1)
     it.give_back()
     it.book.close()
-    assert [record.levelname for record in caplog.records if "the disk is full" in record.getMessage()] == ["WARNING"] * 2
+    assert [record.levelname for record in caplog.records if "the disk is full" in record.getMessage()] == [
+        "WARNING"
+    ] * 2
     it.outage.failing = {"close_all"}
     it.book.gone(["fake-0"], "seen")
     with pytest.raises(LedgerError, match="the disk is full"):
@@ -543,7 +624,10 @@ def test_a_lease_that_is_lost_is_told_at_once(make: Make) -> None:
 
 
 def test_an_outage_of_the_ledger_costs_no_lease(make: Make) -> None:
-    """`renew` keeps the error, `live_by_lease` raises it: there the pool's life depends on it. A ledger that has never heard of the pool is told at the end."""
+    """`renew` keeps the error, `live_by_lease` raises it: there the pool's life depends on it.
+
+    A ledger that has never heard of the pool is told at the end.
+    """
     it = make()
     it.outage.failing = {"renew", "live_by_lease"}
     it.book.renew()

@@ -1,4 +1,5 @@
-"""From a bare host to a node, over SSH: the way there, everything that can stop it, and what is left when it was stopped.
+"""From a bare host to a node, over SSH: the way there, everything that can stop it, and what is left when it was
+stopped.
 
 Run as a program, with a host's particulars, it is a client that opens a pool on that host, for tests that kill it.
 """
@@ -67,7 +68,7 @@ def imported(name: str) -> str:
 
 
 @pytest.fixture
-def cloud(fleet: Fleet, mirror: Mirror) -> Iterator[Cloud]:  # noqa: F811
+def cloud(fleet: Fleet, mirror: Mirror) -> Iterator[Cloud]:
     """A cloud of its own for a test, whose bare machines install from the mirror."""
     cloud = Cloud(fleet, prepare=mirror.configure)
     yield cloud
@@ -75,7 +76,9 @@ def cloud(fleet: Fleet, mirror: Mirror) -> Iterator[Cloud]:  # noqa: F811
 
 
 def pool_on(provider: sky.Provider, told: Callable[..., Any], **wishes: Any) -> sky.ComputePool:
-    return sky.ComputePool(**{"provider": provider, "on_event": told, "display": "quiet", "provision_timeout": 120, **wishes})
+    return sky.ComputePool(
+        **{"provider": provider, "on_event": told, "display": "quiet", "provision_timeout": 120, **wishes}
+    )
 
 
 def steps(told: Told) -> list[str]:
@@ -106,7 +109,9 @@ class Reaction(Told):
 
     def __call__(self, event: Any) -> None:
         super().__call__(event)
-        if self._action is not None and (isinstance(event, self._to) if isinstance(self._to, type) else getattr(event, "step", None) == self._to):
+        if self._action is not None and (
+            isinstance(event, self._to) if isinstance(self._to, type) else getattr(event, "step", None) == self._to
+        ):
             action, self._action = self._action, None
             action(event.instance_id)
 
@@ -114,11 +119,15 @@ class Reaction(Told):
 # ── from bare ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_killed_build_is_built_anew_and_the_next_pool_finds_it_whole(fleet, mirror):  # noqa: F811
-    """On a host of ours: a script killed in the middle leaves half an environment, the next pool builds it anew, and one more asks the mirror for nothing."""
+def test_a_killed_build_is_built_anew_and_the_next_pool_finds_it_whole(fleet, mirror):
+    """On a host of ours: a script killed in the middle leaves half an environment, the next pool builds it anew, and
+    one more asks the mirror for nothing.
+    """
     host = fleet.create()
     mirror.configure(host)
-    provider = Hosts(host.ip, user="root", key=str(host.key_path), known_hosts=str(host.known_hosts_path), config="/dev/null")
+    provider = Hosts(
+        host.ip, user="root", key=str(host.key_path), known_hosts=str(host.known_hosts_path), config="/dev/null"
+    )
     environments = host.root / "root/.cache/skyward/envs"
     image = sky.Image(pip=[PURE_PACKAGE])
 
@@ -152,7 +161,9 @@ def test_a_killed_build_is_built_anew_and_the_next_pool_finds_it_whole(fleet, mi
 
 
 def test_two_pools_at_once_do_not_disturb_each_other(cloud):
-    """Two pools from the same image, opened at the same time on two bare hosts, each go through all steps in order and compute."""
+    """Two pools from the same image, opened at the same time on two bare hosts, each go through all steps in order and
+    compute.
+    """
     tolds = [Told(), Told()]
     image = sky.Image(pip=[PURE_PACKAGE])
     with sky.MultiPool(*(pool_on(cloud.provider(), told, image=image) for told in tolds)) as pools:
@@ -161,8 +172,10 @@ def test_two_pools_at_once_do_not_disturb_each_other(cloud):
     assert [steps(told) for told in tolds] == [STEPS, STEPS]
 
 
-def test_two_bootstraps_of_one_image_on_one_host_share_the_work(fleet, mirror):  # noqa: F811
-    """Two machines that are one host: both want the same environment at once; one builds it, the other waits, and both are nodes that compute."""
+def test_two_bootstraps_of_one_image_on_one_host_share_the_work(fleet, mirror):
+    """Two machines that are one host: both want the same environment at once; one builds it, the other waits, and both
+    are nodes that compute.
+    """
     host = fleet.create()
     mirror.configure(host)
     told = Told()
@@ -177,7 +190,10 @@ def test_two_bootstraps_of_one_image_on_one_host_share_the_work(fleet, mirror): 
 
 
 def failure(cloud: Cloud, told: Callable[..., Any], **wishes: Any) -> sky.BootstrapFailed:
-    """Open a pool that cannot be opened; return why, once every machine of it is known to be down. That no thread or socket is left is for conftest."""
+    """Open a pool that cannot be opened; return why, once every machine of it is known to be down.
+
+    That no thread or socket is left is for conftest.
+    """
     launched = Told()
     with pytest.raises(sky.BootstrapFailed) as caught, pool_on(cloud.provider(), compose(launched, told), **wishes):
         pass
@@ -204,8 +220,10 @@ def test_a_debian_package_that_cannot_be_had_is_named(cloud):
     assert error.output[-1] == "E: Unable to locate package nonexistent-package"
 
 
-def test_an_index_that_is_broken_is_told(cloud, mirror):  # noqa: F811
-    """An index that answers 503 fails the step that needs it, with the address and the status; also on the other of two nodes."""
+def test_an_index_that_is_broken_is_told(cloud, mirror):
+    """An index that answers 503 fails the step that needs it, with the address and the status; also on the other of two
+    nodes.
+    """
     mirror.break_()
     try:
         error = failure(cloud, Told(), nodes=2, image=sky.Image(env={"UV_HTTP_RETRIES": "0"}))
@@ -217,8 +235,10 @@ def test_an_index_that_is_broken_is_told(cloud, mirror):  # noqa: F811
 
 
 @pytest.mark.parametrize(("disk", "phase"), [("24M", "uv"), ("64M", "deps")])
-def test_a_disk_that_is_too_small_is_told(fleet, mirror, disk, phase):  # noqa: F811
-    """No room for uv itself, or for the interpreter: which node, which step and which command is told, and that there is no space."""
+def test_a_disk_that_is_too_small_is_told(fleet, mirror, disk, phase):
+    """No room for uv itself, or for the interpreter: which node, which step and which command is told, and that there
+    is no space.
+    """
     error = failure(Cloud(fleet, prepare=mirror.configure, disk=disk), Told())
     assert (error.node, error.phase) == (0, phase)
     assert error.exit_code
@@ -226,8 +246,11 @@ def test_a_disk_that_is_too_small_is_told(fleet, mirror, disk, phase):  # noqa: 
 
 
 def test_a_machine_that_dies_meanwhile_is_told_long_before_the_deadline(cloud, monkeypatch):
-    """A machine that falls silent in the middle of a step and that the provider lists no more fails the pool within seconds, whatever provision_timeout is."""
-    monkeypatch.setitem(Connection.__init__.__kwdefaults__, "keepalive_seconds", 0.5)  # silence is noticed after 1.5 s, not 15
+    """A machine that falls silent in the middle of a step and that the provider lists no more fails the pool within
+    seconds, whatever provision_timeout is.
+    """
+    # silence is noticed after 1.5 s, not 15
+    monkeypatch.setitem(Connection.__init__.__kwdefaults__, "keepalive_seconds", 0.5)
 
     def die(instance_id: str) -> None:
         settings = cloud.host(instance_id).root / f"root/.cache/skyward/instances/{instance_id}/settings.json"
@@ -243,13 +266,18 @@ def test_a_machine_that_dies_meanwhile_is_told_long_before_the_deadline(cloud, m
 
 def test_a_script_that_was_killed_is_told(cloud):
     """The end of a script that could not say why it failed is told with its signal and the last lines before it."""
-    error = failure(cloud, Reaction("deps", lambda instance_id: cloud.host(instance_id).run("pkill -KILL -f '^bash ./bootstrap.sh'")))
+    error = failure(
+        cloud,
+        Reaction("deps", lambda instance_id: cloud.host(instance_id).run("pkill -KILL -f '^bash ./bootstrap.sh'")),
+    )
     assert (error.node, error.phase, error.exit_code) == (0, "deps", 128 + signal.SIGKILL)
     assert "Killed" in error.output
 
 
-def test_a_node_that_its_guard_ends_meanwhile_is_told(fleet, mirror):  # noqa: F811
-    """A node that ends by itself during the bootstrap, here because it lives as long as it may, says why; it is not waited for."""
+def test_a_node_that_its_guard_ends_meanwhile_is_told(fleet, mirror):
+    """A node that ends by itself during the bootstrap, here because it lives as long as it may, says why; it is not
+    waited for.
+    """
     lock = f"/root/.cache/skyward/envs/{sky.Image().content_hash()}.lock"
 
     def prepare(host: Host) -> None:
@@ -259,26 +287,34 @@ def test_a_node_that_its_guard_ends_meanwhile_is_told(fleet, mirror):  # noqa: F
         )  # somebody else builds, and does not come to an end
 
     started = time.monotonic()
-    error = failure(Cloud(fleet, prepare=prepare), Told(), max_lifetime=6)  # longer than a busy machine takes to come to that lock
+    # longer than a busy machine takes to come to that lock
+    error = failure(Cloud(fleet, prepare=prepare), Told(), max_lifetime=6)
     assert (error.node, error.phase) == (0, "deps")
     assert "max_lifetime" in str(error)
     assert time.monotonic() - started < 50
 
 
 def test_a_host_that_refuses_our_key_is_told(cloud, monkeypatch):
-    """A refusal is final once cloud-init had its time: CredentialsError names the host and says what to look at, and the machine is given back."""
+    """A refusal is final once cloud-init had its time: CredentialsError names the host and says what to look at, and
+    the machine is given back.
+    """
     monkeypatch.setattr(ssh_transport, "AUTH_GRACE_SECONDS", 1.0)
 
     def lock_out(instance_id: str) -> None:
         (cloud.host(instance_id).root / "root/.ssh/authorized_keys").write_text("")
 
-    with pytest.raises(sky.CredentialsError, match="refuses our keys"), pool_on(cloud.provider(), Reaction(InstanceProvisioned, lock_out)):
+    with (
+        pytest.raises(sky.CredentialsError, match="refuses our keys"),
+        pool_on(cloud.provider(), Reaction(InstanceProvisioned, lock_out)),
+    ):
         pass
     assert cloud.machines == {}
 
 
-def test_another_host_key_is_refused(fleet, mirror):  # noqa: F811
-    """A host that shows another key than the one it was launched with gets nothing from us: HostKeyChanged, and the machine is given back."""
+def test_another_host_key_is_refused(fleet, mirror):
+    """A host that shows another key than the one it was launched with gets nothing from us: HostKeyChanged, and the
+    machine is given back.
+    """
     cloud = Cloud(fleet, prepare=lambda host: (mirror.configure(host), host.change_host_key()))
     told = Told()
     with pytest.raises(sky.HostKeyChanged), pool_on(cloud.provider(), told):
@@ -290,7 +326,7 @@ def test_another_host_key_is_refused(fleet, mirror):  # noqa: F811
 # ── when the client is gone, or its wire ─────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_guard_ends_a_machine_whose_client_was_killed_meanwhile(fleet, mirror):  # noqa: F811
+def test_the_guard_ends_a_machine_whose_client_was_killed_meanwhile(fleet, mirror):
     """SIGKILL for the client while a host installs: the host turns itself off within its lease and ten seconds more."""
     host = fleet.create()
     mirror.configure(host)
@@ -314,7 +350,9 @@ def test_the_guard_ends_a_machine_whose_client_was_killed_meanwhile(fleet, mirro
 
 
 def test_a_wire_that_is_cut_for_a_while_does_not_stop_it(cloud):
-    """Eight seconds without a packet in the middle of the installation, and all SSH connections ended after that: the pool opens and computes."""
+    """Eight seconds without a packet in the middle of the installation, and all SSH connections ended after that: the
+    pool opens and computes.
+    """
 
     def cut(instance_id: str) -> None:
         host = cloud.host(instance_id)
@@ -337,8 +375,10 @@ def test_a_wire_that_is_cut_for_a_while_does_not_stop_it(cloud):
 # ── hosts that do not see each other ─────────────────────────────────────────────────────────────────────────────────
 
 
-def test_hosts_that_do_not_see_each_other_are_one_pool(fleet, mirror):  # noqa: F811
-    """Three hosts that reach nobody but us: broadcast, map, large arrays and Dask's own tasks, which move data between workers, all work."""
+def test_hosts_that_do_not_see_each_other_are_one_pool(fleet, mirror):
+    """Three hosts that reach nobody but us: broadcast, map, large arrays and Dask's own tasks, which move data between
+    workers, all work.
+    """
     np = pytest.importorskip("numpy")
     cloud = Cloud(fleet, prepare=mirror.configure, isolated=True)
     with pool_on(cloud.provider(), Told(), nodes=3, image=sky.Image(pip=["numpy"])) as pool:
@@ -353,7 +393,8 @@ def test_hosts_that_do_not_see_each_other_are_one_pool(fleet, mirror):  # noqa: 
         assert len(addresses) == 3
         parts = [client.submit(bytes, MIB, workers=[address], pure=False) for address in addresses]
         for address in addresses:
-            whole = client.submit(b"".join, parts, workers=[address], pure=False)  # two of its three parts come from the other workers
+            # two of its three parts come from the other workers
+            whole = client.submit(b"".join, parts, workers=[address], pure=False)
             assert client.submit(len, whole).result(timeout=30) == 3 * MIB
     assert cloud.machines == {}
 
@@ -362,14 +403,18 @@ def test_hosts_that_do_not_see_each_other_are_one_pool(fleet, mirror):  # noqa: 
 
 
 @pytest.fixture(scope="module")
-def rented_pool(fleet: Fleet, mirror: Mirror) -> Iterator[sky.ComputePool]:  # noqa: F811
-    """One host that knows of no index; the image alone says where to install from, and which package from an index of its own."""
+def rented_pool(fleet: Fleet, mirror: Mirror) -> Iterator[sky.ComputePool]:
+    """One host that knows of no index; the image alone says where to install from, and which package from an index of
+    its own.
+    """
     env = {
         "UV_DEFAULT_INDEX": f"{mirror.url}/simple/",
         "UV_PYTHON_DOWNLOADS_JSON_URL": mirror.environment["UV_PYTHON_DOWNLOADS_JSON_URL"],
         "GREETING": "it's $HOME",
     }
-    image = sky.Image(pip=[PURE_PACKAGE], pip_indexes={f"{mirror.url}/simple": [PURE_PACKAGE.partition("==")[0]]}, env=env)
+    image = sky.Image(
+        pip=[PURE_PACKAGE], pip_indexes={f"{mirror.url}/simple": [PURE_PACKAGE.partition("==")[0]]}, env=env
+    )
     with pool_on(Cloud(fleet).provider(), Told(), image=image) as pool:
         pool.dask_client()  # its thread is the pool's, and not that of the first test which asks for it
         yield pool
@@ -396,13 +441,18 @@ with socket.create_connection((host, port), timeout=10) as plain:
 OWN_CERTIFICATE = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=skyward -keyout /root/key -out /root/certificate -days 1"
 
 
-def test_strangers_are_refused_by_the_scheduler_and_the_workers(rented_pool, fleet):  # noqa: F811
-    """From another host, TLS without a certificate, or with one of its own making, gets no word from scheduler or workers; with the pool's own it does."""
+def test_strangers_are_refused_by_the_scheduler_and_the_workers(rented_pool, fleet):
+    """From another host, TLS without a certificate, or with one of its own making, gets no word from scheduler or
+    workers; with the pool's own it does.
+    """
     stranger = fleet.create()
     made = stranger.run(OWN_CERTIFICATE)
     assert made.returncode == 0, made.stderr
     client = rented_pool.dask_client()
-    for name, text in (("pool-certificate", client.security.tls_client_cert), ("pool-key", client.security.tls_client_key)):
+    for name, text in (
+        ("pool-certificate", client.security.tls_client_cert),
+        ("pool-key", client.security.tls_client_key),
+    ):
         stranger.run(f"cat >/root/{name}", text=text)
     for address in [rented_pool.lease.scheduler, *members(client)]:
         host, _, port = address.removeprefix("tls://").rpartition(":")
@@ -433,14 +483,33 @@ class _Lent(sky.Provider):
     _rented: list[Instance] = PrivateAttr(default_factory=list)
 
     def offers(self, want: sky.Requirements) -> list[Offer]:
-        return [Offer(provider=self.name, instance_type="lent", region="testbed", price_per_hour=0, on_demand_price_per_hour=0, vcpus=2, memory_gb=4)]
+        return [
+            Offer(
+                provider=self.name,
+                instance_type="lent",
+                region="testbed",
+                price_per_hour=0,
+                on_demand_price_per_hour=0,
+                vcpus=2,
+                memory_gb=4,
+            )
+        ]
 
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
         number, index, directory, key, pid = self.host
         host = Host(
-            Network(int(number)), int(index), f"host{index}", Path(directory), Path(key), cast("subprocess.Popen[str]", None), int(pid), is_isolated=False
+            Network(int(number)),
+            int(index),
+            f"host{index}",
+            Path(directory),
+            Path(key),
+            cast("subprocess.Popen[str]", None),
+            int(pid),
+            is_isolated=False,
         )
-        instances = [_instance(offer, f"lent-{os.urandom(6).hex()}", rank, tags[POOL_TAG], host) for rank in range(count)]
+        instances = [
+            _instance(offer, f"lent-{os.urandom(6).hex()}", rank, tags[POOL_TAG], host) for rank in range(count)
+        ]
         self._rented.extend(instances)
         for instance in instances:
             _boot(host, instance, startup)

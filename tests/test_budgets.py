@@ -19,7 +19,14 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from skyward_core.errors import BudgetExceeded, LeaseLost
 from skyward_core.ledger.ledger import Ledger
@@ -29,7 +36,8 @@ from tests.conftest import examples, wait_until
 
 START = datetime(2026, 11, 30, 22, tzinfo=UTC)  # two hours before a midnight that ends a month too
 OWNER = Owner("ada", "laptop", "boot", "4026531836", 4711, "1234")
-MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # a ledger syncs each commit; of thousands of histories the disk has nothing
+# a ledger syncs each commit; of thousands of histories the disk has nothing
+MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 POOL, ACCOUNT = st.integers(0, 2), st.integers(0, 2)  # which of a history's own
 CENTS = st.integers(1, 600)
 HISTORIES = examples(2000)
@@ -69,7 +77,11 @@ class Money:
         return self.limits[account][0] - self.committed(account, self.scope(account, pool))
 
     def open_of(self, pool: str, account: str | None = None) -> list[int]:
-        return [number for number, made in self.made.items() if made.spent is None and made.pool == pool and account in (None, made.account)]
+        return [
+            number
+            for number, made in self.made.items()
+            if made.spent is None and made.pool == pool and account in (None, made.account)
+        ]
 
     def share_out(self, numbers: list[int], spent: int) -> None:
         for number in numbers:
@@ -79,7 +91,8 @@ class Money:
 
 
 class Budgets(RuleBasedStateMachine):
-    """Several pools and accounts, in any order of reserving, settling, rolling on, dying and being swept, over midnight and the end of a month.
+    """Several pools and accounts, in any order of reserving, settling, rolling on, dying and being swept, over midnight
+    and the end of a month.
 
     All histories share one ledger, each with pools and accounts of its own: so thousands of them need seconds.
     """
@@ -90,7 +103,10 @@ class Budgets(RuleBasedStateMachine):
         super().__init__()
         self.shared, self.ledger, self.number = shared, shared.drivers, next(self.numbers)
         self.model = shared.model = Money()
-        self.pools, self.accounts = [f"{name}{self.number}" for name in "abc"], [f"{name}{self.number}" for name in ("runs", "days", "months")]
+        self.pools, self.accounts = (
+            [f"{name}{self.number}" for name in "abc"],
+            [f"{name}{self.number}" for name in ("runs", "days", "months")],
+        )
         for pool in self.pools:
             self.ledger.open_pool(pool, owner=OWNER, provider={}, spec_json="{}", lease_expires_at=START)
 
@@ -167,21 +183,28 @@ class Budgets(RuleBasedStateMachine):
 
     @rule(pool=POOL, share=st.integers(0, 100))
     def end(self, pool: int, share: int) -> None:
-        """A pool closes, and says what it has spent: what its settled reservations say, and of the open ones no more than they are."""
+        """A pool closes, and says what it has spent: what its settled reservations say, and of the open ones no more
+        than they are.
+        """
         self.settle_pool(self.pools[pool], share, self.ledger)
         self.ledger.end_pool(self.pools[pool])
         self.model.dead.add(self.pools[pool])
 
     @rule(pool=POOL)
     def crash(self, pool: int) -> None:
-        """A driver is killed, with reservations open, and a sweep has judged the pool dead. Its machines still run, within what is reserved."""
+        """A driver is killed, with reservations open, and a sweep has judged the pool dead.
+
+        Its machines still run, within what is reserved.
+        """
         assert self.shared.sweep.condemn(self.pools[pool], seen=START)
         self.model.dead.add(self.pools[pool])
 
     @precondition(lambda self: self.model.dead)
     @rule(data=st.data(), share=st.integers(0, 100))
     def sweep(self, data: st.DataObject, share: int) -> None:
-        """Another process, with a ledger of its own, settles a dead pool with what its machines have really cost; again changes nothing."""
+        """Another process, with a ledger of its own, settles a dead pool with what its machines have really cost; again
+        changes nothing.
+        """
         pool = data.draw(st.sampled_from(sorted(self.model.dead)))
         self.settle_pool(pool, share, self.shared.sweep)
 
@@ -193,7 +216,8 @@ class Budgets(RuleBasedStateMachine):
         self.model.share_out(its, of_open)
         for _ in range(2):
             ledger.settle_pool(pool, usd(total))
-        assert all(self.model.committed(*scope) <= was for scope, was in before.items())  # a death never costs any account more than it had set aside
+        # a death never costs any account more than it had set aside
+        assert all(self.model.committed(*scope) <= was for scope, was in before.items())
 
     @rule(hours=st.sampled_from([0.5, 1, 3, 30]))
     def wait(self, hours: float) -> None:
@@ -221,7 +245,9 @@ def usd(cents: int) -> Decimal:
 
 
 class Shared:
-    """One ledger as drivers and a sweep of another process see it, and the bare tables: whoever checks the verbs looks past them."""
+    """One ledger as drivers and a sweep of another process see it, and the bare tables: whoever checks the verbs looks
+    past them.
+    """
 
     def __init__(self, url: str, path: str) -> None:
         self.model = Money()
@@ -236,9 +262,16 @@ class Shared:
     def look(self, accounts: list[str]) -> tuple[dict[tuple[str, str], int], dict[int, int]]:
         """Return in cents what is committed, by account and scope, and what is reserved and open, by number."""
         its = "account IN (?, ?, ?)"
-        balances = self.tables.execute(f"SELECT account, scope, committed_micro_usd FROM skyward_balances WHERE {its}", accounts)
-        made = self.tables.execute(f"SELECT id, reserved_micro_usd FROM skyward_reservations WHERE {its} AND settled_microseconds IS NULL", accounts)
-        return {(account, scope): cents(micro) for account, scope, micro in balances}, {number: cents(micro) for number, micro in made}
+        balances = self.tables.execute(
+            f"SELECT account, scope, committed_micro_usd FROM skyward_balances WHERE {its}", accounts
+        )
+        made = self.tables.execute(
+            f"SELECT id, reserved_micro_usd FROM skyward_reservations WHERE {its} AND settled_microseconds IS NULL",
+            accounts,
+        )
+        return {(account, scope): cents(micro) for account, scope, micro in balances}, {
+            number: cents(micro) for number, micro in made
+        }
 
 
 def cents(micro_usd: int) -> int:
@@ -261,7 +294,13 @@ def shared() -> Iterator[Shared]:
 @pytest.mark.parametrize("part", range(4))
 def test_no_history_overdraws_an_account(shared: Shared, part: int) -> None:
     """Two thousand of them in `make long`, of twelve steps, in four parts that can run side by side."""
-    many = settings(max_examples=HISTORIES // 4, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    many = settings(
+        max_examples=HISTORIES // 4,
+        stateful_step_count=12,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        database=None,
+    )
     run_state_machine_as_test(lambda: Budgets(shared), settings=many)
 
 
@@ -302,8 +341,8 @@ with Ledger(url, busy_timeout_seconds=60) as ledger:
 def test_a_hundred_that_reserve_at_once_and_are_killed_overdraw_nothing(tmp_path: Path) -> None:
     """Eight processes of thirteen pools each spend from one account until it refuses; three are killed in the middle.
 
-    What the account has left is to the micro-dollar the limit less all that is written down, never less than nothing; and when the pools of the killed
-    have been swept, what they did not spend is there again.
+    What the account has left is to the micro-dollar the limit less all that is written down, never less than nothing;
+    and when the pools of the killed have been swept, what they did not spend is there again.
     """
     url, limit = f"sqlite:///{tmp_path}/ledger.db", Decimal(150)
     with Ledger(url) as ledger:
@@ -334,7 +373,9 @@ def test_a_hundred_that_reserve_at_once_and_are_killed_overdraw_nothing(tmp_path
 
 @contextmanager
 def driver(url: str, first: int) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", DRIVERS, url, str(first)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", DRIVERS, url, str(first)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -351,7 +392,9 @@ def written_down(folder: Path) -> Decimal:
     """What the reservations come to, added up one by one."""
     tables = sqlite3.connect(folder / "ledger.db")
     try:
-        rows = tables.execute("SELECT reserved_micro_usd, settled_microseconds, spent_micro_usd FROM skyward_reservations").fetchall()
+        rows = tables.execute(
+            "SELECT reserved_micro_usd, settled_microseconds, spent_micro_usd FROM skyward_reservations"
+        ).fetchall()
     finally:
         tables.close()
     return Decimal(sum(reserved if settled is None else spent for reserved, settled, spent in rows)) / 1_000_000

@@ -1,4 +1,7 @@
-"""Limits of memory that the kernel keeps. Most of it on a stand-in for cgroupfs; the last test needs a kernel with cgroup v2's memory controller."""
+"""Limits of memory that the kernel keeps.
+
+Most of it on a stand-in for cgroupfs; the last test needs a kernel with cgroup v2's memory controller.
+"""
 
 import os
 import signal
@@ -52,7 +55,9 @@ def test_the_nodes_group_is_divided(kernel: FakeKernel, group: Path) -> None:
     assert kernel.read(group / "cgroup.subtree_control") == "memory"
 
 
-def test_a_node_that_begins_anew_is_divided_already(kernel: FakeKernel, group: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_begins_anew_is_divided_already(
+    kernel: FakeKernel, group: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its supervisor is in a group below the node's then."""
     bounded()
     monkeypatch.setattr(call_groups, "own_group", lambda: group / "node")
@@ -61,7 +66,9 @@ def test_a_node_that_begins_anew_is_divided_already(kernel: FakeKernel, group: P
     assert path.parent == group
 
 
-def test_what_forks_while_the_group_is_divided_is_moved_too(kernel: FakeKernel, group: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_forks_while_the_group_is_divided_is_moved_too(
+    kernel: FakeKernel, group: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A process that was not there at the first look."""
     really = kernel.write
 
@@ -76,8 +83,12 @@ def test_what_forks_while_the_group_is_divided_is_moved_too(kernel: FakeKernel, 
 
 
 @pytest.mark.parametrize("lack", ["limit", "group", "memory", "another group", "a process that stays"])
-def test_without_what_it_needs_the_worker_bounds_memory_as_before(lack: str, kernel: FakeKernel, group: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No limit; no group to be seen; a group without the controller; one that is not the node's; one of which a process cannot be moved."""
+def test_without_what_it_needs_the_worker_bounds_memory_as_before(
+    lack: str, kernel: FakeKernel, group: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No limit; no group to be seen; a group without the controller; one that is not the node's; one of which a process
+    cannot be moved.
+    """
     really = kernel.write
 
     def write(path: Path, text: str) -> None:
@@ -124,7 +135,9 @@ def test_a_group_that_cannot_be_made_is_done_without(kernel: FakeKernel, group: 
     assert [path.name for path in group.iterdir()] == ["node"]
 
 
-@pytest.mark.parametrize(("events", "expected"), [("oom_kill 0", False), ("oom 3\noom_kill 2\noom_group_kill 1", True), ("", False)])
+@pytest.mark.parametrize(
+    ("events", "expected"), [("oom_kill 0", False), ("oom 3\noom_kill 2\noom_group_kill 1", True), ("", False)]
+)
 def test_the_kernel_says_whether_it_has_killed(events: str, expected: bool, kernel: FakeKernel, group: Path) -> None:
     """By the count of the group, which is of that process alone; the group is gone after that."""
     groups = bounded()
@@ -175,7 +188,10 @@ def test_the_error_says_who_has_killed_the_call() -> None:
             results.value_of(Outcome("1", Ending.OUT_OF_MEMORY, text=text, exit_code=-signal.SIGKILL), 3)
         messages.append(str(caught.value))
     assert "was killed; ask for more" in messages[0]
-    assert "was killed by the kernel, which counts all that it has started too (control group); ask for more with ComputePool(memory=...)" in messages[1]
+    assert (
+        "was killed by the kernel, which counts all that it has started too (control group); ask for more with ComputePool(memory=...)"
+        in messages[1]
+    )
 
 
 # ── where the node's group is made ───────────────────────────────────────────────────────────────────────────────────
@@ -205,7 +221,9 @@ def hierarchy(tmp_path: Path, case: str) -> tuple[Path, str]:
 
 
 @pytest.mark.parametrize("case", PLACES)
-def test_a_group_is_made_where_memory_is_handed_down(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_is_made_where_memory_is_handed_down(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Beside the group of this process, if that has no limit that would be escaped."""
     own, expected = hierarchy(tmp_path, case)
     monkeypatch.setattr(call_groups, "own_group", lambda: own)
@@ -216,7 +234,12 @@ def test_a_group_is_made_where_memory_is_handed_down(case: str, tmp_path: Path, 
 def test_a_group_on_a_host_is_made_in_the_same_place(case: str, tmp_path: Path) -> None:
     """The shell's own words for it."""
     own, expected = hierarchy(tmp_path, case)
-    told = subprocess.run(["sh", "-euc", f'parent=$1\n{ssh_transport.PLACE}\necho "$parent"', "sh", str(own)], capture_output=True, text=True, check=True)
+    told = subprocess.run(
+        ["sh", "-euc", f'parent=$1\n{ssh_transport.PLACE}\necho "$parent"', "sh", str(own)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert told.stdout.strip() == expected
 
 

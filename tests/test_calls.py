@@ -26,7 +26,16 @@ from hypothesis import strategies as st
 from skyward_core.engine.certificates import PoolCertificate, make_certificate
 from skyward_core.serialization import sources
 from skyward_core.worker.calls import KEEP, NAME, RETRIES, Calls, Topic, cancel, detached_key, leave, resume
-from skyward_core.worker.node import DASK_CONFIG, RUN_BATCH, SILENCE_CHECK_SECONDS, SILENT_SECONDS, PoolScheduler, Prompt, Silence, run_batch
+from skyward_core.worker.node import (
+    DASK_CONFIG,
+    RUN_BATCH,
+    SILENCE_CHECK_SECONDS,
+    SILENT_SECONDS,
+    PoolScheduler,
+    Prompt,
+    Silence,
+    run_batch,
+)
 from skyward_core.worker.scheduler_messages import Resumed
 from skyward_core.worker.settings import NodeSettings, memory_directory, this_process
 from skyward_core.worker.watchdog import kill_instance
@@ -44,7 +53,9 @@ FOR_EVER = 3600.0
 
 @given(st.lists(st.one_of(st.binary(max_size=30), st.integers(0, 40))), st.integers(1, 60))
 def test_a_topic_keeps_the_newest_within_its_bounds(steps: list[bytes | int], limit_bytes: int) -> None:
-    """What a topic gives back are the newest messages, rightly numbered; it holds no more than its limit, but always the last one."""
+    """What a topic gives back are the newest messages, rightly numbered; it holds no more than its limit, but always
+    the last one.
+    """
     topic, said, acknowledged = Topic(limit_bytes), list[bytes](), 0
     for step in steps:
         if isinstance(step, bytes):
@@ -85,7 +96,11 @@ class FakeScheduler:
         self.wires: dict[str, Wire] = {}
         self.clients = self.wires
         self.broker = Broker(0, self)  # type: ignore[arg-type]
-        self.log_event, self.subscribe_topic, self.unsubscribe_topic = self.broker.publish, self.broker.subscribe, self.broker.unsubscribe
+        self.log_event, self.subscribe_topic, self.unsubscribe_topic = (
+            self.broker.publish,
+            self.broker.subscribe,
+            self.broker.unsubscribe,
+        )
 
     def send_all(self, client_msgs: dict[str, list[Any]], worker_msgs: Any) -> None:
         for client, messages in client_msgs.items():
@@ -98,13 +113,17 @@ class FakeScheduler:
         self.stream_handlers[message.pop("op")](**message)
 
 
-STEPS = st.lists(st.sampled_from(["say", "say", "deliver", "cut", "reconnect", "resume", "acknowledge", "deliver late"]), max_size=80)
+STEPS = st.lists(
+    st.sampled_from(["say", "say", "deliver", "cut", "reconnect", "resume", "acknowledge", "deliver late"]), max_size=80
+)
 
 
 @hypothesis_settings(max_examples=400, deadline=None)
 @given(STEPS, st.sampled_from([10**6, 12]))
 def test_a_client_gets_each_message_once_however_it_reconnects(steps: list[str], limit_bytes: int) -> None:
-    """Whatever the order of messages, broken wires, new clients and repeated questions: each message comes once, in order, or is known to be missed."""
+    """Whatever the order of messages, broken wires, new clients and repeated questions: each message comes once, in
+    order, or is known to be missed.
+    """
     asyncio.run(_reconnecting(steps, limit_bytes))
 
 
@@ -126,7 +145,8 @@ async def _reconnecting(steps: list[str], limit_bytes: int) -> None:
         client_id = f"client-{uuid.uuid4().hex}"
         wire = scheduler.wires[client_id] = Wire(client_id, following.handler(client_id))
         if len(said) % 2:
-            scheduler.subscribe_topic(TOPIC, client_id)  # as client.subscribe_topic does: live messages may come before the answer
+            # as client.subscribe_topic does: live messages may come before the answer
+            scheduler.subscribe_topic(TOPIC, client_id)
         return wire
 
     def ask(wire: Wire) -> None:
@@ -163,7 +183,9 @@ async def _reconnecting(steps: list[str], limit_bytes: int) -> None:
 
 @given(st.lists(st.tuples(st.floats(0.1, 500), st.booleans()), max_size=60))
 def test_only_checks_make_a_worker_silent(steps: list[tuple[float, bool]]) -> None:
-    """A worker is given up after so many checks without news of it; a scheduler that slept for hours gives nobody up for that."""
+    """A worker is given up after so many checks without news of it; a scheduler that slept for hours gives nobody up
+    for that.
+    """
     silence, seen, unheard = Silence(), 0.0, 0.0
     silence.check({"w": seen}, 1.0, {"w": 12.0})
     for elapsed_seconds, is_heard in steps:
@@ -184,12 +206,21 @@ class Head:
     stack: contextlib.AsyncExitStack
 
     async def client(self) -> Any:
-        client = await self.stack.enter_async_context(distributed.Client(self.scheduler.address, asynchronous=True, set_as_default=False, timeout=40))
+        client = await self.stack.enter_async_context(
+            distributed.Client(self.scheduler.address, asynchronous=True, set_as_default=False, timeout=40)
+        )
         client.scheduler_comm.interval = 0.0
         return client
 
     async def worker(self) -> Any:
-        worker = distributed.Worker(self.scheduler.address, nthreads=1, host="127.0.0.1", dashboard=False, dashboard_address="127.0.0.1:0", memory_limit=0)
+        worker = distributed.Worker(
+            self.scheduler.address,
+            nthreads=1,
+            host="127.0.0.1",
+            dashboard=False,
+            dashboard_address="127.0.0.1:0",
+            memory_limit=0,
+        )
         return await self.stack.enter_async_context(worker)
 
     async def until(self, condition: Callable[[], object], what: str) -> None:
@@ -202,13 +233,17 @@ class Head:
         """Break a client's connection, as a network does, and keep it from making another."""
         client.status = "closing"
         client.scheduler_comm.comm.abort()
-        await self.until(lambda: client.id not in self.scheduler.clients, "the scheduler to see that the client is gone")
+        await self.until(
+            lambda: client.id not in self.scheduler.clients, "the scheduler to see that the client is gone"
+        )
 
 
 @contextlib.asynccontextmanager
 async def _head(calls: Calls) -> AsyncGenerator[Head]:
     with dask.config.set(DASK_CONFIG):
-        scheduler = PoolScheduler(host="127.0.0.1", port=0, dashboard=False, dashboard_address="127.0.0.1:0", plugins=[Prompt(), calls])
+        scheduler = PoolScheduler(
+            host="127.0.0.1", port=0, dashboard=False, dashboard_address="127.0.0.1:0", plugins=[Prompt(), calls]
+        )
         async with scheduler, contextlib.AsyncExitStack() as stack:
             yield Head(scheduler, calls, stack)
 
@@ -248,7 +283,9 @@ def follow(client: Any, following: Following) -> None:
 
 
 def test_messages_outlive_a_connection() -> None:
-    """What is said while a client has no connection reaches the one it makes next; what it acknowledges takes no memory any more."""
+    """What is said while a client has no connection reaches the one it makes next; what it acknowledges takes no memory
+    any more.
+    """
 
     async def test(head: Head) -> None:
         heard, answers = list[bytes](), list[Resumed]()
@@ -279,7 +316,9 @@ def test_messages_outlive_a_connection() -> None:
 
 @pytest.mark.parametrize("state", ["processing", "memory"])
 def test_tasks_outlive_a_connection_until_their_client_releases_them(tmp_path: Path, state: str) -> None:
-    """A task goes on without its client, whose next connection is told how it stands, gets its result, and lets go of it by releasing its future."""
+    """A task goes on without its client, whose next connection is told how it stands, gets its result, and lets go of
+    it by releasing its future.
+    """
 
     async def test(head: Head) -> None:
         await head.worker()
@@ -316,7 +355,10 @@ def test_tasks_outlive_a_connection_until_their_client_releases_them(tmp_path: P
 
 
 def test_a_release_by_dask_after_a_reconnect_lets_nothing_go(tmp_path: Path) -> None:
-    """Dask's client reconnects by itself and then releases its old futures: tasks of which it knows nothing any more. They stay."""
+    """Dask's client reconnects by itself and then releases its old futures: tasks of which it knows nothing any more.
+
+    They stay.
+    """
 
     async def test(head: Head) -> None:
         await head.worker()
@@ -325,11 +367,16 @@ def test_a_release_by_dask_after_a_reconnect_lets_nothing_go(tmp_path: Path) -> 
         await head.until(lambda: "skyward-1" in head.scheduler.tasks, "the task")
         connections = head.scheduler._client_connections_added_total
         client.scheduler_comm.comm.abort()
-        await head.until(lambda: head.scheduler._client_connections_added_total > connections and client.status == "running", "Dask to reconnect")
+        await head.until(
+            lambda: head.scheduler._client_connections_added_total > connections and client.status == "running",
+            "Dask to reconnect",
+        )
         future.release()
         said = list[Any]()
         client.subscribe_topic("after", said.append)
-        await head.until(lambda: client.id in head.scheduler._broker._topics["after"].subscribers, "the release to have come")
+        await head.until(
+            lambda: client.id in head.scheduler._broker._topics["after"].subscribers, "the release to have come"
+        )
         assert "skyward-1" in head.scheduler.tasks
         (tmp_path / "go").touch()
         await head.until(lambda: head.scheduler.tasks["skyward-1"].state == "memory", "the task to end")
@@ -338,7 +385,9 @@ def test_a_release_by_dask_after_a_reconnect_lets_nothing_go(tmp_path: Path) -> 
 
 
 def test_a_client_that_comes_back_is_told_what_has_come(tmp_path: Path) -> None:
-    """What has a task, what came and has none any more, and nothing of the rest: that is not taken any more from the client before it."""
+    """What has a task, what came and has none any more, and nothing of the rest: that is not taken any more from the
+    client before it.
+    """
 
     async def test(head: Head) -> None:
         answers = list[Resumed]()
@@ -346,7 +395,14 @@ def test_a_client_that_comes_back_is_told_what_has_come(tmp_path: Path) -> None:
         first, second = await head.client(), await head.client()
         follow(first, following)
         await head.until(lambda: answers, "an answer")
-        async with distributed.Worker(head.scheduler.address, nthreads=1, host="127.0.0.1", dashboard=False, dashboard_address=":0", memory_limit=0):
+        async with distributed.Worker(
+            head.scheduler.address,
+            nthreads=1,
+            host="127.0.0.1",
+            dashboard=False,
+            dashboard_address=":0",
+            memory_limit=0,
+        ):
             (tmp_path / "go").touch()
             ended = first.submit(note_and_wait, str(tmp_path), key="skyward-1", pure=False)
             assert await ended == 1
@@ -380,7 +436,9 @@ def test_a_detached_call_begins_once_however_often_it_is_asked_for() -> None:
     async def test(head: Head) -> None:
         client = await head.client()
         for _ in range(2):
-            await client.scheduler.skyward_start_detached(call_id="d", batch=b"", annotations={RETRIES: 1, NAME: "train"})
+            await client.scheduler.skyward_start_detached(
+                call_id="d", batch=b"", annotations={RETRIES: 1, NAME: "train"}
+            )
         (known,) = await client.scheduler.skyward_calls()
         assert (known["call_id"], known["name"], known["state"]) == ("d", "train", "waiting")
         assert await client.scheduler.skyward_load() == {}
@@ -400,7 +458,9 @@ def test_the_load_of_workers_is_told(tmp_path: Path) -> None:
         worker = await head.worker()
         future = client.submit(wait_for_file, str(tmp_path / "go"), key="skyward-1", pure=False)
         await head.until(lambda: "skyward-1" in worker.state.tasks, "the task to be there")
-        assert {name: list(keys) for name, keys in (await client.scheduler.skyward_load()).items()} == {str(worker.name): ["skyward-1"]}
+        assert {name: list(keys) for name, keys in (await client.scheduler.skyward_load()).items()} == {
+            str(worker.name): ["skyward-1"]
+        }
         (tmp_path / "go").touch()
         await future
         assert not any((await client.scheduler.skyward_load()).values())
@@ -411,7 +471,9 @@ def test_the_load_of_workers_is_told(tmp_path: Path) -> None:
 
 
 def test_what_a_client_releases_is_forgotten_at_once() -> None:
-    """A connected client that releases its tasks leaves nothing behind in the scheduler: neither tasks, nor wishes, nor records."""
+    """A connected client that releases its tasks leaves nothing behind in the scheduler: neither tasks, nor wishes, nor
+    records.
+    """
 
     async def test(head: Head) -> None:
         await head.worker()
@@ -436,13 +498,19 @@ def test_what_was_kept_for_a_client_gone_for_good_is_dropped(tmp_path: Path) -> 
             client = await head.client()
             following = Following(TOPIC, print)
             follow(client, following)
-            futures = [client.submit(wait_for_file, str(tmp_path / "go"), key=key, pure=False) for key in ("skyward-1", detached_key("d"))]
+            futures = [
+                client.submit(wait_for_file, str(tmp_path / "go"), key=key, pure=False)
+                for key in ("skyward-1", detached_key("d"))
+            ]
             await head.until(lambda: len(head.scheduler.tasks) == 2, "the tasks")
             if leaves:
                 client._send_to_scheduler(following.leave())
             else:
                 await head.lose(client)
-            await head.until(lambda: TOPIC not in head.calls._topics and set(head.scheduler.tasks) == {detached_key("d")}, "what was kept to be dropped")
+            await head.until(
+                lambda: TOPIC not in head.calls._topics and set(head.scheduler.tasks) == {detached_key("d")},
+                "what was kept to be dropped",
+            )
             assert not head.calls._keys
             assert not head.calls._owners
             del futures
@@ -470,7 +538,9 @@ def test_a_client_that_comes_back_in_time_is_not_given_up(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("retries", [0, 1])
 def test_a_call_runs_as_often_as_it_may(tmp_path: Path, retries: int) -> None:
-    """A detached call whose worker is lost runs again only if it was given retries; then it is lost, and everybody can read why."""
+    """A detached call whose worker is lost runs again only if it was given retries; then it is lost, and everybody can
+    read why.
+    """
 
     async def test(head: Head) -> None:
         client = await head.client()
@@ -478,7 +548,12 @@ def test_a_call_runs_as_often_as_it_may(tmp_path: Path, retries: int) -> None:
             client.submit(note_and_wait, str(tmp_path), key=detached_key("d"), pure=False)
         for run in range(retries + 1):
             async with distributed.Worker(
-                head.scheduler.address, nthreads=1, host="127.0.0.1", dashboard=False, dashboard_address=":0", memory_limit=0
+                head.scheduler.address,
+                nthreads=1,
+                host="127.0.0.1",
+                dashboard=False,
+                dashboard_address=":0",
+                memory_limit=0,
             ) as worker:
                 await head.until(lambda run=run: runs_noted(tmp_path) == run + 1, "the call to run")
                 await head.scheduler.remove_worker(worker.address, stimulus_id="lost")
@@ -500,7 +575,14 @@ def test_a_call_that_has_ended_does_not_run_again_when_its_result_is_lost(tmp_pa
     async def test(head: Head) -> None:
         client = await head.client()
         (tmp_path / "go").touch()
-        async with distributed.Worker(head.scheduler.address, nthreads=1, host="127.0.0.1", dashboard=False, dashboard_address=":0", memory_limit=0):
+        async with distributed.Worker(
+            head.scheduler.address,
+            nthreads=1,
+            host="127.0.0.1",
+            dashboard=False,
+            dashboard_address=":0",
+            memory_limit=0,
+        ):
             regular = client.submit(note_and_wait, str(tmp_path), key="skyward-1", pure=False)
             detached = client.submit(note_and_wait, str(tmp_path), key=detached_key("d"), pure=False)
             assert await client.gather([regular, detached]) == [1, 1]
@@ -515,7 +597,9 @@ def test_a_call_that_has_ended_does_not_run_again_when_its_result_is_lost(tmp_pa
 
 @pytest.mark.parametrize("key", ["theirs", "skyward-ours"])
 def test_a_task_of_dasks_own_may_stall_its_worker(tmp_path: Path, key: str) -> None:
-    """A worker imports what such a task needs in the loop that tells that it lives, and has time for it; once the task has ended it is to be heard again."""
+    """A worker imports what such a task needs in the loop that tells that it lives, and has time for it; once the task
+    has ended it is to be heard again.
+    """
 
     async def pass_silently(scheduler: Any, seconds: float) -> None:
         for _ in range(int(seconds / (2 * SILENCE_CHECK_SECONDS))):
@@ -579,7 +663,9 @@ class Nodes:
 
     def connect(self) -> distributed.Client:
         pem, key = self.certificate.certificate, self.certificate.key
-        security = distributed.Security(require_encryption=True, tls_ca_file=pem, tls_client_cert=pem, tls_client_key=key)
+        security = distributed.Security(
+            require_encryption=True, tls_ca_file=pem, tls_client_cert=pem, tls_client_key=key
+        )
         return distributed.Client(self.scheduler, security=security, set_as_default=False, timeout=60)
 
 
@@ -621,7 +707,9 @@ def _nodes(count: int, folder: Path, hosts: Sequence[Host] = ()) -> Iterator[Nod
             with (directory / "log").open("wb") as log:
                 network = ["nsenter", f"--target={hosts[rank].pid}", "--net"] if hosts else []
                 command = [*network, sys.executable, "-m", "skyward_core.worker.supervisor", str(directory)]
-                nodes.processes.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True))
+                nodes.processes.append(
+                    subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
+                )
             if rank == 0:
                 wait_until((directory / "head.json").exists, "the head")
                 nodes.scheduler = (directory / "head.json").read_text()
@@ -682,7 +770,9 @@ time.sleep(60)
 
 
 def test_a_detached_call_outlives_the_process_that_sent_it(one_node: Nodes, tmp_path: Path) -> None:
-    """Its sender killed, a call goes on; another client finds it, follows its log, reads its outcome, and has it forgotten."""
+    """Its sender killed, a call goes on; another client finds it, follows its log, reads its outcome, and has it
+    forgotten.
+    """
     note = tmp_path / "nodes"
     note.write_bytes(pickle.dumps(replace(one_node, processes=[])))
     sender = subprocess.Popen([sys.executable, "-c", SUBMITTER, str(note), str(tmp_path)], stdout=subprocess.PIPE)
@@ -714,7 +804,9 @@ def test_a_detached_call_outlives_the_process_that_sent_it(one_node: Nodes, tmp_
 
 
 def test_a_running_call_is_stopped_through_the_stream(one_node: Nodes, tmp_path: Path) -> None:
-    """A running call is stopped, and one that waits behind it in the worker never begins, with no connection but the client's own to the scheduler."""
+    """A running call is stopped, and one that waits behind it in the worker never begins, with no connection but the
+    client's own to the scheduler.
+    """
     with one_node.connect() as client:
         futures = [submit(client, "d1", say_and_wait, str(tmp_path))]
         wait_until(lambda: list(tmp_path.glob("run-*")), "the call to run")
@@ -732,10 +824,16 @@ def test_a_running_call_is_stopped_through_the_stream(one_node: Nodes, tmp_path:
 
 @pytest.mark.slow
 def test_a_frozen_worker_is_given_up_and_joins_again_when_it_thaws(tmp_path: Path) -> None:
-    """A worker of which all threads stand still is out of the pool within 15 s; once it can, it ends, and another joins in its place."""
+    """A worker of which all threads stand still is out of the pool within 15 s; once it can, it ends, and another joins
+    in its place.
+    """
     with _nodes(2, tmp_path) as nodes, nodes.connect() as client:
         client.wait_for_workers(2)
-        pids = {worker["name"]: (address, worker_pid) for address, worker_pid in client.run(os.getpid).items() for worker in [_worker(client, address)]}
+        pids = {
+            worker["name"]: (address, worker_pid)
+            for address, worker_pid in client.run(os.getpid).items()
+            for worker in [_worker(client, address)]
+        }
         address, pid = pids["1-0"]
         submit(client, "d", say_and_wait, str(tmp_path))
         limit, heard = 20 * slowness(), _worker(client, address)["last_seen"]
@@ -753,7 +851,9 @@ def test_a_frozen_worker_is_given_up_and_joins_again_when_it_thaws(tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_worker_that_was_cut_off_joins_again(tmp_path: Path) -> None:
-    """A node whose packets vanish is given up within 20 s, sees for itself that it is cut off, and is back within 10 s of being healed."""
+    """A node whose packets vanish is given up within 20 s, sees for itself that it is cut off, and is back within 10 s
+    of being healed.
+    """
     if reason := why_not():
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
     with Fleet() as fleet:
@@ -803,7 +903,9 @@ def test_a_question_that_comes_late_does_not_take_the_topic_back() -> None:
 
 
 def test_a_client_hears_that_it_was_abandoned() -> None:
-    """Also when the first answer that says so is lost: a client that takes the topic for known would send again what has run."""
+    """Also when the first answer that says so is lost: a client that takes the topic for known would send again what
+    has run.
+    """
     calls = Calls(FOR_EVER)
     scheduler = scheduler_with(calls)
     scheduler.send_all = lambda client_msgs, worker_msgs: FakeScheduler.send_all(scheduler, client_msgs, worker_msgs)  # type: ignore[method-assign]
@@ -812,4 +914,6 @@ def test_a_client_hears_that_it_was_abandoned() -> None:
     for asked in (2, 3):
         scheduler.take("second", resume("second", TOPIC, 0, asked))
     assert [answer.is_known for answer in answers_to(scheduler.wires["second"])] == [False, True]
-    assert [answer.abandoned for answer in (*answers_to(scheduler.wires["first"]), *answers_to(scheduler.wires["second"]))] == [0, 1, 1]
+    assert [
+        answer.abandoned for answer in (*answers_to(scheduler.wires["first"]), *answers_to(scheduler.wires["second"]))
+    ] == [0, 1, 1]

@@ -47,7 +47,9 @@ class Clock:
 
 @pytest.fixture
 def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the URL of a ledger that commands take by themselves; no command finds the machines of other tests, which are processes of this host."""
+    """Return the URL of a ledger that commands take by themselves; no command finds the machines of other tests, which
+    are processes of this host.
+    """
     found = f"sqlite:///{tmp_path / 'ledger.db'}"
     monkeypatch.setenv("SKYWARD_LEDGER", found)
     load = base.load
@@ -97,17 +99,43 @@ def skyward(capsys: pytest.CaptureFixture[str], url: str) -> Skyward:
 
 
 def open_pool(
-    ledger: Ledger, clock: Clock, provider: FolderProvider, pool_id: str, *, owner: Owner, age_seconds: float = 3600, machines: int = 1, **more: Any
+    ledger: Ledger,
+    clock: Clock,
+    provider: FolderProvider,
+    pool_id: str,
+    *,
+    owner: Owner,
+    age_seconds: float = 3600,
+    machines: int = 1,
+    **more: Any,
 ) -> None:
-    """Open a pool that has machines at 2 USD an hour each (8 USD on demand), which have run calls for as long as it is old."""
+    """Open a pool that has machines at 2 USD an hour each (8 USD on demand), which have run calls for as long as it is
+    old.
+    """
     began = clock.now - timedelta(seconds=age_seconds)
     now, clock.now = clock.now, began
     try:
-        ledger.open_pool(pool_id, owner=owner, provider=provider.to_json(), spec_json="{}", lease_expires_at=now + timedelta(seconds=100), **more)
+        ledger.open_pool(
+            pool_id,
+            owner=owner,
+            provider=provider.to_json(),
+            spec_json="{}",
+            lease_expires_at=now + timedelta(seconds=100),
+            **more,
+        )
         tags = {POOL_TAG: pool_id, LAUNCH_TAG: f"{pool_id}-1", RANK_TAG: "0"}
         price = Price(Decimal(2), Decimal(8), is_spot=True)
         wishes = [
-            Wish(ResourceKind.INSTANCE, "folder", "here", f"{pool_id}-{rank}", f"{pool_id}-1-{rank}", tags | {RANK_TAG: str(rank)}, now, price)
+            Wish(
+                ResourceKind.INSTANCE,
+                "folder",
+                "here",
+                f"{pool_id}-{rank}",
+                f"{pool_id}-1-{rank}",
+                tags | {RANK_TAG: str(rank)},
+                now,
+                price,
+            )
             for rank in range(machines)
         ]
         intents = ledger.intend_all(pool_id, wishes)
@@ -135,7 +163,15 @@ def test_ps_shows_what_is_open(skyward: Skyward, ledger: Ledger, clock: Clock, f
     told = lines(skyward("ps"))
     assert told[0] == ["POOL", "STATE", "OWNER", "PROVIDER", "OPEN", "AGE", "LEASE", "USD/H", "COST USD"]
     assert [row[0] for row in told[1:]] == ["sky-live", "sky-dead"]
-    assert [told[1][place] for place in (1, 2, 3, 4, 5, 7, 8)] == ["live", "ada@laptop", "folder", "2/2", "2.0 h", "4.00", "8.0000"]
+    assert [told[1][place] for place in (1, 2, 3, 4, 5, 7, 8)] == [
+        "live",
+        "ada@laptop",
+        "folder",
+        "2/2",
+        "2.0 h",
+        "4.00",
+        "8.0000",
+    ]
     assert told[2][1] == "dead: its owner is dead"
     assert [row[0] for row in lines(skyward("ps --all"))[1:]] == ["sky-live", "sky-over", "sky-dead"]
     assert "the newest 2" in skyward("ps --all --limit 2")
@@ -145,7 +181,14 @@ def test_ps_tells_programs_the_same(skyward: Skyward, ledger: Ledger, clock: Clo
     """As JSON, with units in the names and times in ISO 8601."""
     open_pool(ledger, clock, folder, "sky-live", owner=HERE, age_seconds=7200, machines=2)
     (pool,) = json.loads(skyward("ps --json"))
-    assert (pool["pool"], pool["state"], pool["open_resources"], pool["cost_usd"], pool["saved_usd"], pool["usd_per_hour"]) == (
+    assert (
+        pool["pool"],
+        pool["state"],
+        pool["open_resources"],
+        pool["cost_usd"],
+        pool["saved_usd"],
+        pool["usd_per_hour"],
+    ) == (
         "sky-live",
         "live",
         2,
@@ -181,7 +224,9 @@ KEYS = {
 
 
 @pytest.mark.parametrize("by", KEYS)
-def test_the_bill_adds_up_by_whatever(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider, by: str) -> None:
+def test_the_bill_adds_up_by_whatever(
+    skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider, by: str
+) -> None:
     """The total is the same by each key, with what spot has saved."""
     clock.now = datetime(2026, 11, 21, 12, tzinfo=UTC)
     open_pool(ledger, clock, folder, "sky-a", owner=HERE, age_seconds=1800, machines=3)
@@ -191,7 +236,14 @@ def test_the_bill_adds_up_by_whatever(skyward: Skyward, ledger: Ledger, clock: C
     assert told[-1] == ["total", "4", "101.50", "203.0000", "812.0000", "609.0000"]
     bill = json.loads(skyward(f"cost --by {by} --json"))
     assert {row["key"] for row in bill["rows"]} == KEYS[by]
-    assert bill["total"] == {"key": "total", "resources": 4, "seconds": 365_400.0, "cost_usd": 203.0, "on_demand_usd": 812.0, "saved_usd": 609.0}
+    assert bill["total"] == {
+        "key": "total",
+        "resources": 4,
+        "seconds": 365_400.0,
+        "cost_usd": 203.0,
+        "on_demand_usd": 812.0,
+        "saved_usd": 609.0,
+    }
     assert sum(row["cost_usd"] for row in bill["rows"]) == pytest.approx(203.0)
 
 
@@ -220,7 +272,9 @@ def test_what_costs_little_is_added_up(skyward: Skyward, ledger: Ledger, clock: 
 # ── sweep and stop ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_sweep_is_dry_unless_it_is_told_otherwise(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
+def test_a_sweep_is_dry_unless_it_is_told_otherwise(
+    skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
+) -> None:
     """It says what it would do and why, and exits with 3; with --yes it does it; then there is nothing to do."""
     open_pool(ledger, clock, folder, "sky-dead", owner=DEAD, machines=2)
     open_pool(ledger, clock, folder, "sky-live", owner=HERE)
@@ -230,13 +284,19 @@ def test_a_sweep_is_dry_unless_it_is_told_otherwise(skyward: Skyward, ledger: Le
     assert "skyward sweep --yes" in told
     assert len(folder.instances()) == 3
     would = json.loads(skyward("sweep --json", code=3))
-    assert (would["is_dry_run"], [finding["action"] for finding in would["findings"]], would["ended"]) == (True, ["end", "leave"], [])
+    assert (would["is_dry_run"], [finding["action"] for finding in would["findings"]], would["ended"]) == (
+        True,
+        ["end", "leave"],
+        [],
+    )
     assert skyward("sweep --yes").splitlines()[-1] == "machines of 1 pool ended"
     assert [instance.pool_id for instance in folder.instances()] == ["sky-live"]
     assert "nothing is to be done" in skyward("sweep")
 
 
-def test_a_sweep_that_fails_in_part_says_so(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
+def test_a_sweep_that_fails_in_part_says_so(
+    skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
+) -> None:
     """Exit code 1, one line for each failure; the rest was done."""
     open_pool(ledger, clock, folder, "sky-dead", owner=DEAD)
     ledger.open_pool("sky-odd", owner=DEAD, provider={"name": "nonesuch"}, spec_json="{}", lease_expires_at=clock.now)
@@ -255,12 +315,20 @@ def test_a_sweep_says_what_it_has_done(skyward: Skyward, ledger: Ledger, clock: 
     open_pool(ledger, clock, folder, "sky-gone-2", owner=DEAD)
     folder.terminate([instance.id for instance in folder.instances()])
     report = json.loads(skyward("sweep --yes --json"))
-    assert ([finding["pool"] for finding in report["closed"]], report["ended"], report["adopted"]) == (["sky-gone-2"], [], [])
+    assert ([finding["pool"] for finding in report["closed"]], report["ended"], report["adopted"]) == (
+        ["sky-gone-2"],
+        [],
+        [],
+    )
     assert ledger.pools() == []
 
 
 def test_a_sweep_that_only_fails_says_so(
-    ledger: Ledger, clock: Clock, folder: FolderProvider, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ledger: Ledger,
+    clock: Clock,
+    folder: FolderProvider,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Nothing is called ended that may be there."""
     open_pool(ledger, clock, folder, "sky-dead", owner=DEAD)
@@ -274,15 +342,21 @@ def test_a_sweep_that_only_fails_says_so(
     assert capsys.readouterr().out.splitlines()[-1] == "1 failure"
 
 
-def test_whom_a_sweep_asks_can_be_said(skyward: Skyward, ledger: Ledger, folder: FolderProvider, tmp_path: Path) -> None:
-    """By name, or as JSON with its fields; machines that no ledger knows are left until they are old, and somebody else's unless asked for."""
+def test_whom_a_sweep_asks_can_be_said(
+    skyward: Skyward, ledger: Ledger, folder: FolderProvider, tmp_path: Path
+) -> None:
+    """By name, or as JSON with its fields; machines that no ledger knows are left until they are old, and somebody
+    else's unless asked for.
+    """
     (tmp_path / "other").mkdir()
     other = FolderProvider(folder=str(tmp_path / "other"))
     other.launch(None, 1, {POOL_TAG: "sky-stranger", RANK_TAG: "0"}, "")
     assert skyward("sweep") == "nothing is to be done\n"
     where = shlex.quote(json.dumps({"name": "folder", "folder": other.folder}))
     assert "somebody else's" not in skyward(f"sweep --provider {where}")
-    assert ["end", "sky-stranger"] in [row[:2] for row in lines(skyward(f"sweep --provider {where} --unknown --min-age 0", code=3))]
+    assert ["end", "sky-stranger"] in [
+        row[:2] for row in lines(skyward(f"sweep --provider {where} --unknown --min-age 0", code=3))
+    ]
     assert "nonesuch" in skyward("sweep --provider nonesuch", code=1)
     assert "--provider {" in skyward("sweep --provider '{'", code=1)
 
@@ -290,16 +364,23 @@ def test_whom_a_sweep_asks_can_be_said(skyward: Skyward, ledger: Ledger, folder:
 def test_a_pool_is_stopped_by_its_id(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
     """Live or not; one that nobody knows is an error that says where to look."""
     open_pool(ledger, clock, folder, "sky-live", owner=HERE, machines=2)
-    assert re.fullmatch(r"sky-live has ended: 2 machines ended \(sky-live\S+, sky-live\S+\); nothing of it is left\n", skyward("stop sky-live"))
+    assert re.fullmatch(
+        r"sky-live has ended: 2 machines ended \(sky-live\S+, sky-live\S+\); nothing of it is left\n",
+        skyward("stop sky-live"),
+    )
     assert folder.instances() == []
     assert ledger.open_intents() == []
     assert "skyward ps --all" in skyward("stop sky-nowhere", code=1)
 
 
-def test_a_stop_says_whether_it_has_ended_anything(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
+def test_a_stop_says_whether_it_has_ended_anything(
+    skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
+) -> None:
     """Of a pool that is not there, and of one whose machines are gone, nobody reads that something was ended."""
     where = shlex.quote(json.dumps({"name": "folder", "folder": folder.folder}))
-    assert skyward(f"stop nope --provider {where}").startswith("nothing was ended: the ledger has no pool 'nope', and folder lists no machine of it")
+    assert skyward(f"stop nope --provider {where}").startswith(
+        "nothing was ended: the ledger has no pool 'nope', and folder lists no machine of it"
+    )
     open_pool(ledger, clock, folder, "sky-gone", owner=DEAD)
     folder.terminate([instance.id for instance in folder.instances()])
     assert skyward("stop sky-gone") == "sky-gone has ended; there was no machine of it to end\n"
@@ -322,11 +403,22 @@ def test_a_receipt_is_json(skyward: Skyward, ledger: Ledger, clock: Clock, folde
 
 
 def test_why_tells_every_try(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """In their order, with the provider's own word; a pool that has tried nothing says so, one that nobody knows is an error."""
+    """In their order, with the provider's own word; a pool that has tried nothing says so, one that nobody knows is an
+    error.
+    """
     open_pool(ledger, clock, folder, "sky-1", owner=HERE)
     assert "sky-1 has not tried" in skyward("why sky-1")
     refused = Attempt(
-        "sky-1", clock.now, "aws", "us-east-1", "p5.48xlarge", is_spot=True, seconds=2.13, error="NoCapacity", code="Insufficient", message="none\nat all"
+        "sky-1",
+        clock.now,
+        "aws",
+        "us-east-1",
+        "p5.48xlarge",
+        is_spot=True,
+        seconds=2.13,
+        error="NoCapacity",
+        code="Insufficient",
+        message="none\nat all",
     )
     rented = Attempt("sky-1", clock.now, "runpod", "any", "H100 x8", is_spot=False, seconds=9.0)
     ledger.note_attempts([refused, rented])
@@ -335,7 +427,10 @@ def test_why_tells_every_try(skyward: Skyward, ledger: Ledger, clock: Clock, fol
     assert first[1:] == ["aws", "us-east-1", "p5.48xlarge", "spot", "2.1", "NoCapacity", "Insufficient", "none at all"]
     assert second[1:] == ["runpod", "any", "H100 x8", "on demand", "9.0", "rented"]
     told = json.loads(skyward("why sky-1 --json"))
-    assert [(one["error"], one["code"], one["seconds"]) for one in told] == [("NoCapacity", "Insufficient", 2.13), (None, None, 9.0)]
+    assert [(one["error"], one["code"], one["seconds"]) for one in told] == [
+        ("NoCapacity", "Insufficient", 2.13),
+        (None, None, 9.0),
+    ]
     assert "sky-nowhere" in skyward("why sky-nowhere", code=1)
 
 
@@ -373,10 +468,17 @@ def test_offers_are_listed_with_their_age(skyward: Skyward, monkeypatch: pytest.
 
 
 def test_a_price_below_a_hundredth_of_a_cent_is_told(
-    skyward: Skyward, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ledger: Ledger, clock: Clock, folder: FolderProvider
+    skyward: Skyward,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    ledger: Ledger,
+    clock: Clock,
+    folder: FolderProvider,
 ) -> None:
     """Nothing that costs something is 0.0000; programs get the number as it is."""
-    cheap = Offer(provider="folder", instance_type="t", region="here", price_per_hour=0.00001234567, vcpus=1, memory_gb=8)
+    cheap = Offer(
+        provider="folder", instance_type="t", region="here", price_per_hour=0.00001234567, vcpus=1, memory_gb=8
+    )
     monkeypatch.setattr(FolderProvider, "offers", lambda self, want: [cheap])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert lines(skyward("offers"))[1][4] == "0.00001235"
@@ -394,7 +496,10 @@ def test_a_budget_is_set_and_told(skyward: Skyward, ledger: Ledger, clock: Clock
     """With what is spent, reserved and left in this period; what each run may cost has no sum."""
     assert skyward("budget set team --limit 100 --per day") == "team: 100 USD per day\n"
     skyward("budget set runs --limit 5.50 --per run")
-    assert ledger.accounts() == [Account("runs", Decimal("5.50"), Period.RUN), Account("team", Decimal(100), Period.DAY)]
+    assert ledger.accounts() == [
+        Account("runs", Decimal("5.50"), Period.RUN),
+        Account("team", Decimal(100), Period.DAY),
+    ]
     open_pool(ledger, clock, folder, "sky-1", owner=HERE, account="team")
     ledger.settle(ledger.reserve("team", "sky-1", Decimal(10)), Decimal(4))
     ledger.reserve("team", "sky-1", Decimal(7))
@@ -463,7 +568,10 @@ def documented(command: str) -> dict[str, str]:
     assert len(fields) == section.count("\n| `")
     if command == "sweep":
         fields |= {
-            f"{done}{field.removeprefix('findings')}": kind for done in ("ended", "closed", "adopted") for field, kind in fields.items() if "findings" in field
+            f"{done}{field.removeprefix('findings')}": kind
+            for done in ("ended", "closed", "adopted")
+            for field, kind in fields.items()
+            if "findings" in field
         }
     return fields
 
@@ -485,10 +593,18 @@ def _kind_of(name: str, place: str) -> str:
 
 
 def test_programs_are_told_what_the_page_says(
-    skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    skyward: Skyward,
+    ledger: Ledger,
+    clock: Clock,
+    folder: FolderProvider,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """All fields of docs/json.md are there, of the kind that it says, and no others."""
-    sold = Offer(provider="folder", instance_type="t", region="here", price_per_hour=1.0, vcpus=1, memory_gb=8, or_types=("u",))
+    sold = Offer(
+        provider="folder", instance_type="t", region="here", price_per_hour=1.0, vcpus=1, memory_gb=8, or_types=("u",)
+    )
 
     def offers(provider: FolderProvider, _: object) -> list[Offer]:
         if provider.folder.endswith("other"):
@@ -503,11 +619,21 @@ def test_programs_are_told_what_the_page_says(
     skyward("stop sky-ended")
     open_pool(ledger, clock, folder, "sky-gone", owner=DEAD)
     folder.terminate([instance.id for instance in folder.instances()])
-    open_pool(ledger, clock, folder, "sky-live", owner=HERE, account="team-a", machines=2, work=Work(system="cron", run="1"))
+    open_pool(
+        ledger, clock, folder, "sky-live", owner=HERE, account="team-a", machines=2, work=Work(system="cron", run="1")
+    )
     open_pool(ledger, clock, folder, "sky-dead", owner=DEAD)
     ledger.open_pool("sky-odd", owner=DEAD, provider={"name": "nonesuch"}, spec_json="{}", lease_expires_at=clock.now)
-    ledger.note_attempts([Attempt("sky-live", clock.now, "folder", "here", "t", is_spot=True, seconds=0.5, error=error) for error in ("", "NoCapacity")])
-    wheres = " ".join(f"--provider {shlex.quote(json.dumps({'name': 'folder', 'folder': place}))}" for place in (str(tmp_path), f"{tmp_path}/other"))
+    ledger.note_attempts(
+        [
+            Attempt("sky-live", clock.now, "folder", "here", "t", is_spot=True, seconds=0.5, error=error)
+            for error in ("", "NoCapacity")
+        ]
+    )
+    wheres = " ".join(
+        f"--provider {shlex.quote(json.dumps({'name': 'folder', 'folder': place}))}"
+        for place in (str(tmp_path), f"{tmp_path}/other")
+    )
     lines = {
         "ps": ["ps --all --json"],
         "cost": ["cost --json"],
@@ -523,11 +649,16 @@ def test_programs_are_told_what_the_page_says(
         for line in typed:
             commands.main(shlex.split(line))
             for place, value in told_fields(json.loads(capsys.readouterr().out)):
-                known = [field for field in fields if field == place or (value == [] and field.startswith(f"{place}[]"))]
+                known = [
+                    field for field in fields if field == place or (value == [] and field.startswith(f"{place}[]"))
+                ]
                 assert known, f"{line} tells {place}, and docs/json.md does not"
                 if value != []:
                     kinds = fields[place].split(" or ")
-                    assert any(isinstance(value, KINDS[kind]) and (kind == "boolean") == isinstance(value, bool) for kind in kinds), (line, place, value)
+                    assert any(
+                        isinstance(value, KINDS[kind]) and (kind == "boolean") == isinstance(value, bool)
+                        for kind in kinds
+                    ), (line, place, value)
                 seen.update(known)
         assert seen == fields.keys(), f"{command} does not tell {fields.keys() - seen}"
 
@@ -536,7 +667,10 @@ def test_the_command_itself_is_light() -> None:
     """To say how it is used it loads neither the database, nor the tables on the terminal, nor any provider."""
     heavy = "{'sqlalchemy', 'rich', 'pydantic', 'distributed', 'asyncssh'}"
     code = f"import sys; from skyward_core.cli import commands as cli; cli._parser(); print({heavy} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True).stdout == "set()\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+        == "set()\n"
+    )
 
 
 def test_the_page_shows_commands_that_are_understood() -> None:

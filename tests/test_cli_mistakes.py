@@ -1,4 +1,6 @@
-"""What people, terminals and damaged files do to the `skyward` command: it says so in words, does the rest, and shows no traceback."""
+"""What people, terminals and damaged files do to the `skyward` command: it says so in words, does the rest, and shows
+no traceback.
+"""
 
 import json
 import os
@@ -29,7 +31,7 @@ type Damage = Callable[[str], None]
 
 
 @pytest.fixture
-def damage(url: str) -> Damage:  # noqa: F811
+def damage(url: str) -> Damage:
     """Run a statement on the ledger's database behind the ledger's back."""
 
     def run(statement: str) -> None:
@@ -42,7 +44,7 @@ def damage(url: str) -> Damage:  # noqa: F811
 
 
 @pytest.fixture
-def run(url: str, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:  # noqa: F811
+def run(url: str, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Run a command line; return its exit code, what it printed, and what it complained of."""
 
     def go(line: str) -> tuple[int, str, str]:
@@ -76,7 +78,7 @@ RESOURCE_DAMAGES = {
 
 
 @pytest.fixture
-def three(ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:  # noqa: F811
+def three(ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
     """A live pool, a dead one, and one whose rows a test damages, which is live too."""
     open_pool(ledger, clock, folder, "sky-live", owner=HERE)
     open_pool(ledger, clock, folder, "sky-dead", owner=DEAD)
@@ -89,11 +91,14 @@ def test_a_pool_that_cannot_be_read_stops_nothing(
     three: None,
     run: Callable[..., tuple[int, str, str]],
     damage: Damage,
-    folder: FolderProvider,  # noqa: F811
+    folder: FolderProvider,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The others are listed and swept; its own machines are left, for the ledger knows them; each command says so and exits with 1."""
-    monkeypatch.setattr("skyward_core.cleanup.policy.IN_FLIGHT_SECONDS", 0.0)  # nothing else asks this provider for machines
+    """The others are listed and swept; its own machines are left, for the ledger knows them; each command says so and
+    exits with 1.
+    """
+    # nothing else asks this provider for machines
+    monkeypatch.setattr("skyward_core.cleanup.policy.IN_FLIGHT_SECONDS", 0.0)
     damage(POOL_DAMAGES[what])
     code, told, complaint = run("ps")
     assert (code, "sky-live" in told, "sky-dead" in told) == (1, True, True)
@@ -118,8 +123,8 @@ def test_a_pool_whose_owner_cannot_be_read_lives_by_its_lease(
     three: None,
     run: Callable[..., tuple[int, str, str]],
     damage: Damage,
-    folder: FolderProvider,  # noqa: F811
-    clock: Clock,  # noqa: F811
+    folder: FolderProvider,
+    clock: Clock,
 ) -> None:
     """It is listed, has a receipt, is reported, and ended when its lease has run out: nothing bills on for a text."""
     damage("UPDATE skyward_pools SET owner_process = 'garbage' WHERE id = 'sky-odd'")
@@ -142,8 +147,8 @@ def test_a_resource_that_cannot_be_read_stops_nothing(
     three: None,
     run: Callable[..., tuple[int, str, str]],
     damage: Damage,
-    folder: FolderProvider,  # noqa: F811
-    ledger: Ledger,  # noqa: F811
+    folder: FolderProvider,
+    ledger: Ledger,
 ) -> None:
     """It is told apart from the rest, in ps, cost, receipt and sweep; a dead pool's machine is ended all the same."""
     damage(RESOURCE_DAMAGES[what])
@@ -165,7 +170,9 @@ def test_a_resource_that_cannot_be_read_stops_nothing(
     assert entry.ended_at is None  # what cannot be read is not known to be gone
 
 
-def test_a_bill_without_the_rows_that_are_no_numbers(three: None, run: Callable[..., tuple[int, str, str]], damage: Damage) -> None:
+def test_a_bill_without_the_rows_that_are_no_numbers(
+    three: None, run: Callable[..., tuple[int, str, str]], damage: Damage
+) -> None:
     """Nothing is added up as zero in silence: the row is named, the total is that of the others."""
     before = json.loads(run("cost --json")[1])["total"]["cost_usd"]
     damage(RESOURCE_DAMAGES["price is nan"])
@@ -178,13 +185,16 @@ def test_other_rows_that_cannot_be_read(
     three: None,
     run: Callable[..., tuple[int, str, str]],
     damage: Damage,
-    ledger: Ledger,  # noqa: F811
-    clock: Clock,  # noqa: F811
+    ledger: Ledger,
+    clock: Clock,
 ) -> None:
     """Tries, accounts and reservations, and text that is not UTF-8: each stops its own line only."""
     ledger.set_account(Account("team", Decimal(5), Period.DAY))
     ledger.set_account(Account("odd", Decimal(5), Period.DAY))
-    tried = [Attempt("sky-live", clock.now, "folder", region, "t", is_spot=False, seconds=1.0) for region in ("here", "there")]
+    tried = [
+        Attempt("sky-live", clock.now, "folder", region, "t", is_spot=False, seconds=1.0)
+        for region in ("here", "there")
+    ]
     ledger.note_attempts(tried)
     damage("UPDATE skyward_accounts SET period = 'fortnight' WHERE name = 'odd'")
     damage("UPDATE skyward_attempts SET at_microseconds = 'x' WHERE region = 'there'")
@@ -198,7 +208,9 @@ def test_other_rows_that_cannot_be_read(
 
 
 @pytest.mark.parametrize("version", ["abc", "-1", "", "2.5", "²"])
-def test_a_version_that_is_none_is_refused(version: str, ledger: Ledger, skyward: Skyward, damage: Damage, url: str) -> None:  # noqa: F811
+def test_a_version_that_is_none_is_refused(
+    version: str, ledger: Ledger, skyward: Skyward, damage: Damage, url: str
+) -> None:
     """Nobody migrates, or writes into, what is not known to be a ledger of a known version."""
     damage(f"UPDATE skyward_meta SET value = '{version}'")
     told = skyward("ps", code=1)
@@ -241,7 +253,7 @@ def test_a_version_that_is_none_is_refused(version: str, ledger: Ledger, skyward
         "--ledger '' ps",
     ],
 )
-def test_what_means_nothing_is_refused_in_words(line: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_what_means_nothing_is_refused_in_words(line: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2; the terminal sees no control character, and no endless line."""
     with pytest.raises(SystemExit) as caught:
         commands.main(shlex.split(line.replace("$'\\x1b[2J'", "'\x1b[2J'")))
@@ -252,7 +264,7 @@ def test_what_means_nothing_is_refused_in_words(line: str, url: str, capsys: pyt
     assert max(map(len, told.splitlines())) < 400
 
 
-def test_the_command_says_its_version(skyward: Skyward, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_the_command_says_its_version(skyward: Skyward, capsys: pytest.CaptureFixture[str]) -> None:
     """And where the versions are that it was tested with."""
     for line, expected in (("--version", "skyward 0."), ("--constraints", str(ROOT / "skyward_core/constraints-3."))):
         with pytest.raises(SystemExit) as caught:
@@ -268,17 +280,33 @@ def test_the_command_says_its_version(skyward: Skyward, capsys: pytest.CaptureFi
 
 def shell(line: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = line.replace("skyward", f"{shlex.quote(sys.executable)} -m skyward_core.cli", 1)
-    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, check=False, timeout=60, env=os.environ | environ)
+    return subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+        timeout=60,
+        env=os.environ | environ,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_full_disk_and_a_reader_that_goes(three: None, monkeypatch: pytest.MonkeyPatch, unbuffered: str) -> None:
-    """One line, or none at all for a reader who has seen enough; the exit code is 1. With PYTHONUNBUFFERED too, as in many containers."""
+    """One line, or none at all for a reader who has seen enough; the exit code is 1.
+
+    With PYTHONUNBUFFERED too, as in many containers.
+    """
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     for line in ("skyward ps", "skyward ps --json", "skyward --version"):
-        done = shell(f"{line} > /dev/full", PYTHONUNBUFFERED="")  # else each print raises by itself, and its words are the system's alone
-        assert (done.returncode, done.stderr.count("\n"), "No space left on device: what was to be printed is lost" in done.stderr) == (1, 1, True), line
+        # else each print raises by itself, and its words are the system's alone
+        done = shell(f"{line} > /dev/full", PYTHONUNBUFFERED="")
+        assert (
+            done.returncode,
+            done.stderr.count("\n"),
+            "No space left on device: what was to be printed is lost" in done.stderr,
+        ) == (1, 1, True), line
     for line in ("skyward ps", "skyward cost --json", "skyward receipt sky-live"):
         done = shell(f"{line} | true")
         assert (done.stdout, done.stderr) == ("", ""), line
@@ -287,14 +315,16 @@ def test_a_full_disk_and_a_reader_that_goes(three: None, monkeypatch: pytest.Mon
     assert "Traceback" not in shell("skyward ps >&- 2>&1").stdout
 
 
-def test_a_terminal_without_unicode_shows_all(ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:  # noqa: F811
+def test_a_terminal_without_unicode_shows_all(ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
     """A name that it cannot show stands there by its numbers."""
     open_pool(ledger, clock, folder, "sky-möwe", owner=HERE)
     done = shell("skyward ps", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert (done.returncode, "sky-m\\xf6we" in done.stdout) == (0, True)
 
 
-def test_tables_are_readable_on_a_narrow_terminal(three: None, skyward: Skyward, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_tables_are_readable_on_a_narrow_terminal(
+    three: None, skyward: Skyward, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With 20 columns each value stands on a line of its own, whole; with 200 it is a table."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "20")
@@ -322,10 +352,41 @@ def _options(parser: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
 COMMANDS = list(_options(commands._parser()))
 WORDS = st.one_of(
     st.sampled_from(
-        ["", " ", "nan", "inf", "-inf", "-1", "0", "1", "1e400", "1e-400", "²", "sky-live", "sky-odd", "nope", "team", "day", "A100", "H100:8", "64GB"]
+        [
+            "",
+            " ",
+            "nan",
+            "inf",
+            "-inf",
+            "-1",
+            "0",
+            "1",
+            "1e400",
+            "1e-400",
+            "²",
+            "sky-live",
+            "sky-odd",
+            "nope",
+            "team",
+            "day",
+            "A100",
+            "H100:8",
+            "64GB",
+        ]
     ),
     st.sampled_from(
-        ["2026-11-21", "0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00", "90d", "1d", "9" * 400 + "d", "{}", "[]", '{"name": 1}', "x" * 300]
+        [
+            "2026-11-21",
+            "0001-01-01T00:00:00+14:00",
+            "9999-12-31T23:59:59-14:00",
+            "90d",
+            "1d",
+            "9" * 400 + "d",
+            "{}",
+            "[]",
+            '{"name": 1}',
+            "x" * 300,
+        ]
     ),
     st.text(max_size=20),
     st.floats().map(str),
@@ -349,11 +410,13 @@ def command_lines(draw: st.DrawFn) -> list[str]:
 
 @pytest.mark.slow
 @given(command_lines())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_no_command_line_is_a_traceback(
     three: None,
-    url: str,  # noqa: F811
-    folder: FolderProvider,  # noqa: F811
+    url: str,
+    folder: FolderProvider,
     tmp_path_factory: pytest.TempPathFactory,
     line: list[str],
 ) -> None:
@@ -383,7 +446,7 @@ def test_no_command_line_is_a_traceback(
     )
 )
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_url_of_a_ledger_is_a_traceback(url: str, tmp_path: Path, where: str) -> None:  # noqa: F811
+def test_no_url_of_a_ledger_is_a_traceback(url: str, tmp_path: Path, where: str) -> None:
     """It is opened, or refused in words."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
@@ -393,7 +456,9 @@ def test_no_url_of_a_ledger_is_a_traceback(url: str, tmp_path: Path, where: str)
             assert end.code in (0, 2)
 
 
-def test_a_bill_by_work_is_whole_without_a_pools_row(three: None, run: Callable[..., tuple[int, str, str]], damage: Damage) -> None:
+def test_a_bill_by_work_is_whole_without_a_pools_row(
+    three: None, run: Callable[..., tuple[int, str, str]], damage: Damage
+) -> None:
     """Its resources are nobody's work, and are paid for all the same."""
     whole = json.loads(run("cost --by run --json")[1])["total"]
     damage("UPDATE skyward_pools SET id = 'sky-lost' WHERE id = 'sky-odd'")
@@ -402,7 +467,9 @@ def test_a_bill_by_work_is_whole_without_a_pools_row(three: None, run: Callable[
     assert json.loads(out)["total"] == whole
 
 
-def test_a_terminal_obeys_nothing_that_a_row_holds(three: None, run: Callable[..., tuple[int, str, str]], damage: Damage) -> None:
+def test_a_terminal_obeys_nothing_that_a_row_holds(
+    three: None, run: Callable[..., tuple[int, str, str]], damage: Damage
+) -> None:
     """Others may write to a ledger that is shared: their words are shown, escape sequences included."""
     damage("UPDATE skyward_pools SET owner_user = 'x\x1b[2J' WHERE id = 'sky-odd'")
     _, out, told = run("ps --all")

@@ -120,7 +120,12 @@ def test_methods_are_bound() -> None:
 
 @pytest.mark.parametrize(
     ("fn", "args", "result"),
-    [(functools.partial(pow, 2), (10,), 1024), (lambda x: -x, (1,), -1), (len, ("four",), 4), (Model(2).predict.local, (4,), 8)],
+    [
+        (functools.partial(pow, 2), (10,), 1024),
+        (lambda x: -x, (1,), -1),
+        (len, ("four",), 4),
+        (Model(2).predict.local, (4,), 8),
+    ],
 )
 def test_any_callable_can_be_lazy(fn: Any, args: tuple[Any, ...], result: Any) -> None:
     """partials, lambdas, builtins and bound methods are as good as functions."""
@@ -248,7 +253,9 @@ class Callee:
         (Network.predict.local, (Network(1),), {"x": 1.0}),
     ],
 )
-def test_wrong_arguments_are_refused_at_once_in_pythons_own_words(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def test_wrong_arguments_are_refused_at_once_in_pythons_own_words(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """What a call of the function would raise is raised where the pending call is made: before anything is rented."""
     with pytest.raises(TypeError) as python:
         fn(*args, **kwargs)
@@ -278,7 +285,9 @@ def test_wrong_arguments_are_refused_at_once_in_pythons_own_words(fn: Callable[.
     ],
 )
 def test_right_arguments_are_taken(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Functions, classes, objects, methods, partial functions and those of C: nothing that Python takes is refused, and nothing runs."""
+    """Functions, classes, objects, methods, partial functions and those of C: nothing that Python takes is refused, and
+    nothing runs.
+    """
     assert isinstance(sky.compute(fn)(*args, **kwargs), PendingCompute)
 
 

@@ -34,7 +34,12 @@ def test_the_environment_names_fields(project: Path) -> None:
         "PATH": "/bin",
     }
     settings = sky.Settings.read(environ, project)
-    assert settings.fields == {"provider": {"name": "local", "price_per_hour": 2}, "nodes": 3, "accelerator": "A100", "collect_metrics": False}
+    assert settings.fields == {
+        "provider": {"name": "local", "price_per_hour": 2},
+        "nodes": 3,
+        "accelerator": "A100",
+        "collect_metrics": False,
+    }
     assert "SKYWARD_NODES" in settings.sources["nodes"]
 
 
@@ -56,9 +61,13 @@ def test_the_users_own_file_is_the_last_resort(project: Path, tmp_path: Path, mo
     assert sky.Settings.read({}, project).fields == {"nodes": 7}
 
 
-def test_the_environment_wins_over_the_file_and_the_user_over_both(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_wins_over_the_file_and_the_user_over_both(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Keyword over environment over file."""
-    (project / "skyward.toml").write_text('nodes = 2\nconcurrency = 3\n[provider]\nname = "local"\nprice_per_hour = 1.2\n')
+    (project / "skyward.toml").write_text(
+        'nodes = 2\nconcurrency = 3\n[provider]\nname = "local"\nprice_per_hour = 1.2\n'
+    )
     monkeypatch.setenv("SKYWARD_NODES", "4")
     spec = sky.ComputePool(display="quiet", concurrency=1).spec
     assert (spec.nodes, spec.concurrency, spec.provider) == (4, 1, sky.Local(price_per_hour=1.2))
@@ -93,7 +102,9 @@ def test_a_wrong_value_in_the_settings_says_where_it_was_found(project: Path, mo
         sky.ComputePool(provider=sky.Local())
 
 
-def test_a_misspelt_variable_is_not_ignored_in_silence(project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_misspelt_variable_is_not_ignored_in_silence(
+    project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """SKYWARD_NODE=2 is refused, or told in the log with the nearest name."""
     monkeypatch.setenv("SKYWARD_NODE", "2")
     with caplog.at_level(logging.WARNING, logger="skyward"):
@@ -106,7 +117,9 @@ def test_a_misspelt_variable_is_not_ignored_in_silence(project: Path, monkeypatc
 
 
 @pytest.mark.slow
-def test_the_log_says_which_provider_was_taken(project: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_says_which_provider_was_taken(
+    project: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """When the program names no provider, the log of the opening pool says which one it is and where it was found."""
     caplog.set_level("INFO", "skyward")
     with sky.ComputePool(display="quiet"):

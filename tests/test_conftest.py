@@ -1,4 +1,6 @@
-"""What the tests stand on is tested where it judges: a leak that it makes up costs a day, one that it misses costs a machine."""
+"""What the tests stand on is tested where it judges: a leak that it makes up costs a day, one that it misses costs a
+machine.
+"""
 
 import socket
 
@@ -10,9 +12,14 @@ from tests.conftest import shared
 
 
 def test_one_more_connection_of_a_shared_pool_is_no_leak(request: pytest.FixtureRequest) -> None:
-    """Its client opens one by its own clock, whichever test runs then; a connection to anything else counts, and one to the pool too once it is closed."""
+    """Its client opens one by its own clock, whichever test runs then; a connection to anything else counts, and one to
+    the pool too once it is closed.
+    """
     others = set(conftest._shared_schedulers)
-    with socket.create_server(("127.0.0.1", 0)) as server, shared(sky.ComputePool(provider=sky.Local(), display="quiet")):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        shared(sky.ComputePool(provider=sky.Local(), display="quiet")),
+    ):
         (port,) = conftest._shared_schedulers - others
         before = conftest._descriptors(request)
         with socket.create_connection(("127.0.0.1", port)), socket.create_connection(server.getsockname()) as strange:

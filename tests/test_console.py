@@ -40,7 +40,16 @@ OPENING: list[SkywardEvent] = [
     InfraCreated("here"),
     InstanceLaunching(2, "local", "local"),
     InstanceProvisioned("i-a", node=0, spot=False, provider="local"),
-    InstanceProvisioned("i-b", node=1, spot=True, provider="aws", ip="127.0.0.1", instance_type="p4d.24xlarge", price_on_demand=32.77, price_spot=9.83),
+    InstanceProvisioned(
+        "i-b",
+        node=1,
+        spot=True,
+        provider="aws",
+        ip="127.0.0.1",
+        instance_type="p4d.24xlarge",
+        price_on_demand=32.77,
+        price_spot=9.83,
+    ),
     BootstrapStarting("i-a"),
     BootstrapProgress("i-a", "deps"),
     BootstrapStarting("i-b"),
@@ -61,7 +70,9 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def unconfigured(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
-    """Logging as a script finds it that configured nothing: a root logger of its own in place of the one where pytest listens."""
+    """Logging as a script finds it that configured nothing: a root logger of its own in place of the one where pytest
+    listens.
+    """
     root = logging.RootLogger(logging.WARNING)
     monkeypatch.setattr(logging.getLogger("skyward"), "parent", root)
     return root
@@ -158,11 +169,22 @@ def test_log_tells_the_cost_once_a_minute_and_metrics_never():
         ),
         (CostFinal(0.0, 1.0, 0.0, 0, 1, 0.0), "skyward  done: 1.0 s, $0 (1 on demand)"),
         (
-            CostFinal(2.0, 3600.0, 2.0, 1, 0, 4.0, {"launching": 0.14, "running calls": 1.62, "idle": 0.235, "billing rounding": 0.005}),
+            CostFinal(
+                2.0,
+                3600.0,
+                2.0,
+                1,
+                0,
+                4.0,
+                {"launching": 0.14, "running calls": 1.62, "idle": 0.235, "billing rounding": 0.005},
+            ),
             "skyward  done: 1 h 0 min, $2.00 (1 spot), $4.00 less than on demand; running calls 81 %, idle 12 %, launching 7 %",
         ),
         (BudgetWarning(8.0, 10.0, None), "skyward  warning: the money runs low: $8.00 of $10.00 are spent"),
-        (BudgetWarning(8.0, None, "team-a"), "skyward  warning: the money runs low: $8.00 are spent, and account 'team-a' has little left"),
+        (
+            BudgetWarning(8.0, None, "team-a"),
+            "skyward  warning: the money runs low: $8.00 are spent, and account 'team-a' has little left",
+        ),
         (BudgetWarning(8.0, 10.0, None, "8 of 10 are gone"), "skyward  warning: the money runs low: 8 of 10 are gone"),
     ],
 )
@@ -218,7 +240,11 @@ def test_spinner_without_a_terminal_prints_plain_lines():
     """Written to a file or a pipe, the spinner is a log without control codes."""
     text = _written("spinner", [*OPENING, LogLine(0, "i-a", "hello", 0.0), *CLOSING])
     assert "\x1b" not in text
-    assert text.splitlines()[-3:] == ["[node 0] hello", "skyward  giving the machines back", "skyward  done: 12.3 s, $0.0123 (2 on demand)"]
+    assert text.splitlines()[-3:] == [
+        "[node 0] hello",
+        "skyward  giving the machines back",
+        "skyward  done: 12.3 s, $0.0123 (2 on demand)",
+    ]
 
 
 @pytest.mark.usefixtures("unconfigured")
@@ -229,7 +255,9 @@ def test_cancelled_calls_are_not_told_as_done():
 
 
 def test_spinner_draws_phases_calls_and_cost(terminal: Terminal):
-    """On a terminal the rows follow the machines' steps, the calls and the bill, and the last state stays on the screen."""
+    """On a terminal the rows follow the machines' steps, the calls and the bill, and the last state stays on the
+    screen.
+    """
     shown = display("spinner", file=terminal)
     for event in OPENING[:8]:
         shown(event)
@@ -258,8 +286,14 @@ def test_spinner_leaves_the_bill_on_the_screen(terminal: Terminal):
 
 
 def test_spinner_prints_node_output_above_the_rows_as_it_is(terminal: Terminal):
-    """A node's line is printed letter for letter, markup and emoji names included, and so are a lost machine and a budget that runs low."""
-    events: list[SkywardEvent] = [LogLine(0, "i-a", "loss [bold]:smile:[/bold]", 0.0), InstanceLost("i-b", 1, "preempted"), BudgetWarning(8.0, 10.0, None)]
+    """A node's line is printed letter for letter, markup and emoji names included, and so are a lost machine and a
+    budget that runs low.
+    """
+    events: list[SkywardEvent] = [
+        LogLine(0, "i-a", "loss [bold]:smile:[/bold]", 0.0),
+        InstanceLost("i-b", 1, "preempted"),
+        BudgetWarning(8.0, 10.0, None),
+    ]
     text = _written("spinner", events, terminal)
     assert "[node 0] loss [bold]:smile:[/bold]" in text
     assert "node 1 is lost: preempted" in text

@@ -1,4 +1,7 @@
-"""Calls, cancels and large values while the connection to the scheduler, or to a node, is cut. The nodes are processes of this machine."""
+"""Calls, cancels and large values while the connection to the scheduler, or to a node, is cut.
+
+The nodes are processes of this machine.
+"""
 
 import os
 import signal
@@ -29,7 +32,9 @@ LARGE = 300_000
 @pytest.fixture
 def lone() -> Iterator[sky.ComputePool]:
     """One node with two slots. No call runs twice."""
-    with sky.ComputePool(provider=sky.Local(), nodes=1, concurrency=2, retries=0, display="quiet", collect_metrics=False) as pool:
+    with sky.ComputePool(
+        provider=sky.Local(), nodes=1, concurrency=2, retries=0, display="quiet", collect_metrics=False
+    ) as pool:
         yield pool
 
 
@@ -151,8 +156,12 @@ def test_a_call_that_never_reached_the_scheduler_is_sent_again(lone: sky.Compute
 
 
 @pytest.mark.slow
-def test_a_call_that_was_sent_just_before_the_cut_runs_once(lone: sky.ComputePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection ends between two lines of the sender: the call counts as in flight, and the next connection finds it."""
+def test_a_call_that_was_sent_just_before_the_cut_runs_once(
+    lone: sky.ComputePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection ends between two lines of the sender: the call counts as in flight, and the next connection finds
+    it.
+    """
     cluster = cluster_of(lone)
     sent = list[str]()
 
@@ -175,8 +184,13 @@ def test_a_call_that_was_sent_just_before_the_cut_runs_once(lone: sky.ComputePoo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_healed", [True, False])
-def test_a_detached_call_is_taken_in_once(lone: sky.ComputePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_healed: bool) -> None:
-    """The answer is lost with the connection: the request is repeated, and is idempotent. If that fails, the error has the call's id."""
+def test_a_detached_call_is_taken_in_once(
+    lone: sky.ComputePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_healed: bool
+) -> None:
+    """The answer is lost with the connection: the request is repeated, and is idempotent.
+
+    If that fails, the error has the call's id.
+    """
     cluster = cluster_of(lone)
     ask_on, heals = cluster._ask_on, list[Callable[[], None]]()
 
@@ -219,7 +233,10 @@ def test_no_detached_call_is_taken_in_when_the_money_is_gone(pool: sky.ComputePo
 def test_a_broadcast_waits_for_a_worker_that_is_away() -> None:
     """Without it, its share of the data would be missing."""
     with sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", collect_metrics=False) as pool:
-        pids = {info["name"]: pool.dask_client().run(os.getpid, workers=[address])[address] for address, info in members(pool.dask_client()).items()}
+        pids = {
+            info["name"]: pool.dask_client().run(os.getpid, workers=[address])[address]
+            for address, info in members(pool.dask_client()).items()
+        }
         os.kill(pids["1-0"], signal.SIGKILL)
         wait_until(lambda: not cluster_of(pool).has(1), "the worker to be missed")
         assert sum(total(list(range(100))) @ pool) == 4950
@@ -280,7 +297,9 @@ def flaky(pool: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> list[Flaky]
 
 
 @pytest.mark.slow
-def test_a_result_is_fetched_when_the_wire_to_its_node_is_back(far: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_is_fetched_when_the_wire_to_its_node_is_back(
+    far: sky.ComputePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It stays on the node meanwhile; nothing is lost, and other calls' reports do not wait for it."""
     reaches = flaky(far, monkeypatch)
     future = far.submit(much())
@@ -295,7 +314,9 @@ def test_a_result_is_fetched_when_the_wire_to_its_node_is_back(far: sky.ComputeP
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["closed", "lost", "given up", "late"])
-def test_a_result_that_cannot_be_fetched_is_given_up(far: sky.ComputePool, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+def test_a_result_that_cannot_be_fetched_is_given_up(
+    far: sky.ComputePool, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
     """When the pool is closed, the node is lost, the pool is given up, or the fetch takes too long."""
     flaky(far, monkeypatch)
     cluster = cluster_of(far)
@@ -316,15 +337,20 @@ def test_a_result_that_cannot_be_fetched_is_given_up(far: sky.ComputePool, monke
 
 
 @pytest.mark.slow
-def test_large_arguments_go_to_the_node_that_is_free(far: sky.ComputePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They do not queue behind a long call that the scheduler placed; and after a failed upload no node counts as busy."""
+def test_large_arguments_go_to_the_node_that_is_free(
+    far: sky.ComputePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They do not queue behind a long call that the scheduler placed; and after a failed upload no node counts as
+    busy.
+    """
     long = far.submit(note_and_wait(str(tmp_path), "long"))
     wait_until(lambda: runs(tmp_path, "long"), "the long call to run")
     flaky(far, monkeypatch)
     cluster = cluster_of(far)
     load = cluster._ask("skyward_load")
     members_now = cluster.dispatcher.members
-    members_now.workers = dict(sorted(members_now.workers.items(), key=lambda item: not load[item[0]]))  # else it is the first by chance
+    # else it is the first by chance
+    members_now.workers = dict(sorted(members_now.workers.items(), key=lambda item: not load[item[0]]))
     places = [far.submit(where(b"x" * LARGE)).result(60) for _ in range(3)]
     (tmp_path / "go").touch()
     assert long.result(60) == "long"
@@ -337,7 +363,10 @@ def test_large_arguments_go_to_the_node_that_is_free(far: sky.ComputePool, tmp_p
 
 @pytest.mark.slow
 def test_connecting_to_a_frozen_scheduler_ends_in_time(lone: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has accepted the connection and does not answer: connecting ends at its deadline. It goes on, and the next attempt succeeds."""
+    """It has accepted the connection and does not answer: connecting ends at its deadline.
+
+    It goes on, and the next attempt succeeds.
+    """
     cluster = cluster_of(lone)
     address, scheduler = cluster.client.scheduler.address, cluster.client.run_on_scheduler(os.getpid)
     listen = Connection.listen
@@ -431,7 +460,9 @@ def functions_at(pool: sky.ComputePool) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["lone", "far"])
-def test_large_functions_do_not_fill_the_nodes_memory(place: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_functions_do_not_fill_the_nodes_memory(
+    place: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The least recently used ones are evicted, and uploaded again for later calls."""
     pool: sky.ComputePool = request.getfixturevalue(place)
     monkeypatch.setattr(FunctionFiles.__init__, "__defaults__", (4 << 20,))

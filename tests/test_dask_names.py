@@ -38,13 +38,22 @@ def lacks(name: str) -> str:
 def is_set_by(kind: type, attribute: str) -> bool:
     """Tell whether instances of a class, or of those that it is made of, have an attribute."""
     assigned = re.compile(rf"\bself\.{attribute}\b\s*(:[^=\n]+)?=[^=]|^    {attribute}:", re.MULTILINE)
-    return any(assigned.search(inspect.getsource(base)) for base in kind.__mro__ if base.__module__.startswith(("distributed", "dask")))
+    return any(
+        assigned.search(inspect.getsource(base))
+        for base in kind.__mro__
+        if base.__module__.startswith(("distributed", "dask"))
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_dask_has_what_is_used_of_it(name: str) -> None:
-    """A failure here: this Dask is too new, or too old. Move the bound in pyproject.toml only once what is used has been mended."""
-    assert not lacks(name), f"distributed {distributed.__version__} is not as skyward_core uses it: {lacks(name)} (skyward_core/worker/dask_names.py)"
+    """A failure here: this Dask is too new, or too old.
+
+    Move the bound in pyproject.toml only once what is used has been mended.
+    """
+    assert not lacks(name), (
+        f"distributed {distributed.__version__} is not as skyward_core uses it: {lacks(name)} (skyward_core/worker/dask_names.py)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +87,15 @@ def test_every_private_name_is_listed(file: str) -> None:
     tree = ast.parse((Path(skyward_core.__file__).parent / file).read_text())
     own = {"_exit", "_replace"}  # of os, and of named tuples
     own |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-    own |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"}
-    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")}
+    own |= {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
+    }
     listed = {re.split(r"[.:]", name.partition("(")[0])[-1] for name in NAMES}
     assert used - own <= listed

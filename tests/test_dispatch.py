@@ -48,7 +48,9 @@ def test_unknown_calls_travel_alone_one_for_each_slot() -> None:
 
 
 def test_what_was_lost_travels_alone() -> None:
-    """A call that was lost with its node may be what took it down: no other one shares its fate, in its batch or behind it in its slot."""
+    """A call that was lost with its node may be what took it down: no other one shares its fate, in its batch or behind
+    it in its slot.
+    """
     queue = learned(0.0001)
     entries = [entry(str(n)) for n in range(40)]
     for lost in entries[1:3]:
@@ -170,7 +172,10 @@ def test_calls_for_a_given_worker_go_out_at_once() -> None:
     queue.add([entry("long"), entry("waits")])
     queue.ship()
     queue.add([entry("one", worker="tls://1"), entry("two", worker="tls://2")])
-    assert [(ids_of(shipment), shipment.worker) for shipment in queue.ship()] == [(["one"], "tls://1"), (["two"], "tls://2")]
+    assert [(ids_of(shipment), shipment.worker) for shipment in queue.ship()] == [
+        (["one"], "tls://1"),
+        (["two"], "tls://2"),
+    ]
     queue.ended("one", 1.0)
     queue.ended("two", 1.0)
     queue.ended("long", 1.0)
@@ -185,7 +190,9 @@ def test_a_batch_carries_each_function_it_needs() -> None:
     queue.ended("g0", 0.0)
     queue.add([entry(str(n), "fg"[n % 2]) for n in range(20)])
     for shipment in queue.ship():
-        assert shipment.batch.functions == {name: FUNCTIONS[name] for name in {call.function for call in shipment.batch.calls}}
+        assert shipment.batch.functions == {
+            name: FUNCTIONS[name] for name in {call.function for call in shipment.batch.calls}
+        }
         assert shipment.batch.topic == "topic"
 
 
@@ -239,7 +246,9 @@ def test_a_pinned_call_that_is_given_back_waits_for_the_same_worker() -> None:
 
 
 def test_a_lost_cluster_takes_no_slot_with_it() -> None:
-    """What was out with a scheduler that is lost occupies nothing: given back, it goes out first again, and the others after it."""
+    """What was out with a scheduler that is lost occupies nothing: given back, it goes out first again, and the others
+    after it.
+    """
     queue = learned(1.0, slots=2)
     queue.add([entry(str(n)) for n in range(4)])
     queue.ship()
@@ -255,7 +264,9 @@ def test_a_lost_cluster_takes_no_slot_with_it() -> None:
 @given(st.lists(st.floats(0, 5), min_size=1, max_size=30), st.integers(1, 8), st.integers(1, 300))
 @settings(max_examples=60, deadline=None, database=None)
 def test_there_is_always_work_for_a_free_slot(seconds: list[float], slots: int, calls: int) -> None:
-    """Whatever was learned: while calls wait, every slot has a shipment, and what is out together is at most the target's work plus one call."""
+    """Whatever was learned: while calls wait, every slot has a shipment, and what is out together is at most the
+    target's work plus one call.
+    """
     queue = Queue("topic")
     queue.slots = slots
     for n, value in enumerate(seconds):
@@ -289,7 +300,12 @@ class AnyOrder(RuleBasedStateMachine):
         self.given_back: set[str] = set()
         self.last_of: dict[str, int] = {}
 
-    @rule(target=calls, function=st.sampled_from(list(FUNCTIONS)), count=st.integers(1, 60), worker=st.sampled_from([None, None, None, "v", "w"]))
+    @rule(
+        target=calls,
+        function=st.sampled_from(list(FUNCTIONS)),
+        count=st.integers(1, 60),
+        worker=st.sampled_from([None, None, None, "v", "w"]),
+    )
     def add(self, function: str, count: int, worker: str | None) -> Any:
         ids = [str(next(self.numbers)) for _ in range(count)]
         self.queue.add([entry(call_id, function, worker) for call_id in ids])
@@ -318,11 +334,15 @@ class AnyOrder(RuleBasedStateMachine):
                 function = self.waiting.pop(call_id)  # KeyError: it was not waiting
                 self.out[call_id] = shipment
                 if call_id not in self.pinned and call_id not in self.given_back:
-                    assert int(call_id) > self.last_of.get(function, -1), "calls of one function must go out in their order"
+                    assert int(call_id) > self.last_of.get(function, -1), (
+                        "calls of one function must go out in their order"
+                    )
                     self.last_of[function] = int(call_id)
             assert shipment.worker == self.pinned.get(ids[0])
             assert self._is_there(ids[0])
-        assert not [call_id for call_id in self.waiting if call_id in self.pinned and self._is_there(call_id)], "pinned calls go as soon as they can"
+        assert not [call_id for call_id in self.waiting if call_id in self.pinned and self._is_there(call_id)], (
+            "pinned calls go as soon as they can"
+        )
 
     @precondition(lambda self: any(map(self._is_there, self.waiting)) and not self.out)
     @rule()
@@ -372,14 +392,18 @@ class AnyOrder(RuleBasedStateMachine):
             self.ended.add(call_id)
         self.queue.returned(again)
         for call_id in again:
-            self.waiting[call_id] = next(call.function for call in self.out[call_id].batch.calls if call.call_id == call_id)
+            self.waiting[call_id] = next(
+                call.function for call in self.out[call_id].batch.calls if call.call_id == call_id
+            )
         self.given_back.update(again)
         self.out.clear()
 
     @invariant()
     def what_waits_for_a_worker_is_known(self) -> None:
         for worker in ("v", "w"):
-            assert sorted(self.queue.pinned_to(worker)) == sorted(call_id for call_id in self.waiting if self.pinned.get(call_id) == worker)
+            assert sorted(self.queue.pinned_to(worker)) == sorted(
+                call_id for call_id in self.waiting if self.pinned.get(call_id) == worker
+            )
 
     @rule(slots=st.integers(1, 6))
     def resize(self, slots: int) -> None:
@@ -398,14 +422,22 @@ class AnyOrder(RuleBasedStateMachine):
     def shipments_know_what_has_not_ended(self) -> None:
         for shipment in {shipment.number: shipment for shipment in self.out.values()}.values():
             assert all(self.queue.is_out(call_id) for call_id in self.queue.unended(shipment))
-            assert self.queue.unended(shipment) == [call_id for call_id in ids_of(shipment) if self.out.get(call_id) is shipment]
+            assert self.queue.unended(shipment) == [
+                call_id for call_id in ids_of(shipment) if self.out.get(call_id) is shipment
+            ]
 
 
 AnyOrder.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.__doc__ = "Each call is in exactly one of waiting, out and ended, and those of one function go out in their order."
+TestAnyOrder.__doc__ = (
+    "Each call is in exactly one of waiting, out and ended, and those of one function go out in their order."
+)
 
 
 @pytest.mark.parametrize("times", [1, 2])

@@ -1,4 +1,6 @@
-"""The README and the how-tos are true: their Python blocks run. (Those of docs/airflow.md run as a DAG file, in integrations/test_airflow.py.)"""
+"""The README and the how-tos are true: their Python blocks run. (Those of docs/airflow.md run as a DAG file, in
+integrations/test_airflow.py.)
+"""
 
 import os
 import subprocess
@@ -21,7 +23,9 @@ PAGES = [
     "docs/secrets.md",
     "docs/accelerators.md",
     "docs/commands.md",
-    *sorted(f"docs/clouds/{page.name}" for page in (ROOT / "docs/clouds").glob("*.md") if "```python" in page.read_text()),
+    *sorted(
+        f"docs/clouds/{page.name}" for page in (ROOT / "docs/clouds").glob("*.md") if "```python" in page.read_text()
+    ),
 ]
 PAGES_OF_ORCHESTRATORS = ["docs/prefect.md", "docs/dagster.md"]
 
@@ -40,23 +44,47 @@ def test_every_python_block_of_the_page_runs(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES_OF_ORCHESTRATORS)
 def test_the_page_of_an_orchestrator_runs_as_a_script(page: str, tmp_path: Path) -> None:
     """The page's Python blocks, put together in one file, run to the end in a process and a home of their own."""
-    run_as_script(page, tmp_path, {"PREFECT_HOME": str(tmp_path / "prefect"), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DAGSTER_HOME": str(tmp_path)})
+    run_as_script(
+        page,
+        tmp_path,
+        {
+            "PREFECT_HOME": str(tmp_path / "prefect"),
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "DAGSTER_HOME": str(tmp_path),
+        },
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_page_of_machines_runs_on_machines(fleet: Fleet, mirror: Mirror, tmp_path: Path) -> None:  # noqa: F811
-    """The page's aliases are bare hosts of the test bed, by an SSH configuration as a user would write it; all else is as the page has it."""
+def test_the_page_of_machines_runs_on_machines(fleet: Fleet, mirror: Mirror, tmp_path: Path) -> None:
+    """The page's aliases are bare hosts of the test bed, by an SSH configuration as a user would write it; all else is
+    as the page has it.
+    """
     (tmp_path / ".ssh").mkdir(mode=0o700)
     aliases = []
     for name in ("gpu-1", "gpu-2", "gpu-3"):
         host = fleet.create()
         mirror.configure(host)
-        aliases += [f"Host {name}", f"HostName {host.ip}", f"User {host.user}", f"IdentityFile {host.key_path}", f"UserKnownHostsFile {host.known_hosts_path}"]
+        aliases += [
+            f"Host {name}",
+            f"HostName {host.ip}",
+            f"User {host.user}",
+            f"IdentityFile {host.key_path}",
+            f"UserKnownHostsFile {host.known_hosts_path}",
+        ]
     (tmp_path / ".ssh/config").write_text("\n".join(aliases) + "\n")
-    run_as_script("docs/machines.md", tmp_path, {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state"), "TMPDIR": str(tmp_path)})
+    run_as_script(
+        "docs/machines.md",
+        tmp_path,
+        {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state"), "TMPDIR": str(tmp_path)},
+    )
     directory = str(tmp_path)  # of the local nodes that the page leaves to their lease
-    wait_until(lambda: not any(path.startswith(directory) for _, path in processes_by_tag("SKYWARD_INSTANCE_DIRECTORY")), "the end of the lease", seconds=60)
+    wait_until(
+        lambda: not any(path.startswith(directory) for _, path in processes_by_tag("SKYWARD_INSTANCE_DIRECTORY")),
+        "the end of the lease",
+        seconds=60,
+    )
 
 
 def run_as_script(page: str, folder: Path, variables: dict[str, str]) -> None:
@@ -66,6 +94,12 @@ def run_as_script(page: str, folder: Path, variables: dict[str, str]) -> None:
     script.write_text("\n\n".join(blocks))
     patience = {"PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "200"}  # 20 by default, which a busy machine needs
     done = subprocess.run(
-        [sys.executable, str(script)], env=os.environ | patience | variables, cwd=folder, capture_output=True, text=True, check=False, timeout=240
+        [sys.executable, str(script)],
+        env=os.environ | patience | variables,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr[-4000:]

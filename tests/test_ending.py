@@ -55,7 +55,15 @@ class Cloud:
         else:
             self.there -= self.going
         return [
-            Instance(id=name, provider="cloud", pool_id="sky-1", rank=0, state=InstanceState.RUNNING, region="r", instance_type="t")
+            Instance(
+                id=name,
+                provider="cloud",
+                pool_id="sky-1",
+                rank=0,
+                state=InstanceState.RUNNING,
+                region="r",
+                instance_type="t",
+            )
             for name in sorted(self.there)
         ]
 
@@ -119,7 +127,9 @@ def test_what_goes_at_once_is_asked_for_once(endings: Endings, witness: Witness)
     ],
     ids=["a 503", "an outage", "it is left", "some are left", "it lingers", "a listing fails"],
 )
-def test_what_does_not_go_is_asked_for_again(endings: Endings, witness: Witness, trouble: dict[str, Any], times: int) -> None:
+def test_what_does_not_go_is_asked_for_again(
+    endings: Endings, witness: Witness, trouble: dict[str, Any], times: int
+) -> None:
     """Until a listing lacks it; then the thread ends."""
     cloud = Cloud(there={"a", "b"}, **copy.deepcopy(trouble))
     assert endings.end("a", cloud).over.wait(30)

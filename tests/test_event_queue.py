@@ -57,10 +57,15 @@ def ended(queue: EventQueue) -> bool:
 
 
 def test_events_are_told_in_order_and_each_once() -> None:
-    """Many threads put; what one thread has put keeps its order, and the display is closed after the last one, by the thread that tells."""
+    """Many threads put; what one thread has put keeps its order, and the display is closed after the last one, by the
+    thread that tells.
+    """
     seen: list[Any] = []
     queue = EventQueue(seen.append, lambda: seen.append(threading.current_thread().name))
-    threads = [threading.Thread(target=lambda first=first: [queue.put(line(first + number)) for number in range(500)]) for first in range(0, 4000, 1000)]
+    threads = [
+        threading.Thread(target=lambda first=first: [queue.put(line(first + number)) for number in range(500)])
+        for first in range(0, 4000, 1000)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -70,7 +75,9 @@ def test_events_are_told_in_order_and_each_once() -> None:
     numbers = [int(event.line) for event in seen]
     assert sorted(numbers) == [first + number for first in range(0, 4000, 1000) for number in range(500)]
     for first in range(0, 4000, 1000):
-        assert all(one < other for one, other in pairwise(number for number in numbers if number // 1000 == first // 1000))
+        assert all(
+            one < other for one, other in pairwise(number for number in numbers if number // 1000 == first // 1000)
+        )
     assert queue.told == queue.number == 2000
 
 
@@ -170,11 +177,16 @@ def test_nothing_comes_after_the_bill() -> None:
 
 @given(st.lists(st.sampled_from(["line", "progress", "lost"]), max_size=60), st.integers(2, 10))
 def test_what_waits_is_bounded_and_what_matters_is_kept(kinds: list[str], most: int) -> None:
-    """Beyond the limit lines and progress are dropped and counted; other events never, and the last progress comes last."""
+    """Beyond the limit lines and progress are dropped and counted; other events never, and the last progress comes
+    last.
+    """
     may_go_on = threading.Event()
     seen: list[Any] = []
     queue = EventQueue(lambda event: (may_go_on.wait(60), seen.append(event)), most_waiting=most)
-    made: dict[str, Any] = {"line": lambda number: line(number), "lost": lambda number: sky.InstanceLost("i-0", number, "")}
+    made: dict[str, Any] = {
+        "line": lambda number: line(number),
+        "lost": lambda number: sky.InstanceLost("i-0", number, ""),
+    }
     made["progress"] = lambda number: sky.CallProgress(number, number, 0)
     put = [made[kind](number) for number, kind in enumerate(kinds)]
     for event in put:
@@ -188,14 +200,19 @@ def test_what_waits_is_bounded_and_what_matters_is_kept(kinds: list[str], most: 
     progress = [event for event in put if isinstance(event, sky.CallProgress)]
     assert [event for event in seen if isinstance(event, sky.CallProgress)][-1:] == progress[-1:]
     told = [int(event.message.split()[0]) for event in seen if isinstance(event, sky.Error)]
-    again = sum(1 for event in seen if isinstance(event, sky.CallProgress)) + sum(1 for event in seen if isinstance(event, sky.LogLine))
+    again = sum(1 for event in seen if isinstance(event, sky.CallProgress)) + sum(
+        1 for event in seen if isinstance(event, sky.LogLine)
+    )
     dropped = len(put) - len(lost) - again
-    assert dropped <= sum(told) <= dropped + len(told)  # the last progress was counted as dropped, and is told all the same
+    # the last progress was counted as dropped, and is told all the same
+    assert dropped <= sum(told) <= dropped + len(told)
     assert seen[-1] == BILL
 
 
 def test_callbacks_run_in_the_context_in_which_the_pool_was_opened() -> None:
-    """What an orchestrator keeps in context variables, such as the run that it works for, is there for its callbacks."""
+    """What an orchestrator keeps in context variables, such as the run that it works for, is there for its
+    callbacks.
+    """
     variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="nothing")
     seen: list[str] = []
     variable.set("the opener's")
@@ -207,7 +224,9 @@ def test_callbacks_run_in_the_context_in_which_the_pool_was_opened() -> None:
 
 
 def test_a_callback_that_exits_ends_the_program_and_not_the_thread(caplog: pytest.LogCaptureFixture) -> None:
-    """`sys.exit` in a callback is raised where the pool is waited for, once; an exception is logged, and both keep nothing from being told."""
+    """`sys.exit` in a callback is raised where the pool is waited for, once; an exception is logged, and both keep
+    nothing from being told.
+    """
     seen: list[Any] = []
 
     def exits(event: Any) -> None:

@@ -11,7 +11,11 @@ import pytest
 import skyward_core as sky
 from skyward_core.events import events
 
-EVENTS = [value for value in vars(events).values() if dataclasses.is_dataclass(value) and isinstance(value, type) and value.__module__ == events.__name__]
+EVENTS = [
+    value
+    for value in vars(events).values()
+    if dataclasses.is_dataclass(value) and isinstance(value, type) and value.__module__ == events.__name__
+]
 LINE = sky.LogLine(0, "i-1", "hello", 1.0)
 
 
@@ -40,7 +44,10 @@ def test_events_are_values(kind: type) -> None:
     [
         (sky.LogLine, ["node", "instance_id", "line", "timestamp"]),
         (sky.CostUpdate, ["elapsed_seconds", "accumulated_cost", "hourly_rate", "spot_count", "ondemand_count"]),
-        (sky.CostFinal, ["total_cost", "total_seconds", "hourly_rate", "spot_count", "ondemand_count", "savings_vs_ondemand"]),
+        (
+            sky.CostFinal,
+            ["total_cost", "total_seconds", "hourly_rate", "spot_count", "ondemand_count", "savings_vs_ondemand"],
+        ),
         (sky.BudgetWarning, ["spent_usd", "limit_usd", "account"]),
         (sky.InstanceLaunching, ["count", "instance_type", "provider"]),
         (sky.BootstrapProgress, ["instance_id", "step"]),

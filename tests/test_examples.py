@@ -13,7 +13,10 @@ BIN = Path(sys.executable).parent
 DIGITS = {
     "flows/digits_sweep.py": [[sys.executable, "flows/digits_sweep.py"]],
     "flows/dagster_definitions.py": [[sys.executable, "flows/dagster_definitions.py"]],
-    "dags/digits_sweep.py": [[str(BIN / "airflow"), "db", "migrate"], [str(BIN / "airflow"), "dags", "test", "digits_sweep"]],
+    "dags/digits_sweep.py": [
+        [str(BIN / "airflow"), "db", "migrate"],
+        [str(BIN / "airflow"), "dags", "test", "digits_sweep"],
+    ],
 }
 SWEEPS = {"dags/sweep.py", "flows/sweep.py"}
 """These run in integrations/test_sweeps.py."""
@@ -29,7 +32,9 @@ def test_there_is_a_command_for_every_example() -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("example", DIGITS)
 def test_the_example_finds_a_good_classifier_and_tells_its_cost(example: str, tmp_path: Path) -> None:
-    """The sweep has at least 12 candidates, its winner is right on more than 97 % of unseen digits, and there is a bill."""
+    """The sweep has at least 12 candidates, its winner is right on more than 97 % of unseen digits, and there is a
+    bill.
+    """
     environ = os.environ | {
         "PREFECT_HOME": str(tmp_path / "prefect"),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -42,7 +47,16 @@ def test_the_example_finds_a_good_classifier_and_tells_its_cost(example: str, tm
     environ.pop("DAGSTER_HOME", None)
     said = ""
     for command in DIGITS[example]:
-        done = subprocess.run(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=380)
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=380,
+        )
         assert done.returncode == 0, done.stdout[-6000:]
         said = done.stdout
     result = json.JSONDecoder().raw_decode("{" + said.rpartition("digits_sweep: {")[2])[0]

@@ -178,7 +178,9 @@ def raised(error: BaseException) -> BaseException:
     ids=lambda error: type(error).__name__,
 )
 def test_an_exception_arrives_as_it_was(error: BaseException) -> None:
-    """Class, args, message, attributes and fields of C are the same; its __init__ is not run again unless it asks for that."""
+    """Class, args, message, attributes and fields of C are the same; its __init__ is not run again unless it asks for
+    that.
+    """
     there = over(raised(error))
     assert type(there) is type(error)
     assert there.args == error.args
@@ -211,7 +213,12 @@ def test_exceptions_of_libraries_arrive_with_their_attributes() -> None:
     """A response, the errors of a validation: what callers look at."""
     response = httpx.Response(404, request=httpx.Request("GET", "http://x"), text="gone")
     there = over(httpx.HTTPStatusError("404", request=response.request, response=response))
-    assert (type(there), there.response.status_code, there.response.text, there.request.method) == (httpx.HTTPStatusError, 404, "gone", "GET")
+    assert (type(there), there.response.status_code, there.response.text, there.request.method) == (
+        httpx.HTTPStatusError,
+        404,
+        "gone",
+        "GET",
+    )
     with pytest.raises(pydantic.ValidationError) as caught:
         Row.model_validate({"size": "many"})
     invalid = over(caught.value)
@@ -225,9 +232,25 @@ def test_exceptions_of_libraries_arrive_with_their_attributes() -> None:
 
 
 def test_what_cannot_travel_is_left_out_and_named() -> None:
-    """A lock stays on its node; the other attributes arrive, a note names the lock, and another one what the exception says there."""
-    there = over(Holder(lock=threading.Lock(), size=3, inner=OwnInit(1, "deep"), many=[OwnInit(2, "a"), Doubling(5)], mixed=[1, OwnInit(3, "b")]))
-    assert (there.size, there.inner.extra, there.many[0].code, str(there.many[1]), there.mixed[1].extra) == (3, "deep", 2, "x 5", "b")
+    """A lock stays on its node; the other attributes arrive, a note names the lock, and another one what the exception
+    says there.
+    """
+    there = over(
+        Holder(
+            lock=threading.Lock(),
+            size=3,
+            inner=OwnInit(1, "deep"),
+            many=[OwnInit(2, "a"), Doubling(5)],
+            mixed=[1, OwnInit(3, "b")],
+        )
+    )
+    assert (there.size, there.inner.extra, there.many[0].code, str(there.many[1]), there.mixed[1].extra) == (
+        3,
+        "deep",
+        2,
+        "x 5",
+        "b",
+    )
     assert not hasattr(there, "lock")
     assert any(note.startswith("it has come without lock (TypeError: cannot pickle") for note in there.__notes__)
     assert any(note.startswith("on its node it says: held <unlocked") for note in there.__notes__)
@@ -265,7 +288,16 @@ def test_notes_causes_and_contexts_come_along() -> None:
 def test_groups_come_with_their_members() -> None:
     """Nested groups, groups with their own __new__, members of any kind: `except*` finds what was raised."""
     lock = Holder(lock=threading.Lock())
-    there = over(ExceptionGroup("outer", [OwnInit(1, "a"), ExceptionGroup("inner", [KeywordOnly(reason="b"), lock]), OwnGroup(4, [OSError(2, "no")])]))
+    there = over(
+        ExceptionGroup(
+            "outer",
+            [
+                OwnInit(1, "a"),
+                ExceptionGroup("inner", [KeywordOnly(reason="b"), lock]),
+                OwnGroup(4, [OSError(2, "no")]),
+            ],
+        )
+    )
     assert str(there) == "outer (3 sub-exceptions)"
     found = there.subgroup(KeywordOnly)
     assert found is not None
@@ -307,7 +339,9 @@ def elsewhere() -> Iterator[types.ModuleType]:
 
 
 def test_a_class_that_does_not_exist_here_is_named_first(elsewhere: types.ModuleType) -> None:
-    """RemoteError begins with type and message, and says why; in a group and in a chain it stands for that exception alone."""
+    """RemoteError begins with type and message, and says why; in a group and in a chain it stands for that exception
+    alone.
+    """
     alone = exceptions.pack(elsewhere.FarError("out of\nmemory"))
     group = exceptions.pack(ExceptionGroup("some", [elsewhere.FarError("far"), OwnInit(1, "near")]))
     with_tensor = Holder(size=3)
@@ -346,7 +380,11 @@ def test_an_exception_that_says_nothing_arrives() -> None:
     assert type(over(Silent("a"))) is Silent
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit(), asyncio.CancelledError("stop")], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error",
+    [KeyboardInterrupt(), SystemExit(3), GeneratorExit(), asyncio.CancelledError("stop")],
+    ids=lambda error: type(error).__name__,
+)
 def test_what_would_end_the_caller_is_told(error: BaseException) -> None:
     """Such exceptions are not raised here: nobody has interrupted or cancelled the caller."""
     there = over(error)
@@ -354,7 +392,14 @@ def test_what_would_end_the_caller_is_told(error: BaseException) -> None:
     assert str(there).startswith(exceptions.name_of(type(error)))
 
 
-VALUES = st.one_of(st.integers(), st.text(max_size=5), st.lists(st.integers(), max_size=2), st.builds(threading.Lock), st.builds(object), st.just(exceptions))
+VALUES = st.one_of(
+    st.integers(),
+    st.text(max_size=5),
+    st.lists(st.integers(), max_size=2),
+    st.builds(threading.Lock),
+    st.builds(object),
+    st.just(exceptions),
+)
 LEAVES = st.one_of(
     st.builds(OwnInit, st.integers(), st.text(max_size=5)),
     st.builds(KeywordOnly, reason=st.text(max_size=5)),
@@ -366,13 +411,19 @@ LEAVES = st.one_of(
     st.builds(Holder, lock=VALUES, other=VALUES),
     st.builds(ValueError, VALUES, VALUES),
 )
-ERRORS = st.recursive(LEAVES, lambda inner: st.builds(ExceptionGroup[Exception], st.text(max_size=5), st.lists(inner, min_size=1, max_size=3)), max_leaves=6)
+ERRORS = st.recursive(
+    LEAVES,
+    lambda inner: st.builds(ExceptionGroup[Exception], st.text(max_size=5), st.lists(inner, min_size=1, max_size=3)),
+    max_leaves=6,
+)
 
 
 @hypothesis_settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(ERRORS, st.booleans(), st.lists(st.text(max_size=5), max_size=2)), min_size=1, max_size=4))
 def test_whatever_is_raised_arrives(chain: list[tuple[Exception, bool, list[str]]]) -> None:
-    """Any tree of exceptions, with any attributes, notes and causes: classes, members, notes and all that travels are what was raised."""
+    """Any tree of exceptions, with any attributes, notes and causes: classes, members, notes and all that travels are
+    what was raised.
+    """
     errors = [error for error, _, _ in chain]
     for error, _, notes in chain:
         exceptions.exception_state.state_of(error)
@@ -414,10 +465,20 @@ def _travels(value: Any) -> bool:
 
 
 def test_exceptions_inside_results_are_what_they_were() -> None:
-    """A result may hold exceptions: they come back without their __init__ being run, strictly, for nothing of a result is left out."""
-    back = pickling.loads(pickling.dumps([OwnInit(1, "a"), Doubling(2), Slotted("k", 3), OwnGroup(4, [KeywordOnly(reason="r")]), Data(5)]))
+    """A result may hold exceptions: they come back without their __init__ being run, strictly, for nothing of a result
+    is left out.
+    """
+    back = pickling.loads(
+        pickling.dumps([OwnInit(1, "a"), Doubling(2), Slotted("k", 3), OwnGroup(4, [KeywordOnly(reason="r")]), Data(5)])
+    )
     assert [str(error) for error in back[:2]] == ["x 1", "x 2"]
-    assert (back[0].extra, back[2].hidden, back[3].code, back[3].exceptions[0].reason, back[4].code) == ("a", 3, 4, "r", 5)
+    assert (back[0].extra, back[2].hidden, back[3].code, back[3].exceptions[0].reason, back[4].code) == (
+        "a",
+        3,
+        4,
+        "r",
+        5,
+    )
     with pytest.raises(sky.NotPicklable, match="lock"):
         pickling.dumps([Holder(lock=threading.Lock())])
 
@@ -426,7 +487,9 @@ def test_exceptions_inside_results_are_what_they_were() -> None:
 
 
 def test_except_clauses_catch_what_a_call_has_raised(pool: sky.ComputePool) -> None:
-    """The classes are the caller's own, those of this file, which travel by value, and those made in a function; also one raised by a helper."""
+    """The classes are the caller's own, those of this file, which travel by value, and those made in a function; also
+    one raised by a helper.
+    """
 
     class Local(Exception):
         def __init__(self, code: int, extra: str) -> None:

@@ -63,7 +63,12 @@ def test_each_extra_alone_brings_its_orchestrator_and_no_other(wheel: Path, orch
 def test_without_an_extra_there_is_no_orchestrator_and_a_pool_works(wheel: Path, tmp_path: Path) -> None:
     """The bare wheel runs calls, and neither has nor imports any orchestrator."""
     python = installed(wheel, "", tmp_path / "env")
-    told = run(python, "-c", "import sys, skyward_core; print(sorted({name.partition('.')[0] for name in sys.modules}))", cwd=tmp_path)
+    told = run(
+        python,
+        "-c",
+        "import sys, skyward_core; print(sorted({name.partition('.')[0] for name in sys.modules}))",
+        cwd=tmp_path,
+    )
     assert not {"prefect", "airflow", "dagster", "distributed", "pydantic"} & set(ast.literal_eval(told))
     script = tmp_path / "call.py"
     script.write_text(A_CALL)

@@ -39,10 +39,26 @@ def test_a_public_name_is_there_and_says_what_it_is(name: str) -> None:
         assert not doc.startswith(f"{name}("), "the docstring that dataclass writes"
 
 
-@pytest.mark.parametrize("kind", [sky.ComputePool, sky.MultiPool, sky.PendingCompute, sky.PendingBatch, sky.PoolSpec, sky.Image, sky.Local, sky.Provider])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        sky.ComputePool,
+        sky.MultiPool,
+        sky.PendingCompute,
+        sky.PendingBatch,
+        sky.PoolSpec,
+        sky.Image,
+        sky.Local,
+        sky.Provider,
+    ],
+)
 def test_public_methods_say_what_they_do(kind: type) -> None:
     """Methods and properties that a class of ours defines have docstrings."""
-    ours = {name: value for name, value in vars(kind).items() if not name.startswith("_") and (callable(value) or isinstance(value, property | classmethod))}
+    ours = {
+        name: value
+        for name, value in vars(kind).items()
+        if not name.startswith("_") and (callable(value) or isinstance(value, property | classmethod))
+    }
     missing = [name for name, value in ours.items() if not inspect.getdoc(getattr(value, "__func__", value))]
     assert missing == []
 
@@ -81,8 +97,14 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
             "import skyward_core; skyward_core.compute; skyward_core.gather; skyward_core.LogLine; skyward_core.instance_info()",
             "distributed dask pydantic rich",
         ),
-        ("import skyward_core; skyward_core.ComputePool; skyward_core.Local()", "distributed dask rich numpy torch jax sklearn boto3 prefect airflow dagster"),
-        ("import skyward_core.worker.node, skyward_core.worker.supervisor", "pydantic rich uv boto3 asyncssh httpx prefect airflow dagster"),
+        (
+            "import skyward_core; skyward_core.ComputePool; skyward_core.Local()",
+            "distributed dask rich numpy torch jax sklearn boto3 prefect airflow dagster",
+        ),
+        (
+            "import skyward_core.worker.node, skyward_core.worker.supervisor",
+            "pydantic rich uv boto3 asyncssh httpx prefect airflow dagster",
+        ),
     ],
 )
 def test_an_import_pulls_in_nothing_heavy(statement: str, unwanted: str) -> None:
@@ -93,8 +115,18 @@ def test_an_import_pulls_in_nothing_heavy(statement: str, unwanted: str) -> None
     assert loaded & set(unwanted.split()) == set()
 
 
-@pytest.mark.skipif(sys.version_info < (3, 12, 4), reason="before 3.12.4 get_type_hints does not find type parameters (gh-114053)")
+@pytest.mark.skipif(
+    sys.version_info < (3, 12, 4), reason="before 3.12.4 get_type_hints does not find type parameters (gh-114053)"
+)
 def test_hints_can_be_resolved_at_run_time() -> None:
     """Type hints of the public functions resolve, as orchestrators that look at them need."""
-    functions: list[Any] = [sky.gather, sky.shard, sky.instance_info, sky.compose, sky.emit, sky.ComputePool.map, sky.ComputePool.submit]
+    functions: list[Any] = [
+        sky.gather,
+        sky.shard,
+        sky.instance_info,
+        sky.compose,
+        sky.emit,
+        sky.ComputePool.map,
+        sky.ComputePool.submit,
+    ]
     assert all("return" in typing.get_type_hints(fn) for fn in functions)

@@ -37,7 +37,9 @@ def test_a_future_is_small() -> None:
 
 
 def test_a_call_that_waits_is_small() -> None:
-    """All that the client holds of a tiny call that has not gone out yet: its arguments, its place in the queue, its future."""
+    """All that the client holds of a tiny call that has not gone out yet: its arguments, its place in the queue, its
+    future.
+    """
     lease = Lease(pool_id="p", provider={"name": "local"}, created_at=datetime.now(UTC))
     cluster = Cluster(lease, PoolCertificate("", ""), Reaches(60.0, lambda _: None), lambda _: None)
     cluster.submit(PendingCompute(abs, (number,)) for number in range(10))

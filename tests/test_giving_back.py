@@ -1,4 +1,6 @@
-"""Giving back, at clouds that misbehave in every verb: it returns only when nothing is billed any more, and names all that may be when it gives up."""
+"""Giving back, at clouds that misbehave in every verb: it returns only when nothing is billed any more, and names all
+that may be when it gives up.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +37,26 @@ class Time:
 
 
 def machine(name: str) -> Instance:
-    return Instance(id=name, provider="cloud", pool_id=POOL, rank=0, state=InstanceState.RUNNING, region="r", instance_type="t", price_per_hour=1)
+    return Instance(
+        id=name,
+        provider="cloud",
+        pool_id=POOL,
+        rank=0,
+        state=InstanceState.RUNNING,
+        region="r",
+        instance_type="t",
+        price_per_hour=1,
+    )
 
 
 @dataclass
 class Cloud:
-    """A cloud whose truth is `billed`. A machine is listed from its time in `listed_from` on; what each verb does next is scripted, then it works.
+    """A cloud whose truth is `billed`. A machine is listed from its time in `listed_from` on; what each verb does next
+    is scripted, then it works.
 
-    Scripts: "fail" raises, "nothing" accepts and does nothing, "half" ends the first half of what it is asked for, "refuse" raises InstancesLeft with those
-    that it has not ended, "vague" does the same and names none; of listings "fail", and "blank", which shows nothing.
+    Scripts: "fail" raises, "nothing" accepts and does nothing, "half" ends the first half of what it is asked for,
+    "refuse" raises InstancesLeft with those that it has not ended, "vague" does the same and names none; of listings
+    "fail", and "blank", which shows nothing.
     """
 
     time: Time
@@ -68,7 +81,9 @@ class Cloud:
     def instances(self, pool_id: str | None = None) -> list[Instance]:
         assert pool_id == POOL
         does = self.listings.pop(0) if self.listings else ("fail" if self.is_blind else "")
-        seen = [name for name in sorted(self.billed) if self.listed_from.get(name, 0.0) <= self.time.now and does != "blank"]
+        seen = [
+            name for name in sorted(self.billed) if self.listed_from.get(name, 0.0) <= self.time.now and does != "blank"
+        ]
         self.time.now += self.listing_seconds
         if does == "fail":
             raise ConnectionError("503 from the listing")
@@ -79,7 +94,9 @@ class Cloud:
         does = self.endings.pop(0) if self.endings else self.always
         if does == "fail":
             raise ConnectionError("502 from the termination")
-        ended = {"nothing": [], "half": ids[: len(ids) // 2], "refuse": ids[: len(ids) // 2], "vague": []}.get(does, ids)
+        ended = {"nothing": [], "half": ids[: len(ids) // 2], "refuse": ids[: len(ids) // 2], "vague": []}.get(
+            does, ids
+        )
         self.billed -= set(ended)
         if does == "vague":
             raise InstancesLeft("some are left")
@@ -115,11 +132,15 @@ class Page:
         self.told += [("ending", name) for name in ids]
 
     def asked(self, instance_ids: Iterable[str]) -> None:
-        assert set(instance_ids) <= {name for asked in self.cloud.asked for name in asked}, "told before termination was asked for"
+        assert set(instance_ids) <= {name for asked in self.cloud.asked for name in asked}, (
+            "told before termination was asked for"
+        )
 
     def gone(self, instance_ids: Iterable[str], evidence: str) -> None:
         for name in instance_ids:
-            assert name not in self.cloud.billed or name in self.lapsed, f"{name} is billed and was told as gone: {evidence}"
+            assert name not in self.cloud.billed or name in self.lapsed, (
+                f"{name} is billed and was told as gone: {evidence}"
+            )
             assert name not in self.evidence, f"{name} was told as gone twice"
             self.told.append(("gone", name))
             self.evidence[name] = evidence
@@ -148,7 +169,9 @@ def scene(billed: str, known: str | None = None, **settings: Any) -> Scene:
 
 
 def test_all_is_terminated_and_believed_when_it_is_listed_no_more() -> None:
-    """One request, one listing after it, no waiting; each machine is told as ending before it is asked for, and as gone after it, with the evidence."""
+    """One request, one listing after it, no waiting; each machine is told as ending before it is asked for, and as gone
+    after it, with the evidence.
+    """
     it = scene("ab")
     it.give_back()
     assert it.cloud.asked == [["a", "b"]]
@@ -186,7 +209,9 @@ def test_a_listing_that_fails_is_never_taken_for_absence() -> None:
 
 
 def test_a_blank_listing_beside_a_termination_that_fails_is_not_believed_at_once() -> None:
-    """A cloud in trouble may show nothing of what it has: what could not be terminated is gone only when a second listing lacks it too."""
+    """A cloud in trouble may show nothing of what it has: what could not be terminated is gone only when a second
+    listing lacks it too.
+    """
     it = scene("a", endings=["fail", "fail"], listings=["", "blank", "", ""])
     it.give_back()
     assert it.cloud.billed == set()
@@ -263,7 +288,9 @@ def test_what_a_lagging_listing_lacks_says_nothing_until_it_must_list_it() -> No
 
 
 def test_a_known_machine_that_is_not_listed_yet_is_not_taken_for_gone() -> None:
-    """Its termination did nothing and the listing lacks it: it is asked for again, and told as gone only after it must be listed."""
+    """Its termination did nothing and the listing lacks it: it is asked for again, and told as gone only after it must
+    be listed.
+    """
     it = scene("a", listed_from={"a": 1020.0}, endings=["nothing"] * 3)
     it.give_back(unsure_until=1020.0)
     assert it.cloud.billed == set()
@@ -336,11 +363,17 @@ def test_a_termination_that_fails_confirms_nothing() -> None:
 
 
 def test_what_has_ended_by_its_lease_need_not_be_confirmed() -> None:
-    """A host that does not answer cannot be asked; its node's lease is over, and the evidence says just that. The others are confirmed."""
+    """A host that does not answer cannot be asked; its node's lease is over, and the evidence says just that.
+
+    The others are confirmed.
+    """
     it = scene("ab", terminate_confirms=True, is_blind=True, always="refuse")  # ends a, never b
     it.page.lapsed = frozenset("b")
     it.give_back(are_all_known=True, presumed_gone=frozenset("b"))
-    assert it.page.evidence == {"a": "cloud confirmed its termination", "b": "its lease has run out, and what carries it does not answer"}
+    assert it.page.evidence == {
+        "a": "cloud confirmed its termination",
+        "b": "its lease has run out, and what carries it does not answer",
+    }
 
 
 def test_what_was_presumed_gone_and_answers_is_confirmed() -> None:
@@ -361,9 +394,14 @@ def test_a_presumption_is_nothing_against_a_listing() -> None:
 
 
 def test_what_cannot_be_ended_is_named_with_its_page_and_the_cause() -> None:
-    """After the deadline: the ids, where a person sees them, the command that asks again, and the last trouble as the cause."""
+    """After the deadline: the ids, where a person sees them, the command that asks again, and the last trouble as the
+    cause.
+    """
     it = scene("abc", always="half", gone_deadline_seconds=10.0)  # of one machine half is none
-    with pytest.raises(InstancesLeft, match=r"cloud was asked to terminate c; after 10 s .* Look at https://console.example/c; `skyward sweep`") as caught:
+    with pytest.raises(
+        InstancesLeft,
+        match=r"cloud was asked to terminate c; after 10 s .* Look at https://console.example/c; `skyward sweep`",
+    ) as caught:
         it.give_back()
     assert caught.value.ids == ("c",)
     assert caught.value.__cause__ is None
@@ -384,7 +422,9 @@ def test_nobody_waits_longer_than_ten_minutes() -> None:
 
 
 def test_an_outage_that_does_not_end_leaves_nothing_unnamed() -> None:
-    """Termination was accepted, and nobody can see what came of it: all are named, without a page if they were never seen."""
+    """Termination was accepted, and nobody can see what came of it: all are named, without a page if they were never
+    seen.
+    """
     it = scene("ab", is_blind=True, gone_deadline_seconds=10.0)
     with pytest.raises(InstancesLeft, match="Look at its console") as caught:
         it.give_back()
@@ -393,7 +433,9 @@ def test_an_outage_that_does_not_end_leaves_nothing_unnamed() -> None:
 
 
 def test_what_a_cloud_has_accepted_without_a_word_is_named_beside_what_it_has_refused() -> None:
-    """A cloud whose terminations do not confirm refuses one and says nothing of the others: while it cannot be asked, all may live."""
+    """A cloud whose terminations do not confirm refuses one and says nothing of the others: while it cannot be asked,
+    all may live.
+    """
     it = scene("abcd", is_blind=True, endings=["refuse"], always="nothing", gone_deadline_seconds=10.0)
     with pytest.raises(InstancesLeft) as caught:
         it.give_back()
@@ -440,7 +482,9 @@ def test_when_it_returns_nothing_is_billed_and_when_it_raises_all_that_lives_is_
     is_blind: bool,
     listing_seconds: float,
 ) -> None:
-    """Whatever each verb does, in whatever order: whoever is told as gone is gone (`Page.gone`), and what was known or seen is named if it may live."""
+    """Whatever each verb does, in whatever order: whoever is told as gone is gone (`Page.gone`), and what was known or
+    seen is named if it may live.
+    """
     time = Time()
     listed_from = {name: time.now + lag for name, lag in lags.items()}
     cloud = Cloud(
@@ -468,8 +512,16 @@ def test_when_it_returns_nothing_is_billed_and_when_it_raises_all_that_lives_is_
 
 @pytest.mark.generated
 @settings(max_examples=examples(400), deadline=None)
-@given(billed=st.sets(st.sampled_from(LETTERS)), hidden=st.sets(st.sampled_from(LETTERS)), endings=endings, listings=listings, is_blind=st.booleans())
-def test_the_same_of_providers_that_confirm(billed: set[str], hidden: set[str], endings: list[str], listings: list[str], is_blind: bool) -> None:
+@given(
+    billed=st.sets(st.sampled_from(LETTERS)),
+    hidden=st.sets(st.sampled_from(LETTERS)),
+    endings=endings,
+    listings=listings,
+    is_blind=st.booleans(),
+)
+def test_the_same_of_providers_that_confirm(
+    billed: set[str], hidden: set[str], endings: list[str], listings: list[str], is_blind: bool
+) -> None:
     """A confirmation is believed, but for machines that nobody knew."""
     time = Time()
     truthful = [does for does in endings if does not in ("nothing", "half")]

@@ -22,7 +22,12 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("nvml")
 def test_the_gpus_of_a_node_are_one_row() -> None:
     """Means, and the highest temperature."""
-    assert _gpu_values([0, 1]) == {"gpu_utilization": 30, "gpu_memory_used_mb": 10_000, "gpu_memory_total_mb": 20_000, "gpu_temperature": 60}
+    assert _gpu_values([0, 1]) == {
+        "gpu_utilization": 30,
+        "gpu_memory_used_mb": 10_000,
+        "gpu_memory_total_mb": 20_000,
+        "gpu_temperature": 60,
+    }
     assert _gpu_values([]) == {}
 
 

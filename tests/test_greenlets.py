@@ -22,7 +22,9 @@ def patched(*names: str) -> Any:
 @pytest.mark.parametrize(("module", "library"), [("gevent.monkey", "gevent"), ("eventlet.patcher", "eventlet")])
 def test_what_is_patched_is_named(module: str, library: str) -> None:
     """With what to do instead; a library that has patched nothing that a pool needs is no reason."""
-    with pytest.raises(sky.BadRequest, match=f"{library} has replaced socket, select in this process.*process of its own"):
+    with pytest.raises(
+        sky.BadRequest, match=f"{library} has replaced socket, select in this process.*process of its own"
+    ):
         refuse_greenlets({module: patched("socket", "select", "os")})
     refuse_greenlets({module: patched("os", "dns")})
     refuse_greenlets({})
@@ -49,14 +51,28 @@ if __name__ == "__main__":
     except sky.BadRequest as error:
         print("refused:", error)
 """
-PATCHES = {"gevent": "from gevent import monkey; monkey.patch_all()", "eventlet": "import eventlet; eventlet.monkey_patch()"}
+PATCHES = {
+    "gevent": "from gevent import monkey; monkey.patch_all()",
+    "eventlet": "import eventlet; eventlet.monkey_patch()",
+}
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the real libraries, which are in no environment of ours."""
     folder = tmp_path_factory.mktemp("greenlets")
-    command = [uv.find_uv_bin(), "pip", "install", "--quiet", "--python", sys.executable, "--target", str(folder), "gevent", "eventlet"]
+    command = [
+        uv.find_uv_bin(),
+        "pip",
+        "install",
+        "--quiet",
+        "--python",
+        sys.executable,
+        "--target",
+        str(folder),
+        "gevent",
+        "eventlet",
+    ]
     subprocess.run(command, check=True, timeout=200)
     return folder
 
@@ -70,6 +86,13 @@ def test_the_real_library_is_noticed(library: str, when: str, site: Path, tmp_pa
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(**{"before": "", "after": "", when: PATCHES[library]}))
     began = time.monotonic()
-    done = subprocess.run([sys.executable, str(program)], env=os.environ | {"PYTHONPATH": str(site)}, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        env=os.environ | {"PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.stdout.startswith(f"refused: {library} has replaced "), done.stderr[-2000:]
     assert time.monotonic() - began < 30

@@ -49,7 +49,13 @@ class Node:
 
     def start(self, *argv: str, **environ: str) -> "subprocess.Popen[bytes]":
         """Start another process of the node."""
-        process = subprocess.Popen(argv, env=self.environ | environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(
+            argv,
+            env=self.environ | environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         self.others.append(process)
         wait_until(lambda: (process.pid, self.id) in processes_by_tag("SKYWARD_INSTANCE_ID"), "the process to be there")
         return process
@@ -80,7 +86,13 @@ def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     monkeypatch.setattr(guard, "PAUSE_SECONDS", 0.02)
     made: list[Node] = []
 
-    def make(max_lifetime: float | None = None, end_command: str = "", locked: Path | None = None, paid_seconds: float | None = None, **environ: str) -> Node:
+    def make(
+        max_lifetime: float | None = None,
+        end_command: str = "",
+        locked: Path | None = None,
+        paid_seconds: float | None = None,
+        **environ: str,
+    ) -> Node:
         instance_id = f"host-{uuid.uuid4().hex[:12]}"
         clock = tmp_path / "clock"
         clock.write_text("1000.99 5.00\n")
@@ -93,8 +105,14 @@ def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         script = tmp_path / "guard.sh"
         script.write_text(guard_script(LEASE_SECONDS, max_lifetime, end_command, paid_seconds))
         full = fields | {"SKYWARD_UPTIME_FILE": str(clock)} | environ
-        argv = ["dash", "-c", 'exec 9<"$2"; flock -n 9; exec dash "$1"', "lock", str(script), str(locked)] if locked else ["dash", str(script)]
-        process = subprocess.Popen(argv, env=full, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        argv = (
+            ["dash", "-c", 'exec 9<"$2"; flock -n 9; exec dash "$1"', "lock", str(script), str(locked)]
+            if locked
+            else ["dash", str(script)]
+        )
+        process = subprocess.Popen(
+            argv, env=full, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         node = Node(tmp_path, instance_id, process, clock, fields)
         made.append(node)
         wait_until(lambda: process.poll() is not None or (node.directory / "guard").exists(), "the guard to be up")
@@ -142,7 +160,12 @@ def test_the_machines_own_uptime_counts(guarded):
 def test_the_script_is_plain_sh():
     """Neither shellcheck nor dash finds anything in the script, whatever it is told to do at the end."""
     script = guard_script(0.5, 3600, "echo 'it'\"'\"'s over'; shutdown -P now")
-    assert subprocess.run([SHELLCHECK, "--shell=sh", "-"], input=script, capture_output=True, text=True, check=False).stdout == ""
+    assert (
+        subprocess.run(
+            [SHELLCHECK, "--shell=sh", "-"], input=script, capture_output=True, text=True, check=False
+        ).stdout
+        == ""
+    )
     assert subprocess.run(["dash", "-n"], input=script, capture_output=True, text=True, check=False).stderr == ""
 
 
@@ -165,7 +188,10 @@ def test_a_lease_that_runs_out(guarded):
     node.looked()
     node.set_uptime(1000 + LEASE_SECONDS)
     node.ended()
-    assert last_words(node) == "skyward: node ends: no sign of life from a client, and the lease has run out (lease_seconds)\n"
+    assert (
+        last_words(node)
+        == "skyward: node ends: no sign of life from a client, and the lease has run out (lease_seconds)\n"
+    )
 
 
 def test_a_lease_that_is_extended(guarded):
@@ -181,7 +207,9 @@ def test_a_lease_that_is_extended(guarded):
 
 @pytest.mark.parametrize("text", ["", "1", "12.5", "soon\n", "-5\n", "1e3\n", "9" * 40 + "\n", "\0\0\n", None])
 def test_a_lease_that_cannot_be_read(guarded, text):
-    """A file that is being written, garbage, or none at all changes nothing: the last good lease counts, and does run out."""
+    """A file that is being written, garbage, or none at all changes nothing: the last good lease counts, and does run
+    out.
+    """
     node = guarded()
     node.write("lease", "3000\n")
     node.looked()
@@ -217,7 +245,9 @@ def test_the_longest_life(guarded):
 
 
 def test_the_end_of_what_is_paid(guarded):
-    """The node lives until the time that the Python side has written, and no longer, however long its lease; the reason names the money."""
+    """The node lives until the time that the Python side has written, and no longer, however long its lease; the reason
+    names the money.
+    """
     node = guarded(SKYWARD_KEEP_DIRECTORY="1")
     node.write("lease", "90000\n")
     write_paid(node.directory, 1300.25)
@@ -231,7 +261,9 @@ def test_the_end_of_what_is_paid(guarded):
 
 @pytest.mark.parametrize("told", [None, 1200.0, 4000.0])
 def test_what_is_paid_from_the_start(guarded, told):
-    """Until somebody says anything else the node lives for as long as it was launched for; what is said counts, more or less than that."""
+    """Until somebody says anything else the node lives for as long as it was launched for; what is said counts, more or
+    less than that.
+    """
     node = guarded(paid_seconds=300.9, SKYWARD_KEEP_DIRECTORY="1")
     node.write("lease", "90000\n")
     if told is not None:
@@ -296,7 +328,9 @@ def test_a_node_that_says_that_it_has_ended(guarded):
 
 
 def test_a_supervisor_that_is_gone(guarded):
-    """The node lives as long as its supervisor, and is over when that was killed, even before anybody has taken note of its death."""
+    """The node lives as long as its supervisor, and is over when that was killed, even before anybody has taken note of
+    its death.
+    """
     node = guarded(SKYWARD_KEEP_DIRECTORY="1")
     node.write("supervisor", "")
     node.looked()
@@ -320,7 +354,11 @@ def test_a_supervisor_that_is_somebody_else(guarded):
 def test_a_supervisor_that_ends_the_node(guarded):
     """Who has said why before it went is believed, and not taken for one that died."""
     node = guarded(SKYWARD_KEEP_DIRECTORY="1")
-    supervisor = node.start("sh", "-c", 'cd "$SKYWARD_INSTANCE_DIRECTORY"; until [ -e go ]; do sleep 0.01; done; echo idle >new; mv new ended')
+    supervisor = node.start(
+        "sh",
+        "-c",
+        'cd "$SKYWARD_INSTANCE_DIRECTORY"; until [ -e go ]; do sleep 0.01; done; echo idle >new; mv new ended',
+    )
     node.write("supervisor", f"{supervisor.pid}\n")
     node.looked()
     node.write("go", "")
@@ -341,10 +379,15 @@ def test_asked_to_end(guarded):
 
 
 def test_all_of_the_node_goes_and_nothing_else(guarded, tmp_path):
-    """Every process with the tag dies, those in sessions of their own, deaf to signals and forking included; another instance lives, and so does one
-    whose id begins alike. Folders in memory and on disk are gone, the other's are not."""
+    """Every process with the tag dies, those in sessions of their own, deaf to signals and forking included; another
+    instance lives, and so does one whose id begins alike. Folders in memory and on disk are gone, the other's are not.
+    """
     node = guarded()
-    deaf = node.start(sys.executable, "-c", "import signal, time\nfor n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\ntime.sleep(300)")
+    deaf = node.start(
+        sys.executable,
+        "-c",
+        "import signal, time\nfor n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\ntime.sleep(300)",
+    )
     forking = node.start("bash", "-c", "for i in {1..2000}; do (sleep 300 & sleep 0.02); done")
     alike = node.start("sleep", "300", SKYWARD_INSTANCE_ID=node.id, SKYWARD_POOL_ID="x")
     strangers = []
@@ -352,7 +395,12 @@ def test_all_of_the_node_goes_and_nothing_else(guarded, tmp_path):
         strangers.append(
             subprocess.Popen(
                 ["sleep", "300"],
-                env={"PATH": os.environ["PATH"], "SKYWARD_INSTANCE_ID": tag, "SKYWARD_INSTANCE_DIRECTORY": "/nowhere", "WAS": f"SKYWARD_INSTANCE_ID={node.id}"},
+                env={
+                    "PATH": os.environ["PATH"],
+                    "SKYWARD_INSTANCE_ID": tag,
+                    "SKYWARD_INSTANCE_DIRECTORY": "/nowhere",
+                    "WAS": f"SKYWARD_INSTANCE_ID={node.id}",
+                },
             )
         )
     memory, other = Path(f"/dev/shm/skyward-node-{node.id}"), Path(f"/dev/shm/skyward-node-{node.id}0")
@@ -378,7 +426,9 @@ def test_all_of_the_node_goes_and_nothing_else(guarded, tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 def test_mounts_are_undone(guarded, tmp_path):
-    """What the node has mounted is unmounted, with what is mounted within it; what was there below stays; a mount point that is none disturbs nobody."""
+    """What the node has mounted is unmounted, with what is mounted within it; what was there below stays; a mount point
+    that is none disturbs nobody.
+    """
     outer = tmp_path / "a folder"
     inner = outer / "inner"
     outer.mkdir()
@@ -413,7 +463,9 @@ def test_the_last_mount_is_undone_first(guarded, tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 def test_a_mount_that_nobody_has_noted_is_not_emptied(guarded, tmp_path):
-    """Removing the node's directory stops at the border of its file system: a bucket mounted below it keeps what it holds."""
+    """Removing the node's directory stops at the border of its file system: a bucket mounted below it keeps what it
+    holds.
+    """
     node = guarded()
     bucket, seen = node.directory / "bucket", tmp_path / "seen"
     bucket.mkdir()
@@ -436,7 +488,9 @@ def test_the_end_command_is_the_last(guarded, tmp_path):
 
 
 def test_a_killed_guard_lets_go_of_everything(guarded, monkeypatch, tmp_path):
-    """When the guard was killed, its pause has neither the tag, so that nobody takes it for the node, nor the provider's lock on descriptor 9."""
+    """When the guard was killed, its pause has neither the tag, so that nobody takes it for the node, nor the
+    provider's lock on descriptor 9.
+    """
     monkeypatch.setattr(guard, "PAUSE_SECONDS", 60)  # the pause must outlive all that is looked at
     lock = tmp_path / "lock"
     lock.touch()

@@ -42,13 +42,26 @@ NO_RUNTIME = ()
 def test_the_example_of_the_reference():
     """The reference's image is taken as it is written; lists become tuples, and nothing is required."""
     image = Image(python="3.13", pip=["torch", "numpy"], apt=["ffmpeg"], env={"CUDA_VISIBLE_DEVICES": "0"})
-    assert (image.python, image.pip, image.apt, image.env) == ("3.13", ("torch", "numpy"), ("ffmpeg",), {"CUDA_VISIBLE_DEVICES": "0"})
+    assert (image.python, image.pip, image.apt, image.env) == (
+        "3.13",
+        ("torch", "numpy"),
+        ("ffmpeg",),
+        {"CUDA_VISIBLE_DEVICES": "0"},
+    )
     assert (type(image.pip), type(image.apt)) == (tuple, tuple)
-    assert (Image().python, Image().pip, Image().pip_extra_index_url, Image().apt, Image().env) == (HERE, (), None, (), {})
+    assert (Image().python, Image().pip, Image().pip_extra_index_url, Image().apt, Image().env) == (
+        HERE,
+        (),
+        None,
+        (),
+        {},
+    )
 
 
 def test_an_image_is_a_value():
-    """Images compare and hash by value, whatever the order of their variables, and come back equal from JSON and pickle."""
+    """Images compare and hash by value, whatever the order of their variables, and come back equal from JSON and
+    pickle.
+    """
     image = Image(pip=["six"], env={"A": "1", "B": "two\nlines"})
     assert len({image, Image(env={"B": "two\nlines", "A": "1"}, pip=("six",))}) == 1
     assert Image.model_validate_json(image.model_dump_json()) == image
@@ -88,13 +101,22 @@ def test_an_image_cannot_be_changed():
         ({"pip": ["torch"], "pip_indexes": {"x.org": ["torch"]}}, "is not the URL of an index"),
         ({"pip": ["torch"], "pip_indexes": {"https://x.org": []}}, "names no package"),
         ({"pip": ["torch"], "pip_indexes": {"https://x.org": ["torch>=2"]}}, "write the name of a package alone"),
-        ({"pip": ["torch"], "pip_indexes": {"https://x.org": ["torch"], "https://y.org": ["Torch"]}}, "a package comes from one index"),
+        (
+            {"pip": ["torch"], "pip_indexes": {"https://x.org": ["torch"], "https://y.org": ["Torch"]}},
+            "a package comes from one index",
+        ),
         ({"pip": ["torch"], "pip_indexes": {"https://x.org": ["torchvision"]}}, "which is not in pip"),
         ({"pip": ["torch"], "pip_extra_index_url": "https://x.org", "require_hashes": True}, "say with pip_indexes"),
         ({"pip": ["torch"], "lock": "torch==1 --hash=sha256:1"}, "pip and lock cannot be together"),
         ({"pip": ["ours @ git+https://x:hunter2@github.com/o/ours"]}, "and ours comes from a URL with one"),
-        ({"pip": ["https://hunter2@files.example.org/ours-1-py3-none-any.whl"]}, "pip must not hold a password or token"),
-        ({"lock": "ours @ https://me:hunter2@files.example.org/ours.whl --hash=sha256:1\n"}, "lock must not hold a password or token"),
+        (
+            {"pip": ["https://hunter2@files.example.org/ours-1-py3-none-any.whl"]},
+            "pip must not hold a password or token",
+        ),
+        (
+            {"lock": "ours @ https://me:hunter2@files.example.org/ours.whl --hash=sha256:1\n"},
+            "lock must not hold a password or token",
+        ),
         ({"lock": "/no/such/file"}, "cannot be read: No such file"),
         ({"lock": "# nothing\n"}, "names no package"),
         ({"lock": "torch==1\n"}, "without a sha256 hash"),
@@ -102,7 +124,10 @@ def test_an_image_cannot_be_changed():
         ({"lock": "torch>=1 --hash=sha256:1\n"}, "without a version"),
         ({"lock": "-e .\n"}, "only packages can stand in it"),
         ({"lock": "--extra-index-url https://x.org\n"}, "only packages can stand in it"),
-        ({"lock": 'lock-version = "1.0"\n[[packages]]\nname = "own"\ndirectory = {path = "."}\n'}, "'own' from a folder or a repository"),
+        (
+            {"lock": 'lock-version = "1.0"\n[[packages]]\nname = "own"\ndirectory = {path = "."}\n'},
+            "'own' from a folder or a repository",
+        ),
         ({"python": "3"}, 'write "3.13"'),
         ({"python": "3.13.1"}, 'write "3.13"'),
         ({"python": "python3.13"}, 'write "3.13"'),
@@ -145,15 +170,32 @@ def test_what_no_machine_can_do_is_refused(fields, advice):
 
 
 def test_a_refusal_repeats_no_password():
-    """Neither in its own words nor in what it was caused by; a user of SSH, and a variable that is filled in on the node, are no secrets."""
-    for wish in ({"pip": ["ours @ git+https://x:hunter2@github.com/o/ours"]}, {"pip_extra_index_url": "https://x:hunter2@pypi.example.org"}):
+    """Neither in its own words nor in what it was caused by; a user of SSH, and a variable that is filled in on the
+    node, are no secrets.
+    """
+    for wish in (
+        {"pip": ["ours @ git+https://x:hunter2@github.com/o/ours"]},
+        {"pip_extra_index_url": "https://x:hunter2@pypi.example.org"},
+    ):
         with pytest.raises(BadRequest) as caught:
             Image(**wish)
         assert "hunter2" not in repr(caught.value) + str(caught.value) + str(caught.value.__cause__)
     assert Image(pip=["a @ git+ssh://git@github.com/o/a", "b @ git+https://${TOKEN}@github.com/o/b"]).pip
 
 
-@pytest.mark.parametrize("package", ["ffmpeg", "g++", "libstdc++6", "libc6:amd64", "ffmpeg=7:5.1.6-0+deb12u1", "git/bookworm-backports", "r-base", "7zip"])
+@pytest.mark.parametrize(
+    "package",
+    [
+        "ffmpeg",
+        "g++",
+        "libstdc++6",
+        "libc6:amd64",
+        "ffmpeg=7:5.1.6-0+deb12u1",
+        "git/bookworm-backports",
+        "r-base",
+        "7zip",
+    ],
+)
 def test_names_that_debian_has_are_taken(package):
     """A package's name, with an architecture, version or release, is taken."""
     assert Image(apt=[package]).apt == (package,)
@@ -189,20 +231,35 @@ def test_the_hash_names_what_is_installed():
         Image(python="3.13", pip=["torch", "numpy", "git"], apt=["ffmpeg"]),
         Image(python="3.13", pip=["torch", "numpy"], apt=["ffmpeg", "git"], pip_extra_index_url="https://x.org"),
         Image(python="3.13", pip=["torch", "numpy"], apt=["ffmpeg", "git"], pip_indexes={"https://x.org": ["torch"]}),
-        Image(python="3.13", pip=["torch", "numpy"], apt=["ffmpeg", "git"], pip_indexes={"https://x.org": ["torch", "numpy"]}),
+        Image(
+            python="3.13",
+            pip=["torch", "numpy"],
+            apt=["ffmpeg", "git"],
+            pip_indexes={"https://x.org": ["torch", "numpy"]},
+        ),
         Image(python="3.13", pip=["torch", "numpy"], apt=["ffmpeg", "git"], pip_indexes={"https://y.org": ["torch"]}),
         Image(python="3.13", pip=["torch", "numpy"], apt=["ffmpeg", "git"], require_hashes=True),
         Image(python="3.13", lock="torch==1 --hash=sha256:1", apt=["ffmpeg", "git"]),
         Image(python="3.13", lock="torch==1 --hash=sha256:2", apt=["ffmpeg", "git"]),
     ]
-    assert len({name, one.content_hash(runtime=["dask==2"]), *(other.content_hash(runtime=["dask==1"]) for other in others)}) == 2 + len(others)
+    assert len(
+        {name, one.content_hash(runtime=["dask==2"]), *(other.content_hash(runtime=["dask==1"]) for other in others)}
+    ) == 2 + len(others)
 
 
 def test_the_hash_is_the_same_in_another_process():
-    """Two processes, with different hash seeds, give an image the same name; the client's own versions are part of it by default."""
+    """Two processes, with different hash seeds, give an image the same name; the client's own versions are part of it
+    by default.
+    """
     code = "from skyward_core.image.image import Image; print(Image(pip=['b', 'a'], apt=['git'], env={'A': '1'}).content_hash())"
     names = {
-        subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout.strip()
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
         for seed in ("1", "2")
     }
     assert names == {Image(pip=["a", "b"], apt=["git"]).content_hash(runtime=runtime_pins())}
@@ -240,7 +297,11 @@ FULL = {
 @pytest.mark.parametrize("ttl", [0, 1, 3600])
 @pytest.mark.parametrize(
     "fields",
-    [{}, *({name: value} | ({"pip": FULL["pip"]} if name == "pip_indexes" else {}) for name, value in FULL.items()), FULL],
+    [
+        {},
+        *({name: value} | ({"pip": FULL["pip"]} if name == "pip_indexes" else {}) for name, value in FULL.items()),
+        FULL,
+    ],
     ids=lambda fields: "+".join(fields) or "bare",
 )
 def test_the_script_passes_shellcheck(fields, ttl):
@@ -265,7 +326,12 @@ def test_nasty_words_pass_shellcheck(pip, values):
 def test_variables_arrive_as_they_were_written(values):
     """Whatever text a variable has, newlines included, bash exports exactly that text."""
     env = {f"V{rank}": value for rank, value in enumerate(values)}
-    seen = subprocess.run(["/bin/bash", "-c", f"{shell.export(Image(env=env).env)}\n/usr/bin/env -0"], capture_output=True, check=True, env={}).stdout
+    seen = subprocess.run(
+        ["/bin/bash", "-c", f"{shell.export(Image(env=env).env)}\n/usr/bin/env -0"],
+        capture_output=True,
+        check=True,
+        env={},
+    ).stdout
     pairs = (entry.partition("=") for entry in seen.decode().split("\0"))
     assert {name: value for name, _, value in pairs if name.startswith("V")} == env
 
@@ -287,7 +353,23 @@ def test_a_machine_cannot_be_turned_off_in_the_past():
 class Machine:
     """A home for the script, and a PATH of its own that holds a few real tools and the stand-ins a test puts there."""
 
-    TOOLS = ("bash", "sh", "cat", "env", "flock", "grep", "kill", "mkdir", "mv", "rm", "sleep", "setsid", "touch", "ln", "uname")
+    TOOLS = (
+        "bash",
+        "sh",
+        "cat",
+        "env",
+        "flock",
+        "grep",
+        "kill",
+        "mkdir",
+        "mv",
+        "rm",
+        "sleep",
+        "setsid",
+        "touch",
+        "ln",
+        "uname",
+    )
 
     def __init__(self, root: Path) -> None:
         self.home = root / "sky home"
@@ -309,7 +391,9 @@ class Machine:
         """Put a command on the PATH that logs its words, each in brackets, and then does `body`."""
         path = self.bin / name
         path.unlink(missing_ok=True)
-        path.write_text(f"""#!{self.bin}/bash\nwords=$(printf ' [%s]' "$@")\nprintf '%s\\n' "{name}$words" >>"$LOG"\n{body}\n""")
+        path.write_text(
+            f"""#!{self.bin}/bash\nwords=$(printf ' [%s]' "$@")\nprintf '%s\\n' "{name}$words" >>"$LOG"\n{body}\n"""
+        )
         path.chmod(0o755)
         return path
 
@@ -319,10 +403,21 @@ class Machine:
 
     def uv(self, body: str = "") -> None:
         """Put a uv there that makes an environment of a link to this interpreter, after `body`."""
-        self.stand_in("uv", body + '\nif [ "$1" = venv ]; then mkdir -p "${@: -1}/bin"; ln -s "$REAL_PYTHON" "${@: -1}/bin/python"; fi')
+        self.stand_in(
+            "uv",
+            body + '\nif [ "$1" = venv ]; then mkdir -p "${@: -1}/bin"; ln -s "$REAL_PYTHON" "${@: -1}/bin/python"; fi',
+        )
 
     def run(self, script: str, **env: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([self.bin / "bash"], input=script, env={**self.env, **env}, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(
+            [self.bin / "bash"],
+            input=script,
+            env={**self.env, **env},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
 
     def called(self, name: str) -> list[str]:
         return [line.removeprefix(f"{name} ") for line in self.log.read_text().splitlines() if line.split()[0] == name]
@@ -338,17 +433,33 @@ def told(output: str) -> list[str]:
 
 
 def test_the_script_tells_its_phases_and_hands_on_the_environment(machine):
-    """A good run tells uv, deps and done; what follows in the same shell sees the environment's interpreter and the image's variables."""
+    """A good run tells uv, deps and done; what follows in the same shell sees the environment's interpreter and the
+    image's variables.
+    """
     machine.uv()
     image = Image(pip=["six"], env={"GREETING": "it's $HOME"})
-    run = machine.run(image.bootstrap(runtime=NO_RUNTIME) + 'echo "$SKYWARD_ENV_PYTHON|$(env | grep GREETING)"\nskyward_phase server\nfalse\n')
+    run = machine.run(
+        image.bootstrap(runtime=NO_RUNTIME)
+        + 'echo "$SKYWARD_ENV_PYTHON|$(env | grep GREETING)"\nskyward_phase server\nfalse\n'
+    )
     environment = machine.home / "envs" / image.content_hash(runtime=NO_RUNTIME)
-    assert told(run.stdout) == ["phase uv", "phase deps", "done phase=deps", "phase server", "failed phase=server exit=1 command=false"]
+    assert told(run.stdout) == [
+        "phase uv",
+        "phase deps",
+        "done phase=deps",
+        "phase server",
+        "failed phase=server exit=1 command=false",
+    ]
     assert f"{environment}/bin/python|GREETING=it's $HOME" in run.stdout
     assert (environment / ".skyward-complete").exists()
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], database=None)
+@settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    database=None,
+)
 @given(pip=st.lists(_NASTY, max_size=4))
 def test_requirements_arrive_as_they_were_written(machine, pip):
     """Whatever text a requirement has, uv is given exactly that word, after a "--" that ends its options."""
@@ -388,7 +499,9 @@ def test_an_environment_whose_interpreter_is_gone_is_built_anew(machine):
 
 
 def test_a_failed_installation_is_told_with_its_command_and_tried_again(machine):
-    """The installer's own exit code and words are told on one line, the script ends with that code, and the next run starts over."""
+    """The installer's own exit code and words are told on one line, the script ends with that code, and the next run
+    starts over.
+    """
     machine.uv('if [ "$1" = pip ]; then exit 7; fi')
     image = Image(pip=["no such\tthing"[:7]])
     run = machine.run(image.bootstrap(runtime=NO_RUNTIME))
@@ -397,7 +510,11 @@ def test_a_failed_installation_is_told_with_its_command_and_tried_again(machine)
     assert failed.startswith("failed phase=deps exit=7 command=uv pip install")
     assert failed.endswith("-- no such")
     machine.uv()
-    assert told(machine.run(image.bootstrap(runtime=NO_RUNTIME)).stdout) == ["phase uv", "phase deps", "done phase=deps"]
+    assert told(machine.run(image.bootstrap(runtime=NO_RUNTIME)).stdout) == [
+        "phase uv",
+        "phase deps",
+        "done phase=deps",
+    ]
 
 
 def test_a_killed_build_is_repaired(machine):
@@ -417,10 +534,18 @@ def test_two_at_a_time_build_once(machine):
     """Two nodes of one machine want the same environment: one builds it, the other waits and takes it."""
     gate = machine.home.parent / "gate"
     os.mkfifo(gate)
-    machine.uv(f'if [ "$1" = venv ]; then : <"{gate}"; fi')  # opening it for reading waits until somebody opens it for writing
+    # opening it for reading waits until somebody opens it for writing
+    machine.uv(f'if [ "$1" = venv ]; then : <"{gate}"; fi')
     script = Image(pip=["six"]).bootstrap(runtime=NO_RUNTIME)
     pair = [
-        subprocess.Popen([machine.bin / "bash", "-c", script], env=machine.env, stdout=subprocess.PIPE, text=True, start_new_session=True) for _ in range(2)
+        subprocess.Popen(
+            [machine.bin / "bash", "-c", script],
+            env=machine.env,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for _ in range(2)
     ]
     try:
         for process in pair:
@@ -434,7 +559,10 @@ def test_two_at_a_time_build_once(machine):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             process.stdout.close()
-    assert [line.split()[0] for line in machine.called("uv") if not line.startswith("[--version]")] == ["[venv]", "[pip]"]
+    assert [line.split()[0] for line in machine.called("uv") if not line.startswith("[--version]")] == [
+        "[venv]",
+        "[pip]",
+    ]
 
 
 def test_an_interpreter_of_another_version_is_refused(machine):
@@ -449,7 +577,9 @@ def test_an_interpreter_of_another_version_is_refused(machine):
 
 @pytest.mark.parametrize("interpreter", [None, "/opt/a python"])
 def test_uv_is_told_which_interpreter_to_take(machine, interpreter):
-    """The environment is made with the interpreter that SKYWARD_PYTHON names, else with the version; packages go to it and nowhere else."""
+    """The environment is made with the interpreter that SKYWARD_PYTHON names, else with the version; packages go to it
+    and nowhere else.
+    """
     machine.uv()
     image = Image(pip_extra_index_url="https://x.org/simple")
     machine.run(image.bootstrap(runtime=["dask==1"]), **({"SKYWARD_PYTHON": interpreter} if interpreter else {}))
@@ -463,7 +593,9 @@ def test_uv_is_told_which_interpreter_to_take(machine, interpreter):
 
 
 def test_uv_is_found_where_it_is(machine):
-    """The uv is the one SKYWARD_UV names, else the one on the PATH, else python3's module, else installed from the package index, once."""
+    """The uv is the one SKYWARD_UV names, else the one on the PATH, else python3's module, else installed from the
+    package index, once.
+    """
     machine.uv()
     given = machine.bin / "given uv"
     shutil.copy(machine.bin / "uv", given)
@@ -472,7 +604,12 @@ def test_uv_is_found_where_it_is(machine):
     def users(**env: str) -> set[str]:
         machine.log.write_text("")
         shutil.rmtree(machine.home / "envs", ignore_errors=True)
-        run = machine.run(script.replace("printf '::skyward done", 'printf "%s|" "${skyward_uv_command[@]}"; echo\nprintf \'::skyward done'), **env)
+        run = machine.run(
+            script.replace(
+                "printf '::skyward done", 'printf "%s|" "${skyward_uv_command[@]}"; echo\nprintf \'::skyward done'
+            ),
+            **env,
+        )
         assert run.returncode == 0, (run.stdout, run.stderr)
         return {line.rstrip("|") for line in run.stdout.splitlines() if line.endswith("|")}
 
@@ -487,8 +624,12 @@ def test_uv_is_found_where_it_is(machine):
     installed = {str(machine.home / "uv/bin/uv")}
     assert users() == installed
     hashed = f"[--no-deps] [--only-binary] [:all:] [--require-hashes] [--target] [{machine.home}/uv.partial] [-r] [{machine.home}/uv.partial/uv.txt]"
-    assert [line for line in machine.called("python3") if "[install]" in line] == [f"[-m] [pip] [install] [--quiet] {hashed}"]
-    assert (machine.home / "uv/uv.txt").read_text() == f"uv=={uv_wheels.VERSION} --hash=sha256:{uv_wheels.WHEELS['aarch64'].sha256}\n"
+    assert [line for line in machine.called("python3") if "[install]" in line] == [
+        f"[-m] [pip] [install] [--quiet] {hashed}"
+    ]
+    assert (
+        machine.home / "uv/uv.txt"
+    ).read_text() == f"uv=={uv_wheels.VERSION} --hash=sha256:{uv_wheels.WHEELS['aarch64'].sha256}\n"
     assert users() == installed
     assert [line for line in machine.called("python3") if "[pip]" in line] == []
 
@@ -503,11 +644,15 @@ FETCHERS = {
 @pytest.mark.parametrize("fetcher", FETCHERS)
 @pytest.mark.parametrize("kind", ["x86_64", "aarch64"])
 def test_without_pip_the_file_of_the_index_is_fetched_and_checked(machine, tmp_path, fetcher, kind):
-    """By curl, wget or Python, whichever there is; unpacked by unzip or Python. The file of the machine's own architecture, and no other than that file."""
+    """By curl, wget or Python, whichever there is; unpacked by unzip or Python.
+
+    The file of the machine's own architecture, and no other than that file.
+    """
     with zipfile.ZipFile(tmp_path / "uv.whl", "w", zipfile.ZIP_DEFLATED) as wheel:
         wheel.writestr("uv-9.data/scripts/uvx", "not this one")
         wheel.writestr(
-            "uv-9.data/scripts/uv", '#!/bin/bash\nif [ "$1" = venv ]; then mkdir -p "${@: -1}/bin"; ln -s "$REAL_PYTHON" "${@: -1}/bin/python"; fi\n'
+            "uv-9.data/scripts/uv",
+            '#!/bin/bash\nif [ "$1" = venv ]; then mkdir -p "${@: -1}/bin"; ln -s "$REAL_PYTHON" "${@: -1}/bin/python"; fi\n',
         )
     wanted = uv_wheels.WHEELS[kind]
     machine.is_a(kind)
@@ -528,7 +673,10 @@ def test_without_pip_the_file_of_the_index_is_fetched_and_checked(machine, tmp_p
     assert (machine.home / "uv/bin/uv").read_text().startswith("#!/bin/bash")
 
 
-@pytest.mark.parametrize(("kind", "advice"), [("riscv64", "no uv is known for Linux-riscv64"), ("x86_64", "neither curl, wget nor python3 to fetch it")])
+@pytest.mark.parametrize(
+    ("kind", "advice"),
+    [("riscv64", "no uv is known for Linux-riscv64"), ("x86_64", "neither curl, wget nor python3 to fetch it")],
+)
 def test_where_uv_cannot_be_had_the_phase_is_uv(machine, kind, advice):
     """Without uv and without anything to fetch it, the failure is told in phase uv, once, with what to do."""
     machine.is_a(kind)
@@ -540,9 +688,15 @@ def test_where_uv_cannot_be_had_the_phase_is_uv(machine, kind, advice):
 
 @pytest.mark.parametrize("kind", ["x86_64", "aarch64"])
 def test_the_uv_of_other_machines_is_that_of_the_lock(kind):
-    """Version, files and hashes that nodes are sent are those of `uv.lock`: whoever updates that one updates the table."""
-    (locked,) = [package for package in tomllib.loads((ROOT / "uv.lock").read_text())["package"] if package["name"] == "uv"]
-    files = {wheel["url"]: wheel["hash"] for wheel in locked["wheels"] if kind in wheel["url"] and "linux" in wheel["url"]}
+    """Version, files and hashes that nodes are sent are those of `uv.lock`: whoever updates that one updates the
+    table.
+    """
+    (locked,) = [
+        package for package in tomllib.loads((ROOT / "uv.lock").read_text())["package"] if package["name"] == "uv"
+    ]
+    files = {
+        wheel["url"]: wheel["hash"] for wheel in locked["wheels"] if kind in wheel["url"] and "linux" in wheel["url"]
+    }
     wheel = uv_wheels.WHEELS[kind]
     assert locked["version"] == uv_wheels.VERSION
     assert files[wheel.url] == f"sha256:{wheel.sha256}"
@@ -552,10 +706,17 @@ def test_the_uv_of_other_machines_is_that_of_the_lock(kind):
 
 
 @pytest.mark.parametrize(
-    ("client", "is_musl", "sent"), [(("Linux", "x86_64"), False, "own"), (("Linux", "x86_64"), True, "x86_64"), (("Darwin", "x86_64"), False, "x86_64")]
+    ("client", "is_musl", "sent"),
+    [
+        (("Linux", "x86_64"), False, "own"),
+        (("Linux", "x86_64"), True, "x86_64"),
+        (("Darwin", "x86_64"), False, "x86_64"),
+    ],
 )
 def test_our_own_uv_is_sent_only_where_it_runs(monkeypatch, client, is_musl, sent):
-    """A Mac with the same processor has another program, and a host with musl may not run the one that is made for glibc."""
+    """A Mac with the same processor has another program, and a host with musl may not run the one that is made for
+    glibc.
+    """
     monkeypatch.setattr("platform.system", lambda: client[0])
     monkeypatch.setattr("platform.machine", lambda: client[1])
     monkeypatch.setattr(code_upload, "_compressed_uv", lambda: "own")
@@ -567,7 +728,9 @@ def test_our_own_uv_is_sent_only_where_it_runs(monkeypatch, client, is_musl, sen
 
 @pytest.mark.slow
 def test_the_uv_of_another_architecture_is_fetched_and_kept(tmp_path, monkeypatch):
-    """What the client sends to arm64 machines is a static program for them (ELF: EM_AARCH64 is 183), fetched once; another hash is refused."""
+    """What the client sends to arm64 machines is a static program for them (ELF: EM_AARCH64 is 183), fetched once;
+    another hash is refused.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     code_upload._fetched_uv.cache_clear()
     try:
@@ -592,7 +755,9 @@ def test_the_uv_of_another_architecture_is_fetched_and_kept(tmp_path, monkeypatc
 def test_a_home_is_found_without_home(machine):
     """cloud-init runs scripts without HOME: the home of whoever runs it is taken."""
     script = shell.script(shell.prelude(), 'printf "%s\\n" "$HOME" "$SKYWARD_HOME"')
-    run = subprocess.run([machine.bin / "bash"], input=script, env={"PATH": str(machine.bin)}, capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [machine.bin / "bash"], input=script, env={"PATH": str(machine.bin)}, capture_output=True, text=True, check=True
+    )
     home = os.path.expanduser("~") if "HOME" not in os.environ else __import__("pwd").getpwuid(os.getuid()).pw_dir
     assert run.stdout.splitlines() == [home, f"{home}/.cache/skyward"]
 
@@ -610,7 +775,9 @@ DPKG = 'case "${@: -1}" in have) printf "installed 1.0-1" ;; gone) printf "confi
     ],
 )
 def test_only_missing_packages_are_installed(machine, packages, missing):
-    """The machine knows what is there, removed packages and other versions are not; the list of packages is updated only if one is missing."""
+    """The machine knows what is there, removed packages and other versions are not; the list of packages is updated
+    only if one is missing.
+    """
     machine.uv()
     for tool, body in (
         ("dpkg-query", DPKG),
@@ -622,7 +789,9 @@ def test_only_missing_packages_are_installed(machine, packages, missing):
     assert run.returncode == 0, run.stderr
     assert told(run.stdout) == ["phase uv", *(["phase apt"] if missing else []), "phase deps", "done phase=deps"]
     calls = machine.called("apt-get")
-    assert [next(word for word in ("[update]", "[install]") if word in call) for call in calls] == (["[update]", "[install]"] if missing else [])
+    assert [next(word for word in ("[update]", "[install]") if word in call) for call in calls] == (
+        ["[update]", "[install]"] if missing else []
+    )
     if missing:
         assert calls[1].partition(" [--] ")[2] == " ".join(f"[{package}]" for package in missing)
         assert Path(f"{machine.log}.frontend").read_text().split() == ["noninteractive"]
@@ -631,11 +800,17 @@ def test_only_missing_packages_are_installed(machine, packages, missing):
 def test_a_failed_apt_is_told_in_its_phase(machine):
     """The exit code of apt is told with the phase and the command."""
     machine.uv()
-    for tool, body in (("dpkg-query", DPKG), ("apt-get", '[[ "$*" != *install* ]] || exit 100'), ("sudo", 'shift 2; "$@"')):
+    for tool, body in (
+        ("dpkg-query", DPKG),
+        ("apt-get", '[[ "$*" != *install* ]] || exit 100'),
+        ("sudo", 'shift 2; "$@"'),
+    ):
         machine.stand_in(tool, body)
     run = machine.run(Image(apt=["lack"]).bootstrap(runtime=NO_RUNTIME))
     assert run.returncode == 100
-    assert told(run.stdout)[-1].startswith("failed phase=apt exit=100 command=sudo env DEBIAN_FRONTEND=noninteractive apt-get")
+    assert told(run.stdout)[-1].startswith(
+        "failed phase=apt exit=100 command=sudo env DEBIAN_FRONTEND=noninteractive apt-get"
+    )
 
 
 # Never run a script with a ttl but on this PATH: it holds no real shutdown.
@@ -652,7 +827,9 @@ def test_a_machine_is_turned_off_by_systemd(machine, ttl, minutes):
 
 
 def test_without_systemd_a_timer_turns_the_machine_off(machine):
-    """Where shutdown cannot keep the time, a process in the background does; a second run replaces it, and a third with 0 leaves it."""
+    """Where shutdown cannot keep the time, a process in the background does; a second run replaces it, and a third with
+    0 leaves it.
+    """
     machine.uv()
     machine.stand_in("shutdown", "exit 1")
     machine.stand_in("poweroff", "exit 0")
@@ -694,7 +871,9 @@ def test_the_timer_ends_in_a_shutdown(machine):
 
 @pytest.fixture
 def real(tmp_path):
-    """The variables under which the script uses the real uv and this interpreter, traps of uv's environment included."""
+    """The variables under which the script uses the real uv and this interpreter, traps of uv's environment
+    included.
+    """
     return {
         **os.environ,
         "SKYWARD_HOME": str(tmp_path / "sky home"),
@@ -711,10 +890,14 @@ def _bash(script: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_a_real_environment_is_built_once(real, tmp_path):
-    """The first run installs the package and the client's own Dask; the second touches nothing and needs neither network nor cache."""
+    """The first run installs the package and the client's own Dask; the second touches nothing and needs neither
+    network nor cache.
+    """
     image = Image(pip=["six==1.17.0"])
     environment = Path(real["SKYWARD_HOME"], "envs", image.content_hash())
-    check = """"$SKYWARD_ENV_PYTHON" -c 'import sys, six, dask; print(six.__version__, dask.__version__, sys.prefix)'\n"""
+    check = (
+        """"$SKYWARD_ENV_PYTHON" -c 'import sys, six, dask; print(six.__version__, dask.__version__, sys.prefix)'\n"""
+    )
     first = _bash(image.bootstrap() + check, real)
     assert first.returncode == 0, first.stderr
     assert told(first.stdout) == ["phase uv", "phase deps", "done phase=deps"]
@@ -734,7 +917,9 @@ def test_a_real_environment_is_built_once(real, tmp_path):
 
 @pytest.mark.slow
 def test_a_package_that_does_not_exist_is_told(real):
-    """A requirement that no index has fails phase deps, with uv's explanation on stderr, and leaves no environment that looks complete."""
+    """A requirement that no index has fails phase deps, with uv's explanation on stderr, and leaves no environment that
+    looks complete.
+    """
     image = Image(pip=["skyward-no-such-package-exists==99"])
     run = _bash(image.bootstrap(runtime=NO_RUNTIME), real)
     assert run.returncode != 0
@@ -781,7 +966,9 @@ def _acceptable(pip: list[str]) -> list[str]:
 
 
 def _shellcheck(script: str) -> str:
-    return subprocess.run([SHELLCHECK, "--shell=bash", "-"], input=script, capture_output=True, text=True, check=False).stdout
+    return subprocess.run(
+        [SHELLCHECK, "--shell=bash", "-"], input=script, capture_output=True, text=True, check=False
+    ).stdout
 
 
 def _gone(pid: int) -> bool:

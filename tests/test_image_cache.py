@@ -1,4 +1,6 @@
-"""`Image(cache=True)`: the disk of the first machine is kept before anything secret comes to it, and the next machines start from that."""
+"""`Image(cache=True)`: the disk of the first machine is kept before anything secret comes to it, and the next machines
+start from that.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def test_whether_it_is_kept_changes_nothing_of_what_is_installed() -> None:
     assert Image.model_validate_json(Image(cache=True).model_dump_json()) == Image(cache=True)
 
 
-@pytest.mark.parametrize(("cache", "keeps", "is_tagged"), [(True, True, True), (False, True, False), (True, False, False)])
+@pytest.mark.parametrize(
+    ("cache", "keeps", "is_tagged"), [(True, True, True), (False, True, False), (True, False, False)]
+)
 def test_a_launch_says_which_packages_are_wanted(tmp_path: Path, cache: bool, keeps: bool, is_tagged: bool) -> None:
     """To those who keep disks, if it was asked for: elsewhere tags have little room."""
     kind = type("Keeping", (FakeProvider,), {"keeps_images": keeps, "name": "keeping"})
@@ -82,14 +86,24 @@ def test_the_first_piece_holds_no_value_of_the_environment() -> None:
 
 @pytest.mark.parametrize("spec", [SPEC, PoolSpec(image=Image(cache=True, apt=["git"]))], ids=["env", "no env"])
 def test_both_pieces_pass_shellcheck(spec: PoolSpec) -> None:
-    """As the whole does; what the first one reads is not there yet (SC1090, SC1091), and what it has literally it says at the head of the whole (SC2016)."""
+    """As the whole does; what the first one reads is not there yet (SC1090, SC1091), and what it has literally it says
+    at the head of the whole (SC2016).
+    """
     for piece in node_script_in_two(spec):
-        done = subprocess.run([SHELLCHECK, "-s", "bash", "-e", "SC1090,SC1091,SC2016,SC2154", "-"], input=piece, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [SHELLCHECK, "-s", "bash", "-e", "SC1090,SC1091,SC2016,SC2154", "-"],
+            input=piece,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.stdout == ""
 
 
 def test_the_first_piece_waits_for_the_second(tmp_path: Path) -> None:
-    """It takes the image's environment from the file that it is told of, which is gone then; and the second piece runs in the same shell."""
+    """It takes the image's environment from the file that it is told of, which is gone then; and the second piece runs
+    in the same shell.
+    """
     first, _ = node_script_in_two(PoolSpec(image=Image(env={"INDEX_TOKEN": "x"}, cache=True)))
     head, installs, tail = first.partition("\n#!/usr/bin/env bash\n")
     wait = tail[tail.index("skyward_run sync") :]
@@ -182,7 +196,10 @@ def test_a_disk_that_cannot_be_kept_costs_no_pool(error: Exception, caplog: pyte
         raise error
 
     assert Machine(keep=keep).prepare()[-2:] == ["keep", REST]
-    assert f"is not kept, and later pools install the packages of image {SPEC.image.content_hash()} again: {error}" in caplog.text
+    assert (
+        f"is not kept, and later pools install the packages of image {SPEC.image.content_hash()} again: {error}"
+        in caplog.text
+    )
 
 
 def test_one_that_is_kept_already_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -218,7 +235,9 @@ def test_a_machine_that_does_not_answer_any_more_is_told_as_such() -> None:
         machine.prepare()
 
 
-@pytest.mark.parametrize(("cache", "keeps", "tags", "is_kept"), [(True, True, {}, True), (False, True, {}, False), (True, False, {}, False)])
+@pytest.mark.parametrize(
+    ("cache", "keeps", "tags", "is_kept"), [(True, True, {}, True), (False, True, {}, False), (True, False, {}, False)]
+)
 def test_which_disks_are_of_use(cache: bool, keeps: bool, tags: dict[str, str], is_kept: bool) -> None:
     """Those that are wanted and can be had; and not that of a machine that was started from one itself."""
     spec, provider = PoolSpec(image=Image(cache=cache)), cast("Any", SimpleNamespace(keeps_images=keeps))
@@ -249,7 +268,7 @@ def value() -> tuple[str | None, str | None]:
 class Disks(Hosting):
     """Hosts of which some start from another one's disk: as much of it as Skyward has written."""
 
-    def __init__(self, fleet: Fleet, prepare: Callable[[Host], object], folder: Path) -> None:  # noqa: F811
+    def __init__(self, fleet: Fleet, prepare: Callable[[Host], object], folder: Path) -> None:
         super().__init__(fleet, prepare)
         self.folder = folder
         self.origin: Callable[[str], str] = lambda _: ""
@@ -267,7 +286,10 @@ class Disks(Hosting):
         def boot_from_copy(host: Host) -> None:
             if self.origin(machine_id):
                 (host.root / "root/.cache").mkdir(exist_ok=True)
-                subprocess.run(["cp", "-a", "--", self.folder / "root/.cache/skyward", host.root / "root/.cache/skyward"], check=True)
+                subprocess.run(
+                    ["cp", "-a", "--", self.folder / "root/.cache/skyward", host.root / "root/.cache/skyward"],
+                    check=True,
+                )
                 with (host.root / "root/.ssh/authorized_keys").open("a") as allowed:
                     allowed.write("ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIKeyOfWhoeverMadeTheImage stranger\n")
             boot(host)
@@ -276,14 +298,16 @@ class Disks(Hosting):
 
 
 @pytest.fixture
-def cloud(fleet: Fleet, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HostedAWS]:  # noqa: F811
+def cloud(fleet: Fleet, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HostedAWS]:
     """AWS, whose machines are hosts that install from the mirror."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
     hosting = Disks(fleet, mirror.configure, tmp_path / "disk")
     try:
         with HostedAWS(hosting) as fake:
-            hosting.origin = lambda machine_id: "" if fake.machine(machine_id).image_id not in fake.images.images else machine_id
+            hosting.origin = lambda machine_id: (
+                "" if fake.machine(machine_id).image_id not in fake.images.images else machine_id
+            )
             fake.images.on_create = hosting.copy
             fake.images.now = datetime.now(UTC)
             monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
@@ -308,8 +332,12 @@ def pool(told: Told) -> sky.ComputePool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_the_second_pool_starts_from_the_disk_of_the_first(cloud: HostedAWS, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing secret is on it, nothing is installed again, nobody who could log in to the first can log in to the second, and both compute."""
+def test_the_second_pool_starts_from_the_disk_of_the_first(
+    cloud: HostedAWS, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing secret is on it, nothing is installed again, nobody who could log in to the first can log in to the
+    second, and both compute.
+    """
     monkeypatch.setattr(images, "LOOK_SECONDS", 0.05)
     first = Told()
     with pool(first) as running:
@@ -324,7 +352,10 @@ def test_the_second_pool_starts_from_the_disk_of_the_first(cloud: HostedAWS, tmp
     assert {"bootstrap.sh", "log", IMAGE_ENV} <= {path.name for path in directory.iterdir()}
     assert not {"settings.json", REST} & {path.name for path in directory.iterdir()}
     for secret in (IMAGE_SECRET, POOL_SECRET, AWS_SECRET):
-        assert subprocess.run(["grep", "-rlF", "-e", secret, disk], capture_output=True, text=True, check=False).stdout == ""
+        assert (
+            subprocess.run(["grep", "-rlF", "-e", secret, disk], capture_output=True, text=True, check=False).stdout
+            == ""
+        )
     cloud.images.finish()
     second = Told()
     with pool(second) as running:

@@ -53,7 +53,9 @@ def launched(script: str, pool_id: str = "") -> sky.Instance:
     """An instance of this computer whose startup script has run to the line that says so."""
     provider = sky.Local()
     (offer,) = provider.offers(sky.Requirements())
-    (instance,) = provider.launch(offer, 1, {"skyward-pool": pool_id or f"sky-test-{uuid.uuid4().hex[:8]}", "skyward-rank": "0"}, script)
+    (instance,) = provider.launch(
+        offer, 1, {"skyward-pool": pool_id or f"sky-test-{uuid.uuid4().hex[:8]}", "skyward-rank": "0"}, script
+    )
     wait_until((Path(str(instance.directory)) / "started").exists, "the script to run")
     return instance
 
@@ -95,7 +97,14 @@ def test_whoever_of_a_node_is_killed_the_rest_is_found(who: str, mark: str, no_g
     instance = launched(f"echo $$ >shell; {RUNAWAY.format(seconds=mark)} touch started; sleep 300")
     wait_until(lambda: running(mark), "the runaway")
     first, second = keepers_of(instance)
-    os.kill({"command": int((Path(str(instance.directory)) / "shell").read_text()), "first keeper": first, "second keeper": second}[who], signal.SIGKILL)
+    os.kill(
+        {
+            "command": int((Path(str(instance.directory)) / "shell").read_text()),
+            "first keeper": first,
+            "second keeper": second,
+        }[who],
+        signal.SIGKILL,
+    )
     if who == "first keeper":
         assert listed(instance) == [instance.id]
         assert sky.Local().terminate([instance.id]) == {instance.id: EMPTY_TREE}
@@ -109,7 +118,9 @@ CHAINS = {
     "sh": 'while [ -e "$1/go" ]; do touch "$1/beat"; setsid sh "$0" "$@" </dev/null >/dev/null 2>&1 & exit; done',
     "python": "import os, sys\nos.chdir(sys.argv[1])\nwhile os.path.exists('go'):\n    open('beat', 'w').close()\n    if os.fork():\n        os._exit(0)\n    os.setsid()\n",
 }
-"""Programs that fork all the time as long as there is a file `go`, and touch the file `beat`: a listing of processes hardly ever shows one."""
+"""Programs that fork all the time as long as there is a file `go`, and touch the file `beat`: a listing of processes
+hardly ever shows one.
+"""
 
 
 @pytest.mark.parametrize("fork", CHAINS)
@@ -120,7 +131,9 @@ def test_a_process_that_forks_all_the_time_is_caught(fork: str, mark: str, tmp_p
     program = "sh" if fork == "sh" else f"{sys.executable} -I -S"
     go.touch()
     try:
-        instance = launched(f"env -i PATH=$PATH setsid {program} {chain} {tmp_path} </dev/null >/dev/null 2>&1 & touch started; sleep 300")
+        instance = launched(
+            f"env -i PATH=$PATH setsid {program} {chain} {tmp_path} </dev/null >/dev/null 2>&1 & touch started; sleep 300"
+        )
         wait_until(beat.exists, "the chain")
         began = time.monotonic()
         for _ in range(3):
@@ -149,8 +162,12 @@ def test_a_frozen_keeper_holds_the_tree_together(mark: str, no_groups: None) -> 
     assert listed(instance) == []
 
 
-def test_without_keepers_and_groups_the_end_says_what_it_cannot_see(mark: str, no_groups: None, caplog: pytest.LogCaptureFixture) -> None:
-    """Both keepers killed in one stroke, and no control group: what has shed the tag is lost, and the evidence does not claim otherwise."""
+def test_without_keepers_and_groups_the_end_says_what_it_cannot_see(
+    mark: str, no_groups: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both keepers killed in one stroke, and no control group: what has shed the tag is lost, and the evidence does not
+    claim otherwise.
+    """
     instance = launched(f"{RUNAWAY.format(seconds=mark)} touch started; sleep 300")
     wait_until(lambda: running(mark), "the runaway")
     kill_at_once(keepers_of(instance))
@@ -163,7 +180,9 @@ def test_without_keepers_and_groups_the_end_says_what_it_cannot_see(mark: str, n
 @pytest.mark.skipif(not IS_ROOT, reason="becoming somebody else needs root")
 def test_a_process_that_has_become_somebody_else_ends_with_the_node(mark: str, no_groups: None) -> None:
     """`su nobody` with a shell that is let go of."""
-    instance = launched(f"su -s /bin/sh nobody -c 'setsid nohup env -i /bin/sleep {mark} >/dev/null 2>&1 </dev/null &'; touch started; sleep 300")
+    instance = launched(
+        f"su -s /bin/sh nobody -c 'setsid nohup env -i /bin/sleep {mark} >/dev/null 2>&1 </dev/null &'; touch started; sleep 300"
+    )
     wait_until(lambda: [pid for pid in running(mark) if os.stat(f"/proc/{pid}").st_uid != 0], "the runaway")
     sky.Local().terminate([instance.id])
     assert running(mark) == []
@@ -195,8 +214,12 @@ else:
 
 
 def client(mark: str, ending: str = "stay") -> "tuple[subprocess.Popen[str], str, str, int]":
-    """A process with a pool, in which a call has let something go; the node's id, the pool's, and the pid of the runner."""
-    process = subprocess.Popen([sys.executable, "-c", CLIENT, ending], env={**os.environ, "MARK": mark}, stdout=subprocess.PIPE, text=True)
+    """A process with a pool, in which a call has let something go; the node's id, the pool's, and the pid of the
+    runner.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLIENT, ending], env={**os.environ, "MARK": mark}, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     instance_id, pool_id, runner = process.stdout.readline().split()
     return process, instance_id, pool_id, int(runner)
@@ -217,14 +240,29 @@ def test_close_takes_along_what_a_call_has_left(mark: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "killed", ["client", "reaper and client", "runner", "worker", "supervisor", "first keeper", "second keeper", "supervisor and first keeper"]
+    "killed",
+    [
+        "client",
+        "reaper and client",
+        "runner",
+        "worker",
+        "supervisor",
+        "first keeper",
+        "second keeper",
+        "supervisor and first keeper",
+    ],
 )
 def test_whatever_is_killed_nothing_outlives_the_pool(killed: str, mark: str) -> None:
     """SIGKILL to one of those that could have ended what a call has left, or to two; then to the client."""
     process, instance_id, pool_id, runner = client(mark)
     try:
         assert len(running(mark)) == 1
-        first, second = (pid for pid in sorted(pids_named(keeper.KEEPER, instance_id), key=lambda pid: keeper.parent_of(pid) != process.pid))
+        first, second = (
+            pid
+            for pid in sorted(
+                pids_named(keeper.KEEPER, instance_id), key=lambda pid: keeper.parent_of(pid) != process.pid
+            )
+        )
         supervisor = keeper.parent_of(runner)
         worker = next(pid for pid in keeper.children_of(supervisor) if pid != runner)
         reaper = next(pid for pid in keeper.children_of(process.pid) if keeper.name_of(pid) == keeper.REAPER)
@@ -234,7 +272,9 @@ def test_whatever_is_killed_nothing_outlives_the_pool(killed: str, mark: str) ->
         for who in killed.split(" and "):
             os.kill(known[who], signal.SIGKILL)
         if "supervisor" in killed or "second" in killed:
-            wait_until(lambda: instance_id not in {found.id for found in sky.Local().instances(pool_id)}, "the node to end")
+            wait_until(
+                lambda: instance_id not in {found.id for found in sky.Local().instances(pool_id)}, "the node to end"
+            )
             assert running(mark) == []
     finally:
         process.kill()
@@ -306,7 +346,9 @@ def has_groups() -> bool:
 
 @pytest.mark.skipif(not has_groups(), reason="no cgroup v2 in which this user may make groups")
 def test_a_control_group_holds_what_has_lost_its_keepers(mark: str) -> None:
-    """Both keepers killed at once, client and reaper gone: any process of the same user lists the node by its group, and ends all that is in it."""
+    """Both keepers killed at once, client and reaper gone: any process of the same user lists the node by its group,
+    and ends all that is in it.
+    """
     pool_id = f"sky-test-{uuid.uuid4().hex[:8]}"
     instance = launched(f"{RUNAWAY.format(seconds=mark)} touch started; sleep 300", pool_id)
     wait_until(lambda: running(mark), "the runaway")
@@ -323,7 +365,9 @@ def test_a_control_group_holds_what_has_lost_its_keepers(mark: str) -> None:
 
 @pytest.mark.skipif(not has_groups(), reason="no cgroup v2 in which this user may make groups")
 def test_an_abandoned_group_is_removed_by_the_next_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that has ended when nobody was there leaves an empty folder; one that is about to be entered is left alone."""
+    """A node that has ended when nobody was there leaves an empty folder; one that is about to be entered is left
+    alone.
+    """
     group = control_groups.make(f"local-{uuid.uuid4().hex[:12]}", "sky-test-abandoned", "0")
     assert group is not None
     control_groups.remove_abandoned()

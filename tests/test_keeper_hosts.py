@@ -1,4 +1,6 @@
-"""Nothing that a call has started outlives its node on a real host over SSH: with a control group and without, whatever of the node is killed."""
+"""Nothing that a call has started outlives its node on a real host over SSH: with a control group and without, whatever
+of the node is killed.
+"""
 
 import contextlib
 import os
@@ -24,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
-def hosts(fleet: Fleet, mirror: Mirror) -> Iterator[list[Host]]:  # noqa: F811
+def hosts(fleet: Fleet, mirror: Mirror) -> Iterator[list[Host]]:
     """Two machines: the first one has cgroup v2 as systemd mounts it, the second has none."""
     hosts = [fleet.create() for _ in range(2)]
     for host in hosts:
@@ -61,7 +63,13 @@ def forever() -> None:
 
 def owned_by(hosts: list[Host], known_hosts: Path) -> sky.Hosts:
     known_hosts.write_text("".join(f"{host.known_hosts_line}\n" for host in hosts))
-    return sky.Hosts(*(host.ip for host in hosts), user="root", key=str(hosts[0].key_path), known_hosts=str(known_hosts), config="/dev/null")
+    return sky.Hosts(
+        *(host.ip for host in hosts),
+        user="root",
+        key=str(hosts[0].key_path),
+        known_hosts=str(known_hosts),
+        config="/dev/null",
+    )
 
 
 def running(host: Host, mark: str) -> list[int]:
@@ -81,7 +89,9 @@ def groups_on(host: Host) -> str:
 
 def test_close_takes_along_what_a_call_has_left(hosts: list[Host], mark: str, tmp_path: Path) -> None:
     """And the receipt says for each host how it is known that nothing is left; no control group stays behind."""
-    with sky.ComputePool(provider=owned_by(hosts, tmp_path / "known_hosts"), nodes=2, display="quiet", provision_timeout=150) as pool:
+    with sky.ComputePool(
+        provider=owned_by(hosts, tmp_path / "known_hosts"), nodes=2, display="quiet", provision_timeout=150
+    ) as pool:
         _ = run_away(mark) @ pool
         wait_until(lambda: all(len(running(host, mark)) == 2 for host in hosts), "the runaways")
         assert len(groups_on(hosts[0]).split()) == 1
@@ -89,15 +99,26 @@ def test_close_takes_along_what_a_call_has_left(hosts: list[Host], mark: str, tm
     assert [running(host, mark) for host in hosts] == [[], []]
     assert groups_on(hosts[0]) == ""
     assert pool.receipt is not None
-    assert [resource["evidence"].partition(": ")[2] for resource in pool.receipt["resources"]] == [PROOFS["group"], PROOFS["tree"]]
+    assert [resource["evidence"].partition(": ")[2] for resource in pool.receipt["resources"]] == [
+        PROOFS["group"],
+        PROOFS["tree"],
+    ]
 
 
 @pytest.mark.parametrize("who", ["supervisor", "first keeper", "second keeper", "guard", "guard and supervisor"])
-def test_whatever_is_killed_on_a_host_nothing_outlives_the_lease(who: str, hosts: list[Host], mark: str, tmp_path: Path) -> None:
-    """SIGKILL to one of those that could have ended what a call has left, or to two; nobody on the client's side helps."""
+def test_whatever_is_killed_on_a_host_nothing_outlives_the_lease(
+    who: str, hosts: list[Host], mark: str, tmp_path: Path
+) -> None:
+    """SIGKILL to one of those that could have ended what a call has left, or to two; nobody on the client's side
+    helps.
+    """
     host = hosts[1]
     with sky.ComputePool(
-        provider=owned_by([host], tmp_path / "known_hosts"), display="quiet", provision_timeout=150, lease_seconds=LEASE_SECONDS, retries=0
+        provider=owned_by([host], tmp_path / "known_hosts"),
+        display="quiet",
+        provision_timeout=150,
+        lease_seconds=LEASE_SECONDS,
+        retries=0,
     ) as pool:
         runner = run_away(mark) >> pool
         wait_until(lambda: len(running(host, mark)) == 2, "the runaways")
@@ -106,7 +127,12 @@ def test_whatever_is_killed_on_a_host_nothing_outlives_the_lease(who: str, hosts
         second = keeper.parent_of(supervisor)
         instance = pool.lease.nodes[0].instance
         guard = there[int((host.root / str(instance.directory)[1:] / "guard").read_text())]
-        known = {"supervisor": supervisor, "second keeper": second, "first keeper": keeper.parent_of(second), "guard": guard}
+        known = {
+            "supervisor": supervisor,
+            "second keeper": second,
+            "first keeper": keeper.parent_of(second),
+            "guard": guard,
+        }
         assert keeper.name_of(known["first keeper"]) == keeper.name_of(second) == keeper.KEEPER
         for name in who.split(" and "):
             os.kill(known[name], signal.SIGKILL)

@@ -38,7 +38,9 @@ def said(call_id: str, text: str) -> Output:
 
 
 def test_another_head_hears_all_that_was_not_released() -> None:
-    """First who keeps what, then the reports in their order, with the numbers that they had; what is told meanwhile comes after."""
+    """First who keeps what, then the reports in their order, with the numbers that they had; what is told meanwhile
+    comes after.
+    """
     kept, first, second = Kept("process", keeps=True), Wire(), Wire()
     kept.attach("1-0", "tls://a", "pool", first.send)
     kept.begin("k1", "topic", ["a", "b"], kept.epoch)
@@ -52,7 +54,9 @@ def test_another_head_hears_all_that_was_not_released() -> None:
     assert [report.number for report in first.reports] == [1, 2]
     assert second.sent[0] == ("pool", WorkerKept("2-0", "tls://b", kept.calls, keys=("k1",)))
     assert second.kept == [("a", "b")]
-    assert [(topic, message.origin, message.number) for topic, message in second.sent[1:]] == [("topic", "process/k1", number) for number in (1, 2, 3)]
+    assert [(topic, message.origin, message.number) for topic, message in second.sent[1:]] == [
+        ("topic", "process/k1", number) for number in (1, 2, 3)
+    ]
     assert second.reports[:2] == first.reports
 
 
@@ -79,7 +83,9 @@ def test_what_is_released_is_kept_no_more() -> None:
 
 
 def test_what_has_not_begun_when_its_scheduler_is_left_never_begins() -> None:
-    """The next scheduler hears which calls are here: one that began after that would run beside the one that the client sends again."""
+    """The next scheduler hears which calls are here: one that began after that would run beside the one that the client
+    sends again.
+    """
     kept, wire = Kept("process", keeps=True), Wire()
     epoch = kept.epoch
     kept.detach()
@@ -103,12 +109,17 @@ def test_nothing_is_kept_where_nothing_is_to_be() -> None:
     assert [report.number for report in wire.reports] == [1]
 
 
-STEPS = st.lists(st.tuples(st.sampled_from(["begin", "say", "outcome", "end", "release"]), st.integers(0, 3), st.integers(1, 400)), max_size=60)
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["begin", "say", "outcome", "end", "release"]), st.integers(0, 3), st.integers(1, 400)),
+    max_size=60,
+)
 
 
 @given(STEPS)
 def test_outcomes_outlive_output_when_there_is_no_room(steps: list[tuple[str, int, int]]) -> None:
-    """More than the limit is never kept but for outcomes of batches that run; of what is told again every outcome is there unless its batch was given up whole."""
+    """More than the limit is never kept but for outcomes of batches that run; of what is told again every outcome is
+    there unless its batch was given up whole.
+    """
     kept, limit = Kept("process", keeps=True, limit_bytes=1000), 1000
     running, told = set[str](), dict[str, list[str]]()
     for number, (step, index, size) in enumerate(steps):
@@ -137,6 +148,12 @@ def test_outcomes_outlive_output_when_there_is_no_room(steps: list[tuple[str, in
         assert kept.nbytes == sum(len(pickle.dumps(report, protocol=5)) for report in wire.reports)
         assert kept.nbytes <= limit or there <= running
         for key, outcomes in told.items():
-            again = [item.call_id for report in wire.reports if report.origin == f"process/{key}" for item in report.news if isinstance(item, Outcome)]
+            again = [
+                item.call_id
+                for report in wire.reports
+                if report.origin == f"process/{key}"
+                for item in report.news
+                if isinstance(item, Outcome)
+            ]
             assert again == outcomes or (not again and key not in running)
         kept.detach()

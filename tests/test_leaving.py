@@ -79,8 +79,15 @@ def test_nodes_live_on_when_all_is_well(tmp_path: Path) -> None:
 @pytest.mark.parametrize("before", [None, 60.0, 600.0])
 @pytest.mark.parametrize("is_told", [True, False])
 def test_nodes_are_told_again_when_something_fails(tmp_path: Path, before: float | None, *, is_told: bool) -> None:
-    """A node elsewhere has the lease that it had; one of this machine the usual one, or its own if that was longer, and its owner stands for it again."""
-    here, there, lost, bare = local(tmp_path / "node"), RemoteReach("700\n"), RemoteReach("800\n", is_connected=False), RemoteReach(None)
+    """A node elsewhere has the lease that it had; one of this machine the usual one, or its own if that was longer, and
+    its owner stands for it again.
+    """
+    here, there, lost, bare = (
+        local(tmp_path / "node"),
+        RemoteReach("700\n"),
+        RemoteReach("800\n", is_connected=False),
+        RemoteReach(None),
+    )
     now = uptime()
     if before is not None:
         write_lease(tmp_path / "node", now + before)

@@ -24,8 +24,28 @@ from sqlalchemy import Connection, create_engine, event, inspect
 
 from skyward_core.errors import BadRequest, BudgetExceeded, LeaseLost, LedgerConflict, LedgerError
 from skyward_core.ledger.ledger import Ledger, default_url
-from skyward_core.ledger.rows import BILLING_ROUNDING, Account, Attempt, Bucket, CostBy, Intent, Period, PoolEntry, Price, ResourceKind, Wish
-from skyward_core.ledger.tables import MIGRATIONS, POOLS, RESOURCES, WORK_COLUMNS, migrate, milliseconds_of, schema_version
+from skyward_core.ledger.rows import (
+    BILLING_ROUNDING,
+    Account,
+    Attempt,
+    Bucket,
+    CostBy,
+    Intent,
+    Period,
+    PoolEntry,
+    Price,
+    ResourceKind,
+    Wish,
+)
+from skyward_core.ledger.tables import (
+    MIGRATIONS,
+    POOLS,
+    RESOURCES,
+    WORK_COLUMNS,
+    migrate,
+    milliseconds_of,
+    schema_version,
+)
 from skyward_core.machines.offers import Extra
 from skyward_core.machines.owner import Owner
 from skyward_core.work import Work
@@ -108,8 +128,12 @@ def intend(ledger: Ledger, token: str = "t1", pool_id: str = "p", price: Price =
 
 @pytest.fixture(scope="session")
 def postgresql_server() -> Iterator[str]:
-    """The URL of a server that lives as long as the test session (or less, if that is killed), reached over a Unix socket."""
-    programs = next((path.parent for path in sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), reverse=True)), None)
+    """The URL of a server that lives as long as the test session (or less, if that is killed), reached over a Unix
+    socket.
+    """
+    programs = next(
+        (path.parent for path in sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), reverse=True)), None
+    )
     if programs is None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)("no PostgreSQL server is installed (Debian: postgresql)")
     folder = tempfile.mkdtemp(prefix="ledger-")
@@ -121,14 +145,31 @@ def postgresql_server() -> Iterator[str]:
     server: subprocess.Popen[bytes] | None = None
     try:
         subprocess.run(
-            [*ours, programs / "initdb", "-D", f"{folder}/data", "-U", "ada", "-A", "trust", "-N", "-E", "UTF8", "--no-locale"],
+            [
+                *ours,
+                programs / "initdb",
+                "-D",
+                f"{folder}/data",
+                "-U",
+                "ada",
+                "-A",
+                "trust",
+                "-N",
+                "-E",
+                "UTF8",
+                "--no-locale",
+            ],
             check=True,
             timeout=100,
             **quiet,
         )
         says = ["-D", f"{folder}/data", "-k", folder, "-c", "listen_addresses=", "-c", "fsync=off"]
         server = subprocess.Popen([*ours, "--pdeathsig=INT", programs / "postgres", *says], **quiet)
-        wait_until(lambda: subprocess.run([programs / "pg_isready", "-h", folder], check=False, **quiet).returncode == 0, "the server to be ready", 60)
+        wait_until(
+            lambda: subprocess.run([programs / "pg_isready", "-h", folder], check=False, **quiet).returncode == 0,
+            "the server to be ready",
+            60,
+        )
         yield f"postgresql+psycopg://ada@/postgres?host={folder}"
     finally:
         if server is not None:
@@ -173,14 +214,21 @@ def test_an_intent_goes_from_asked_to_gone(ledger: Ledger, clock: Clock) -> None
     """Each step has its time; the first time of each stands; an intent that is closed is not open."""
     intent = intend(ledger)
     for minutes, step in enumerate(
-        (lambda: ledger.bind(intent, "i-1"), lambda: ledger.ask_end_all([intent.id])[0], lambda: ledger.close_all([intent.id], "404")), 1
+        (
+            lambda: ledger.bind(intent, "i-1"),
+            lambda: ledger.ask_end_all([intent.id])[0],
+            lambda: ledger.close_all([intent.id], "404"),
+        ),
+        1,
     ):
         clock.time = NOON + timedelta(minutes=minutes)
         step()
     clock.time = LATER
     (again,) = ledger.close_all([intent.id], "another story")
     assert ledger.bind(intent, "i-1") == ledger.ask_end_all([intent.id])[0] == again
-    assert [again.bound_at, again.end_asked_at, again.gone_at] == [NOON + timedelta(minutes=minutes) for minutes in (1, 2, 3)]
+    assert [again.bound_at, again.end_asked_at, again.gone_at] == [
+        NOON + timedelta(minutes=minutes) for minutes in (1, 2, 3)
+    ]
     assert (again.cloud_id, again.evidence) == ("i-1", "404")
     assert ledger.open_intents() == []
     assert ledger.intents(pool_id="p") == [again]
@@ -232,7 +280,9 @@ def test_open_intents_can_be_narrowed(ledger: Ledger) -> None:
 
 
 def test_what_makes_no_sense_is_refused(ledger: Ledger) -> None:
-    """Pools nobody opened or opened twice, naive times, no evidence, seconds that run backwards, entries of another ledger."""
+    """Pools nobody opened or opened twice, naive times, no evidence, seconds that run backwards, entries of another
+    ledger.
+    """
     with pytest.raises(LedgerConflict, match='no pool "nobody\'s"'):
         intend(ledger, pool_id="nobody's")
     with pytest.raises(LedgerConflict, match="already has a pool 'p'"):
@@ -291,7 +341,9 @@ def spending_verbs(ledger: Ledger) -> list[Callable[[], object]]:
 
 @pytest.mark.parametrize("is_condemned", [True, False])
 def test_nothing_is_asked_for_on_behalf_of_the_dead(ledger: Ledger, is_condemned: bool) -> None:
-    """A pool that was condemned, or has ended, loses its lease in every verb that would spend; what is true of it is still written down."""
+    """A pool that was condemned, or has ended, loses its lease in every verb that would spend; what is true of it is
+    still written down.
+    """
     ledger.set_account(Account("team", USD(10), Period.RUN))
     intent = intend(ledger, "old")
     if is_condemned:
@@ -299,7 +351,10 @@ def test_nothing_is_asked_for_on_behalf_of_the_dead(ledger: Ledger, is_condemned
     else:
         ledger.end_pool("p")
     for spend in spending_verbs(ledger):
-        with pytest.raises(LeaseLost, match="was judged dead at 2026-11-21 12:00:00" if is_condemned else "has ended, at 2026-11-21 12:00:00"):
+        with pytest.raises(
+            LeaseLost,
+            match="was judged dead at 2026-11-21 12:00:00" if is_condemned else "has ended, at 2026-11-21 12:00:00",
+        ):
             spend()
     assert ledger.left_usd("team", "p") == 10
     assert ledger.bind(intent, "i-1").cloud_id == "i-1"
@@ -313,7 +368,9 @@ def test_nothing_is_asked_for_on_behalf_of_the_dead(ledger: Ledger, is_condemned
 
 
 def test_a_pool_is_condemned_unless_its_lease_was_renewed(ledger: Ledger, clock: Clock) -> None:
-    """Who saw an old lease must look again; who condemns second is told that it is done; the first time stands; what has ended is dead anyway."""
+    """Who saw an old lease must look again; who condemns second is told that it is done; the first time stands; what
+    has ended is dead anyway.
+    """
     ledger.renew("p", LATER + timedelta(minutes=1))
     assert not ledger.condemn("p", seen=LATER)
     assert ledger.pool("p").condemned_at is None  # type: ignore[union-attr]
@@ -347,13 +404,17 @@ def test_many_pools_are_condemned_and_ended_at_once(ledger: Ledger) -> None:
 
 @pytest.mark.parametrize("verb", ["renew", "intend"])
 def test_a_lease_is_either_renewed_or_condemned(ledger: Ledger, url: str, verb: str) -> None:
-    """Twenty times at once with its owner: if the sweep was told that the pool is dead, the owner is told too, from then on."""
+    """Twenty times at once with its owner: if the sweep was told that the pool is dead, the owner is told too, from
+    then on.
+    """
     with Ledger(url) as other:
         for number in range(20):
             pool_id, start, outcome = f"r{number}", threading.Barrier(2), {}
             open_pool(ledger, pool_id)
 
-            def own(pool_id: str = pool_id, start: threading.Barrier = start, outcome: dict[str, object] = outcome) -> None:
+            def own(
+                pool_id: str = pool_id, start: threading.Barrier = start, outcome: dict[str, object] = outcome
+            ) -> None:
                 start.wait()
                 try:
                     if verb == "renew":
@@ -373,7 +434,8 @@ def test_a_lease_is_either_renewed_or_condemned(ledger: Ledger, url: str, verb: 
             if verb == "renew":
                 assert is_condemned is not outcome["is_renewed"]
             else:
-                assert seen == outcome["is_renewed"]  # an intent that is let through is there when the sweep looks, after it has condemned
+                # an intent that is let through is there when the sweep looks, after it has condemned
+                assert seen == outcome["is_renewed"]
 
 
 # ── many at once ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -385,7 +447,11 @@ def test_many_are_written_down_at_once_in_their_order(ledger: Ledger) -> None:
     intents = ledger.intend_all("p", [wish(f"t{number}") for number in range(1100)])
     assert [intent.token for intent in intents] == [f"t{number}" for number in range(1100)]
     assert intents[7] == known
-    assert ledger.intend_all("p", [wish("t7"), wish("t3"), wish("new"), wish("new")]) == [known, intents[3], *[ledger.intents()[-1]] * 2]
+    assert ledger.intend_all("p", [wish("t7"), wish("t3"), wish("new"), wish("new")]) == [
+        known,
+        intents[3],
+        *[ledger.intents()[-1]] * 2,
+    ]
     numbers = [intent.id for intent in reversed(intents)]
     bound = ledger.bind_all({number: f"i-{number}" if number != known.id else "i-7" for number in numbers})
     assert [intent.id for intent in bound] == numbers
@@ -400,7 +466,9 @@ def test_many_are_written_down_at_once_in_their_order(ledger: Ledger) -> None:
     assert {intent.end_asked_at for intent in ledger.ask_end_all(numbers)} == {NOON}
     assert {intent.evidence for intent in ledger.close_all(iter(numbers), "404")} == {"404"}
     assert [intent.token for intent in ledger.open_intents()] == ["new"]
-    assert ledger.intend_all("p", []) == ledger.bind_all({}) == ledger.ask_end_all([]) == ledger.close_all([], "404") == []
+    assert (
+        ledger.intend_all("p", []) == ledger.bind_all({}) == ledger.ask_end_all([]) == ledger.close_all([], "404") == []
+    )
 
 
 def test_a_second_id_does_not_keep_the_others_from_being_bound(ledger: Ledger) -> None:
@@ -429,12 +497,15 @@ def test_noted_totals_replace_each_other_and_never_shrink(ledger: Ledger) -> Non
 
 
 def test_a_second_may_turn_out_to_have_gone_elsewhere(ledger: Ledger) -> None:
-    """The buckets of a resource are replaced together: their sum is the life of the resource, whatever was thought of it before."""
+    """The buckets of a resource are replaced together: their sum is the life of the resource, whatever was thought of
+    it before.
+    """
     intent = intend(ledger)
     ledger.note_all({intent.id: {Bucket.LAUNCHING: 1, Bucket.IDLE: 5}})
     ledger.note_all({intent.id: {Bucket.LAUNCHING: 1, Bucket.IDLE: 1, Bucket.RUNNING_CALLS: 6}})
     assert seconds_of(ledger) == [{Bucket.LAUNCHING: 1, Bucket.IDLE: 1, Bucket.RUNNING_CALLS: 6}]
-    ledger.note_all({intent.id: {Bucket.LAUNCHING: 1, Bucket.IDLE: 4, Bucket.RUNNING_CALLS: 2.9}})  # an older note that comes late
+    # an older note that comes late
+    ledger.note_all({intent.id: {Bucket.LAUNCHING: 1, Bucket.IDLE: 4, Bucket.RUNNING_CALLS: 2.9}})
     assert seconds_of(ledger) == [{Bucket.LAUNCHING: 1, Bucket.IDLE: 1, Bucket.RUNNING_CALLS: 6}]
 
 
@@ -448,11 +519,18 @@ def test_what_nobody_noted_is_filled_in_at_the_close(ledger: Ledger, clock: Cloc
     ledger.close_all([unfilled.id], "404")
     clock.time = LATER
     ledger.close_all([noted.id, unnoted.id, unbound.id, unfilled.id], "again", fill=Bucket.LOST)
-    assert seconds_of(ledger) == [{Bucket.LAUNCHING: 60, Bucket.IDLE: 540.5}, {Bucket.IDLE: 600.5}, {}, {Bucket.LAUNCHING: 60}]
+    assert seconds_of(ledger) == [
+        {Bucket.LAUNCHING: 60, Bucket.IDLE: 540.5},
+        {Bucket.IDLE: 600.5},
+        {},
+        {Bucket.LAUNCHING: 60},
+    ]
 
 
 def test_what_was_gone_long_before_it_was_known_is_filled_in_until_then(ledger: Ledger, clock: Clock) -> None:
-    """The close tells when it was known; never more is filled in than until then, and nothing that is known is taken back."""
+    """The close tells when it was known; never more is filled in than until then, and nothing that is known is taken
+    back.
+    """
     early, late, short = ledger.intend_all("p", [wish(token) for token in "abc"])
     ledger.bind_all({early.id: "i-1", late.id: "i-2", short.id: "i-3"})
     ledger.note_all({short.id: {Bucket.IDLE: 90}})
@@ -506,7 +584,9 @@ class IntentHistories(RuleBasedStateMachine):
             with pytest.raises(LedgerConflict):
                 self.ledger.bind(was, cloud_id)
         else:
-            expected = was if was.cloud_id else replace(was, cloud_id=cloud_id, bound_at=NOON, gone_at=None, evidence=None)
+            expected = (
+                was if was.cloud_id else replace(was, cloud_id=cloud_id, bound_at=NOON, gone_at=None, evidence=None)
+            )
             self.model[was.token] = expected
             assert self.ledger.bind(was, cloud_id) == expected
 
@@ -518,7 +598,10 @@ class IntentHistories(RuleBasedStateMachine):
         self.ledger.ask_end_all([was.id])
 
     @precondition(lambda self: self.model)
-    @rule(data=st.data(), evidence=st.text(min_size=1).filter(str.strip).filter(lambda text: "\0" not in text and text.isprintable()))
+    @rule(
+        data=st.data(),
+        evidence=st.text(min_size=1).filter(str.strip).filter(lambda text: "\0" not in text and text.isprintable()),
+    )
     def close_intent(self, data: st.DataObject, evidence: str) -> None:
         was = self.pick(data)
         self.model[was.token] = was if was.gone_at else replace(was, gone_at=NOON, evidence=evidence)
@@ -528,7 +611,9 @@ class IntentHistories(RuleBasedStateMachine):
     @rule(data=st.data(), bucket=st.sampled_from(Bucket), milliseconds=st.integers(0, 10**7))
     def note(self, data: st.DataObject, bucket: Bucket, milliseconds: int) -> None:
         was = self.pick(data)
-        self.model[was.token] = replace(was, seconds={**was.seconds, bucket: max(was.seconds[bucket], milliseconds / 1000)})
+        self.model[was.token] = replace(
+            was, seconds={**was.seconds, bucket: max(was.seconds[bucket], milliseconds / 1000)}
+        )
         self.ledger.note_all({was.id: {bucket: milliseconds / 1000}})
 
     @rule()
@@ -547,7 +632,9 @@ class IntentHistories(RuleBasedStateMachine):
 
 
 TestIntentHistories = IntentHistories.TestCase
-TestIntentHistories.settings = settings(max_examples=12, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck))
+TestIntentHistories.settings = settings(
+    max_examples=12, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+)
 
 
 # ── cost ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -570,7 +657,9 @@ TestIntentHistories.settings = settings(max_examples=12, stateful_step_count=20,
         (1, Price(USD("0.000001")), "0.000001"),  # never rounded down to nothing
     ],
 )
-def test_a_resource_is_billed_as_its_provider_counts(ledger: Ledger, seconds: float, price: Price, expected_usd: str) -> None:
+def test_a_resource_is_billed_as_its_provider_counts(
+    ledger: Ledger, seconds: float, price: Price, expected_usd: str
+) -> None:
     """Begun increments, at least the minimum, rounded up to a micro-dollar."""
     intent = ledger.bind(intend(ledger, price=price), "i-1")
     ledger.note_all({intent.id: {Bucket.RUNNING_CALLS: seconds}})
@@ -587,7 +676,9 @@ def test_what_was_never_created_costs_nothing(ledger: Ledger) -> None:
 
 
 def test_however_it_is_added_up_the_sum_is_the_same(ledger: Ledger, clock: Clock) -> None:
-    """By resource, pool, owner, day and bucket: equal to the micro-dollar, and on demand too, with odd prices, times and billing rules."""
+    """By resource, pool, owner, day and bucket: equal to the micro-dollar, and on demand too, with odd prices, times
+    and billing rules.
+    """
     open_pool(ledger, "q", replace(OWNER, user="bob"))
     counted: dict[int, tuple[Decimal, Decimal]] = {}
     for number in range(60):
@@ -609,7 +700,8 @@ def test_however_it_is_added_up_the_sum_is_the_same(ledger: Ledger, clock: Clock
         for of in ("cost_usd", "on_demand_usd", "saved_usd"):
             assert sum(getattr(row, of) for row in one) == sum(getattr(row, of) for row in other)
         assert sum(row.seconds for row in one) == pytest.approx(sum(row.seconds for row in other), abs=1e-6)
-    assert [(row.cost_usd, row.on_demand_usd) for row in rows[CostBy.RESOURCE]] == list(counted.values())  # SQL and Python count alike
+    # SQL and Python count alike
+    assert [(row.cost_usd, row.on_demand_usd) for row in rows[CostBy.RESOURCE]] == list(counted.values())
     assert [row.key for row in rows[CostBy.OWNER]] == ["ada@laptop", "bob@laptop"]
     assert [row.key for row in rows[CostBy.BUCKET]] == [*map(str, Bucket), BILLING_ROUNDING]
     assert [row.key for row in rows[CostBy.DAY]][:2] == ["2026-11-21", "2026-11-22"]
@@ -630,7 +722,9 @@ def test_a_bill_can_be_narrowed(ledger: Ledger, clock: Clock) -> None:
 
 
 def test_a_list_of_pools_tells_what_each_has_cost(ledger: Ledger, clock: Clock) -> None:
-    """What is open and what it has come to, oldest pool first; ended pools only when asked for, and only the newest so many."""
+    """What is open and what it has come to, oldest pool first; ended pools only when asked for, and only the newest so
+    many.
+    """
     for minutes, pool_id in enumerate("qrs", 1):
         clock.time = NOON + timedelta(minutes=minutes)
         open_pool(ledger, pool_id)
@@ -644,7 +738,13 @@ def test_a_list_of_pools_tells_what_each_has_cost(ledger: Ledger, clock: Clock) 
     assert [row.entry for row in rows] == ledger.pools()
     assert [row.entry.id for row in rows] == ["p", "q", "s"]
     q = rows[1]
-    assert (q.open_resources, q.resources, q.seconds, q.cost_usd, q.on_demand_usd) == (2, 3, 3600.5, USD("1.000278"), USD("4.001112"))
+    assert (q.open_resources, q.resources, q.seconds, q.cost_usd, q.on_demand_usd) == (
+        2,
+        3,
+        3600.5,
+        USD("1.000278"),
+        USD("4.001112"),
+    )
     assert (rows[0].resources, rows[0].cost_usd) == (0, 0)
     assert [row.entry.id for row in ledger.pool_rows(include_ended=True)] == ["p", "q", "r", "s"]
     assert ledger.pool_rows(include_ended=True)[1] == q
@@ -683,7 +783,9 @@ def test_spending_more_than_reserved_is_written_down(ledger: Ledger) -> None:
 
 
 def test_the_end_of_a_pool_settles_all_that_it_reserved(ledger: Ledger, clock: Clock) -> None:
-    """Its settled sums together are what it has spent: each reservation pays up to what it is, oldest first, so that no day pays for another."""
+    """Its settled sums together are what it has spent: each reservation pays up to what it is, oldest first, so that no
+    day pays for another.
+    """
     open_pool(ledger, "q")
     ledger.set_account(Account("team", USD(10), Period.DAY))
     ledger.settle(ledger.reserve("team", "p", USD(2)), USD(1))
@@ -715,7 +817,9 @@ def test_a_pool_that_spent_less_than_settled_or_more_than_reserved(ledger: Ledge
 
 
 def test_reservations_roll_on_whole_or_not_at_all(ledger: Ledger, clock: Clock) -> None:
-    """What was reserved is settled with what was spent since, and what comes next is reserved; if that is too much, nothing has changed."""
+    """What was reserved is settled with what was spent since, and what comes next is reserved; if that is too much,
+    nothing has changed.
+    """
     ledger.set_account(Account("team", USD(10), Period.DAY))
     ledger.set_account(Account("other", USD(10), Period.DAY))
     elsewhere = ledger.reserve("other", "p", USD(10))
@@ -739,14 +843,23 @@ def test_reservations_roll_on_whole_or_not_at_all(ledger: Ledger, clock: Clock) 
     assert ledger.left_usd("team", "p") == 7
 
 
-@pytest.mark.parametrize(("period", "same_day", "next_day", "next_month", "other_pool"), [("run", 0, 0, 0, 1), ("day", 0, 1, 1, 0), ("month", 0, 0, 1, 0)])
-def test_a_limit_holds_for_its_period(ledger: Ledger, clock: Clock, period: str, same_day: int, next_day: int, next_month: int, other_pool: int) -> None:
+@pytest.mark.parametrize(
+    ("period", "same_day", "next_day", "next_month", "other_pool"),
+    [("run", 0, 0, 0, 1), ("day", 0, 1, 1, 0), ("month", 0, 0, 1, 0)],
+)
+def test_a_limit_holds_for_its_period(
+    ledger: Ledger, clock: Clock, period: str, same_day: int, next_day: int, next_month: int, other_pool: int
+) -> None:
     """For each pool, each UTC day or each UTC month."""
     open_pool(ledger, "q")
     ledger.set_account(Account("team", USD(1), Period(period)))
     ledger.reserve("team", "p", USD(1))
     assert ledger.left_usd("team", "q") == other_pool
-    for moment, left in ((NOON.replace(hour=23), same_day), (NOON + timedelta(days=1), next_day), (NOON + timedelta(days=30), next_month)):
+    for moment, left in (
+        (NOON.replace(hour=23), same_day),
+        (NOON + timedelta(days=1), next_day),
+        (NOON + timedelta(days=30), next_month),
+    ):
         clock.time = moment
         assert ledger.left_usd("team", "p") == left
 
@@ -794,11 +907,15 @@ print(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children))
 
 
 def run_script(script: str, *args: str, **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True, timeout=100, check=False, **options)  # type: ignore[call-overload]
+    return subprocess.run(
+        [sys.executable, "-c", script, *args], capture_output=True, text=True, timeout=100, check=False, **options
+    )  # type: ignore[call-overload]
 
 
 def test_eight_processes_at_once_overdraw_nothing(ledger: Ledger, url: str) -> None:
-    """They reserve, and settle some, until the account refuses: what is committed is below the limit, by less than one reservation."""
+    """They reserve, and settle some, until the account refuses: what is committed is below the limit, by less than one
+    reservation.
+    """
     ledger.set_account(Account("team", USD(30), Period.MONTH))
     done = run_script(EIGHT_RESERVE, url, NOON.isoformat())  # of the same month as the account
     assert done.returncode == 0, done.stderr
@@ -896,7 +1013,9 @@ while True:
 
 @pytest.mark.slow
 def test_a_writer_killed_at_any_statement_leaves_a_readable_ledger(tmp_path: Path) -> None:
-    """SIGKILL before and after every statement and before every commit, from an empty file on: what had returned is there, and no more than one verb beyond it."""
+    """SIGKILL before and after every statement and before every commit, from an empty file on: what had returned is
+    there, and no more than one verb beyond it.
+    """
     done = run_script(KILLED_AT, str(tmp_path))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -913,7 +1032,10 @@ def test_a_writer_killed_at_any_statement_leaves_a_readable_ledger(tmp_path: Pat
 
 def check_what_was_left(ledger: Ledger, said: list[str]) -> None:
     done = [line.split() for line in said]
-    told = {word: {what for first, what in done if first == word} for word in ("intended", "bound", "closed", "reserved", "settled")}
+    told = {
+        word: {what for first, what in done if first == word}
+        for word in ("intended", "bound", "closed", "reserved", "settled")
+    }
     intents = {intent.token: intent for intent in ledger.intents()}
     found = {
         "intended": set(intents),
@@ -923,7 +1045,9 @@ def check_what_was_left(ledger: Ledger, said: list[str]) -> None:
     for word, tokens in found.items():
         assert told[word] <= tokens
     assert sum(len(tokens) - len(told[word]) for word, tokens in found.items()) <= 1
-    assert len(ledger.open_reservations()) in {len(told["reserved"]) - len(told["settled"]) + more for more in (-1, 0, 1)}
+    assert len(ledger.open_reservations()) in {
+        len(told["reserved"]) - len(told["settled"]) + more for more in (-1, 0, 1)
+    }
     if ledger.accounts():
         settled = -ledger.left_usd("team", "p") + 10 - 3 * len(ledger.open_reservations())
         assert settled in {len(told["settled"]), len(told["settled"]) + 1}  # the balance agrees with the reservations
@@ -941,9 +1065,18 @@ def test_a_reader_blocks_no_writer(file_ledger: Ledger, tmp_path: Path) -> None:
     assert len(file_ledger.intents()) == 1
 
 
-@pytest.mark.parametrize("use", [lambda ledger: ledger.left_usd("team", "p"), lambda ledger: ledger.reserve("team", "p", USD(1))], ids=["read", "write"])
-def test_a_ledger_that_is_closed_while_it_is_used_keeps_no_connection(tmp_path: Path, clock: Clock, use: Callable[[Ledger], object]) -> None:
-    """Neither the one that another thread uses as it is closed, nor one that is used later. The verbs themselves do their work."""
+@pytest.mark.parametrize(
+    "use",
+    [lambda ledger: ledger.left_usd("team", "p"), lambda ledger: ledger.reserve("team", "p", USD(1))],
+    ids=["read", "write"],
+)
+def test_a_ledger_that_is_closed_while_it_is_used_keeps_no_connection(
+    tmp_path: Path, clock: Clock, use: Callable[[Ledger], object]
+) -> None:
+    """Neither the one that another thread uses as it is closed, nor one that is used later.
+
+    The verbs themselves do their work.
+    """
     path = tmp_path / "state/ledger.db"
 
     def connections() -> int:
@@ -982,7 +1115,10 @@ def test_threads_share_a_ledger(ledger: Ledger) -> None:
     """Verbs from many threads lose nothing."""
     intent = intend(ledger)
     threads = [
-        threading.Thread(target=lambda bucket=bucket: [ledger.note_all({intent.id: {bucket: seconds}}) for seconds in range(1, 11)]) for bucket in Bucket
+        threading.Thread(
+            target=lambda bucket=bucket: [ledger.note_all({intent.id: {bucket: seconds}}) for seconds in range(1, 11)]
+        )
+        for bucket in Bucket
     ]
     for thread in threads:
         thread.start()
@@ -1117,7 +1253,9 @@ def schema(path: Path) -> list[tuple[str, ...]]:
 
 
 def test_a_ledger_of_version_0_is_migrated(tmp_path: Path) -> None:
-    """A database without our tables, and one that only says `version 0`, come out like a new one; foreign tables stay."""
+    """A database without our tables, and one that only says `version 0`, come out like a new one; foreign tables
+    stay.
+    """
     Ledger(f"sqlite:///{tmp_path}/new.db").close()
     old = tmp_path / "old.db"
     raw = sqlite3.connect(old)
@@ -1141,7 +1279,10 @@ def fail(connection: Connection) -> None:
 
 
 def test_a_migration_happens_whole_or_not_at_all(file_ledger: Ledger, tmp_path: Path) -> None:
-    """A later step is taken once; one that fails leaves tables and version as they were. The entries are there throughout."""
+    """A later step is taken once; one that fails leaves tables and version as they were.
+
+    The entries are there throughout.
+    """
     intent = intend(file_ledger)
     path = tmp_path / "state/ledger.db"
     before = schema(path)
@@ -1161,7 +1302,10 @@ def test_a_newer_ledger_is_refused_and_left_alone(file_ledger: Ledger, tmp_path:
     with file_ledger._database.write() as connection:
         migrate(connection, (*MIGRATIONS, add_a_column))
     before = schema(tmp_path / "state/ledger.db")
-    with pytest.raises(LedgerError, match=rf"has version {len(MIGRATIONS) + 1}; this release of skyward-core knows {len(MIGRATIONS)}\. Use the newer release"):
+    with pytest.raises(
+        LedgerError,
+        match=rf"has version {len(MIGRATIONS) + 1}; this release of skyward-core knows {len(MIGRATIONS)}\. Use the newer release",
+    ):
         Ledger(str(file_ledger.url))
     assert schema(tmp_path / "state/ledger.db") == before
 
@@ -1226,7 +1370,20 @@ def test_attempts_are_kept_in_their_order(ledger: Ledger, clock: Clock) -> None:
     intend(ledger)
     (pool,) = ledger.pools()
     moments = [clock() + timedelta(seconds=seconds) for seconds in (5, 0)]
-    later, sooner = (Attempt(pool.id, at, "aws", "us-east-1", "p5.48xlarge", is_spot=True, seconds=1.25, error="NoCapacity", code="I" * 200) for at in moments)
+    later, sooner = (
+        Attempt(
+            pool.id,
+            at,
+            "aws",
+            "us-east-1",
+            "p5.48xlarge",
+            is_spot=True,
+            seconds=1.25,
+            error="NoCapacity",
+            code="I" * 200,
+        )
+        for at in moments
+    )
     ledger.note_attempts([later, sooner])
     ledger.note_attempts([])
     assert ledger.attempts() == ledger.attempts(pool_id=pool.id) == [sooner, later]
@@ -1252,9 +1409,14 @@ TRAIN = Work(system="airflow", workflow="nightly", run="manual__2026-11-22T07:00
 
 def pay(ledger: Ledger, pool_id: str, work: Work, usd: int) -> None:
     """Open a pool for this work, of two machines that have cost so much together."""
-    ledger.open_pool(pool_id, owner=OWNER, provider={"name": "verda"}, spec_json="{}", lease_expires_at=LATER, work=work)
+    ledger.open_pool(
+        pool_id, owner=OWNER, provider={"name": "verda"}, spec_json="{}", lease_expires_at=LATER, work=work
+    )
     price = Price(Decimal(usd) / 2)
-    wishes = [Wish(ResourceKind.INSTANCE, "verda", "FIN-01", f"{pool_id}-{n}", f"{pool_id}-{n}", {}, LATER, price) for n in range(2)]
+    wishes = [
+        Wish(ResourceKind.INSTANCE, "verda", "FIN-01", f"{pool_id}-{n}", f"{pool_id}-{n}", {}, LATER, price)
+        for n in range(2)
+    ]
     intents = ledger.intend_all(pool_id, wishes)
     ledger.bind_all({intent.id: f"{pool_id}-i-{intent.id}" for intent in intents})
     ledger.note_all({intent.id: {Bucket.RUNNING_CALLS: 3600.0} for intent in intents})
@@ -1273,14 +1435,19 @@ def test_a_pool_is_written_down_with_its_work(ledger: Ledger) -> None:
 
 
 def test_costs_add_up_by_run_task_and_asset(ledger: Ledger) -> None:
-    """All tries of a task count together, in all runs; shares of a pool go where they belong, and the rest to the pool's own work. Sums stay the same."""
+    """All tries of a task count together, in all runs; shares of a pool go where they belong, and the rest to the
+    pool's own work. Sums stay the same.
+    """
     dagster = Work(system="dagster", workflow="job", run="r1")
     pay(ledger, "one", TRAIN, 2)
     pay(ledger, "two", replace(TRAIN, attempt="2"), 4)
     pay(ledger, "other-run", replace(TRAIN, run="r2"), 8)
     pay(ledger, "shared", dagster, 16)
     pay(ledger, "plain", Work(), 32)
-    shares = {replace(dagster, task="a", asset="a"): Decimal("5.000001"), replace(dagster, task="b", asset="b"): Decimal(3)}
+    shares = {
+        replace(dagster, task="a", asset="a"): Decimal("5.000001"),
+        replace(dagster, task="b", asset="b"): Decimal(3),
+    }
     ledger.set_shares("shared", {Work(task="before"): Decimal(1)})
     ledger.set_shares("shared", shares)
     assert ledger.shares("shared") == shares
@@ -1296,15 +1463,25 @@ def test_costs_add_up_by_run_task_and_asset(ledger: Ledger) -> None:
         "dagster:job/b": (0, Decimal(3)),
         "(no task)": (4, Decimal("39.999999")),
     }
-    assert bill(ledger, CostBy.ASSET) == {"a": (0, Decimal("5.000001")), "b": (0, Decimal(3)), "(no asset)": (10, Decimal("53.999999"))}
+    assert bill(ledger, CostBy.ASSET) == {
+        "a": (0, Decimal("5.000001")),
+        "b": (0, Decimal(3)),
+        "(no asset)": (10, Decimal("53.999999")),
+    }
     assert sum(row.seconds for row in ledger.cost_rows(CostBy.ASSET)) == pytest.approx(10 * 3600)
 
 
 def test_more_shares_than_cost_are_dealt_out_in_proportion(ledger: Ledger) -> None:
-    """What was shared out while the pool lived may be more than its bill, by rounding: the sum stays that of the bill."""
+    """What was shared out while the pool lived may be more than its bill, by rounding: the sum stays that of the
+    bill.
+    """
     pay(ledger, "q", TRAIN, 2)
     ledger.set_shares("q", {Work(asset="a"): Decimal(3), Work(asset="b"): Decimal(1)})
-    assert bill(ledger, CostBy.ASSET) == {"a": (0, Decimal("1.5")), "b": (0, Decimal("0.5")), "(no asset)": (2, Decimal(0))}
+    assert bill(ledger, CostBy.ASSET) == {
+        "a": (0, Decimal("1.5")),
+        "b": (0, Decimal("0.5")),
+        "(no asset)": (2, Decimal(0)),
+    }
 
 
 def test_a_share_is_no_debt_and_of_a_pool_that_is_there(ledger: Ledger) -> None:
@@ -1347,7 +1524,9 @@ def test_postgresql_migrates_whole_or_not_at_all(postgresql_url: str) -> None:
 @pytest.mark.slow
 def test_a_database_without_an_encoding_serves_too(postgresql_server: str) -> None:
     """As those have that were set up under LC_ALL=C."""
-    run_on(postgresql_server, "CREATE DATABASE ascii ENCODING 'SQL_ASCII' LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0")
+    run_on(
+        postgresql_server, "CREATE DATABASE ascii ENCODING 'SQL_ASCII' LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0"
+    )
     try:
         with Ledger(postgresql_server.replace("/postgres?", "/ascii?")) as ledger:
             ledger.set_account(Account("Müller", Decimal(1), Period.DAY))
@@ -1358,7 +1537,9 @@ def test_a_database_without_an_encoding_serves_too(postgresql_server: str) -> No
 
 @pytest.mark.slow
 def test_a_row_that_stays_locked_is_told(postgresql_url: str, clock: Clock) -> None:
-    """Another's transaction that does not end is the cause of an error, not of a wait without end; readers do not mind it."""
+    """Another's transaction that does not end is the cause of an error, not of a wait without end; readers do not mind
+    it.
+    """
     with Ledger(postgresql_url, clock=clock, busy_timeout_seconds=0.05) as impatient:
         open_pool(impatient, "p")
         holder = create_engine(postgresql_url)
@@ -1456,8 +1637,12 @@ FROM skyward_balances b JOIN skyward_reservations r ON r.account = b.account AND
 
 
 @pytest.mark.slow
-def test_on_a_server_all_verbs_at_once_neither_overdraw_nor_lock_each_other_out(postgresql_url: str, clock: Clock) -> None:
-    """Three processes of six threads: no deadlock, no other error; each balance is what its reservations say, and above the limit only by overspending."""
+def test_on_a_server_all_verbs_at_once_neither_overdraw_nor_lock_each_other_out(
+    postgresql_url: str, clock: Clock
+) -> None:
+    """Three processes of six threads: no deadlock, no other error; each balance is what its reservations say, and above
+    the limit only by overspending.
+    """
     with Ledger(postgresql_url, clock=clock) as ledger:
         for account in "ab":
             ledger.set_account(Account(account, USD(5), Period.DAY))
@@ -1475,11 +1660,16 @@ def test_on_a_server_all_verbs_at_once_neither_overdraw_nor_lock_each_other_out(
 
 
 @pytest.mark.slow
-def test_a_connection_that_the_server_has_closed_is_made_anew(postgresql_server: str, postgresql_url: str, clock: Clock) -> None:
+def test_a_connection_that_the_server_has_closed_is_made_anew(
+    postgresql_server: str, postgresql_url: str, clock: Clock
+) -> None:
     """A server that was restarted between two verbs costs nothing."""
     with Ledger(postgresql_url, clock=clock) as ledger:
         open_pool(ledger, "p")
-        run_on(postgresql_server, "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE starts_with(datname, 'ledger')")
+        run_on(
+            postgresql_server,
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE starts_with(datname, 'ledger')",
+        )
         assert [pool.id for pool in ledger.pools()] == ["p"]
 
 
@@ -1495,7 +1685,9 @@ def large(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     url = server.replace("/postgres?", "/large?") or f"sqlite:///{tmp_path_factory.mktemp('large')}/ledger.db"
     with Ledger(url, clock=Clock()) as ledger:
         open_pool(ledger, "0")
-        intent = ledger.bind(intend(ledger, pool_id="0", price=Price(USD("2.345678"), USD("7.5"), increment_seconds=60)), "i-1")
+        intent = ledger.bind(
+            intend(ledger, pool_id="0", price=Price(USD("2.345678"), USD("7.5"), increment_seconds=60)), "i-1"
+        )
         ledger.note_all({intent.id: dict.fromkeys(Bucket, 0.1)})
         with ledger._database.write() as connection:
             pool = connection.exec_driver_sql("SELECT * FROM skyward_pools").mappings().one()
@@ -1535,12 +1727,18 @@ def another_resource(resource: Mapping[str, Any], number: int) -> dict[str, Any]
 def test_a_bill_of_a_hundred_thousand_resources_is_right(large: Ledger, by: CostBy) -> None:
     """Whatever it is added up by: `skyward cost`."""
     rows = large.cost_rows(by)
-    assert sum(row.seconds for row in rows) == pytest.approx(6 * (100 * sum(range(1000)) + 100_000 * 0.1 - 1))  # the first has a second less in each
+    # the first has a second less in each
+    assert sum(row.seconds for row in rows) == pytest.approx(6 * (100 * sum(range(1000)) + 100_000 * 0.1 - 1))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("include_ended", "limit", "pools", "resources"), [(False, None, 200, 4000), (True, None, 5000, 100_000), (True, 50, 50, 1000)])
-def test_a_list_of_five_thousand_pools_is_right(large: Ledger, include_ended: bool, limit: int | None, pools: int, resources: int) -> None:
+@pytest.mark.parametrize(
+    ("include_ended", "limit", "pools", "resources"),
+    [(False, None, 200, 4000), (True, None, 5000, 100_000), (True, 50, 50, 1000)],
+)
+def test_a_list_of_five_thousand_pools_is_right(
+    large: Ledger, include_ended: bool, limit: int | None, pools: int, resources: int
+) -> None:
     """Those that are open, all of them, or the newest: `skyward ps`."""
     rows = large.pool_rows(include_ended=include_ended, limit=limit)
     assert (len(rows), sum(row.resources for row in rows)) == (pools, resources)
@@ -1574,7 +1772,9 @@ def test_the_file_and_what_is_beside_it_are_closed_to_others(tmp_path: Path) -> 
 
 
 def test_a_ledger_that_others_could_read_is_closed_to_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With a warning, once, and with all that it holds; its folder is the user's own business, unless it is the one by default."""
+    """With a warning, once, and with all that it holds; its folder is the user's own business, unless it is the one by
+    default.
+    """
     path = tmp_path / "ledger.db"
     with Ledger(f"sqlite:///{path}") as ledger, Ledger(f"sqlite:///{path}"):
         ledger.set_account(Account("team", Decimal(1), Period.RUN))
@@ -1586,7 +1786,9 @@ def test_a_ledger_that_others_could_read_is_closed_to_them(tmp_path: Path, caplo
             assert set(modes(tmp_path).values()) == {0o600}
         with Ledger(f"sqlite:///{path}"):
             pass
-    assert [record.getMessage() for record in caplog.records] == [f"the ledger {path} could be read by others (mode 0644), and is closed to them: mode 0600"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the ledger {path} could be read by others (mode 0644), and is closed to them: mode 0600"
+    ]
     assert tmp_path.stat().st_mode & 0o777 == 0o755
 
 

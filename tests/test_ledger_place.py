@@ -23,11 +23,15 @@ def read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     may = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode, **named: may(path, mode, **named) and not str(path).startswith(str(home)))
+    monkeypatch.setattr(
+        os, "access", lambda path, mode, **named: may(path, mode, **named) and not str(path).startswith(str(home))
+    )
     return runtime
 
 
-def test_who_has_no_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_who_has_no_home_is_told_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """No HOME, and no entry in the user database: a LedgerError with an example, and one line from the command."""
 
     def nobody(uid: int) -> NoReturn:
@@ -36,7 +40,9 @@ def test_who_has_no_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch, ca
     for name in ("HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME", "SKYWARD_LEDGER"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", nobody)
-    with pytest.raises(sky.LedgerError, match=r"this user has no home.*SKYWARD_LEDGER=sqlite:////var/lib/skyward/ledger\.db"):
+    with pytest.raises(
+        sky.LedgerError, match=r"this user has no home.*SKYWARD_LEDGER=sqlite:////var/lib/skyward/ledger\.db"
+    ):
         default_url()
     with pytest.raises(sky.LedgerError, match="SKYWARD_LEDGER"), sky.ComputePool(provider=sky.Local(), display="quiet"):
         pass
@@ -45,11 +51,19 @@ def test_who_has_no_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch, ca
 
 
 @pytest.mark.slow
-def test_a_read_only_home_has_its_ledger_in_the_runtime_folder(read_only: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_read_only_home_has_its_ledger_in_the_runtime_folder(
+    read_only: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A pool without a budget works after a warning, and the command finds it there."""
-    with caplog.at_level(logging.WARNING, logger="skyward"), sky.ComputePool(provider=sky.Local(), display="quiet") as pool:
+    with (
+        caplog.at_level(logging.WARNING, logger="skyward"),
+        sky.ComputePool(provider=sky.Local(), display="quiet") as pool,
+    ):
         assert sky.compute(abs)(-2) >> pool == 2
-    assert any("may not be written to: the ledger is in" in message and "SKYWARD_LEDGER=" in message for message in caplog.messages)
+    assert any(
+        "may not be written to: the ledger is in" in message and "SKYWARD_LEDGER=" in message
+        for message in caplog.messages
+    )
     assert default_url() == f"sqlite:///{read_only}/skyward/ledger/ledger.db"
     assert (read_only / "skyward/ledger/ledger.db").is_file()
 

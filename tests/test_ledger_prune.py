@@ -1,4 +1,6 @@
-"""`skyward ledger prune`: the details of old pools go, what they have cost stays, on both databases; and the role that a shared ledger needs."""
+"""`skyward ledger prune`: the details of old pools go, what they have cost stays, on both databases; and the role that
+a shared ledger needs.
+"""
 
 import json
 import re
@@ -16,7 +18,19 @@ from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.receipt import receipt
 from skyward_core.ledger.rows import Account, Attempt, Bucket, CostBy, Period, Price, Pruned, ResourceKind, Wish
 from skyward_core.providers.base import LAUNCH_TAG, OWNER_TAG, RANK_TAG, TYPE_TAG
-from tests.test_ledger import LATER, NOON, OWNER, PROVIDER, Clock, clock, postgresql_server, postgresql_url, run_on, sqlite_url, url  # noqa: F401 - fixtures
+from tests.test_ledger import (  # noqa: F401 - fixtures
+    LATER,
+    NOON,
+    OWNER,
+    PROVIDER,
+    Clock,
+    clock,
+    postgresql_server,
+    postgresql_url,
+    run_on,
+    sqlite_url,
+    url,
+)
 
 ROOT = Path(__file__).parent.parent
 SPEC = json.dumps({"nodes": 2, "env": {"TEXT": "x" * 2000}})
@@ -24,8 +38,10 @@ TAGS = {LAUNCH_TAG: "l", RANK_TAG: "0", TYPE_TAG: "t4.large", OWNER_TAG: "ada@la
 
 
 @pytest.fixture
-def ledger(url: str, clock: Clock) -> Iterator[Ledger]:  # noqa: F811
-    """A ledger with old pools: one that has ended, one that has ended and left a machine, one that lives; and one that has ended today."""
+def ledger(url: str, clock: Clock) -> Iterator[Ledger]:
+    """A ledger with old pools: one that has ended, one that has ended and left a machine, one that lives; and one that
+    has ended today.
+    """
     with Ledger(url, clock=clock, busy_timeout_seconds=10) as opened:
         opened.set_account(Account("team", Decimal(500), Period.MONTH))
         clock.time = NOON - timedelta(days=100)
@@ -41,17 +57,33 @@ def ledger(url: str, clock: Clock) -> Iterator[Ledger]:  # noqa: F811
 
 def use(ledger: Ledger, pool_id: str, *, closes: bool) -> None:
     ledger.open_pool(pool_id, owner=OWNER, provider=PROVIDER, spec_json=SPEC, lease_expires_at=LATER, account="team")
-    wish = Wish(ResourceKind.INSTANCE, "local", "here", f"{pool_id}-0", pool_id, TAGS, LATER, Price(Decimal("1.5"), Decimal(4)))
+    wish = Wish(
+        ResourceKind.INSTANCE, "local", "here", f"{pool_id}-0", pool_id, TAGS, LATER, Price(Decimal("1.5"), Decimal(4))
+    )
     (intent,) = ledger.intend_all(pool_id, [wish])
     ledger.bind(intent, f"i-{pool_id}")
     ledger.note_all({intent.id: {Bucket.LAUNCHING: 60.0, Bucket.RUNNING_CALLS: 3600.5}})
-    ledger.note_attempts([Attempt(pool_id, ledger._database.clock(), "local", "here", "t4.large", is_spot=False, seconds=1.0, message="x" * 300)] * 3)
+    ledger.note_attempts(
+        [
+            Attempt(
+                pool_id,
+                ledger._database.clock(),
+                "local",
+                "here",
+                "t4.large",
+                is_spot=False,
+                seconds=1.0,
+                message="x" * 300,
+            )
+        ]
+        * 3
+    )
     ledger.settle(ledger.reserve("team", pool_id, Decimal(5)), Decimal("1.6"))
     if closes:
         ledger.close_all([intent.id], "it is not listed")
 
 
-def money(ledger: Ledger, clock: Clock) -> object:  # noqa: F811
+def money(ledger: Ledger, clock: Clock) -> object:
     """All that bills, receipts and budgets say, this month and when the old pools lived."""
     bills = {by: ledger.cost_rows(by) for by in CostBy}
     receipts = [receipt(ledger, pool_id) for pool_id in ("old", "left", "lives", "new")]
@@ -62,8 +94,10 @@ def money(ledger: Ledger, clock: Clock) -> object:  # noqa: F811
     return bills, receipts, left, ledger.pool_rows(include_ended=True)[-1].cost_usd
 
 
-def test_details_go_and_money_stays(ledger: Ledger, clock: Clock) -> None:  # noqa: F811
-    """Only of pools that ended long ago and of which nothing is open; a dry run touches nothing; again there is nothing to do."""
+def test_details_go_and_money_stays(ledger: Ledger, clock: Clock) -> None:
+    """Only of pools that ended long ago and of which nothing is open; a dry run touches nothing; again there is nothing
+    to do.
+    """
     before, since = money(ledger, clock), NOON - timedelta(days=90)
     assert ledger.prune(since) == Pruned(1, 3, 1)
     assert len(ledger.attempts()) == 12
@@ -80,7 +114,7 @@ def test_details_go_and_money_stays(ledger: Ledger, clock: Clock) -> None:  # no
 
 
 @pytest.mark.slow
-def test_a_file_becomes_smaller(sqlite_url: str, clock: Clock) -> None:  # noqa: F811
+def test_a_file_becomes_smaller(sqlite_url: str, clock: Clock) -> None:
     """By most of what it was, where pools have specs and tries as real ones do."""
     file = Path(sqlite_url.removeprefix("sqlite:///"))
     with Ledger(sqlite_url, clock=clock) as ledger:
@@ -97,8 +131,8 @@ def test_a_file_becomes_smaller(sqlite_url: str, clock: Clock) -> None:  # noqa:
 
 def test_the_command_is_dry_unless_it_is_told_otherwise(
     ledger: Ledger,
-    clock: Clock,  # noqa: F811
-    url: str,  # noqa: F811
+    clock: Clock,
+    url: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -111,7 +145,10 @@ def test_the_command_is_dry_unless_it_is_told_otherwise(
     ledger.prune(NOON - timedelta(days=3650))
     assert commands.main(["ledger", "prune", "--older-than", days]) == commands.TO_DO
     told = capsys.readouterr().out
-    assert re.match(r"to be taken away: details of \d pools, \d tries to rent machines, \d settled reservations\nnothing was touched; --yes does it\n", told)
+    assert re.match(
+        r"to be taken away: details of \d pools, \d tries to rent machines, \d settled reservations\nnothing was touched; --yes does it\n",
+        told,
+    )
     assert made_smaller == []
     assert commands.main(["ledger", "prune", "--older-than", days, "--yes", "--json"]) == 0
     assert len(made_smaller) == 1
@@ -128,8 +165,10 @@ def test_the_command_is_dry_unless_it_is_told_otherwise(
 
 
 @pytest.mark.slow
-def test_a_minimal_role_is_enough(postgresql_server: str, postgresql_url: str, clock: Clock) -> None:  # noqa: F811
-    """The GRANTs of docs/ledger.md, after the owner has made the tables: every verb works, and no table can be made, changed or dropped."""
+def test_a_minimal_role_is_enough(postgresql_server: str, postgresql_url: str, clock: Clock) -> None:
+    """The GRANTs of docs/ledger.md, after the owner has made the tables: every verb works, and no table can be made,
+    changed or dropped.
+    """
     page = (ROOT / "docs/ledger.md").read_text()
     (grants,) = re.findall(r"```sql\n(.*?)```", page, re.DOTALL)
     with Ledger(postgresql_url):
@@ -147,7 +186,12 @@ def test_a_minimal_role_is_enough(postgresql_server: str, postgresql_url: str, c
             assert ledger.prune(NOON + timedelta(days=1), is_dry_run=False).pools == 1
             ledger.vacuum()
         other = create_engine(theirs)
-        for statement in ("CREATE TABLE mine (a int)", "DROP TABLE skyward_pools", "DELETE FROM skyward_resources", "ALTER TABLE skyward_meta ADD b int"):
+        for statement in (
+            "CREATE TABLE mine (a int)",
+            "DROP TABLE skyward_pools",
+            "DELETE FROM skyward_resources",
+            "ALTER TABLE skyward_meta ADD b int",
+        ):
             with pytest.raises(Exception, match=r"permission denied|must be owner"), other.begin() as connection:
                 connection.execute(text(statement))
         other.dispose()

@@ -49,7 +49,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 
 
 def open_pool(provider: sky.Provider, told: Told, **wishes: Any) -> sky.ComputePool:
-    pool = sky.ComputePool(provider=provider, on_event=told, display="quiet", **{"provision_timeout": 0.3, "nodes": 2, **wishes})
+    pool = sky.ComputePool(
+        provider=provider, on_event=told, display="quiet", **{"provision_timeout": 0.3, "nodes": 2, **wishes}
+    )
     try:
         return pool.open()
     except BaseException:
@@ -90,7 +92,9 @@ class StrangersProvider(FakeProvider):
 
 
 def test_without_credentials_the_caller_is_told_so_at_once(make: Make) -> None:
-    """Where nothing was ever launched nobody is asked whether it is gone: that fails too, for two minutes, and would be what the caller is told."""
+    """Where nothing was ever launched nobody is asked whether it is gone: that fails too, for two minutes, and would be
+    what the caller is told.
+    """
     provider = make(StrangersProvider)
     with pytest.raises(CredentialsError, match="who are you"):
         open_pool(provider, Told())
@@ -106,7 +110,9 @@ def test_what_no_offer_meets_is_told_with_reasons(make: Make) -> None:
 
 
 def test_machines_that_never_come_up_are_given_back(make: Make) -> None:
-    """At the deadline ProvisioningTimeout is raised, which says what to do; every machine is terminated and billed until then."""
+    """At the deadline ProvisioningTimeout is raised, which says what to do; every machine is terminated and billed
+    until then.
+    """
     told, provider = Told(), make(NeverReadyProvider)
     with pytest.raises(sky.ProvisioningTimeout, match="provision_timeout"):
         open_pool(provider, told)
@@ -119,7 +125,9 @@ def test_machines_that_never_come_up_are_given_back(make: Make) -> None:
 
 @pytest.mark.parametrize("error", [ConnectionError("the answer was lost"), KeyboardInterrupt(), SystemExit(1)])
 def test_what_a_failed_launch_has_launched_is_found_and_given_back(make: Make, error: BaseException) -> None:
-    """An error from launch, an interrupt included, does not prove that nothing runs: machines are swept by tag, and the error is raised as it is."""
+    """An error from launch, an interrupt included, does not prove that nothing runs: machines are swept by tag, and the
+    error is raised as it is.
+    """
     told, provider = Told(), make(LossyProvider).fail_with(error)
     with pytest.raises(type(error)) as caught:
         open_pool(provider, told)
@@ -151,7 +159,9 @@ def test_only_the_own_machines_are_given_back(make: Make) -> None:
 
 @pytest.mark.slow
 def test_machines_that_do_not_go_are_named(make: Make) -> None:
-    """InstancesLeft carries the ids of machines that are still listed at the deadline; the first error is its context."""
+    """InstancesLeft carries the ids of machines that are still listed at the deadline; the first error is its
+    context.
+    """
     told, provider = Told(), make(StuckProvider)
     with pytest.raises(sky.InstancesLeft) as caught:
         open_pool(provider, told)
@@ -183,7 +193,9 @@ def test_a_request_to_terminate_that_was_lost_is_made_again(make: Make) -> None:
 
 @pytest.mark.slow
 def test_closing_names_the_machines_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When an open pool's machines cannot be given back, close raises InstancesLeft with their ids, after the bill, and may be called again."""
+    """When an open pool's machines cannot be given back, close raises InstancesLeft with their ids, after the bill, and
+    may be called again.
+    """
     monkeypatch.setattr(teardown, "DEADLINE_SECONDS", 0.3)
     told = Told()
     pool = sky.ComputePool(provider=StuckLocal(), on_event=told, display="quiet")
@@ -207,9 +219,11 @@ def unending(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("is_free", [True, False])
 def test_work_that_is_done_stays_done(unending: None, monkeypatch: pytest.MonkeyPatch, is_free: bool) -> None:
-    """Machines that cannot be confirmed gone, when all results are there: no error where they cost nothing and end themselves, else InstancesLeft.
+    """Machines that cannot be confirmed gone, when all results are there: no error where they cost nothing and end
+    themselves, else InstancesLeft.
 
-    Either way an event is told before the bill, and the ledger's entry stays open. What costs nothing is left to the reaper, which closes the entry.
+    Either way an event is told before the bill, and the ledger's entry stays open. What costs nothing is left to the
+    reaper, which closes the entry.
     """
     monkeypatch.setattr(sky.Local, "may_be_left_to_its_lease", lambda *_: is_free)
     told = Told()
@@ -261,7 +275,9 @@ def is_ended(pool_id: str) -> bool:
 
 @pytest.mark.slow
 def test_machines_are_terminated_even_if_they_cannot_be_listed(make: Make) -> None:
-    """An outage of the listing keeps no machine running whose id is known; that nobody could make sure is an error that names them."""
+    """An outage of the listing keeps no machine running whose id is known; that nobody could make sure is an error that
+    names them.
+    """
     told, provider = Told(), make(BlindProvider)
     with pytest.raises((sky.InstancesLeft, ConnectionError)):
         open_pool(provider, told)
@@ -271,14 +287,18 @@ def test_machines_are_terminated_even_if_they_cannot_be_listed(make: Make) -> No
 
 
 def test_a_machine_that_comes_while_the_pool_closes_is_given_back_at_once(make: Make, tmp_path: Path) -> None:
-    """A launch that answers only after the pool has begun to close leaves nothing: whoever closes need not wait for it."""
+    """A launch that answers only after the pool has begun to close leaves nothing: whoever closes need not wait for
+    it.
+    """
     told, certificate = Told(), Future[Any]()
     provider = make(FakeProvider)
     meter, spec = Meter(), sky.PoolSpec.of()
     with Ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
         book = Book(ledger, "sky-1", spec, provider, meter, told)
         book.open()
-        machines = lifecycle.Machines(spec, [provider], "sky-1", certificate, emit=told, meter=meter, book=book, purse=Purse("sky-1", meter))
+        machines = lifecycle.Machines(
+            spec, [provider], "sky-1", certificate, emit=told, meter=meter, book=book, purse=Purse("sky-1", meter)
+        )
         _close_while_it_launches(machines, provider)
         assert [intent.evidence for intent in ledger.intents(pool_id="sky-1")] == ["fake lists it no more"]
     assert provider.machines.launched == ["fake-0"]
@@ -299,7 +319,14 @@ def _close_while_it_launches(machines: lifecycle.Machines, provider: FakeProvide
 
 @pytest.mark.parametrize(
     ("spot", "is_sold", "taken"),
-    [(None, True, True), (None, False, False), ("always", True, True), ("if-available", False, False), ("if-available", True, True), ("never", True, False)],
+    [
+        (None, True, True),
+        (None, False, False),
+        ("always", True, True),
+        ("if-available", False, False),
+        ("if-available", True, True),
+        ("never", True, False),
+    ],
 )
 def test_spot_is_taken_as_asked(make: Make, spot: str | None, is_sold: bool, taken: bool) -> None:
     """Not asked for means spot where it is sold; the bill says what was saved against on demand."""
@@ -311,7 +338,8 @@ def test_spot_is_taken_as_asked(make: Make, spot: str | None, is_sold: bool, tak
     assert machine.spot is taken
     (bill,) = told.of(sky.CostFinal)
     assert (bill.spot_count, bill.ondemand_count) == ((1, 0) if taken else (0, 1))
-    assert bill.savings_vs_ondemand == pytest.approx(2 * bill.total_cost if taken else 0.0, abs=1e-5)  # each machine is rounded up to a micro-dollar
+    # each machine is rounded up to a micro-dollar
+    assert bill.savings_vs_ondemand == pytest.approx(2 * bill.total_cost if taken else 0.0, abs=1e-5)
 
 
 def test_spot_that_is_not_sold_is_refused_before_anything_is_launched(make: Make) -> None:
@@ -340,7 +368,9 @@ def test_a_mixed_wish_with_a_limit_rents_both_kinds(make: Make) -> None:
         open_pool(make(NeverReadyProvider, spot_is_sold=True), told, spot=0.5, max_cost=5.0)
     assert [(event.node, event.spot) for event in told.of(sky.InstanceProvisioned)] == [(0, False), (1, True)]
     refused = Told()
-    with pytest.raises(sky.BudgetExceeded, match=r"1 x 36.0 USD per hour and 1 x 12.0 .* 60 s that giving them back may take"):
+    with pytest.raises(
+        sky.BudgetExceeded, match=r"1 x 36.0 USD per hour and 1 x 12.0 .* 60 s that giving them back may take"
+    ):
         open_pool(make(NeverReadyProvider, spot_is_sold=True), refused, spot=0.5, max_cost=1.5)
     assert refused.of(sky.InstanceLaunching) == []
 
@@ -356,7 +386,9 @@ def opened(make: Make, tmp_path: Path) -> Iterator[Callable[..., tuple[lifecycle
             book = Book(ledger, "sky-1", spec, provider, meter, told)
             book.open()
             purse = Purse("sky-1", meter, max_cost=spec.max_cost)
-            machines = lifecycle.Machines(spec, [provider], "sky-1", Future[Any](), emit=told, meter=meter, book=book, purse=purse)
+            machines = lifecycle.Machines(
+                spec, [provider], "sky-1", Future[Any](), emit=told, meter=meter, book=book, purse=purse
+            )
             stack.callback(machines.stop)
             (offer,) = provider.offers(sky.Requirements())
             machines._selection.offers = {0: offer, 1: offer}
@@ -387,8 +419,12 @@ class UnheardOf(FakeProvider):
         return super().instances(pool_id)
 
 
-def test_a_lost_machine_is_ended_while_the_pool_goes_on(make: Make, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever becomes of the first request: until it is gone, which the bill is told; the other machine is not touched."""
+def test_a_lost_machine_is_ended_while_the_pool_goes_on(
+    make: Make, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever becomes of the first request: until it is gone, which the bill is told; the other machine is not
+    touched.
+    """
     monkeypatch.setattr(termination, "FIRST_PAUSE_SECONDS", 0.01)
     provider = make(UnheardOf)
     machines, _, meter = opened(provider)
@@ -399,7 +435,9 @@ def test_a_lost_machine_is_ended_while_the_pool_goes_on(make: Make, opened: Any,
     assert list(provider.machines.running) == ["fake-1"]
 
 
-def test_a_replacement_waits_for_the_money_of_the_lost_one(make: Make, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replacement_waits_for_the_money_of_the_lost_one(
+    make: Make, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It was all for one machine, which hears nothing any more; when that is gone there is as much for another."""
     monkeypatch.setattr(termination, "FIRST_PAUSE_SECONDS", 0.01)
     provider = make(UnheardOf)
@@ -412,7 +450,9 @@ def test_a_replacement_waits_for_the_money_of_the_lost_one(make: Make, opened: A
 
 
 def test_a_machine_that_stands_by_shortens_the_other_one(make: Make, opened: Any) -> None:
-    """The node is told so, and for longer again when the one that was to be taken back is gone; its tags say how long at the most."""
+    """The node is told so, and for longer again when the one that was to be taken back is gone; its tags say how long
+    at the most.
+    """
     provider = make(FakeProvider)
     machines, purse, _ = opened(provider, max_cost=10.0)  # a cent each second, and a minute for the end
     there = node_of(machines, 0)
@@ -429,7 +469,15 @@ class Way:
     """To a node that is reached over the network."""
 
     def __init__(self, name: str, *, is_connected: bool = True, error: Exception | None = None) -> None:
-        self.instance = Instance(id=name, provider="fake", pool_id="sky-1", rank=0, state=sky.InstanceState.RUNNING, region="r", instance_type="t")
+        self.instance = Instance(
+            id=name,
+            provider="fake",
+            pool_id="sky-1",
+            rank=0,
+            state=sky.InstanceState.RUNNING,
+            region="r",
+            instance_type="t",
+        )
         self.is_connected = is_connected
         self.error = error
         self.leases: list[float] = []
@@ -447,7 +495,13 @@ def test_only_who_answers_has_heard_for_how_long_it_is_paid() -> None:
     """With a sign of life, which tells it; one that is silent is not waited for."""
     reaches = Reaches(60.0, lambda _: None)
     assert reaches.tell_paid() == set()
-    ways = [Way("a"), Way("b", is_connected=False), Way("c", error=ConnectionLost("cut")), Way("d", error=CommandFailed("full", 1, "")), Way("e")]
+    ways = [
+        Way("a"),
+        Way("b", is_connected=False),
+        Way("c", error=ConnectionLost("cut")),
+        Way("d", error=CommandFailed("full", 1, "")),
+        Way("e"),
+    ]
     reaches._reaches = {way.instance.id: cast("Reach", way) for way in ways}
     assert reaches.tell_paid() == {"a", "e"}
     assert [way.leases for way in ways] == [[60.0], [], [60.0], [60.0], [60.0]]
@@ -479,7 +533,9 @@ def test_the_certificate_is_made_for_one_pool() -> None:
 
 
 def test_closing_again_finishes_what_an_interrupt_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second Ctrl-C while machines are given back is raised; the next close gives them back, and the bill came once."""
+    """A second Ctrl-C while machines are given back is raised; the next close gives them back, and the bill came
+    once.
+    """
     told = Told()
     pool = sky.ComputePool(provider=sky.Local(), on_event=told, display="quiet").open()
     (instance,) = [node.instance for node in pool.lease.nodes]

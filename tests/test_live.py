@@ -11,7 +11,13 @@ from tests.providers.fake_digitalocean import TEAM, TOKEN, FakeDigitalOcean
 
 def live(fake: FakeDigitalOcean, token: str) -> subprocess.CompletedProcess[str]:
     variables = {"DIGITALOCEAN_TOKEN": token, "DIGITALOCEAN_API_URL": fake.url}
-    return subprocess.run([sys.executable, "-m", "tests.live", "digitalocean"], env=os.environ | variables, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "tests.live", "digitalocean"],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_it_looks_and_spends_nothing() -> None:

@@ -89,7 +89,9 @@ def test_instances_are_found_by_tag_from_another_process(pool_id: str) -> None:
         provider.terminate([instance.id for instance in found])
         assert provider.instances({pool_id!r}) == []
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert [sky.Instance.model_validate(fields) for fields in json.loads(done.stdout)] == launched
     assert [(instance.rank, instance.price_per_hour) for instance in launched] == [(0, 2.5), (1, 2.5)]
@@ -108,7 +110,9 @@ TAGS = {
 
 
 def test_tags_are_found_whole_by_another_process(pool_id: str) -> None:
-    """Tags are in the machine from the creating call on, each machine with its own rank, and a process that knows nothing but the provider reads them all."""
+    """Tags are in the machine from the creating call on, each machine with its own rank, and a process that knows
+    nothing but the provider reads them all.
+    """
     (offer,) = sky.Local().offers(sky.Requirements())
     launched = sky.Local().launch(offer, 2, {"skyward-pool": pool_id, "skyward-rank": "3", **TAGS}, "sleep 300")
     wanted = [{"skyward-pool": pool_id, "skyward-rank": rank, **TAGS} for rank in ("3", "4")]
@@ -120,18 +124,33 @@ def test_tags_are_found_whole_by_another_process(pool_id: str) -> None:
 
 
 def test_a_script_is_run_from_no_path(pool_id: str) -> None:
-    """What lies in a folder could be exchanged between its check and its start: bash reads a file without a name, and no file of the node holds the script."""
-    (instance,) = launch(pool_id, script='echo "$BASH_SOURCE/$(readlink /proc/$$/fd/255)"; touch started; sleep 300 # a mark of this script')
+    """What lies in a folder could be exchanged between its check and its start: bash reads a file without a name, and
+    no file of the node holds the script.
+    """
+    (instance,) = launch(
+        pool_id,
+        script='echo "$BASH_SOURCE/$(readlink /proc/$$/fd/255)"; touch started; sleep 300 # a mark of this script',
+    )
     folder = folder_of(instance)
     assert "memfd:skyward-startup" in (folder / "log").read_text()
     assert str(folder) not in (folder / "log").read_text()
-    assert [path.name for path in folder.rglob("*") if path.is_file() and b"a mark of this script" in path.read_bytes()] == []
+    assert [
+        path.name for path in folder.rglob("*") if path.is_file() and b"a mark of this script" in path.read_bytes()
+    ] == []
 
 
 def test_without_a_pool_the_instances_of_all_pools_are_listed(pool_id: str) -> None:
-    """Every instance of this user is listed, whichever pool it is of; what another provider has started as processes of this machine is not."""
+    """Every instance of this user is listed, whichever pool it is of; what another provider has started as processes of
+    this machine is not.
+    """
     (mine,), (other,) = launch(pool_id), launch(f"{pool_id}-other")
-    foreign = {**os.environ, "SKYWARD_INSTANCE_ID": "host-0123456789ab", "SKYWARD_POOL_ID": pool_id, "SKYWARD_RANK": "0", "SKYWARD_INSTANCE_DIRECTORY": "/x"}
+    foreign = {
+        **os.environ,
+        "SKYWARD_INSTANCE_ID": "host-0123456789ab",
+        "SKYWARD_POOL_ID": pool_id,
+        "SKYWARD_RANK": "0",
+        "SKYWARD_INSTANCE_DIRECTORY": "/x",
+    }
     sleeper = subprocess.Popen(["sleep", "300"], env=foreign)
     try:
         listed = {instance.id: instance for instance in sky.Local().instances()}
@@ -145,20 +164,27 @@ def test_without_a_pool_the_instances_of_all_pools_are_listed(pool_id: str) -> N
     assert other.id not in {instance.id for instance in sky.Local().instances()}
 
 
-@pytest.mark.parametrize("word", ["", "{", "[1]", '{"odd": 1}', '{"skyward-pool": "sky-somebody-else", "skyward-rank": "9"}'])
+@pytest.mark.parametrize(
+    "word", ["", "{", "[1]", '{"odd": 1}', '{"skyward-pool": "sky-somebody-else", "skyward-rank": "9"}']
+)
 def test_an_instance_that_has_lost_its_tags_is_still_found(word: str, pool_id: str) -> None:
-    """Where all that lives of an instance is a process that was given other variables, it is listed with the pool and the rank that it still carries."""
+    """Where all that lives of an instance is a process that was given other variables, it is listed with the pool and
+    the rank that it still carries.
+    """
     kept = f"SKYWARD_INSTANCE_ID=$SKYWARD_INSTANCE_ID SKYWARD_POOL_ID=$SKYWARD_POOL_ID SKYWARD_RANK=7 SKYWARD_TAGS='{word}'"
     (instance,) = launch(pool_id, script=f"touch started; exec env -i {kept} sleep 300")
     kill_keepers(instance.id)
-    wait_until(lambda: [found.rank for found in sky.Local().instances(pool_id)] == [7], "the process to be exchanged")  # of which nothing shows for a moment
+    # of which nothing shows for a moment
+    wait_until(lambda: [found.rank for found in sky.Local().instances(pool_id)] == [7], "the process to be exchanged")
     (found,) = sky.Local().instances(pool_id)
     assert (found.id, found.directory) == (instance.id, instance.directory)
     assert found.tags == {"skyward-pool": pool_id, "skyward-rank": "7"}
 
 
 def test_each_instance_has_a_session_a_directory_and_a_log(pool_id: str) -> None:
-    """Instances share neither process group (one is the keepers', one the script's) nor files; the log holds what the script says; the directory is private."""
+    """Instances share neither process group (one is the keepers', one the script's) nor files; the log holds what the
+    script says; the directory is private.
+    """
     instances = launch(pool_id, 2, script=f"echo hello from $SKYWARD_RANK; {SCRIPT}")
     groups = [groups_of(instance.id) for instance in instances]
     assert all(len(group) == 2 for group in groups)
@@ -168,7 +194,9 @@ def test_each_instance_has_a_session_a_directory_and_a_log(pool_id: str) -> None
         assert folder_of(instance).stat().st_mode & 0o077 == 0
 
 
-def test_a_process_that_cannot_be_seen_for_a_moment_is_not_taken_for_gone(pool_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_seen_for_a_moment_is_not_taken_for_gone(
+    pool_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the middle of execve(2) a process shows no environment: one look that finds nothing proves nothing."""
     (instance,) = launch(pool_id, script="touch started; exec sleep 300")
     look, looks = watchdog.tagged_processes, iter([False])
@@ -179,7 +207,9 @@ def test_a_process_that_cannot_be_seen_for_a_moment_is_not_taken_for_gone(pool_i
 
 
 def test_terminate_ends_every_process_and_removes_the_directory(pool_id: str) -> None:
-    """Children, those in sessions of their own and those that ignore SIGTERM included, are gone when terminate returns; other instances are not."""
+    """Children, those in sessions of their own and those that ignore SIGTERM included, are gone when terminate returns;
+    other instances are not.
+    """
     stubborn = "trap '' TERM; setsid bash -c 'trap \"\" TERM; touch away; sleep 300 & wait; sleep 300' & while [ ! -e away ]; do sleep 0.01; done; touch started; sleep 300; sleep 300"
     (hard,) = launch(pool_id, script=stubborn)
     (other,) = launch(pool_id)
@@ -212,8 +242,23 @@ def test_an_id_is_compared_whole(pool_id: str, tmp_path: Path, monkeypatch: pyte
 
 def test_a_node_sees_paths_and_proxies_but_no_secrets(pool_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What every machine needs is inherited; credentials, Python's settings and an orchestrator's are not."""
-    kept = {"LC_ALL": "C.UTF-8", "https_proxy": "http://proxy:3128", "REQUESTS_CA_BUNDLE": "/etc/ca.pem", "UV_INDEX_URL": "https://x/simple", "NVIDIA_X": "1"}
-    dropped = ("AWS_SECRET_ACCESS_KEY", "GITHUB_TOKEN", "PREFECT_API_KEY", "AIRFLOW_HOME", "DAGSTER_HOME", "PYTHONPATH", "VIRTUAL_ENV", "SKYWARD_PROVIDER")
+    kept = {
+        "LC_ALL": "C.UTF-8",
+        "https_proxy": "http://proxy:3128",
+        "REQUESTS_CA_BUNDLE": "/etc/ca.pem",
+        "UV_INDEX_URL": "https://x/simple",
+        "NVIDIA_X": "1",
+    }
+    dropped = (
+        "AWS_SECRET_ACCESS_KEY",
+        "GITHUB_TOKEN",
+        "PREFECT_API_KEY",
+        "AIRFLOW_HOME",
+        "DAGSTER_HOME",
+        "PYTHONPATH",
+        "VIRTUAL_ENV",
+        "SKYWARD_PROVIDER",
+    )
     for name, value in kept.items():
         monkeypatch.setenv(name, value)
     for name in dropped:
@@ -227,7 +272,9 @@ def test_a_node_sees_paths_and_proxies_but_no_secrets(pool_id: str, monkeypatch:
 
 @pytest.mark.slow
 def test_nothing_of_a_pool_is_in_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dask's own folders, of the scheduler too, are in the node's: they go with it, and nobody else can be there first with his modules."""
+    """Dask's own folders, of the scheduler too, are in the node's: they go with it, and nobody else can be there first
+    with his modules.
+    """
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # the nodes' too
     with sky.ComputePool(provider=sky.Local(), display="quiet") as pool:
         assert pool.run(sky.compute(tempfile.gettempdir)()) == str(tmp_path)
@@ -262,7 +309,9 @@ future.result()
 """
 
 
-def client(tmp_path: Path, image: str = "sky.Image()", ending: str = "stay", env: dict[str, str] | None = None) -> tuple[subprocess.Popen[str], Path]:
+def client(
+    tmp_path: Path, image: str = "sky.Image()", ending: str = "stay", env: dict[str, str] | None = None
+) -> tuple[subprocess.Popen[str], Path]:
     (tmp_path / "client.py").write_text(CLIENT)
     told = tmp_path / "told"
     told.touch()
@@ -285,7 +334,9 @@ def left_of(ids: list[str]) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
 def test_nodes_end_with_their_client(sig: signal.Signals, tmp_path: Path) -> None:
-    """A client that is killed while a call runs takes every process of its nodes, and their memory, along within seconds."""
+    """A client that is killed while a call runs takes every process of its nodes, and their memory, along within
+    seconds.
+    """
     process, told = client(tmp_path)
     try:
         wait_until(lambda: "ready" in told.read_text(), "the client's pool", 60)
@@ -319,10 +370,18 @@ def test_nodes_end_when_their_client_is_killed_while_packages_are_installed(tmp_
     slow_uv.write_text("#!/bin/sh\ntouch $HOME/uv-began\nsleep 300\n")
     slow_uv.chmod(0o755)
     (tmp_path / "sitecustomize.py").write_text(f"import uv\nuv.find_uv_bin = lambda: {str(slow_uv)!r}\n")
-    env = {"PYTHONPATH": f"{tmp_path}:{Path(sky.__file__).parents[1]}", "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    env = {
+        "PYTHONPATH": f"{tmp_path}:{Path(sky.__file__).parents[1]}",
+        "HOME": str(tmp_path),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
     process, told = client(tmp_path, "sky.Image(pip=['iniconfig'])", env=env)
     try:
-        wait_until(lambda: (tmp_path / "uv-began").exists() and told.read_text().count("local-") == 2, "the installation to begin", 60)
+        wait_until(
+            lambda: (tmp_path / "uv-began").exists() and told.read_text().count("local-") == 2,
+            "the installation to begin",
+            60,
+        )
     finally:
         process.kill()
         process.wait()
@@ -343,4 +402,6 @@ def test_a_program_that_ends_with_an_open_pool_gives_it_back(tmp_path: Path) -> 
     ids = [line for line in told.read_text().split() if line.startswith("local-")]
     assert "ready" in told.read_text()
     assert left_of(ids) == []
-    assert not any((folder / instance_id).exists() for folder in existing("nodes", state_places()) for instance_id in ids)
+    assert not any(
+        (folder / instance_id).exists() for folder in existing("nodes", state_places()) for instance_id in ids
+    )

@@ -75,7 +75,9 @@ def executions(folder: Path) -> Counter[int]:
 @contextlib.contextmanager
 def open_pool(told: Told, nodes: int = 2, **options: Any) -> Generator[sky.ComputePool]:
     provider = options.pop("provider", sky.Local())
-    with sky.ComputePool(provider=provider, nodes=nodes, display="quiet", on_event=told, collect_metrics=False, **options) as pool:
+    with sky.ComputePool(
+        provider=provider, nodes=nodes, display="quiet", on_event=told, collect_metrics=False, **options
+    ) as pool:
         yield pool
 
 
@@ -84,7 +86,10 @@ def kill(pid: int) -> None:
 
 
 def signal_all(instance_id: str, number: signal.Signals) -> int:
-    """Send a signal to every process of an instance; return how many got it. Some may end meanwhile, and one may fork."""
+    """Send a signal to every process of an instance; return how many got it.
+
+    Some may end meanwhile, and one may fork.
+    """
     pids = [pid for pid, tag in processes_by_tag("SKYWARD_INSTANCE_ID") if tag == instance_id]
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -109,7 +114,9 @@ def await_replacement(told: Told, count: int = 1) -> None:
 
 @pytest.mark.slow
 def test_a_lost_node_loses_only_its_calls(tmp_path: Path) -> None:
-    """With retries=0 the running call of a dead node is lost, those of other nodes go on, and later calls run on the nodes that are left."""
+    """With retries=0 the running call of a dead node is lost, those of other nodes go on, and later calls run on the
+    nodes that are left.
+    """
     told = Told()
     with open_pool(told, retries=0) as pool:
         futures = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
@@ -132,7 +139,10 @@ def test_a_lost_node_loses_only_its_calls(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_lost_head_loses_only_its_calls(tmp_path: Path) -> None:
-    """With retries=0 the call on the head raises NodeLost. That of the other node goes on, begun once; waiting calls run on the next cluster."""
+    """With retries=0 the call on the head raises NodeLost.
+
+    That of the other node goes on, begun once; waiting calls run on the next cluster.
+    """
     told = Told()
     with open_pool(told, retries=0) as pool:
         out = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
@@ -162,7 +172,9 @@ def test_a_lost_head_loses_only_its_calls(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_without_retries_nothing_runs_twice(tmp_path: Path, victim: int) -> None:
-    """With retries=0 the calls in flight are errors, all others results, and none has begun more than once, for each lost node."""
+    """With retries=0 the calls in flight are errors, all others results, and none has begun more than once, for each
+    lost node.
+    """
     told = Told()
     with open_pool(told, retries=0) as pool:
         pids = dict(node_pid() @ pool)
@@ -182,7 +194,9 @@ def test_without_retries_nothing_runs_twice(tmp_path: Path, victim: int) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_with_retries_a_loss_costs_no_result(tmp_path: Path, victim: int) -> None:
-    """By default a map goes on when a node is lost, even the head: all results are right, and only calls in flight have run twice."""
+    """By default a map goes on when a node is lost, even the head: all results are right, and only calls in flight have
+    run twice.
+    """
     told = Told()
     with open_pool(told) as pool:
         pids = dict(node_pid() @ pool)
@@ -214,7 +228,9 @@ def test_a_call_that_is_lost_too_often_says_how_often(tmp_path: Path) -> None:
         for count in (1, 2):
             kill(supervisor_of(tmp_path, 0))
             (tmp_path / "node-0").unlink()
-            wait_until(lambda count=count: len(told.of(sky.InstanceLost)) == count, "the event of the loss", LOSS_SECONDS)
+            wait_until(
+                lambda count=count: len(told.of(sky.InstanceLost)) == count, "the event of the loss", LOSS_SECONDS
+            )
         with pytest.raises(sky.NodeLost, match=r"it was lost 2 times .*retries=1"):
             future.result(timeout=LOSS_SECONDS)
     assert [(event.attempt, event.attempts) for event in told.of(sky.CallRetrying)] == [(2, 2)]
@@ -222,7 +238,9 @@ def test_a_call_that_is_lost_too_often_says_how_often(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_only_node_of_a_pool_is_replaced(tmp_path: Path) -> None:
-    """A pool that loses its only node rents another, and the call runs again there; the bill has both, each for its own time."""
+    """A pool that loses its only node rents another, and the call runs again there; the bill has both, each for its own
+    time.
+    """
     told = Told()
     with open_pool(told, nodes=1, provider=sky.Local(price_per_hour=36.0)) as pool:
         future = pool.submit(wait_for_go(str(tmp_path)))
@@ -234,7 +252,9 @@ def test_the_only_node_of_a_pool_is_replaced(tmp_path: Path) -> None:
         spent, at = pool.cost, time.monotonic()
         wait_until(lambda: pool.cost > spent + 0.05, "some seconds' cost")
         begun = 0.01  # it grows by whole seconds
-        assert (pool.cost - spent - begun) / (time.monotonic() - at) < 0.015, "one machine is 0.01 USD per second: the lost one must not be counted any more"
+        assert (pool.cost - spent - begun) / (time.monotonic() - at) < 0.015, (
+            "one machine is 0.01 USD per second: the lost one must not be counted any more"
+        )
         (tmp_path / "go").touch()
         assert future.result(timeout=LOSS_SECONDS) == 0
     (final,) = told.of(sky.CostFinal)
@@ -248,7 +268,10 @@ class Scarce(sky.Local):
 
     def offers(self, want: sky.Requirements) -> list[sky.Offer]:
         (offer,) = super().offers(want)
-        return [offer.model_copy(update={"instance_type": name, "price_per_hour": price}) for name, price in (("rare", 1.0), ("common", 2.0))]
+        return [
+            offer.model_copy(update={"instance_type": name, "price_per_hour": price})
+            for name, price in (("rare", 1.0), ("common", 2.0))
+        ]
 
     def launch(self, offer: sky.Offer, count: int, tags: Mapping[str, str], startup: str) -> list[sky.Instance]:
         if offer.instance_type == "rare" and sold.get("rare"):
@@ -262,7 +285,9 @@ sold = Counter[str]()
 
 @pytest.mark.slow
 def test_the_only_node_of_a_pool_is_replaced_by_another_type_where_its_own_is_sold_out(tmp_path: Path) -> None:
-    """The only node may be replaced with any type, like any other node: spot machines of one type and zone go all at once."""
+    """The only node may be replaced with any type, like any other node: spot machines of one type and zone go all at
+    once.
+    """
     told = Told()
     sold.clear()
     with open_pool(told, nodes=1, provider=Scarce()) as pool:
@@ -276,7 +301,9 @@ def test_the_only_node_of_a_pool_is_replaced_by_another_type_where_its_own_is_so
 
 @pytest.mark.slow
 def test_large_arguments_are_lost_with_their_machine(tmp_path: Path) -> None:
-    """Large arguments are in the memory of the machine, and lost with their call: it raises NodeLost with any `retries`."""
+    """Large arguments are in the memory of the machine, and lost with their call: it raises NodeLost with any
+    `retries`.
+    """
     told = Told()
     with open_pool(told) as pool:
         futures = [pool.submit(add_when_told(np.full(100_000, float(number)), str(tmp_path))) for number in range(2)]
@@ -311,7 +338,9 @@ def test_waiting_calls_with_large_arguments_end_when_the_head_is_lost(tmp_path: 
 
 @pytest.mark.slow
 def test_a_large_function_survives_a_loss(tmp_path: Path) -> None:
-    """Functions that are too large for a message are on a worker; after its loss the calls run again with a new copy."""
+    """Functions that are too large for a message are on a worker; after its loss the calls run again with a new
+    copy.
+    """
     baggage = os.urandom(3 << 20)
 
     def weigh(number: int) -> tuple[int, int]:
@@ -325,16 +354,24 @@ def test_a_large_function_survives_a_loss(tmp_path: Path) -> None:
         futures = pool.submit_all([sky.compute(weigh)(number) for number in range(40)])
         wait_until(lambda: len(executions(tmp_path)) > 4, "some calls to run")
         kill(pids[1])
-        assert [future.result(timeout=LOSS_SECONDS) for future in futures] == [(number, 3 << 20) for number in range(40)]
+        assert [future.result(timeout=LOSS_SECONDS) for future in futures] == [
+            (number, 3 << 20) for number in range(40)
+        ]
 
 
 # ── broadcasts ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("retries", "wishes"), [(0, {}), (1, {}), (1, {"provider": sky.Local(price_per_hour=3.6), "max_cost": 50.0})])
-def test_a_broadcast_waits_for_the_replacement_of_a_lost_node(tmp_path: Path, retries: int, wishes: dict[str, Any]) -> None:
-    """A broadcast whose node is lost runs again on its replacement, or raises NodeLost without retries; also with a cost limit."""
+@pytest.mark.parametrize(
+    ("retries", "wishes"), [(0, {}), (1, {}), (1, {"provider": sky.Local(price_per_hour=3.6), "max_cost": 50.0})]
+)
+def test_a_broadcast_waits_for_the_replacement_of_a_lost_node(
+    tmp_path: Path, retries: int, wishes: dict[str, Any]
+) -> None:
+    """A broadcast whose node is lost runs again on its replacement, or raises NodeLost without retries; also with a
+    cost limit.
+    """
     told = Told()
     with open_pool(told, retries=retries, **wishes) as pool:
         results = list[object]()
@@ -411,7 +448,10 @@ def test_a_frozen_node_is_noticed(tmp_path: Path, victim: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_frozen_worker_of_the_head_is_restarted(tmp_path: Path) -> None:
-    """The scheduler answers, so the head is not lost. An event says so within twenty seconds, and the call runs on the worker's successor."""
+    """The scheduler answers, so the head is not lost.
+
+    An event says so within twenty seconds, and the call runs on the worker's successor.
+    """
     told = Told()
     with open_pool(told, nodes=1) as pool:
         supervisor = dict(node_pid() @ pool)[0]
@@ -426,8 +466,14 @@ def test_a_frozen_worker_of_the_head_is_restarted(tmp_path: Path) -> None:
 def listener(supervisor: int, port: int) -> int:
     """Return the pid of the supervisor's child that listens on this port."""
     children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
-    sockets = {f"socket:[{fields[9]}]" for fields in map(str.split, Path("/proc/net/tcp").read_text().splitlines()[1:]) if fields[1].endswith(f":{port:04X}")}
-    (found,) = [pid for pid in children if any(os.readlink(link) in sockets for link in Path(f"/proc/{pid}/fd").iterdir())]
+    sockets = {
+        f"socket:[{fields[9]}]"
+        for fields in map(str.split, Path("/proc/net/tcp").read_text().splitlines()[1:])
+        if fields[1].endswith(f":{port:04X}")
+    }
+    (found,) = [
+        pid for pid in children if any(os.readlink(link) in sockets for link in Path(f"/proc/{pid}/fd").iterdir())
+    ]
     return int(found)
 
 
@@ -489,7 +535,9 @@ def test_a_callback_that_raises_stops_no_recovery(tmp_path: Path) -> None:
             raise RuntimeError(type(event).__name__)
 
     told = Told()
-    with sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", on_event=raise_on_loss, collect_metrics=False) as pool:
+    with sky.ComputePool(
+        provider=sky.Local(), nodes=2, display="quiet", on_event=raise_on_loss, collect_metrics=False
+    ) as pool:
         futures = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
         supervisors = [supervisor_of(tmp_path, node) for node in range(2)]
         kill(supervisors[0])

@@ -1,7 +1,7 @@
 """Many nodes are made, told and led at once, and not one after the other.
 
-Each node waits with what it is asked until all of them have been asked the same: whoever goes from one to the next comes no further than the first. No clock
-tells it. How long 64 take is for `benchmarks/clouds.py`.
+Each node waits with what it is asked until all of them have been asked the same: whoever goes from one to the next
+comes no further than the first. No clock tells it. How long 64 take is for `benchmarks/clouds.py`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ CERTIFICATE = make_certificate("sky-many")
 
 
 class Together:
-    """Lets nodes do something only when so many of them have been asked for it. `alone` tells of those that waited for others in vain."""
+    """Lets nodes do something only when so many of them have been asked for it.
+
+    `alone` tells of those that waited for others in vain.
+    """
 
     def __init__(self) -> None:
         self.wanted: dict[str, int] = {}
@@ -104,8 +107,12 @@ class Cloud(FakeProvider):
 
     def _at_an_address(self, instance: Instance) -> Instance:
         port = self._nodes.add(instance.id, "127.0.0.1", 0, self.host_key_text, self.login)
-        endpoint = Endpoint(host="127.0.0.1", port=port, user="root", key=self.key, host_key=self.host_key, known_hosts=os.devnull)
-        there = instance.model_copy(update={"endpoint": endpoint, "directory": f"/root/.cache/skyward/instances/{instance.id}"})
+        endpoint = Endpoint(
+            host="127.0.0.1", port=port, user="root", key=self.key, host_key=self.host_key, known_hosts=os.devnull
+        )
+        there = instance.model_copy(
+            update={"endpoint": endpoint, "directory": f"/root/.cache/skyward/instances/{instance.id}"}
+        )
         self.machines.running[instance.id] = there
         return there
 
@@ -113,7 +120,9 @@ class Cloud(FakeProvider):
 class Many:
     """The machines of a pool of NODES nodes, and what they wait for."""
 
-    def __init__(self, nodes: FakeNodes, together: Together, machines: lifecycle.Machines, meter: Meter, told: Told) -> None:
+    def __init__(
+        self, nodes: FakeNodes, together: Together, machines: lifecycle.Machines, meter: Meter, told: Told
+    ) -> None:
         self.nodes = nodes
         self.together = together
         self.machines = machines
@@ -121,8 +130,12 @@ class Many:
         self.told = told
 
     def expect(self, *what: str, excused: str = "", **others: int) -> None:
-        """From now on nodes wait for each other with these, all of them but one that may be excused; `others` are asked of fewer."""
-        self.together.begin(dict.fromkeys(what, NODES) | {name.replace("_", " "): count for name, count in others.items()}, excused)
+        """From now on nodes wait for each other with these, all of them but one that may be excused; `others` are asked
+        of fewer.
+        """
+        self.together.begin(
+            dict.fromkeys(what, NODES) | {name.replace("_", " "): count for name, count in others.items()}, excused
+        )
 
     def told_of(self, instance_id: str) -> NodeSettings:
         """Return what a node was told last."""
@@ -138,7 +151,9 @@ def rent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rent]:
     monkeypatch.setattr(ssh_transport, "LONGEST_BEAT_SECONDS", 600.0)  # nobody's lease is extended but by the test
     with ExitStack() as undo:
 
-        def rent(played: Played = Played(has_uv=False), before: Before | None = None, nodes_wanted: int = NODES) -> Many:
+        def rent(
+            played: Played = Played(has_uv=False), before: Before | None = None, nodes_wanted: int = NODES
+        ) -> Many:
             together, told = Together(), Told()
             nodes = FakeNodes(played, before=before or together)
             undo.callback(nodes.close)
@@ -158,7 +173,16 @@ def rent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rent]:
             ledger = undo.enter_context(Ledger(f"sqlite:///{tmp_path / 'ledger.db'}"))
             book = Book(ledger, "sky-many", spec, cloud, meter, told)
             book.open()
-            machines = lifecycle.Machines(spec, [cloud], "sky-many", certificate, emit=told, meter=meter, book=book, purse=Purse("sky-many", meter))
+            machines = lifecycle.Machines(
+                spec,
+                [cloud],
+                "sky-many",
+                certificate,
+                emit=told,
+                meter=meter,
+                book=book,
+                purse=Purse("sky-many", meter),
+            )
             undo.callback(machines.release)
             return Many(nodes, together, machines, meter, told)
 
@@ -169,9 +193,13 @@ def rent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rent]:
 
 
 def test_nodes_are_reached_prepared_and_told_all_at_once(rent: Rent) -> None:
-    """Login, a look around, both uploads, the start, the way to the head, the settings: each of these is outstanding on all nodes before one goes on."""
+    """Login, a look around, both uploads, the start, the way to the head, the settings: each of these is outstanding on
+    all nodes before one goes on.
+    """
     many = rent()
-    many.expect("login", "look", "put uv", "put ship.tar.gz", "start", excused="fake-0", reach=NODES - 1, put_settings=NODES - 1)
+    many.expect(
+        "login", "look", "put uv", "put ship.tar.gz", "start", excused="fake-0", reach=NODES - 1, put_settings=NODES - 1
+    )
     with ExitStack() as undo:
         lease = many.machines.acquire(undo)
         undo.pop_all()
@@ -194,7 +222,8 @@ def test_nodes_that_do_not_see_each_other_are_led_all_at_once(rent: Rent) -> Non
     assert many.together.alone == []
     assert many.together.met == {"lead"}
     asked = {node.instance.id: many.nodes.nodes[node.instance.id].asked.count("lead") for node in lease.nodes}
-    assert asked == {node.instance.id: 2 * (NODES - 1) + (node.rank > 0) for node in lease.nodes}  # two ports for each other node, the head's rendezvous
+    # two ports for each other node, the head's rendezvous
+    assert asked == {node.instance.id: 2 * (NODES - 1) + (node.rank > 0) for node in lease.nodes}
 
 
 def test_an_sshd_that_forwards_no_ports_is_named_before_anything_is_sent(rent: Rent) -> None:
@@ -211,8 +240,12 @@ def test_an_sshd_that_forwards_no_ports_is_named_before_anything_is_sent(rent: R
     assert not asked & {"put uv", "put ship.tar.gz", "start"}
 
 
-def test_slow_nodes_have_as_long_as_the_pool_to_open_and_are_asked_for_a_sign_of_life_once(rent: Rent, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that needs longer for each command than an open pool's may take is opened all the same, and its lease is extended; an open pool has its limit."""
+def test_slow_nodes_have_as_long_as_the_pool_to_open_and_are_asked_for_a_sign_of_life_once(
+    rent: Rent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that needs longer for each command than an open pool's may take is opened all the same, and its lease is
+    extended; an open pool has its limit.
+    """
     monkeypatch.setattr(ssh_transport, "COMMAND_SECONDS", 0.05)
     seconds = [0.3]
     many = rent(before=lambda what, node: asyncio.sleep(seconds[0] if what not in {"kill", "follow"} else 0))
@@ -220,7 +253,9 @@ def test_slow_nodes_have_as_long_as_the_pool_to_open_and_are_asked_for_a_sign_of
         lease = many.machines.acquire(undo)
         undo.pop_all()
     assert len(lease.nodes) == NODES
-    assert {node.id: node.asked.count("lease") for node in many.nodes.nodes.values()} == dict.fromkeys(many.nodes.nodes, 1)
+    assert {node.id: node.asked.count("lease") for node in many.nodes.nodes.values()} == dict.fromkeys(
+        many.nodes.nodes, 1
+    )
     assert many.told.of(sky.ContactLost) == []
     seconds[0] = PATIENCE_SECONDS
     with pytest.raises(CommandTimedOut):
@@ -244,10 +279,14 @@ def test_leases_are_extended_and_a_new_head_is_told_of_all_at_once(rent: Rent) -
     assert many.together.met == {"put settings"}
     assert [node.instance.id for node in lease.nodes] == [f"fake-{number}" for number in range(1, NODES)]
     told = [many.told_of(node.instance.id) for node in lease.nodes]
-    assert [(settings.generation, settings.scheduler) for settings in told] == [(1, None)] + [(1, lease.scheduler)] * (NODES - 2)
+    assert [(settings.generation, settings.scheduler) for settings in told] == [(1, None)] + [(1, lease.scheduler)] * (
+        NODES - 2
+    )
 
 
-def test_a_node_that_cannot_be_told_of_a_new_head_is_given_back_and_the_others_go_on(rent: Rent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_cannot_be_told_of_a_new_head_is_given_back_and_the_others_go_on(
+    rent: Rent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However many are told at the same time."""
     many = rent()
     with ExitStack() as undo:
@@ -258,12 +297,16 @@ def test_a_node_that_cannot_be_told_of_a_new_head_is_given_back_and_the_others_g
     for instance_id in lost:
         many.nodes.end(instance_id)
     lease = many.machines.restart([node.instance.id for node in many.machines.lease.nodes], [])
-    assert [node.instance.id for node in lease.nodes] == [f"fake-{number}" for number in range(1, NODES) if f"fake-{number}" not in lost]
+    assert [node.instance.id for node in lease.nodes] == [
+        f"fake-{number}" for number in range(1, NODES) if f"fake-{number}" not in lost
+    ]
     assert {event.instance_id for event in many.told.of(sky.InstanceStopping)} >= set(lost)
 
 
 def test_where_all_processes_have_died_all_begin_anew_at_once(rent: Rent) -> None:
-    """They are asked at once whether they live, given back, and as many machines are rented in one launch and prepared at the same time, under their ranks."""
+    """They are asked at once whether they live, given back, and as many machines are rented in one launch and prepared
+    at the same time, under their ranks.
+    """
     many = rent()
     with ExitStack() as undo:
         before = many.machines.acquire(undo)
@@ -279,14 +322,18 @@ def test_where_all_processes_have_died_all_begin_anew_at_once(rent: Rent) -> Non
     lease = many.machines.restart([], dead)
     assert many.together.alone == []
     assert many.together.met == many.together.wanted.keys()
-    assert [(node.rank, node.instance.id) for node in lease.nodes] == [(rank, f"fake-{NODES + rank}") for rank in range(NODES)]
+    assert [(node.rank, node.instance.id) for node in lease.nodes] == [
+        (rank, f"fake-{NODES + rank}") for rank in range(NODES)
+    ]
     assert {many.told_of(node.instance.id).scheduler for node in lease.nodes} == {None, lease.scheduler}
     assert [event.count for event in many.told.of(sky.InstanceLaunching)] == [NODES, NODES]
     wait_until(lambda: many.meter.rented() == {node.instance.id for node in lease.nodes}, "the dead ones to be gone")
 
 
 def test_a_machine_that_cannot_begin_anew_leaves_its_rank_vacant(rent: Rent, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others go on without it, and it is given back; whose processes live, and may not be the head, is told of the new one."""
+    """The others go on without it, and it is given back; whose processes live, and may not be the head, is told of the
+    new one.
+    """
     many = rent()
     with ExitStack() as undo:
         before = many.machines.acquire(undo)
@@ -313,16 +360,25 @@ def test_a_machine_that_cannot_begin_anew_leaves_its_rank_vacant(rent: Rent, mon
 def test_what_all_are_sent_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that ask for it at once, before it is there, wait for the first of them."""
     made: list[str] = []
-    compile_all, caches = code_upload.compileall.compile_dir, (code_upload._archive, code_upload._compressed_uv, code_upload._package)
+    compile_all, caches = (
+        code_upload.compileall.compile_dir,
+        (code_upload._archive, code_upload._compressed_uv, code_upload._package),
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(code_upload.compileall, "compile_dir", lambda folder, **how: made.append(folder) or compile_all(folder, **how))
+    monkeypatch.setattr(
+        code_upload.compileall, "compile_dir", lambda folder, **how: made.append(folder) or compile_all(folder, **how)
+    )
     for cached in caches:
         cached.cache_clear()
     try:
         at_once = threading.Barrier(NODES)
         with ThreadPoolExecutor(NODES) as threads:
             archives = list(threads.map(lambda _: (at_once.wait(), code_upload.shipped_archive())[1], range(NODES)))
-            uvs = list(threads.map(lambda _: (at_once.wait(), code_upload.shipped_uv("Linux", platform.machine()))[1], range(NODES)))
+            uvs = list(
+                threads.map(
+                    lambda _: (at_once.wait(), code_upload.shipped_uv("Linux", platform.machine()))[1], range(NODES)
+                )
+            )
     finally:
         for cached in caches:
             cached.cache_clear()
@@ -332,7 +388,9 @@ def test_what_all_are_sent_is_made_once(tmp_path: Path, monkeypatch: pytest.Monk
         unpacked = content.read()
     assert unpacked == Path(uv.find_uv_bin()).read_bytes()
     assert len(unpacked) == uvs[0].unpacked_bytes
-    assert not [path for path in (tmp_path / "skyward" / "ship").iterdir() if path.name.count(".") > path.name.count(".tar") + 1]
+    assert not [
+        path for path in (tmp_path / "skyward" / "ship").iterdir() if path.name.count(".") > path.name.count(".tar") + 1
+    ]
 
 
 @pytest.mark.parametrize("can_fetch", [True, False])

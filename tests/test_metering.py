@@ -73,7 +73,9 @@ def test_a_machine_costs_its_price_for_each_hour() -> None:
 
 
 def test_what_is_billed_beside_a_machine_is_counted_with_it() -> None:
-    """Also where only a listing tells of the machine, with no price that was agreed; what on-demand would have cost has it too, and so does the first event."""
+    """Also where only a listing tells of the machine, with no price that was agreed; what on-demand would have cost has
+    it too, and so does the first event.
+    """
     clock = Clock()
     meter = Meter(clock)
     disk = by_month("disk", 72.0, "a price page", "2026-11-22")  # 0.1 USD an hour
@@ -141,10 +143,18 @@ def test_nothing_rented_costs_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("increment", "minimum", "seconds", "usd"),
-    [(1, 0, 0.001, "0.001"), (60, 0, 60.001, "0.12"), (1, 3600, 5.0, "3.6"), (60, 120, 130.0, "0.18"), (60, 120, 1.0, "0.12")],
+    [
+        (1, 0, 0.001, "0.001"),
+        (60, 0, 60.001, "0.12"),
+        (1, 3600, 5.0, "3.6"),
+        (60, 120, 130.0, "0.18"),
+        (60, 120, 1.0, "0.12"),
+    ],
 )
 def test_time_is_billed_as_the_provider_counts(increment: int, minimum: int, seconds: float, usd: str) -> None:
-    """At 3.60 USD an hour, which are 0.001 a second: begun seconds or minutes are whole ones, and at least the minimum is billed."""
+    """At 3.60 USD an hour, which are 0.001 a second: begun seconds or minutes are whole ones, and at least the minimum
+    is billed.
+    """
     clock = Clock()
     meter = Meter(clock, increment, minimum)
     meter.start(machine("a", 3.6), clock())
@@ -156,7 +166,9 @@ def test_time_is_billed_as_the_provider_counts(increment: int, minimum: int, sec
 
 
 def test_a_price_may_be_given() -> None:
-    """What the ledger was told that a machine costs counts, whatever the machine says of itself; one that is counted is not counted anew."""
+    """What the ledger was told that a machine costs counts, whatever the machine says of itself; one that is counted is
+    not counted anew.
+    """
     clock = Clock()
     meter = Meter(clock)
     meter.start(machine("a", 2.0), clock(), Price(Decimal(5)))
@@ -166,7 +178,9 @@ def test_a_price_may_be_given() -> None:
 
 
 def test_a_machine_that_is_rented_again_is_billed_twice() -> None:
-    """A host that was given back and taken again keeps its name: both times count, and its buckets are those of the second."""
+    """A host that was given back and taken again keeps its name: both times count, and its buckets are those of the
+    second.
+    """
     clock = Clock()
     meter = Meter(clock)
     meter.start(machine("a", 1.0), clock())
@@ -216,7 +230,9 @@ def test_the_bill_of_later_counts_who_is_rented_now() -> None:
 
 
 def test_each_second_falls_into_the_bucket_of_its_phase() -> None:
-    """From the request until it is known to be gone a machine is launching, bootstrapping, ready, lost or terminating."""
+    """From the request until it is known to be gone a machine is launching, bootstrapping, ready, lost or
+    terminating.
+    """
     clock = Clock()
     meter = Meter(clock)
     meter.start(machine("a", 1.0), clock())
@@ -226,11 +242,15 @@ def test_each_second_falls_into_the_bucket_of_its_phase() -> None:
     clock.seconds += 5
     meter.end("a")
     clock.seconds += 100
-    assert meter.buckets() == {"a": dict(zip((*PHASES, Bucket.RUNNING_CALLS), (1.0, 2.0, 3.0, 4.0, 5.0, 0.0), strict=True))}
+    assert meter.buckets() == {
+        "a": dict(zip((*PHASES, Bucket.RUNNING_CALLS), (1.0, 2.0, 3.0, 4.0, 5.0, 0.0), strict=True))
+    }
 
 
 def test_a_life_only_goes_forward() -> None:
-    """News that come late change nothing: what is lost or being ended is not ready again, and what is gone is nothing else any more."""
+    """News that come late change nothing: what is lost or being ended is not ready again, and what is gone is nothing
+    else any more.
+    """
     clock = Clock()
     meter = Meter(clock)
     meter.start(machine("a", 1.0), clock())
@@ -279,7 +299,9 @@ def ready(slots: int = 4, price: float = 3.6) -> tuple[Clock, Meter]:
 
 
 def test_calls_take_their_slots_part_of_the_ready_time() -> None:
-    """A call of 40 s on one of four slots makes 10 s of running calls, and costs what a slot costs for 40 s: the shares are that bucket's cost."""
+    """A call of 40 s on one of four slots makes 10 s of running calls, and costs what a slot costs for 40 s: the shares
+    are that bucket's cost.
+    """
     _, meter = ready()
     shares = meter.ran("a", 40.0) + meter.ran("a", 60.0)
     assert meter.buckets() == {"a": NOTHING | {Bucket.RUNNING_CALLS: 25.0, Bucket.IDLE: 75.0}}
@@ -298,7 +320,9 @@ def test_no_more_time_runs_than_there_was() -> None:
 
 
 def test_calls_that_still_run_are_no_idle_time() -> None:
-    """What the node has counted shows before a call's end, is not added to what the call tells then, and does not shrink."""
+    """What the node has counted shows before a call's end, is not added to what the call tells then, and does not
+    shrink.
+    """
     clock, meter = ready(slots=2)
     meter.seen_running("a", 90.0)
     meter.seen_running("a", 0.0)
@@ -326,7 +350,9 @@ NAMES = st.sampled_from("ab")
 SECONDS = st.floats(0, 5000, allow_nan=False)
 STEPS: st.SearchStrategy[Step] = st.one_of(
     SECONDS.map(lambda seconds: lambda clock, _meter, _name: setattr(clock, "seconds", clock.seconds + seconds)),
-    st.tuples(st.sampled_from(PHASES), st.none() | SECONDS).map(lambda what: lambda _clock, meter, name: meter.enter(name, *what)),
+    st.tuples(st.sampled_from(PHASES), st.none() | SECONDS).map(
+        lambda what: lambda _clock, meter, name: meter.enter(name, *what)
+    ),
     SECONDS.map(lambda seconds: lambda _clock, meter, name: meter.ran(name, seconds)),
     SECONDS.map(lambda seconds: lambda _clock, meter, name: meter.seen_running(name, seconds)),
     st.integers(0, 8).map(lambda slots: lambda _clock, meter, name: meter.slots(name, slots)),
@@ -341,9 +367,19 @@ def bill(price: Decimal, increment: int, minimum: int, milliseconds: int) -> int
     return ceil(Fraction(price) * 1_000_000 * seconds / 3600)
 
 
-@given(st.lists(st.tuples(NAMES, STEPS), max_size=30), PRICES, PRICES, st.sampled_from([1, 60, 3600]), st.sampled_from([0, 60, 3600]))
-def test_every_second_is_in_one_bucket_and_paid(steps: list[tuple[str, Step]], price: Decimal, on_demand: Decimal, increment: int, minimum: int) -> None:
-    """Whatever happens: buckets add up to the life, their costs to the bill, which only grows, and which is that of the ledger's rounded milliseconds."""
+@given(
+    st.lists(st.tuples(NAMES, STEPS), max_size=30),
+    PRICES,
+    PRICES,
+    st.sampled_from([1, 60, 3600]),
+    st.sampled_from([0, 60, 3600]),
+)
+def test_every_second_is_in_one_bucket_and_paid(
+    steps: list[tuple[str, Step]], price: Decimal, on_demand: Decimal, increment: int, minimum: int
+) -> None:
+    """Whatever happens: buckets add up to the life, their costs to the bill, which only grows, and which is that of the
+    ledger's rounded milliseconds.
+    """
     clock = Clock()
     meter = Meter(clock)
     paid = Price(price, on_demand, increment_seconds=increment, minimum_seconds=minimum)
@@ -356,12 +392,19 @@ def test_every_second_is_in_one_bucket_and_paid(steps: list[tuple[str, Step]], p
         step(clock, meter, name)
         if name not in meter.rented() and lives[name][1] is None:
             lives[name] = (lives[name][0], clock.seconds)
-        milliseconds = {key: round(((clock.seconds if end is None else end) - start) * 1000) for key, (start, end) in lives.items()}
+        milliseconds = {
+            key: round(((clock.seconds if end is None else end) - start) * 1000) for key, (start, end) in lives.items()
+        }
         buckets = meter.buckets()
         assert {key: sum(round(spent * 1000) for spent in its.values()) for key, its in buckets.items()} == milliseconds
         assert all(spent >= 0 for its in buckets.values() for spent in its.values())
-        assert meter.total() * 1_000_000 == sum(bill(price, increment, minimum, spent) for spent in milliseconds.values())
-        costs = [cost_by_bucket(paid, {bucket: round(spent * 1000) for bucket, spent in its.items()}) for its in buckets.values()]
+        assert meter.total() * 1_000_000 == sum(
+            bill(price, increment, minimum, spent) for spent in milliseconds.values()
+        )
+        costs = [
+            cost_by_bucket(paid, {bucket: round(spent * 1000) for bucket, spent in its.items()})
+            for its in buckets.values()
+        ]
         assert all(list(its) == [*Bucket, BILLING_ROUNDING] and min(its.values()) >= 0 for its in costs)
         assert sum(sum(its.values()) for its in costs) == meter.total() >= before
         assert meter.projected(clock.seconds + 100) >= meter.total()
@@ -369,7 +412,10 @@ def test_every_second_is_in_one_bucket_and_paid(steps: list[tuple[str, Step]], p
     final = meter.final()
     assert final is not None
     assert final.total_cost == float(before)
-    saved = sum(bill(on_demand, increment, minimum, spent) - bill(price, increment, minimum, spent) for spent in milliseconds.values())
+    saved = sum(
+        bill(on_demand, increment, minimum, spent) - bill(price, increment, minimum, spent)
+        for spent in milliseconds.values()
+    )
     assert final.savings_vs_ondemand == float(Decimal(saved) / 1_000_000)
     assert sum(final.buckets.values()) == pytest.approx(final.total_cost)
 
@@ -424,7 +470,9 @@ def fail(seconds: float) -> None:
 
 @dataclass
 class Bought:
-    """A local node with two slots that costs 7200 USD an hour, which is one for each second of a slot; its meter, and the node's name there."""
+    """A local node with two slots that costs 7200 USD an hour, which is one for each second of a slot; its meter, and
+    the node's name there.
+    """
 
     pool: sky.ComputePool
     told: Told
@@ -449,15 +497,21 @@ class Bought:
 def bought() -> Iterator[Bought]:
     """One for all tests here."""
     told = Told()
-    with shared(sky.ComputePool(provider=sky.Local(price_per_hour=7200.0), concurrency=2, display="quiet", on_event=told)) as pool:
+    with shared(
+        sky.ComputePool(provider=sky.Local(price_per_hour=7200.0), concurrency=2, display="quiet", on_event=told)
+    ) as pool:
         meter = cast(Any, pool)._open.meter
         (instance_id,) = meter.rented()
         yield Bought(pool, told, meter, instance_id)
 
 
-@pytest.mark.parametrize(("call", "error"), [(sleep, type(None)), (fail, KeyError), (leave, sky.CallCrashed), (crash, sky.CallCrashed)])
+@pytest.mark.parametrize(
+    ("call", "error"), [(sleep, type(None)), (fail, KeyError), (leave, sky.CallCrashed), (crash, sky.CallCrashed)]
+)
 def test_a_call_knows_its_time_and_its_share(bought: Bought, call: Any, error: type[BaseException]) -> None:
-    """However it ends, and not before: the time that it has kept its slot busy, and what that has cost, which is in the meter's running calls."""
+    """However it ends, and not before: the time that it has kept its slot busy, and what that has cost, which is in the
+    meter's running calls.
+    """
     before = bought.running_seconds()
     future = bought.submit(call(0.3))
     assert (future.seconds, future.cost) == (None, None)
@@ -465,7 +519,8 @@ def test_a_call_knows_its_time_and_its_share(bought: Bought, call: Any, error: t
     assert future.seconds is not None
     assert 0.3 <= future.seconds < 60
     assert future.cost == pytest.approx(future.seconds)
-    assert bought.running_seconds() - before == pytest.approx(future.seconds, abs=0.2)  # the node counts a call that runs from a little earlier on
+    # the node counts a call that runs from a little earlier on
+    assert bought.running_seconds() - before == pytest.approx(future.seconds, abs=0.2)
 
 
 def test_shares_add_up_to_what_running_calls_cost(bought: Bought) -> None:
@@ -474,7 +529,8 @@ def test_shares_add_up_to_what_running_calls_cost(bought: Bought) -> None:
     futures = [bought.submit(sleep(index / 10_000)) for index in range(200)]
     costs = [future.cost or 0.0 for future in futures if future.result(60) is None]
     assert all(cost >= index / 10_000 for index, cost in enumerate(costs))
-    assert sum(costs) == pytest.approx(bought.running_seconds() - before, abs=0.2)  # the node counts a call that runs from a little earlier on
+    # the node counts a call that runs from a little earlier on
+    assert sum(costs) == pytest.approx(bought.running_seconds() - before, abs=0.2)
 
 
 def test_a_cancelled_call_has_run_too(bought: Bought) -> None:
@@ -488,7 +544,9 @@ def test_a_cancelled_call_has_run_too(bought: Bought) -> None:
 
 @pytest.mark.slow
 def test_a_long_call_shows_before_its_end(bought: Bought) -> None:
-    """A client that is killed in the middle of a training has written down that it ran: the node's own count comes every few seconds."""
+    """A client that is killed in the middle of a training has written down that it ran: the node's own count comes
+    every few seconds.
+    """
     before = bought.running_seconds()
     future = bought.begin(60.0)
     wait_until(lambda: bought.running_seconds() > before + 1.0, "the running call to be counted", 30)

@@ -1,4 +1,6 @@
-"""MIG without a GPU: what a spec asks for, what a node is told, and the shell text that partitions and gives back, run here against a stand-in."""
+"""MIG without a GPU: what a spec asks for, what a node is told, and the shell text that partitions and gives back, run
+here against a stand-in.
+"""
 
 import os
 import signal
@@ -65,17 +67,31 @@ def spec(**wishes: Any) -> sky.PoolSpec:
     ],
 )
 def test_a_partition_is_a_worker(accelerator: sky.Accelerator | None, workers: int) -> None:
-    """One worker for each partition of each GPU, else one; the machine must have the processor and memory of all of them."""
+    """One worker for each partition of each GPU, else one; the machine must have the processor and memory of all of
+    them.
+    """
     wanted = spec(accelerator=accelerator, cpu=3, memory="5GB", concurrency=2)
     assert wanted.workers_per_node == workers
     assert (wanted.requirements.vcpus, wanted.requirements.memory_gb) == (3 * workers, 5.0 * workers)
-    assert (spec(accelerator=accelerator).requirements.vcpus, spec(accelerator=accelerator).requirements.memory_gb) == (None, None)
+    assert (spec(accelerator=accelerator).requirements.vcpus, spec(accelerator=accelerator).requirements.memory_gb) == (
+        None,
+        None,
+    )
     wanted.refuse_what_cannot_be()
 
 
 def told(wanted: sky.PoolSpec, ports: tuple[int, ...] = ()) -> NodeSettings:
     """What the first node of such a pool is told."""
-    instance = Instance(id="host-1", provider="hosts", pool_id="p", rank=0, state=InstanceState.RUNNING, region="r", instance_type="t", directory="/nowhere")
+    instance = Instance(
+        id="host-1",
+        provider="hosts",
+        pool_id="p",
+        rank=0,
+        state=InstanceState.RUNNING,
+        region="r",
+        instance_type="t",
+        directory="/nowhere",
+    )
     reaches = Reaches(60.0, lambda _: None)
     try:
         role = Role(0, 0, "10.0.0.1", "10.0.0.1", 29500, ports=ports)
@@ -85,8 +101,13 @@ def told(wanted: sky.PoolSpec, ports: tuple[int, ...] = ()) -> NodeSettings:
 
 
 def test_what_is_said_of_one_worker_stays_that_of_one_worker() -> None:
-    """The limit of memory is one worker's, and so are its calls at once and its accelerators: one chip, a part of which it sees."""
-    settings = told(spec(accelerator=sky.Accelerator.NVIDIA.H100(count=2, mig="3g.40gb"), memory="5GB", concurrency=3), (1, 2, 3, 4, 5))
+    """The limit of memory is one worker's, and so are its calls at once and its accelerators: one chip, a part of which
+    it sees.
+    """
+    settings = told(
+        spec(accelerator=sky.Accelerator.NVIDIA.H100(count=2, mig="3g.40gb"), memory="5GB", concurrency=3),
+        (1, 2, 3, 4, 5),
+    )
     assert (settings.memory_limit_bytes, settings.slots, settings.accelerators) == (5 * 10**9, 3, ("H100",))
     assert settings.workers == ({}, {}, {}, {})
     assert (settings.scheduler_port, settings.worker_ports) == (1, (2, 3, 4, 5))
@@ -105,7 +126,10 @@ def test_this_machine_is_not_partitioned() -> None:
 
 @pytest.mark.parametrize("chip", [sky.Accelerator.NVIDIA.A100(mig="3g.40gb"), sky.Accelerator.NVIDIA.A30(mig="1g.6gb")])
 def test_of_amperes_on_rented_machines_one_is_warned(caplog: pytest.LogCaptureFixture, chip: sky.Accelerator) -> None:
-    """A virtual machine may refuse the reset that they need: said before one is paid for. Machines of one's own, whole chips and later ones need no warning."""
+    """A virtual machine may refuse the reset that they need: said before one is paid for.
+
+    Machines of one's own, whole chips and later ones need no warning.
+    """
     warn(sky.PoolSpec.of(accelerator=chip), [sky.Hosts("gpu-1")])
     warn(sky.PoolSpec.of(accelerator=sky.Accelerator(chip.name, chip.memory_gb, 1)), [sky.AWS()])
     warn(sky.PoolSpec.of(accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb")), [sky.AWS()])
@@ -132,7 +156,12 @@ def test_local_pools_say_so_before_they_start() -> None:
     """Opening such a pool on this machine raises, and launches nothing."""
     events: list[object] = []
     with pytest.raises(sky.NotYetSupported, match="use Hosts"):
-        sky.ComputePool(provider=sky.Local(), accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb"), on_event=events.append, display="quiet").open()
+        sky.ComputePool(
+            provider=sky.Local(),
+            accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb"),
+            on_event=events.append,
+            display="quiet",
+        ).open()
     assert not [event for event in events if isinstance(event, sky.InstanceProvisioned)]
 
 
@@ -141,7 +170,10 @@ def test_local_pools_say_so_before_they_start() -> None:
 
 def test_each_worker_sees_one_partition() -> None:
     """In their order, over what the client has said of the worker; everything else stays."""
-    settings = replace(told(spec(accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb"))), workers=({"A": "1", "CUDA_VISIBLE_DEVICES": "0"}, {}))
+    settings = replace(
+        told(spec(accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb"))),
+        workers=({"A": "1", "CUDA_VISIBLE_DEVICES": "0"}, {}),
+    )
     shown = with_partitions(settings, "MIG-a\nMIG-b\n")
     assert shown.workers == ({"A": "1", "CUDA_VISIBLE_DEVICES": "MIG-a"}, {"CUDA_VISIBLE_DEVICES": "MIG-b"})
     assert replace(shown, workers=settings.workers) == settings
@@ -188,7 +220,9 @@ class Machine:
         script = shell.script(shell.prelude(), partition_gpus(profiles, gpus), shell.done("mig"))
         (self.directory / "script").write_text(script)
         argv = [*self.prefix, "bash", str(self.directory / "script")]
-        return subprocess.Popen(argv, env=self.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        return subprocess.Popen(
+            argv, env=self.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
 
     def partition(self, profiles: Sequence[str], gpus: int = 2) -> tuple[int, str]:
         """Partition; return the exit code and what was said."""
@@ -199,7 +233,14 @@ class Machine:
     def give_back(self, **environ: str) -> str:
         """What the node's guard does last, and a provider from outside; return what is said."""
         script = f'set -u\n{termination_shell.ENDING}\nskyward_clean host-000000000000 "$SKYWARD_INSTANCE_DIRECTORY"\n'
-        done = subprocess.run([*self.prefix, "dash", "-c", script], env=self.environ | environ, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [*self.prefix, "dash", "-c", script],
+            env=self.environ | environ,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         assert done.stderr == ""
         return done.stdout
 
@@ -225,7 +266,9 @@ def machine(tmp_path: Path) -> Machine:
     ],
 )
 def test_the_text_passes_shellcheck(dialect: str, script: str) -> None:
-    """No finding, but for functions and variables of the whole that a part does not use; the program has no single quote that would end its own."""
+    """No finding, but for functions and variables of the whole that a part does not use; the program has no single
+    quote that would end its own.
+    """
     argv = [SHELLCHECK, f"--shell={dialect}", "--exclude=SC2329,SC2317,SC2034", "-"]
     assert subprocess.run(argv, input=script, capture_output=True, text=True, check=False).stdout == ""
     assert "'" not in UNPARTITION
@@ -266,7 +309,10 @@ def test_other_gpus_of_the_machine_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_small_ones_first_would_not_fit(machine: Machine) -> None:
-    """The order that `Accelerator` chooses matters: the other way round the driver finds no room. What was made until then is undone."""
+    """The order that `Accelerator` chooses matters: the other way round the driver finds no room.
+
+    What was made until then is undone.
+    """
     wish = sky.Accelerator.NVIDIA.H100(count=2, mig=["1g.10gb", "1g.10gb", "2g.20gb", "3g.40gb"])
     code, said = machine.partition(MIXED[::-1])
     assert code != 0
@@ -290,7 +336,9 @@ def test_a_mode_that_was_there_before_stays(machine: Machine) -> None:
 
 
 def test_what_somebody_else_has_partitioned_is_left_as_it_is(machine: Machine) -> None:
-    """The second GPU is somebody's, without even a compute instance: that is told, and what was done to the first one is undone."""
+    """The second GPU is somebody's, without even a compute instance: that is told, and what was done to the first one
+    is undone.
+    """
     machine.gpus.set(1, current="Enabled", pending="Enabled")
     machine.gpus.run("mig", "-i", "1", "-cgi", "4g.40gb")
     code, said = machine.partition(HALVES)
@@ -316,7 +364,9 @@ def test_lines_that_run_again_begin_anew(machine: Machine) -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("needs_reset", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_it_may_die_at_any_command(tmp_path: Path, when: str, needs_reset: bool) -> None:
-    """SIGKILL of everything, just before or just after each command that changes something, leaves enough to put it all back."""
+    """SIGKILL of everything, just before or just after each command that changes something, leaves enough to put it all
+    back.
+    """
     commands = 6 if needs_reset else 4
     for number in range(1, commands + 1):
         folder = tmp_path / str(number)
@@ -332,7 +382,9 @@ def test_it_may_die_at_any_command(tmp_path: Path, when: str, needs_reset: bool)
 
 
 def test_after_a_reboot_only_the_mode_is_ours(tmp_path: Path) -> None:
-    """What has been partitioned since, somebody else has; a mode that lasts, as an A100's does, is taken back where nobody uses it."""
+    """What has been partitioned since, somebody else has; a mode that lasts, as an A100's does, is taken back where
+    nobody uses it.
+    """
     machine = Machine(tmp_path)
     (machine.directory / "mig").write_text("0 Disabled another-boot\n1 Disabled another-boot\n")
     for gpu in (0, 1):
@@ -344,7 +396,9 @@ def test_after_a_reboot_only_the_mode_is_ours(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 def test_who_is_not_root_asks_sudo() -> None:
-    """Partitioned and given back through a sudo without password; where there is none that is told before anything is done."""
+    """Partitioned and given back through a sudo without password; where there is none that is told before anything is
+    done.
+    """
     with tempfile.TemporaryDirectory() as folder:
         machine = Machine(Path(folder))
         sudo = machine.gpus.program.with_name("sudo")
@@ -360,14 +414,23 @@ def test_who_is_not_root_asks_sudo() -> None:
         sudo.with_name("sudo.refuses").touch()
         code, said = machine.partition(HALVES)
         assert code != 0
-        assert "a password is required\nGPUs are partitioned by root only: log in as root, or let sudo run nvidia-smi without a password" in said
+        assert (
+            "a password is required\nGPUs are partitioned by root only: log in as root, or let sudo run nvidia-smi without a password"
+            in said
+        )
         assert not (machine.directory / "mig").exists()
 
 
 def partitioning(machine: Machine) -> list[int]:
     """Commands that cut a GPU of this machine just now."""
-    found = [(one.pid, one.info["cmdline"] or [], one.info["status"]) for one in psutil.process_iter(["cmdline", "status"])]
-    return [pid for pid, words, status in found if "-cgi" in words and machine.environ["HOME"] in " ".join(words) and status != psutil.STATUS_ZOMBIE]
+    found = [
+        (one.pid, one.info["cmdline"] or [], one.info["status"]) for one in psutil.process_iter(["cmdline", "status"])
+    ]
+    return [
+        pid
+        for pid, words, status in found
+        if "-cgi" in words and machine.environ["HOME"] in " ".join(words) and status != psutil.STATUS_ZOMBIE
+    ]
 
 
 @pytest.mark.slow
@@ -400,7 +463,10 @@ def test_an_ampere_is_reset(tmp_path: Path) -> None:
 
 
 def test_a_reset_that_is_refused_is_told_with_a_way_out(tmp_path: Path) -> None:
-    """As by a virtual machine; the wish is taken back. Once it was rebooted in MIG mode it works, and stays in that mode."""
+    """As by a virtual machine; the wish is taken back.
+
+    Once it was rebooted in MIG mode it works, and stays in that mode.
+    """
     machine = Machine(tmp_path, needs_reset=True, refuses_reset=True)
     code, said = machine.partition(HALVES)
     assert code != 0
@@ -424,7 +490,10 @@ def test_who_uses_the_gpu_is_named(machine: Machine, needs_reset: bool) -> None:
     machine.gpus.set(0, processes=[(4711, "/usr/bin/train"), (4712, "python")])
     code, said = machine.partition(HALVES)
     assert code != 0
-    assert "GPU 0 cannot change to MIG mode while processes use it: 4711, /usr/bin/train; 4712, python. End them and open the pool again" in said
+    assert (
+        "GPU 0 cannot change to MIG mode while processes use it: 4711, /usr/bin/train; 4712, python. End them and open the pool again"
+        in said
+    )
     machine.give_back()
     assert (machine.gpus.modes, machine.gpus.partitions) == (DISABLED, WHOLE)
 
@@ -434,20 +503,33 @@ def test_what_names_nobody_gives_advice(machine: Machine) -> None:
     machine.gpus.set(fails="-mig")
     code, said = machine.partition(HALVES)
     assert code != 0
-    assert "Unknown Error\nGPU 0 cannot change to MIG mode. Something may hold it that is no process of its list: stop monitoring" in said
+    assert (
+        "Unknown Error\nGPU 0 cannot change to MIG mode. Something may hold it that is no process of its list: stop monitoring"
+        in said
+    )
 
 
 @pytest.mark.parametrize(
     ("program", "gpus", "words"),
     [
         (None, 2, "there is no nvidia-smi here"),
-        ("#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not communicate with the driver'; exit 9\n", 2, "NVIDIA-SMI has failed"),
+        (
+            "#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not communicate with the driver'; exit 9\n",
+            2,
+            "NVIDIA-SMI has failed",
+        ),
         ("", 3, "there are 2 GPUs here, and 3 are to be partitioned"),
-        ("#!/bin/sh\ncase $* in *index*) echo 0 ;; *mig.mode*) echo '[N/A], [N/A]' ;; esac\n", 1, "GPU 0 cannot be partitioned: its MIG mode is [N/A] [N/A]"),
+        (
+            "#!/bin/sh\ncase $* in *index*) echo 0 ;; *mig.mode*) echo '[N/A], [N/A]' ;; esac\n",
+            1,
+            "GPU 0 cannot be partitioned: its MIG mode is [N/A] [N/A]",
+        ),
     ],
 )
 def test_a_machine_that_cannot_says_why(machine: Machine, program: str | None, gpus: int, words: str) -> None:
-    """No driver, a driver that does not answer, too few GPUs, GPUs without MIG; nothing is written down, so nothing is given back."""
+    """No driver, a driver that does not answer, too few GPUs, GPUs without MIG; nothing is written down, so nothing is
+    given back.
+    """
     if program is None:
         machine.gpus.program.unlink()
     elif program:
@@ -486,7 +568,11 @@ def test_a_gpu_that_cannot_be_given_back_is_told(machine: Machine) -> None:
 
 def test_a_driver_that_hangs_holds_nobody_up(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """After its time giving back is given up, and told, with the command that hangs; the clean-up goes on."""
-    monkeypatch.setattr(termination_shell, "ENDING", termination_shell.ENDING.replace(f"seconds={termination_shell.UNPARTITION_SECONDS}\n", "seconds=1\n"))
+    monkeypatch.setattr(
+        termination_shell,
+        "ENDING",
+        termination_shell.ENDING.replace(f"seconds={termination_shell.UNPARTITION_SECONDS}\n", "seconds=1\n"),
+    )
     machine.partition(HALVES)
     machine.gpus.set(hangs="-dgi")
     began = time.monotonic()
@@ -499,7 +585,15 @@ def test_a_driver_that_hangs_holds_nobody_up(machine: Machine, monkeypatch: pyte
 def test_an_offer_of_gpus_is_matched_for_all_its_workers() -> None:
     """Two workers of 8 CPUs each do not fit on a machine with 8."""
     small = Offer(
-        provider="p", instance_type="t", region="r", price_per_hour=1.0, vcpus=8, memory_gb=64, accelerator="H100", accelerators=1, accelerator_memory_gb=80
+        provider="p",
+        instance_type="t",
+        region="r",
+        price_per_hour=1.0,
+        vcpus=8,
+        memory_gb=64,
+        accelerator="H100",
+        accelerators=1,
+        accelerator_memory_gb=80,
     )
     wish = spec(accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb"), cpu=8).requirements
     with pytest.raises(sky.NoCapacity, match="has 8 CPUs"):

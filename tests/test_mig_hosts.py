@@ -1,4 +1,6 @@
-"""Pools of MIG partitions on real machines whose GPUs are a stand-in: one worker for each partition, and GPUs that are given back whatever happens."""
+"""Pools of MIG partitions on real machines whose GPUs are a stand-in: one worker for each partition, and GPUs that are
+given back whatever happens.
+"""
 
 import os
 import signal
@@ -44,7 +46,10 @@ def seen() -> tuple[str | None, sky.InstanceInfo]:
 def seen_by_a_child() -> str:
     """What a program that the call starts may use."""
     return subprocess.run(
-        [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"], capture_output=True, text=True, check=True
+        [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.strip()
 
 
@@ -62,7 +67,7 @@ def crash() -> None:
 
 
 @pytest.fixture(scope="module")
-def machines(fleet: Fleet, mirror: Mirror) -> Iterator[list[Host]]:  # noqa: F811
+def machines(fleet: Fleet, mirror: Mirror) -> Iterator[list[Host]]:
     """Two machines of one's own with two GPUs each; they keep their environments from one test to the next."""
     hosts = [fleet.create() for _ in range(2)]
     for host in hosts:
@@ -77,8 +82,14 @@ def gpus(machines: list[Host]) -> Iterator[list[Gpus]]:
     """Their GPUs, new. Whatever a test does, what was done to them is undone, and no process of a node is left."""
     gpus = [install(host.root / PLACE, count=2) for host in machines]
     yield gpus
-    wait_until(lambda: all(host.run('test -z "$(ls /root/.cache/skyward/instances 2>/dev/null)"').returncode == 0 for host in machines), "the nodes to be gone")
-    look = "grep -lsaz '^SKYWARD_INSTANCE_ID=' /proc/[0-9]*/environ; echo looked"  # the guard goes last, after its directory
+    wait_until(
+        lambda: all(
+            host.run('test -z "$(ls /root/.cache/skyward/instances 2>/dev/null)"').returncode == 0 for host in machines
+        ),
+        "the nodes to be gone",
+    )
+    # the guard goes last, after its directory
+    look = "grep -lsaz '^SKYWARD_INSTANCE_ID=' /proc/[0-9]*/environ; echo looked"
     wait_until(lambda: [run_on(host, look) for host in machines] == ["looked"] * 2, "their processes to be gone")
 
 
@@ -97,7 +108,14 @@ def pool_on(machines: Sequence[Host], folder: Path, told: Told | None = None, **
         config="/dev/null",
         price_per_hour=PRICE_PER_HOUR,
     )
-    fields = {"provider": provider, "nodes": len(machines), "accelerator": HALVES, "on_event": told or Told(), "display": "quiet", "provision_timeout": 90}
+    fields = {
+        "provider": provider,
+        "nodes": len(machines),
+        "accelerator": HALVES,
+        "on_event": told or Told(),
+        "display": "quiet",
+        "provision_timeout": 90,
+    }
     return sky.ComputePool(**{**fields, **wishes})
 
 
@@ -109,7 +127,9 @@ def as_before(gpus: Sequence[Gpus]) -> bool:
 
 
 def test_each_partition_is_a_worker(machines, gpus, tmp_path):
-    """Broadcast gives one result for each partition, in the order of nodes and workers; single calls use them all; afterwards the GPUs are whole again."""
+    """Broadcast gives one result for each partition, in the order of nodes and workers; single calls use them all;
+    afterwards the GPUs are whole again.
+    """
     told = Told()
     with pool_on(machines, tmp_path, told, memory="256MB", env={"CUDA_VISIBLE_DEVICES": "all"}) as pool:
         found = seen() @ pool
@@ -117,7 +137,9 @@ def test_each_partition_is_a_worker(machines, gpus, tmp_path):
         assert len({visible for visible, _ in found}) == 4
         infos = [info for _, info in found]
         assert [(info.node, info.worker, info.rank) for info in infos] == [(0, 0, 0), (0, 1, 1), (1, 0, 2), (1, 1, 3)]
-        assert {(info.total_nodes, info.workers_per_node, info.world_size, *info.accelerators) for info in infos} == {(2, 2, 4, "H100")}
+        assert {(info.total_nodes, info.workers_per_node, info.world_size, *info.accelerators) for info in infos} == {
+            (2, 2, 4, "H100")
+        }
         assert len({info.job_id for info in infos}) == 1
         assert seen_by_a_child() @ pool == tuple(visible for visible, _ in found)
         assert sorted(pool.map(used, range(4))) == sorted(visible for visible, _ in found)
@@ -126,17 +148,25 @@ def test_each_partition_is_a_worker(machines, gpus, tmp_path):
         assert call.cost == pytest.approx(call.seconds)
         assert [(node.workers, node.slots) for node in pool.lease.nodes] == [(2, 1), (2, 1)]
         assert [event.slots for event in told.of(sky.PoolReady)] == [4]
-        assert set(pool.dask_client().run(attrgetter("NVML_STATE.name"), nvml).values()) == {"DISABLED_CONFIG"}  # it would ask of partitions what NVML refuses
+        # it would ask of partitions what NVML refuses
+        assert set(pool.dask_client().run(attrgetter("NVML_STATE.name"), nvml).values()) == {"DISABLED_CONFIG"}
         assert [one.partitions for one in gpus] == [[["3g.40gb", "3g.40gb"], []]] * 2  # of two GPUs one was asked for
     steps = [
-        step for step, _ in groupby(event.step for event in told.of(BootstrapProgress) if event.instance_id == told.of(sky.InstanceProvisioned)[0].instance_id)
+        step
+        for step, _ in groupby(
+            event.step
+            for event in told.of(BootstrapProgress)
+            if event.instance_id == told.of(sky.InstanceProvisioned)[0].instance_id
+        )
     ]
     assert steps[-3:] == ["skyward", "mig", "server"]
     assert as_before(gpus)
 
 
 def test_small_ones_after_large_ones(machines, gpus, tmp_path):
-    """Eight workers on one machine: four kinds of partitions on each of two GPUs, made in the order in which they fit, and each has a call at once."""
+    """Eight workers on one machine: four kinds of partitions on each of two GPUs, made in the order in which they fit,
+    and each has a call at once.
+    """
     with pool_on(machines[:1], tmp_path, accelerator=MIXED) as pool:
         assert gpus[0].partitions == [["3g.40gb", "2g.20gb", "1g.10gb", "1g.10gb"]] * 2
         assert [visible for visible, _ in seen() @ pool] == gpus[0].uuids
@@ -145,7 +175,9 @@ def test_small_ones_after_large_ones(machines, gpus, tmp_path):
 
 
 def test_a_worker_that_dies_comes_back_with_its_own_partition(machines, gpus, tmp_path):
-    """A call's process, and then the worker's itself: both come again, and see what they saw before; the node is not replaced."""
+    """A call's process, and then the worker's itself: both come again, and see what they saw before; the node is not
+    replaced.
+    """
     told = Told()
     with pool_on(machines[:1], tmp_path, told) as pool:
         before = [visible for visible, _ in seen() @ pool]
@@ -164,8 +196,10 @@ def test_a_worker_that_dies_comes_back_with_its_own_partition(machines, gpus, tm
     assert as_before(gpus)
 
 
-def test_hosts_that_do_not_see_each_other(fleet, mirror, tmp_path):  # noqa: F811
-    """Two workers a node with a port of their own each, through the client; and again after a node was lost and its host has become another node."""
+def test_hosts_that_do_not_see_each_other(fleet, mirror, tmp_path):
+    """Two workers a node with a port of their own each, through the client; and again after a node was lost and its
+    host has become another node.
+    """
     hosts = [fleet.create(isolated=True) for _ in range(2)]
     for host in hosts:
         mirror.configure(host)
@@ -181,7 +215,13 @@ def test_hosts_that_do_not_see_each_other(fleet, mirror, tmp_path):  # noqa: F81
         assert {address.rpartition(":")[0] for address in names.values()} == {"tls://127.0.0.1"}
         hosts[1].run(f"kill -KILL {parents[names['1-0']]}")
         wait_until(lambda: told.of(InstanceLost), "the node to be lost", seconds=60)
-        wait_until(lambda: len(pool.lease.nodes) == 2 and pool.lease.nodes[1].instance.id != told.of(InstanceLost)[0].instance_id, "another node", seconds=60)
+        wait_until(
+            lambda: (
+                len(pool.lease.nodes) == 2 and pool.lease.nodes[1].instance.id != told.of(InstanceLost)[0].instance_id
+            ),
+            "another node",
+            seconds=60,
+        )
         wait_until(lambda: len(members(client)) == 4, "its workers", seconds=60)
         again = [visible for visible, _ in seen() @ pool]
         assert again == [uuid for one in gpus for uuid in one.uuids]
@@ -196,18 +236,25 @@ def test_hosts_that_do_not_see_each_other(fleet, mirror, tmp_path):  # noqa: F81
 
 
 def test_the_guard_gives_the_gpus_back(machines, gpus, tmp_path):
-    """Nobody is left who could: when the lease runs out the node ends by itself, and its GPUs are as before, an enabled mode included."""
+    """Nobody is left who could: when the lease runs out the node ends by itself, and its GPUs are as before, an enabled
+    mode included.
+    """
     gpus[1].set(1, current="Enabled", pending="Enabled")
     pool = pool_on(machines, tmp_path, accelerator=MIXED, lease_seconds=LEASE_SECONDS).open()
     assert len({visible for visible, _ in seen() @ pool}) == 16
     pool.detach(lease_seconds=LEASE_SECONDS)
     assert gpus[1].partitions == [["3g.40gb", "2g.20gb", "1g.10gb", "1g.10gb"]] * 2
     wait_until(lambda: all(one.partitions == [[], []] for one in gpus), "the GPUs to be whole", seconds=60)
-    wait_until(lambda: [one.modes for one in gpus] == [["Disabled", "Disabled"], ["Disabled", "Enabled"]], "their modes to be as before")
+    wait_until(
+        lambda: [one.modes for one in gpus] == [["Disabled", "Disabled"], ["Disabled", "Enabled"]],
+        "their modes to be as before",
+    )
 
 
 def test_a_slow_driver_is_not_hurried(machines, gpus, tmp_path):
-    """Who closes the pool waits for the guard as long as that gives GPUs back: nothing is killed in the middle and done a second time."""
+    """Who closes the pool waits for the guard as long as that gives GPUs back: nothing is killed in the middle and done
+    a second time.
+    """
     with pool_on(machines[:1], tmp_path):
         before = len(gpus[0].changes)
         gpus[0].set(seconds=1.0)
@@ -216,7 +263,9 @@ def test_a_slow_driver_is_not_hurried(machines, gpus, tmp_path):
 
 
 def test_without_a_guard_the_provider_gives_them_back(machines, gpus, tmp_path):
-    """Guard and supervisor are killed, and so nobody on the host knows of anything: `terminate` does it, and lets no other pool in meanwhile."""
+    """Guard and supervisor are killed, and so nobody on the host knows of anything: `terminate` does it, and lets no
+    other pool in meanwhile.
+    """
     pool = pool_on(machines[:1], tmp_path).open()
     provider = pool.spec.provider
     (node,) = pool.detach().nodes
@@ -230,13 +279,17 @@ def test_without_a_guard_the_provider_gives_them_back(machines, gpus, tmp_path):
     finally:
         machines[0].run("touch /root/enough")
     assert as_before(gpus)
-    wait_until(lambda: machines[0].run("test -e /root/enough").returncode == 1, "the probe to end: it takes the lock itself")
+    wait_until(
+        lambda: machines[0].run("test -e /root/enough").returncode == 1, "the probe to end: it takes the lock itself"
+    )
     assert run_on(machines[0], "rm /root/was-held && echo held") == "held"
 
 
 @pytest.mark.parametrize(("stops_at", "stops_when"), [(1, "after"), (2, "before"), (2, "after"), (3, "after")])
 def test_a_bootstrap_that_dies_in_the_middle(machines, gpus, tmp_path, stops_at, stops_when):
-    """The script is killed between two commands on one of two hosts: the pool does not open, and the GPUs of both are as before."""
+    """The script is killed between two commands on one of two hosts: the pool does not open, and the GPUs of both are
+    as before.
+    """
     gpus[1].set(stops_at=stops_at, stops_when=stops_when, stops_by="pkill -KILL -f '^bash ./bootstrap.sh'")
     with pytest.raises(sky.BootstrapFailed) as caught, pool_on(machines, tmp_path, accelerator=MIXED):
         pass

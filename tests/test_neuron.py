@@ -1,7 +1,7 @@
 """NeuronCores: which of them the calls of a node may use, and what each process of a call is told.
 
-Expected numbers are those of AWS's Neuron documentation ("Neuron Runtime configuration", "Logical NeuronCore configuration") and of EC2's own
-descriptions of its types; nothing here has met a Trainium.
+Expected numbers are those of AWS's Neuron documentation ("Neuron Runtime configuration", "Logical NeuronCore
+configuration") and of EC2's own descriptions of its types; nothing here has met a Trainium.
 """
 
 import json
@@ -57,15 +57,20 @@ def numbers(*ends: int) -> tuple[tuple[int, ...], ...]:
         (Trainium(1), {}, 2, numbers(0, 1, 2)),
         (Trainium(1, 16), {"NEURON_RT_VISIBLE_CORES": "4-7,9"}, 1, ((4, 5, 6, 7, 9),)),
         (Trainium(1, 16), {"NEURON_RT_VISIBLE_CORES": " 4-7, 9 , 2"}, 2, ((4, 5, 6), (7, 9, 2))),
-        (Trainium(1, 16), {"NEURON_RT_VISIBLE_CORES": "3", "NEURON_RT_NUM_CORES": "2"}, 1, ((3,),)),  # the exact ones take precedence
+        # the exact ones take precedence
+        (Trainium(1, 16), {"NEURON_RT_VISIBLE_CORES": "3", "NEURON_RT_NUM_CORES": "2"}, 1, ((3,),)),
         (Trainium(1, 16), {"NEURON_RT_NUM_CORES": "2"}, 40, ()),  # "Neuron Runtime selects free NeuronCores"
         (sky.Accelerator.NVIDIA.H100(), {"NEURON_RT_VISIBLE_CORES": "0"}, 4, ()),
         (None, {"NEURON_RT_VISIBLE_CORES": "garbage"}, 4, ()),
     ],
     ids=str,
 )
-def test_the_cores_of_each_call(accelerator: sky.Accelerator | None, environment: dict[str, str], slots: int, cores: tuple[tuple[int, ...], ...]) -> None:
-    """All cores of the chips that were asked for, in rows among the calls that run at once; what the environment says goes before."""
+def test_the_cores_of_each_call(
+    accelerator: sky.Accelerator | None, environment: dict[str, str], slots: int, cores: tuple[tuple[int, ...], ...]
+) -> None:
+    """All cores of the chips that were asked for, in rows among the calls that run at once; what the environment says
+    goes before.
+    """
     assert slot_cores(accelerator, environment, slots) == cores
 
 
@@ -82,7 +87,9 @@ def test_the_cores_of_each_call(accelerator: sky.Accelerator | None, environment
         (Trainium(2), {"NEURON_LOGICAL_NC_CONFIG": "4"}, 1, 'write "1"'),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_rented(accelerator: sky.Accelerator, environment: dict[str, str], slots: int, advice: str) -> None:
+def test_what_cannot_be_is_refused_before_anything_is_rented(
+    accelerator: sky.Accelerator, environment: dict[str, str], slots: int, advice: str
+) -> None:
     """The pool cannot be made, and the message says what would do."""
     with pytest.raises(sky.BadRequest) as refusal:
         sky.ComputePool(provider=sky.AWS(), accelerator=accelerator, env=environment, concurrency=slots)
@@ -122,12 +129,23 @@ TRN1 = Offer(
 
 def told(offer: Offer = CPUS, **wishes: Any) -> NodeSettings:
     """What the first node of such a pool is told, as it reads it, on such a machine."""
-    instance = Instance(id="i-1", provider="aws", pool_id="p", rank=0, state=InstanceState.RUNNING, region="r", instance_type="t", directory="/nowhere")
+    instance = Instance(
+        id="i-1",
+        provider="aws",
+        pool_id="p",
+        rank=0,
+        state=InstanceState.RUNNING,
+        region="r",
+        instance_type="t",
+        directory="/nowhere",
+    )
     reaches = Reaches(60.0, lambda _: None)
     try:
         role = Role(0, 0, "10.0.0.1", "10.0.0.1", 29500)
         spec = sky.PoolSpec.of(provider=sky.AWS(), **wishes)
-        settings = settings_of(reaches.to(instance), role, spec, PoolCertificate("pem", "key"), spec.accelerator_on(offer))
+        settings = settings_of(
+            reaches.to(instance), role, spec, PoolCertificate("pem", "key"), spec.accelerator_on(offer)
+        )
     finally:
         reaches.close()
     assert NodeSettings.from_json(settings.to_json()) == settings
@@ -135,17 +153,29 @@ def told(offer: Offer = CPUS, **wishes: Any) -> NodeSettings:
 
 
 def test_each_slot_is_told_its_cores_in_the_runtimes_own_words() -> None:
-    """A range where it is one, as the runtime's older versions want it; the accelerators stay one name for each chip."""
+    """A range where it is one, as the runtime's older versions want it; the accelerators stay one name for each
+    chip.
+    """
     settings = told(accelerator=Trainium(1, 16), concurrency=3)
     assert settings.accelerators == ("Trainium1",) * 16
-    assert [settings.environment_of(0, slot) for slot in range(3)] == [{"NEURON_RT_VISIBLE_CORES": cores} for cores in ("0-9", "10-20", "21-31")]
-    odd = told(accelerator=Trainium(1, 16), image=sky.Image(env={"NEURON_RT_VISIBLE_CORES": "7"}), env={"NEURON_RT_VISIBLE_CORES": "0-2,5,7-8"})
-    assert odd.environment_of(0, 0) == {"NEURON_RT_VISIBLE_CORES": "0-2,5,7-8"}, "the pool's environment stands over the image's"
+    assert [settings.environment_of(0, slot) for slot in range(3)] == [
+        {"NEURON_RT_VISIBLE_CORES": cores} for cores in ("0-9", "10-20", "21-31")
+    ]
+    odd = told(
+        accelerator=Trainium(1, 16),
+        image=sky.Image(env={"NEURON_RT_VISIBLE_CORES": "7"}),
+        env={"NEURON_RT_VISIBLE_CORES": "0-2,5,7-8"},
+    )
+    assert odd.environment_of(0, 0) == {"NEURON_RT_VISIBLE_CORES": "0-2,5,7-8"}, (
+        "the pool's environment stands over the image's"
+    )
     assert told(accelerator=Inferentia(), concurrency=2).environment_of(0, 1) == {"NEURON_RT_VISIBLE_CORES": "1"}
 
 
 def test_a_machine_asked_for_by_its_type_is_told_what_it_has() -> None:
-    """`machine=` alone is enough: its chips, and its cores divided; accelerators that are asked for by name are those that are told."""
+    """`machine=` alone is enough: its chips, and its cores divided; accelerators that are asked for by name are those
+    that are told.
+    """
     settings = told(TRN1, machine="trn1.32xlarge", concurrency=2)
     assert settings.accelerators == ("Trainium1",) * 16
     assert [settings.environment_of(0, slot)["NEURON_RT_VISIBLE_CORES"] for slot in range(2)] == ["0-15", "16-31"]
@@ -153,7 +183,9 @@ def test_a_machine_asked_for_by_its_type_is_told_what_it_has() -> None:
     assert told(machine="c7i.large").accelerators == ()
 
 
-@pytest.mark.parametrize(("name", "told_gb", "gb"), [("A100", 42.9, 40), ("A100", 80.0, 80), ("H100", None, 80), ("T4", 15.0, 16)])
+@pytest.mark.parametrize(
+    ("name", "told_gb", "gb"), [("A100", 42.9, 40), ("A100", 80.0, 80), ("H100", None, 80), ("T4", 15.0, 16)]
+)
 def test_what_a_machine_has_is_a_chip_of_the_catalogue(name: str, told_gb: float | None, gb: int) -> None:
     """Clouds tell its memory in other units, or not at all."""
     offer = CPUS.model_copy(update={"accelerator": name, "accelerators": 2, "accelerator_memory_gb": told_gb})
@@ -167,7 +199,17 @@ def test_elsewhere_nothing_is_told() -> None:
         assert (settings.neuron_cores, settings.cores_of(1), settings.environment_of(0, 1)) == ((), (), {})
 
 
-INFO = InstanceInfo(node=0, total_nodes=1, is_head=True, accelerators=["Trainium1"], head_addr="h", head_port=1, job_id="j", worker=0, workers_per_node=1)
+INFO = InstanceInfo(
+    node=0,
+    total_nodes=1,
+    is_head=True,
+    accelerators=["Trainium1"],
+    head_addr="h",
+    head_port=1,
+    job_id="j",
+    worker=0,
+    workers_per_node=1,
+)
 
 
 def test_the_cores_travel_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +234,9 @@ class NeuronBox(sky.Local):
 
 @sky.compute
 def seen(folder: str, calls: int) -> tuple[str, list[int], list[str], str, int]:
-    """Wait until so many calls run at once; return what this one may use, by the environment, by us, and by a program that it starts."""
+    """Wait until so many calls run at once; return what this one may use, by the environment, by us, and by a program
+    that it starts.
+    """
     (Path(folder) / str(os.getpid())).touch()
     wait_until(lambda: len(os.listdir(folder)) >= calls, "the other calls")
     code = "import os, skyward_core; print(os.environ['NEURON_RT_VISIBLE_CORES'], skyward_core.instance_info().neuron_cores)"
@@ -209,9 +253,13 @@ def crash() -> None:
 
 @pytest.mark.slow
 def test_calls_at_once_have_cores_of_their_own(tmp_path: Path) -> None:
-    """Three calls share four cores without meeting; a process that takes the place of a crashed one gets the cores that are free, and no others."""
+    """Three calls share four cores without meeting; a process that takes the place of a crashed one gets the cores that
+    are free, and no others.
+    """
     rows = {"0": [0], "1": [1], "2-3": [2, 3]}
-    with sky.ComputePool(provider=NeuronBox(), accelerator=Trainium(1, 2), concurrency=3, retries=0, display="quiet") as pool:
+    with sky.ComputePool(
+        provider=NeuronBox(), accelerator=Trainium(1, 2), concurrency=3, retries=0, display="quiet"
+    ) as pool:
         for round_ in range(3):
             folder = tmp_path / str(round_)
             folder.mkdir()

@@ -45,8 +45,13 @@ def test_only_the_node_that_is_meant_is_dropped(nodes: Nodes) -> None:
     assert nodes.all == {}
 
 
-def test_a_node_that_a_failed_replacement_has_dropped_does_not_fail_the_restart(nodes: Nodes, rental: FakeRental, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The restart tells all nodes of the new head. One of them is dropped, and ended, by its own replacement while it is told."""
+def test_a_node_that_a_failed_replacement_has_dropped_does_not_fail_the_restart(
+    nodes: Nodes, rental: FakeRental, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The restart tells all nodes of the new head.
+
+    One of them is dropped, and ended, by its own replacement while it is told.
+    """
 
     class Dropped:
         def tell(self, settings: object) -> None:

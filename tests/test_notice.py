@@ -1,4 +1,6 @@
-"""The notice before a spot machine is taken back: heard on the machine, told to the client, and what the pool does before the machine is gone."""
+"""The notice before a spot machine is taken back: heard on the machine, told to the client, and what the pool does
+before the machine is gone.
+"""
 
 import json
 import socket
@@ -79,7 +81,10 @@ def test_a_recommendation_is_one_of_its_own(service: FakeMetadata, tmp_path: Pat
     heard.look(2)
     (tmp_path / "instance-action").write_text(instance_action(60, "stop"))
     heard.look(2)
-    assert [(notice.kind, notice.action) for notice in heard.notices] == [(Kind.REBALANCE, ""), (Kind.INTERRUPTION, "stop")]
+    assert [(notice.kind, notice.action) for notice in heard.notices] == [
+        (Kind.REBALANCE, ""),
+        (Kind.INTERRUPTION, "stop"),
+    ]
     assert heard.notices[0].at == 1795249200.0
 
 
@@ -94,7 +99,18 @@ def test_a_token_that_has_run_out_is_replaced(service: FakeMetadata, tmp_path: P
     assert (service.tokens_given, heard.complaints) == (2, [])
 
 
-@pytest.mark.parametrize("body", ["", "no JSON", "[]", "null", '{"action": "dance"}', '{"time": "2026-11-21T08:20:00Z"}', '{"action": ["terminate"]}'])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "",
+        "no JSON",
+        "[]",
+        "null",
+        '{"action": "dance"}',
+        '{"time": "2026-11-21T08:20:00Z"}',
+        '{"action": ["terminate"]}',
+    ],
+)
 def test_what_cannot_be_read_is_no_notice(service: FakeMetadata, tmp_path: Path, body: str) -> None:
     """It is complained of once, and asked for again: the next answer counts."""
     heard = Heard(service.url)
@@ -188,7 +204,15 @@ def test_no_proxy_is_asked(service: FakeMetadata, monkeypatch: pytest.MonkeyPatc
 def test_a_notice_travels_as_text() -> None:
     """What is printed is read again; anything else is refused."""
     assert Notice.from_text(INTERRUPTED.to_text()) == INTERRUPTED
-    for text in ("", "null", "{}", "7", INTERRUPTED.to_text()[:-5], INTERRUPTED.to_text().replace("interruption", "party"), '{"kind": "rebalance"}'):
+    for text in (
+        "",
+        "null",
+        "{}",
+        "7",
+        INTERRUPTED.to_text()[:-5],
+        INTERRUPTED.to_text().replace("interruption", "party"),
+        '{"kind": "rebalance"}',
+    ):
         with pytest.raises(ValueError, match=r".*"):
             Notice.from_text(text)
     with pytest.raises(ValueError, match="no number of seconds"):
@@ -211,14 +235,18 @@ class FakeReach:
 
 def test_the_log_tells_the_notices_of_a_machine() -> None:
     """A line that was cut short is passed over."""
-    node = Preparation(FakeReach("hello", MARK + '{"kind": "inter', MARK + INTERRUPTED.to_text(), "bye"), 1, lambda _: None)  # type: ignore[arg-type]
+    node = Preparation(
+        FakeReach("hello", MARK + '{"kind": "inter', MARK + INTERRUPTED.to_text(), "bye"), 1, lambda _: None
+    )  # type: ignore[arg-type]
     node.follow()
     assert node.notices == (INTERRUPTED,)
 
 
 def test_a_node_without_workers_needs_no_partitions(tmp_path: Path) -> None:
     """One that is retired has as many partitions of GPUs as before, and nobody to give them to."""
-    settings = NodeSettings("pool", "i-1", 1, 2, 1, "127.0.0.1", "127.0.0.1", 1, "", "", (str(tmp_path),), workers=({}, {}))
+    settings = NodeSettings(
+        "pool", "i-1", 1, 2, 1, "127.0.0.1", "127.0.0.1", 1, "", "", (str(tmp_path),), workers=({}, {})
+    )
     retired = replace(settings, workers=())
     assert with_partitions(retired, "MIG-a\nMIG-b\n") == retired
     assert NodeSettings.from_json(retired.to_json()) == retired
@@ -236,10 +264,14 @@ AT_REST_SECONDS = (LOOKS_AT_REST + 2) * HOLD_SECONDS
 
 
 def test_a_node_without_calls_is_replaced_at_once(world: World) -> None:
-    """Told once, held, relieved, retired, replaced by the machine that stands by: all before its time is up, and no call is lost."""
+    """Told once, held, relieved, retired, replaced by the machine that stands by: all before its time is up, and no
+    call is lost.
+    """
     machine = world.announce(1)
     world.go_on(AT_REST_SECONDS)
-    assert [(event.instance_id, event.node, event.action) for event in world.told.of(sky.PreemptionNoticed)] == [(machine.id, 1, "terminate")]
+    assert [(event.instance_id, event.node, event.action) for event in world.told.of(sky.PreemptionNoticed)] == [
+        (machine.id, 1, "terminate")
+    ]
     assert world.machines.retired == [machine.id]
     assert machine.id in world.former
     (lost,) = world.told.of(sky.InstanceLost)
@@ -297,7 +329,10 @@ def test_a_machine_that_goes_early_is_an_ordinary_loss(world: World) -> None:
 
 @pytest.mark.parametrize("is_ready", [True, False], ids=["ready", "on its way"])
 def test_who_stands_by_is_given_back_when_a_restart_has_filled_the_place(world: World, is_ready: bool) -> None:
-    """All processes die at once: machines are rented anew for all ranks. The one that stood by for one of them would be paid for until the pool ends."""
+    """All processes die at once: machines are rented anew for all ranks.
+
+    The one that stood by for one of them would be paid for until the pool ends.
+    """
     world.announce(1, calls_left=1)
     world.go_on(5) if is_ready else world.turn()
     for rank in range(world.size):
@@ -448,9 +483,13 @@ def noticed(service: FakeMetadata, monkeypatch: pytest.MonkeyPatch) -> FakeMetad
 
 @pytest.mark.slow
 def test_calls_end_where_they_run_and_no_others_begin_there(noticed: FakeMetadata, tmp_path: Path) -> None:
-    """From the notice on node 1 is given no more calls; its running one ends there, and a machine that was ready takes its rank. Without retries nothing is lost."""
+    """From the notice on node 1 is given no more calls; its running one ends there, and a machine that was ready takes
+    its rank. Without retries nothing is lost.
+    """
     told, folder = Told(), str(tmp_path)
-    with sky.ComputePool(provider=sky.Local(), nodes=2, concurrency=2, display="quiet", on_event=told, retries=0) as pool:
+    with sky.ComputePool(
+        provider=sky.Local(), nodes=2, concurrency=2, display="quiet", on_event=told, retries=0
+    ) as pool:
         running = [pool.submit(wait_for_go(folder, mark)) for mark in "abcd"]
         wait_until(lambda: len([*tmp_path.glob("?-on-?")]) == 4, "a call in each slot")
         on = {node: sorted(path.name[0] for path in tmp_path.glob(f"?-on-{node}")) for node in range(2)}
@@ -458,7 +497,13 @@ def test_calls_end_where_they_run_and_no_others_begin_there(noticed: FakeMetadat
         wait_until(lambda: told.of(sky.PreemptionNoticed), "the notice")
         old = told.of(sky.PreemptionNoticed)[0].instance_id
         assert [event.node for event in told.of(sky.PreemptionNoticed)] == [1]
-        wait_until(lambda: any(event.step == "server" and event.instance_id not in ids(pool) for event in told.of(sky.BootstrapProgress)), "who stands by")
+        wait_until(
+            lambda: any(
+                event.step == "server" and event.instance_id not in ids(pool)
+                for event in told.of(sky.BootstrapProgress)
+            ),
+            "who stands by",
+        )
         for mark in (*on[0], on[1][0]):
             (tmp_path / f"go-{mark}").touch()
         wait_until(lambda: sum(future.done() for future in running) == 3, "a free slot on node 1")

@@ -33,9 +33,13 @@ class World:
         self.hooks: dict[str, Any] = {}
         """What happens meanwhile, by what is done."""
         do = self.do
-        lease = Lease(pool_id=opened.pool_id, provider={}, nodes=(), scheduler="tls://127.0.0.1:1", created_at=datetime.now(UTC))
+        lease = Lease(
+            pool_id=opened.pool_id, provider={}, nodes=(), scheduler="tls://127.0.0.1:1", created_at=datetime.now(UTC)
+        )
         opened.machines = SimpleNamespace(lease=lease, stop=lambda: None, release=lambda: do("released"))  # type: ignore[assignment]
-        opened.cluster = SimpleNamespace(close=lambda error: do(f"closed with {type(error).__name__}"), leave=lambda _: do("left"))  # type: ignore[assignment]
+        opened.cluster = SimpleNamespace(
+            close=lambda error: do(f"closed with {type(error).__name__}"), leave=lambda _: do("left")
+        )  # type: ignore[assignment]
         opened.recovery = SimpleNamespace(stop=lambda: None, join=lambda: None)  # type: ignore[assignment]
         opened._bookkeeping.book = SimpleNamespace(live_by_lease=lambda _: do("ledger told"), note=lambda: None)  # type: ignore[assignment]
         monkeypatch.setattr(opened._bookkeeping, "close_book", lambda: do("written down"))
@@ -96,7 +100,9 @@ def test_a_pool_that_has_ended_itself_is_not_detached(world: World) -> None:
 
 
 def test_a_pool_whose_money_is_used_up_while_it_is_detached_is_given_back(world: World) -> None:
-    """Up to the ledger's word the pool is its owner's: the nodes are told again, the machines go, and no lease is returned."""
+    """Up to the ledger's word the pool is its owner's: the nodes are told again, the machines go, and no lease is
+    returned.
+    """
     world.hooks["nodes told"] = world.stop
     with pytest.raises(sky.BudgetExceeded, match="used up"):
         world.opened.detach(600)
@@ -149,7 +155,9 @@ def test_a_detach_that_fails_leaves_the_pool_open(world: World) -> None:
 
 
 def test_a_signal_handler_may_close_a_pool_that_is_being_detached(world: World) -> None:
-    """It runs in the thread that detaches: nobody waits for the other, and no lease of machines that are gone is returned."""
+    """It runs in the thread that detaches: nobody waits for the other, and no lease of machines that are gone is
+    returned.
+    """
     for moment in ("nodes told", "ledger told"):
         world.opened._claims.state = State.OPEN
         world.hooks[moment] = lambda: world.opened.stop("the pool was closed")
@@ -167,7 +175,9 @@ def test_a_pool_that_is_to_be_terminated_is_not_detached(world: World) -> None:
     assert world.done == ["nodes told", "nodes told again"]
 
 
-def test_a_close_that_fails_at_the_programs_end_is_one_clear_line(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_close_that_fails_at_the_programs_end_is_one_clear_line(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     """What is left and who goes on with it, in place of the interpreter's traceback."""
 
     def fails() -> None:
@@ -186,7 +196,10 @@ def test_a_close_that_fails_at_the_programs_end_is_one_clear_line(world: World, 
 
 
 def test_a_pool_that_is_given_up_at_the_end_of_its_opening_does_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The money is used up between the last machine and the last line of `start`. Else `open` would return a pool that ends a second later."""
+    """The money is used up between the last machine and the last line of `start`.
+
+    Else `open` would return a pool that ends a second later.
+    """
     used_up = sky.BudgetExceeded("the money is used up", "team")
 
     def end(limits: Any) -> None:

@@ -51,7 +51,9 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
     now = datetime.now(UTC)
     with Ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
         dead = replace(Owner.here(), started="1")
-        ledger.open_pool(POOL, owner=dead, provider=Quiet().to_json(), spec_json="{}", lease_expires_at=now - timedelta(hours=1))
+        ledger.open_pool(
+            POOL, owner=dead, provider=Quiet().to_json(), spec_json="{}", lease_expires_at=now - timedelta(hours=1)
+        )
         intent = ledger.intend(POOL, Wish(ResourceKind.INSTANCE, "quiet", "r", f"{POOL}-0", f"{POOL}-1-0", {}, now))
         ledger.bind(intent, "i-1")
         ledger.turn_to(POOL, Quiet().to_json(), "theirs")
@@ -94,7 +96,9 @@ def test_an_entry_that_knows_no_account_is_judged_as_before(ledger: Ledger) -> N
     assert states(ledger) == (True, False)
 
 
-def test_an_account_that_cannot_be_told_stops_the_sweep_of_its_provider(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_account_that_cannot_be_told_stops_the_sweep_of_its_provider(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An outage of that question is as good as one of the listing."""
 
     def fail(_: Any) -> str:
@@ -107,7 +111,9 @@ def test_an_account_that_cannot_be_told_stops_the_sweep_of_its_provider(ledger: 
 
 
 class Keyed(CloudProvider):
-    """Names the account after its key, as RunPod and Verda do: with a new key it is another one, and lists the same machines."""
+    """Names the account after its key, as RunPod and Verda do: with a new key it is another one, and lists the same
+    machines.
+    """
 
     name: ClassVar[str] = "keyed"
     _key: str = PrivateAttr(default="old")
@@ -121,7 +127,13 @@ def rotated(tmp_path: Path, owner: Owner, *, lease_seconds: float, lives_by_leas
     provider = Keyed(folder=str(tmp_path))
     ledger = Ledger(f"sqlite:///{tmp_path / 'keyed.db'}")
     now = datetime.now(UTC)
-    ledger.open_pool(POOL, owner=owner, provider=provider.to_json(), spec_json="{}", lease_expires_at=now + timedelta(seconds=lease_seconds))
+    ledger.open_pool(
+        POOL,
+        owner=owner,
+        provider=provider.to_json(),
+        spec_json="{}",
+        lease_expires_at=now + timedelta(seconds=lease_seconds),
+    )
     ledger.turn_to(POOL, provider.to_json(), "old")
     if lives_by_lease:
         ledger.live_by_lease(POOL, now + timedelta(seconds=lease_seconds))
@@ -145,7 +157,9 @@ def test_a_live_pool_is_left_when_the_key_was_changed(tmp_path: Path, owner: Own
 
 
 def test_a_dead_pool_is_ended_when_the_key_was_changed(tmp_path: Path) -> None:
-    """By what the ledger says of it; its entry stays open, for what the new key does not list may be there all the same."""
+    """By what the ledger says of it; its entry stays open, for what the new key does not list may be there all the
+    same.
+    """
     ledger, provider = rotated(tmp_path, ELSEWHERE, lease_seconds=-1, lives_by_lease=True)
     with ledger:
         report = sweep(ledger, [provider], is_dry_run=False)

@@ -29,7 +29,9 @@ def test_a_process_that_has_ended_is_dead() -> None:
 
 @pytest.mark.parametrize("elsewhere", [{"host": "other"}, {"boot": "b"}, {"boot": ""}, {"namespace": "1"}], ids=str)
 def test_nobody_is_called_dead_who_cannot_be_seen(elsewhere: dict[str, str]) -> None:
-    """Of another host, another boot or another container nothing is known, though no process here has that pid and start."""
+    """Of another host, another boot or another container nothing is known, though no process here has that pid and
+    start.
+    """
     assert replace(Owner.here(), started="1", **elsewhere).state() is OwnerState.UNKNOWN
 
 
@@ -53,7 +55,9 @@ print(*told, here.state().value)
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="only root mounts /proc")
 @pytest.mark.parametrize("hidepid", [1, 2])
 def test_who_is_hidden_is_not_called_dead(hidepid: int) -> None:
-    """Where /proc is mounted with `hidepid`, other users see nothing of a process; that it has ended the kernel tells all the same."""
+    """Where /proc is mounted with `hidepid`, other users see nothing of a process; that it has ended the kernel tells
+    all the same.
+    """
     dead = subprocess.run([sys.executable, "-c", TELL], capture_output=True, text=True, check=True).stdout
     here = Owner.here()
     command = ["unshare", "--mount", sys.executable, "-c", AS_NOBODY, str(hidepid), f"{here.name} {here.process}", dead]

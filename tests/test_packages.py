@@ -1,4 +1,6 @@
-"""Which index packages come from, and that they are the files that they were: real installations from two small indexes on this machine."""
+"""Which index packages come from, and that they are the files that they were: real installations from two small indexes
+on this machine.
+"""
 
 import hashlib
 import http.server
@@ -44,7 +46,9 @@ class Indexes:
             info = f"{name}-{version}.dist-info"
             wheel.writestr(f"{name}.py", f"FOUND = {f'{version} of {index}{note}'!r}\n")
             wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needed}")
-            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(
+                f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            )
             wheel.writestr(f"{info}/RECORD", "")
         return path
 
@@ -66,7 +70,10 @@ class Indexes:
                 if not path.is_file() and not files:
                     self.send_error(404)
                     return
-                page = "".join(f'<a href="{file.name}#sha256={hashlib.sha256(file.read_bytes()).hexdigest()}">{file.name}</a>' for file in files)
+                page = "".join(
+                    f'<a href="{file.name}#sha256={hashlib.sha256(file.read_bytes()).hexdigest()}">{file.name}</a>'
+                    for file in files
+                )
                 body = page.encode() or path.read_bytes()
                 self.send_response(200)
                 self.send_header("Content-Type", "text/html" if files else "application/octet-stream")
@@ -82,7 +89,11 @@ class Indexes:
 
 @pytest.fixture
 def indexes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Indexes]:
-    """Two indexes. Both have a package that only the other one should have, and an old version of something that everybody needs is in the extra one."""
+    """Two indexes.
+
+    Both have a package that only the other one should have, and an old version of something that everybody needs is in
+    the extra one.
+    """
     made = Indexes(tmp_path / "indexes")
     monkeypatch.setenv("UV_DEFAULT_INDEX", f"{made.url}/default")
     monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv-cache"))
@@ -103,11 +114,24 @@ def install(tmp_path: Path) -> Callable[..., dict[str, str] | str]:
     """Run an image's script; return what each module that is asked for tells of itself, or what went wrong."""
 
     def install(image: Image, *modules: str) -> dict[str, str] | str:
-        env = {**os.environ, "SKYWARD_HOME": str(tmp_path / "home"), "SKYWARD_UV": uv.find_uv_bin(), "SKYWARD_PYTHON": sys.executable}
+        env = {
+            **os.environ,
+            "SKYWARD_HOME": str(tmp_path / "home"),
+            "SKYWARD_UV": uv.find_uv_bin(),
+            "SKYWARD_PYTHON": sys.executable,
+        }
         tell = f"import json; print(json.dumps({{name: __import__(name).FOUND for name in {modules!r}}}))"
         script = image.bootstrap(runtime=RUNTIME) + '\n"$SKYWARD_ENV_PYTHON" "$TELL"\n'
         (tmp_path / "tell.py").write_text(tell)
-        run = subprocess.run(["bash"], input=script, env={**env, "TELL": str(tmp_path / "tell.py")}, capture_output=True, text=True, timeout=100, check=False)
+        run = subprocess.run(
+            ["bash"],
+            input=script,
+            env={**env, "TELL": str(tmp_path / "tell.py")},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
         return json.loads(run.stdout.splitlines()[-1]) if run.returncode == 0 else run.stderr
 
     return install
@@ -115,7 +139,9 @@ def install(tmp_path: Path) -> Callable[..., dict[str, str] | str]:
 
 @pytest.mark.slow
 def test_what_an_extra_index_has_comes_from_it_and_what_nodes_need_does_not(indexes, install) -> None:
-    """A stranger's newer package of the same name is not taken (dependency confusion), and an old copy in the extra index hides nothing of a node's own."""
+    """A stranger's newer package of the same name is not taken (dependency confusion), and an old copy in the extra
+    index hides nothing of a node's own.
+    """
     image = Image(pip=["torchy", "ours"], pip_extra_index_url=f"{indexes.url}/extra")
     assert install(image, "ours", "torchy", "runtimepkg", "common") == {
         "ours": "1.0 of extra",
@@ -128,20 +154,34 @@ def test_what_an_extra_index_has_comes_from_it_and_what_nodes_need_does_not(inde
 def test_a_package_that_is_pinned_to_an_index_comes_from_it_and_nothing_else_does(indexes, install) -> None:
     """The index of a pin is asked for those packages alone; with an extra index beside it too."""
     pinned = Image(pip=["torchy", "common"], pip_indexes={f"{indexes.url}/extra": ["Torchy"]})
-    assert install(pinned, "torchy", "runtimepkg", "common") == {"torchy": "4.0+cu128 of extra", "runtimepkg": "2.0 of default", "common": "3.0 of default"}
+    assert install(pinned, "torchy", "runtimepkg", "common") == {
+        "torchy": "4.0+cu128 of extra",
+        "runtimepkg": "2.0 of default",
+        "common": "3.0 of default",
+    }
     assert {path.split("/")[2] for path in indexes.asked if path.startswith("/extra/")} == {"torchy"}
     indexes.add("third", "ours", "2.0")
-    both = Image(pip=["torchy", "ours"], pip_indexes={f"{indexes.url}/extra": ["torchy"]}, pip_extra_index_url=f"{indexes.url}/third")
+    both = Image(
+        pip=["torchy", "ours"],
+        pip_indexes={f"{indexes.url}/extra": ["torchy"]},
+        pip_extra_index_url=f"{indexes.url}/third",
+    )
     assert install(both, "torchy", "ours") == {"torchy": "4.0+cu128 of extra", "ours": "2.0 of third"}
 
 
 def test_with_hashes_only_the_files_that_the_client_has_seen_are_installed(indexes, install, monkeypatch) -> None:
-    """What the nodes need is locked with the rest, for every architecture; another file of the same name and version is refused."""
+    """What the nodes need is locked with the rest, for every architecture; another file of the same name and version is
+    refused.
+    """
     image = Image(pip=["torchy"], pip_indexes={f"{indexes.url}/extra": ["torchy"]}, require_hashes=True)
     with pytest.raises(BadRequest, match="no hashes yet"):
         image.bootstrap(runtime=RUNTIME)
     locked = image.locked(runtime=RUNTIME)
-    assert [line.split()[0] for line in str(locked.lock).splitlines()] == ["common==3.0", "runtimepkg==2.0", "torchy==4.0+cu128"]
+    assert [line.split()[0] for line in str(locked.lock).splitlines()] == [
+        "common==3.0",
+        "runtimepkg==2.0",
+        "torchy==4.0+cu128",
+    ]
     assert locked.locked(runtime=RUNTIME) is locked
     assert Image.model_validate_json(locked.model_dump_json()) == locked
     assert locked.content_hash(runtime=RUNTIME) != image.content_hash(runtime=RUNTIME)
@@ -168,17 +208,25 @@ def test_what_cannot_be_locked_is_told_before_anything_is_rented(indexes) -> Non
 
 
 def test_a_lock_is_completed_with_what_nodes_need(indexes, install, tmp_path) -> None:
-    """The user's own versions and hashes hold; what is missing comes with the hashes that the package index tells; a lock that has all asks nobody."""
+    """The user's own versions and hashes hold; what is missing comes with the hashes that the package index tells; a
+    lock that has all asks nobody.
+    """
     common = hashlib.sha256((indexes.folder / "default/common/common-3.0-py3-none-any.whl").read_bytes()).hexdigest()
     ours = hashlib.sha256((indexes.folder / "extra/ours/ours-1.0-py3-none-any.whl").read_bytes()).hexdigest()
-    (tmp_path / "requirements.lock").write_text(f"# made by hand\ncommon==3.0 \\\n    --hash=sha256:{common}\nours==1.0 --hash=sha256:{ours}  # via us\n")
+    (tmp_path / "requirements.lock").write_text(
+        f"# made by hand\ncommon==3.0 \\\n    --hash=sha256:{common}\nours==1.0 --hash=sha256:{ours}  # via us\n"
+    )
     image = Image(lock=str(tmp_path / "requirements.lock"), pip_extra_index_url=f"{indexes.url}/extra")
     assert image.lock == f"common==3.0 --hash=sha256:{common}\nours==1.0 --hash=sha256:{ours}\n"
     assert lacks(image.lock, RUNTIME) == list(RUNTIME)
     locked = image.locked(runtime=RUNTIME)
     assert str(locked.lock).startswith(image.lock)
     assert str(locked.lock).splitlines()[-1].startswith("runtimepkg==2.0 --hash=sha256:")
-    assert install(locked, "ours", "common", "runtimepkg") == {"ours": "1.0 of extra", "common": "3.0 of default", "runtimepkg": "2.0 of default"}
+    assert install(locked, "ours", "common", "runtimepkg") == {
+        "ours": "1.0 of extra",
+        "common": "3.0 of default",
+        "runtimepkg": "2.0 of default",
+    }
     indexes.asked.clear()
     assert locked.locked(runtime=RUNTIME) is locked
     assert indexes.asked == []
@@ -197,13 +245,20 @@ marker = "python_version < '4'"
 sdist = { url = "https://x.org/six.tar.gz", hashes = { sha256 = "bb" } }
 wheels = [{ url = "https://x.org/six.whl", hashes = { sha256 = "aa" } }]
 """)
-    assert Image(lock=str(tmp_path / "pylock.toml")).lock == "six==1.17.0 ; python_version < '4' --hash=sha256:aa --hash=sha256:bb\n"
+    assert (
+        Image(lock=str(tmp_path / "pylock.toml")).lock
+        == "six==1.17.0 ; python_version < '4' --hash=sha256:aa --hash=sha256:bb\n"
+    )
 
 
 def test_what_uv_exports_is_read(tmp_path) -> None:
     """A lock is the same however often it is read."""
     text = "six==1.17.0 ; python_full_version < '3.14' \\\n    --hash=sha256:aa \\\n    --hash=sha256:bb\n"
-    assert read_lock(read_lock(text)) == read_lock(text) == "six==1.17.0 ; python_full_version < '3.14' --hash=sha256:aa --hash=sha256:bb\n"
+    assert (
+        read_lock(read_lock(text))
+        == read_lock(text)
+        == "six==1.17.0 ; python_full_version < '3.14' --hash=sha256:aa --hash=sha256:bb\n"
+    )
     assert lacks(read_lock(text), ["Six==1.17.0", "six==1.16.0"]) == ["six==1.16.0"]
 
 
@@ -230,10 +285,17 @@ SECRETS = {
     "HTTPS_PROXY": "http://me:hunter2@proxy:3128",
     "http_proxy": "me:hunter2@proxy:3128",
 }
-KEPT = {"UV_CACHE_DIR": "/home/me@corp/uv", "XDG_CACHE_HOME": "/home/me@corp/.cache", "ALL_PROXY": "http://proxy:3128", "PIP_INDEX_URL": "https://x.org/simple"}
+KEPT = {
+    "UV_CACHE_DIR": "/home/me@corp/uv",
+    "XDG_CACHE_HOME": "/home/me@corp/.cache",
+    "ALL_PROXY": "http://proxy:3128",
+    "PIP_INDEX_URL": "https://x.org/simple",
+}
 
 
-@pytest.mark.parametrize("name", ["NVIDIA_API_KEY", "XDG_SECRET_TOKEN", "LC_API_KEY", "SSL_CERT_PASSWORD", "MY_PASSWORD_PROXY"])
+@pytest.mark.parametrize(
+    "name", ["NVIDIA_API_KEY", "XDG_SECRET_TOKEN", "LC_API_KEY", "SSL_CERT_PASSWORD", "MY_PASSWORD_PROXY"]
+)
 def test_what_looks_like_a_secret_reaches_no_node_by_its_prefix_or_ending(monkeypatch, name) -> None:
     """NVIDIA's own services read NVIDIA_API_KEY, and NVIDIA_ is among the prefixes that nodes inherit."""
     monkeypatch.setenv(name, "nvapi-123")
@@ -243,7 +305,9 @@ def test_what_looks_like_a_secret_reaches_no_node_by_its_prefix_or_ending(monkey
 
 
 def test_passwords_of_indexes_and_proxies_are_for_what_installs_alone(monkeypatch, tmp_path) -> None:
-    """On this machine too: they are in no process of a node, but for uv while it installs; what an image asks for by its `env` calls see."""
+    """On this machine too: they are in no process of a node, but for uv while it installs; what an image asks for by
+    its `env` calls see.
+    """
     for name, value in {**SECRETS, **KEPT}.items():
         monkeypatch.setenv(name, value)
     assert not SECRETS.keys() & kept_environment().keys()
@@ -258,8 +322,14 @@ if [ "$1" = venv ]; then mkdir -p "${{@: -1}}/bin"; printf '{python}' >"${{@: -1
     stub.chmod(0o755)
     monkeypatch.setattr(uv, "find_uv_bin", lambda: str(stub))
     image = Image(pip=["six"], env={"PIP_INDEX": "https://you:asked@index"})
-    script = bootstrap.startup_script(sky.PoolSpec.of(image=image, env={"HTTPS_PROXY": "http://you:asked@proxy"}), sky.Local())
-    environment = {**kept_environment(), "SKYWARD_HOME": str(tmp_path / "home"), "SKYWARD_INSTANCE_DIRECTORY": str(tmp_path)}
+    script = bootstrap.startup_script(
+        sky.PoolSpec.of(image=image, env={"HTTPS_PROXY": "http://you:asked@proxy"}), sky.Local()
+    )
+    environment = {
+        **kept_environment(),
+        "SKYWARD_HOME": str(tmp_path / "home"),
+        "SKYWARD_INSTANCE_DIRECTORY": str(tmp_path),
+    }
     subprocess.run(["bash"], input=script, env=environment, text=True, check=True, capture_output=True, timeout=30)
 
     def seen(process: str) -> dict[str, str]:
@@ -267,4 +337,7 @@ if [ "$1" = venv ]; then mkdir -p "${{@: -1}}/bin"; printf '{python}' >"${{@: -1
 
     assert seen("uv-pip").items() >= {**SECRETS, **KEPT, "PIP_INDEX": "https://you:asked@index"}.items()
     assert "hunter2" not in str(seen("node"))
-    assert seen("node").items() >= {**KEPT, "PIP_INDEX": "https://you:asked@index", "HTTPS_PROXY": "http://you:asked@proxy"}.items()
+    assert (
+        seen("node").items()
+        >= {**KEPT, "PIP_INDEX": "https://you:asked@index", "HTTPS_PROXY": "http://you:asked@proxy"}.items()
+    )

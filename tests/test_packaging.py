@@ -70,8 +70,16 @@ def test_the_wheel_says_what_it_needs(wheel: zipfile.ZipFile) -> None:
     required = [line.partition(": ")[2] for line in lines if line.startswith("Requires-Dist")]
     plain = [line for line in required if "extra ==" not in line]
     assert not [line for line in plain if line.startswith(("prefect", "apache-airflow", "dagster", "psycopg", "boto3"))]
-    assert not [line for line in required if line.startswith(("pydo", "verda", "vastai", "runpod"))]  # the clouds' SDKs are for tests alone
-    assert {line.partition(": ")[2] for line in lines if line.startswith("Provides-Extra")} == {"aws", "prefect", "airflow", "dagster", "postgres", "all"}
+    # the clouds' SDKs are for tests alone
+    assert not [line for line in required if line.startswith(("pydo", "verda", "vastai", "runpod"))]
+    assert {line.partition(": ")[2] for line in lines if line.startswith("Provides-Extra")} == {
+        "aws",
+        "prefect",
+        "airflow",
+        "dagster",
+        "postgres",
+        "all",
+    }
     assert "Name: skyward-core" in lines
     assert [name for name in wheel.namelist() if name.endswith("LICENSE")]
 

@@ -26,12 +26,18 @@ def test_what_a_page_links_to_is_there(page: str) -> None:
 def test_a_test_that_a_page_names_exists(page: str) -> None:
     """`tests/test_x.py::test_y` on the page is a function, or a method, of that file."""
     named = NAMED_TEST.findall((ROOT / page).read_text())
-    assert [f"{file}::{name}" for file, name in named if not (ROOT / file).exists() or (name and name not in functions_of(file))] == []
+    assert [
+        f"{file}::{name}"
+        for file, name in named
+        if not (ROOT / file).exists() or (name and name not in functions_of(file))
+    ] == []
 
 
 @cache
 def functions_of(file: str) -> frozenset[str]:
-    return frozenset(node.name for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, ast.FunctionDef))
+    return frozenset(
+        node.name for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, ast.FunctionDef)
+    )
 
 
 # ── every thread and lock of the core is in the tables of docs/architecture.md ───────────────────────────────────────
@@ -70,10 +76,14 @@ ARCHITECTURE = ROOT / "docs/architecture.md"
 def test_the_architecture_names_each_package() -> None:
     """Each package and module of the root stands in the list of packages, and the list has no others."""
     there = {
-        path.name.removesuffix(".py") for path in CORE.iterdir() if (path.suffix == ".py" and path.name != "__init__.py") or (path / "__init__.py").exists()
+        path.name.removesuffix(".py")
+        for path in CORE.iterdir()
+        if (path.suffix == ".py" and path.name != "__init__.py") or (path / "__init__.py").exists()
     }
     listed = set(re.findall(r"`(\w+)`", " ".join(row[0] for row in rows_below("Packages"))))
-    assert there == listed, f"not on the page: {sorted(there - listed)}; on the page and not in the code: {sorted(listed - there)}"
+    assert there == listed, (
+        f"not on the page: {sorted(there - listed)}; on the page and not in the code: {sorted(listed - there)}"
+    )
 
 
 def test_the_architecture_has_the_packages_in_the_order_of_the_layers() -> None:
@@ -88,14 +98,18 @@ def test_the_architecture_names_each_thread() -> None:
     """A thread is known by its name; one without a name, or whose caller names it, by the function that starts it."""
     listed = set(re.findall(r"`([^`]+)`", " ".join(row[0] for row in rows_below("Threads"))))
     there = set(threads_of_the_core())
-    assert there == listed, f"not on the page: {sorted(there - listed)}; on the page and not in the code: {sorted(listed - there)}"
+    assert there == listed, (
+        f"not on the page: {sorted(there - listed)}; on the page and not in the code: {sorted(listed - there)}"
+    )
 
 
 def test_the_architecture_names_each_lock() -> None:
     """A lock is known by package, class and attribute."""
     listed = set(re.findall(r"`([^`]+)`", " ".join(row[0] for row in rows_below("Locks"))))
     there = set(locks_of_the_core())
-    assert there == listed, f"not on the page: {sorted(there - listed)}; on the page and not in the code: {sorted(listed - there)}"
+    assert there == listed, (
+        f"not on the page: {sorted(there - listed)}; on the page and not in the code: {sorted(listed - there)}"
+    )
 
 
 def test_what_the_architecture_names_in_the_code_exists() -> None:
@@ -105,8 +119,14 @@ def test_what_the_architecture_names_in_the_code_exists() -> None:
     methods = re.findall(r"`([A-Z]\w+\.\w+)`", text)
     assert files
     assert methods
-    defined = {f"{kind.name}.{one.name}" for path in CORE.rglob("*.py") for kind, one in methods_of(ast.parse(path.read_text()))}
-    missing = [file for file in files if not file.startswith("tests/") and not (CORE / file).exists()] + [name for name in methods if name not in defined]
+    defined = {
+        f"{kind.name}.{one.name}"
+        for path in CORE.rglob("*.py")
+        for kind, one in methods_of(ast.parse(path.read_text()))
+    }
+    missing = [file for file in files if not file.startswith("tests/") and not (CORE / file).exists()] + [
+        name for name in methods if name not in defined
+    ]
     assert missing == []
 
 
@@ -118,7 +138,9 @@ def methods_of(tree: ast.Module) -> Iterator[tuple[ast.ClassDef, ast.FunctionDef
 def rows_below(heading: str) -> list[list[str]]:
     """The rows of all tables between this heading and the next."""
     section = ARCHITECTURE.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")
+    ]
     return [row for row in rows if not set(row[0]) <= set("-: ")]
 
 
@@ -133,9 +155,16 @@ def threads_of_the_core() -> Iterator[str]:
         if (name := text_of(given, constants)) is not None:
             if name.startswith("skyward"):
                 yield name
-        elif called(call) in {"Thread", "ThreadPoolExecutor"} and (given is None or isinstance(given, ast.JoinedStr)) and place not in NAMED_BY_THEIR_CALLERS:
+        elif (
+            called(call) in {"Thread", "ThreadPoolExecutor"}
+            and (given is None or isinstance(given, ast.JoinedStr))
+            and place not in NAMED_BY_THEIR_CALLERS
+        ):
             yield place
-        elif called(call) in {"Thread", "ThreadPoolExecutor", "PlainExecutor", "Threads", "Beat"} and place not in NAMED_BY_THEIR_CALLERS:
+        elif (
+            called(call) in {"Thread", "ThreadPoolExecutor", "PlainExecutor", "Threads", "Beat"}
+            and place not in NAMED_BY_THEIR_CALLERS
+        ):
             yield f"{place}: its threads are named by its callers. Add it to NAMING and NAMED_BY_THEIR_CALLERS"
 
 
@@ -147,7 +176,13 @@ def locks_of_the_core() -> Iterator[str]:
 
 
 def called(call: ast.Call) -> str:
-    return call.func.attr if isinstance(call.func, ast.Attribute) else call.func.id if isinstance(call.func, ast.Name) else ""
+    return (
+        call.func.attr
+        if isinstance(call.func, ast.Attribute)
+        else call.func.id
+        if isinstance(call.func, ast.Name)
+        else ""
+    )
 
 
 def text_of(node: ast.expr | None, constants: dict[str, str]) -> str | None:
@@ -157,22 +192,32 @@ def text_of(node: ast.expr | None, constants: dict[str, str]) -> str | None:
             return text
         case ast.Name(id=name):
             return constants.get(name)
-        case ast.JoinedStr(values=[ast.Constant(value=str(start)), *_]) if start.startswith("skyward-") and start != "skyward-":
+        case ast.JoinedStr(values=[ast.Constant(value=str(start)), *_]) if (
+            start.startswith("skyward-") and start != "skyward-"
+        ):
             return f"{start}N"
     return None
 
 
 def calls_of_the_core() -> Iterator[tuple[str, ast.Call, dict[str, str], str]]:
-    """Every call, with "package.Class.function" where it stands, its module's constants, and the attribute or name that it is assigned to."""
+    """Every call, with "package.Class.function" where it stands, its module's constants, and the attribute or name that
+    it is assigned to.
+    """
     for path in sorted(CORE.rglob("*.py")):
         package = path.relative_to(CORE).parts[0].removesuffix(".py")
         tree = ast.parse(path.read_text())
         pairs = [(one.targets[0], one.value) for one in tree.body if isinstance(one, ast.Assign)]
-        constants = {target.id: value.value for target, value in pairs if isinstance(target, ast.Name) and isinstance(value, ast.Constant)}
+        constants = {
+            target.id: value.value
+            for target, value in pairs
+            if isinstance(target, ast.Name) and isinstance(value, ast.Constant)
+        }
         yield from calls_below(tree, package, constants, "")
 
 
-def calls_below(node: ast.AST, place: str, constants: dict[str, str], target: str) -> Iterator[tuple[str, ast.Call, dict[str, str], str]]:
+def calls_below(
+    node: ast.AST, place: str, constants: dict[str, str], target: str
+) -> Iterator[tuple[str, ast.Call, dict[str, str], str]]:
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         place = f"{place}.{node.name}"
     elif isinstance(node, ast.Assign | ast.AnnAssign):

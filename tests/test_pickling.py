@@ -1,4 +1,6 @@
-"""What the user's project holds reaches a bare interpreter that has only what is installed, and comes back as itself."""
+"""What the user's project holds reaches a bare interpreter that has only what is installed, and comes back as
+itself.
+"""
 
 import functools
 import importlib
@@ -38,9 +40,17 @@ for call in pickle.load(sys.stdin.buffer):
 
 
 def on_node(*calls: Pickled) -> list[Any]:
-    """Run the calls, one after the other, in one bare interpreter; return what they returned, or raise what the first of them raised."""
+    """Run the calls, one after the other, in one bare interpreter; return what they returned, or raise what the first
+    of them raised.
+    """
     core = str(Path(skyward_core.__file__).parents[1])
-    done = subprocess.run([sys.executable, "-I", "-c", NODE, core], input=pickle.dumps(calls, protocol=5), capture_output=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", NODE, core],
+        input=pickle.dumps(calls, protocol=5),
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr.decode()
     results: list[Any] = []
     stream = io.BytesIO(done.stdout)
@@ -102,7 +112,9 @@ def test_a_function_takes_its_helpers_along(project: Callable[..., types.ModuleT
 
 
 def test_nested_packages(project: Callable[..., types.ModuleType]) -> None:
-    """`pkg.sub.f` and relative imports between the modules of a package work, and modules may refer to each other in a circle."""
+    """`pkg.sub.f` and relative imports between the modules of a package work, and modules may refer to each other in a
+    circle.
+    """
     own = project(
         own="""
             import own_pkg.sub.deep
@@ -169,7 +181,9 @@ def test_globals_are_shared_within_a_module(project: Callable[..., types.ModuleT
 
 
 def test_classes_come_with_their_methods_and_come_back_as_themselves(project: Callable[..., types.ModuleType]) -> None:
-    """Dataclasses, slots, subclasses, enums and properties work on the node, and results are instances of the client's own classes."""
+    """Dataclasses, slots, subclasses, enums and properties work on the node, and results are instances of the client's
+    own classes.
+    """
     own = project(
         own="""
             from dataclasses import dataclass, field
@@ -235,7 +249,10 @@ def test_an_exception_of_the_user_comes_back_as_itself(project: Callable[..., ty
     assert caught.value.step == 7
 
 
-@pytest.mark.parametrize("expression", ["functools.partial(own.add, 1)", "own.Adder(1).add", "lambda y: own.add(1, y)", "own.Adder(1)", "own.make(1)"])
+@pytest.mark.parametrize(
+    "expression",
+    ["functools.partial(own.add, 1)", "own.Adder(1).add", "lambda y: own.add(1, y)", "own.Adder(1)", "own.make(1)"],
+)
 def test_every_kind_of_callable(project: Callable[..., types.ModuleType], expression: str) -> None:
     """Partials, bound methods, lambdas, callable objects and closures travel."""
     own = project(
@@ -254,7 +271,9 @@ def test_every_kind_of_callable(project: Callable[..., types.ModuleType], expres
 
 
 def test_what_python_pickles_by_name_only(project: Callable[..., types.ModuleType]) -> None:
-    """Cached functions (also recursive ones), type aliases, type variables, generics and names in class bodies travel."""
+    """Cached functions (also recursive ones), type aliases, type variables, generics and names in class bodies
+    travel.
+    """
     own = project(
         own="""
             import functools, typing, contextlib
@@ -309,13 +328,17 @@ def test_a_global_travels_with_its_value_of_now(project: Callable[..., types.Mod
     assert on_node(first, dumps((own.run, (), {}))) == [(1, 1, 1), (2, 2, 2)]
 
 
-def test_annotations_force_no_import(project: Callable[..., types.ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_annotations_force_no_import(
+    project: Callable[..., types.ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A function annotated with a type of a distribution that the node lacks runs there all the same."""
     installed = tmp_path / "elsewhere" / "site-packages"
     installed.mkdir(parents=True)
     (installed / "frames_lib.py").write_text("class Frame: pass\n")
     monkeypatch.syspath_prepend(str(installed))
-    own = project(own="import frames_lib\ndef run(frame: frames_lib.Frame | None, n: int) -> frames_lib.Frame: return run.__annotations__")
+    own = project(
+        own="import frames_lib\ndef run(frame: frames_lib.Frame | None, n: int) -> frames_lib.Frame: return run.__annotations__"
+    )
     try:
         annotations = call(own.run, None, 1)
     finally:
@@ -327,7 +350,10 @@ def test_modules_made_by_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """An Airflow DAG module, which has a made-up name and may have no file, travels by value, helpers and all."""
     dag = types.ModuleType("unusual_prefix_5ed1a9_dag")
     monkeypatch.setitem(sys.modules, dag.__name__, dag)
-    exec("STEP = 3\ndef helper(x): return x + STEP\ndef run(x): return helper(x)\nclass Item: pass\ndef item(): return Item()", dag.__dict__)
+    exec(
+        "STEP = 3\ndef helper(x): return x + STEP\ndef run(x): return helper(x)\nclass Item: pass\ndef item(): return Item()",
+        dag.__dict__,
+    )
     assert call(dag.run, 1) == 4
     assert isinstance(call(dag.item), dag.Item)
 
@@ -356,8 +382,12 @@ def test_main_travels_by_value(tmp_path: Path) -> None:
     assert on_node(pickle.loads(done.stdout)) == [42]
 
 
-def test_whose_module_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, project: Callable[..., types.ModuleType]) -> None:
-    """The standard library, installed distributions wherever they lie, extension modules and ourselves are not the user's; the rest is."""
+def test_whose_module_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, project: Callable[..., types.ModuleType]
+) -> None:
+    """The standard library, installed distributions wherever they lie, extension modules and ourselves are not the
+    user's; the rest is.
+    """
     target = tmp_path / "target"
     (target / "thing-1.0.dist-info").mkdir(parents=True)
     (target / "own_thing").mkdir()
@@ -443,7 +473,9 @@ def test_replace_puts_another_object_in_its_place(project: Callable[..., types.M
 
 @pytest.mark.parametrize("wrap", [lambda a: a, lambda a: {"rows": {1, 2}, "a": a}], ids=["plain", "with a set"])
 def test_large_arrays_stay_out_of_band(wrap: Callable[[Any], Any]) -> None:
-    """A large array is a view in `buffers`, a small one is in the pickle, and loading makes views again: no copy at either end."""
+    """A large array is a view in `buffers`, a small one is in the pickle, and loading makes views again: no copy at
+    either end.
+    """
     large, small = np.zeros(OUT_OF_BAND_BYTES // 8), np.zeros(OUT_OF_BAND_BYTES // 8 - 1)
     pickled = dumps(wrap([large, small]))
     assert len(pickled.buffers) == 1
@@ -476,7 +508,9 @@ def test_arrays_that_are_not_contiguous_travel_too() -> None:
 
 
 def test_a_pickled_hands_its_buffers_on() -> None:
-    """A transport that knows protocol 5 carries the buffers of a `Pickled` out of band; any other one carries it whole."""
+    """A transport that knows protocol 5 carries the buffers of a `Pickled` out of band; any other one carries it
+    whole.
+    """
     pickled = dumps(np.arange(100_000))
     seen: list[pickle.PickleBuffer] = []
     data = pickle.dumps(pickled, protocol=5, buffer_callback=seen.append)
@@ -491,7 +525,20 @@ def test_plain_values_take_the_short_way_and_stay_themselves() -> None:
     class Name(str):
         __slots__ = ()
 
-    values = [None, True, 3, 2.5, "s", b"b", 1j, (1, [2, {"k": (3,)}]), [[[[[[7]]]]]], list(range(500)), {(1, 2): 3}, {1, 2}]
+    values = [
+        None,
+        True,
+        3,
+        2.5,
+        "s",
+        b"b",
+        1j,
+        (1, [2, {"k": (3,)}]),
+        [[[[[[7]]]]]],
+        list(range(500)),
+        {(1, 2): 3},
+        {1, 2},
+    ]
     assert loads(dumps(values)) == values
     name = loads(dumps([Name("x")]))[0]
     assert type(name) is Name
@@ -564,7 +611,9 @@ def test_the_path_leads_to_the_culprit(make: Callable[[], Any], label: str, path
 
 
 def test_globals_are_named(project: Callable[..., types.ModuleType]) -> None:
-    """A global is named with the function that uses it, through helpers and modules, and the message says what to do."""
+    """A global is named with the function that uses it, through helpers and modules, and the message says what to
+    do.
+    """
     own = project(
         own="""
             import threading, own_helpers

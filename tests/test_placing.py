@@ -1,4 +1,6 @@
-"""Where a pool's machines may come from: candidates, their order, what is put aside, and what is raised when all have refused."""
+"""Where a pool's machines may come from: candidates, their order, what is put aside, and what is raised when all have
+refused.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,16 @@ import pytest
 from pydantic import PrivateAttr
 
 import skyward_core as sky
-from skyward_core.errors import BudgetExceeded, CredentialsError, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, Refusal, SkywardError
+from skyward_core.errors import (
+    BudgetExceeded,
+    CredentialsError,
+    NoCapacity,
+    ProviderFailed,
+    QuotaExceeded,
+    RateLimited,
+    Refusal,
+    SkywardError,
+)
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.receipt import receipt
 from skyward_core.ledger.rows import Account, Attempt, Period
@@ -32,7 +43,17 @@ CHEAP, DEAR = sky.Local(price_per_hour=1.0), sky.Local(price_per_hour=2.0)
 
 
 def offer(kind: str = "a", price: float = 1.0, **fields: Any) -> Offer:
-    return Offer(**{"provider": "local", "instance_type": kind, "region": "r-1", "price_per_hour": price, "vcpus": 4, "memory_gb": 16, **fields})
+    return Offer(
+        **{
+            "provider": "local",
+            "instance_type": kind,
+            "region": "r-1",
+            "price_per_hour": price,
+            "vcpus": 4,
+            "memory_gb": 16,
+            **fields,
+        }
+    )
 
 
 def both(kind: str, price: float, spot_price: float, **fields: Any) -> tuple[Offer, Offer]:
@@ -40,7 +61,10 @@ def both(kind: str, price: float, spot_price: float, **fields: Any) -> tuple[Off
 
 
 def told(found: Sequence[placing.Candidate]) -> list[list[tuple[str, bool, int, int]]]:
-    return [[(part.offer.instance_type, part.offer.is_spot, part.count, part.first_rank) for part in one.parts] for one in found]
+    return [
+        [(part.offer.instance_type, part.offer.is_spot, part.count, part.first_rank) for part in one.parts]
+        for one in found
+    ]
 
 
 # ── candidates ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -49,8 +73,26 @@ def told(found: Sequence[placing.Candidate]) -> list[list[tuple[str, bool, int, 
 @pytest.mark.parametrize(
     ("spot", "expected"),
     [
-        (None, [[("b", True, 2, 0)], [("a", True, 2, 0)], [("c", False, 2, 0)], [("a", False, 2, 0)], [("b", False, 2, 0)]]),
-        ("if-available", [[("b", True, 2, 0)], [("a", True, 2, 0)], [("c", False, 2, 0)], [("a", False, 2, 0)], [("b", False, 2, 0)]]),
+        (
+            None,
+            [
+                [("b", True, 2, 0)],
+                [("a", True, 2, 0)],
+                [("c", False, 2, 0)],
+                [("a", False, 2, 0)],
+                [("b", False, 2, 0)],
+            ],
+        ),
+        (
+            "if-available",
+            [
+                [("b", True, 2, 0)],
+                [("a", True, 2, 0)],
+                [("c", False, 2, 0)],
+                [("a", False, 2, 0)],
+                [("b", False, 2, 0)],
+            ],
+        ),
         ("always", [[("b", True, 2, 0)], [("a", True, 2, 0)]]),
         ("never", [[("c", False, 2, 0)], [("a", False, 2, 0)], [("b", False, 2, 0)]]),
         (0.5, [[("b", False, 1, 0), ("b", True, 1, 1)], [("a", False, 1, 0), ("a", True, 1, 1)]]),
@@ -92,9 +134,16 @@ def test_what_is_billed_beside_a_machine_counts() -> None:
     """In the order, in the limit, and in which of two prices of a type is the cheaper one."""
     offers = (offer("a", 1.125, extras_per_hour=BESIDE), offer("b", 1.5), offer("b", 1.25, extras_per_hour=BESIDE))
     found, _ = candidates(sky.PoolSpec.of(nodes=2), [Sold(CHEAP, offers)])
-    assert [(one.parts[0].offer.instance_type, one.price_per_hour) for one in found] == [("b", 3.0), ("a", 3.5), ("b", 3.75)]
+    assert [(one.parts[0].offer.instance_type, one.price_per_hour) for one in found] == [
+        ("b", 3.0),
+        ("a", 3.5),
+        ("b", 3.75),
+    ]
     assert [one.instance_type for one in rank(offers, Requirements(max_price_per_hour=1.5))] == ["b"]
-    assert matches(offers[0], Requirements(max_price_per_hour=1.5)) == "costs $1.75 an hour with all that is billed beside it"
+    assert (
+        matches(offers[0], Requirements(max_price_per_hour=1.5))
+        == "costs $1.75 an hour with all that is billed beside it"
+    )
     assert select_instance(offers).total_per_hour == 1.5
 
 
@@ -116,7 +165,9 @@ def test_who_has_nothing_is_told_with_the_reason() -> None:
 
 def test_a_region_that_could_not_be_asked_is_told_beside_what_the_others_sell() -> None:
     """And like a provider that could not be asked, it may sell what is demanded."""
-    part = Sold(CHEAP, (offer("a"),), seconds=2.0, unasked={"far": CredentialsError("not enabled").coded("AuthFailure")})
+    part = Sold(
+        CHEAP, (offer("a"),), seconds=2.0, unasked={"far": CredentialsError("not enabled").coded("AuthFailure")}
+    )
     found, refusals = candidates(sky.PoolSpec.of(), [part])
     assert told(found) == [[("a", False, 1, 0)]]
     assert refusals == [Refusal("local", "far", "", False, "CredentialsError", "AuthFailure", "not enabled", 2.0)]  # noqa: FBT003 - spot
@@ -182,10 +233,21 @@ def gpus(kind: str, price: float, chips: int, **fields: Any) -> Offer:
 
 
 def test_one_chip_is_not_eight() -> None:
-    """More chips than were asked for are taken where they cost no more than the fewest do, and not when those are sold out."""
+    """More chips than were asked for are taken where they cost no more than the fewest do, and not when those are sold
+    out.
+    """
     aws, market = sky.Local(price_per_hour=3.0), sky.Local(price_per_hour=4.0)
     sold = [
-        Sold(aws, (gpus("one", 4.0, 1), gpus("eight", 31.0, 8), gpus("two", 3.5, 2), gpus("one", 1.5, 1, is_spot=True), gpus("eight", 9.0, 8, is_spot=True))),
+        Sold(
+            aws,
+            (
+                gpus("one", 4.0, 1),
+                gpus("eight", 31.0, 8),
+                gpus("two", 3.5, 2),
+                gpus("one", 1.5, 1, is_spot=True),
+                gpus("eight", 9.0, 8, is_spot=True),
+            ),
+        ),
         Sold(market, (gpus("only-eight", 16.0, 8), gpus("only-eight", 17.0, 8, region="r-2"))),
     ]
 
@@ -204,7 +266,9 @@ def test_one_chip_is_not_eight() -> None:
 
 def test_chips_that_cost_nothing_are_taken() -> None:
     """Hosts of one's own."""
-    found, _ = candidates(sky.PoolSpec.of(accelerator="H100"), [Sold(CHEAP, (gpus("one", 0.0, 1), gpus("eight", 0.0, 8)))])
+    found, _ = candidates(
+        sky.PoolSpec.of(accelerator="H100"), [Sold(CHEAP, (gpus("one", 0.0, 1), gpus("eight", 0.0, 8)))]
+    )
     assert len(found) == 2
 
 
@@ -214,7 +278,9 @@ def test_chips_that_cost_nothing_are_taken() -> None:
 def attempt(seconds_ago: float, error: str = "NoCapacity", kind: str = "a", pool: str = "", nodes: int = 1) -> Attempt:
     """A try of a pool of its own, if it is not told of which."""
     at = NOW - timedelta(seconds=seconds_ago)
-    return Attempt(pool or f"p{seconds_ago}", at, "local", "r-1", kind, is_spot=False, seconds=1.0, error=error, nodes=nodes)
+    return Attempt(
+        pool or f"p{seconds_ago}", at, "local", "r-1", kind, is_spot=False, seconds=1.0, error=error, nodes=nodes
+    )
 
 
 @pytest.mark.parametrize(
@@ -231,7 +297,14 @@ def attempt(seconds_ago: float, error: str = "NoCapacity", kind: str = "a", pool
         ([attempt(n, pool="p") for n in range(40)], None),
         ([*(attempt(10 + n, pool="p") for n in range(9)), attempt(8), attempt(5)], 55),
         ([attempt(n, error) for n, error in enumerate(("ProviderFailed", "RateLimited", "QuotaExceeded"))], 60),
-        ([attempt(n, error) for error in ("BadRequest", "CredentialsError", "OfferGone", "BudgetExceeded", "NotYetSupported") for n in range(3)], None),
+        (
+            [
+                attempt(n, error)
+                for error in ("BadRequest", "CredentialsError", "OfferGone", "BudgetExceeded", "NotYetSupported")
+                for n in range(3)
+            ],
+            None,
+        ),
         ([attempt(3), attempt(2, "BadRequest"), attempt(1), attempt(0)], 60),
         ([attempt(n, nodes=3) for n in range(9)], None),
         ([attempt(n, nodes=2) for n in range(3)], 60),
@@ -241,7 +314,8 @@ def attempt(seconds_ago: float, error: str = "NoCapacity", kind: str = "a", pool
 def test_what_fails_again_and_again_rests(attempts: list[Attempt], rest_seconds: float | None) -> None:
     """From the third failure in a row on, each time twice as long and half an hour at most; a success ends it.
 
-    One for each pool that wanted no more machines than the two that are wanted now, and of those errors that are not the pool's own.
+    One for each pool that wanted no more machines than the two that are wanted now, and of those errors that are not
+    the pool's own.
     """
     found = resting(attempts, NOW, 2)
     assert found == ({} if rest_seconds is None else {key_of(attempts[0]): NOW + timedelta(seconds=rest_seconds)})
@@ -249,7 +323,10 @@ def test_what_fails_again_and_again_rests(attempts: list[Attempt], rest_seconds:
 
 def test_who_rests_is_asked_after_what_costs_little_more() -> None:
     """And is not left out, nor behind what costs much more."""
-    found, _ = candidates(sky.PoolSpec.of(nodes=1), [Sold(CHEAP, (offer("a", 1.0), offer("b", 1.2), offer("c", 1.5), offer("d", 1.6), offer("e", 9.0)))])
+    found, _ = candidates(
+        sky.PoolSpec.of(nodes=1),
+        [Sold(CHEAP, (offer("a", 1.0), offer("b", 1.2), offer("c", 1.5), offer("d", 1.6), offer("e", 9.0)))],
+    )
     rest = resting([attempt(n, kind=kind) for n in (1, 2, 3) for kind in ("a", "d")], NOW)
     assert [one.parts[0].offer.instance_type for one in order(found, rest)] == ["b", "c", "a", "d", "e"]
     assert order(found, {}) == found
@@ -368,7 +445,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path)
 
 
-def run(providers: list[sky.Provider], expected: type[BaseException] = sky.BootstrapFailed, **wishes: Any) -> tuple[Any, Told]:
+def run(
+    providers: list[sky.Provider], expected: type[BaseException] = sky.BootstrapFailed, **wishes: Any
+) -> tuple[Any, Told]:
     """Open a pool that cannot come up; return the error and what was told."""
     seen = Told()
     pool = sky.ComputePool(provider=providers, on_event=seen, display="quiet", **{"nodes": 2, **wishes})
@@ -381,7 +460,10 @@ class Beside(Elsewhere):
     """Machines at 36 USD an hour, beside which 324 more are billed."""
 
     def offers(self, want: Requirements) -> list[Offer]:
-        return [one.model_copy(update={"extras_per_hour": (Extra(name="disk", usd_per_hour=324.0),)}) for one in super().offers(want)]
+        return [
+            one.model_copy(update={"extras_per_hour": (Extra(name="disk", usd_per_hour=324.0),)})
+            for one in super().offers(want)
+        ]
 
 
 def test_what_is_billed_beside_a_machine_is_set_aside_and_paid(folder: str) -> None:
@@ -414,7 +496,9 @@ def test_what_is_billed_beside_a_machine_is_set_aside_and_paid(folder: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_next_provider_is_asked(folder: str, error: SkywardError, first: int) -> None:
-    """Whatever the cheaper one refuses with; what it had launched all the same is gone before, and the event tells class, code and seconds."""
+    """Whatever the cheaper one refuses with; what it had launched all the same is gone before, and the event tells
+    class, code and seconds.
+    """
     cheap = Refusing(folder=folder + "/cheap", price_per_hour=1.0, launches_first=first).with_error(error)
     dear = Elsewhere(folder=folder + "/dear", price_per_hour=2.0)
     _, seen = run([dear, cheap])
@@ -435,7 +519,10 @@ def test_the_next_provider_is_asked(folder: str, error: SkywardError, first: int
         assert entry.provider == dear.to_json()
         assert entry.provider_account == "me"
         assert entry.ended_at is not None
-        assert [(one.provider, one.error, one.code) for one in ledger.attempts()] == [("refusing", type(error).__name__, error.code), ("elsewhere", "", "")]
+        assert [(one.provider, one.error, one.code) for one in ledger.attempts()] == [
+            ("refusing", type(error).__name__, error.code),
+            ("elsewhere", "", ""),
+        ]
         assert not ledger.open_intents()
 
 
@@ -443,10 +530,15 @@ def test_the_next_provider_is_asked(folder: str, error: SkywardError, first: int
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("wishes", [{"max_cost": 5.0}, {"budget": "team"}], ids=str)
 def test_a_lost_answer_keeps_no_money_from_the_next(folder: str, wishes: dict[str, Any], first: int) -> None:
-    """All of it was set aside for the first candidate; when nothing of that one is left the second has it. What was spent meanwhile is not there any more."""
+    """All of it was set aside for the first candidate; when nothing of that one is left the second has it.
+
+    What was spent meanwhile is not there any more.
+    """
     with Ledger(default_url()) as ledger:
         ledger.set_account(Account("team", Decimal(5), Period.MONTH))
-    lost = Refusing(folder=folder + "/lost", price_per_hour=20.0, launches_first=first).with_error(ProviderFailed("no answer"))
+    lost = Refusing(folder=folder + "/lost", price_per_hour=20.0, launches_first=first).with_error(
+        ProviderFailed("no answer")
+    )
     dear = Elsewhere(folder=folder + "/dear", price_per_hour=22.0)
     run([lost, dear], **wishes)
     assert dear.machines.launched == ["fake-0", "fake-1"]
@@ -460,7 +552,9 @@ def test_a_lost_answer_keeps_its_money_while_its_machines_may_run(folder: str) -
         def terminate(self, ids: Sequence[str]) -> None:
             """Accept, and do nothing."""
 
-    lost = Staying(folder=folder + "/lost", price_per_hour=1.0, launches_first=1).with_error(ProviderFailed("no answer"))
+    lost = Staying(folder=folder + "/lost", price_per_hour=1.0, launches_first=1).with_error(
+        ProviderFailed("no answer")
+    )
     dear = Elsewhere(folder=folder + "/dear", price_per_hour=2.0)
     run([lost, dear], expected=sky.InstancesLeft, max_cost=5.0)
     assert dear.machines.launched == []
@@ -480,18 +574,26 @@ def test_fewer_than_asked_for_are_given_back_before_the_next(folder: str) -> Non
 @pytest.mark.slow
 def test_who_cannot_be_asked_is_left_out(folder: str) -> None:
     """An outage, or refused credentials, of the offers of one provider."""
-    down = Refusing(folder=folder + "/down", price_per_hour=1.0).with_error(None, of_offers=CredentialsError("who are you").coded("401"))
+    down = Refusing(folder=folder + "/down", price_per_hour=1.0).with_error(
+        None, of_offers=CredentialsError("who are you").coded("401")
+    )
     up = Elsewhere(folder=folder + "/up")
     _, seen = run([down, up])
     assert up.machines.launched == ["fake-0", "fake-1"]
-    assert [(one.provider, one.instance_type, one.error, one.code) for one in seen.of(sky.CandidateRefused)] == [("refusing", "", "CredentialsError", "401")]
+    assert [(one.provider, one.instance_type, one.error, one.code) for one in seen.of(sky.CandidateRefused)] == [
+        ("refusing", "", "CredentialsError", "401")
+    ]
 
 
 WRONG = sky.BadRequest("region nowhere-1 has no default subnet")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("errors", [{"error": WRONG}, {"error": None, "of_offers": sky.BadRequest("its SDK is not installed")}], ids=["launch", "offers"])
+@pytest.mark.parametrize(
+    "errors",
+    [{"error": WRONG}, {"error": None, "of_offers": sky.BadRequest("its SDK is not installed")}],
+    ids=["launch", "offers"],
+)
 def test_a_bad_request_of_one_is_a_refusal_of_that_one(folder: str, errors: dict[str, Any]) -> None:
     """The others are asked; its other machines are not. It is raised if nobody else is there, or all say so."""
 
@@ -508,7 +610,10 @@ def test_a_bad_request_of_one_is_a_refusal_of_that_one(folder: str, errors: dict
     assert up.machines.launched == ["fake-0", "fake-1"]
     assert [(one.provider, one.error) for one in seen.of(sky.CandidateRefused)] == [("refusing", "BadRequest")]
     with Ledger(default_url()) as ledger:
-        assert [(one.provider, one.error) for one in ledger.attempts()] == [("refusing", "BadRequest"), ("elsewhere", "")]
+        assert [(one.provider, one.error) for one in ledger.attempts()] == [
+            ("refusing", "BadRequest"),
+            ("elsewhere", ""),
+        ]
     alone, _ = run([bad("/2")], expected=sky.BadRequest)
     assert alone in (errors["error"], errors.get("of_offers"))
     both, seen = run([bad("/3"), bad("/4")], expected=sky.BadRequest)
@@ -518,7 +623,9 @@ def test_a_bad_request_of_one_is_a_refusal_of_that_one(folder: str, errors: dict
 
 @pytest.mark.slow
 def test_money_for_one_is_money_for_another(folder: str) -> None:
-    """The cheaper one bills ten minutes at once, which is more than there is; nothing was asked of it, and nothing is given back to it."""
+    """The cheaper one bills ten minutes at once, which is more than there is; nothing was asked of it, and nothing is
+    given back to it.
+    """
 
     class TenMinutes(Refusing):
         name: ClassVar[str] = "ten"
@@ -533,20 +640,29 @@ def test_money_for_one_is_money_for_another(folder: str) -> None:
     assert (ten.machines.launched, fits.machines.launched) == ([], ["fake-0", "fake-1"])
     assert [(one.provider, one.error) for one in seen.of(sky.CandidateRefused)] == [("ten", "BudgetExceeded")]
     with Ledger(default_url()) as ledger:
-        assert [(one.provider, one.error) for one in ledger.attempts()] == [("ten", "BudgetExceeded"), ("elsewhere", "")]
-    error, _ = run([ten, Elsewhere(folder=folder + "/dear", price_per_hour=3700.0)], expected=BudgetExceeded, max_cost=5.0)
+        assert [(one.provider, one.error) for one in ledger.attempts()] == [
+            ("ten", "BudgetExceeded"),
+            ("elsewhere", ""),
+        ]
+    error, _ = run(
+        [ten, Elsewhere(folder=folder + "/dear", price_per_hour=3700.0)], expected=BudgetExceeded, max_cost=5.0
+    )
     assert "billed 600 s at least" in str(error)
     assert "3700" in str(error)
 
 
 def test_money_that_is_out_after_half_of_it_gives_that_half_back(folder: str) -> None:
-    """The on-demand part of a mixed candidate was rented when the account turned out to have nothing for its spot part."""
+    """The on-demand part of a mixed candidate was rented when the account turned out to have nothing for its spot
+    part.
+    """
     with Ledger(default_url()) as ledger:
         ledger.set_account(Account("team", Decimal(4), Period.MONTH))
 
     class Dear(FakeProvider):
         def offers(self, want: Requirements) -> list[Offer]:
-            return [one.model_copy(update={"price_per_hour": 300.0}) if one.is_spot else one for one in super().offers(want)]
+            return [
+                one.model_copy(update={"price_per_hour": 300.0}) if one.is_spot else one for one in super().offers(want)
+            ]
 
     dear = Dear(folder=folder, price_per_hour=3.0, spot_is_sold=True)
     error, seen = run([dear], expected=BudgetExceeded, spot=0.5, budget="team")
@@ -568,7 +684,12 @@ def test_the_part_that_was_refused_is_blamed(folder: str, is_spot: bool) -> None
     error, seen = run([Half(folder=folder, spot_is_sold=True)], expected=NoCapacity, spot=0.5)
     with Ledger(default_url()) as ledger:
         written = [one.is_spot for one in ledger.attempts() if one.error]
-    assert [one.spot for one in seen.of(sky.CandidateRefused)] == [one.spot for one in error.refusals] == written == [is_spot]
+    assert (
+        [one.spot for one in seen.of(sky.CandidateRefused)]
+        == [one.spot for one in error.refusals]
+        == written
+        == [is_spot]
+    )
 
 
 class Shelf:
@@ -634,7 +755,9 @@ def test_machines_that_do_not_go_end_the_search(folder: str) -> None:
         def terminate(self, ids: Sequence[str]) -> None:
             raise ProviderFailed("it does not answer")
 
-    cheap = Sticky(folder=folder + "/cheap", price_per_hour=1.0, launches_first=1).with_error(ProviderFailed("half of it"))
+    cheap = Sticky(folder=folder + "/cheap", price_per_hour=1.0, launches_first=1).with_error(
+        ProviderFailed("half of it")
+    )
     dear = Elsewhere(folder=folder + "/dear", price_per_hour=2.0)
     run([cheap, dear], expected=sky.InstancesLeft)
     assert dear.machines.launched == []
@@ -646,9 +769,14 @@ def test_machines_that_do_not_go_end_the_search(folder: str) -> None:
 def test_when_all_refuse_all_reasons_are_raised(folder: str) -> None:
     """NoCapacity with the refusals in their order."""
     first = Refusing(folder=folder + "/1", price_per_hour=1.0).with_error(NoCapacity("none here").coded("A"))
-    second = Refusing(folder=folder + "/2", price_per_hour=2.0, region="nowhere-2").with_error(QuotaExceeded("too many").coded("B"))
+    second = Refusing(folder=folder + "/2", price_per_hour=2.0, region="nowhere-2").with_error(
+        QuotaExceeded("too many").coded("B")
+    )
     error, seen = run([first, second], expected=NoCapacity)
-    assert [(one.region, one.error, one.code) for one in error.refusals] == [("nowhere-1", "NoCapacity", "A"), ("nowhere-2", "QuotaExceeded", "B")]
+    assert [(one.region, one.error, one.code) for one in error.refusals] == [
+        ("nowhere-1", "NoCapacity", "A"),
+        ("nowhere-2", "QuotaExceeded", "B"),
+    ]
     assert [refused.message for refused in seen.of(sky.CandidateRefused)] == ["none here", "too many"]
     assert error.__cause__ is not None
 
@@ -765,7 +893,11 @@ def test_several_providers_are_part_of_the_spec() -> None:
     assert sky.PoolSpec.model_validate_json(spec.model_dump_json(exclude_unset=True)) == spec
     assert sky.PoolSpec.of(provider=[sky.Local()]).provider == sky.Local()
     assert sky.PoolSpec.of().providers == ()
-    for wrong, words in (([], "an empty list"), (["local", "local"], "named twice"), (["local", "locale"], "did you mean 'local'")):
+    for wrong, words in (
+        ([], "an empty list"),
+        (["local", "local"], "named twice"),
+        (["local", "locale"], "did you mean 'local'"),
+    ):
         with pytest.raises(sky.BadRequest, match=words):
             sky.PoolSpec.of(provider=wrong)
 
@@ -801,4 +933,6 @@ def test_many_offers_are_ranked() -> None:
     offers = tuple(offer(f"t{n % 500}", 1 + (n * 7919) % 50_000 / 1000, region=f"r-{n // 500}") for n in range(50_000))
     found, _ = candidates(sky.PoolSpec.of(nodes=2, spot="never"), [Sold(CHEAP, offers)])
     assert len(found) == placing.MOST_CANDIDATES
-    assert [one.price_per_hour for one in found] == [2 * price for price in sorted(offer.price_per_hour for offer in offers)[: len(found)]]
+    assert [one.price_per_hour for one in found] == [
+        2 * price for price in sorted(offer.price_per_hour for offer in offers)[: len(found)]
+    ]

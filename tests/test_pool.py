@@ -108,7 +108,10 @@ def test_a_call_returns_its_result(pool: sky.ComputePool) -> None:
 def test_a_broadcast_runs_on_every_node_in_their_order(pool: sky.ComputePool) -> None:
     """`@` runs the call once on each worker; the results stand in the order of the nodes, and share one job."""
     first, second = where() @ pool
-    assert [(info.node, info.rank, info.total_nodes, info.world_size, info.is_head) for info in (first, second)] == [(0, 0, 2, 2, True), (1, 1, 2, 2, False)]
+    assert [(info.node, info.rank, info.total_nodes, info.world_size, info.is_head) for info in (first, second)] == [
+        (0, 0, 2, 2, True),
+        (1, 1, 2, 2, False),
+    ]
     assert first.job_id == second.job_id
     assert (first.head_addr, first.head_port) == (second.head_addr, second.head_port)
     assert first.accelerators == []
@@ -151,7 +154,9 @@ def test_calls_put_together_run_at_once_and_keep_their_order(pool: sky.ComputePo
 
 def test_map_keeps_the_order_of_two_thousand_calls(pool: sky.ComputePool) -> None:
     """Results of a map stand in the order of its items, however the calls were grouped."""
-    assert pool.map(lambda a, b: (a, b * b), range(2000), range(2000, 4000)) == [(a, (a + 2000) ** 2) for a in range(2000)]
+    assert pool.map(lambda a, b: (a, b * b), range(2000), range(2000, 4000)) == [
+        (a, (a + 2000) ** 2) for a in range(2000)
+    ]
 
 
 def test_map_takes_what_is_iterable(pool: sky.ComputePool) -> None:
@@ -239,7 +244,9 @@ def test_a_running_call_that_is_cancelled_is_stopped(pool: sky.ComputePool, tmp_
 
 @pytest.mark.slow
 def test_a_call_that_ends_as_it_is_stopped_does_not_take_the_next_one_along() -> None:
-    """A call returns because of the very signal that is to stop it: the runner that was to die gets no other call, so the next one is not stopped with it."""
+    """A call returns because of the very signal that is to stop it: the runner that was to die gets no other call, so
+    the next one is not stopped with it.
+    """
 
     def yields() -> str:
         import signal
@@ -303,7 +310,9 @@ def test_the_first_error_of_a_gather_cancels_the_rest(pool: sky.ComputePool, tmp
 
 
 def test_an_error_among_thousands_of_calls_does_not_flood_the_pool(pool: sky.ComputePool) -> None:
-    """When one of 3,000 calls fails the others are cancelled together, not with a message each, and the pool is free at once."""
+    """When one of 3,000 calls fails the others are cancelled together, not with a message each, and the pool is free at
+    once.
+    """
 
     def work(n: int) -> int:
         if n == 3:
@@ -384,7 +393,9 @@ def test_a_generator_comes_back_as_a_list(pool: sky.ComputePool) -> None:
 
 
 def test_a_large_array_goes_and_comes_back(pool: sky.ComputePool) -> None:
-    """50 MB of numpy arrive whole and can be written to, on both ends; neither end's array is the other's, and nothing of it stays in memory."""
+    """50 MB of numpy arrive whole and can be written to, on both ends; neither end's array is the other's, and nothing
+    of it stays in memory.
+    """
     rows = np.arange(6_250_000, dtype=np.float64)  # 50 MB
 
     @sky.compute
@@ -397,7 +408,11 @@ def test_a_large_array_goes_and_comes_back(pool: sky.ComputePool) -> None:
     assert rows[0] == 0
     assert np.array_equal(result, rows + 1)
     result[0] = -1
-    folders = [Path("/dev/shm") / name for name in os.listdir("/dev/shm") if any(name.endswith(node.instance.id) for node in pool.lease.nodes)]
+    folders = [
+        Path("/dev/shm") / name
+        for name in os.listdir("/dev/shm")
+        if any(name.endswith(node.instance.id) for node in pool.lease.nodes)
+    ]
     assert folders
     wait_until(lambda: not any(list(folder.iterdir()) for folder in folders), "the memory folders to be empty")
 
@@ -405,7 +420,11 @@ def test_a_large_array_goes_and_comes_back(pool: sky.ComputePool) -> None:
 def test_large_values_leave_nothing_when_their_call_fails(pool: sky.ComputePool) -> None:
     """The memory of a large argument is free again after a call that raised, crashed or was cancelled."""
     rows = np.zeros(1_000_000)
-    folders = [Path("/dev/shm") / name for name in os.listdir("/dev/shm") if any(name.endswith(node.instance.id) for node in pool.lease.nodes)]
+    folders = [
+        Path("/dev/shm") / name
+        for name in os.listdir("/dev/shm")
+        if any(name.endswith(node.instance.id) for node in pool.lease.nodes)
+    ]
 
     @sky.compute
     def end(array: Any, how: str) -> None:
@@ -431,7 +450,9 @@ def test_many_functions_do_not_confuse_a_runner(pool: sky.ComputePool) -> None:
 
 
 def test_what_cannot_be_pickled_is_named(pool: sky.ComputePool) -> None:
-    """An argument that cannot travel is refused here, a result there; both errors name the path to the culprit, and the pool goes on."""
+    """An argument that cannot travel is refused here, a result there; both errors name the path to the culprit, and the
+    pool goes on.
+    """
 
     @sky.compute
     def give_back(value: Any = None) -> Any:
@@ -451,7 +472,9 @@ def test_what_cannot_be_pickled_is_named(pool: sky.ComputePool) -> None:
 
 
 def test_output_belongs_to_its_call_and_is_complete(pool: sky.ComputePool, told: Told) -> None:
-    """Each line reaches the call that wrote it, on its stream and in its order, before the call's result; subprocesses and raw writes included."""
+    """Each line reaches the call that wrote it, on its stream and in its order, before the call's result; subprocesses
+    and raw writes included.
+    """
 
     @sky.compute
     def talk(n: int) -> None:
@@ -527,7 +550,9 @@ def test_lines_name_their_node(pool: sky.ComputePool, told: Told) -> None:
 
 
 def test_a_remote_exception_arrives_as_itself(pool: sky.ComputePool) -> None:
-    """The exception's type and arguments are those raised on the node; the cause shows its traceback there, a note names the node."""
+    """The exception's type and arguments are those raised on the node; the cause shows its traceback there, a note
+    names the node.
+    """
 
     class OwnError(ValueError):
         pass
@@ -634,8 +659,12 @@ def crash(how: str) -> None:
         ("kill", sky.CallCrashed, -signal.SIGKILL),
     ],
 )
-def test_a_crash_is_a_typed_error_and_the_slot_comes_back(how: str, kind: type[sky.CallCrashed], exit_code: int, crashing: sky.ComputePool) -> None:
-    """However the process of a call dies, the error says so with exit code, node and last lines, and both slots work afterwards."""
+def test_a_crash_is_a_typed_error_and_the_slot_comes_back(
+    how: str, kind: type[sky.CallCrashed], exit_code: int, crashing: sky.ComputePool
+) -> None:
+    """However the process of a call dies, the error says so with exit code, node and last lines, and both slots work
+    afterwards.
+    """
     with pytest.raises(sky.CallCrashed) as caught:
         crash(how) >> crashing
     error = caught.value
@@ -673,7 +702,9 @@ def test_many_crashes_in_a_row_wear_nothing_out(crashing: sky.ComputePool) -> No
 
 
 def test_two_slots_of_a_node_work_at_once(crashing: sky.ComputePool, tmp_path: Path) -> None:
-    """With concurrency=2 two calls run on one node at the same time, in processes of their own that draw different random numbers."""
+    """With concurrency=2 two calls run on one node at the same time, in processes of their own that draw different
+    random numbers.
+    """
 
     @sky.compute
     def meet(mine: str, other: str) -> tuple[int, float, float]:
@@ -702,7 +733,9 @@ def test_variables_reach_the_calls(crashing: sky.ComputePool, monkeypatch: pytes
 
 
 def one_node(told: Told | None = None, **wishes: Any) -> sky.ComputePool:
-    return sky.ComputePool(**{"provider": sky.Local(price_per_hour=3600.0), "display": "quiet", "on_event": told or Told(), **wishes})
+    return sky.ComputePool(
+        **{"provider": sky.Local(price_per_hour=3600.0), "display": "quiet", "on_event": told or Told(), **wishes}
+    )
 
 
 def test_a_pool_that_is_not_open_says_so() -> None:
@@ -727,7 +760,9 @@ def test_a_pool_that_is_not_open_says_so() -> None:
 
 @pytest.mark.slow
 def test_a_closed_pool_says_so_and_can_be_opened_anew() -> None:
-    """After `with`, calls raise PoolClosed; closing again is no error; opening again rents new machines on a new bill."""
+    """After `with`, calls raise PoolClosed; closing again is no error; opening again rents new machines on a new
+    bill.
+    """
     told = Told()
     pool = one_node(told)
     with pool as opened:
@@ -757,7 +792,11 @@ def test_the_story_of_a_pool_is_told_in_order() -> None:
     with one_node(told, nodes=2, collect_metrics=False) as pool:
         pool.map(double, range(50))
         ids = {node.instance.id for node in pool.lease.nodes}
-    names = [type(event).__name__ for event in told.events if not isinstance(event, sky.CallProgress | sky.CostUpdate | sky.BootstrapProgress)]
+    names = [
+        type(event).__name__
+        for event in told.events
+        if not isinstance(event, sky.CallProgress | sky.CostUpdate | sky.BootstrapProgress)
+    ]
     assert names[:3] == ["InfraCreating", "InfraCreated", "InstanceLaunching"]
     assert names[3:5] == ["InstanceProvisioned"] * 2
     assert names[5:7] == ["BootstrapStarting"] * 2
@@ -818,7 +857,8 @@ def test_a_multi_pool_closes_all_if_one_fails(tmp_path: Path) -> None:
 def test_an_idle_pool_ends_itself(caplog: pytest.LogCaptureFixture) -> None:
     """After `timeout` seconds without a call the machines are given back; later calls say why."""
     told = Told()
-    with one_node(told, timeout=8.0) as pool:  # it counts from the node's start: on a busy machine seconds pass before the pool is open
+    # it counts from the node's start: on a busy machine seconds pass before the pool is open
+    with one_node(told, timeout=8.0) as pool:
         assert double(1) >> pool == 2
         wait_until(lambda: told.of(sky.CostFinal), "the idle pool's bill")
         assert not pool.is_active
@@ -873,9 +913,15 @@ def test_the_bill_comes_once(way: Any) -> None:
     assert isinstance(told.events[-1], sky.CostFinal)
 
 
-@pytest.mark.parametrize(("provider", "phase", "words"), [(UnpreparableLocal, "deps", "nonesuch"), (DyingLocal, "", "going down")])
-def test_a_node_that_cannot_be_prepared_is_an_error_with_its_last_lines(provider: type[sky.Local], phase: str, words: str) -> None:
-    """A failing bootstrap raises BootstrapFailed with phase and output; the bill is told once and the machines are gone."""
+@pytest.mark.parametrize(
+    ("provider", "phase", "words"), [(UnpreparableLocal, "deps", "nonesuch"), (DyingLocal, "", "going down")]
+)
+def test_a_node_that_cannot_be_prepared_is_an_error_with_its_last_lines(
+    provider: type[sky.Local], phase: str, words: str
+) -> None:
+    """A failing bootstrap raises BootstrapFailed with phase and output; the bill is told once and the machines are
+    gone.
+    """
     told = Told()
     pool = one_node(told, provider=provider(price_per_hour=3600.0))
     with pytest.raises(sky.BootstrapFailed) as caught:
@@ -899,7 +945,9 @@ def test_the_exit_code_of_a_failed_bootstrap_is_told() -> None:
 
 @pytest.mark.slow
 def test_the_bill_is_price_times_time() -> None:
-    """Two nodes at 1 USD per second cost two dollars for each second between asking and their end, and the meter runs meanwhile."""
+    """Two nodes at 1 USD per second cost two dollars for each second between asking and their end, and the meter runs
+    meanwhile.
+    """
     before = time.monotonic()
     with one_node(nodes=2) as pool:
         opened = time.monotonic()
@@ -916,7 +964,9 @@ def test_the_bill_is_price_times_time() -> None:
 
 
 def test_a_pool_is_in_the_ledger_while_it_is_open_and_after_it() -> None:
-    """What its machines' seconds went to stands there as soon as it is open; when it has ended, the bill is the sum of the ledger's rows."""
+    """What its machines' seconds went to stands there as soon as it is open; when it has ended, the bill is the sum of
+    the ledger's rows.
+    """
     with Ledger(default_url()) as ledger:
         with one_node() as pool:
             pool_id = pool.lease.pool_id
@@ -953,8 +1003,12 @@ def outage(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_back_soon", [True, False])
-def test_a_ledger_that_is_away_while_a_pool_closes_learns_of_its_end(outage: threading.Event, caplog: pytest.LogCaptureFixture, *, is_back_soon: bool) -> None:
-    """What it has refused is written anew, by this `close` if it is back, or by the next; the bill is what was spent, and nothing stays reserved."""
+def test_a_ledger_that_is_away_while_a_pool_closes_learns_of_its_end(
+    outage: threading.Event, caplog: pytest.LogCaptureFixture, *, is_back_soon: bool
+) -> None:
+    """What it has refused is written anew, by this `close` if it is back, or by the next; the bill is what was spent,
+    and nothing stays reserved.
+    """
     with Ledger(default_url()) as ledger:
         ledger.set_account(Account("outage", Decimal(2000), Period.MONTH))
         pool = sky.ComputePool(provider=sky.Local(price_per_hour=3600), display="quiet", budget="outage").open()
@@ -993,8 +1047,12 @@ def test_a_ledger_that_is_away_while_a_pool_closes_learns_of_its_end(outage: thr
 
 
 @pytest.mark.slow
-def test_a_detach_that_fails_leaves_the_pool_as_it_was(outage: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever fails, a node, the ledger, or the account: no lease is longer than before, nothing more is reserved, and the pool can be detached later."""
+def test_a_detach_that_fails_leaves_the_pool_as_it_was(
+    outage: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever fails, a node, the ledger, or the account: no lease is longer than before, nothing more is reserved, and
+    the pool can be detached later.
+    """
 
     def unreachable(self: Machines, seconds: float) -> None:
         extend(self, seconds)
@@ -1003,7 +1061,9 @@ def test_a_detach_that_fails_leaves_the_pool_as_it_was(outage: threading.Event, 
     extend, roll = Machines.extend_leases, Ledger.roll
     with Ledger(default_url()) as ledger, contextlib.ExitStack() as undo:
         ledger.set_account(Account("leaving", Decimal(2), Period.MONTH))
-        pool = sky.ComputePool(provider=sky.Local(price_per_hour=3.6), display="quiet", budget="leaving", lease_seconds=60).open()
+        pool = sky.ComputePool(
+            provider=sky.Local(price_per_hour=3.6), display="quiet", budget="leaving", lease_seconds=60
+        ).open()
         undo.callback(pool.close)
         (node,) = pool.lease.nodes
         directory = Path(node.instance.directory or "")
@@ -1018,7 +1078,9 @@ def test_a_detach_that_fails_leaves_the_pool_as_it_was(outage: threading.Event, 
             assert (entry.lease_expires_at - datetime.now(UTC)).total_seconds() <= 60
             assert not (directory / DETACHED).exists()
             assert (read_lease(directory) or 0.0) <= uptime() + 60
-            assert sum(reservation.reserved_usd for reservation in ledger.open_reservations(pool_id=pool_id)) < Decimal("0.5")
+            assert sum(reservation.reserved_usd for reservation in ledger.open_reservations(pool_id=pool_id)) < Decimal(
+                "0.5"
+            )
             assert pool.is_active
             assert double(1) >> pool == 2
 
@@ -1045,7 +1107,9 @@ def test_a_detach_that_fails_leaves_the_pool_as_it_was(outage: threading.Event, 
         seconds_left = (lease.expires_at - datetime.now(UTC)).total_seconds()
         assert (read_paid(directory) or 0.0) - uptime() >= seconds_left - 0.2
         assert (read_lease(directory) or 0.0) - uptime() >= seconds_left - 0.2
-        assert sum(reservation.reserved_usd for reservation in ledger.open_reservations(pool_id=pool_id)) >= Decimal("1.8")
+        assert sum(reservation.reserved_usd for reservation in ledger.open_reservations(pool_id=pool_id)) >= Decimal(
+            "1.8"
+        )
 
 
 @pytest.mark.slow
@@ -1069,7 +1133,9 @@ def test_a_lease_is_not_longer_than_max_cost_lasts() -> None:
         "skyward_core.session.session.lifecycle.Machines",
     ],
 )
-def test_a_pool_that_is_to_end_before_it_has_opened_rents_nothing(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_is_to_end_before_it_has_opened_rents_nothing(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A signal handler may call `terminate_now` at any moment of `open`; afterwards the pool may be opened again."""
     provider = NoCapacityProvider(folder=str(tmp_path))
     pool = sky.ComputePool(provider=provider, display="quiet")
@@ -1082,7 +1148,11 @@ def test_a_pool_that_is_to_end_before_it_has_opened_rents_nothing(place: str, tm
         return real(*given, **named)
 
     for verb in ("offers", "launch"):
-        monkeypatch.setattr(NoCapacityProvider, verb, lambda *given, verb=verb, real=getattr(NoCapacityProvider, verb): (asked.append(verb), real(*given))[1])
+        monkeypatch.setattr(
+            NoCapacityProvider,
+            verb,
+            lambda *given, verb=verb, real=getattr(NoCapacityProvider, verb): (asked.append(verb), real(*given))[1],
+        )
     with monkeypatch.context() as patch:
         patch.setattr(pydoc.locate(owner), name, interrupted)
         with pytest.raises(sky.PoolClosed):
@@ -1094,8 +1164,12 @@ def test_a_pool_that_is_to_end_before_it_has_opened_rents_nothing(place: str, tm
         pool.open()
 
 
-def test_the_clock_of_a_pool_goes_on_whatever_happens(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A step that fails at every look is logged once, and keeps no other step from being taken, in this look and in the next."""
+def test_the_clock_of_a_pool_goes_on_whatever_happens(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step that fails at every look is logged once, and keeps no other step from being taken, in this look and in the
+    next.
+    """
     monkeypatch.setattr(clock, "CLOCK_SECONDS", 0.001)
     opened = Opening(sky.PoolSpec.of(display="quiet"), [sky.Local()], None)
     looks: list[int] = []
@@ -1108,7 +1182,9 @@ def test_the_clock_of_a_pool_goes_on_whatever_happens(monkeypatch: pytest.Monkey
         if len(looks) == 5:
             opened._ended.set()
 
-    clock.Clock(opened.pool_id, [fails, looks_around], [], opened.stop, opened.events.log, time.monotonic()).run(opened._ended)
+    clock.Clock(opened.pool_id, [fails, looks_around], [], opened.stop, opened.events.log, time.monotonic()).run(
+        opened._ended
+    )
     opened.events.close()
     assert opened.events.flush()
     assert len(looks) == 5
@@ -1224,7 +1300,9 @@ def test_the_lease_holds_what_is_paid_for_and_no_secret(pool: sky.ComputePool) -
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_image_with_packages_is_installed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node with `pip` runs in an environment of its own that has them; the second start with the same image installs nothing."""
+    """A node with `pip` runs in an environment of its own that has them; the second start with the same image installs
+    nothing.
+    """
     image = sky.Image(pip=["iniconfig==2.1.0"])
 
     @sky.compute
@@ -1247,7 +1325,9 @@ def test_an_image_with_packages_is_installed_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("UV_CACHE_DIR", "/nonexistent/uv")
     with one_node(image=image) as pool:
         assert look() >> pool == (installed, python)
-    assert {path: path.stat().st_mtime_ns for path in sorted((Path(python).parents[1] / "lib").rglob("*.dist-info"))} == before
+    assert {
+        path: path.stat().st_mtime_ns for path in sorted((Path(python).parents[1] / "lib").rglob("*.dist-info"))
+    } == before
 
 
 @pytest.mark.slow

@@ -42,7 +42,14 @@ class Shop(sky.Provider):
         if self._error is not None:
             raise self._error
         return [
-            Offer(provider=self.name, instance_type=f"t{price:g}", region=self.at, price_per_hour=price, vcpus=4 * price, memory_gb=16)
+            Offer(
+                provider=self.name,
+                instance_type=f"t{price:g}",
+                region=self.at,
+                price_per_hour=price,
+                vcpus=4 * price,
+                memory_gb=16,
+            )
             for price in self._prices
         ]
 
@@ -84,7 +91,12 @@ def test_an_answer_is_kept_for_a_while(tmp_path: Path) -> None:
     shop.selling(9.0)
     again = price_list([shop], Requirements(), tmp_path, clock=lambda: later + timedelta(seconds=1))
     assert prices(again) == [9.0]
-    assert price_list([shop], Requirements(), tmp_path, max_age_seconds=0, clock=lambda: later + timedelta(seconds=2)).asked_at > later
+    assert (
+        price_list(
+            [shop], Requirements(), tmp_path, max_age_seconds=0, clock=lambda: later + timedelta(seconds=2)
+        ).asked_at
+        > later
+    )
     assert shop._asked == [Requirements()] * 3
 
 
@@ -98,7 +110,9 @@ def test_who_cannot_be_asked_hides_no_other(tmp_path: Path, error: SkywardError)
     down, up = Shop(at="down").selling(1.0).failing(error), Shop(at="up").selling(2.0)
     found = price_list([down, up], Requirements(), tmp_path)
     assert prices(found) == [2.0]
-    assert [(one.provider, one.error, one.code) for one in found.refusals] == [("shop", type(error).__name__, error.code)]
+    assert [(one.provider, one.error, one.code) for one in found.refusals] == [
+        ("shop", type(error).__name__, error.code)
+    ]
     down.failing(None)
     assert prices(price_list([down, up], Requirements(), tmp_path)) == [1.0, 2.0]
 

@@ -105,8 +105,11 @@ def test_the_symlink_of_another_user_leads_nowhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [True, False])
 @pytest.mark.parametrize("folder", ["skyward", "skyward/nodes"])
-def test_a_symlink_that_appears_after_the_look_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: bool, folder: str) -> None:
-    """In a folder that all may write to another user can make one between the look at where the path leads and the walk; it may lead to one's own home.
+def test_a_symlink_that_appears_after_the_look_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: bool, folder: str
+) -> None:
+    """In a folder that all may write to another user can make one between the look at where the path leads and the
+    walk; it may lead to one's own home.
 
     It stands in the place of the folder, or of one above it.
     """
@@ -121,7 +124,9 @@ def test_a_symlink_that_appears_after_the_look_is_not_followed(tmp_path: Path, m
 
 @pytest.mark.parametrize("between", ["theirs", "missing"])
 def test_a_path_that_goes_through_a_folder_of_another_user_is_refused(tmp_path: Path, between: str) -> None:
-    """`theirs/../mine` is `mine` until he puts a symlink in the place of `theirs`: then it is what lies beside that link's target."""
+    """`theirs/../mine` is `mine` until he puts a symlink in the place of `theirs`: then it is what lies beside that
+    link's target.
+    """
     (tmp_path / "mine").mkdir(mode=0o700)
     (tmp_path / "theirs").mkdir()
     path = tmp_path / between / ".." / "mine"
@@ -159,8 +164,13 @@ def test_roots_that_a_container_cannot_name(tmp_path: Path, monkeypatch: pytest.
 
 def test_the_first_place_that_serves_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One where folders cannot be locked, as on NFS, is passed over; if none serves, each has its reason."""
-    places = [("A", lambda: made(tmp_path / "a", 0o777) if not (tmp_path / "a").exists() else tmp_path / "a"), ("B", lambda: tmp_path / "b")]
-    assert [first_private("nodes", places, is_locked=is_locked) for is_locked in (False, True, True)] == [tmp_path / "b" / "nodes"] * 3
+    places = [
+        ("A", lambda: made(tmp_path / "a", 0o777) if not (tmp_path / "a").exists() else tmp_path / "a"),
+        ("B", lambda: tmp_path / "b"),
+    ]
+    assert [first_private("nodes", places, is_locked=is_locked) for is_locked in (False, True, True)] == [
+        tmp_path / "b" / "nodes"
+    ] * 3
 
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(9, "Bad file descriptor")
@@ -194,7 +204,12 @@ print(first_private("nodes", [("A", lambda: Path(sys.argv[1]))], is_locked=True)
 def test_a_client_without_proc_has_its_places(tmp_path: Path) -> None:
     """macOS has neither /proc nor O_PATH. The path is told without symlinks there too."""
     (tmp_path / "link").symlink_to(made(tmp_path / "real"))
-    done = subprocess.run([sys.executable, "-c", AS_ON_MACOS, str(tmp_path / "link" / "skyward")], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", AS_ON_MACOS, str(tmp_path / "link" / "skyward")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.stdout.split() == [str(tmp_path / "real/skyward/nodes"), str(tmp_path / "real/skyward/b")], done.stderr
 
 
@@ -206,4 +221,7 @@ def test_a_folder_on_a_read_only_disk_serves_nobody(tmp_path: Path, monkeypatch:
         return os.readlink(f"/proc/self/fd/{dir_fd}") != str(tmp_path / "a/nodes") and real(path, mode, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "access", access)
-    assert first_private("nodes", [("A", lambda: tmp_path / "a"), ("B", lambda: tmp_path / "b")]) == tmp_path / "b" / "nodes"
+    assert (
+        first_private("nodes", [("A", lambda: tmp_path / "a"), ("B", lambda: tmp_path / "b")])
+        == tmp_path / "b" / "nodes"
+    )

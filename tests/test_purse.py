@@ -1,4 +1,6 @@
-"""The purse: no history of launches and losses can cost more than `max_cost`, no interval begins that the account has not set aside, and both are told in time."""
+"""The purse: no history of launches and losses can cost more than `max_cost`, no interval begins that the account has
+not set aside, and both are told in time.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Clock:
 
 
 def machine(name: str, rank: int = 0) -> Instance:
-    return Instance(id=name, provider="fake", pool_id="sky-1", rank=rank, state=InstanceState.RUNNING, region="r", instance_type="t")
+    return Instance(
+        id=name, provider="fake", pool_id="sky-1", rank=rank, state=InstanceState.RUNNING, region="r", instance_type="t"
+    )
 
 
 def end_all(meter: Meter) -> None:
@@ -80,7 +84,9 @@ class Pool:
         self.grants |= dict.fromkeys(ids, grant)
 
     def go_until(self, fill: Fill, longest: float = 2 * HOUR, step: float = 1.0) -> list[Fill]:
-        """Let seconds pass, looking each time, until it is as empty as that; return what was seen on the way, each once."""
+        """Let seconds pass, looking each time, until it is as empty as that; return what was seen on the way, each
+        once.
+        """
         seen: list[Fill] = []
         for _ in range(int(longest / step)):
             now, reason = self.purse.turn()
@@ -130,7 +136,9 @@ def test_what_costs_nothing_has_no_end() -> None:
         (1.0, 1, usd("3.6", increment=3600), "1.0"),  # a begun hour is paid for whole
     ],
 )
-def test_a_launch_whose_first_minute_is_not_covered_is_refused(max_cost: float, machines: int, price: Price, left: str) -> None:
+def test_a_launch_whose_first_minute_is_not_covered_is_refused(
+    max_cost: float, machines: int, price: Price, left: str
+) -> None:
     """Before anything is asked for, with the arithmetic and what to do; what is left is told."""
     it = pool(max_cost)
     with pytest.raises(BudgetExceeded, match=r"in their first minute.*max_cost=.*Raise max_cost") as caught:
@@ -148,7 +156,9 @@ def test_the_first_minute_that_is_just_covered_is_granted() -> None:
 
 
 def test_a_hard_end_is_where_the_money_ends() -> None:
-    """10 USD pay two machines of 0.5 USD an hour for ten hours; by their own clock they end 120 s earlier, which they may need to boot."""
+    """10 USD pay two machines of 0.5 USD an hour for ten hours; by their own clock they end 120 s earlier, which they
+    may need to boot.
+    """
     it = pool(10.0)
     grant = it.launch(2, usd("0.5"))
     assert grant.hard_end == it.clock() + 10 * HOUR
@@ -175,7 +185,9 @@ def test_money_that_is_committed_cannot_be_granted_again() -> None:
 
 
 def test_two_launches_at_once_do_not_share_the_same_money() -> None:
-    """A grant is set aside before its machines are there: a second one, asked for while the first call is on its way, finds nothing left."""
+    """A grant is set aside before its machines are there: a second one, asked for while the first call is on its way,
+    finds nothing left.
+    """
     it = pool(10.0)
     first = it.purse.grant(1, usd("10"))
     with pytest.raises(BudgetExceeded):
@@ -261,7 +273,9 @@ def granted(it: Pool, price: Price = ON_DEMAND, heard: set[str] | None = None, *
 
 
 def test_the_parts_of_a_pool_are_granted_together() -> None:
-    """An on-demand and a spot machine at 3 and 1 USD last for 25 hours of 100 USD, both until the same moment; the second is asked for a little later."""
+    """An on-demand and a spot machine at 3 and 1 USD last for 25 hours of 100 USD, both until the same moment; the
+    second is asked for a little later.
+    """
     it = pool(100.0)
     first = granted(it, along=[(1, SPOT)])
     began = it.clock()
@@ -273,13 +287,17 @@ def test_the_parts_of_a_pool_are_granted_together() -> None:
 def test_parts_that_are_too_dear_together_are_refused_before_the_first() -> None:
     """The message counts all of them."""
     it = pool(5.0)
-    with pytest.raises(BudgetExceeded, match=r"1 x 3 USD per hour and 2 x 200 cost 6\.7166.. USD in their first minute"):
+    with pytest.raises(
+        BudgetExceeded, match=r"1 x 3 USD per hour and 2 x 200 cost 6\.7166.. USD in their first minute"
+    ):
         it.purse.grant(1, ON_DEMAND, along=[(2, usd("200"))])
     granted(it)
 
 
 def test_another_machine_shortens_the_others_until_one_is_gone() -> None:
-    """One that stands by has what it needs, and when the one that is taken back is gone the rest lasts for as long as before."""
+    """One that stands by has what it needs, and when the one that is taken back is gone the rest lasts for as long as
+    before.
+    """
     it = pool(3.0)
     granted(it)
     horizon = it.clock() + HOUR
@@ -297,7 +315,9 @@ def test_another_machine_shortens_the_others_until_one_is_gone() -> None:
 
 
 def test_who_does_not_hear_it_keeps_its_end_and_its_money() -> None:
-    """A lost machine that nobody reaches costs what it may until its own end; the others make room, or there is none."""
+    """A lost machine that nobody reaches costs what it may until its own end; the others make room, or there is
+    none.
+    """
     it = pool(6.0)
     it.launch(2, ON_DEMAND)
     grant = granted(it, heard={"m-1"})
@@ -333,7 +353,9 @@ def test_those_that_hear_too_late_count_for_as_long_as_they_are_there() -> None:
 
 
 def test_no_machine_lives_longer_than_its_tags_say() -> None:
-    """The first hard end is the last word for all that come later, however much is left: a sweep that knows nothing else goes by it."""
+    """The first hard end is the last word for all that come later, however much is left: a sweep that knows nothing
+    else goes by it.
+    """
     it = pool(10.0)
     it.launch(2, usd("5"))
     horizon = it.clock() + HOUR
@@ -379,7 +401,9 @@ def test_ending_is_part_of_the_least_that_is_covered() -> None:
 # ── max_cost: over any history ───────────────────────────────────────────────────────────────────────────────────────
 
 prices = st.builds(
-    lambda micro, increment, minimum: Price(Decimal(micro) / 1_000_000, increment_seconds=increment, minimum_seconds=minimum),
+    lambda micro, increment, minimum: Price(
+        Decimal(micro) / 1_000_000, increment_seconds=increment, minimum_seconds=minimum
+    ),
     st.integers(1, 400_000_000) | st.integers(1, 2_000_000),
     st.sampled_from([1, 1, 7, 60, 3600]),
     st.sampled_from([0, 0, 60, 3600]),
@@ -404,7 +428,9 @@ steps = st.lists(
 def test_if_all_machines_ran_until_their_hard_end_the_bill_would_be_within_max_cost(
     limit: int, price: Price, other: Price, steps: list[tuple[str, int]]
 ) -> None:
-    """After each step of any history, those machines included whose launch was never answered; counted here, machine by machine, by the ledger's arithmetic."""
+    """After each step of any history, those machines included whose launch was never answered; counted here, machine by
+    machine, by the ledger's arithmetic.
+    """
     it = pool(limit / 1_000_000)
     asked: list[tuple[Grant, int, float, Price]] = []
     lives: dict[str, list[float]] = {}
@@ -450,7 +476,9 @@ def test_if_all_machines_ran_until_their_hard_end_the_bill_would_be_within_max_c
                     it.meter.end(name)
         bill = sum((cost_of[name].cost(end - began) for name, (began, end) in lives.items()), Decimal(0))
         bill += sum((count * its.cost(end - began) for count, began, end, its in lost), Decimal(0))
-        bill += sum((count * its.cost((grant.hard_end or 0.0) - began) for grant, count, began, its in asked), Decimal(0))
+        bill += sum(
+            (count * its.cost((grant.hard_end or 0.0) - began) for grant, count, began, its in asked), Decimal(0)
+        )
         assert bill <= Decimal(limit) / 1_000_000
         paid = it.purse.paid_seconds()
         assert paid is None or all(it.clock() + paid <= lives[name][1] for name in it.meter.rented())
@@ -458,7 +486,9 @@ def test_if_all_machines_ran_until_their_hard_end_the_bill_would_be_within_max_c
 
 @dataclass
 class World:
-    """Machines as they are: each ends when it was told to, and is billed for `ending` seconds more; nobody else may end it, for the client may be dead."""
+    """Machines as they are: each ends when it was told to, and is billed for `ending` seconds more; nobody else may end
+    it, for the client may be dead.
+    """
 
     it: Pool
     limit: Decimal
@@ -472,7 +502,9 @@ class World:
     pauses: int = 0
 
     def tell(self) -> set[str]:
-        """All that can hear are told, one after the other, which takes time; whoever is killed on the way has told some of them."""
+        """All that can hear are told, one after the other, which takes time; whoever is killed on the way has told some
+        of them.
+        """
         heard = set[str]()
         for name in sorted(self.there - self.deaf):
             self.it.clock.seconds += self.pauses
@@ -509,7 +541,9 @@ class World:
     def pass_time(self, seconds: int) -> None:
         """No machine outlives what it was told."""
         moments = [self.ends[name] for name in self.there] + [grant.hard_end or 0.0 for grant, *_ in self.asked]
-        self.it.clock.seconds = min([self.it.clock.seconds + seconds, *(at for at in moments if at >= self.it.clock.seconds)])
+        self.it.clock.seconds = min(
+            [self.it.clock.seconds + seconds, *(at for at in moments if at >= self.it.clock.seconds)]
+        )
         self._end_what_is_due()
 
     def _end_what_is_due(self) -> None:
@@ -518,8 +552,16 @@ class World:
 
     def check(self) -> None:
         now = self.it.clock()
-        bill = sum((self.price[name].cost((end if name in self.gone else max(end, now)) - self.began[name]) for name, end in self.ends.items()), Decimal(0))
-        bill += sum((count * its.cost((grant.hard_end or 0.0) - began) for grant, count, began, its in self.asked), Decimal(0))
+        bill = sum(
+            (
+                self.price[name].cost((end if name in self.gone else max(end, now)) - self.began[name])
+                for name, end in self.ends.items()
+            ),
+            Decimal(0),
+        )
+        bill += sum(
+            (count * its.cost((grant.hard_end or 0.0) - began) for grant, count, began, its in self.asked), Decimal(0)
+        )
         assert bill <= self.limit
 
 
@@ -554,7 +596,9 @@ world_steps = st.lists(
 def test_no_history_of_parts_replacements_and_stand_bys_can_cost_more(
     limit: int, price: Price, other: Price, ending: float, pauses: int, steps: list[tuple[str, int]]
 ) -> None:
-    """At no moment, those included in which only some have been told their new end, could the machines cost more if nobody ended them any more."""
+    """At no moment, those included in which only some have been told their new end, could the machines cost more if
+    nobody ended them any more.
+    """
     it = pool(limit / 1_000_000)
     world = World(it, Decimal(limit) / 1_000_000, ending)
     try:
@@ -604,10 +648,17 @@ def test_no_history_of_parts_replacements_and_stand_bys_can_cost_more(
 # ── max_cost: as time passes ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("max_cost", "machines", "per_hour"), [(0.1, 1, "1"), (1.0, 1, "1"), (2.0, 3, "1.7"), (50.0, 4, "8"), (0.5, 5, "0.9")])
+@pytest.mark.parametrize(
+    ("max_cost", "machines", "per_hour"),
+    [(0.1, 1, "1"), (1.0, 1, "1"), (2.0, 3, "1.7"), (50.0, 4, "8"), (0.5, 5, "0.9")],
+)
 @pytest.mark.parametrize("boot_seconds", [0.0, 20.0])
-def test_it_warns_drains_and_is_used_up_in_time(max_cost: float, machines: int, per_hour: str, boot_seconds: float) -> None:
-    """In that order, once each, for pools that last from six minutes to two hours: no machine has ended itself before, and giving back fits into the limit."""
+def test_it_warns_drains_and_is_used_up_in_time(
+    max_cost: float, machines: int, per_hour: str, boot_seconds: float
+) -> None:
+    """In that order, once each, for pools that last from six minutes to two hours: no machine has ended itself before,
+    and giving back fits into the limit.
+    """
     it = pool(max_cost)
     price = usd(per_hour)
     began = it.clock()
@@ -620,7 +671,9 @@ def test_it_warns_drains_and_is_used_up_in_time(max_cost: float, machines: int, 
             assert not seen or fill > max(seen), "it goes one way only"
             seen[fill] = (it.clock(), it.meter.total())
             assert reason == "" if fill is Fill.FULL else "max_cost" in reason
-        assert it.clock() - began < grant.lifetime_seconds + boot_seconds, "a node has ended itself before it was told why"
+        assert it.clock() - began < grant.lifetime_seconds + boot_seconds, (
+            "a node has ended itself before it was told why"
+        )
         it.clock.seconds += 1.0
     assert list(seen) == [Fill.FULL, Fill.WARNED, Fill.DRAINED, Fill.USED_UP]
     limit = Decimal(repr(max_cost))
@@ -631,7 +684,9 @@ def test_it_warns_drains_and_is_used_up_in_time(max_cost: float, machines: int, 
 
 
 def test_an_hour_that_is_paid_is_used() -> None:
-    """Where hours are counted the whole limit may be billed from the start: the pool goes on until that hour is nearly over."""
+    """Where hours are counted the whole limit may be billed from the start: the pool goes on until that hour is nearly
+    over.
+    """
     it = pool(1.0)
     it.launch(1, usd("1", increment=3600))
     it.clock.seconds += 1.0
@@ -641,7 +696,9 @@ def test_an_hour_that_is_paid_is_used() -> None:
 
 
 def test_the_first_machine_that_ends_counts() -> None:
-    """Before a machine's hard end comes the pool has closed, though the others could be paid for longer: nodes are never ended without a word."""
+    """Before a machine's hard end comes the pool has closed, though the others could be paid for longer: nodes are
+    never ended without a word.
+    """
     it = pool(3.0)
     it.launch(1, usd("1", increment=3600))  # all three hours
     it.clock.seconds += 1.0
@@ -684,11 +741,21 @@ def ledger(tmp_path: Path, clock: Clock) -> Iterator[Ledger]:
         yield ledger
 
 
-def opened(ledger: Ledger, clock: Clock, limit: str, pool_id: str = "sky-1", *, max_cost: float | None = None, period: Period = Period.MONTH) -> Pool:
+def opened(
+    ledger: Ledger,
+    clock: Clock,
+    limit: str,
+    pool_id: str = "sky-1",
+    *,
+    max_cost: float | None = None,
+    period: Period = Period.MONTH,
+) -> Pool:
     """A pool whose machines an account pays."""
     if TEAM not in [account.name for account in ledger.accounts()]:
         ledger.set_account(Account(TEAM, Decimal(limit), period))
-    ledger.open_pool(pool_id, owner=Owner.here(), provider={"name": "fake"}, spec_json="{}", lease_expires_at=START, account=TEAM)
+    ledger.open_pool(
+        pool_id, owner=Owner.here(), provider={"name": "fake"}, spec_json="{}", lease_expires_at=START, account=TEAM
+    )
     meter = Meter(clock)
     purse = Purse(pool_id, meter, max_cost=max_cost, account=TEAM, accounts=ledger, lease_seconds=LEASE_SECONDS)
     return Pool(clock, meter, purse)
@@ -704,7 +771,9 @@ def committed(ledger: Ledger, limit: str, pool_id: str = "sky-1") -> Decimal:
 
 
 def test_the_account_is_asked_before_the_launch(ledger: Ledger, clock: Clock) -> None:
-    """For the boot and two leases of all machines; a pool of an account without that much launches nothing, and reserves nothing."""
+    """For the boot and two leases of all machines; a pool of an account without that much launches nothing, and
+    reserves nothing.
+    """
     it = opened(ledger, clock, "10")
     it.purse.grant(2, usd("36"))  # a cent a second
     assert reserved(ledger) == 2 * (120 + 2 * 120) * Decimal("0.01")
@@ -717,7 +786,9 @@ def test_the_account_is_asked_before_the_launch(ledger: Ledger, clock: Clock) ->
 
 
 def test_what_is_reserved_is_rolled_on_while_time_passes(ledger: Ledger, clock: Clock) -> None:
-    """Over twenty minutes the account holds what was spent and what is next, never more than two leases of it, and nodes are told no more than that."""
+    """Over twenty minutes the account holds what was spent and what is next, never more than two leases of it, and
+    nodes are told no more than that.
+    """
     it = opened(ledger, clock, "1000")
     it.launch(2, usd("36"))
     for _ in range(1200):
@@ -744,7 +815,9 @@ def test_a_machine_more_is_reserved_for_up_to_where_the_others_are_paid_for(ledg
     assert committed(ledger, "1000") == it.meter.total() + Decimal("0.03") * 240
 
 
-def test_a_launch_that_is_on_its_way_stays_reserved_for_when_the_account_is_asked_again(ledger: Ledger, clock: Clock) -> None:
+def test_a_launch_that_is_on_its_way_stays_reserved_for_when_the_account_is_asked_again(
+    ledger: Ledger, clock: Clock
+) -> None:
     """The call takes a minute in which the reservations are rolled on: its machine is paid for when it comes."""
     it = opened(ledger, clock, "1000")
     it.launch(1, usd("36"))
@@ -760,7 +833,9 @@ def test_a_launch_that_is_on_its_way_stays_reserved_for_when_the_account_is_aske
 
 
 def test_what_was_never_answered_is_not_reserved_for_ever(ledger: Ledger, clock: Clock) -> None:
-    """Nobody keeps the lease of a machine that nobody knows: its money is set aside for as long as it can live, and no longer."""
+    """Nobody keeps the lease of a machine that nobody knows: its money is set aside for as long as it can live, and no
+    longer.
+    """
     it = opened(ledger, clock, "1000")
     it.purse.grant(1, usd("36"))
     for _ in range(3600):
@@ -770,8 +845,12 @@ def test_what_was_never_answered_is_not_reserved_for_ever(ledger: Ledger, clock:
 
 
 @pytest.mark.parametrize("has_come", [False, True])
-def test_what_came_to_nothing_does_not_keep_the_account_from_the_next_candidate(ledger: Ledger, clock: Clock, has_come: bool) -> None:
-    """Twenty candidates refuse, or their machines are found and ended: the account holds what was spent and what the next one needs, and never twice."""
+def test_what_came_to_nothing_does_not_keep_the_account_from_the_next_candidate(
+    ledger: Ledger, clock: Clock, has_come: bool
+) -> None:
+    """Twenty candidates refuse, or their machines are found and ended: the account holds what was spent and what the
+    next one needs, and never twice.
+    """
     it = opened(ledger, clock, "5")
     for number in range(20):
         asked_at, lost = clock(), it.purse.grant(1, usd("36"))
@@ -797,7 +876,9 @@ def test_what_may_still_run_stays_reserved(ledger: Ledger, clock: Clock) -> None
 
 
 def test_a_launch_into_time_that_is_nearly_over_renews_first(ledger: Ledger, clock: Clock) -> None:
-    """A machine that would end a moment after it came is not asked for: more is reserved for all, or the launch is refused."""
+    """A machine that would end a moment after it came is not asked for: more is reserved for all, or the launch is
+    refused.
+    """
     it = opened(ledger, clock, "1000")
     it.launch(1, usd("36"))
     clock.seconds += 355
@@ -812,7 +893,9 @@ def test_a_launch_into_time_that_is_nearly_over_renews_first(ledger: Ledger, clo
 
 
 def test_an_account_that_runs_dry_warns_drains_and_ends_before_paid_time_does(ledger: Ledger, clock: Clock) -> None:
-    """In that order, with the account's own words; at the end half of the margin is left for giving back, and nothing was overdrawn."""
+    """In that order, with the account's own words; at the end half of the margin is left for giving back, and nothing
+    was overdrawn.
+    """
     it = opened(ledger, clock, "20")
     it.launch(1, usd("36"))
     assert it.go_until(Fill.USED_UP) == [Fill.FULL, Fill.WARNED, Fill.DRAINED, Fill.USED_UP]
@@ -864,7 +947,9 @@ def with_outage(ledger: Ledger, clock: Clock) -> tuple[Pool, Failing]:
 
 
 def test_an_outage_of_the_ledger_does_not_end_a_pool_whose_time_is_paid(ledger: Ledger, clock: Clock) -> None:
-    """What is reserved is ours: until a margin before its end all is well, and asked again each second; when the outage is over it goes on as before."""
+    """What is reserved is ours: until a margin before its end all is well, and asked again each second; when the outage
+    is over it goes on as before.
+    """
     it, accounts = with_outage(ledger, clock)
     accounts.is_out = True
     for _ in range(360 - 31):
@@ -936,13 +1021,19 @@ pool_steps = st.lists(
 
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
-@given(limit=st.integers(1, 60), price=st.sampled_from([usd("36"), usd("7.2"), usd("12", increment=60), usd("3.6", minimum=600)]), steps=pool_steps)
+@given(
+    limit=st.integers(1, 60),
+    price=st.sampled_from([usd("36"), usd("7.2"), usd("12", increment=60), usd("3.6", minimum=600)]),
+    steps=pool_steps,
+)
 def test_two_pools_on_one_account_never_overdraw_it(
     tmp_path_factory: pytest.TempPathFactory, limit: int, price: Price, steps: Sequence[tuple[str, int, int, float]]
 ) -> None:
-    """Over any history: what is spent and reserved stays within the limit, and each pool's machines could run as long as they were told, and not overspend.
+    """Over any history: what is spent and reserved stays within the limit, and each pool's machines could run as long
+    as they were told, and not overspend.
 
-    Machines end when what they are paid for is over, as nodes do; and settling at the end leaves exactly what was spent.
+    Machines end when what they are paid for is over, as nodes do; and settling at the end leaves exactly what was
+    spent.
     """
     clock = Clock()
     with Ledger(f"sqlite:///{tmp_path_factory.mktemp('ledger')}/l.db", clock=clock.date) as ledger:

@@ -1,7 +1,9 @@
-"""The story of real machines, on three hosts that you own and a spare one, and on machines that a cloud takes away again.
+"""The story of real machines, on three hosts that you own and a spare one, and on machines that a cloud takes away
+again.
 
-Each chapter opens a pool of its own on the same hosts, which are bare in the first one only. Run with `-s` it prints at its end what was measured.
-Run as a program it is a client: one that opens a pool and waits to be killed, or one that attaches to a pool of somebody else.
+Each chapter opens a pool of its own on the same hosts, which are bare in the first one only. Run with `-s` it prints at
+its end what was measured. Run as a program it is a client: one that opens a pool and waits to be killed, or one that
+attaches to a pool of somebody else.
 """
 
 import json
@@ -114,7 +116,7 @@ def timings() -> Iterator[Timings]:
 
 
 @pytest.fixture(scope="module")
-def hosts(fleet: Fleet, mirror: Mirror) -> Iterator[list[Host]]:  # noqa: F811
+def hosts(fleet: Fleet, mirror: Mirror) -> Iterator[list[Host]]:
     """Four machines of one's own: three to work on, one to spare. Bare, but for where to install from."""
     hosts = [fleet.create() for _ in range(4)]
     for host in hosts:
@@ -126,13 +128,16 @@ def hosts(fleet: Fleet, mirror: Mirror) -> Iterator[list[Host]]:  # noqa: F811
 
 @pytest.fixture
 def owned(hosts: list[Host], tmp_path: Path) -> Iterator[sky.Hosts]:
-    """The provider of them, which knows their host keys. Whatever a test has done, no process of a node is left on them."""
+    """The provider of them, which knows their host keys.
+
+    Whatever a test has done, no process of a node is left on them.
+    """
     yield owned_by(hosts, tmp_path / "known_hosts")
     assert [name for host in hosts for name in names_of(tagged(host))] == []
 
 
 @pytest.fixture
-def cloud(fleet: Fleet, mirror: Mirror) -> Iterator[Cloud]:  # noqa: F811
+def cloud(fleet: Fleet, mirror: Mirror) -> Iterator[Cloud]:
     """A cloud whose bare machines install from the mirror."""
     cloud = Cloud(fleet, prepare=mirror.configure)
     yield cloud
@@ -141,12 +146,28 @@ def cloud(fleet: Fleet, mirror: Mirror) -> Iterator[Cloud]:  # noqa: F811
 
 def owned_by(hosts: Sequence[Host], known_hosts: Path) -> sky.Hosts:
     known_hosts.write_text("".join(f"{host.known_hosts_line}\n" for host in hosts))
-    return sky.Hosts(*(host.ip for host in hosts), user="root", key=str(hosts[0].key_path), known_hosts=str(known_hosts), config="/dev/null")
+    return sky.Hosts(
+        *(host.ip for host in hosts),
+        user="root",
+        key=str(hosts[0].key_path),
+        known_hosts=str(known_hosts),
+        config="/dev/null",
+    )
 
 
 def pool_on(provider: sky.Provider, told: Callable[[Any], Any], **wishes: Any) -> sky.ComputePool:
     image = sky.Image(pip=["numpy"])
-    return sky.ComputePool(**{"provider": provider, "nodes": 3, "image": image, "on_event": told, "display": "quiet", "provision_timeout": 150, **wishes})
+    return sky.ComputePool(
+        **{
+            "provider": provider,
+            "nodes": 3,
+            "image": image,
+            "on_event": told,
+            "display": "quiet",
+            "provision_timeout": 150,
+            **wishes,
+        }
+    )
 
 
 def tagged(host: Host) -> list[int]:
@@ -190,12 +211,27 @@ def from_everybody(hosts: Sequence[Host]) -> Iterator[None]:
 
 @contextmanager
 def from_the_client(hosts: Sequence[Host]) -> Iterator[None]:
-    """Cut the client off, while the hosts see each other: each way, packets go to a hardware address that nobody has."""
+    """Cut the client off, while the hosts see each other: each way, packets go to a hardware address that nobody
+    has.
+    """
 
     def address(host: Host, client: str, there: str) -> None:
         network = host.network
         run("ip", "neigh", "replace", host.ip, "lladdr", there, "dev", network.bridge, "nud", "permanent")
-        run("nsenter", f"--net=/proc/{host.pid}/ns/net", "ip", "neigh", "replace", network.gateway, "lladdr", client, "dev", "eth0", "nud", "permanent")
+        run(
+            "nsenter",
+            f"--net=/proc/{host.pid}/ns/net",
+            "ip",
+            "neigh",
+            "replace",
+            network.gateway,
+            "lladdr",
+            client,
+            "dev",
+            "eth0",
+            "nud",
+            "permanent",
+        )
 
     for host in hosts:
         address(host, NOBODY, NOBODY)
@@ -237,7 +273,9 @@ class Clocked(Told):
 
 
 def test_three_bare_hosts_become_a_pool(hosts, owned, timings):
-    """From hosts with nothing but sshd to broadcast, map, numpy and logs; a second opening installs nothing; in the end nothing runs on them."""
+    """From hosts with nothing but sshd to broadcast, map, numpy and logs; a second opening installs nothing; in the end
+    nothing runs on them.
+    """
     np = pytest.importorskip("numpy")
     assert [(host.root / "root/.cache/skyward").exists() for host in hosts] == [False] * 4
     told = Told()
@@ -278,7 +316,9 @@ def test_three_bare_hosts_become_a_pool(hosts, owned, timings):
 
 
 def test_a_host_is_preempted_under_a_running_map(cloud, timings):
-    """Of 200 calls some are on a host that is taken away: each result is right and counted once, what it had runs again, another host takes its place."""
+    """Of 200 calls some are on a host that is taken away: each result is right and counted once, what it had runs
+    again, another host takes its place.
+    """
     told = Clocked()
     with pool_on(cloud.provider(), told, image=sky.Image()) as pool, ThreadPoolExecutor(1) as threads:
         lost = pool.lease.nodes[2].instance
@@ -289,7 +329,9 @@ def test_a_host_is_preempted_under_a_running_map(cloud, timings):
         preempted_at = time.monotonic()
         lost_at = told.when(lambda event: isinstance(event, InstanceLost))
         assert results.result(90) == [number * number for number in range(CALLS)]
-        joined_at = told.when(lambda event: isinstance(event, BootstrapCompleted) and told.times[told.events.index(event)] > preempted_at)
+        joined_at = told.when(
+            lambda event: isinstance(event, BootstrapCompleted) and told.times[told.events.index(event)] > preempted_at
+        )
         assert lost_at - preempted_at < NOTICE_SECONDS * slowness()
         timings.rows.append(("a host preempted, until that is told", lost_at - preempted_at))
         timings.rows.append(("until another one, bare, has taken its place", joined_at - lost_at))
@@ -301,7 +343,8 @@ def test_a_host_is_preempted_under_a_running_map(cloud, timings):
         new = cloud.host(pool.lease.nodes[2].instance.id)
         ran = executions([*others, new])
         elsewhere = {numbers[event.call_id] for event in told.of(sky.LogLine) if event.instance_id == lost.id} - again
-        assert ran == Counter(set(range(CALLS)) - elsewhere)  # each of them once; and those that ended on the lost host nowhere else
+        # each of them once; and those that ended on the lost host nowhere else
+        assert ran == Counter(set(range(CALLS)) - elsewhere)
         assert again
 
         assert where() @ pool == tuple((cloud.host(node.instance.id).name, node.rank) for node in pool.lease.nodes)
@@ -309,7 +352,9 @@ def test_a_host_is_preempted_under_a_running_map(cloud, timings):
 
 
 def test_a_call_that_must_not_run_twice_does_not(cloud, timings):
-    """With retries=0 the calls of a host whose processes die raise NodeLost, and soon; all others return, and none has begun a second time."""
+    """With retries=0 the calls of a host whose processes die raise NodeLost, and soon; all others return, and none has
+    begun a second time.
+    """
     told = Clocked()
     with pool_on(cloud.provider(), told, nodes=2, retries=0, image=sky.Image()) as pool:
         instance = pool.lease.nodes[1].instance
@@ -318,17 +363,24 @@ def test_a_call_that_must_not_run_twice_does_not(cloud, timings):
         wait_until(lambda: (lost.root / RAN).exists(), "the host to be at work")
         lost.crash()
         crashed_at = time.monotonic()
-        wait_until(lambda: any(future.done() and future.exception() is not None for future in futures), "a call to be told lost")
+        wait_until(
+            lambda: any(future.done() and future.exception() is not None for future in futures),
+            "a call to be told lost",
+        )
         noticed_at = time.monotonic()
         assert noticed_at - crashed_at < NOTICE_OF_DEATH_SECONDS * slowness()
         timings.rows.append(("all processes of a host killed, until its calls raise NodeLost", noticed_at - crashed_at))
-        timings.rows.append(("until the host is told lost", told.when(lambda event: isinstance(event, InstanceLost)) - crashed_at))
+        timings.rows.append(
+            ("until the host is told lost", told.when(lambda event: isinstance(event, InstanceLost)) - crashed_at)
+        )
         errors = {number: future.exception(60) for number, future in enumerate(futures)}
         raised = {number for number, error in errors.items() if error is not None}
         assert raised
         assert {type(errors[number]) for number in raised} == {sky.NodeLost}
         assert all(future.result() == number * number for number, future in enumerate(futures) if number not in raised)
-        ended_there = {int(event.line.split()[-1]) for event in told.of(sky.LogLine) if event.instance_id == instance.id} - raised
+        ended_there = {
+            int(event.line.split()[-1]) for event in told.of(sky.LogLine) if event.instance_id == instance.id
+        } - raised
         new = [machine.host for machine in cloud.machines.values() if machine.host not in (kept, lost)]
         assert executions([kept, *new]) == Counter(set(range(FEWER_CALLS)) - raised - ended_there)
         assert told.of(CallRetrying) == []
@@ -336,11 +388,16 @@ def test_a_call_that_must_not_run_twice_does_not(cloud, timings):
 
 @pytest.mark.long
 def test_partitions_that_heal_cost_nothing(hosts, owned, timings):
-    """Under running maps every host is cut off from everybody, then the client alone from all: no node is lost, no result missing, no call runs twice."""
+    """Under running maps every host is cut off from everybody, then the client alone from all: no node is lost, no
+    result missing, no call runs twice.
+    """
     told = Told()
     three = hosts[:3]
     with pool_on(owned, told, retries=0) as pool, ThreadPoolExecutor(1) as threads:
-        for what, cut, seconds in (("all hosts cut off from everybody", from_everybody, 8), ("the client cut off from all hosts", from_the_client, 20)):
+        for what, cut, seconds in (
+            ("all hosts cut off from everybody", from_everybody, 8),
+            ("the client cut off from all hosts", from_the_client, 20),
+        ):
             results = threads.submit(pool.map, square, range(FEWER_CALLS))
             wait_until(lambda: all((host.root / RAN).exists() for host in three), "all hosts to be at work")
             with cut(three):
@@ -358,7 +415,9 @@ def test_partitions_that_heal_cost_nothing(hosts, owned, timings):
 
 @pytest.mark.long
 def test_a_partition_that_does_not_heal_costs_a_host(hosts, owned, timings, monkeypatch):
-    """A host stays cut off: it ends its node when the lease has run out, the spare host takes its place, and what could not be asked is told, and is no error."""
+    """A host stays cut off: it ends its node when the lease has run out, the spare host takes its place, and what could
+    not be asked is told, and is no error.
+    """
     told = Clocked()
     pool = pool_on(owned, told, lease_seconds=LEASE_SECONDS).open()
     cut = hosts[2]
@@ -369,18 +428,28 @@ def test_a_partition_that_does_not_heal_costs_a_host(hosts, owned, timings, monk
             wait_until(lambda: (cut.root / RAN).exists(), "the host to be at work")
             cut.partition()
             cut_at = time.monotonic()
-            wait_until(lambda: not tagged(cut), "the guard to end the node", (LEASE_SECONDS + GUARD_SECONDS) * slowness())
-            timings.rows.append((f"a host cut off, until its guard has ended its node (lease {LEASE_SECONDS} s)", time.monotonic() - cut_at))
+            wait_until(
+                lambda: not tagged(cut), "the guard to end the node", (LEASE_SECONDS + GUARD_SECONDS) * slowness()
+            )
+            timings.rows.append(
+                (
+                    f"a host cut off, until its guard has ended its node (lease {LEASE_SECONDS} s)",
+                    time.monotonic() - cut_at,
+                )
+            )
             lost_at = told.when(lambda event: isinstance(event, InstanceLost))
             assert lost_at - cut_at < NOTICE_SECONDS * slowness()
             assert results.result(90) == [number * number for number in range(CALLS)]
-        joined_at = told.when(lambda event: isinstance(event, BootstrapCompleted) and told.times[told.events.index(event)] > cut_at)
+        joined_at = told.when(
+            lambda event: isinstance(event, BootstrapCompleted) and told.times[told.events.index(event)] > cut_at
+        )
         timings.rows.append(("a host cut off, until that is told", lost_at - cut_at))
         timings.rows.append(("until the spare host has taken its place", joined_at - lost_at))
         assert where() @ pool == ((hosts[0].name, 0), (hosts[1].name, 1), (hosts[3].name, 2))
         monkeypatch.setattr(host_connections, "CONNECT_SECONDS", 3.0)
         monkeypatch.setattr(sky.Hosts, "gone_deadline_seconds", 1.0)
-        monkeypatch.setattr(rental, "GUARD_GRACE_SECONDS", 600.0)  # however long all this took here: it is not yet taken for ended by its guard
+        # however long all this took here: it is not yet taken for ended by its guard
+        monkeypatch.setattr(rental, "GUARD_GRACE_SECONDS", 600.0)
         pool.close()  # the work is done, and hosts cost nothing
         assert pool.unconfirmed is not None
         assert pool.unconfirmed.ids == (instance.id,)
@@ -393,7 +462,7 @@ def test_a_partition_that_does_not_heal_costs_a_host(hosts, owned, timings, monk
 
 
 @pytest.fixture
-def six(hosts: list[Host], fleet: Fleet, mirror: Mirror) -> Iterator[list[Host]]:  # noqa: F811
+def six(hosts: list[Host], fleet: Fleet, mirror: Mirror) -> Iterator[list[Host]]:
     """Two more of them."""
     more = [fleet.create() for _ in range(2)]
     for host in more:
@@ -404,7 +473,9 @@ def six(hosts: list[Host], fleet: Fleet, mirror: Mirror) -> Iterator[list[Host]]
 
 
 def test_all_processes_of_all_hosts_die_at_once(six, timings, tmp_path):
-    """Six nodes, each with its guard, are killed while their hosts answer: the pool begins anew on the same hosts at once, and no call is lost."""
+    """Six nodes, each with its guard, are killed while their hosts answer: the pool begins anew on the same hosts at
+    once, and no call is lost.
+    """
     told = Clocked()
     with pool_on(owned_by(six, tmp_path / "known_hosts"), told, nodes=6) as pool:
         before = pool.lease.nodes
@@ -422,14 +493,19 @@ def test_all_processes_of_all_hosts_die_at_once(six, timings, tmp_path):
         assert [future.result(90) for future in futures] == [number * number for number in range(60)]
         wait_until(lambda: len(told.of(BootstrapCompleted)) == 12, "all nodes to be there", 60)
         timings.rows.append(
-            ("until all six nodes are there again", told.times[index_of(told.events, lambda event: event is told.of(BootstrapCompleted)[-1])] - killed_at)
+            (
+                "until all six nodes are there again",
+                told.times[index_of(told.events, lambda event: event is told.of(BootstrapCompleted)[-1])] - killed_at,
+            )
         )
         assert sorted(where() @ pool) == sorted((host.name, rank) for rank, host in enumerate(six))
         lost = [(event.instance_id, event.node, event.reason) for event in told.of(InstanceLost)]
         assert sorted(lost) == sorted((node.instance.id, node.rank, "its processes have died") for node in before)
         assert len(told.of(ClusterRestarting)) == 1
         assert seconds < FIRST_CALL_SECONDS * slowness()
-    assert {entry["cloud_id"] for entry in (pool.receipt or {})["resources"]} == {event.instance_id for event in told.of(sky.InstanceProvisioned)}
+    assert {entry["cloud_id"] for entry in (pool.receipt or {})["resources"]} == {
+        event.instance_id for event in told.of(sky.InstanceProvisioned)
+    }
     assert (pool.receipt or {})["left"] == []
     assert [names_of(tagged(host)) for host in six] == [[]] * 6
     assert [list((host.root / "dev/shm").iterdir()) for host in six] == [[]] * 6
@@ -437,8 +513,12 @@ def test_all_processes_of_all_hosts_die_at_once(six, timings, tmp_path):
 
 
 def test_the_client_is_killed_and_its_reaper_ends_the_nodes(hosts, timings, tmp_path):
-    """After kill -9 of the client its reaper ends the nodes at once: with a lease of ten minutes nothing else could have."""
-    with client("open", "600", *(host.ip for host in hosts), str(hosts[0].key_path), str(tmp_path / "known_hosts")) as process:
+    """After kill -9 of the client its reaper ends the nodes at once: with a lease of ten minutes nothing else could
+    have.
+    """
+    with client(
+        "open", "600", *(host.ip for host in hosts), str(hosts[0].key_path), str(tmp_path / "known_hosts")
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         assert all(tagged(host) for host in hosts[:3])
@@ -449,8 +529,12 @@ def test_the_client_is_killed_and_its_reaper_ends_the_nodes(hosts, timings, tmp_
 
 
 def test_the_client_and_its_reaper_are_killed_and_the_hosts_end_by_themselves(hosts, owned, timings, tmp_path):
-    """With nobody left on the client's side no process of a node outlives its lease by more than ten seconds; then the hosts serve another pool."""
-    with client("open", str(LEASE_SECONDS), *(host.ip for host in hosts), str(hosts[0].key_path), str(tmp_path / "known_hosts")) as process:
+    """With nobody left on the client's side no process of a node outlives its lease by more than ten seconds; then the
+    hosts serve another pool.
+    """
+    with client(
+        "open", str(LEASE_SECONDS), *(host.ip for host in hosts), str(hosts[0].key_path), str(tmp_path / "known_hosts")
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         assert all(tagged(host) for host in hosts[:3])
@@ -458,8 +542,14 @@ def test_the_client_and_its_reaper_are_killed_and_the_hosts_end_by_themselves(ho
         reaper.kill()
         process.send_signal(signal.SIGKILL)
         killed_at = time.monotonic()
-        wait_until(lambda: not any(tagged(host) for host in hosts), "the hosts to end their nodes", (LEASE_SECONDS + GUARD_SECONDS) * slowness())
-        timings.rows.append((f"client killed, until nothing runs on the hosts (lease {LEASE_SECONDS} s)", time.monotonic() - killed_at))
+        wait_until(
+            lambda: not any(tagged(host) for host in hosts),
+            "the hosts to end their nodes",
+            (LEASE_SECONDS + GUARD_SECONDS) * slowness(),
+        )
+        timings.rows.append(
+            (f"client killed, until nothing runs on the hosts (lease {LEASE_SECONDS} s)", time.monotonic() - killed_at)
+        )
     with pool_on(owned, Told()) as pool:
         assert pool.map(square, range(10)) == [number * number for number in range(10)]
     assert executions(hosts) == Counter(range(10))
@@ -475,7 +565,9 @@ def test_a_script_that_ends_without_closing_its_pool_gives_the_hosts_back(hosts,
 
 
 def test_a_second_process_attaches(hosts, owned, timings, tmp_path):
-    """Another process, with the lease and a copy of the key, uses the pool, and reads the result of a call that was started detached; the pool goes on."""
+    """Another process, with the lease and a copy of the key, uses the pool, and reads the result of a call that was
+    started detached; the pool goes on.
+    """
     key = tmp_path / "copied-key"
     key.write_bytes(hosts[0].key_path.read_bytes())
     key.chmod(0o600)
@@ -496,7 +588,9 @@ def test_a_second_process_attaches(hosts, owned, timings, tmp_path):
 
 
 def test_a_host_with_a_wrong_key_is_refused(hosts, owned):
-    """A stranger answers at the address of one of the hosts: the pool does not open, and nothing was started on the others."""
+    """A stranger answers at the address of one of the hosts: the pool does not open, and nothing was started on the
+    others.
+    """
     hosts[1].change_host_key()
     told = Told()
     with pytest.raises(sky.HostKeyChanged, match=hosts[1].ip), pool_on(owned, told):
@@ -511,7 +605,9 @@ def test_a_host_with_a_wrong_key_is_refused(hosts, owned):
 @contextmanager
 def client(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
     """Run this file as a program; it does not outlive the block."""
-    process = subprocess.Popen([sys.executable, "-m", "tests.test_real_hosts", *arguments], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.test_real_hosts", *arguments], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
     try:
         yield process
     finally:
@@ -532,7 +628,9 @@ def open_and_wait(*arguments: str) -> None:
 def leave(*arguments: str) -> sky.ComputePool:
     """Open a pool on hosts, use it, and leave it so."""
     *addresses, key, known_hosts = arguments
-    pool = pool_on(sky.Hosts(*addresses, user="root", key=key, known_hosts=known_hosts, config="/dev/null"), lambda event: None).open()
+    pool = pool_on(
+        sky.Hosts(*addresses, user="root", key=key, known_hosts=known_hosts, config="/dev/null"), lambda event: None
+    ).open()
     print(pool.map(square, [1, 2]), flush=True)
     return pool
 
@@ -543,9 +641,16 @@ def attach(lease: str, key: str, call_id: str) -> None:
     with sky.ComputePool.attach(Path(lease).read_text(), key=key) as pool:
         seconds = time.monotonic() - started
         call = pool.detached_call(call_id)
-        found = {"seconds": seconds, "squares": pool.map(square, range(20)), "hosts": where() @ pool, "result": call.result(30), "log": call.log()}
+        found = {
+            "seconds": seconds,
+            "squares": pool.map(square, range(20)),
+            "hosts": where() @ pool,
+            "result": call.result(30),
+            "log": call.log(),
+        }
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    left = {"open": open_and_wait, "leave": leave, "attach": attach}[sys.argv[1]](*sys.argv[2:])  # until the interpreter ends
+    # until the interpreter ends
+    left = {"open": open_and_wait, "leave": leave, "attach": attach}[sys.argv[1]](*sys.argv[2:])

@@ -1,6 +1,7 @@
 """When the driver is gone, however it went, its reaper ends the pool; and it does so in no other case.
 
-Drivers and reapers are real processes here. Machines are files, and a `Pool` is a driver's side of one (`reaping_provider.py`).
+Drivers and reapers are real processes here. Machines are files, and a `Pool` is a driver's side of one
+(`reaping_provider.py`).
 """
 
 import contextlib
@@ -102,7 +103,10 @@ def _reapers(state: str) -> list[int]:
     found = []
     for entry in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError):
-            if b"reaper_process" in Path(f"/proc/{entry}/cmdline").read_bytes() and state.encode() in Path(f"/proc/{entry}/environ").read_bytes():
+            if (
+                b"reaper_process" in Path(f"/proc/{entry}/cmdline").read_bytes()
+                and state.encode() in Path(f"/proc/{entry}/environ").read_bytes()
+            ):
                 found.append(int(entry))
     return found
 
@@ -111,7 +115,14 @@ def _reapers(state: str) -> list[int]:
 def driving(folder: Path, more: str = "") -> Iterator[tuple[subprocess.Popen[str], int]]:
     """Run a driver of a pool in this folder, leader of a session; yields it and the pid of its reaper."""
     command = [sys.executable, "-c", DRIVER.format(more=more), str(folder)]
-    driver = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    driver = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     assert driver.stdout is not None
     try:
         yield driver, int(driver.stdout.readline())
@@ -172,13 +183,21 @@ def test_it_does_not_matter_how_the_driver_ends(tmp_path: Path, way: str) -> Non
 def test_a_driver_that_ends_by_itself_warns_of_nothing(tmp_path: Path) -> None:
     """An interpreter that ends without letting its reaper go says nothing of it, even where warnings are errors."""
     text = DRIVER.format(more="").replace("signal.pause()", "del reaper")
-    run = subprocess.run([sys.executable, "-X", "dev", "-W", "error", "-c", text, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-X", "dev", "-W", "error", "-c", text, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert run.stderr == ""
     wait_until(Pool(tmp_path).is_ended, "the machines to end")
 
 
 def test_a_pool_that_has_ended_is_left_alone(tmp_path: Path) -> None:
-    """A driver that was killed between the end of the pool and letting its reaper go: nothing is asked of the provider."""
+    """A driver that was killed between the end of the pool and letting its reaper go: nothing is asked of the
+    provider.
+    """
     with driving(tmp_path) as (driver, reaper):
         pool = Pool(tmp_path)
         with Ledger(pool.url) as ledger:
@@ -223,7 +242,9 @@ def test_a_charge_that_was_cut_off_ends_nothing(pool: Pool) -> None:
 
 
 def test_the_machines_end_while_the_driver_lives(pool: Pool, start: Start) -> None:
-    """`terminate_now` returns at once; the reaper stays until it is told to leave, and does the same again when asked again."""
+    """`terminate_now` returns at once; the reaper stays until it is told to leave, and does the same again when asked
+    again.
+    """
     reaper = start(pool.charge())
     took = []
     for time_asked in (1, 2):
@@ -240,7 +261,9 @@ def test_the_machines_end_while_the_driver_lives(pool: Pool, start: Start) -> No
 
 
 def test_a_machine_that_comes_late_ends_with_the_driver(tmp_path: Path) -> None:
-    """The answer to a launch that came after the pool was ended on demand: the reaper looks once more when the driver goes."""
+    """The answer to a launch that came after the pool was ended on demand: the reaper looks once more when the driver
+    goes.
+    """
     with driving(tmp_path, more="reaper.terminate_now()") as (driver, reaper):
         pool = Pool(tmp_path)
         wait_until(lambda: "its machines are gone" in log_text(), "the machines to end")
@@ -259,7 +282,9 @@ def test_a_signal_handler_may_ask(tmp_path: Path) -> None:
 
 
 def test_asking_never_blocks_and_never_raises(pool: Pool, start: Start) -> None:
-    """A reaper that was stopped, whose pipe is full, that was killed, that has left: each call returns, and touches no other file."""
+    """A reaper that was stopped, whose pipe is full, that was killed, that has left: each call returns, and touches no
+    other file.
+    """
     reaper = start(pool.charge(providers=b""))
     os.kill(reaper.pid, signal.SIGSTOP)
     began = time.perf_counter()
@@ -312,7 +337,9 @@ def test_a_reaper_that_was_stopped_is_let_go_all_the_same(pool: Pool, start: Sta
 
 
 def test_a_reaper_that_is_left_on_its_own_ends_the_pool(pool: Pool, start: Start) -> None:
-    """The driver lives on, and can do no more for the pool: `leave` does not call it back then, and nobody waits for it."""
+    """The driver lives on, and can do no more for the pool: `leave` does not call it back then, and nobody waits for
+    it.
+    """
     reaper = start(pool.charge())
     reaper.hang_up()
     reaper.leave(timeout_seconds=0)
@@ -324,8 +351,11 @@ def test_a_reaper_that_is_left_on_its_own_ends_the_pool(pool: Pool, start: Start
 
 
 def test_a_fork_of_the_driver_has_no_reaper(tmp_path: Path) -> None:
-    """What a forked child does with its copy reaches nobody: neither its `leave` nor its `terminate_now` comes through the pipe."""
-    with driving(tmp_path, FORKS) as (driver, reaper):  # a process of its own, for a fork of this one, with its many threads, may hang
+    """What a forked child does with its copy reaches nobody: neither its `leave` nor its `terminate_now` comes through
+    the pipe.
+    """
+    # a process of its own, for a fork of this one, with its many threads, may hang
+    with driving(tmp_path, FORKS) as (driver, reaper):
         assert not is_gone(reaper)
         assert driver.poll() is None
         assert (len(Pool.at(tmp_path).living()), log_text()) == (2, "")
@@ -355,11 +385,22 @@ def _unheard(reaper: Reaper) -> int:
 
 
 def test_only_sigkill_ends_a_reaper_that_waits(tmp_path: Path) -> None:
-    """Signals that end other processes do not end it, sent to it or to its group; it is of another session than its driver."""
+    """Signals that end other processes do not end it, sent to it or to its group; it is of another session than its
+    driver.
+    """
     with driving(tmp_path) as (driver, reaper):
         wait_until(lambda: _caught(reaper) >> (signal.SIGUSR2 - 1) & 1, "the reaper to have begun")
         assert os.getsid(reaper) == reaper != os.getsid(driver.pid)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE, signal.SIGTSTP):
+        for number in (
+            signal.SIGTERM,
+            signal.SIGINT,
+            signal.SIGHUP,
+            signal.SIGQUIT,
+            signal.SIGUSR1,
+            signal.SIGUSR2,
+            signal.SIGPIPE,
+            signal.SIGTSTP,
+        ):
             os.kill(reaper, number)
             os.killpg(reaper, number)
         driver.kill()
@@ -368,7 +409,12 @@ def test_only_sigkill_ends_a_reaper_that_waits(tmp_path: Path) -> None:
 
 def _caught(pid: int) -> int:
     """The signals that a process has a handler for, as a mask."""
-    return int(next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt")).split()[1], 16)
+    return int(
+        next(
+            line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt")
+        ).split()[1],
+        16,
+    )
 
 
 # ── what goes wrong ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -410,7 +456,9 @@ def test_machines_end_while_the_ledger_is_locked(pool: Pool, start: Start) -> No
         locker.close()
 
 
-def test_a_ledger_and_a_provider_are_found_relative_to_the_drivers_directory(pool: Pool, monkeypatch: pytest.MonkeyPatch, start: Start) -> None:
+def test_a_ledger_and_a_provider_are_found_relative_to_the_drivers_directory(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, start: Start
+) -> None:
     """Both may name files by relative paths; the reaper itself sits in no directory of its driver's while it waits."""
     monkeypatch.chdir(pool.folder)
     reaper = start(Charge.of([FolderProvider(folder=".")], pool.pool_id, "sqlite:///ledger.db"))
@@ -420,7 +468,9 @@ def test_a_ledger_and_a_provider_are_found_relative_to_the_drivers_directory(poo
 
 
 @pytest.mark.parametrize("has_ledger", [True, False], ids=["the ledger names one", "there is no ledger"])
-def test_of_several_providers_those_that_may_have_machines_are_asked(pool: Pool, tmp_path: Path, start: Start, *, has_ledger: bool) -> None:
+def test_of_several_providers_those_that_may_have_machines_are_asked(
+    pool: Pool, tmp_path: Path, start: Start, *, has_ledger: bool
+) -> None:
     """The one that the pool's entry names; all of them if nobody can say."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -482,10 +532,22 @@ class StandIn:
 
     pool: Pool
 
-    def run(self, body: str, monkeypatch: pytest.MonkeyPatch, *, closes: bool = True, try_seconds: float = 60, charge: Charge | None = None) -> int:
+    def run(
+        self,
+        body: str,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        closes: bool = True,
+        try_seconds: float = 60,
+        charge: Charge | None = None,
+    ) -> int:
         """Start it, and be gone for it (the pipe ends without a word); returns its exit status."""
         script = self.pool.folder / "reaper_process_stand_in.py"
-        script.write_text(STAND_IN.format(root=str(ROOT), folder=str(self.pool.folder), body=body, closes=closes, try_seconds=try_seconds))
+        script.write_text(
+            STAND_IN.format(
+                root=str(ROOT), folder=str(self.pool.folder), body=body, closes=closes, try_seconds=try_seconds
+            )
+        )
         monkeypatch.setattr(reaper_module, "SCRIPT", script)
         reaper = Reaper.start(charge or self.pool.charge())
         monkeypatch.setattr(reaper, "_say", lambda line: None)
@@ -501,9 +563,17 @@ class StandIn:
 
 
 def test_what_fails_is_tried_again(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three failures, whatever they are, then success: pauses grow, each failure is a line of the log, the entry is closed."""
+    """Three failures, whatever they are, then success: pauses grow, each failure is a line of the log, the entry is
+    closed.
+    """
     stand_in = StandIn(pool)
-    assert stand_in.run("if number <= 3: raise [ConnectionError, KeyError, RuntimeError][number - 1]('no. %d\\nmore' % number)", monkeypatch) == 0
+    assert (
+        stand_in.run(
+            "if number <= 3: raise [ConnectionError, KeyError, RuntimeError][number - 1]('no. %d\\nmore' % number)",
+            monkeypatch,
+        )
+        == 0
+    )
     assert stand_in.lines("calls") == [f"{pool.pool_id} FolderProvider True its process is gone"] * 4
     assert stand_in.lines("pauses") == ["1.0", "2.0", "4.0"]
     told = [line.split(" ", 2)[2] for line in log_text().splitlines()]
@@ -541,16 +611,25 @@ def test_books_that_stay_open_are_not_tried_for_long(pool: Pool, monkeypatch: py
 def test_what_the_ledger_refuses_is_not_what_a_provider_refuses(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """`end_pool` raises LedgerError once the machines are gone: the same short patience."""
     stand_in = StandIn(pool)
-    assert stand_in.run("from skyward_core.errors import LedgerError; raise LedgerError('the disk is full')", monkeypatch) == 1
+    assert (
+        stand_in.run("from skyward_core.errors import LedgerError; raise LedgerError('the disk is full')", monkeypatch)
+        == 1
+    )
     assert sum(float(line) for line in stand_in.lines("pauses")) < 160
     assert "this could not be written down: the disk is full" in log_text()
 
 
-def test_a_provider_that_cannot_be_rebuilt_is_taken_from_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its code is gone, or is of another version: what the ledger says of it is enough where the environment has the credentials."""
+def test_a_provider_that_cannot_be_rebuilt_is_taken_from_the_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its code is gone, or is of another version: what the ledger says of it is enough where the environment has the
+    credentials.
+    """
     pool = Pool(tmp_path)
     with Ledger(pool.url) as ledger:
-        ledger.open_pool(pool.pool_id, owner=Owner.here(), provider={"name": "local"}, spec_json="{}", lease_expires_at=in_an_hour())
+        ledger.open_pool(
+            pool.pool_id, owner=Owner.here(), provider={"name": "local"}, spec_json="{}", lease_expires_at=in_an_hour()
+        )
     stand_in = StandIn(pool)
     assert stand_in.run("pass", monkeypatch, charge=pool.charge(providers=b"nonsense")) == 0
     assert stand_in.lines("calls") == [f"{pool.pool_id} Local True its process is gone"]
@@ -560,7 +639,9 @@ def test_a_provider_that_cannot_be_rebuilt_is_taken_from_the_ledger(tmp_path: Pa
 
 
 def test_no_secret_is_to_be_seen(pool: Pool, start: Start) -> None:
-    """Neither the provider's secret nor the ledger's password is in the command line, the environment, the log or the charge's repr."""
+    """Neither the provider's secret nor the ledger's password is in the command line, the environment, the log or the
+    charge's repr.
+    """
     charge = Charge.of([pool.provider], pool.pool_id, f"postgresql+psycopg://ada:{SECRET}@127.0.0.1:1/books")
     assert SECRET.encode() in charge.providers
     assert SECRET not in repr(charge)
@@ -574,7 +655,9 @@ def test_no_secret_is_to_be_seen(pool: Pool, start: Start) -> None:
 
 
 def test_a_reaper_is_no_process_of_a_node(pool: Pool, monkeypatch: pytest.MonkeyPatch, start: Start) -> None:
-    """A driver that runs on a node itself: its reaper does not carry the marks by which that node's processes are found and ended."""
+    """A driver that runs on a node itself: its reaper does not carry the marks by which that node's processes are found
+    and ended.
+    """
     monkeypatch.setenv("SKYWARD_INSTANCE_ID", "local-0123456789ab")
     monkeypatch.setenv("SKYWARD_POOL_ID", "outer")
     monkeypatch.setenv("A_CREDENTIAL", "of the environment")
@@ -666,6 +749,8 @@ def test_a_reaper_needs_no_log(pool: Pool, start: Start) -> None:
 
 def test_a_waiting_reaper_has_imported_nothing_of_ours() -> None:
     """It is a bare interpreter until it must act: small, and up in no time."""
-    text = f"import sys; exec(open({str(reaper_module.SCRIPT)!r}).read(), {{'__name__': 'waiting'}}); print(*sys.modules)"
+    text = (
+        f"import sys; exec(open({str(reaper_module.SCRIPT)!r}).read(), {{'__name__': 'waiting'}}); print(*sys.modules)"
+    )
     run = subprocess.run([sys.executable, "-I", "-S", "-c", text], capture_output=True, text=True, check=True)
     assert {"skyward_core", "pickle", "typing", "dataclasses", "logging", "re", "site"}.isdisjoint(run.stdout.split())

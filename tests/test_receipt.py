@@ -57,21 +57,34 @@ def ledger(clock: Clock, tmp_path: Path) -> Iterator[Ledger]:
         yield opened
 
 
-def intend(ledger: Ledger, name: str, price: Price = SPOT, kind: ResourceKind = ResourceKind.INSTANCE, pool_id: str = "p") -> int:
+def intend(
+    ledger: Ledger, name: str, price: Price = SPOT, kind: ResourceKind = ResourceKind.INSTANCE, pool_id: str = "p"
+) -> int:
     tags = {TYPE_TAG: "1xH100"} if kind is ResourceKind.INSTANCE else {}
     wish = Wish(kind, "verda", "FIN-01", name, f"token-{pool_id}-{name}", tags, NOON + timedelta(hours=9), price)
     return ledger.intend(pool_id, wish).id
 
 
 def of_an_afternoon(ledger: Ledger, clock: Clock) -> dict[str, Any]:
-    """The receipt of a pool with a machine that came and went, one that may still run, a thing that is no machine, and one that never was."""
-    gone, left, key = intend(ledger, "p-0"), intend(ledger, "p-1", Price(Decimal("0.5"))), intend(ledger, "key", Price(), ResourceKind.OTHER)
+    """The receipt of a pool with a machine that came and went, one that may still run, a thing that is no machine, and
+    one that never was.
+    """
+    gone, left, key = (
+        intend(ledger, "p-0"),
+        intend(ledger, "p-1", Price(Decimal("0.5"))),
+        intend(ledger, "key", Price(), ResourceKind.OTHER),
+    )
     never = intend(ledger, "p-2")
     intend(ledger, "elsewhere", pool_id="other")
     clock.time += timedelta(seconds=5)
     ledger.bind_all({gone: "i-0", left: "i-1", key: "k-1"})
     ledger.close_all([never], "there was none")
-    ledger.note_all({gone: {Bucket.LAUNCHING: 20.0, Bucket.RUNNING_CALLS: 3000.25, Bucket.IDLE: 9.75, Bucket.TERMINATING: 30.0}, left: {Bucket.IDLE: 100.0}})
+    ledger.note_all(
+        {
+            gone: {Bucket.LAUNCHING: 20.0, Bucket.RUNNING_CALLS: 3000.25, Bucket.IDLE: 9.75, Bucket.TERMINATING: 30.0},
+            left: {Bucket.IDLE: 100.0},
+        }
+    )
     clock.time = NOON + timedelta(minutes=50)
     ledger.ask_end_all([gone, left])
     clock.time = NOON + timedelta(minutes=51)
@@ -81,7 +94,9 @@ def of_an_afternoon(ledger: Ledger, clock: Clock) -> dict[str, Any]:
 
 
 def test_a_receipt_tells_what_became_of_each_thing(ledger: Ledger, clock: Clock) -> None:
-    """Each resource has its times, its evidence, its seconds and its price; what nobody has seen to be gone is said to be left."""
+    """Each resource has its times, its evidence, its seconds and its price; what nobody has seen to be gone is said to
+    be left.
+    """
     told = of_an_afternoon(ledger, clock)
     assert (told["pool_id"], told["owner"], told["provider"], told["account"]) == ("p", "ada@laptop", "verda", None)
     assert (told["created_at"], told["ended_at"]) == ("2026-11-21T12:00:00+00:00", "2026-11-21T12:51:00+00:00")
@@ -102,11 +117,20 @@ def test_a_receipt_tells_what_became_of_each_thing(ledger: Ledger, clock: Clock)
         "end_asked_at": "2026-11-21T12:50:00+00:00",
         "gone_at": "2026-11-21T12:51:00+00:00",
         "evidence": "verda lists it no more",
-        "seconds": {"launching": 20.0, "bootstrapping": 0.0, "running calls": 3000.25, "idle": 9.75, "lost to preemption": 0.0, "terminating": 30.0},
+        "seconds": {
+            "launching": 20.0,
+            "bootstrapping": 0.0,
+            "running calls": 3000.25,
+            "idle": 9.75,
+            "lost to preemption": 0.0,
+            "terminating": 30.0,
+        },
         "cost_usd": 1.275,  # 51 minutes at 1.50 USD per hour
         "on_demand_usd": 3.4,
     }
-    assert told["left"] == [{"kind": "instance", "provider": "verda", "region": "FIN-01", "name": "p-1", "cloud_id": "i-1"}]
+    assert told["left"] == [
+        {"kind": "instance", "provider": "verda", "region": "FIN-01", "name": "p-1", "cloud_id": "i-1"}
+    ]
     assert [resource["cost_usd"] for resource in told["resources"][1:]] == [0.013889, 0.0, 0.0]
 
 
@@ -126,7 +150,9 @@ def test_a_receipt_adds_up(ledger: Ledger, clock: Clock) -> None:
 
 
 def test_a_receipt_says_what_was_billed_beside_machines(ledger: Ledger, clock: Clock) -> None:
-    """Each thing is a line, with the source of its price; the lines of a resource add up to its cost, and those of all resources to the bill."""
+    """Each thing is a line, with the source of its price; the lines of a resource add up to its cost, and those of all
+    resources to the bill.
+    """
     disk = Extra(name="disk", usd_per_hour=0.25, source="a page", checked="2026-11-22")
     address = Extra(name="public IPv4", usd_per_hour=0.1, source="another page", checked="2026-11-21")
     gone = intend(ledger, "p-0", Price(Decimal("1.35"), Decimal("2.35"), is_spot=True, extras=(disk, address)))
@@ -138,12 +164,17 @@ def test_a_receipt_says_what_was_billed_beside_machines(ledger: Ledger, clock: C
     assert told["resources"][0]["extras_per_hour"] == [disk.model_dump(), address.model_dump()]
     assert told["resources"][0]["lines"] == {"machine": 1.0, "disk": 0.25, "public IPv4": 0.1}
     assert told["resources"][1]["lines"] == {"machine": 0.277779, "disk": 0.069444}
-    assert (told["lines"], told["total_cost_usd"]) == ({"machine": 1.277779, "disk": 0.319444, "public IPv4": 0.1}, 1.697223)
+    assert (told["lines"], told["total_cost_usd"]) == (
+        {"machine": 1.277779, "disk": 0.319444, "public IPv4": 0.1},
+        1.697223,
+    )
     assert told["resources"][0]["on_demand_usd"] == 2.35
 
 
 def test_a_receipt_is_json(ledger: Ledger, clock: Clock) -> None:
-    """It comes back from JSON as it went in, and holds no more of the provider than its name: the rest may be secret."""
+    """It comes back from JSON as it went in, and holds no more of the provider than its name: the rest may be
+    secret.
+    """
     told = of_an_afternoon(ledger, clock)
     written = json.dumps(told, allow_nan=False)
     assert json.loads(written) == told
@@ -153,7 +184,13 @@ def test_a_receipt_is_json(ledger: Ledger, clock: Clock) -> None:
 def test_a_receipt_may_be_had_while_the_pool_lives(ledger: Ledger) -> None:
     """A pool that has rented nothing yet has one, without an end."""
     told = receipt(ledger, "p")
-    assert (told["ended_at"], told["resources"], told["left"], told["total_cost_usd"], told["saved_usd"]) == (None, [], [], 0.0, 0.0)
+    assert (told["ended_at"], told["resources"], told["left"], told["total_cost_usd"], told["saved_usd"]) == (
+        None,
+        [],
+        [],
+        0.0,
+        0.0,
+    )
 
 
 def test_no_receipt_for_a_pool_that_is_not_known(ledger: Ledger) -> None:
@@ -163,7 +200,9 @@ def test_no_receipt_for_a_pool_that_is_not_known(ledger: Ledger) -> None:
 
 
 def test_the_meters_bill_is_the_ledgers(ledger: Ledger, clock: Clock) -> None:
-    """What the meter bills for an odd lot of machines is to the micro-dollar what the ledger makes of the seconds that the meter notes, bucket by bucket."""
+    """What the meter bills for an odd lot of machines is to the micro-dollar what the ledger makes of the seconds that
+    the meter notes, bucket by bucket.
+    """
     meter = Meter(clock.monotonic)
     prices = [
         Price(Decimal("0.333333"), Decimal("1.1"), is_spot=True),
@@ -173,7 +212,15 @@ def test_the_meters_bill_is_the_ledgers(ledger: Ledger, clock: Clock) -> None:
     numbers = {f"i-{rank}": intend(ledger, f"p-{rank}", price) for rank, price in enumerate(prices)}
     ledger.bind_all({number: instance_id for instance_id, number in numbers.items()})
     for rank, (instance_id, price) in enumerate(zip(numbers, prices, strict=True)):
-        instance = Instance(id=instance_id, provider="verda", pool_id="p", rank=rank, state=InstanceState.RUNNING, region="FIN-01", instance_type="t")
+        instance = Instance(
+            id=instance_id,
+            provider="verda",
+            pool_id="p",
+            rank=rank,
+            state=InstanceState.RUNNING,
+            region="FIN-01",
+            instance_type="t",
+        )
         meter.start(instance, clock.monotonic(), price)
     for rank, instance_id in enumerate(numbers):
         for phase in (Bucket.BOOTSTRAPPING, Bucket.IDLE, Bucket.TERMINATING):

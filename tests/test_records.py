@@ -51,7 +51,9 @@ def log_and_die() -> None:
 
 
 def test_a_record_arrives_with_its_level_and_whole(pool: sky.ComputePool, told: Told) -> None:
-    """By Python's last resort and by handlers of the call's own; what is printed has no level, and what goes elsewhere stays there."""
+    """By Python's last resort and by handlers of the call's own; what is printed has no level, and what goes elsewhere
+    stays there.
+    """
     future = pool.submit(write_everything())
     future.result()
     lines = [line for line in told.of(sky.LogLine) if line.call_id == future.call_id]
@@ -81,14 +83,18 @@ def test_the_last_lines_of_a_call_that_dies_are_lines(pool: sky.ComputePool) -> 
         raise AssertionError("it lived")
 
 
-@given(st.lists(st.one_of(st.text(st.characters(exclude_characters="\n\r\x1e")), st.tuples(st.integers(0, 60), st.text()))))
+@given(
+    st.lists(st.one_of(st.text(st.characters(exclude_characters="\n\r\x1e")), st.tuples(st.integers(0, 60), st.text())))
+)
 def test_lines_and_records_are_read_back_in_their_order(written: list[str | tuple[int, str]]) -> None:
     """Neighbours of one level come together; nothing is lost or changed."""
     import json
 
     lines = [item if isinstance(item, str) else f"{START}{item[0]} {json.dumps(item[1])}" for item in written]
     read = list(split_records(MARK, lines))
-    assert [(group.level, text) for group in read for text in group.texts] == [(None, item) if isinstance(item, str) else item for item in written]
+    assert [(group.level, text) for group in read for text in group.texts] == [
+        (None, item) if isinstance(item, str) else item for item in written
+    ]
     assert all(one.level != other.level for one, other in itertools.pairwise(read))
 
 

@@ -1,4 +1,6 @@
-"""What an open pool does about nodes and heads that go away: a small world of machines, a clock that is turned by hand, one turn of recovery at a time."""
+"""What an open pool does about nodes and heads that go away: a small world of machines, a clock that is turned by hand,
+one turn of recovery at a time.
+"""
 
 import ast
 import inspect
@@ -37,7 +39,9 @@ NODES = 3
 
 @dataclass
 class Machine:
-    """One machine: whether it lives, whether the wire to it holds, what its log says at its end and of being taken back, and how many calls it has left."""
+    """One machine: whether it lives, whether the wire to it holds, what its log says at its end and of being taken
+    back, and how many calls it has left.
+    """
 
     id: str
     lives: bool = True
@@ -75,7 +79,9 @@ class World:
         self.told = Told()
         self.machines = FakeMachines(self)
         self.cluster = FakeCluster(self)
-        self.recovery = Recovery(self.machines, self.cluster, nodes, lease_seconds, self.told, lambda: self.now, self.put_aside)
+        self.recovery = Recovery(
+            self.machines, self.cluster, nodes, lease_seconds, self.told, lambda: self.now, self.put_aside
+        )
 
     def put_aside(self, name: str, work: Callable[[], None]) -> None:
         self.aside.append((name, work))
@@ -149,7 +155,9 @@ class World:
 
 
 class FakeMachines:
-    """The face of `lifecycle.Machines`, with its rules: `replace` and `restart` give back whom they replace, and drop whom they cannot reach."""
+    """The face of `lifecycle.Machines`, with its rules: `replace` and `restart` give back whom they replace, and drop
+    whom they cannot reach.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -164,7 +172,10 @@ class FakeMachines:
 
     @property
     def lease(self) -> Lease:
-        nodes = tuple(Node(instance=instance(machine.id, rank, self.world.is_cloud), rank=rank) for rank, machine in sorted(self.world.nodes.items()))
+        nodes = tuple(
+            Node(instance=instance(machine.id, rank, self.world.is_cloud), rank=rank)
+            for rank, machine in sorted(self.world.nodes.items())
+        )
         return Lease(pool_id="pool", provider={}, nodes=nodes, created_at=datetime(2026, 1, 1, tzinfo=UTC))
 
     @property
@@ -231,7 +242,11 @@ class FakeMachines:
         assert is_there()
 
     def lives(self, ranks: Collection[int]) -> dict[int, bool]:
-        machines = {rank: machine for rank in ranks if (machine := self.world.nodes.get(rank)) is not None and machine.lives and machine.is_wired}
+        machines = {
+            rank: machine
+            for rank in ranks
+            if (machine := self.world.nodes.get(rank)) is not None and machine.lives and machine.is_wired
+        }
         return {rank: machine.answers for rank, machine in machines.items() if rank not in self.world.mute}
 
     def restart(self, heirs: Collection[str], dead: Collection[str]) -> Lease:
@@ -330,7 +345,16 @@ class FakeCluster:
 
 def instance(instance_id: str, rank: int, is_cloud: bool) -> Instance:
     endpoint = Endpoint(host="h") if is_cloud else None
-    return Instance(id=instance_id, provider="fake", pool_id="pool", rank=rank, state=InstanceState.RUNNING, region="r", instance_type="t", endpoint=endpoint)
+    return Instance(
+        id=instance_id,
+        provider="fake",
+        pool_id="pool",
+        rank=rank,
+        state=InstanceState.RUNNING,
+        region="r",
+        instance_type="t",
+        endpoint=endpoint,
+    )
 
 
 @pytest.fixture
@@ -374,11 +398,15 @@ def test_a_node_that_says_that_it_ends_is_not_waited_for(world: World) -> None:
     """A node whose log says that it has ended is lost at once, and its last words are told."""
     lost = world.kill(2, "the lease ran out")
     world.turn()
-    assert [(event.instance_id, event.reason) for event in world.told.of(sky.InstanceLost)] == [(lost.id, "its worker has left the pool (the lease ran out)")]
+    assert [(event.instance_id, event.reason) for event in world.told.of(sky.InstanceLost)] == [
+        (lost.id, "its worker has left the pool (the lease ran out)")
+    ]
 
 
 def test_where_there_is_no_machine_it_is_tried_again_later_and_later(world: World) -> None:
-    """NoCapacity is told as an error each time, the pauses grow up to a limit, and calls that only that node could run fail."""
+    """NoCapacity is told as an error each time, the pauses grow up to a limit, and calls that only that node could run
+    fail.
+    """
     world.has_capacity = False
     lost = world.kill(1)
     world.go_on(400)
@@ -422,7 +450,9 @@ def test_one_rank_is_never_replaced_twice_at_once(world: World) -> None:
 
 
 def test_a_node_that_comes_back_before_its_replacement_is_rented_stays(world: World) -> None:
-    """A node that is back by the time a machine would be rented keeps its place: nothing is rented, nothing given back."""
+    """A node that is back by the time a machine would be rented keeps its place: nothing is rented, nothing given
+    back.
+    """
     lost = world.cut(1)
     world.turn()
     world.turn(REJOIN_SECONDS + 0.1)
@@ -459,11 +489,14 @@ def test_a_replacement_that_leaves_at_once_is_noticed(world: World) -> None:
 
 
 def test_when_nobody_is_left_for_long_everything_fails(world: World) -> None:
-    """While any node works, or for some minutes, calls wait; when nobody is left and nobody comes they raise, and no machine is rented any more."""
+    """While any node works, or for some minutes, calls wait; when nobody is left and nobody comes they raise, and no
+    machine is rented any more.
+    """
     world.has_capacity = False
     world.kill(1)
     world.kill(2)
-    world.cluster.there.discard(0)  # the head's scheduler lives, its worker does not come back: in the end it is lost too
+    # the head's scheduler lives, its worker does not come back: in the end it is lost too
+    world.cluster.there.discard(0)
     world.go_on(NOBODY_LEFT_SECONDS - 10)
     assert None not in {rank for rank, _ in world.cluster.given_up}
     world.go_on(HEAD_WORKERS_SECONDS + 2 * LONGEST_PAUSE_SECONDS)
@@ -477,7 +510,9 @@ def test_when_nobody_is_left_for_long_everything_fails(world: World) -> None:
 
 
 def test_a_head_without_its_worker_has_it_begun_anew(world: World) -> None:
-    """The machine of a living scheduler is not given back because its worker stands still: that is told, and its supervisor kills it and brings it back."""
+    """The machine of a living scheduler is not given back because its worker stands still: that is told, and its
+    supervisor kills it and brings it back.
+    """
     world.cluster.leaves(0)
     world.go_on(REJOIN_SECONDS + ROUSE_SECONDS)
     assert (world.told.events, world.machines.roused) == ([], [])  # a worker that has died is back by then
@@ -496,14 +531,18 @@ def test_a_head_without_its_worker_has_it_begun_anew(world: World) -> None:
 
 
 def test_a_head_whose_worker_never_comes_back_is_lost(world: World) -> None:
-    """Where the supervisor does not bring the worker back either, another node becomes the head, and the machine is replaced."""
+    """Where the supervisor does not bring the worker back either, another node becomes the head, and the machine is
+    replaced.
+    """
     lost = world.nodes[0].id
     world.cluster.leaves(0)
     world.go_on(HEAD_WORKERS_SECONDS)
     assert world.lost() == []
     world.go_on(20)
     assert world.lost() == [(lost, 0)]
-    assert world.told.of(sky.InstanceLost)[0].reason == "its scheduler answers, but its workers have stayed away for 60 s"
+    assert (
+        world.told.of(sky.InstanceLost)[0].reason == "its scheduler answers, but its workers have stayed away for 60 s"
+    )
     assert len(world.told.of(sky.ClusterRestarting)) == len(world.told.of(sky.PoolReady)) == 1
     assert world.all_are_there()
 
@@ -521,7 +560,9 @@ def test_while_one_node_is_left_nothing_is_given_up(world: World) -> None:
 
 @pytest.mark.parametrize("is_asked_in_vain", [False, True])
 def test_a_head_that_answers_again_is_not_lost(world: World, is_asked_in_vain: bool) -> None:
-    """A wire that is cut for less than the patience costs nothing: the cluster is resumed, and no loss is told, whatever the provider can say meanwhile."""
+    """A wire that is cut for less than the patience costs nothing: the cluster is resumed, and no loss is told,
+    whatever the provider can say meanwhile.
+    """
     world.is_asked_in_vain = is_asked_in_vain
     world.cut(0)
     world.go_on(HEAD_PATIENCE_SECONDS - 1)
@@ -545,7 +586,9 @@ def test_a_cut_may_come_again(world: World) -> None:
 
 
 def test_nodes_seem_lost_to_nobody_while_the_head_is_silent(world: World) -> None:
-    """Who leaves while the head is silent is looked at once it answers again, and then has as long as ever to come back."""
+    """Who leaves while the head is silent is looked at once it answers again, and then has as long as ever to come
+    back.
+    """
     world.cut(0)
     world.turn()
     world.nodes[1].lives = False
@@ -580,12 +623,18 @@ def test_who_was_away_before_the_cut_has_as_long_as_ever_after_it(world: World) 
     ],
 )
 def test_a_lost_head_is_succeeded_by_a_node_that_is_left(world: World, how: str, seconds: float, reason: str) -> None:
-    """However the loss is known: it is told once, the cluster comes up anew on the next node, and the rank that falls vacant is filled."""
+    """However the loss is known: it is told once, the cluster comes up anew on the next node, and the rank that falls
+    vacant is filled.
+    """
     heir = world.nodes[1]
-    lost = world.cut(0) if how == "silence" else world.kill(0, "the machine was taken back" if how == "it said so" else "")
+    lost = (
+        world.cut(0) if how == "silence" else world.kill(0, "the machine was taken back" if how == "it said so" else "")
+    )
     world.go_on(seconds)
     assert world.nodes[0] is heir
-    assert [(event.instance_id, event.node, event.reason) for event in world.told.of(sky.InstanceLost)] == [(lost.id, 0, reason)]
+    assert [(event.instance_id, event.node, event.reason) for event in world.told.of(sky.InstanceLost)] == [
+        (lost.id, 0, reason)
+    ]
     world.go_on(10)
     kinds = [type(event) for event in world.told.events]
     assert kinds == [sky.InstanceLost, sky.ClusterRestarting, sky.PoolReady]
@@ -684,13 +733,17 @@ def test_a_short_lease_shortens_the_patience() -> None:
 
 
 def test_a_restart_that_fails_is_tried_again(world: World) -> None:
-    """A node that does not manage to become the head is lost too; the next one is tried, and the pool tells its trouble and its readiness."""
+    """A node that does not manage to become the head is lost too; the next one is tried, and the pool tells its trouble
+    and its readiness.
+    """
     world.machines.fails_to_restart = 2
     world.kill(0)
     world.go_on(30)
     assert [rank for _, rank in world.lost()] == [0, 0, 0]
     assert len({instance_id for instance_id, _ in world.lost()}) == 3
-    assert [event.reason for event in world.told.of(sky.InstanceLost)][1:] == ["the cluster did not come up on it: the new head did not come up in time"] * 2
+    assert [event.reason for event in world.told.of(sky.InstanceLost)][1:] == [
+        "the cluster did not come up on it: the new head did not come up in time"
+    ] * 2
     assert len(world.told.of(sky.Error)) == 2
     assert len(world.told.of(sky.ClusterRestarting)) == len(world.told.of(sky.PoolReady)) == 1
     assert world.all_are_there()
@@ -712,7 +765,9 @@ def test_a_second_head_lost_on_its_way_up_is_told(world: World) -> None:
 
 
 def test_a_node_that_cannot_be_told_of_the_new_head_is_told_lost(world: World) -> None:
-    """A node that is out of reach while the cluster comes up anew is dropped there; that is a loss, told once, and it is replaced."""
+    """A node that is out of reach while the cluster comes up anew is dropped there; that is a loss, told once, and it
+    is replaced.
+    """
     world.cut(0)
     world.turn()
     dropped = world.cut(2)
@@ -778,7 +833,9 @@ def test_a_replacement_under_way_does_not_become_the_head(world: World) -> None:
 
 
 def test_a_replacement_that_falls_with_the_head_is_no_loss(world: World) -> None:
-    """A machine that was on its way to being a node when the head was lost, and cannot be told of the new one, was never a member: nobody is told of it."""
+    """A machine that was on its way to being a node when the head was lost, and cannot be told of the new one, was
+    never a member: nobody is told of it.
+    """
     first = world.kill(1)
     world.turn()
     world.turn(REJOIN_SECONDS + 0.1)
@@ -989,7 +1046,12 @@ def test_what_decides_has_no_thread_no_clock_and_no_machine() -> None:
     imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
     standard = {"__future__", "collections", "collections.abc", "dataclasses", "typing"}
-    values = {"skyward_core.errors", "skyward_core.events.events", "skyward_core.machines.instances", "skyward_core.worker.preemption_notice"}
+    values = {
+        "skyward_core.errors",
+        "skyward_core.events.events",
+        "skyward_core.machines.instances",
+        "skyward_core.worker.preemption_notice",
+    }
     assert imported <= standard | values
 
 
@@ -1088,7 +1150,9 @@ class AnyOrder(RuleBasedStateMachine):
             assert len(given_up) == 1
             return
         assert world.all_are_there()
-        assert not any(machine.notices for rank, machine in world.nodes.items() if rank), "who is to be taken back is replaced"
+        assert not any(machine.notices for rank, machine in world.nodes.items() if rank), (
+            "who is to be taken back is replaced"
+        )
         assert world.machines.standing_by == {}, "nobody is rented for nothing"
         assert len(world.told.of(sky.ClusterRestarting)) == len(world.told.of(sky.PoolReady))
         lost = {instance_id for instance_id, _ in world.lost()}
@@ -1096,7 +1160,11 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 AnyOrder.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestAnyOrder: Any = AnyOrder.TestCase
 TestAnyOrder.__doc__ = "Whatever happens in whatever order: once all is mended every rank is there again, and each lost instance was told exactly once."

@@ -1,4 +1,6 @@
-"""The way to a node over SSH, on real hosts with a guard and nothing else: files, lines, ports, values and leases, and what a lost connection does to them."""
+"""The way to a node over SSH, on real hosts with a guard and nothing else: files, lines, ports, values and leases, and
+what a lost connection does to them.
+"""
 
 import gzip
 import os
@@ -63,7 +65,7 @@ class Way:
 
 
 @pytest.fixture
-def cloud(fleet: Fleet) -> Iterator[Cloud]:  # noqa: F811
+def cloud(fleet: Fleet) -> Iterator[Cloud]:
     cloud = Cloud(fleet, disk="256M")
     yield cloud
     cloud.close()
@@ -79,7 +81,9 @@ def lead(cloud: Cloud) -> Iterator[Callable[..., Way]]:
     def lead(lease_seconds: int = LEASE_SECONDS, paid_seconds: Callable[[], float | None] = lambda: None) -> Way:
         provider = cloud.provider()
         offer = provider.offers(sky.Requirements())[0]
-        (instance,) = provider.launch(offer, 1, {"skyward-pool": "sky-ways", "skyward-rank": "0"}, guard_script(lease_seconds, None, "poweroff"))
+        (instance,) = provider.launch(
+            offer, 1, {"skyward-pool": "sky-ways", "skyward-rank": "0"}, guard_script(lease_seconds, None, "poweroff")
+        )
         made.append(Wires(lease_seconds, told, lambda: False, paid_seconds))
         reaches.append(made[-1].reach(instance))
         return Way(reaches[-1], instance, cloud.host(instance.id), told)
@@ -104,7 +108,9 @@ def way(lead: Callable[..., Way]) -> Way:
 
 
 def test_a_script_is_started_once_and_told_to_its_end(lead, monkeypatch):
-    """The script runs with the instance's tag, on what was sent, uv and our package; once, though the answer to its start was lost. Its exit code is told."""
+    """The script runs with the instance's tag, on what was sent, uv and our package; once, though the answer to its
+    start was lost. Its exit code is told.
+    """
     way = lead()
     ask, starts = way.reach._command, []
 
@@ -142,7 +148,11 @@ def test_a_host_is_sent_the_uv_of_its_own_architecture(lead, monkeypatch, tmp_pa
     """By what `uname` says there; where none is known nothing is sent, and the host has to find one itself."""
     (tmp_path / "uv.gz").write_bytes(gzip.compress(b"of another architecture"))
     fetched: list[str] = []
-    monkeypatch.setattr(code_upload, "_fetched_uv", lambda machine: fetched.append(machine) or code_upload.Packed(tmp_path / "uv.gz", 23))
+    monkeypatch.setattr(
+        code_upload,
+        "_fetched_uv",
+        lambda machine: fetched.append(machine) or code_upload.Packed(tmp_path / "uv.gz", 23),
+    )
     way = lead()
     uname = way.host.root / "usr/local/bin/uname"
     uname.write_text(f"#!/bin/sh\ncase $1 in -s) echo {kind.split()[0]} ;; -m) echo {kind.split()[1]} ;; esac\n")
@@ -157,7 +167,9 @@ def test_a_host_is_sent_the_uv_of_its_own_architecture(lead, monkeypatch, tmp_pa
 
 
 def test_a_script_that_runs_is_not_touched_when_its_start_is_asked_for_again(lead):
-    """Not even if only a part of the script arrives then, or none: bash reads a script while it runs it, and would take the cut for its end."""
+    """Not even if only a part of the script arrives then, or none: bash reads a script while it runs it, and would take
+    the cut for its end.
+    """
     way = lead()
     wait = 'until [ -e "$SKYWARD_INSTANCE_DIRECTORY/go" ]; do sleep 0.05; done\n'
     script = "echo runs\n" + wait + f"# {'x' * 100}\n" * 1000 + "exit 7\n"
@@ -175,7 +187,9 @@ def test_a_script_that_runs_is_not_touched_when_its_start_is_asked_for_again(lea
     for part in (script[:20], ""):
         ask(ssh_transport.START, asked[0], stdin=part)
     (way.directory / "go").touch()
-    wait_until(lambda: way.has_told("::skyward exited 7") or way.has_told("::skyward exited 0"), "the end of the script")
+    wait_until(
+        lambda: way.has_told("::skyward exited 7") or way.has_told("::skyward exited 0"), "the end of the script"
+    )
     assert way.lines[-1] == "::skyward exited 7"
 
 
@@ -197,10 +211,16 @@ def test_only_a_part_of_a_script_is_not_started(lead):
 
 
 def test_what_a_script_says_of_a_full_disk_finds_room(lead):
-    """Not one byte is free when a script fails, not even for the log: what failed, why, and that it has ended is told all the same."""
+    """Not one byte is free when a script fails, not even for the log: what failed, why, and that it has ended is told
+    all the same.
+    """
     way = lead()
     fill = 'cat /dev/zero >"$HOME/filler" || true\nwhile printf "x\\n"; do :; done 2>/dev/null\n'
-    way.reach.start(shell.script(shell.prelude(), "skyward_phase deps", fill, "skyward_run cp /etc/passwd /root"), timeout_seconds=60, emit=way.told)
+    way.reach.start(
+        shell.script(shell.prelude(), "skyward_phase deps", fill, "skyward_run cp /etc/passwd /root"),
+        timeout_seconds=60,
+        emit=way.told,
+    )
     wait_until(lambda: way.has_told("::skyward exited 1"), "the end of the script")
     last = [line for line in way.lines if line != "x"][-3:]
     assert last[0] == "The disk that holds /root/.cache/skyward is full, or nearly so."
@@ -254,13 +274,17 @@ def test_the_node_lives_as_long_as_its_lease_is_extended_and_ends_itself_then(le
 
 @pytest.mark.parametrize("is_remote", [True, False])
 def test_whether_a_supervisor_lives_is_told_by_what_it_was_started_with(tmp_path: Path, is_remote: bool) -> None:
-    """Not by its pid, which may be somebody else's by now; one that has not begun yet is not dead, and a node without its folder is."""
+    """Not by its pid, which may be somebody else's by now; one that has not begun yet is not dead, and a node without
+    its folder is.
+    """
     directory = tmp_path / "host-1"
 
     def lives() -> bool | None:
         if not is_remote:
             return LocalReach(here(directory), lambda: False, lambda: None).lives(1.0)
-        output = subprocess.run(["sh", "-c", ssh_transport.LIVES, "skyward", str(directory)], capture_output=True, text=True, check=True).stdout
+        output = subprocess.run(
+            ["sh", "-c", ssh_transport.LIVES, "skyward", str(directory)], capture_output=True, text=True, check=True
+        ).stdout
         return {"": None, "::skyward lives\n": True, "::skyward dead\n": False}[output]
 
     assert lives() is False
@@ -268,7 +292,9 @@ def test_whether_a_supervisor_lives_is_told_by_what_it_was_started_with(tmp_path
     assert lives() is None
     (directory / "supervisor").write_text(f"{os.getpid()}\n")
     assert lives() is False, "that is this process"
-    with subprocess.Popen(["sleep", "60"], env={"PATH": os.environ["PATH"], "SKYWARD_INSTANCE_DIRECTORY": str(directory)}) as process:
+    with subprocess.Popen(
+        ["sleep", "60"], env={"PATH": os.environ["PATH"], "SKYWARD_INSTANCE_DIRECTORY": str(directory)}
+    ) as process:
         (directory / "supervisor").write_text(f"{process.pid}\n")
         wait_until(lives, "it to be what it was started as")
         process.kill()
@@ -280,7 +306,14 @@ def test_whether_a_supervisor_lives_is_told_by_what_it_was_started_with(tmp_path
 def here(directory: Path) -> Instance:
     """A node of this machine with that folder."""
     return Instance(
-        id=directory.name, provider="local", pool_id="p", rank=0, state=sky.InstanceState.RUNNING, region="r", instance_type="t", directory=str(directory)
+        id=directory.name,
+        provider="local",
+        pool_id="p",
+        rank=0,
+        state=sky.InstanceState.RUNNING,
+        region="r",
+        instance_type="t",
+        directory=str(directory),
     )
 
 
@@ -290,7 +323,10 @@ def test_a_lease_is_not_shortened_by_who_comes_at_the_same_time(tmp_path: Path) 
     for interpreter in ("sh", "bash"):
         for _ in range(30):
             lease.write_text(f"{int(uptime()) + 1}\n")
-            others = [subprocess.Popen([interpreter, "-c", ssh_transport.LEASE, "skyward", str(tmp_path), seconds, "", ""]) for seconds in ("5", "300", "5")]
+            others = [
+                subprocess.Popen([interpreter, "-c", ssh_transport.LEASE, "skyward", str(tmp_path), seconds, "", ""])
+                for seconds in ("5", "300", "5")
+            ]
             write_lease(tmp_path, uptime() + 10)
             assert [other.wait(30) for other in others] == [0, 0, 0]
             assert float(lease.read_text()) > uptime() + 200
@@ -316,7 +352,10 @@ def test_the_keeper_goes_on_after_whatever_has_happened(lead, monkeypatch, caplo
 
 
 def test_the_node_learns_with_each_sign_of_life_until_when_it_is_paid_for(lead):
-    """On its own clock, rounded down; it may be less than before. Without a word on money there is no such file; when paid time is over the node ends."""
+    """On its own clock, rounded down; it may be less than before.
+
+    Without a word on money there is no such file; when paid time is over the node ends.
+    """
     paid: list[float | None] = [None]
     way = lead(lease_seconds=30, paid_seconds=lambda: paid[0])
     way.reach.join(timeout_seconds=60)
@@ -328,7 +367,10 @@ def test_the_node_learns_with_each_sign_of_life_until_when_it_is_paid_for(lead):
         way.reach.extend_lease(30)
         until = int((way.directory / "paid").read_text())
         assert before - 1 + seconds - 1 <= until <= uptime() + seconds
-    assert sorted(path.name for path in way.directory.iterdir() if path.name.startswith(("lease", "paid"))) == ["lease", "paid"]
+    assert sorted(path.name for path in way.directory.iterdir() if path.name.startswith(("lease", "paid"))) == [
+        "lease",
+        "paid",
+    ]
     paid[0] = 0.5
     way.reach.extend_lease(30)
     wait_until(lambda: not way.host.is_up, "the host to turn itself off")
@@ -347,7 +389,9 @@ def test_files_are_private_and_read_back(way):
 
 
 def test_each_line_of_the_log_is_told_once_however_often_the_connection_is_lost(way):
-    """Lines written while there is no connection are told after it; none is told twice, and nothing that `tail` itself has to say."""
+    """Lines written while there is no connection are told after it; none is told twice, and nothing that `tail` itself
+    has to say.
+    """
     with (way.directory / "log").open("a") as log:
         for number in range(60):
             log.write(f"line {number}\n")
@@ -389,7 +433,9 @@ def test_what_is_asked_while_the_connection_is_lost_is_done_after_it(way):
 
 
 def test_a_node_that_does_not_let_us_in_is_told_as_silent_until_it_does(way, monkeypatch):
-    """ContactLost once, ContactRegained once, with the seconds between them; meanwhile a write waits as long as it may and raises ConnectionLost."""
+    """ContactLost once, ContactRegained once, with the seconds between them; meanwhile a write waits as long as it may
+    and raises ConnectionLost.
+    """
     monkeypatch.setattr(ssh_transport, "PATIENCE_SECONDS", 0.2)
     keys = way.host.root / "root/.ssh/authorized_keys"
     ours = keys.read_text()
@@ -410,7 +456,9 @@ def test_a_node_that_does_not_let_us_in_is_told_as_silent_until_it_does(way, mon
 
 
 def test_ports_lead_both_ways_and_tell_whether_they_are_reached(way, lead):
-    """An address on the node is reached through a port here, kept for the next who asks; a port there leads to one here; a closed one is not reached."""
+    """An address on the node is reached through a port here, kept for the next who asks; a port there leads to one
+    here; a closed one is not reached.
+    """
     here, port = way.reach.address("tls://127.0.0.1:22").rsplit(":", 1)
     assert here == "tls://127.0.0.1"
     assert way.reach.address("tls://127.0.0.1:22") == f"{here}:{port}"
@@ -436,7 +484,9 @@ def _parcel(size: int) -> Parcel:
 
 
 def test_values_go_to_the_nodes_memory_and_come_back(lead):
-    """A value put on the node lies in its memory, for its owner alone, and taken it is what it was, and gone there; released, it is gone too."""
+    """A value put on the node lies in its memory, for its owner alone, and taken it is what it was, and gone there;
+    released, it is gone too.
+    """
     way = lead()
     way.reach.start("true", timeout_seconds=60, emit=way.told)
     memory = way.host.root / way.reach.value_directories[0].lstrip("/")
@@ -451,7 +501,10 @@ def test_values_go_to_the_nodes_memory_and_come_back(lead):
 
 
 def test_the_nodes_folder_in_memory_is_under_a_name_that_nobody_can_guess(lead):
-    """Another user of the host sees the node's id: a folder that he makes with it is not used. Who joins the node later is told the same folder."""
+    """Another user of the host sees the node's id: a folder that he makes with it is not used.
+
+    Who joins the node later is told the same folder.
+    """
     way = lead()
     squatted = [f"/dev/shm/skyward-node-{way.instance.id}", f"/dev/shm/skyward-0-{way.instance.id}"]
     assert way.host.run(f"setpriv --reuid=nobody --clear-groups mkdir -m 777 {' '.join(squatted)}").returncode == 0
@@ -469,14 +522,19 @@ def test_the_nodes_folder_in_memory_is_under_a_name_that_nobody_can_guess(lead):
 
 
 def test_a_value_goes_to_disk_where_memory_is_full_and_is_refused_where_both_are(lead):
-    """Without room in the node's memory its disk takes the value; without any, CommandFailed tells it, and nothing of the value is left."""
+    """Without room in the node's memory its disk takes the value; without any, CommandFailed tells it, and nothing of
+    the value is left.
+    """
     way = lead()
     way.reach.start("true", timeout_seconds=60, emit=way.told)
     there = way.reach.put(_parcel(MIB))
     (way.host.root / "dev/shm/filler").write_bytes(b"")
     way.host.run("head -c 300M /dev/zero >/dev/shm/filler")
     on_disk = way.reach.put(_parcel(4 * MIB))
-    assert (str(there.path).startswith("/dev/shm/"), str(on_disk.path).startswith(str(way.instance.directory))) == (True, True)
+    assert (str(there.path).startswith("/dev/shm/"), str(on_disk.path).startswith(str(way.instance.directory))) == (
+        True,
+        True,
+    )
     way.host.fill_disk()
     before = sorted(way.directory.iterdir())
     with pytest.raises(CommandFailed, match="No space left"):

@@ -27,11 +27,15 @@ def read(path: str) -> str:
 def test_a_module_that_the_node_lacks_is_named_as_its_distribution(pool):
     """The distribution's own name where this client has it, the module's otherwise; the exception stays what it is."""
     assert 'Image(pip=[...]), as "scikit-learn"' in _notes(import_missing("sklearn"), pool, ModuleNotFoundError)
-    assert 'Image(pip=[...]), as "no_such_module_9"' in _notes(import_missing("no_such_module_9"), pool, ModuleNotFoundError)
+    assert 'Image(pip=[...]), as "no_such_module_9"' in _notes(
+        import_missing("no_such_module_9"), pool, ModuleNotFoundError
+    )
 
 
 def test_a_relative_path_is_that_of_the_node(pool):
-    """A file that is not in the node's working directory has the note, one of an absolute path has not, nor has another error."""
+    """A file that is not in the node's working directory has the note, one of an absolute path has not, nor has another
+    error.
+    """
     assert "the working directory of a call is the node's own" in _notes(read("data.csv"), pool, FileNotFoundError)
     assert "working directory" not in _notes(read("/no/such/file"), pool, FileNotFoundError)
     assert "working directory" not in _notes(read("."), pool, IsADirectoryError)
@@ -45,7 +49,11 @@ def test_a_part_that_an_installed_package_lacks_is_a_matter_of_versions():
 
 
 @pytest.mark.parametrize(
-    ("file", "advice"), [("own_note.py", "travels if an `import` statement names it"), ("own_note.abi3.so", "machine code does not travel")]
+    ("file", "advice"),
+    [
+        ("own_note.py", "travels if an `import` statement names it"),
+        ("own_note.abi3.so", "machine code does not travel"),
+    ],
 )
 def test_a_module_of_ones_own_is_in_no_index(tmp_path, monkeypatch, file, advice):
     """A file of the project is not to be installed from somewhere: it is imported, or built, by its owner."""
@@ -56,7 +64,13 @@ def test_a_module_of_ones_own_is_in_no_index(tmp_path, monkeypatch, file, advice
 
 @pytest.mark.parametrize(
     "error",
-    [ModuleNotFoundError(name="tkinter"), ModuleNotFoundError("no name"), FileNotFoundError("no path"), FileNotFoundError(2, "x", 3), ValueError()],
+    [
+        ModuleNotFoundError(name="tkinter"),
+        ModuleNotFoundError("no name"),
+        FileNotFoundError("no path"),
+        FileNotFoundError(2, "x", 3),
+        ValueError(),
+    ],
     ids=["a part of Python", "no module", "no path", "a descriptor", "another"],
 )
 def test_there_is_no_note_where_we_know_nothing(error):

@@ -71,12 +71,19 @@ def not_loaded(call: Callable[[], Any]) -> sky.ResultNotLoaded:
 def counted(pool: sky.ComputePool, told: Told) -> sky.CallProgress:
     """What is told of calls once all have been counted; they are told at most ten times a second."""
     sent: int = pool._cluster.dispatcher._calls.submitted
-    wait_until(lambda: (last := told.of(sky.CallProgress)[-1]).done + last.cancelled == last.submitted == sent, "all calls to be counted")
+    wait_until(
+        lambda: (last := told.of(sky.CallProgress)[-1]).done + last.cancelled == last.submitted == sent,
+        "all calls to be counted",
+    )
     return told.of(sky.CallProgress)[-1]
 
 
-def test_a_result_of_a_missing_package_is_kept(own_pool: sky.ComputePool, install: Callable[[], Any], tmp_path: Path) -> None:
-    """The error says that the call has succeeded and what to do; the result is there once the package is, also from a file and another process."""
+def test_a_result_of_a_missing_package_is_kept(
+    own_pool: sky.ComputePool, install: Callable[[], Any], tmp_path: Path
+) -> None:
+    """The error says that the call has succeeded and what to do; the result is there once the package is, also from a
+    file and another process.
+    """
     error = not_loaded(lambda: weights(3) >> own_pool)
     assert "the call succeeded on node" in str(error)
     assert "'far_library', which is not installed here" in str(error)
@@ -110,7 +117,9 @@ def test_a_large_result_is_kept_too(own_pool: sky.ComputePool, install: Callable
     assert len(pickle.loads(error.result_bytes)["w"].data) == 300_000
 
 
-def test_all_results_of_a_map_a_batch_and_a_broadcast_are_kept(own_pool: sky.ComputePool, install: Callable[[], Any]) -> None:
+def test_all_results_of_a_map_a_batch_and_a_broadcast_are_kept(
+    own_pool: sky.ComputePool, install: Callable[[], Any]
+) -> None:
     """No call is cancelled or run again for it, those that can be loaded are kept too, and all come in their order."""
     mapped = not_loaded(lambda: own_pool.map(weights, [1, 0, 2, 100_000]))
     assert str(mapped).startswith("3 of 4 results cannot be loaded here, and all are kept")
@@ -136,7 +145,9 @@ def test_an_error_of_a_call_goes_before_a_result_that_is_kept(own_pool: sky.Comp
         own_pool.map(work, [1, 2, 3])
 
 
-def test_futures_detached_calls_and_attached_clients_keep_it_too(own_pool: sky.ComputePool, _own: Any, install: Callable[[], Any]) -> None:
+def test_futures_detached_calls_and_attached_clients_keep_it_too(
+    own_pool: sky.ComputePool, _own: Any, install: Callable[[], Any]
+) -> None:
     """However the result is asked for. The call runs once, and counts as done and not as failed."""
     told: Told = _own[1]
     add(1, 1) >> own_pool
@@ -189,9 +200,17 @@ def outer(how: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("how", "what"), [("call", "<pending add(1, 2)>"), ("batch", "<pending batch of 2>"), ("list", "a list with <pending add"), ("dict", "a dict with")]
+    ("how", "what"),
+    [
+        ("call", "<pending add(1, 2)>"),
+        ("batch", "<pending batch of 2>"),
+        ("list", "a list with <pending add"),
+        ("dict", "a dict with"),
+    ],
 )
-def test_a_function_that_returns_a_pending_call_is_told_what_to_write(own_pool: sky.ComputePool, how: str, what: str) -> None:
+def test_a_function_that_returns_a_pending_call_is_told_what_to_write(
+    own_pool: sky.ComputePool, how: str, what: str
+) -> None:
     """The error names the call and both cures."""
     with pytest.raises(TypeError) as caught:
         outer(how) >> own_pool
@@ -213,7 +232,9 @@ def test_a_pending_call_as_an_argument_or_deep_in_a_result_is_told_by_its_path(
     own_pool: sky.ComputePool, send: Callable[[sky.ComputePool], Any], path: str
 ) -> None:
     """It used to travel, and to fail on the other side: `a pending call cannot be changed (args)`."""
-    with pytest.raises(sky.NotPicklable, match=r"make (it|them) first, .* >> pool, and pass (its result|their results)") as caught:
+    with pytest.raises(
+        sky.NotPicklable, match=r"make (it|them) first, .* >> pool, and pass (its result|their results)"
+    ) as caught:
         send(own_pool)
     assert caught.value.path == path
 
@@ -265,7 +286,9 @@ def test_cancelled_calls_count_as_cancelled(own_pool: sky.ComputePool, _own: Any
     futures = [own_pool.submit(wait(tmp_path)) for _ in range(4)]
     for future in futures:
         assert future.cancel()
-    wait_until(lambda: told.of(sky.CallProgress)[-1].cancelled == before.cancelled + 4, "the cancelled calls to be counted")
+    wait_until(
+        lambda: told.of(sky.CallProgress)[-1].cancelled == before.cancelled + 4, "the cancelled calls to be counted"
+    )
     after = told.of(sky.CallProgress)[-1]
     assert (after.submitted, after.done, after.failed) == (before.submitted + 4, before.done, before.failed)
 

@@ -1,4 +1,6 @@
-"""`secrets=`: references in the spec, values in the memory of the processes of calls, and in nothing that is written."""
+"""`secrets=`: references in the spec, values in the memory of the processes of calls, and in nothing that is
+written.
+"""
 
 import asyncio
 import html
@@ -53,7 +55,11 @@ def test_names_stand_for_variables_of_the_same_name() -> None:
     """Names, one name, and references mean the same, and are the same after JSON."""
     spec = sky.PoolSpec.of(secrets=("HF_TOKEN",))
     assert spec.secrets == {"HF_TOKEN": sky.Secret.from_env("HF_TOKEN")}
-    assert spec == sky.PoolSpec.of(secrets="HF_TOKEN") == sky.PoolSpec.of(secrets={"HF_TOKEN": sky.Secret.from_env("HF_TOKEN")})
+    assert (
+        spec
+        == sky.PoolSpec.of(secrets="HF_TOKEN")
+        == sky.PoolSpec.of(secrets={"HF_TOKEN": sky.Secret.from_env("HF_TOKEN")})
+    )
     assert spec != sky.PoolSpec.of(secrets={"HF_TOKEN": sky.Secret.from_env("OTHER")})
     both = sky.PoolSpec.of(secrets={"A": sky.Secret.from_env("B"), "C": sky.Secret.from_store("d", "login")})
     for one in (spec, both, sky.PoolSpec.of(secrets=[])):
@@ -64,7 +70,15 @@ def test_names_stand_for_variables_of_the_same_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "wish", [{"HF_TOKEN": "hf_value"}, ("hf-value with spaces",), {"hf-value": sky.Secret.from_env("A")}, 7, (7,), {"A": {"key": "hf_value", "x": 1}}]
+    "wish",
+    [
+        {"HF_TOKEN": "hf_value"},
+        ("hf-value with spaces",),
+        {"hf-value": sky.Secret.from_env("A")},
+        7,
+        (7,),
+        {"A": {"key": "hf_value", "x": 1}},
+    ],
 )
 def test_what_is_no_reference_is_refused_and_not_repeated(wish: Any) -> None:
     """A value in the place of a reference is refused; the message shows what to write, and not what was written."""
@@ -88,7 +102,11 @@ def test_a_variable_stands_in_one_place() -> None:
 def test_values_are_read_where_the_pool_opens() -> None:
     """What is given wins, the rest comes from the environment under the name that the reference says."""
     secrets = {"A": sky.Secret.from_env("A"), "B": sky.Secret.from_env("OTHER"), "C": sky.Secret.from_store("c")}
-    assert read_values(secrets, {"C": "of the store"}, {"A": "a", "OTHER": "b"}) == {"A": "a", "B": "b", "C": "of the store"}
+    assert read_values(secrets, {"C": "of the store"}, {"A": "a", "OTHER": "b"}) == {
+        "A": "a",
+        "B": "b",
+        "C": "of the store",
+    }
     assert read_values(secrets, {"A": "mine", "C": "c"}, {"A": "a", "OTHER": "b"})["A"] == "mine"
     assert "of the store" not in repr(read_values(secrets, {"C": "of the store"}, {"A": "a", "OTHER": "b"}))
 
@@ -104,7 +122,9 @@ def test_values_are_read_where_the_pool_opens() -> None:
         ({"A": "secret" * LARGEST_BYTES, "OTHER": "b"}, {"C": "c"}, ["limit"]),
     ],
 )
-def test_a_value_that_misses_is_named_and_no_value_is(environ: dict[str, str], given: dict[str, str], words: list[str]) -> None:
+def test_a_value_that_misses_is_named_and_no_value_is(
+    environ: dict[str, str], given: dict[str, str], words: list[str]
+) -> None:
     """All that miss are named at once."""
     secrets = {"A": sky.Secret.from_env("A"), "B": sky.Secret.from_env("OTHER"), "C": sky.Secret.from_store("c")}
     with pytest.raises(sky.BadRequest) as caught:
@@ -115,7 +135,10 @@ def test_a_value_that_misses_is_named_and_no_value_is(environ: dict[str, str], g
 
 @pytest.mark.parametrize("value", ["hunter2-\ud800", "hunter2-\ud83d\ude00"])
 def test_a_value_that_no_variable_can_hold_is_refused_and_not_repeated(value: str) -> None:
-    """A store may hold it: half of a pair of UTF-16. It ended every process of calls, and the error at opening held the value."""
+    """A store may hold it: half of a pair of UTF-16.
+
+    It ended every process of calls, and the error at opening held the value.
+    """
     with pytest.raises(sky.BadRequest, match="the values of A hold") as caught:
         read_values({"A": sky.Secret.from_store("a")}, {"A": value}, {})
     assert "hunter2" not in "".join(traceback.format_exception(caught.value)) + repr(caught.value)
@@ -125,14 +148,24 @@ def as_sentry_shows(value: Any) -> str:
     """Its SDK's serializer takes mappings apart that have no `__sentry_repr__` (sentry_sdk/serializer.py)."""
     if (show := getattr(type(value), "__sentry_repr__", None)) is not None:
         return show(value)
-    return str({name: as_sentry_shows(item) for name, item in value.items()}) if type(value) is not dict and isinstance(value, dict) else repr(value)
+    return (
+        str({name: as_sentry_shows(item) for name, item in value.items()})
+        if type(value) is not dict and isinstance(value, dict)
+        else repr(value)
+    )
 
 
 def test_no_frame_of_ours_shows_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tools that report errors show the variables of every frame, as Sentry does by default, and rich's tracebacks if they are asked to."""
+    """Tools that report errors show the variables of every frame, as Sentry does by default, and rich's tracebacks if
+    they are asked to.
+    """
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
     monkeypatch.delenv("OTHER", raising=False)
-    secrets = {"HF_TOKEN": sky.Secret.from_env("HF_TOKEN"), "GIVEN": sky.Secret.from_store("g"), "OTHER": sky.Secret.from_env("OTHER")}
+    secrets = {
+        "HF_TOKEN": sky.Secret.from_env("HF_TOKEN"),
+        "GIVEN": sky.Secret.from_store("g"),
+        "OTHER": sky.Secret.from_env("OTHER"),
+    }
 
     def shown(error: BaseException) -> str:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename != __file__]
@@ -145,15 +178,22 @@ def test_no_frame_of_ours_shows_a_value(monkeypatch: pytest.MonkeyPatch) -> None
 
     for env in ({}, {"A": MASK}):  # one is refused when it opens, and one when it is made
         with pytest.raises(sky.BadRequest) as caught:
-            sky.ComputePool.from_spec(sky.PoolSpec.of(secrets=secrets, env=env, display="quiet"), secrets={"GIVEN": "hf_given_9876"}).open()
+            sky.ComputePool.from_spec(
+                sky.PoolSpec.of(secrets=secrets, env=env, display="quiet"), secrets={"GIVEN": "hf_given_9876"}
+            ).open()
         assert "GIVEN" in shown(caught.value)
         assert "hf_0123456789" not in shown(caught.value)
         assert "hf_given_9876" not in shown(caught.value)
 
 
-@pytest.mark.parametrize("wish", [lambda value: (value,), lambda value: value, lambda value: {value: sky.Secret.from_env("A")}, sky.Secret.from_env])
+@pytest.mark.parametrize(
+    "wish",
+    [lambda value: (value,), lambda value: value, lambda value: {value: sky.Secret.from_env("A")}, sky.Secret.from_env],
+)
 def test_the_value_of_a_variable_is_no_name(monkeypatch: pytest.MonkeyPatch, wish: Any) -> None:
-    """`secrets=os.environ["HF_TOKEN"]` is a slip, and most tokens could be names: it would stand in the ledger, and in the message about what is not set."""
+    """`secrets=os.environ["HF_TOKEN"]` is a slip, and most tokens could be names: it would stand in the ledger, and in
+    the message about what is not set.
+    """
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789abcdef")
     monkeypatch.setenv("SKYWARD_SECRETS", "NOT_SET_HERE")
     with pytest.raises(sky.BadRequest, match="value of HF_TOKEN") as caught:
@@ -166,7 +206,8 @@ def test_a_missing_secret_costs_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     """The error comes before anything is rented, and names the variable."""
     monkeypatch.delenv("HF_TOKEN", raising=False)
     provider = FakeProvider(folder=str(tmp_path))
-    pool = sky.ComputePool(provider=provider, secrets=("HF_TOKEN",), display="quiet", provision_timeout=0.1)  # the machines never answer
+    # the machines never answer
+    pool = sky.ComputePool(provider=provider, secrets=("HF_TOKEN",), display="quiet", provision_timeout=0.1)
     with pytest.raises(sky.BadRequest, match="HF_TOKEN"):
         pool.open()
     assert provider.machines.launched == []
@@ -207,13 +248,23 @@ def test_a_url_with_user_information_is_a_secret_whatever_its_name() -> None:
 
 
 def both_envs() -> sky.PoolSpec:
-    return sky.PoolSpec.of(image=sky.Image(env={"DB_PASSWORD": "opensesame1", "A": "1"}), env={"HF_TOKEN": "hf_0123456789", "B": "2"})
+    return sky.PoolSpec.of(
+        image=sky.Image(env={"DB_PASSWORD": "opensesame1", "A": "1"}), env={"HF_TOKEN": "hf_0123456789", "B": "2"}
+    )
 
 
 def test_env_is_masked_where_a_spec_is_shown_or_written() -> None:
     """In repr, str, JSON and error messages; in Python the values are there, after pickle and `with_` too."""
     spec = both_envs()
-    shown = [repr(spec), str(spec), f"{spec.env}", repr(spec.image), spec.model_dump_json(), spec.image.model_dump_json(), repr(spec.model_dump(mode="json"))]
+    shown = [
+        repr(spec),
+        str(spec),
+        f"{spec.env}",
+        repr(spec.image),
+        spec.model_dump_json(),
+        spec.image.model_dump_json(),
+        repr(spec.model_dump(mode="json")),
+    ]
     for text in shown:
         assert "opensesame1" not in text
         assert "hf_0123456789" not in text
@@ -240,8 +291,12 @@ def test_the_ledgers_file_holds_no_value(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_pool_warns_of_what_it_cannot_hide(caplog: pytest.LogCaptureFixture) -> None:
-    """Of what looks like a secret in env, with what to write, and of values that are too short to be masked; names only."""
-    pool: Any = sky.ComputePool.from_spec(both_envs().with_(secrets={"PIN": sky.Secret.from_store("pin")}), secrets={"PIN": "42a"})
+    """Of what looks like a secret in env, with what to write, and of values that are too short to be masked; names
+    only.
+    """
+    pool: Any = sky.ComputePool.from_spec(
+        both_envs().with_(secrets={"PIN": sky.Secret.from_store("pin")}), secrets={"PIN": "42a"}
+    )
     assert pool._prepared.read_secrets() == {"PIN": "42a"}
     short, plain = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert short.startswith("PIN: too short")
@@ -251,7 +306,9 @@ def test_a_pool_warns_of_what_it_cannot_hide(caplog: pytest.LogCaptureFixture) -
         assert value not in caplog.text
 
 
-@pytest.mark.parametrize("make", [lambda env: sky.PoolSpec.of(env=env), lambda env: sky.Image(env=env), lambda env: sky.PoolSpec(env=env)])
+@pytest.mark.parametrize(
+    "make", [lambda env: sky.PoolSpec.of(env=env), lambda env: sky.Image(env=env), lambda env: sky.PoolSpec(env=env)]
+)
 def test_a_message_about_env_holds_no_value(make: Any) -> None:
     """Whatever is wrong with another variable."""
     with pytest.raises(ValueError) as caught:
@@ -261,7 +318,9 @@ def test_a_message_about_env_holds_no_value(make: Any) -> None:
 
 
 def test_a_mask_reaches_no_node(tmp_path: Path) -> None:
-    """A spec that comes back from JSON can be read, compared and shown; a pool, a script and an environment are refused, with the name and the cure."""
+    """A spec that comes back from JSON can be read, compared and shown; a pool, a script and an environment are
+    refused, with the name and the cure.
+    """
     again = sky.PoolSpec.model_validate_json(both_envs().model_dump_json())
     assert again != both_envs()
     assert again == sky.PoolSpec.model_validate_json(again.model_dump_json())
@@ -299,9 +358,13 @@ def test_no_spelling_of_a_value_gets_through(value: str, before: str, after: str
 @pytest.mark.parametrize("user", ["", "a:", "me:", "you:"])
 @pytest.mark.parametrize("encode", [b64encode, urlsafe_b64encode])
 def test_base64_of_a_value_is_masked_alone_and_behind_a_user(user: str, encode: Any) -> None:
-    """HTTP libraries log the header `Authorization: Basic` with it; what is left of it is less than one character of the value."""
+    """HTTP libraries log the header `Authorization: Basic` with it; what is left of it is less than one character of
+    the value.
+    """
     value = "s3cr3t?>/~Zq8\xff"
-    left = Mask([value]).text(f"Basic {encode((user + value + ':x').encode()).decode()}") + Mask([value]).text(encode((user + value).encode()).decode())
+    left = Mask([value]).text(f"Basic {encode((user + value + ':x').encode()).decode()}") + Mask([value]).text(
+        encode((user + value).encode()).decode()
+    )
     assert left.count(MASK) == 2
     for offset in range(3):
         assert encode(b"." * offset + value.encode())[4:12].decode() not in left
@@ -341,8 +404,14 @@ def test_a_value_is_masked_as_programs_quote_it(quoted: str) -> None:
 
 @pytest.mark.parametrize("value", ["caf\udce9-au-lait", "caf\udcff\udcfe12"])
 def test_a_value_that_is_no_text_is_masked_as_it_is_told(value: str) -> None:
-    """An environment variable may hold any bytes: Python prints those of a runner escaped, and a child's own are shown escaped when they are read."""
-    told = [value.encode(errors="backslashreplace").decode(), os.fsencode(value).decode(errors="backslashreplace"), repr(value)]
+    """An environment variable may hold any bytes: Python prints those of a runner escaped, and a child's own are shown
+    escaped when they are read.
+    """
+    told = [
+        value.encode(errors="backslashreplace").decode(),
+        os.fsencode(value).decode(errors="backslashreplace"),
+        repr(value),
+    ]
     assert [Mask([value]).text(text) for text in told] == [MASK, MASK, f"'{MASK}'"]
 
 
@@ -368,7 +437,9 @@ def test_without_values_nothing_changes() -> None:
 
 
 def test_an_exception_is_masked_whole() -> None:
-    """Its arguments, attributes, notes, causes and the members of a group; what has no secret in it stays the very same object."""
+    """Its arguments, attributes, notes, causes and the members of a group; what has no secret in it stays the very same
+    object.
+    """
     mask = Mask(["hf_0123456789"])
     kept = object()
     inner = KeyError("hf_0123456789")
@@ -393,7 +464,9 @@ def test_a_pickle_keeps_its_lengths() -> None:
 
 
 def test_bytes_of_an_exception_are_masked() -> None:
-    """As a response has them, and in what could not be decoded; short values too, which are not looked for in a pickle."""
+    """As a response has them, and in what could not be decoded; short values too, which are not looked for in a
+    pickle.
+    """
     error: Any = ValueError(b"no opensesame", [bytearray(b"opensesame")])
     error.body = b'{"password": "opensesame"}'
     Mask(["opensesame"]).error(error)
@@ -446,7 +519,9 @@ def test_no_half_of_a_value_is_left_where_a_message_is_cut() -> None:
 def test_an_object_of_an_exception_keeps_no_spelling_of_a_value() -> None:
     """Nor does a large array that travels beside the pickle."""
     value = "p@ss/word-0123456789"
-    body = Body(value, quote(value, safe=""), b64encode(value.encode()), np.frombuffer(value.encode() * 20_000, dtype=np.uint8))
+    body = Body(
+        value, quote(value, safe=""), b64encode(value.encode()), np.frombuffer(value.encode() * 20_000, dtype=np.uint8)
+    )
     parcel = _failed("call", Refused(body), 0.0, Mask([value])).parcel
     assert len(parcel.buffers) == 1
     for spelling in (value, quote(value, safe=""), b64encode(value.encode()).decode()):
@@ -462,12 +537,16 @@ def test_an_object_of_an_exception_keeps_no_spelling_of_a_value() -> None:
 def test_settings_name_secrets_and_hold_none() -> None:
     """They are a file on the node's disk."""
     fields = dict.fromkeys(("pool_id", "instance_id", "host", "head_host", "tls_certificate", "tls_key"), "x")
-    told = NodeSettings(**fields, rank=0, total_nodes=1, slots=1, head_port=1, value_directories=("/x",), secret_names=("HF_TOKEN",))
+    told = NodeSettings(
+        **fields, rank=0, total_nodes=1, slots=1, head_port=1, value_directories=("/x",), secret_names=("HF_TOKEN",)
+    )
     assert NodeSettings.from_json(told.to_json()) == told
 
 
 def test_a_worker_waits_for_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who asks before the pool's opener has come is answered when it does; if it does not come, that is an error with the names."""
+    """Who asks before the pool's opener has come is answered when it does; if it does not come, that is an error with
+    the names.
+    """
 
     class Scheduler:
         def __init__(self) -> None:
@@ -521,7 +600,9 @@ class NoRunner(RunnerFactory):
 
 
 def test_the_packet_with_the_values_is_sent_again_when_it_was_taken_back(tmp_path: Path) -> None:
-    """A call is cancelled before its runner has begun it: the runner has not got the values yet, and the next packet brings them."""
+    """A call is cancelled before its runner has begun it: the runner has not got the values yet, and the next packet
+    brings them.
+    """
     slot = Slot(NoRunner(), (str(tmp_path),))
     try:
         slot.furnish(SecretValues(HF_TOKEN="hf_0123456789"))
@@ -575,7 +656,9 @@ def fails(name: str) -> None:
     try:
         raise LookupError(value)
     except LookupError as error:
-        failure: Any = ExceptionGroup(f"no way with {value}", [OSError(2, f"no {value}", value), ValueError(f"cannot log in with {value}")])
+        failure: Any = ExceptionGroup(
+            f"no way with {value}", [OSError(2, f"no {value}", value), ValueError(f"cannot log in with {value}")]
+        )
         failure.response = Response(value)
         raise failure from error
 
@@ -598,7 +681,9 @@ class Secretive:
 
     def __init__(self, pool: sky.ComputePool, told: Told, name: str, value: str, plain: str, said: str) -> None:
         self.pool, self.told, self.name, self.value, self.plain, self.said = pool, told, name, value, plain, said
-        """`plain` is a value in env that looks like a secret; `said` is what the client has printed and logged while the pool opened."""
+        """`plain` is a value in env that looks like a secret; `said` is what the client has printed and logged while
+        the pool opened.
+        """
 
     def processes(self) -> list[int]:
         """Every process of the pool's nodes."""
@@ -624,7 +709,9 @@ def secretive() -> Iterator[Secretive]:
     try:
         with ExitStack() as stack:
             with redirect_stdout(said), redirect_stderr(said):
-                pool = stack.enter_context(shared(sky.ComputePool(provider=sky.Local(), nodes=2, display="log", on_event=told, **wishes)))
+                pool = stack.enter_context(
+                    shared(sky.ComputePool(provider=sky.Local(), nodes=2, display="log", on_event=told, **wishes))
+                )
             root.removeHandler(listening)
             patch.undo()  # it was read when the pool opened
             yield Secretive(pool, told, "HF_TOKEN", value, plain, said.getvalue())
@@ -657,7 +744,11 @@ def test_errors_are_masked(secretive: Secretive) -> None:
     with pytest.raises(ExceptionGroup, match=r"no way with \*\*\*") as caught:
         _ = fails("HF_TOKEN") >> secretive.pool
     error: Any = caught.value
-    assert (error.exceptions[0].strerror, error.exceptions[0].filename, error.exceptions[1].args) == ("no ***", MASK, ("cannot log in with ***",))
+    assert (error.exceptions[0].strerror, error.exceptions[0].filename, error.exceptions[1].args) == (
+        "no ***",
+        MASK,
+        ("cannot log in with ***",),
+    )
     assert error.response.headers == {"Authorization": f"Bearer {'*' * len(secretive.value)}"}
     with pytest.raises(sky.CallCrashed) as crashed:
         _ = dies("HF_TOKEN") >> secretive.pool
@@ -702,10 +793,14 @@ def prints(name: str) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_what_comes_in_the_place_of_another_has_the_values_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker process that begins anew, a node in the place of a lost one, a new head, and the calls of a client that attaches and has no values itself."""
+    """A worker process that begins anew, a node in the place of a lost one, a new head, and the calls of a client that
+    attaches and has no values itself.
+    """
     value, told = f"tok-{uuid.uuid4().hex}", Told()
     monkeypatch.setenv("HF_TOKEN", value)
-    with sky.ComputePool(provider=sky.Local(), nodes=2, secrets=("HF_TOKEN",), display="quiet", on_event=told, collect_metrics=False) as pool:
+    with sky.ComputePool(
+        provider=sky.Local(), nodes=2, secrets=("HF_TOKEN",), display="quiet", on_event=told, collect_metrics=False
+    ) as pool:
         monkeypatch.delenv("HF_TOKEN")
         workers: Any = pool.dask_client().run(os.getpid)
         for pid in workers.values():
@@ -713,7 +808,9 @@ def test_what_comes_in_the_place_of_another_has_the_values_too(monkeypatch: pyte
         assert list(spelled("HF_TOKEN") @ pool) == [value[::-1]] * 2
         for lost in (1, 0):
             os.kill((supervisor() @ pool)[lost], signal.SIGKILL)
-            wait_until(lambda lost=lost: lost in [event.node for event in told.of(sky.InstanceLost)], "the loss", LOSS_SECONDS)
+            wait_until(
+                lambda lost=lost: lost in [event.node for event in told.of(sky.InstanceLost)], "the loss", LOSS_SECONDS
+            )
             assert list(spelled("HF_TOKEN") @ pool) == [value[::-1]] * 2
             assert pool.map(spelled, ["HF_TOKEN"] * 10) == [value[::-1]] * 10
         with sky.ComputePool.attach(pool.lease) as attached:
@@ -725,21 +822,39 @@ def test_what_comes_in_the_place_of_another_has_the_values_too(monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_nothing_that_is_written_holds_a_value(secretive: Secretive, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
-    """The search: spec, lease, events, logs, the ledger, the nodes' folders on disk and in memory, and the environment that every process was started with."""
+def test_nothing_that_is_written_holds_a_value(
+    secretive: Secretive, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The search: spec, lease, events, logs, the ledger, the nodes' folders on disk and in memory, and the environment
+    that every process was started with.
+    """
     caplog.set_level(logging.DEBUG)
     pool, value = secretive.pool, secretive.value
     _ = talks("HF_TOKEN") >> pool
     with suppress(ExceptionGroup):
         _ = fails("HF_TOKEN") >> pool
-    texts = [repr(pool), repr(pool.spec), pool.spec.model_dump_json(), pool.lease.model_dump_json(), repr(pool.lease), repr(secretive.told.events), caplog.text]
+    texts = [
+        repr(pool),
+        repr(pool.spec),
+        pool.spec.model_dump_json(),
+        pool.lease.model_dump_json(),
+        repr(pool.lease),
+        repr(secretive.told.events),
+        caplog.text,
+    ]
     texts += [*capfd.readouterr(), default_url(), secretive.said, repr(vars(pool))]
     assert "DB_PASSWORD as plain text" in secretive.said
     assert [text[:200] for text in texts if secretive.plain in text] == []
-    state = [path for path in Path(os.environ["XDG_STATE_HOME"]).rglob("*") if path.is_file() and "nodes" not in path.parts]
+    state = [
+        path for path in Path(os.environ["XDG_STATE_HOME"]).rglob("*") if path.is_file() and "nodes" not in path.parts
+    ]
     assert [path for path in state if secretive.plain.encode() in path.read_bytes()] == []
     folders = [Path(str(node.instance.directory)) for node in pool.lease.nodes] + [Path(os.environ["XDG_STATE_HOME"])]
-    folders += [Path("/dev/shm") / name for name in os.listdir("/dev/shm") if any(name.endswith(node.instance.id) for node in pool.lease.nodes)]
+    folders += [
+        Path("/dev/shm") / name
+        for name in os.listdir("/dev/shm")
+        if any(name.endswith(node.instance.id) for node in pool.lease.nodes)
+    ]
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     assert {"settings.json", "log", "ledger.db"} <= {path.name for path in files}
     for path in files:
@@ -749,6 +864,8 @@ def test_nothing_that_is_written_holds_a_value(secretive: Secretive, caplog: pyt
     assert len(processes) >= 2 * 4
     for pid in processes:
         with suppress(OSError):
-            texts += [Path(f"/proc/{pid}/{what}").read_bytes().decode(errors="replace") for what in ("environ", "cmdline")]
+            texts += [
+                Path(f"/proc/{pid}/{what}").read_bytes().decode(errors="replace") for what in ("environ", "cmdline")
+            ]
     assert [text[:200] for text in texts if value in text] == []
     assert any("HF_TOKEN" in text for text in texts)

@@ -1,7 +1,9 @@
-"""Every row of the reference's tables of accelerators, providers, machines, images, volumes and spot strategies works, or is refused with what to do.
+"""Every row of the reference's tables of accelerators, providers, machines, images, volumes and spot strategies works,
+or is refused with what to do.
 
-The rows are data here, each with the file of the reference (shared/seeds: 000 the guide to accelerators, 001 their reference, 003 the API) and its line.
-Where vendors and clouds say otherwise than the reference, they are followed (fact sheet of 2026-11-20), and the row says so.
+The rows are data here, each with the file of the reference (shared/seeds: 000 the guide to accelerators, 001 their
+reference, 003 the API) and its line. Where vendors and clouds say otherwise than the reference, they are followed (fact
+sheet of 2026-11-20), and the row says so.
 """
 
 from __future__ import annotations
@@ -32,7 +34,13 @@ from tests.providers.fake_vastai import FakeVast, ask
 from tests.providers.fake_verda import CLIENT_ID, CLIENT_SECRET, FakeVerda
 from tests.providers.http_fake import Reply
 
-NAMES: dict[str, Any] = {"sky": sky, "Accelerator": sky.Accelerator, "NVIDIA": sky.NVIDIA, "AWS": sky.AWS, "Spot": sky.Spot}
+NAMES: dict[str, Any] = {
+    "sky": sky,
+    "Accelerator": sky.Accelerator,
+    "NVIDIA": sky.NVIDIA,
+    "AWS": sky.AWS,
+    "Spot": sky.Spot,
+}
 
 
 def read(code: str) -> Any:
@@ -55,12 +63,14 @@ WRITTEN = [
     ('Accelerator.NVIDIA.H100(form_factor="SXM")', "H100", 80, 1, "SXM", ()),  # 001:84
     ('Accelerator.NVIDIA.H100(form_factor="PCIe")', "H100", 80, 1, "PCIe", ()),  # 001:85
     ('Accelerator.NVIDIA.H100(form_factor="NVL")', "H100", 94, 1, "NVL", ()),  # 001:86; the NVL card has 94 GB
-    ('Accelerator.NVIDIA.H100(mig="3g.40gb")', "H100", 80, 1, None, ("3g.40gb", "3g.40gb")),  # 001:129, 003:269: "creates 2 workers"
+    # 001:129, 003:269: "creates 2 workers"
+    ('Accelerator.NVIDIA.H100(mig="3g.40gb")', "H100", 80, 1, None, ("3g.40gb", "3g.40gb")),
     ('Accelerator.NVIDIA.A100(mig=["3g.40gb", "3g.40gb"])', "A100", 80, 1, None, ("3g.40gb", "3g.40gb")),  # 001:142
     ("Accelerator.AWS.Trainium(version=2)", "Trainium2", 96, 1, None, ()),  # 001:198, 003:274
     ("Accelerator.AWS.Inferentia(version=2)", "Inferentia2", 32, 1, None, ()),  # 001:218, 003:275
     ('Accelerator.Google.TPU(version="v5p")', "TPU-v5p", 95, 1, None, ()),  # 001:236, 003:278
-    ('Accelerator.Google.TPUSlice("v5p-8")', "TPU-v5p", 95, 4, None, ()),  # 001:239, 003:279: eight TensorCores are four chips
+    # 001:239, 003:279: eight TensorCores are four chips
+    ('Accelerator.Google.TPUSlice("v5p-8")', "TPU-v5p", 95, 4, None, ()),
     ('Accelerator.AMD.MI("300X")', "MI300X", 192, 1, None, ()),  # 001:248, 003:282
     ('Accelerator.AMD.MI("250X")', "MI250X", 128, 1, None, ()),  # 001:249
     ('Accelerator.AMD.RadeonPro("V710")', "Radeon Pro V710", 28, 1, None, ()),  # 001:252
@@ -74,12 +84,23 @@ WRITTEN = [
 ]
 
 
-@pytest.mark.parametrize(("code", "name", "memory_gb", "count", "form_factor", "mig"), WRITTEN, ids=[row[0] for row in WRITTEN])
-def test_what_is_written_there_is_an_accelerator_of_a_pool(code: str, name: str, memory_gb: int, count: int, form_factor: str | None, mig: tuple) -> None:
-    """A frozen value with name, memory and count; a pool takes it, from any of the providers or several, without asking anybody."""
+@pytest.mark.parametrize(
+    ("code", "name", "memory_gb", "count", "form_factor", "mig"), WRITTEN, ids=[row[0] for row in WRITTEN]
+)
+def test_what_is_written_there_is_an_accelerator_of_a_pool(
+    code: str, name: str, memory_gb: int, count: int, form_factor: str | None, mig: tuple
+) -> None:
+    """A frozen value with name, memory and count; a pool takes it, from any of the providers or several, without asking
+    anybody.
+    """
     accelerator = sky.PoolSpec.of(accelerator=read(code)).accelerator
     assert accelerator is not None
-    assert (accelerator.name, accelerator.memory_gb, accelerator.memory, accelerator.count) == (name, memory_gb, f"{memory_gb}GB", count)
+    assert (accelerator.name, accelerator.memory_gb, accelerator.memory, accelerator.count) == (
+        name,
+        memory_gb,
+        f"{memory_gb}GB",
+        count,
+    )
     assert (accelerator.form_factor, accelerator.mig) == (form_factor, mig)
     with pytest.raises(dataclasses.FrozenInstanceError):
         accelerator.count = 7  # pyright: ignore[reportAttributeAccessIssue]
@@ -88,12 +109,14 @@ def test_what_is_written_there_is_an_accelerator_of_a_pool(code: str, name: str,
 
 # 003:289-302: method, parameters, memory; and what is refused of it, with the choices that the refusal names
 METHODS = [
-    ("H100", ("count", "memory", "mig"), ("80GB",), ("40GB", "80GB or 94GB")),  # 003:289 has a 40 GB H100, which there is not
+    # 003:289 has a 40 GB H100, which there is not
+    ("H100", ("count", "memory", "mig"), ("80GB",), ("40GB", "80GB or 94GB")),
     ("H200", ("count",), ("141GB",), None),  # 003:290
     ("A100", ("count", "memory", "mig"), ("80GB", "40GB"), None),  # 003:291
     ("B100", ("count",), ("192GB",), None),  # 003:292
     ("B200", ("count",), ("180GB",), ("192GB", "180GB")),  # 003:293 says 192 GB, NVIDIA 180
-    ("GB200", ("count",), ("186GB", "189GB"), ("384GB", "186GB or 189GB")),  # 003:294 says 384 GB, of two GPUs: each has 186, or 189 on the HGX board
+    # 003:294 says 384 GB, of two GPUs: each has 186, or 189 on the HGX board
+    ("GB200", ("count",), ("186GB", "189GB"), ("384GB", "186GB or 189GB")),
     ("GH200", ("count",), ("96GB",), None),  # 003:295
     ("L4", ("count",), ("24GB",), None),  # 003:296
     ("L40", ("count",), ("48GB",), None),  # 003:297
@@ -106,8 +129,12 @@ METHODS = [
 
 
 @pytest.mark.parametrize(("name", "parameters", "memories", "refused"), METHODS, ids=[row[0] for row in METHODS])
-def test_a_factory_method(name: str, parameters: tuple[str, ...], memories: tuple[str, ...], refused: tuple[str, str] | None) -> None:
-    """It takes its parameters, the first memory is the default, the others can be asked for; "MIG capable" is who has profiles."""
+def test_a_factory_method(
+    name: str, parameters: tuple[str, ...], memories: tuple[str, ...], refused: tuple[str, str] | None
+) -> None:
+    """It takes its parameters, the first memory is the default, the others can be asked for; "MIG capable" is who has
+    profiles.
+    """
     factory = getattr(sky.Accelerator.NVIDIA, name)
     assert set(parameters) <= set(inspect.signature(factory).parameters)
     assert factory(count=2) == getattr(sky.accelerators, name)(2)
@@ -120,7 +147,9 @@ def test_a_factory_method(name: str, parameters: tuple[str, ...], memories: tupl
 
 
 # 003:335-342
-LITERALS = "T4 L4 L40 L40S A10 A10G A100-40GB A100-80GB H100-80GB H100-SXM H100-PCIe H100-NVL H200 B100 B200 GB200 GH200"
+LITERALS = (
+    "T4 L4 L40 L40S A10 A10G A100-40GB A100-80GB H100-80GB H100-SXM H100-PCIe H100-NVL H200 B100 B200 GB200 GH200"
+)
 
 
 @pytest.mark.parametrize("value", LITERALS.split())
@@ -134,17 +163,31 @@ def test_a_literal(value: str) -> None:
     assert typing.get_type_hints(train, {"sky": sky})["gpu"] is sky.NVIDIA
 
 
-# 001:101-119, 003:306-324: profile, workers, memory; of 001 "Compute", 1/4 of 1g.20gb being of the memory: it has one compute slice of seven
-PROFILES_80 = [("1g.10gb", 7, 10, 1), ("1g.20gb", 4, 20, 1), ("2g.20gb", 3, 20, 2), ("3g.40gb", 2, 40, 3), ("4g.40gb", 1, 40, 4), ("7g.80gb", 1, 80, 7)]
+# 001:101-119, 003:306-324: profile, workers, memory; of 001 "Compute", 1/4 of 1g.20gb being of the memory: it has one
+# compute slice of seven
+PROFILES_80 = [
+    ("1g.10gb", 7, 10, 1),
+    ("1g.20gb", 4, 20, 1),
+    ("2g.20gb", 3, 20, 2),
+    ("3g.40gb", 2, 40, 3),
+    ("4g.40gb", 1, 40, 4),
+    ("7g.80gb", 1, 80, 7),
+]
 PROFILES_40 = [("1g.5gb", 7, 5, 1), ("2g.10gb", 3, 10, 2), ("3g.20gb", 2, 20, 3), ("4g.20gb", 1, 20, 4)]
 
 
 @pytest.mark.parametrize(
     ("chip", "gb", "row"),
-    [*(("H100", 80, row) for row in PROFILES_80), *(("A100", 80, row) for row in PROFILES_80), *(("A100", 40, row) for row in PROFILES_40)],
+    [
+        *(("H100", 80, row) for row in PROFILES_80),
+        *(("A100", 80, row) for row in PROFILES_80),
+        *(("A100", 40, row) for row in PROFILES_40),
+    ],
 )
 def test_a_profile(chip: str, gb: int, row: tuple[str, int, int, int]) -> None:
-    """One GPU is so many workers of so much memory and so many of seven compute slices; `@` returns one result for each (001:133)."""
+    """One GPU is so many workers of so much memory and so many of seven compute slices; `@` returns one result for each
+    (001:133).
+    """
     name, workers, memory, slices = row
     accelerator = getattr(sky.Accelerator.NVIDIA, chip)(memory=f"{gb}GB", mig=name)
     assert partitions(accelerator) == (name,) * workers
@@ -157,12 +200,15 @@ def test_a_profile(chip: str, gb: int, row: tuple[str, int, int, int]) -> None:
     ("code", "advice"),
     [
         ('Accelerator.NVIDIA.T4(mig="1g.5gb")', "T4 has no MIG.*A100, H100"),  # 001:154: not all GPUs support MIG
-        ('Accelerator.NVIDIA.A100(memory="40GB", mig="3g.40gb")', "A100 80GB"),  # 001:155: the profile must match the memory
+        # 001:155: the profile must match the memory
+        ('Accelerator.NVIDIA.A100(memory="40GB", mig="3g.40gb")', "A100 80GB"),
         ('Accelerator.NVIDIA.H100(mig=["4g.40gb", "4g.40gb"])', "would fit"),
     ],
 )
 def test_a_limit_of_mig(code: str, advice: str) -> None:
-    """Refused when it is written down, with what would do. (What a driver refuses on the machine: tests/test_mig.py.)"""
+    """Refused when it is written down, with what would do. (What a driver refuses on the machine:
+    tests/test_mig.py.)
+    """
     with pytest.raises(sky.BadRequest, match=advice):
         read(code)
 
@@ -227,9 +273,20 @@ def test_a_call_finds_its_place_and_its_accelerators(monkeypatch: pytest.MonkeyP
         "workers_per_node": "int",  # 003:499
     }
     hints = typing.get_type_hints(sky.InstanceInfo)
-    assert {name: getattr(hints[name], "__name__", "") if not typing.get_args(hints[name]) else str(hints[name]) for name in documented} == documented
+    assert {
+        name: getattr(hints[name], "__name__", "") if not typing.get_args(hints[name]) else str(hints[name])
+        for name in documented
+    } == documented
     info = sky.InstanceInfo(
-        node=1, total_nodes=2, is_head=False, accelerators=["H100"] * 8, head_addr="10.0.0.1", head_port=29500, job_id="j", worker=0, workers_per_node=1
+        node=1,
+        total_nodes=2,
+        is_head=False,
+        accelerators=["H100"] * 8,
+        head_addr="10.0.0.1",
+        head_port=29500,
+        job_id="j",
+        worker=0,
+        workers_per_node=1,
     )
     monkeypatch.setenv(ENV, to_env(info))
     assert sky.instance_info() == info
@@ -255,7 +312,11 @@ AWS_FAMILIES = [
 def aws_machines() -> list[sky.Offer]:
     from moto.ec2.models.instance_types import INSTANCE_TYPES
 
-    return [machine[0] for kind in INSTANCE_TYPES.values() if (machine := aws_offers.machine_of(kind, "us-east-1")) is not None]
+    return [
+        machine[0]
+        for kind in INSTANCE_TYPES.values()
+        if (machine := aws_offers.machine_of(kind, "us-east-1")) is not None
+    ]
 
 
 @pytest.mark.parametrize(("wish", "gb", "families"), AWS_FAMILIES, ids=[row[0] for row in AWS_FAMILIES])
@@ -263,7 +324,11 @@ def test_a_gpu_is_an_instance_type_of_aws(wish: str, gb: int, families: set[str]
     """By AWS's own descriptions of all its types."""
     accelerator = sky.accelerators.parse(wish)
     assert accelerator.memory_gb == gb
-    found = {offer.instance_type.split(".")[0] for offer in aws_machines() if matches(offer, sky.Requirements(accelerator=accelerator)) is None}
+    found = {
+        offer.instance_type.split(".")[0]
+        for offer in aws_machines()
+        if matches(offer, sky.Requirements(accelerator=accelerator)) is None
+    }
     assert found == families
 
 
@@ -277,11 +342,17 @@ NEURON_MACHINES = [
 ]
 
 
-@pytest.mark.parametrize(("instance_type", "name", "count", "gb"), NEURON_MACHINES, ids=[row[0] for row in NEURON_MACHINES])
+@pytest.mark.parametrize(
+    ("instance_type", "name", "count", "gb"), NEURON_MACHINES, ids=[row[0] for row in NEURON_MACHINES]
+)
 def test_a_machine_with_chips_of_amazons(instance_type: str, name: str, count: int, gb: int) -> None:
     """It has them, answers to the wish for them, and has a Neuron image."""
     (offer,) = (offer for offer in aws_machines() if offer.instance_type == instance_type)
-    assert (offer.accelerator, offer.accelerators, offer.accelerators * (offer.accelerator_memory_gb or 0)) == (name, count, gb)
+    assert (offer.accelerator, offer.accelerators, offer.accelerators * (offer.accelerator_memory_gb or 0)) == (
+        name,
+        count,
+        gb,
+    )
     version = int(name[-1])
     factory = sky.accelerators.Trainium if name.startswith("Trainium") else sky.accelerators.Inferentia
     assert matches(offer, sky.Requirements(accelerator=factory(version, count))) is None
@@ -290,9 +361,14 @@ def test_a_machine_with_chips_of_amazons(instance_type: str, name: str, count: i
 
 @pytest.mark.parametrize("wish", ["TPU-v5p", "Radeon Pro V710", "B100", "GB200"])
 def test_what_nobody_rents_is_refused_with_what_is_rented(wish: str) -> None:
-    """001:232-253: TPUs, the V710 and others are specifications alone. Where machines are looked for the refusal says so and names a substitute."""
+    """001:232-253: TPUs, the V710 and others are specifications alone.
+
+    Where machines are looked for the refusal says so and names a substitute.
+    """
     sky.PoolSpec.of(accelerator=wish)
-    with pytest.raises(sky.NoCapacity, match=r"rented by none of the built-in clouds; nearest to it in memory is .+ \(.+\)"):
+    with pytest.raises(
+        sky.NoCapacity, match=r"rented by none of the built-in clouds; nearest to it in memory is .+ \(.+\)"
+    ):
         sky.select_instance(aws_machines(), accelerator=wish)
 
 
@@ -317,7 +393,9 @@ def test_an_a100_is_what_each_cloud_calls_so(clouds: Mapping[str, Any]) -> None:
     """000:26: a p4d or p4de on AWS (above), a `gpuTypeId` on RunPod, offers filtered by the GPU's model on Vast.ai."""
     want = sky.Requirements(accelerator=sky.accelerators.parse("A100"))
     of_runpod = [offer for offer in sky.RunPod().offers(want) if matches(offer, want) is None]
-    assert {offer.instance_type.split(" x")[0].partition("NVIDIA A100 80GB PCIe")[1] for offer in of_runpod} == {"NVIDIA A100 80GB PCIe"}
+    assert {offer.instance_type.split(" x")[0].partition("NVIDIA A100 80GB PCIe")[1] for offer in of_runpod} == {
+        "NVIDIA A100 80GB PCIe"
+    }
     assert {offer.accelerator for offer in sky.VastAI().offers(want)} == {"A100"}
     searches = [request.body["gpu_name"] for request in clouds["vastai"].requests if request.path.endswith("/bundles/")]
     assert all("A100 SXM4" in names["in"] and "RTX 4090" not in names["in"] for names in searches)
@@ -329,12 +407,15 @@ def test_an_a100_is_what_each_cloud_calls_so(clouds: Mapping[str, Any]) -> None:
 PARAMETERS = [
     ("AWS", "region", "us-east-1"),  # 003:218
     ("AWS", "use_ssm", False),  # 003:219; what it does: tests/providers/test_aws_ssm.py
-    ("DigitalOcean", "region", None),  # 003:235 says "nyc1", which hides the H100s of nyc2, tor1 and ams3: decisions/0009
+    # 003:235 says "nyc1", which hides the H100s of nyc2, tor1 and ams3: decisions/0009
+    ("DigitalOcean", "region", None),
     ("Verda", "region", None),  # 003:253: "auto-discovers if None"
 ]
 
 
-@pytest.mark.parametrize(("provider", "parameter", "default"), PARAMETERS, ids=[f"{row[0]}-{row[1]}" for row in PARAMETERS])
+@pytest.mark.parametrize(
+    ("provider", "parameter", "default"), PARAMETERS, ids=[f"{row[0]}-{row[1]}" for row in PARAMETERS]
+)
 def test_a_parameter_of_a_provider(provider: str, parameter: str, default: object) -> None:
     """By its name and with its default; the default is not written down in a lease or a spec, and another value is."""
     kind = getattr(sky, provider)
@@ -347,7 +428,9 @@ def test_a_parameter_of_a_provider(provider: str, parameter: str, default: objec
 
 @pytest.mark.parametrize("provider", ["AWS", "DigitalOcean", "Verda", "VastAI", "RunPod"])
 def test_a_provider_needs_nothing_to_be_written_down(provider: str) -> None:
-    """000:17, 001:13, 002:38, 003:75: `AWS()` and the like are values; credentials are looked for when something is asked. Alone, by name, and in a list."""
+    """000:17, 001:13, 002:38, 003:75: `AWS()` and the like are values; credentials are looked for when something is
+    asked. Alone, by name, and in a list.
+    """
     kind = getattr(sky, provider)
     assert kind() == kind()
     assert sky.PoolSpec.of(provider=kind(), accelerator="A100").providers == (kind(),)
@@ -355,7 +438,9 @@ def test_a_provider_needs_nothing_to_be_written_down(provider: str) -> None:
     assert sky.PoolSpec.of(provider=[kind(), sky.Local()]).providers == (kind(), sky.Local())
 
 
-@pytest.mark.parametrize("code", ['AWS(region="us-east-1", use_ssm=False)', 'sky.DigitalOcean(region="nyc1")', 'sky.Verda(region="us-east")'])
+@pytest.mark.parametrize(
+    "code", ['AWS(region="us-east-1", use_ssm=False)', 'sky.DigitalOcean(region="nyc1")', 'sky.Verda(region="us-east")']
+)
 def test_an_example_of_a_provider(code: str) -> None:
     """003:208-211, 226-228, 244-246."""
     assert read(code).to_json()["region"]
@@ -368,10 +453,14 @@ def test_aws_rents_in_its_region(region: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     with FakeAWS() as cloud:
         cloud.list_prices = {("us-east-1", "g4dn.xlarge"): 0.5, ("eu-central-1", "g4dn.xlarge"): 0.6}
-        provider = sky.AWS(region=region, endpoint_url=cloud.url, access_key_id="AKIAIOSFODNN7EXAMPLE", secret_access_key="wJalr")
+        provider = sky.AWS(
+            region=region, endpoint_url=cloud.url, access_key_id="AKIAIOSFODNN7EXAMPLE", secret_access_key="wJalr"
+        )
         offers = provider.offers(sky.Requirements(instance_type="g4dn.xlarge"))
     assert {offer.region for offer in offers} == {region}
-    assert {(offer.accelerator, offer.price_per_hour) for offer in offers if not offer.is_spot} == {("T4", {"us-east-1": 0.5, "eu-central-1": 0.6}[region])}
+    assert {(offer.accelerator, offer.price_per_hour) for offer in offers if not offer.is_spot} == {
+        ("T4", {"us-east-1": 0.5, "eu-central-1": 0.6}[region])
+    }
 
 
 # 003:237
@@ -387,10 +476,19 @@ def test_digitalocean_rents_in_each_of_its_regions(region: str, clouds: Mapping[
 
 
 def test_verda_finds_its_locations_itself(clouds: Mapping[str, Any]) -> None:
-    """003:253: None is everywhere. The example's "us-east" (003:245) is none of Verda's locations (fact sheet, 3.2): refused with those that there are."""
+    """003:253: None is everywhere.
+
+    The example's "us-east" (003:245) is none of Verda's locations (fact sheet, 3.2): refused with those that there are.
+    """
     url = clouds["verda"].url + "/v1"
-    assert {offer.region for offer in sky.Verda(endpoint_url=url).offers(sky.Requirements())} == {"FIN-01", "FIN-02", "FIN-03"}
-    assert {offer.region for offer in sky.Verda(endpoint_url=url, region="FIN-03").offers(sky.Requirements())} == {"FIN-03"}
+    assert {offer.region for offer in sky.Verda(endpoint_url=url).offers(sky.Requirements())} == {
+        "FIN-01",
+        "FIN-02",
+        "FIN-03",
+    }
+    assert {offer.region for offer in sky.Verda(endpoint_url=url, region="FIN-03").offers(sky.Requirements())} == {
+        "FIN-03"
+    }
     with pytest.raises(sky.NoCapacity, match="no machines at us-east; it has some at FIN-01, FIN-02, FIN-03"):
         sky.Verda(endpoint_url=url, region="us-east").offers(sky.Requirements())
 
@@ -425,9 +523,11 @@ def test_a_parameter_of_a_pool(name: str, default: object, written: Any, meant: 
 
 
 def test_the_other_parameters_of_a_pool() -> None:
-    """`provider` is a value or several, and may be left out (003:91); no volume is none (003:98); `on_event` is the pool's (003:104).
+    """`provider` is a value or several, and may be left out (003:91); no volume is none (003:98); `on_event` is the
+    pool's (003:104).
 
-    `spot` (003:99): "always" is what is meant if nothing is said, but then it is spot where spot is sold and on demand elsewhere (issue 5).
+    `spot` (003:99): "always" is what is meant if nothing is said, but then it is spot where spot is sold and on demand
+    elsewhere (issue 5).
     """
     assert sky.PoolSpec.of().providers == ()
     assert sky.PoolSpec.of(volume=None).volume == sky.PoolSpec.of().volume == ()
@@ -438,13 +538,15 @@ def test_the_other_parameters_of_a_pool() -> None:
 
 # 001, 003: pools as the reference writes them
 POOLS = [
-    'sky.ComputePool(provider=AWS(), nodes=2, accelerator="A100", image=sky.Image(pip=["torch"]), spot="always", timeout=3600)',  # 003:75-82
+    # 003:75-82
+    'sky.ComputePool(provider=AWS(), nodes=2, accelerator="A100", image=sky.Image(pip=["torch"]), spot="always", timeout=3600)',
     "sky.ComputePool(provider=AWS(), accelerator=Accelerator.NVIDIA.H100())",  # 001:24
     "sky.ComputePool(provider=AWS(), accelerator=NVIDIA.A100)",  # 001:48
     'sky.ComputePool(provider=AWS(), accelerator=Accelerator.NVIDIA.H100(mig="3g.40gb"))',  # 001:127
     'sky.ComputePool(provider=AWS(), accelerator=Accelerator.NVIDIA.A100(mig=["3g.40gb", "3g.40gb"]))',  # 001:140
     "sky.ComputePool(provider=sky.AWS(), accelerator=sky.accelerators.A100())",  # 000:20, 002:38
-    'sky.MultiPool(sky.ComputePool(provider=AWS(), accelerator="T4"), sky.ComputePool(provider=AWS(), accelerator="A100"))',  # 003:135-138
+    # 003:135-138
+    'sky.MultiPool(sky.ComputePool(provider=AWS(), accelerator="T4"), sky.ComputePool(provider=AWS(), accelerator="A100"))',
     'sky.ComputePool(provider=AWS(), accelerator="H100", cpu=32, memory="128GB", machine="p5.48xlarge")',  # 003:94-97
 ]
 
@@ -457,7 +559,10 @@ def test_an_example_of_a_pool(code: str) -> None:
 
 @pytest.mark.parametrize("family", ["Trainium", "Inferentia"])
 def test_packages_are_the_images(family: str) -> None:
-    """001:196-200, 216-220: `pip=` of a pool is in no table of parameters. It is refused, with the image that it belongs to, and that works."""
+    """001:196-200, 216-220: `pip=` of a pool is in no table of parameters.
+
+    It is refused, with the image that it belongs to, and that works.
+    """
     accelerator = f"Accelerator.AWS.{family}(version=2)"
     with pytest.raises(sky.BadRequest, match=re.escape("write image=Image(pip=...)")):
         read(f'sky.ComputePool(provider=AWS(), accelerator={accelerator}, pip=["torch-neuronx"])')
@@ -499,7 +604,8 @@ def test_the_smallest_instance_that_fits_is_selected() -> None:
 
 # 003:181-185: parameter, default, what is written for it
 IMAGES = [
-    ("python", "3.13", "3.13"),  # 003:181; without it the version of this interpreter, for functions travel between equal ones
+    # 003:181; without it the version of this interpreter, for functions travel between equal ones
+    ("python", "3.13", "3.13"),
     ("pip", [], ["torch", "numpy"]),  # 003:182
     ("pip_extra_index_url", None, "https://download.pytorch.org/whl/cu128"),  # 003:183
     ("apt", [], ["ffmpeg"]),  # 003:184
@@ -520,7 +626,9 @@ def test_a_parameter_of_an_image(name: str, default: Any, written: Any) -> None:
 
 
 def test_the_methods_of_an_image() -> None:
-    """003:189-197: a hash of 12 characters, and a script for the shell with the time after which the machine is turned off, 0: never."""
+    """003:189-197: a hash of 12 characters, and a script for the shell with the time after which the machine is turned
+    off, 0: never.
+    """
     image = sky.Image(pip=["torch"], apt=["ffmpeg"])
     assert re.fullmatch(r"[0-9a-f]{12}", image.content_hash())
     assert image.bootstrap() == image.bootstrap(ttl=0)
@@ -531,12 +639,20 @@ def test_the_methods_of_an_image() -> None:
 # ── volumes ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 # 003:681-684: parameter, default, what is written for it
-VOLUMES = [("mount_path", None, "/data"), ("bucket", None, "my-bucket"), ("prefix", "", "datasets/"), ("read_only", True, False)]
+VOLUMES = [
+    ("mount_path", None, "/data"),
+    ("bucket", None, "my-bucket"),
+    ("prefix", "", "datasets/"),
+    ("read_only", True, False),
+]
 
 
 @pytest.mark.parametrize(("name", "default", "written"), VOLUMES, ids=[row[0] for row in VOLUMES])
 def test_a_parameter_of_a_volume(name: str, default: object, written: Any) -> None:
-    """By its name and with its default; the two without one are required. A pool takes the volume (003:98), a container refuses it with the alternative."""
+    """By its name and with its default; the two without one are required.
+
+    A pool takes the volume (003:98), a container refuses it with the alternative.
+    """
     needed = {"mount_path": "/data", "bucket": "my-bucket"}
     volume = sky.S3Volume(**{**needed, name: written})
     assert getattr(volume, name) == written
@@ -553,7 +669,8 @@ def test_a_parameter_of_a_volume(name: str, default: object, written: Any) -> No
 
 # ── spot ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-# 003:694-705: what is written, the strategy, and (on demand, spot) of ten machines where spot is sold and where it is not; None: refused
+# 003:694-705: what is written, the strategy, and (on demand, spot) of ten machines where spot is sold and where it is
+# not; None: refused
 STRATEGIES = [
     ('"always"', sky.Spot.Always(), (0, 10), None),  # 003:694: "must use spot"
     ('"if-available"', sky.Spot.IfAvailable(), (0, 10), (10, 0)),  # 003:695: "try spot, fallback"
@@ -567,8 +684,12 @@ STRATEGIES = [
 
 
 @pytest.mark.parametrize(("code", "strategy", "sold", "not_sold"), STRATEGIES, ids=[row[0] for row in STRATEGIES])
-def test_a_spot_strategy(code: str, strategy: Strategy, sold: tuple[int, int], not_sold: tuple[int, int] | None) -> None:
-    """As it is written it is what a pool has; so many machines are on demand, which come first, and so many are spot; or it is refused with what to write."""
+def test_a_spot_strategy(
+    code: str, strategy: Strategy, sold: tuple[int, int], not_sold: tuple[int, int] | None
+) -> None:
+    """As it is written it is what a pool has; so many machines are on demand, which come first, and so many are spot;
+    or it is refused with what to write.
+    """
     assert parse(read(code)) == sky.PoolSpec.of(spot=read(code)).spot == strategy
     assert split(strategy, 10, spot_sold=True) == sold
     if not_sold is None:

@@ -42,7 +42,12 @@ def on_each[R](world: int, call: Callable[[], R], job_id: str = "job-1") -> list
 
 
 @settings(deadline=None)
-@given(rows=st.integers(0, 200), world=st.integers(1, 9), shuffle=st.booleans(), seed=st.none() | st.integers(-(2**70), 2**70))
+@given(
+    rows=st.integers(0, 200),
+    world=st.integers(1, 9),
+    shuffle=st.booleans(),
+    seed=st.none() | st.integers(-(2**70), 2**70),
+)
 def test_the_shares_are_a_partition(rows: int, world: int, shuffle: bool, seed: int | None) -> None:
     """Over all workers each row comes exactly once, shares differ by at most one row, and arrays stay aligned."""
     x, y = list(range(rows)), np.arange(rows) * 10
@@ -123,7 +128,9 @@ def test_more_workers_than_rows_leaves_some_empty() -> None:
     ],
 )
 def test_what_has_no_rows_is_refused(arrays: tuple[Any, ...], hint: str) -> None:
-    """No arrays, unequal lengths and things without rows are a BadRequest, which is a ValueError, that says what to pass."""
+    """No arrays, unequal lengths and things without rows are a BadRequest, which is a ValueError, that says what to
+    pass.
+    """
     with pytest.raises(BadRequest, match=hint) as caught:
         shard(*arrays)
     assert isinstance(caught.value, ValueError)

@@ -1,4 +1,6 @@
-"""Who may say where a process logs in: leases are signed by their opener, and verified before anything in them is followed."""
+"""Who may say where a process logs in: leases are signed by their opener, and verified before anything in them is
+followed.
+"""
 
 import json
 import os
@@ -15,7 +17,9 @@ from skyward_core.machines.instances import InstanceState, Lease, Node
 POOL = "sky-signed"
 
 
-def lease(directory: str = "/root/x", endpoint: sky.Endpoint | None = None, instance_id: str = "host-0123456789ab") -> Lease:
+def lease(
+    directory: str = "/root/x", endpoint: sky.Endpoint | None = None, instance_id: str = "host-0123456789ab"
+) -> Lease:
     instance = sky.Instance(
         id=instance_id,
         provider="hosts" if endpoint else "local",
@@ -28,7 +32,11 @@ def lease(directory: str = "/root/x", endpoint: sky.Endpoint | None = None, inst
         endpoint=endpoint,
     )
     return Lease(
-        pool_id=POOL, provider={"name": "hosts"}, nodes=(Node(instance=instance, rank=0),), scheduler="tls://127.0.0.1:1", created_at=datetime.now(UTC)
+        pool_id=POOL,
+        provider={"name": "hosts"},
+        nodes=(Node(instance=instance, rank=0),),
+        scheduler="tls://127.0.0.1:1",
+        created_at=datetime.now(UTC),
     )
 
 
@@ -87,9 +95,13 @@ def test_an_altered_lease_is_refused(where: tuple[Any, ...], value: object) -> N
 
 
 def test_a_lease_without_our_signature_runs_nothing(tmp_path: Path) -> None:
-    """Neither one without a signature nor one with another key's is followed, not even its proxy command; who vouches for it may."""
+    """Neither one without a signature nor one with another key's is followed, not even its proxy command; who vouches
+    for it may.
+    """
     proof = tmp_path / "proof"
-    claim = altered(ELSEWHERE, (*INSTANCE, "endpoint", "proxy_command"), ["sh", "-c", f"touch {proof}; echo no >&2; exit 78"])
+    claim = altered(
+        ELSEWHERE, (*INSTANCE, "endpoint", "proxy_command"), ["sh", "-c", f"touch {proof}; echo no >&2; exit 78"]
+    )
     claim = altered(claim, (*INSTANCE, "endpoint", "key"), None)
     signing.signed(ELSEWHERE)
     for signature, words in (("", "is not signed"), ("01234567:00", "signed with another key")):
@@ -102,11 +114,17 @@ def test_a_lease_without_our_signature_runs_nothing(tmp_path: Path) -> None:
 
 
 def test_a_providers_address_in_a_lease_is_verified_before_it_gets_our_credentials(tmp_path: Path) -> None:
-    """Who alters `endpoint_url` would be sent the API key. Without nodes, and as one of this machine that became a cloud's, too."""
+    """Who alters `endpoint_url` would be sent the API key.
+
+    Without nodes, and as one of this machine that became a cloud's, too.
+    """
     claim = signing.signed(ELSEWHERE)
     address = {"name": "runpod", "endpoint_url": "http://127.0.0.1:1"}
     nowhere = f"sqlite:///{tmp_path / 'ledger.db'}"
-    for changed in (altered(claim, ("provider",), address), altered(altered(claim, ("nodes",), []), ("provider",), address)):
+    for changed in (
+        altered(claim, ("provider",), address),
+        altered(altered(claim, ("nodes",), []), ("provider",), address),
+    ):
         for signature, words in ((claim.signature, "altered"), ("", "is not signed")):
             with pytest.raises(sky.CredentialsError, match=words):
                 sky.release(altered(changed, ("signature",), signature), ledger_url=nowhere)
@@ -139,7 +157,15 @@ def test_two_computers_share_a_key(state: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    "kind", ["open", "symlink", "folder", pytest.param("stranger's", marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others"))]
+    "kind",
+    [
+        "open",
+        "symlink",
+        "folder",
+        pytest.param(
+            "stranger's", marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
+        ),
+    ],
 )
 def test_a_key_that_others_may_know_is_not_used(state: Path, kind: str) -> None:
     """Nor one that somebody has put there by a link."""
@@ -156,7 +182,9 @@ def test_a_key_that_others_may_know_is_not_used(state: Path, kind: str) -> None:
         signing.verify(ELSEWHERE)
 
 
-def test_without_a_place_for_a_key_the_lease_is_not_signed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_place_for_a_key_the_lease_is_not_signed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The pool works; the log says what attaching needs."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
@@ -175,8 +203,13 @@ def made(tmp_path: Path, name: str, mode: int = 0o700, owner: int = 0) -> Path:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give folders to others")
-@pytest.mark.parametrize(("mode", "owner", "words"), [(0o700, 61_001, "belongs to user 61001"), (0o755, 61_001, "belongs to"), (0o777, 0, "everybody")])
-def test_the_folder_of_a_node_of_this_machine_is_looked_at_first(tmp_path: Path, mode: int, owner: int, words: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "owner", "words"),
+    [(0o700, 61_001, "belongs to user 61001"), (0o755, 61_001, "belongs to"), (0o777, 0, "everybody")],
+)
+def test_the_folder_of_a_node_of_this_machine_is_looked_at_first(
+    tmp_path: Path, mode: int, owner: int, words: str
+) -> None:
     """Certificate and key are taken from it: another user's, or one that he may write to, is not read."""
     folder = made(tmp_path, "local-0123456789ab", mode, owner)
     with pytest.raises(sky.CredentialsError, match=f"not followed: .*{words}"):

@@ -1,4 +1,6 @@
-"""A machine without an accelerator stands in for one that has it: where it was asked to, and where nobody said who should rent one."""
+"""A machine without an accelerator stands in for one that has it: where it was asked to, and where nobody said who
+should rent one.
+"""
 
 import logging
 import os
@@ -40,13 +42,21 @@ def test_it_offers_what_it_simulates(wish: Any, name: str, count: int, memory_gb
     provider = sky.Local(simulate=wish, price_per_hour=1.5)
     assert base.load(provider.to_json()) == provider
     (offer,) = provider.offers(sky.Requirements())
-    assert (offer.accelerator, offer.accelerators, offer.accelerator_memory_gb, offer.form_factor) == (name, count, memory_gb, form_factor)
+    assert (offer.accelerator, offer.accelerators, offer.accelerator_memory_gb, offer.form_factor) == (
+        name,
+        count,
+        memory_gb,
+        form_factor,
+    )
     assert offer.price_per_hour == 1.5
     assert provider.simulates
     assert not sky.Local().simulates
 
 
-@pytest.mark.parametrize(("wish", "words"), [("A1000", "nearest are 'A100'"), (sky.accelerators.H100(mig="3g.40gb"), "not simulated"), (3, "string")])
+@pytest.mark.parametrize(
+    ("wish", "words"),
+    [("A1000", "nearest are 'A100'"), (sky.accelerators.H100(mig="3g.40gb"), "not simulated"), (3, "string")],
+)
 def test_what_cannot_be_simulated_is_refused(wish: Any, words: str) -> None:
     """In words, where the provider is made."""
     with pytest.raises(ValueError, match=words):
@@ -54,14 +64,18 @@ def test_what_cannot_be_simulated_is_refused(wish: Any, words: str) -> None:
 
 
 def test_calls_know_that_it_is_simulated(gpus: list[tuple[str, float]]) -> None:
-    """The list of accelerators is filled as on a machine that has them, and no device is seen: not even one that is here."""
+    """The list of accelerators is filled as on a machine that has them, and no device is seen: not even one that is
+    here.
+    """
     gpus.append(("NVIDIA GeForce RTX 4090", 24.0))
     with sky.ComputePool(provider=sky.Local(simulate="A100:2"), accelerator="A100:2", display="quiet") as pool:
         info, first, devices = pool.run(seen())
     assert (info.accelerators, info.is_simulated, first, devices) == (["A100", "A100"], True, "A100", "")
 
 
-def test_without_a_provider_this_machine_stands_in(gpus: list[tuple[str, float]], caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_provider_this_machine_stands_in(
+    gpus: list[tuple[str, float]], caplog: pytest.LogCaptureFixture
+) -> None:
     """The program for the cloud runs on a laptop, which one line says, as a warning."""
     with caplog.at_level(logging.INFO, "skyward"), sky.ComputePool(accelerator="A100", display="quiet") as pool:
         info, _, _ = pool.run(seen())
@@ -74,7 +88,9 @@ def test_without_a_provider_this_machine_stands_in(gpus: list[tuple[str, float]]
 
 
 def test_a_machine_with_gpus_is_what_it_is(gpus: list[tuple[str, float]]) -> None:
-    """Nothing is simulated where there is a GPU, or none is asked for, or partitions of one, or the settings name a provider."""
+    """Nothing is simulated where there is a GPU, or none is asked for, or partitions of one, or the settings name a
+    provider.
+    """
     assert complete(sky.PoolSpec.of())[1] == (sky.Local(),)
     assert complete(sky.PoolSpec.of(accelerator=sky.accelerators.H100(mig="3g.40gb")))[1] == (sky.Local(),)
     assert complete(sky.PoolSpec.of(accelerator="A100", provider="local"))[1] == (sky.Local(),)
@@ -83,7 +99,9 @@ def test_a_machine_with_gpus_is_what_it_is(gpus: list[tuple[str, float]]) -> Non
     assert complete(sky.PoolSpec.of(accelerator="A100"))[1] == (sky.Local(),)
 
 
-def test_a_provider_that_the_settings_name_is_obeyed(gpus: list[tuple[str, float]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_provider_that_the_settings_name_is_obeyed(
+    gpus: list[tuple[str, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`SKYWARD_PROVIDER=local` is somebody's word."""
     monkeypatch.setenv("SKYWARD_PROVIDER", "local")
     assert complete(sky.PoolSpec.of(accelerator="A100"))[1] == (sky.Local(),)

@@ -46,7 +46,9 @@ class Runners:
     def fork(self, descriptors: list[int], mark: bytes) -> int:
         arguments = [*map(str, descriptors), mark.hex(), str(self._directory)]
         environ = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(sys.path)}
-        process = subprocess.Popen([sys.executable, "-c", RUNNER, *arguments], pass_fds=descriptors, start_new_session=True, env=environ)
+        process = subprocess.Popen(
+            [sys.executable, "-c", RUNNER, *arguments], pass_fds=descriptors, start_new_session=True, env=environ
+        )
         self.processes[process.pid] = process
         return process.pid
 
@@ -62,7 +64,8 @@ class Runners:
 
 @pytest.fixture
 def runners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runners]:
-    monkeypatch.setattr(slots, "PATIENCE_SECONDS", 600.0)  # runners that start as programs do take longer than a call may before the others are handed back
+    # runners that start as programs do take longer than a call may before the others are handed back
+    monkeypatch.setattr(slots, "PATIENCE_SECONDS", 600.0)
     runners = Runners(tmp_path)
     yield runners
     runners.close()
@@ -111,7 +114,9 @@ def state_of(pid: int) -> str:
 
 @pytest.fixture
 def at_cancel(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
-    """Have something happen once, when a slot has seen that a call of its runner's is cancelled, and before it takes back what waits."""
+    """Have something happen once, when a slot has seen that a call of its runner's is cancelled, and before it takes
+    back what waits.
+    """
 
     def install(happen: Callable[[], object]) -> None:
         waiting, really = [happen], slots._BatchRun._take_back
@@ -126,7 +131,9 @@ def at_cancel(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]
     return install
 
 
-def test_a_cancellation_that_comes_late_spares_the_next_call(slot: Slot, tmp_path: Path, at_cancel: Callable[[Callable[[], object]], None]) -> None:
+def test_a_cancellation_that_comes_late_spares_the_next_call(
+    slot: Slot, tmp_path: Path, at_cancel: Callable[[Callable[[], object]], None]
+) -> None:
     """When the slot looks, the call has ended, its outcome lies unread, and the runner has begun the next one."""
     go, begun, end = (tmp_path / name for name in ("go", "begun", "end"))
     pid = slot.pid
@@ -140,7 +147,10 @@ def test_a_cancellation_that_comes_late_spares_the_next_call(slot: Slot, tmp_pat
     run = Run(slot, batch_of(wanted=waits_for(go, started), neighbour=waits_for(end, begun)))
     wait_until(started.exists, "the first call to begin")
     slot.cancel("wanted")
-    wait_until(lambda: any(isinstance(news, Outcome) and news.call_id == "wanted" for news in run.news), "the outcome of the first call")
+    wait_until(
+        lambda: any(isinstance(news, Outcome) and news.call_id == "wanted" for news in run.news),
+        "the outcome of the first call",
+    )
     wait_until(lambda: state_of(pid) != "T", "the runner to go on")
     end.touch()
     assert run.endings() == {"wanted": Ending.RESULT, "neighbour": Ending.RESULT}
@@ -169,7 +179,9 @@ def test_what_a_cancelled_call_has_started_is_asked_to_end_too(slot: Slot, tmp_p
     wait_until(lambda: not os.path.exists(f"/proc/{child.read_text()}"), "the child to end")
 
 
-def test_a_call_that_ignores_the_signal_is_killed_later(slot: Slot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_ignores_the_signal_is_killed_later(
+    slot: Slot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It runs on, not stopped, until its time is up."""
     monkeypatch.setattr(slots, "TERM_SECONDS", 0.2)
     started, ignored = tmp_path / "started", tmp_path / "ignored"
@@ -181,8 +193,12 @@ def test_a_call_that_ignores_the_signal_is_killed_later(slot: Slot, tmp_path: Pa
     assert ignored.exists()
 
 
-def test_a_runner_that_dies_while_it_is_held_is_buried(slot: Slot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody else kills it between the two signals: its call has ended by that, and the next runner is not touched."""
+def test_a_runner_that_dies_while_it_is_held_is_buried(
+    slot: Slot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody else kills it between the two signals: its call has ended by that, and the next runner is not
+    touched.
+    """
     started, pid = tmp_path / "started", slot.pid
     really = os.kill
 
@@ -201,7 +217,9 @@ def test_a_runner_that_dies_while_it_is_held_is_buried(slot: Slot, tmp_path: Pat
     assert slot.pid != pid
 
 
-def test_a_call_whose_memory_another_has_used_is_spared(runners: Runners, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_whose_memory_another_has_used_is_spared(
+    runners: Runners, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The call that took too much has ended when the slot looks again: the one that runs then has done nothing."""
     go, begun, end, started = (tmp_path / name for name in ("go", "begun", "end", "started"))
     slot = Slot(runners, (str(tmp_path),), memory_limit_bytes=1 << 30)  # type: ignore[arg-type]
@@ -230,7 +248,9 @@ def test_a_call_whose_memory_another_has_used_is_spared(runners: Runners, tmp_pa
 
 
 @pytest.mark.parametrize("is_out_of_memory", [True, False])
-def test_a_call_that_the_kernel_has_killed_for_its_memory_says_so(runners: Runners, slot: Slot, is_out_of_memory: bool) -> None:
+def test_a_call_that_the_kernel_has_killed_for_its_memory_says_so(
+    runners: Runners, slot: Slot, is_out_of_memory: bool
+) -> None:
     """The supervisor tells it of a process that was killed; any other one has crashed."""
     runners.is_out_of_memory = is_out_of_memory
     run = Run(slot, batch_of(large="import os; os.kill(os.getpid(), 9)"))
@@ -261,8 +281,12 @@ class Contended:
 
 
 @pytest.mark.parametrize("secrets", [None, {"TOKEN": "abc"}])
-def test_a_runner_returns_a_call_whose_function_was_taken_back(runners: Runners, tmp_path: Path, secrets: dict[str, str] | None) -> None:
-    """The function, and the secrets, come with the first call: the slot takes that one back, and the runner meanwhile the one behind it."""
+def test_a_runner_returns_a_call_whose_function_was_taken_back(
+    runners: Runners, tmp_path: Path, secrets: dict[str, str] | None
+) -> None:
+    """The function, and the secrets, come with the first call: the slot takes that one back, and the runner meanwhile
+    the one behind it.
+    """
     closed = tmp_path / "closed"
     closed.touch()
     slot: Any = Slot(runners, (str(tmp_path),))  # type: ignore[arg-type]
@@ -281,7 +305,12 @@ def test_a_runner_returns_a_call_whose_function_was_taken_back(runners: Runners,
     wait_until(lambda: len(slot.known) == 1, "the calls to be sent")
     slot.cancel("third")
     try:
-        assert run.endings() == {"first": Ending.RESULT, "second": Ending.RESULT, "third": Ending.CANCELLED, "fourth": Ending.RESULT}
+        assert run.endings() == {
+            "first": Ending.RESULT,
+            "second": Ending.RESULT,
+            "third": Ending.CANCELLED,
+            "fourth": Ending.RESULT,
+        }
         assert sum(isinstance(news, Outcome) for news in run.news) == 4
         lines = {news.call_id: news.lines for news in run.news if isinstance(news, Output)}
         assert lines == dict.fromkeys(("first", "second", "fourth"), (str(bool(secrets)),))
@@ -338,7 +367,9 @@ def test_a_birth_that_comes_late_is_ended_and_not_given_to_the_next_request(
 
 
 def test_a_runner_that_comes_late_takes_no_call(runners: Runners, tmp_path: Path) -> None:
-    """Each runner has a queue of its own: one that its slot has given up finds it closed, and ends, whatever the slot does by then."""
+    """Each runner has a queue of its own: one that its slot has given up finds it closed, and ends, whatever the slot
+    does by then.
+    """
     late = list[int]()
     really = runners.fork
 
@@ -371,11 +402,17 @@ def test_what_has_ended_is_told_though_no_runner_comes(runners: Runners, slot: S
     news = list[News]()
     with pytest.raises(ConnectionError):
         slot.run(batch_of(crash="import os; os._exit(3)", second="pass"), news.extend)
-    assert [(item.call_id, item.ending, item.exit_code) for item in news if isinstance(item, Outcome)] == [("crash", Ending.CRASH, 3)]
+    assert [(item.call_id, item.ending, item.exit_code) for item in news if isinstance(item, Outcome)] == [
+        ("crash", Ending.CRASH, 3)
+    ]
 
 
-def test_a_batch_without_a_runner_leaves_no_topic_behind(runners: Runners, slot: Slot, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a late message that stops the topic would be kept, and would stop the next batch of a client that has come back."""
+def test_a_batch_without_a_runner_leaves_no_topic_behind(
+    runners: Runners, slot: Slot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a late message that stops the topic would be kept, and would stop the next batch of a client that has come
+    back.
+    """
     really = runners.fork
 
     def refuse(descriptors: list[int], mark: bytes) -> int:
@@ -408,8 +445,13 @@ def test_the_exit_of_an_earlier_process_is_not_taken_for_that_of_a_runner_with_t
 
 
 @pytest.mark.parametrize("ending", ["pass", "import sys; sys.exit(3)", "raise ValueError"])
-def test_a_forked_child_that_leaves_the_call_takes_no_part_in_the_next_ones(slot: Slot, tmp_path: Path, ending: str) -> None:
-    """A program that forks and forgets os._exit. The child would answer too, and would take calls: each call would get the answer of another one."""
+def test_a_forked_child_that_leaves_the_call_takes_no_part_in_the_next_ones(
+    slot: Slot, tmp_path: Path, ending: str
+) -> None:
+    """A program that forks and forgets os._exit.
+
+    The child would answer too, and would take calls: each call would get the answer of another one.
+    """
     pids = tmp_path / "pids"
     text = f"import os; open({str(pids)!r}, 'a').write(f'{{os.getpid()}} ')"
     forks = f"import os\nif os.fork() == 0:\n    {ending}\nelse:\n    os.wait()"

@@ -1,4 +1,6 @@
-"""What functions import inside their bodies reaches a bare interpreter that has only what is installed, and the client's classes come back."""
+"""What functions import inside their bodies reaches a bare interpreter that has only what is installed, and the
+client's classes come back.
+"""
 
 import importlib
 import io
@@ -48,10 +50,16 @@ def packed(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Pickled, 
 
 
 def on_node(*calls: tuple[Pickled, Pickled], path: tuple[Path, ...] = ()) -> list[Any]:
-    """Run the calls, one after the other, in one bare interpreter with these search paths; return their values, or raise what the first raised."""
+    """Run the calls, one after the other, in one bare interpreter with these search paths; return their values, or
+    raise what the first raised.
+    """
     core = str(Path(sky.__file__).parents[1])
     done = subprocess.run(
-        [sys.executable, "-I", "-c", NODE, core, *map(str, path)], input=pickle.dumps(calls, protocol=5), capture_output=True, timeout=120, check=False
+        [sys.executable, "-I", "-c", NODE, core, *map(str, path)],
+        input=pickle.dumps(calls, protocol=5),
+        capture_output=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr.decode()
     results: list[Any] = []
@@ -147,7 +155,9 @@ def test_modules_of_packages(project: Write, body: str) -> None:
 
 
 def test_relative_imports_in_the_body_of_the_function_that_travels(project: Write) -> None:
-    """`from . import data` means the package of the function's module, and folders without `__init__.py` are packages too."""
+    """`from . import data` means the package of the function's module, and folders without `__init__.py` are packages
+    too.
+    """
     own = project(
         own="from own_pkg.steps.train import run",
         own_pkg__in__steps__in____init__="",
@@ -164,7 +174,9 @@ def test_relative_imports_in_the_body_of_the_function_that_travels(project: Writ
 
 
 def test_every_function_by_value_is_looked_into(project: Write) -> None:
-    """Imports in helpers, inner functions, class bodies, methods of an argument and functions given as arguments are found."""
+    """Imports in helpers, inner functions, class bodies, methods of an argument and functions given as arguments are
+    found.
+    """
     own = project(
         own="""
             class Model:
@@ -192,7 +204,9 @@ def test_every_function_by_value_is_looked_into(project: Write) -> None:
 
 
 def test_what_is_installed_is_named_only(project: Write) -> None:
-    """The standard library, installed distributions and ourselves bring no source, and neither do names that nobody has."""
+    """The standard library, installed distributions and ourselves bring no source, and neither do names that nobody
+    has.
+    """
     own = project(
         own="""
             def run():
@@ -210,7 +224,9 @@ def test_what_is_installed_is_named_only(project: Write) -> None:
 
 
 def test_a_missing_module_is_named(project: Write) -> None:
-    """What the client does not have either raises ModuleNotFoundError on the node; once it is there, the next call finds it."""
+    """What the client does not have either raises ModuleNotFoundError on the node; once it is there, the next call
+    finds it.
+    """
     own = project(
         own="""
             def top():
@@ -230,7 +246,10 @@ def test_a_missing_module_is_named(project: Write) -> None:
 
 def test_large_arrays_stay_out_of_band(project: Write) -> None:
     """A function with sources still hands on its large arrays as views."""
-    own = project(own="import numpy as np\nDATA = np.arange(20_000.0)\ndef run():\n    import own_a\n    return DATA.sum() + own_a.A", own_a="A = 1")
+    own = project(
+        own="import numpy as np\nDATA = np.arange(20_000.0)\ndef run():\n    import own_a\n    return DATA.sum() + own_a.A",
+        own_a="A = 1",
+    )
     pickled = sources.pack(own.run)
     assert [np.shares_memory(np.frombuffer(buffer), own.DATA) for buffer in pickled.buffers] == [True]
     assert len(pickled.data) < OUT_OF_BAND_BYTES
@@ -241,8 +260,13 @@ def test_large_arrays_stay_out_of_band(project: Write) -> None:
 
 
 def test_a_changed_text_is_imported_anew(project: Write) -> None:
-    """An edit of a module, also of one imported by a module that stays the same, is seen by the next call; so is its undoing."""
-    own = project(own="def run():\n    from own_model import predict\n    return predict()", own_model="from own_layers import N\ndef predict(): return N")
+    """An edit of a module, also of one imported by a module that stays the same, is seen by the next call; so is its
+    undoing.
+    """
+    own = project(
+        own="def run():\n    from own_model import predict\n    return predict()",
+        own_model="from own_layers import N\ndef predict(): return N",
+    )
     calls = []
     for text in ("N = 1", "N = 20", "N = 1"):
         project(own_layers=text)
@@ -289,7 +313,9 @@ CONFIG = """
 
 
 def test_classes_are_the_same_on_both_sides(project: Write) -> None:
-    """An instance from the client is an instance of the class that the body imports, and one from the node of the client's own class."""
+    """An instance from the client is an instance of the class that the body imports, and one from the node of the
+    client's own class.
+    """
     own = project(
         own="""
             from own_config import Config
@@ -322,7 +348,9 @@ def test_a_class_that_the_client_has_not_imported(project: Write) -> None:
 
 def test_a_call_without_the_source_gets_the_class_as_it_is_now(project: Write) -> None:
     """A class by value is not taken for the one whose text an earlier call brought: it has the method written since."""
-    own = project(own="def first():\n    import own_thing\n    return own_thing.Thing().name()\ndef second(thing): return thing.name()")
+    own = project(
+        own="def first():\n    import own_thing\n    return own_thing.Thing().name()\ndef second(thing): return thing.name()"
+    )
     project(own_thing="class Thing:\n    def name(self): return 'old'")
     first = packed(own.first)
     project(own_thing="class Thing:\n    def name(self): return 'quite new'")
@@ -354,17 +382,24 @@ def test_a_class_whose_module_cannot_be_imported_on_the_node_travels_by_value(pr
 
 def test_a_traceback_shows_the_line_of_the_helper(project: Write, tmp_path: Path) -> None:
     """The node's traceback has the client's file, and the line as it was sent, whatever lies there on the node."""
-    own = project(own="def run():\n    import own_helpers\n    own_helpers.f()", own_helpers="def f():\n    raise KeyError('k')  # the line")
+    own = project(
+        own="def run():\n    import own_helpers\n    own_helpers.f()",
+        own_helpers="def f():\n    raise KeyError('k')  # the line",
+    )
     calls = packed(own.run)
     (tmp_path / "home" / "own_helpers.py").write_text("# edited since")
     with pytest.raises(KeyError) as caught:
         on_node(calls)
-    assert f"{tmp_path}/home/own_helpers.py\", line 2, in f\n    raise KeyError('k')  # the line" in "".join(caught.value.__notes__)
+    assert f"{tmp_path}/home/own_helpers.py\", line 2, in f\n    raise KeyError('k')  # the line" in "".join(
+        caught.value.__notes__
+    )
 
 
 def test_what_the_node_has_itself_goes_first(project: Write, tmp_path: Path) -> None:
     """A module installed on the node is taken; a folder that happens to bear the name is not."""
-    own = project(own="def run():\n    import own_a, own_b\n    return own_a.A, own_b.B", own_a="A = 'sent'", own_b="B = 'sent'")
+    own = project(
+        own="def run():\n    import own_a, own_b\n    return own_a.A, own_b.B", own_a="A = 'sent'", own_b="B = 'sent'"
+    )
     node = tmp_path / "node"
     (node / "own_b").mkdir(parents=True)
     (node / "own_a.py").write_text("A = 'installed'")

@@ -45,7 +45,14 @@ FULL: dict[str, Any] = {
 def test_the_defaults_are_those_of_the_reference() -> None:
     """A spec of nothing is one node, an hour of idleness, one call at a time, the display "log" and metrics."""
     spec = sky.PoolSpec()
-    assert (spec.provider, spec.nodes, spec.machine, spec.accelerator, spec.cpu, spec.memory) == (None, 1, None, None, None, None)
+    assert (spec.provider, spec.nodes, spec.machine, spec.accelerator, spec.cpu, spec.memory) == (
+        None,
+        1,
+        None,
+        None,
+        None,
+        None,
+    )
     assert (spec.timeout, spec.concurrency, spec.display, spec.collect_metrics) == (3600, 1, "log", True)
     assert spec.image == sky.Image()
     assert (spec.lease_seconds, spec.retries) == (120, 3)
@@ -87,7 +94,9 @@ def test_a_spec_is_a_value() -> None:
 
 @pytest.mark.parametrize("seconds", [4.9, 1e12, float("inf"), float("nan")])
 def test_a_lease_is_a_time_that_can_be_told(seconds: float) -> None:
-    """Neither shorter than a sign of life may take, nor longer than any machine lives: what is no date is refused here."""
+    """Neither shorter than a sign of life may take, nor longer than any machine lives: what is no date is refused
+    here.
+    """
     with pytest.raises(sky.BadRequest, match="lease_seconds"):
         sky.PoolSpec.of(lease_seconds=seconds)
     assert sky.PoolSpec.of(lease_seconds=86_400).lease_seconds == 86_400
@@ -111,7 +120,9 @@ def test_strings_and_numbers_stand_for_values() -> None:
     volume = sky.S3Volume(mount_path="/data", bucket="weather")
     assert sky.PoolSpec.of(volume=volume) == sky.PoolSpec.of(volume=[volume])
     assert sky.PoolSpec.of(volume=None) == sky.PoolSpec.of()
-    assert sky.PoolSpec.of(provider={"name": "local", "price_per_hour": 2}) == sky.PoolSpec.of(provider=sky.Local(price_per_hour=2))
+    assert sky.PoolSpec.of(provider={"name": "local", "price_per_hour": 2}) == sky.PoolSpec.of(
+        provider=sky.Local(price_per_hour=2)
+    )
 
 
 def test_the_requirements_are_the_hardware_part() -> None:
@@ -124,7 +135,15 @@ def test_the_requirements_are_the_hardware_part() -> None:
 
 @pytest.mark.parametrize(
     ("text", "gb"),
-    [("32GB", 32.0), ("512 MB", 0.512), ("1TB", 1000.0), ("1GiB", 1.073741824), ("512MiB", 0.536870912), ("1.5 tib", 1649.267441664), (" 2gb ", 2.0)],
+    [
+        ("32GB", 32.0),
+        ("512 MB", 0.512),
+        ("1TB", 1000.0),
+        ("1GiB", 1.073741824),
+        ("512MiB", 0.536870912),
+        ("1.5 tib", 1649.267441664),
+        (" 2gb ", 2.0),
+    ],
 )
 def test_amounts_of_memory(text: str, gb: float) -> None:
     """GB is 10⁹ bytes and GiB 2³⁰, in any case and with or without a space."""
@@ -150,7 +169,11 @@ def test_the_environment_of_the_pool_wins_over_the_image() -> None:
 def test_a_pool_takes_the_fields_of_a_spec() -> None:
     """ComputePool(**fields) and ComputePool.from_spec(spec) ask for the same."""
     fields = {"provider": sky.Local(), "nodes": 2, "display": "quiet"}
-    assert sky.ComputePool(**fields).spec == sky.ComputePool.from_spec(sky.PoolSpec.of(**fields)).spec == sky.PoolSpec.of(**fields)
+    assert (
+        sky.ComputePool(**fields).spec
+        == sky.ComputePool.from_spec(sky.PoolSpec.of(**fields)).spec
+        == sky.PoolSpec.of(**fields)
+    )
 
 
 def test_every_field_says_what_it_is() -> None:
@@ -159,7 +182,9 @@ def test_every_field_says_what_it_is() -> None:
 
 
 def test_what_is_installed_is_read_once_and_only_for_what_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading the entry points opens a file of each distribution: an Airflow that parses hundreds of operators cannot wait for that each time."""
+    """Reading the entry points opens a file of each distribution: an Airflow that parses hundreds of operators cannot
+    wait for that each time.
+    """
     scans: list[str] = []
     monkeypatch.setattr(base, "entry_points", lambda group: scans.append(group) or ())
     base._elsewhere.cache_clear()
@@ -215,7 +240,9 @@ def test_a_wrong_secret_is_not_told() -> None:
 
 
 def test_editors_see_every_keyword_with_its_type_and_default() -> None:
-    """The signature of a pool has each field of PoolSpec with its default; the types that checkers see name exactly these."""
+    """The signature of a pool has each field of PoolSpec with its default; the types that checkers see name exactly
+    these.
+    """
     shown = inspect.signature(sky.ComputePool).parameters
     assert list(shown) == ["on_event", "work", *sky.PoolSpec.model_fields]
     assert set(sky.Wishes.__annotations__) == set(sky.PoolSpec.model_fields)

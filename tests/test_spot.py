@@ -8,7 +8,14 @@ import pytest
 from skyward_core.errors import BadRequest
 from skyward_core.machines.spot import Spot, from_json, parse, split, to_json
 
-STRATEGIES = [Spot.Always(), Spot.Always(retries=0, interval=0.5), Spot.IfAvailable(), Spot.Never, Spot.Percent(0.8), Spot.Percent(1.0)]
+STRATEGIES = [
+    Spot.Always(),
+    Spot.Always(retries=0, interval=0.5),
+    Spot.IfAvailable(),
+    Spot.Never,
+    Spot.Percent(0.8),
+    Spot.Percent(1.0),
+]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +102,16 @@ def test_a_strategy_is_frozen(strategy):
 
 
 @pytest.mark.parametrize(
-    "data", [{}, {"kind": "alway"}, {"kind": "never", "retries": 1}, {"kind": "percent"}, {"kind": "percent", "share": 3}, [], "sometimes"]
+    "data",
+    [
+        {},
+        {"kind": "alway"},
+        {"kind": "never", "retries": 1},
+        {"kind": "percent"},
+        {"kind": "percent", "share": 3},
+        [],
+        "sometimes",
+    ],
 )
 def test_foreign_json_is_refused(data):
     """JSON that no strategy wrote raises BadRequest."""

@@ -15,7 +15,15 @@ from pathlib import Path
 import asyncssh
 import pytest
 
-from skyward_core.errors import BadRequest, CommandFailed, CommandTimedOut, ConnectionLost, CredentialsError, HostKeyChanged, Unreachable
+from skyward_core.errors import (
+    BadRequest,
+    CommandFailed,
+    CommandTimedOut,
+    ConnectionLost,
+    CredentialsError,
+    HostKeyChanged,
+    Unreachable,
+)
 from skyward_core.machines.instances import Endpoint
 from skyward_core.transport.ssh_commands import Completed
 from skyward_core.transport.ssh_connection import Connection
@@ -124,7 +132,10 @@ class Server:
         )  # fmt: skip
         self.children.add(child.pid)
         try:
-            copies = [asyncio.ensure_future(_copy(child.stdout, process.stdout)), asyncio.ensure_future(_copy(child.stderr, process.stderr))]
+            copies = [
+                asyncio.ensure_future(_copy(child.stdout, process.stdout)),
+                asyncio.ensure_future(_copy(child.stderr, process.stderr)),
+            ]
             feeding = asyncio.ensure_future(_pour(process, child.stdin))
             ended = asyncio.ensure_future(child.wait())
             await asyncio.wait([feeding, ended], return_when=asyncio.FIRST_COMPLETED)
@@ -309,7 +320,10 @@ def test_an_error_in_the_callback_ends_the_command(connection, server):
 def test_more_commands_than_sessions_wait_for_each_other(connection):
     """Thirty threads may use one connection at once, though sshd allows ten sessions."""
     codes: list[int] = []
-    threads = [threading.Thread(target=lambda n=n: codes.append(connection.run(f"sleep 0.05; exit {n}").exit_code)) for n in range(30)]
+    threads = [
+        threading.Thread(target=lambda n=n: codes.append(connection.run(f"sleep 0.05; exit {n}").exit_code))
+        for n in range(30)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -332,7 +346,8 @@ def test_a_command_waits_for_who_reads_it(connection, tmp_path):
     seen: list[str] = []
 
     def on_line(line: str) -> None:
-        while not seen or seen[-1] != seen[max(0, len(seen) - 30)] or len(seen) < 60:  # until it has stood still for a while
+        # until it has stood still for a while
+        while not seen or seen[-1] != seen[max(0, len(seen) - 30)] or len(seen) < 60:
             seen.append(progress.read_text())
             time.sleep(0.01)
 
@@ -347,7 +362,9 @@ def test_a_command_waits_for_who_reads_it(connection, tmp_path):
 
 
 def test_a_shell_answers_command_after_command(connection, server):
-    """One process answers all: output and exit code are those of each command alone, in the words of several lines and quotes too."""
+    """One process answers all: output and exit code are those of each command alone, in the words of several lines and
+    quotes too.
+    """
     with connection.shell() as shell:
         assert shell.run("echo 'a b'; echo out >&2; exit 3") == Completed(3, "a b\nout\n")
         assert shell.run("printf 'no end'") == Completed(0, "no end")
@@ -386,7 +403,9 @@ def test_turns_in_a_shell_are_taken(connection):
     """Many threads may use one shell; each gets its own answer."""
     with connection.shell() as shell:
         answers: list[tuple[int, str]] = []
-        threads = [threading.Thread(target=lambda n=n: answers.append((n, shell.run(f"echo {n}").output))) for n in range(20)]
+        threads = [
+            threading.Thread(target=lambda n=n: answers.append((n, shell.run(f"echo {n}").output))) for n in range(20)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -412,7 +431,9 @@ def in_the_middle(connection: Connection, tmp_path: Path, then: Callable[[], obj
 
 
 def test_a_connection_that_dies_under_a_command_is_an_error(endpoint, server, tmp_path):
-    """A command whose connection died is never told as ended; the loss is told once, and nothing works before `reconnect`."""
+    """A command whose connection died is never told as ended; the loss is told once, and nothing works before
+    `reconnect`.
+    """
     losses = []
     with Connection(endpoint, on_lost=losses.append).connect(30) as connection:
         in_the_middle(connection, tmp_path, server.hang_up)
@@ -429,7 +450,9 @@ def test_a_machine_that_falls_silent_is_noticed(server, key, tmp_path):
     """Without a word from the machine the connection is lost after (count + 1) intervals: here 1.2 s."""
     with (
         Silencer(server.port) as between,
-        Connection(Endpoint(host="127.0.0.1", port=between.port, user="ann", key=key), keepalive_seconds=0.4, keepalive_count=2).connect(30) as connection,
+        Connection(
+            Endpoint(host="127.0.0.1", port=between.port, user="ann", key=key), keepalive_seconds=0.4, keepalive_count=2
+        ).connect(30) as connection,
     ):
         assert in_the_middle(connection, tmp_path, between.silence.set) < 10
 
@@ -501,7 +524,9 @@ def test_a_file_that_cannot_be_written_is_an_error(connection, tmp_path):
 
 
 def test_what_is_compressed_arrives_as_it_was(connection, tmp_path):
-    """The file there is the unpacked one; what is cut off, is of another size or is no gzip is refused, and the old file stays."""
+    """The file there is the unpacked one; what is cut off, is of another size or is no gzip is refused, and the old
+    file stays.
+    """
     content = os.urandom(MIB) + bytes(MIB)
     packed = gzip.compress(content)
     connection.put(packed, "folder/tool", mode=0o755, unpacked_bytes=len(content))
@@ -536,7 +561,8 @@ def test_a_large_value_is_not_copied_whole(connection):
     try:
         connection.put([content], "value")
         connection.fetch("value", into=room, remove=True)
-        assert tracemalloc.get_traced_memory()[1] < size * 3 / 4  # the server is of this process too, and may be some windows ahead of us
+        # the server is of this process too, and may be some windows ahead of us
+        assert tracemalloc.get_traced_memory()[1] < size * 3 / 4
     finally:
         tracemalloc.stop()
 
@@ -582,7 +608,10 @@ def test_a_wrong_key_is_refused_at_once(endpoint, server, tmp_path):
 
 def test_a_missing_key_is_a_bad_request(endpoint, server):
     """A key file that is not there is told before anything is dialled."""
-    with Connection(endpoint.model_copy(update={"key": "/nonexistent/id"})) as connection, pytest.raises(BadRequest, match="/nonexistent/id"):
+    with (
+        Connection(endpoint.model_copy(update={"key": "/nonexistent/id"})) as connection,
+        pytest.raises(BadRequest, match="/nonexistent/id"),
+    ):
         connection.connect(60)
     assert server.connections == []
 
@@ -602,9 +631,13 @@ def test_a_changed_host_key_refuses_the_connection(connection, server, algorithm
 
 
 def test_a_new_machine_may_show_another_key_at_first(endpoint, server):
-    """One whose startup script brings its key: for the grace of its endpoint, at the first connection, and nothing is sent to it meanwhile."""
+    """One whose startup script brings its key: for the grace of its endpoint, at the first connection, and nothing is
+    sent to it meanwhile.
+    """
     later = asyncssh.generate_private_key("ssh-ed25519")
-    young = endpoint.model_copy(update={"host_key": later.export_public_key().decode().strip(), "host_key_grace_seconds": 60})
+    young = endpoint.model_copy(
+        update={"host_key": later.export_public_key().decode().strip(), "host_key_grace_seconds": 60}
+    )
     done = []
     with Connection(young) as connection:
         with pytest.raises(HostKeyChanged):
@@ -639,7 +672,9 @@ def test_a_known_host_key_is_verified(endpoint, server, tmp_path):
 
 
 def test_the_users_configuration_is_honoured(server, key, tmp_path):
-    """An alias, its address, port, user and key come from ~/.ssh/config; an IdentityFile that is not there is passed over."""
+    """An alias, its address, port, user and key come from ~/.ssh/config; an IdentityFile that is not there is passed
+    over.
+    """
     config = f"Host box\n  HostName 127.0.0.1\n  Port {server.port}\n  User carol\n  IdentityFile /nonexistent\n  IdentityFile {key}\n"
     (tmp_path / ".ssh" / "config").write_text(config)
     with Connection(Endpoint(host="box")).connect(30) as connection:
@@ -658,7 +693,10 @@ def test_a_jump_host_of_the_users_configuration_is_taken(server, key, tmp_path):
     (tmp_path / ".ssh" / "config").write_text(
         f"Host jump\n  User carol\nHost behind\n  User dave\n  ProxyJump jump\nHost *\n  HostName 127.0.0.1\n  Port {server.port}\n  IdentityFile {key}\n"
     )
-    with Connection(Endpoint(host="behind", known_hosts="/dev/null")) as connection, pytest.raises(Unreachable, match="jump host"):
+    with (
+        Connection(Endpoint(host="behind", known_hosts="/dev/null")) as connection,
+        pytest.raises(Unreachable, match="jump host"),
+    ):
         connection.connect(30)
     known = server.host_key.export_public_key().decode().strip()
     (tmp_path / ".ssh" / "known_hosts").write_text(f"[127.0.0.1]:{server.port} {known}\n")
@@ -692,7 +730,10 @@ def test_a_machine_that_never_comes_up_is_unreachable(endpoint, server):
 def test_a_port_that_never_says_a_word_is_unreachable(key):
     """A listener that accepts and keeps silent does not hold the caller past the deadline."""
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        with Connection(Endpoint(host="127.0.0.1", port=mute.getsockname()[1], user="ann", key=key)) as connection, pytest.raises(Unreachable):
+        with (
+            Connection(Endpoint(host="127.0.0.1", port=mute.getsockname()[1], user="ann", key=key)) as connection,
+            pytest.raises(Unreachable),
+        ):
             connection.connect(0.3)
 
 
@@ -723,7 +764,9 @@ def test_close_may_be_called_twice_and_ends_what_waits(endpoint, server):
 
 
 def test_a_command_whose_lines_are_being_told_is_ended_by_close(endpoint, server):
-    """A thread that is busy with a line when another closes the connection gets ConnectionLost, for its command had begun."""
+    """A thread that is busy with a line when another closes the connection gets ConnectionLost, for its command had
+    begun.
+    """
     connection = Connection(endpoint).connect(30)
     with pytest.raises(ConnectionLost, match="sleep 60"):
         connection.run("echo begun; exec sleep 60", on_line=lambda line: connection.close())

@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from skyward_core.errors import BadRequest, CommandFailed, CommandTimedOut, ConnectionLost, CredentialsError, HostKeyChanged, Unreachable
+from skyward_core.errors import (
+    BadRequest,
+    CommandFailed,
+    CommandTimedOut,
+    ConnectionLost,
+    CredentialsError,
+    HostKeyChanged,
+    Unreachable,
+)
 from skyward_core.machines.instances import Endpoint
 from skyward_core.transport import ssh_channels, ssh_commands
 from skyward_core.transport.ssh_connection import Connection
@@ -70,7 +78,9 @@ def reach(host: Host, **settings) -> Connection:
 
 def processes(host: Host, words: str) -> str:
     """The host's processes whose command line has these words."""
-    return "".join(line for line in host.run("ps ax -o args").stdout.splitlines() if words in line and "bash -c ps" not in line)
+    return "".join(
+        line for line in host.run("ps ax -o args").stdout.splitlines() if words in line and "bash -c ps" not in line
+    )
 
 
 def seconds_until_lost(connection: Connection, then: Callable[[], object]) -> float:
@@ -107,7 +117,9 @@ def test_a_command_past_its_deadline_is_killed_with_its_children(connection, hos
 
 
 def test_ten_commands_may_last_and_all_end_with_the_connection(host):
-    """As many commands as sshd takes by default follow something at once; `close` from another thread ends them all with ConnectionLost."""
+    """As many commands as sshd takes by default follow something at once; `close` from another thread ends them all
+    with ConnectionLost.
+    """
     connection = reach(host).connect(60)
     begun = threading.Barrier(ssh_commands.SESSIONS + 1)
     caught: list[type] = []
@@ -129,13 +141,17 @@ def test_ten_commands_may_last_and_all_end_with_the_connection(host):
 
 
 def test_a_machine_that_takes_fewer_sessions_than_ours_is_waited_for(host, monkeypatch):
-    """Where MaxSessions is 2, eight short commands at once all run; beside two that last, a third one is refused in words, after a while."""
+    """Where MaxSessions is 2, eight short commands at once all run; beside two that last, a third one is refused in
+    words, after a while.
+    """
     config = host.root / "etc/ssh/sshd_config"
     config.write_text(config.read_text().replace("MaxSessions 100", "MaxSessions 2"))
     host.change_host_key()  # a key that is shown proves that sshd has read its configuration anew
     with reach(host).connect(60) as connection:
         codes: list[int] = []
-        threads = [threading.Thread(target=lambda n=n: codes.append(connection.run(f"exit {n}").exit_code)) for n in range(8)]
+        threads = [
+            threading.Thread(target=lambda n=n: codes.append(connection.run(f"exit {n}").exit_code)) for n in range(8)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -186,9 +202,17 @@ def test_a_shell_lasts_across_bad_commands_and_a_new_connection(connection, host
 
 
 def test_a_value_goes_there_and_comes_back(connection, host):
-    """Several buffers of any kind become one private file; it comes back as writable memory, and is gone when asked for."""
+    """Several buffers of any kind become one private file; it comes back as writable memory, and is gone when asked
+    for.
+    """
     content = os.urandom(20 * MIB)
-    pieces = [content[:5], bytearray(content[5:MIB]), memoryview(content)[MIB : 9 * MIB], b"", memoryview(content)[9 * MIB :].cast("I")]
+    pieces = [
+        content[:5],
+        bytearray(content[5:MIB]),
+        memoryview(content)[MIB : 9 * MIB],
+        b"",
+        memoryview(content)[9 * MIB :].cast("I"),
+    ]
     connection.put(pieces, "/dev/shm/made/value", mode=0o600)
     assert connection.run("cd /dev/shm/made; stat -c '%a %s' value; ls").output == f"600 {20 * MIB}\nvalue\n"
     back = connection.fetch("/dev/shm/made/value")
@@ -202,7 +226,9 @@ def test_a_value_goes_there_and_comes_back(connection, host):
 
 
 def test_small_files_of_every_size_come_back(connection, host):
-    """An empty file, lines, and what looks like a size line are files like others, past whatever the login shell says."""
+    """An empty file, lines, and what looks like a size line are files like others, past whatever the login shell
+    says.
+    """
     (host.root / "root/.bashrc").write_text("echo welcome; echo 12 34\n")
     for content in (b"", b"\n", b"x" * 70000, b"0 0\n" * 3):
         connection.put(content, "some/file")
@@ -291,7 +317,9 @@ def test_a_full_disk_is_an_error_and_leaves_the_old_file(fleet):
 
 
 def test_a_partition_is_noticed_and_healed_with_the_same_ports(host, echo):
-    """Silence ends what runs within the keepalive time; after the partition `reconnect` brings back the forwards, where they were."""
+    """Silence ends what runs within the keepalive time; after the partition `reconnect` brings back the forwards, where
+    they were.
+    """
     losses: list[str] = []
     with reach(host, keepalive_seconds=0.4, keepalive_count=2, on_lost=losses.append).connect(60) as connection:
         here, there = connection.forward_local("127.0.0.1", 22), connection.forward_remote("127.0.0.1", echo.port)
@@ -357,7 +385,10 @@ def test_an_agent_logs_in_with_a_key_that_has_a_passphrase(host, tmp_path, monke
     agent = subprocess.Popen(["ssh-agent", "-D", "-a", str(sock)], stdout=subprocess.DEVNULL)
     try:
         wait_until(sock.exists, "the agent")
-        with Connection(endpoint(host).model_copy(update={"key": str(key)})) as connection, pytest.raises(CredentialsError, match="passphrase"):
+        with (
+            Connection(endpoint(host).model_copy(update={"key": str(key)})) as connection,
+            pytest.raises(CredentialsError, match="passphrase"),
+        ):
             connection.connect(60)
         with Connection(endpoint(host).model_copy(update={"key": None})) as connection, pytest.raises(CredentialsError):
             connection.connect(60)
@@ -372,7 +403,9 @@ def test_an_agent_logs_in_with_a_key_that_has_a_passphrase(host, tmp_path, monke
 
 
 def test_a_configuration_file_leads_through_another_machine(fleet, host, tmp_path):
-    """Alias, User, IdentityFile and ProxyJump come from the file that the endpoint names; the machine behind sees the jump host come."""
+    """Alias, User, IdentityFile and ProxyJump come from the file that the endpoint names; the machine behind sees the
+    jump host come.
+    """
     jump = fleet.create()
     (tmp_path / "known").write_text(f"{jump.known_hosts_line}\n{host.known_hosts_line}\n")
     (tmp_path / "config").write_text(
@@ -388,13 +421,24 @@ def test_a_configuration_file_leads_through_another_machine(fleet, host, tmp_pat
 
 @pytest.mark.parametrize("trust", ["named", "usual", "another", "none"])
 def test_the_named_file_holds_for_jump_hosts_too(fleet, host, tmp_path, trust):
-    """A jump host is known by the file that the endpoint names, else by the user's own; one whose key is another there, or that is nowhere, is refused."""
+    """A jump host is known by the file that the endpoint names, else by the user's own; one whose key is another there,
+    or that is nowhere, is refused.
+    """
     jump = fleet.create()
-    lines = {"named": jump.known_hosts_line, "usual": "", "another": f"{jump.ip} {host.known_hosts_line.partition(' ')[2]}", "none": ""}
+    lines = {
+        "named": jump.known_hosts_line,
+        "usual": "",
+        "another": f"{jump.ip} {host.known_hosts_line.partition(' ')[2]}",
+        "none": "",
+    }
     (tmp_path / "named").write_text(f"{lines[trust]}\n{host.known_hosts_line}\n")
     (tmp_path / ".ssh" / "known_hosts").write_text("" if trust in {"named", "none"} else f"{jump.known_hosts_line}\n")
-    (tmp_path / "config").write_text(f"Host {host.ip}\n  ProxyJump root@{jump.ip}:22\nHost *\n  User root\n  IdentityFile {host.key_path}\n")
-    connection = Connection(Endpoint(host=host.ip, config=str(tmp_path / "config"), known_hosts=str(tmp_path / "named")))
+    (tmp_path / "config").write_text(
+        f"Host {host.ip}\n  ProxyJump root@{jump.ip}:22\nHost *\n  User root\n  IdentityFile {host.key_path}\n"
+    )
+    connection = Connection(
+        Endpoint(host=host.ip, config=str(tmp_path / "config"), known_hosts=str(tmp_path / "named"))
+    )
     with connection:
         if trust in {"named", "usual"}:
             assert connection.connect(60).run("echo ${SSH_CONNECTION%% *}").output == f"{jump.ip}\n"
@@ -420,7 +464,9 @@ def test_forwarding_that_is_not_allowed_is_said_by_its_name(fleet, host, tmp_pat
     with reach(host).connect(60) as connection:
         connection.check_forwarding()
     (tmp_path / "known").write_text(f"{jump.known_hosts_line}\n{host.known_hosts_line}\n")
-    (tmp_path / "config").write_text(f"Host *\n  User root\n  IdentityFile {host.key_path}\nHost {host.ip}\n  ProxyJump {jump.ip}\n")
+    (tmp_path / "config").write_text(
+        f"Host *\n  User root\n  IdentityFile {host.key_path}\nHost {host.ip}\n  ProxyJump {jump.ip}\n"
+    )
     forbid_forwarding(jump)
     forbid_forwarding(host)
     began = time.monotonic()

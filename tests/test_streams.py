@@ -1,4 +1,7 @@
-"""What goes over Dask's streams at once, what waits for company, and batches that need no graph. Comms are lists, or a real scheduler's; clocks are real."""
+"""What goes over Dask's streams at once, what waits for company, and batches that need no graph.
+
+Comms are lists, or a real scheduler's; clocks are real.
+"""
 
 import asyncio
 import time
@@ -77,10 +80,18 @@ def test_messages_go_at_once_however_long_the_streams_interval():
 
 @pytest.mark.parametrize(
     "message",
-    [IDLE, {"op": "client-releases-keys"}, {"op": "release-worker-data"}, {"op": "key-in-memory", "type": dumps(Told)}, ACKNOWLEDGEMENT],
+    [
+        IDLE,
+        {"op": "client-releases-keys"},
+        {"op": "release-worker-data"},
+        {"op": "key-in-memory", "type": dumps(Told)},
+        ACKNOWLEDGEMENT,
+    ],
     ids=lambda message: message["op"],
 )
-def test_what_nobody_waits_for_goes_before_the_next_message_and_with_it(message: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+def test_what_nobody_waits_for_goes_before_the_next_message_and_with_it(
+    message: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(streams, "CAN_WAIT_SECONDS", 1000)
 
     async def story(stream: BatchedSend, comm: Comm) -> None:
@@ -97,7 +108,12 @@ def test_what_nobody_waits_for_goes_before_the_next_message_and_with_it(message:
 
 @pytest.mark.parametrize(
     "message",
-    [{"op": "key-in-memory", "type": dumps(dict)}, cancel(["c"]), Following(TOPIC, print).resume("client"), {"op": RUN_BATCH}],
+    [
+        {"op": "key-in-memory", "type": dumps(dict)},
+        cancel(["c"]),
+        Following(TOPIC, print).resume("client"),
+        {"op": RUN_BATCH},
+    ],
     ids=lambda message: message["op"],
 )
 def test_what_somebody_waits_for_goes_at_once(message: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
@@ -147,7 +163,9 @@ def send_batch(client: Any, key: str, annotations: dict[str, Any], batch: bytes 
 
 
 def test_a_batch_outlives_a_broken_connection_until_it_is_released() -> None:
-    """A batch is a task that KEEP wants too: the client's next connection finds it, for the worker it was meant for, and lets go of it."""
+    """A batch is a task that KEEP wants too: the client's next connection finds it, for the worker it was meant for,
+    and lets go of it.
+    """
 
     async def test(head: Head) -> None:
         following, answers = Following(TOPIC, print), list[Resumed]()
@@ -196,7 +214,9 @@ def test_a_batch_that_cannot_become_a_task_fails_alone() -> None:
 
 
 def test_a_tiny_call_costs_the_scheduler_few_messages_and_leaves_nothing_there(pool: sky.ComputePool):
-    """The batch to the worker and the report to the client, and now and then what could wait; Dask's own way takes twice as many, and keeps a span each."""
+    """The batch to the worker and the report to the client, and now and then what could wait; Dask's own way takes
+    twice as many, and keeps a span each.
+    """
 
     def look(dask_scheduler: Any) -> tuple[int, int, bool]:
         comms = [*dask_scheduler.stream_comms.values(), *dask_scheduler.client_comms.values()]
@@ -207,6 +227,7 @@ def test_a_tiny_call_costs_the_scheduler_few_messages_and_leaves_nothing_there(p
     began = time.monotonic()
     assert [square(number) >> pool for number in range(CALLS)] == [number * number for number in range(CALLS)]
     after, comms, has_spans = client.run_on_scheduler(look)
-    waited_for = comms * (time.monotonic() - began) / streams.CAN_WAIT_SECONDS  # on a busy machine a call may take longer than others wait
+    # on a busy machine a call may take longer than others wait
+    waited_for = comms * (time.monotonic() - began) / streams.CAN_WAIT_SECONDS
     assert after - before < 2.25 * CALLS + waited_for
     assert not has_spans

@@ -1,6 +1,8 @@
-"""The first process of a node, started as it is on a machine: when it ends, what it takes along, how it becomes another node.
+"""The first process of a node, started as it is on a machine: when it ends, what it takes along, how it becomes another
+node.
 
-Most nodes here have a clock that stands in a file, and workers without Dask that run what the file `call` says: quick to start, and hours pass at once.
+Most nodes here have a clock that stands in a file, and workers without Dask that run what the file `call` says: quick
+to start, and hours pass at once.
 """
 
 import contextlib
@@ -115,7 +117,12 @@ class Machine:
         self._log = (self.directory / "log").open("wb")
         program = ["-c", f"{driver}\nsupervisor.main()"] if driver else ["-m", "skyward_core.worker.supervisor"]
         self.process = subprocess.Popen(
-            [sys.executable, *program, str(self.directory)], cwd=self.directory, env=environ, stdout=self._log, stderr=self._log, start_new_session=True
+            [sys.executable, *program, str(self.directory)],
+            cwd=self.directory,
+            env=environ,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,
         )
 
     def tell(self, **changes: Any) -> None:
@@ -129,7 +136,10 @@ class Machine:
     def await_looks(self, count: int = 4) -> None:
         """Wait until the supervisor has looked at its clock so many times more."""
         looks = self._looks()
-        wait_until(lambda: self._looks() >= looks + count or self.process.poll() is not None, "the supervisor to look at the clock")
+        wait_until(
+            lambda: self._looks() >= looks + count or self.process.poll() is not None,
+            "the supervisor to look at the clock",
+        )
 
     def _looks(self) -> int:
         return len(self.text("looks"))
@@ -154,7 +164,9 @@ class Machine:
         write_atomically(self.directory / "call", textwrap.dedent(text))
 
     def await_end(self) -> str:
-        """Wait until the first process has ended and nothing is left of the others; return what it has told the guard."""
+        """Wait until the first process has ended and nothing is left of the others; return what it has told the
+        guard.
+        """
         wait_until(lambda: self.process.poll() is not None, f"the node to end, log: {self.text('log')}")
         wait_until(lambda: self.pids() == [], "all its processes to be gone")
         return self.text("ended").strip()
@@ -167,7 +179,10 @@ class Machine:
         return [pid for pid, tag in processes_by_tag("SKYWARD_INSTANCE_ID") if tag == self.instance_id]
 
     def kill_children(self) -> None:
-        """Kill what there is now of the node but its first process. Runners may go by themselves meanwhile, with their worker."""
+        """Kill what there is now of the node but its first process.
+
+        Runners may go by themselves meanwhile, with their worker.
+        """
         for pid in self.pids():
             if pid != self.process.pid:
                 with contextlib.suppress(ProcessLookupError):
@@ -266,7 +281,9 @@ def test_a_call_that_crashes_at_once_was_a_call(start: Start) -> None:
 
 
 def test_a_call_whose_worker_has_died_holds_nothing(start: Start) -> None:
-    """With the worker goes its call, which nobody waits for any more: the node is idle, though its worker is there again."""
+    """With the worker goes its call, which nobody waits for any more: the node is idle, though its worker is there
+    again.
+    """
     machine = start(timeout_seconds=HOUR)
     machine.await_ready()
     machine.call("import os, time; open('runner', 'w').write(str(os.getpid())); time.sleep(1000)")
@@ -322,7 +339,11 @@ def test_the_first_reason_is_kept(start: Start) -> None:
 def test_a_detached_node_lives_by_its_lease(start: Start) -> None:
     """Its owner is gone, the lease it left rules; nobody guards it: it kills all that carries its tag."""
     client = subprocess.Popen(["sleep", "1000"])
-    owner = dataclasses.replace(this_process(), pid=client.pid, started=Path(f"/proc/{client.pid}/stat").read_text().rpartition(") ")[2].split()[19])
+    owner = dataclasses.replace(
+        this_process(),
+        pid=client.pid,
+        started=Path(f"/proc/{client.pid}/stat").read_text().rpartition(") ")[2].split()[19],
+    )
     machine = start(owner=owner, is_guarded=False)
     try:
         machine.await_ready()
@@ -376,12 +397,17 @@ def test_told_anew_a_node_ends_all_that_ran_and_begins_again(start: Start) -> No
 
 
 def test_told_anew_while_runners_are_forked_the_last_word_counts(start: Start) -> None:
-    """However often, and at whatever moment, settings come: in the end the node is what the last ones say, and of the others nothing runs."""
+    """However often, and at whatever moment, settings come: in the end the node is what the last ones say, and of the
+    others nothing runs.
+    """
     machine = start(slots=12)
     for generation in range(1, 16):
         machine.tell(generation=generation, slots=12 - generation % 3)
         if generation % 2:
-            wait_until(lambda generation=generation: f"{generation} 1" in machine.text("workers"), "a worker that asks for runners")
+            wait_until(
+                lambda generation=generation: f"{generation} 1" in machine.text("workers"),
+                "a worker that asks for runners",
+            )
     machine.await_ready()
     wait_until(lambda: len(machine.pids()) == 2 + 12, f"supervisor, worker and 12 runners, not {len(machine.pids())}")
     machine.await_looks()
@@ -407,7 +433,9 @@ def test_told_anew_a_node_may_have_fewer_workers(start: Start) -> None:
 
 
 def test_what_was_there_before_the_supervisor_stays(start: Start, tmp_path: Path) -> None:
-    """What the startup script has left running (the guard, say) is killed neither when the node begins anew nor, on a guarded node, when it ends."""
+    """What the startup script has left running (the guard, say) is killed neither when the node begins anew nor, on a
+    guarded node, when it ends.
+    """
     before = "import subprocess; guard = subprocess.Popen(['sleep', '1000']); open('guard', 'w').write(str(guard.pid))"
     machine = start(before + DRIVER)
     machine.await_ready()
@@ -423,7 +451,9 @@ def test_what_was_there_before_the_supervisor_stays(start: Start, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["symlink", "open to all"])
-def test_a_node_takes_no_folder_in_memory_that_another_user_may_have_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_a_node_takes_no_folder_in_memory_that_another_user_may_have_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     """The client has looked at it too, but from elsewhere, and earlier: large values are pickles."""
     (tmp_path / "node").mkdir(mode=0o700)
     (tmp_path / "theirs").mkdir()
@@ -431,7 +461,9 @@ def test_a_node_takes_no_folder_in_memory_that_another_user_may_have_made(tmp_pa
     place = tmp_path / "memory"
     place.symlink_to(tmp_path / "theirs") if kind == "symlink" else (tmp_path / "theirs").rename(place)
     fields = dict.fromkeys(("pool_id", "instance_id", "host", "head_host", "tls_certificate", "tls_key"), "x")
-    told = NodeSettings(**fields, rank=0, total_nodes=1, slots=1, head_port=1, value_directories=(str(place), str(tmp_path / "node")))
+    told = NodeSettings(
+        **fields, rank=0, total_nodes=1, slots=1, head_port=1, value_directories=(str(place), str(tmp_path / "node"))
+    )
     write_atomically(tmp_path / "node" / "settings.json", told.to_json())
     monkeypatch.setattr(sys, "argv", ["supervisor", str(tmp_path / "node")])
     monkeypatch.setattr(supervisor, "Supervisor", lambda *_: pytest.fail("it goes on"))
@@ -481,7 +513,9 @@ def test_a_worker_that_stands_still_is_killed_when_the_pool_misses_it(start: Sta
     machine.await_ready()
     write_atomically(machine.directory / "missed", "1")
     wait_until(lambda: machine.text("workers").count("\n") == 3, "the successor of the second")
-    assert "worker 1 is missed by the pool, and is killed\nskyward: node 1: worker 1 died with -9" in machine.text("log")
+    assert "worker 1 is missed by the pool, and is killed\nskyward: node 1: worker 1 died with -9" in machine.text(
+        "log"
+    )
     write_atomically(machine.directory / "missed", "1")
     wait_until(lambda: not (machine.directory / "missed").exists(), "the supervisor to look")
     machine.await_looks()
@@ -523,7 +557,9 @@ def test_a_signal_for_a_child_that_was_just_forked_ends_the_child_only(start: St
 
 
 def test_pauses_between_deaths_grow_and_are_forgotten() -> None:
-    """From 0.2 s to 5 s while a worker dies often, small again when it has lived for a minute; five deaths within a minute are a loop."""
+    """From 0.2 s to 5 s while a worker dies often, small again when it has lived for a minute; five deaths within a
+    minute are a loop.
+    """
     deaths = Deaths()
     pauses = []
     for second in range(8):
@@ -537,7 +573,9 @@ def test_pauses_between_deaths_grow_and_are_forgotten() -> None:
 
 
 def test_a_runner_that_is_stopped_ends_with_its_worker(start: Start) -> None:
-    """A worker stops a runner for a moment to see which call it has, and may die just then: nobody would let the runner go on."""
+    """A worker stops a runner for a moment to see which call it has, and may die just then: nobody would let the runner
+    go on.
+    """
     machine = start()
     machine.await_ready()
     machine.call("import os, time; open('runner', 'w').write(str(os.getpid())); time.sleep(1000)")
@@ -603,28 +641,38 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.parametrize("kills", [1, 0])
 def test_a_call_that_the_kernel_kills_for_its_memory_is_told_so(start: Start, kills: int) -> None:
-    """On a stand-in for cgroupfs: each process of calls has a group with the limit; one that was killed there had too much, another one has crashed."""
+    """On a stand-in for cgroupfs: each process of calls has a group with the limit; one that was killed there had too
+    much, another one has crashed.
+    """
     machine = start(DRIVER + GROUPS.replace("sys.argv[2]", "'memory'"), memory_limit_bytes=300_000_000)
     machine.call(LOOK + DIE % kills)
     machine.await_file("done")
     assert machine.text("limits") == "300000000\n"
     assert machine.text("outcomes").splitlines() == [f"{'OUT_OF_MEMORY' if kills else 'CRASH'} -9", "RESULT None"]
-    groups = sorted(path.name.partition("-")[0] for path in (machine.directory / "cgroup" / f"skyward.{machine.instance_id}").iterdir())
+    groups = sorted(
+        path.name.partition("-")[0]
+        for path in (machine.directory / "cgroup" / f"skyward.{machine.instance_id}").iterdir()
+    )
     assert groups == ["calls", "node"]  # that of the process that has died is gone
     assert "the memory of calls is bounded by the kernel" in machine.text("log")
 
 
 def test_results_in_memory_are_no_part_of_what_a_call_may_use(start: Start) -> None:
-    """The process raises its limit before it writes one, and takes that back before the first call after it was fetched."""
+    """The process raises its limit before it writes one, and takes that back before the first call after it was
+    fetched.
+    """
     machine = start(DRIVER + GROUPS.replace("sys.argv[2]", "'memory'"), memory_limit_bytes=300_000_000)
-    fetch = f"import pathlib; [path.unlink() for path in pathlib.Path({machine.settings.value_directories[0]!r}).iterdir()]"
+    fetch = (
+        f"import pathlib; [path.unlink() for path in pathlib.Path({machine.settings.value_directories[0]!r}).iterdir()]"
+    )
     machine.call("---\n".join(["value = bytes(100_000)\n", LOOK, f"{fetch}\n", LOOK]))
     machine.await_file("done")
     assert machine.text("outcomes").splitlines() == ["RESULT None"] * 5
     limit, higher = 300_000_000, int(machine.text("limits").split()[0])
     assert 100_000 <= higher - limit < 101_000
     assert machine.text("limits").split() == [str(higher), str(limit)]
-    assert machine.text("limits-written").split() == [str(limit), *[str(higher)] * 3, str(limit)]  # made, for the result, for two calls with it, without it
+    # made, for the result, for two calls with it, without it
+    assert machine.text("limits-written").split() == [str(limit), *[str(higher)] * 3, str(limit)]
 
 
 def test_without_the_controller_the_log_says_who_bounds_memory(start: Start) -> None:
@@ -669,7 +717,9 @@ node.run_worker = run_worker
 
 @pytest.mark.slow
 def test_a_cancellation_takes_one_call_whenever_it_comes(start: Start) -> None:
-    """Four hundred batches of calls of 0.3 ms, of each of which one is cancelled at some moment: it is stopped or has ended, and no other call is touched."""
+    """Four hundred batches of calls of 0.3 ms, of each of which one is cancelled at some moment: it is stopped or has
+    ended, and no other call is touched.
+    """
     machine = start(DRIVER + ROUNDS)
     stopped, _, rest = machine.await_file("done", 120.0).partition(" ")
     assert rest == "stopped, [] wrong"
@@ -748,14 +798,26 @@ class Listener:
         """Have a worker of this name run these calls."""
         self.await_worker(worker)
         address = next(address for address, there in members(self.client).items() if there["name"] == worker)
-        calls = tuple(Call(call_id, "exec", Parcel(pickle.dumps(((text,), {}))), "job") for call_id, text in texts.items())
+        calls = tuple(
+            Call(call_id, "exec", Parcel(pickle.dumps(((text,), {}))), "job") for call_id, text in texts.items()
+        )
         batch = Batch(self.TOPIC, calls, {"exec": Parcel(pickle.dumps(exec))})
         key = f"skyward-{'-'.join(texts)}"
         self.futures.append(Future(key, self.client))
-        self.send({"op": RUN_BATCH, "key": key, "batch": pickle.dumps(batch, protocol=5), "annotations": {"workers": [address]}})
+        self.send(
+            {
+                "op": RUN_BATCH,
+                "key": key,
+                "batch": pickle.dumps(batch, protocol=5),
+                "annotations": {"workers": [address]},
+            }
+        )
 
     def await_worker(self, name: str, status: str = "running") -> None:
-        wait_until(lambda: (name, status) in {(there["name"], there["status"]) for there in members(self.client).values()}, f"{name}, {status}")
+        wait_until(
+            lambda: (name, status) in {(there["name"], there["status"]) for there in members(self.client).values()},
+            f"{name}, {status}",
+        )
 
     def kept(self, name: str) -> list[tuple[str, ...]]:
         return [tuple(sorted(news.calls)) for news in self.heard if isinstance(news, WorkerKept) and news.name == name]
@@ -764,7 +826,9 @@ class Listener:
         return [news for news in self.heard if isinstance(news, Report)]
 
     def endings(self) -> dict[str, Ending]:
-        return {item.call_id: item.ending for report in self.reports() for item in report.news if isinstance(item, Outcome)}
+        return {
+            item.call_id: item.ending for report in self.reports() for item in report.news if isinstance(item, Outcome)
+        }
 
     def close(self) -> None:
         self.futures.clear()
@@ -805,8 +869,13 @@ def two_nodes(start: Start, listen: Callable[[str], Listener], **fields: Any) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", ["before", "after"])
-def test_a_call_outlives_its_head_and_is_told_to_the_next(start: Start, listen: Callable[[str], Listener], tmp_path: Path, ends: str) -> None:
-    """It is begun once. The new head hears who has it, then all that it has reported, and no more calls go there until it has ended."""
+def test_a_call_outlives_its_head_and_is_told_to_the_next(
+    start: Start, listen: Callable[[str], Listener], tmp_path: Path, ends: str
+) -> None:
+    """It is begun once.
+
+    The new head hears who has it, then all that it has reported, and no more calls go there until it has ended.
+    """
     head, other, first = two_nodes(start, listen)
     first.run("1-0", long=long_call(tmp_path), next="pass")
     wait_until(lambda: "next" in first.endings(), "the call behind it to be handed back")
@@ -826,15 +895,22 @@ def test_a_call_outlives_its_head_and_is_told_to_the_next(start: Start, listen: 
     wait_until(lambda: second.endings() == {"next": Ending.RETURNED, "long": Ending.RESULT}, "the call to end")
     second.await_worker("2-0")
     reports = [report for report in second.reports() if report.origin.endswith("/skyward-long-next")]
-    assert list(dict.fromkeys(report.number for report in reports)) == list(range(1, max(report.number for report in reports) + 1))
-    lines = {report.number: [line for item in report.news if isinstance(item, Output) for line in item.lines] for report in reports}
+    assert list(dict.fromkeys(report.number for report in reports)) == list(
+        range(1, max(report.number for report in reports) + 1)
+    )
+    lines = {
+        report.number: [line for item in report.news if isinstance(item, Output) for line in item.lines]
+        for report in reports
+    }
     assert [line for number in sorted(lines) for line in lines[number]] == ["before", "after"]
     assert second.kept("0-0")[0] == ()
     second.send(release(["long", "next", "unknown"]))
     second.send(tell_kept())
     wait_until(lambda: second.kept("2-0")[-1] == (), "the release")
     assert (tmp_path / "begun").read_text() == "begun\n"
-    second.run("2-0", place=f"import os; open({str(tmp_path / 'place')!r}, 'w').write(os.environ['SKYWARD_INSTANCE_INFO'])")
+    second.run(
+        "2-0", place=f"import os; open({str(tmp_path / 'place')!r}, 'w').write(os.environ['SKYWARD_INSTANCE_INFO'])"
+    )
     wait_until(lambda: "place" in second.endings(), "a call after it")
     assert '"node": 2' in (tmp_path / "place").read_text()
     second.send(tell_kept())
@@ -844,7 +920,9 @@ def test_a_call_outlives_its_head_and_is_told_to_the_next(start: Start, listen: 
 
 
 @pytest.mark.slow
-def test_a_node_that_becomes_the_head_keeps_its_calls(start: Start, listen: Callable[[str], Listener], tmp_path: Path) -> None:
+def test_a_node_that_becomes_the_head_keeps_its_calls(
+    start: Start, listen: Callable[[str], Listener], tmp_path: Path
+) -> None:
     """Its supervisor starts a scheduler beside the worker, which joins it with its call."""
     head, other, first = two_nodes(start, listen)
     first.run("1-0", long=long_call(tmp_path))
@@ -882,7 +960,9 @@ def test_a_worker_without_calls_begins_anew(start: Start, listen: Callable[[str]
 
 
 @pytest.mark.slow
-def test_a_worker_that_its_scheduler_has_given_up_ends_its_calls(start: Start, listen: Callable[[str], Listener], tmp_path: Path) -> None:
+def test_a_worker_that_its_scheduler_has_given_up_ends_its_calls(
+    start: Start, listen: Callable[[str], Listener], tmp_path: Path
+) -> None:
     """The scheduler lives and has told the client that they are lost: they must not go on."""
     _, other, first = two_nodes(start, listen)
     first.run("1-0", long=long_call(tmp_path))
@@ -894,7 +974,9 @@ def test_a_worker_that_its_scheduler_has_given_up_ends_its_calls(start: Start, l
 
 
 @pytest.mark.slow
-def test_a_call_outlives_one_head_after_the_other(start: Start, listen: Callable[[str], Listener], tmp_path: Path) -> None:
+def test_a_call_outlives_one_head_after_the_other(
+    start: Start, listen: Callable[[str], Listener], tmp_path: Path
+) -> None:
     """Its reports keep their numbers, and the calls that came from each head are all told to the next."""
     head, other, first = two_nodes(start, listen, slots=2)
     first.run("1-0", long=long_call(tmp_path))
@@ -915,7 +997,9 @@ def test_a_call_outlives_one_head_after_the_other(start: Start, listen: Callable
 
 
 @pytest.mark.slow
-def test_a_worker_whose_node_is_told_of_no_head_ends_its_calls(start: Start, listen: Callable[[str], Listener], tmp_path: Path) -> None:
+def test_a_worker_whose_node_is_told_of_no_head_ends_its_calls(
+    start: Start, listen: Callable[[str], Listener], tmp_path: Path
+) -> None:
     """After a lease, though the node itself lives longer."""
     head, other, first = two_nodes(start, listen, lease_seconds=25.0)
     write_lease(other.directory, uptime() + HOUR)

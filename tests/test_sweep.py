@@ -1,4 +1,7 @@
-"""Sweeping: what is dead is ended, what lives is left, and what cannot be proved is told. In every order, by several at once, and with a ledger that fails."""
+"""Sweeping: what is dead is ended, what lives is left, and what cannot be proved is told.
+
+In every order, by several at once, and with a ledger that fails.
+"""
 
 import json
 import os
@@ -26,7 +29,16 @@ from skyward_core.errors import BadRequest, LeaseLost, LedgerError
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Account, Bucket, CostBy, Intent, Period, PoolEntry, Price, ResourceKind, Wish
 from skyward_core.machines.owner import Owner, OwnerState
-from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, load
+from skyward_core.providers.base import (
+    CREATED_TAG,
+    EXPIRES_TAG,
+    LAUNCH_TAG,
+    OWNER_TAG,
+    POOL_TAG,
+    PROCESS_TAG,
+    RANK_TAG,
+    load,
+)
 from tests.conftest import examples
 from tests.fakes import BlindProvider, FakeProvider, FlakyProvider, SlowToGoProvider, StuckProvider
 
@@ -94,11 +106,16 @@ class LaggingProvider(CloudProvider):
 
     def instances(self, pool_id: str | None = None) -> list[Instance]:
         now = type(self).clock()
-        return [instance for instance in super().instances(pool_id) if self.made[instance.id] + timedelta(seconds=60) <= now]
+        return [
+            instance for instance in super().instances(pool_id) if self.made[instance.id] + timedelta(seconds=60) <= now
+        ]
 
 
 class FolderProvider(Provider):
-    """Machines are files in a folder, which any process may list: a cloud for several processes. The folder `log` has a line for each termination."""
+    """Machines are files in a folder, which any process may list: a cloud for several processes.
+
+    The folder `log` has a line for each termination.
+    """
 
     name: ClassVar[str] = "folder"
     folder: str
@@ -134,7 +151,9 @@ class FolderProvider(Provider):
         return machine(instance_id, tags[POOL_TAG], int(tags[RANK_TAG]), tags, provider=self.name)
 
 
-def machine(instance_id: str, pool_id: str, rank: int = 0, tags: Mapping[str, str] | None = None, provider: str = "fake") -> Instance:
+def machine(
+    instance_id: str, pool_id: str, rank: int = 0, tags: Mapping[str, str] | None = None, provider: str = "fake"
+) -> Instance:
     return Instance(
         id=instance_id,
         provider=provider,
@@ -169,13 +188,24 @@ class World:
     def __init__(self, ledger: Ledger, provider: Provider, hands: Time) -> None:
         self.ledger, self.provider, self.hands = ledger, provider, hands
 
-    def pool(self, pool_id: str = "sky-1", owner: Owner = DEAD, lease_seconds: float = 120, account: str | None = None) -> str:
+    def pool(
+        self, pool_id: str = "sky-1", owner: Owner = DEAD, lease_seconds: float = 120, account: str | None = None
+    ) -> str:
         expires = self.hands.now + timedelta(seconds=lease_seconds)
-        self.ledger.open_pool(pool_id, owner=owner, provider=self.provider.to_json(), spec_json="{}", lease_expires_at=expires, account=account)
+        self.ledger.open_pool(
+            pool_id,
+            owner=owner,
+            provider=self.provider.to_json(),
+            spec_json="{}",
+            lease_expires_at=expires,
+            account=account,
+        )
         return pool_id
 
     def intend(self, pool_id: str, nodes: int = 1, first: int = 0, owner: Owner = DEAD) -> list[Intent]:
-        return self.ledger.intend_all(pool_id, [self.wish(pool_id, rank, first, owner) for rank in range(first, first + nodes)])
+        return self.ledger.intend_all(
+            pool_id, [self.wish(pool_id, rank, first, owner) for rank in range(first, first + nodes)]
+        )
 
     def wish(self, pool_id: str, rank: int, first: int = 0, owner: Owner = DEAD) -> Wish:
         return Wish(
@@ -190,13 +220,25 @@ class World:
         )
 
     def tags(self, pool_id: str, first: int = 0, owner: Owner = DEAD) -> dict[str, str]:
-        return {POOL_TAG: pool_id, RANK_TAG: str(first), LAUNCH_TAG: f"{pool_id}-launch{first}", **owner_tags(owner, self.hands.now)}
+        return {
+            POOL_TAG: pool_id,
+            RANK_TAG: str(first),
+            LAUNCH_TAG: f"{pool_id}-launch{first}",
+            **owner_tags(owner, self.hands.now),
+        }
 
     def launch(self, pool_id: str, nodes: int = 1, first: int = 0, owner: Owner = DEAD) -> list[Instance]:
         return self.provider.launch(self.offer(), nodes, self.tags(pool_id, first, owner), "")
 
     def offer(self) -> Offer:
-        return Offer(provider=self.provider.name, instance_type="fake.1", region="nowhere-1", price_per_hour=36.0, vcpus=4, memory_gb=16)
+        return Offer(
+            provider=self.provider.name,
+            instance_type="fake.1",
+            region="nowhere-1",
+            price_per_hour=36.0,
+            vcpus=4,
+            memory_gb=16,
+        )
 
     def rent(self, pool_id: str, nodes: int = 1, first: int = 0, owner: Owner = DEAD) -> list[Instance]:
         intents = self.intend(pool_id, nodes, first, owner)
@@ -227,10 +269,25 @@ def of_kind(kind: type[FakeProvider], ledger: Ledger, tmp_path: Path, hands: Tim
 
 
 def entry(pool_id: str = "sky-1", owner: Owner = DEAD, lease_seconds: float = 100, **fields: Any) -> PoolEntry:
-    return PoolEntry(pool_id, owner, {"name": "cloud"}, "{}", START - timedelta(hours=1), START + timedelta(seconds=lease_seconds), **fields)
+    return PoolEntry(
+        pool_id,
+        owner,
+        {"name": "cloud"},
+        "{}",
+        START - timedelta(hours=1),
+        START + timedelta(seconds=lease_seconds),
+        **fields,
+    )
 
 
-def intent(number: int, pool_id: str = "sky-1", rank: int = 0, cloud_id: str | None = None, age_seconds: float = 1000, **fields: Any) -> Intent:
+def intent(
+    number: int,
+    pool_id: str = "sky-1",
+    rank: int = 0,
+    cloud_id: str | None = None,
+    age_seconds: float = 1000,
+    **fields: Any,
+) -> Intent:
     intended = START - timedelta(seconds=age_seconds)
     told: dict[str, Any] = {
         "id": number,
@@ -258,7 +315,11 @@ CLOUD = CloudProvider(folder="/nowhere")
 
 
 def verdicts(
-    machines: Sequence[Instance] = (), pools: Sequence[PoolEntry] = (), intents: Sequence[Intent] = (), provider: Provider = CLOUD, **how: Any
+    machines: Sequence[Instance] = (),
+    pools: Sequence[PoolEntry] = (),
+    intents: Sequence[Intent] = (),
+    provider: Provider = CLOUD,
+    **how: Any,
 ) -> list[tuple[str, str, tuple[str, ...]]]:
     scene = Scene(provider, machines, {pool.id: pool for pool in pools}, intents, START, HERE, STATES)
     return [(finding.action.value, finding.pool_id, finding.resource_ids) for finding in judge(scene, **how)]
@@ -283,7 +344,9 @@ def launched(instance_id: str, rank: int = 0, pool_id: str = "sky-1", launch: st
     ],
 )
 def test_only_what_is_proved_dead_is_ended(pool: PoolEntry, is_dead: bool) -> None:
-    """A machine goes if its pool's lease has run out, its owner is known to be dead and was needed, or the pool has ended or was condemned; else it stays."""
+    """A machine goes if its pool's lease has run out, its owner is known to be dead and was needed, or the pool has
+    ended or was condemned; else it stays.
+    """
     found = verdicts([launched("m")], [pool], [intent(1, cloud_id="m")])
     assert found == [("end" if is_dead else "leave", "sky-1", ("m",))]
 
@@ -314,11 +377,15 @@ def test_an_entry_is_closed_only_when_its_machine_must_be_listed() -> None:
 
 
 def test_a_launch_may_have_been_asked_for_as_late_as_its_owner_could() -> None:
-    """An intent that is old says nothing of when the call was made: until the owner was barred it may have been; then it may still be at work for a while."""
+    """An intent that is old says nothing of when the call was made: until the owner was barred it may have been; then
+    it may still be at work for a while.
+    """
     assert verdicts([], [entry(owner=DEAD)], [intent(1)]) == [("wait", "sky-1", ("sky-1-0",))]
     barred = START - timedelta(seconds=9)
     assert verdicts([], [entry(owner=DEAD, condemned_at=barred)], [intent(1)]) == [("wait", "sky-1", ("sky-1-0",))]
-    assert verdicts([], [entry(owner=DEAD, condemned_at=barred - timedelta(seconds=1))], [intent(1)]) == [("close", "sky-1", ("sky-1-0",))]
+    assert verdicts([], [entry(owner=DEAD, condemned_at=barred - timedelta(seconds=1))], [intent(1)]) == [
+        ("close", "sky-1", ("sky-1-0",))
+    ]
     assert verdicts([], [entry(owner=ELSEWHERE, lease_seconds=-10)], [intent(1)]) == [("close", "sky-1", ("sky-1-0",))]
 
 
@@ -337,13 +404,20 @@ def test_what_is_no_machine_is_left_and_told() -> None:
 
 
 def test_processes_of_another_host_are_not_called_gone() -> None:
-    """Local machines are not listed from another host, by another user, or from another container; after a boot of their own host they are gone for certain."""
+    """Local machines are not listed from another host, by another user, or from another container; after a boot of
+    their own host they are gone for certain.
+    """
     local = FakeProvider(folder="/nowhere")
     for owner in (ELSEWHERE, replace(HERE, namespace="1"), replace(HERE, user="other")):
         expected = "close" if owner.user == "other" and HERE.user == "root" else "leave"
-        assert [verdict[0] for verdict in verdicts([], [entry(owner=owner, lease_seconds=-1000)], [intent(1, cloud_id="m")], local)] == [expected]
+        assert [
+            verdict[0]
+            for verdict in verdicts([], [entry(owner=owner, lease_seconds=-1000)], [intent(1, cloud_id="m")], local)
+        ] == [expected]
     rebooted = replace(HERE, boot="before", namespace="1")
-    assert verdicts([], [entry(owner=rebooted, lease_seconds=-1000)], [intent(1, cloud_id="m")], local) == [("close", "sky-1", ("m",))]
+    assert verdicts([], [entry(owner=rebooted, lease_seconds=-1000)], [intent(1, cloud_id="m")], local) == [
+        ("close", "sky-1", ("m",))
+    ]
 
 
 OLD = START - timedelta(hours=1)
@@ -364,8 +438,12 @@ OLD = START - timedelta(hours=1)
     ],
     ids=["dead", "young", "alive", "unknown", "expired", "not expired", "no age", "garbage", "no tags"],
 )
-def test_what_the_ledger_does_not_know_is_judged_by_its_tags(tags: dict[str, str], expected: str, if_asked_for: str) -> None:
-    """Ended are only old machines whose time has run out, or whose owner was of this host and is dead; with `include_unknown` those too of whom nobody knows."""
+def test_what_the_ledger_does_not_know_is_judged_by_its_tags(
+    tags: dict[str, str], expected: str, if_asked_for: str
+) -> None:
+    """Ended are only old machines whose time has run out, or whose owner was of this host and is dead; with
+    `include_unknown` those too of whom nobody knows.
+    """
     its = [machine("m", "sky-x", 0, tags)]
     assert verdicts(its, min_age_seconds=600) == [(expected, "sky-x", ("m",))]
     assert verdicts(its, min_age_seconds=600, include_unknown=True) == [(if_asked_for, "sky-x", ("m",))]
@@ -383,7 +461,9 @@ offsets = st.integers(-200, 200)
 moments = st.one_of(st.none(), st.integers(-200, 0).map(lambda seconds: START + timedelta(seconds=seconds)))
 pool_ids = st.sampled_from(["sky-1", "sky-2", "sky-3"])
 entries_ = st.builds(
-    lambda pool_id, owner, lease, lives, condemned, ended: entry(pool_id, owner, lease, lives_by_lease=lives, condemned_at=condemned, ended_at=ended),
+    lambda pool_id, owner, lease, lives, condemned, ended: entry(
+        pool_id, owner, lease, lives_by_lease=lives, condemned_at=condemned, ended_at=ended
+    ),
     pool_ids,
     owners,
     offsets,
@@ -423,7 +503,9 @@ def scenes(draw: st.DrawFn) -> Scene:
         elif cloud_id is not None:
             bound.add(cloud_id)
         pool_id = draw(st.sampled_from(sorted(pools)))
-        kind = draw(st.sampled_from([ResourceKind.INSTANCE, ResourceKind.INSTANCE, ResourceKind.INSTANCE, ResourceKind.OTHER]))
+        kind = draw(
+            st.sampled_from([ResourceKind.INSTANCE, ResourceKind.INSTANCE, ResourceKind.INSTANCE, ResourceKind.OTHER])
+        )
         if kind is ResourceKind.OTHER and cloud_id is not None:
             cloud_id = f"volume-{number}"
         intents.append(intent(number, pool_id, draw(st.integers(0, 2)), cloud_id, draw(st.integers(0, 300)), kind=kind))
@@ -436,7 +518,9 @@ def scenes(draw: st.DrawFn) -> Scene:
 @settings(max_examples=examples(1500), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scene=scenes(), min_age=st.sampled_from([0.0, 600.0]), unknown=st.booleans())
 def test_nothing_is_ended_without_proof_and_nothing_is_overlooked(scene: Scene, min_age: float, unknown: bool) -> None:
-    """Whatever the ledger, the tags and the listing say: a live pool is never touched, a stranger only with proof, and each machine has one verdict."""
+    """Whatever the ledger, the tags and the listing say: a live pool is never touched, a stranger only with proof, and
+    each machine has one verdict.
+    """
     findings = judge(scene, min_age_seconds=min_age, include_unknown=unknown)
     assert findings == judge(scene, min_age_seconds=min_age, include_unknown=unknown)
     assert all(finding.reason for finding in findings)
@@ -451,13 +535,16 @@ def test_nothing_is_ended_without_proof_and_nothing_is_overlooked(scene: Scene, 
         for instance_id in finding.resource_ids:
             tags = listed[instance_id].tags
             expired = EXPIRES_TAG in tags and int(tags[EXPIRES_TAG]) <= START.timestamp()
-            assert expired or tags.get(PROCESS_TAG) == DEAD.process or (unknown and tags.get(PROCESS_TAG) != HERE.process)
+            assert (
+                expired or tags.get(PROCESS_TAG) == DEAD.process or (unknown and tags.get(PROCESS_TAG) != HERE.process)
+            )
             assert unknown or START.timestamp() - int(tags[CREATED_TAG]) > min_age
     by_number = {its.id: its for its in scene.intents}
     for finding in findings:
         if finding.action is Action.CLOSE:
             assert not any(
-                by_number[number].cloud_id in {found.id for found in scene.machines if found.pool_id == finding.pool_id} for number in finding.intents
+                by_number[number].cloud_id in {found.id for found in scene.machines if found.pool_id == finding.pool_id}
+                for number in finding.intents
             )
     told = [
         instance_id
@@ -466,8 +553,15 @@ def test_nothing_is_ended_without_proof_and_nothing_is_overlooked(scene: Scene, 
         if instance_id in listed and listed[instance_id].pool_id == finding.pool_id
     ]
     assert sorted(told) == sorted(listed)
-    of_the_dead = [its.id for its in scene.intents if scene.pools[its.pool_id].why_dead(START, STATES[scene.pools[its.pool_id].owner])]
-    assert sorted(number for finding in findings if finding.action is not Action.ADOPT for number in finding.intents) == of_the_dead
+    of_the_dead = [
+        its.id
+        for its in scene.intents
+        if scene.pools[its.pool_id].why_dead(START, STATES[scene.pools[its.pool_id].owner])
+    ]
+    assert (
+        sorted(number for finding in findings if finding.action is not Action.ADOPT for number in finding.intents)
+        == of_the_dead
+    )
 
 
 # ── one pool ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -478,7 +572,9 @@ def life(its: Intent, now: datetime) -> float:
 
 
 def test_ending_a_pool_ends_all_and_writes_it_down(world: World) -> None:
-    """What the ledger knows and what only tags tell; each entry is closed with its evidence, the pool's too, and every second is in a bucket."""
+    """What the ledger knows and what only tags tell; each entry is closed with its evidence, the pool's too, and every
+    second is in a bucket.
+    """
     pool = world.pool()
     first = world.rent(pool, 2)
     ready = world.ledger.open_intents()[0]
@@ -535,28 +631,58 @@ UP = {Bucket.LAUNCHING: 30.0, Bucket.IDLE: 30.0}
     ("known", "lease_seconds", "seconds"),
     [
         pytest.param({"seconds": UP}, 120, 240, id="its lease, and two minutes to go"),
-        pytest.param({"seconds": {Bucket.LAUNCHING: 30.0}}, 120, 240 + BOOT_SECONDS, id="it was never seen up, and counts its lease from then"),
-        pytest.param({"seconds": UP, "end_asked_at": START + timedelta(seconds=300)}, 120, 420, id="asked for later than its lease"),
         pytest.param(
-            {"seconds": UP, "tags": {EXPIRES_TAG: "0"}, "expires_at": START + timedelta(seconds=60)}, 3600, 210, id="its hard end, counted from when it was up"
+            {"seconds": {Bucket.LAUNCHING: 30.0}},
+            120,
+            240 + BOOT_SECONDS,
+            id="it was never seen up, and counts its lease from then",
         ),
-        pytest.param({"seconds": UP, "tags": {}, "expires_at": START + timedelta(seconds=60)}, 3600, 3720, id="an end that is no hard one"),
+        pytest.param(
+            {"seconds": UP, "end_asked_at": START + timedelta(seconds=300)},
+            120,
+            420,
+            id="asked for later than its lease",
+        ),
+        pytest.param(
+            {"seconds": UP, "tags": {EXPIRES_TAG: "0"}, "expires_at": START + timedelta(seconds=60)},
+            3600,
+            210,
+            id="its hard end, counted from when it was up",
+        ),
+        pytest.param(
+            {"seconds": UP, "tags": {}, "expires_at": START + timedelta(seconds=60)},
+            3600,
+            3720,
+            id="an end that is no hard one",
+        ),
         pytest.param({"seconds": {**UP, Bucket.RUNNING_CALLS: 9000}}, 120, 9060, id="what was noted is known"),
-        pytest.param({"seconds": UP, "bound_at": START + timedelta(seconds=500)}, 120, 500, id="when it answered it was there"),
+        pytest.param(
+            {"seconds": UP, "bound_at": START + timedelta(seconds=500)}, 120, 500, id="when it answered it was there"
+        ),
         pytest.param({"seconds": UP}, 10**6, 10**5, id="never later than now"),
     ],
 )
-def test_a_machine_that_is_found_gone_is_paid_for_until_it_must_have_ended(known: dict[str, Any], lease_seconds: float, seconds: float) -> None:
-    """Seconds since it was asked for; where machines do not end themselves for good, it may have been there until now."""
+def test_a_machine_that_is_found_gone_is_paid_for_until_it_must_have_ended(
+    known: dict[str, Any], lease_seconds: float, seconds: float
+) -> None:
+    """Seconds since it was asked for; where machines do not end themselves for good, it may have been there until
+    now.
+    """
     its, now = intent(1, cloud_id="a", age_seconds=0, **known), START + timedelta(seconds=10**5)
     pool = entry(lease_seconds=lease_seconds)
     assert paid_until(SelfEndingProvider(folder="/nowhere"), pool, its, now) == START + timedelta(seconds=seconds)
     assert paid_until(CLOUD, pool, its, now) == now
 
 
-@pytest.mark.parametrize("is_alone", [True, False], ids=["nothing of the pool is left", "another machine of the pool runs"])
-def test_a_sweep_that_comes_late_bills_no_machine_that_is_gone(ledger: Ledger, tmp_path: Path, hands: Time, is_alone: bool) -> None:
-    """Its guard has ended it when the lease ran out, 62 hours ago; one that still runs is billed until the sweep ends it."""
+@pytest.mark.parametrize(
+    "is_alone", [True, False], ids=["nothing of the pool is left", "another machine of the pool runs"]
+)
+def test_a_sweep_that_comes_late_bills_no_machine_that_is_gone(
+    ledger: Ledger, tmp_path: Path, hands: Time, is_alone: bool
+) -> None:
+    """Its guard has ended it when the lease ran out, 62 hours ago; one that still runs is billed until the sweep ends
+    it.
+    """
     world = of_kind(SelfEndingProvider, ledger, tmp_path, hands)
     ledger.set_account(Account("team-a", Decimal(10_000), Period.MONTH))
     gone, *others = world.rent(world.pool(account="team-a"), 1 if is_alone else 2)
@@ -573,10 +699,14 @@ def test_a_sweep_that_comes_late_bills_no_machine_that_is_gone(ledger: Ledger, t
     for its in rest:
         assert sum(its.seconds.values()) == pytest.approx(62 * 3600, abs=1)
         assert "estimated" not in str(its.evidence)
-    assert ledger.left_usd("team-a", "another") == pytest.approx(10_000 - Decimal("2.4") - 36 * 62 * len(others), abs=Decimal("0.02"))
+    assert ledger.left_usd("team-a", "another") == pytest.approx(
+        10_000 - Decimal("2.4") - 36 * 62 * len(others), abs=Decimal("0.02")
+    )
 
 
-def test_what_was_asked_to_end_was_not_terminating_until_a_late_sweep(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
+def test_what_was_asked_to_end_was_not_terminating_until_a_late_sweep(
+    ledger: Ledger, tmp_path: Path, hands: Time
+) -> None:
     """Its owner had asked for its end, and was killed before it saw it gone."""
     world = of_kind(SelfEndingProvider, ledger, tmp_path, hands)
     (gone,) = world.rent(world.pool())
@@ -588,7 +718,10 @@ def test_what_was_asked_to_end_was_not_terminating_until_a_late_sweep(ledger: Le
     hands.go(62 * 3600)
     world.sweep()
     (its,) = ledger.intents()
-    assert {bucket: seconds for bucket, seconds in its.seconds.items() if seconds} == {**UP, Bucket.TERMINATING: pytest.approx(180, abs=0.01)}
+    assert {bucket: seconds for bucket, seconds in its.seconds.items() if seconds} == {
+        **UP,
+        Bucket.TERMINATING: pytest.approx(180, abs=0.01),
+    }
 
 
 def test_where_machines_are_paid_for_when_they_are_off_a_sweep_bills_all_the_time(world: World) -> None:
@@ -630,7 +763,9 @@ def test_a_launch_that_never_was_costs_nothing(world: World) -> None:
     began = world.hands.now
     world.end(pool)
     assert (world.hands.now - began).total_seconds() >= 10
-    assert [its.evidence for its in world.ledger.intents()] == ["cloud lists nothing of the pool; it was ended because its owner is dead"] * 3
+    assert [its.evidence for its in world.ledger.intents()] == [
+        "cloud lists nothing of the pool; it was ended because its owner is dead"
+    ] * 3
     assert world.ledger.cost_rows(CostBy.POOL)[0].cost_usd == 0
 
 
@@ -688,7 +823,10 @@ def test_an_entry_that_was_closed_too_early_is_opened_and_closed_again(world: Wo
     (instance,) = world.launch(pool)
     world.end(pool)
     (its,) = world.ledger.intents()
-    assert (its.cloud_id, its.evidence) == (instance.id, "cloud lists it no more; it was ended because its owner is dead")
+    assert (its.cloud_id, its.evidence) == (
+        instance.id,
+        "cloud lists it no more; it was ended because its owner is dead",
+    )
     assert world.ids() == set()
 
 
@@ -704,7 +842,9 @@ def test_ending_twice_changes_nothing(world: World) -> None:
 
 
 def test_what_cannot_be_ended_stays_open(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
-    """InstancesLeft names it; entry and pool stay open for the next sweep, and that the end was asked for is written down."""
+    """InstancesLeft names it; entry and pool stay open for the next sweep, and that the end was asked for is written
+    down.
+    """
     world = of_kind(StuckProvider, ledger, tmp_path, hands)
     pool = world.pool()
     (instance,) = world.rent(pool)
@@ -760,7 +900,9 @@ VERBS = ["pool", "intents", "bind", "ask_end_all", "close_all", "open_intents", 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_machines_are_ended_though_the_ledger_fails(world: World, verb: str) -> None:
-    """At whatever verb it fails, the machines are given back first and the error is raised then; a sweep finishes the entries."""
+    """At whatever verb it fails, the machines are given back first and the error is raised then; a sweep finishes the
+    entries.
+    """
     pool = world.pool()
     world.rent(pool)
     world.intend(pool, 1, first=1)
@@ -787,7 +929,8 @@ def test_a_ledger_that_fails_once_is_brought_up_to_date(world: World, verb: str)
     try:
         end_pool(failing, world.provider, pool, why="its owner is dead", **world.hands.keywords)
     except LedgerError:
-        assert verb in ("close_all", "open_intents", "end_pools")  # these are made when the machines are gone: who called tries again
+        # these are made when the machines are gone: who called tries again
+        assert verb in ("close_all", "open_intents", "end_pools")
         world.end(pool)
     assert {its.cloud_id for its in world.ledger.intents()} == {instance.id for instance in instances}
     assert world.ledger.pools() == []
@@ -827,7 +970,9 @@ def test_a_lease_is_enough_to_stop_a_pool(tmp_path: Path, hands: Time) -> None:
 
 
 def test_what_nobody_knows_cannot_be_stopped(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
-    """A pool that is not in the ledger, and one whose machines are processes of another host: the message says what to do."""
+    """A pool that is not in the ledger, and one whose machines are processes of another host: the message says what to
+    do.
+    """
     with pytest.raises(BadRequest, match="skyward ps --all"):
         release("sky-nowhere", ledger=ledger)
     world = of_kind(FakeProvider, ledger, tmp_path, hands)
@@ -862,10 +1007,14 @@ def test_a_dry_run_tells_and_does_nothing(world: World) -> None:
     assert actions(world.sweep()) == [("leave", "sky-live")]
 
 
-def test_a_sweep_finds_providers_in_the_ledger(ledger: Ledger, tmp_path: Path, hands: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_finds_providers_in_the_ledger(
+    ledger: Ledger, tmp_path: Path, hands: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody need name them: entries tell which. One that cannot be loaded is told, and stops nothing."""
     folders = {"name": "folder", "folder": str(tmp_path)}
-    monkeypatch.setattr(survey, "load", lambda wish: FolderProvider(folder=wish["folder"]) if wish["name"] == "folder" else load(wish))
+    monkeypatch.setattr(
+        survey, "load", lambda wish: FolderProvider(folder=wish["folder"]) if wish["name"] == "folder" else load(wish)
+    )
     world = World(ledger, FolderProvider(folder=str(tmp_path)), hands)
     world.rent(world.pool("sky-folder"), 2)
     ledger.open_pool("sky-odd", owner=DEAD, provider={"name": "nonesuch"}, spec_json="{}", lease_expires_at=hands.now)
@@ -904,7 +1053,14 @@ def test_one_that_does_not_go_stops_no_other(ledger: Ledger, tmp_path: Path, han
     def pause(seconds: float) -> None:
         waited.seconds = getattr(waited, "seconds", 0.0) + seconds
 
-    report = sweep(ledger, [stuck.provider, other.provider], is_dry_run=False, clock=hands, monotonic=lambda: getattr(waited, "seconds", 0.0), pause=pause)
+    report = sweep(
+        ledger,
+        [stuck.provider, other.provider],
+        is_dry_run=False,
+        clock=hands,
+        monotonic=lambda: getattr(waited, "seconds", 0.0),
+        pause=pause,
+    )
     (failure,) = report.failures
     assert failure.pool_id == "sky-StuckProvider"
     assert isinstance(failure.error, InstancesLeft)
@@ -925,13 +1081,19 @@ def test_an_owner_that_comes_back_in_time_keeps_its_machines(world: World, monke
 
     monkeypatch.setattr(CloudProvider, "instances", slowly)
     report = world.sweep()
-    assert [(finding.action, finding.reason) for finding in report.findings] == [(Action.LEAVE, "its lease was renewed while the sweep looked")]
+    assert [(finding.action, finding.reason) for finding in report.findings] == [
+        (Action.LEAVE, "its lease was renewed while the sweep looked")
+    ]
     assert world.provider.machines.terminated == []
     assert world.ledger.pools()[0].condemned_at is None
 
 
-def test_what_was_launched_for_the_dead_is_waited_for_by_the_next_sweep(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
-    """The first one condemns the pool and waits for nothing; when a listing must show the machine, another ends it, or closes what never was."""
+def test_what_was_launched_for_the_dead_is_waited_for_by_the_next_sweep(
+    ledger: Ledger, tmp_path: Path, hands: Time
+) -> None:
+    """The first one condemns the pool and waits for nothing; when a listing must show the machine, another ends it, or
+    closes what never was.
+    """
     LaggingProvider.clock = hands
     world = of_kind(LaggingProvider, ledger, tmp_path, hands)
     for pool_id in ("sky-came", "sky-never"):
@@ -957,14 +1119,20 @@ def test_a_live_pool_gets_its_lost_answer(world: World) -> None:
 
 
 def test_what_no_ledger_knows_is_swept_by_its_tags(world: World) -> None:
-    """The ledger was lost: old machines of a dead owner are ended, young ones and somebody else's are left; with `include_unknown` all of the latter go."""
+    """The ledger was lost: old machines of a dead owner are ended, young ones and somebody else's are left; with
+    `include_unknown` all of the latter go.
+    """
     world.launch("sky-dead")
     world.launch("sky-theirs", owner=ELSEWHERE)
     world.launch("sky-mine", owner=HERE)
     assert {action for action, _ in actions(world.sweep())} == {"leave"}
     world.hands.go(601)
     for keep in (world.ledger, None):
-        assert actions(sweep(keep, [world.provider], **world.hands.keywords)) == [("end", "sky-dead"), ("leave", "sky-mine"), ("leave", "sky-theirs")]
+        assert actions(sweep(keep, [world.provider], **world.hands.keywords)) == [
+            ("end", "sky-dead"),
+            ("leave", "sky-mine"),
+            ("leave", "sky-theirs"),
+        ]
     world.sweep()
     assert {instance.pool_id for instance in world.provider.instances()} == {"sky-mine", "sky-theirs"}
     sweep(None, [world.provider], is_dry_run=False, include_unknown=True, **world.hands.keywords)
@@ -985,7 +1153,9 @@ def test_machines_of_a_pool_that_has_ended_are_ended(world: World) -> None:
 
 
 def test_the_same_machines_by_two_settings_are_judged_once(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
-    """A provider that is named twice, with other settings, lists the same machines; those of a pool are judged by the settings it was opened with."""
+    """A provider that is named twice, with other settings, lists the same machines; those of a pool are judged by the
+    settings it was opened with.
+    """
     world = of_kind(CloudProvider, ledger, tmp_path, hands)
     twin = CloudProvider(folder=str(tmp_path), price_per_hour=1.0)
     twin._machines = world.provider.machines
@@ -1055,7 +1225,9 @@ for failure in report.failures:
 
 @pytest.mark.slow
 def test_several_sweeps_at_once_end_the_dead_and_touch_no_living(tmp_path: Path) -> None:
-    """Four threads and two processes sweep the same ledger while a live pool renews its lease and launches: no failure, nothing dead is left, nothing live is asked to end."""
+    """Four threads and two processes sweep the same ledger while a live pool renews its lease and launches: no failure,
+    nothing dead is left, nothing live is asked to end.
+    """
     world, _ = real_world(tmp_path)
     with world.ledger:
         for number in range(20):
@@ -1074,7 +1246,13 @@ def test_several_sweeps_at_once_end_the_dead_and_touch_no_living(tmp_path: Path)
 
         with ThreadPoolExecutor(5) as threads:
             keeping = threads.submit(keep)
-            command = [sys.executable, "-c", SWEEPER, world.ledger.url.render_as_string(hide_password=False), world.provider.folder]
+            command = [
+                sys.executable,
+                "-c",
+                SWEEPER,
+                world.ledger.url.render_as_string(hide_password=False),
+                world.provider.folder,
+            ]
             others = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
             reports = list(threads.map(lambda _: sweep(world.ledger, [world.provider], is_dry_run=False), range(4)))
             told = [other.communicate(timeout=110)[0] for other in others]
@@ -1090,7 +1268,9 @@ def test_several_sweeps_at_once_end_the_dead_and_touch_no_living(tmp_path: Path)
         ended = (tmp_path / "machines" / "log").read_text().split()
         assert not set(ended) & set(mine)
         closed = [its for its in world.ledger.intents() if its.pool_id != "sky-live"]
-        assert all(abs(sum(its.seconds.values()) - life(its, datetime.now(UTC))) < 0.002 for its in closed if its.cloud_id)
+        assert all(
+            abs(sum(its.seconds.values()) - life(its, datetime.now(UTC))) < 0.002 for its in closed if its.cloud_id
+        )
 
 
 @pytest.mark.slow

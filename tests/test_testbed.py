@@ -1,4 +1,6 @@
-"""The test bed itself: what it offers is real, its faults are the faults they claim to be, and it leaves nothing behind."""
+"""The test bed itself: what it offers is real, its faults are the faults they claim to be, and it leaves nothing
+behind.
+"""
 
 import os
 import re
@@ -53,7 +55,15 @@ def session(host: Host) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
     begun: list[subprocess.Popen[str]] = []
 
     def begin(command: str) -> subprocess.Popen[str]:
-        begun.append(subprocess.Popen([*host.ssh(), command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        begun.append(
+            subprocess.Popen(
+                [*host.ssh(), command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
         return begun[-1]
 
     yield begin
@@ -78,7 +88,9 @@ def said(host: Host, command: str) -> str:
 
 
 def test_hosts_are_separate_machines(fleet, host):
-    """Two hosts differ in name, address, processes and files, neither touches this machine's files, and they reach each other."""
+    """Two hosts differ in name, address, processes and files, neither touches this machine's files, and they reach each
+    other.
+    """
     other = fleet.create(disk="48M")
     assert (said(host, "hostname"), said(other, "hostname")) == (host.name, other.name)
     assert f"inet {host.ip}/24" in said(host, "ip addr show eth0")
@@ -87,14 +99,19 @@ def test_hosts_are_separate_machines(fleet, host):
     assert not Path("/etc/testbed-mark").exists()
     assert len(said(host, "ls -d /proc/[0-9]*").splitlines()) < 10
     assert said(host, "cat /proc/1/comm") == "sshd"
-    assert said(host, f"ssh-keyscan -t ed25519 {other.ip} 2>/dev/null") == other.known_hosts_line != host.known_hosts_line
+    assert (
+        said(host, f"ssh-keyscan -t ed25519 {other.ip} 2>/dev/null") == other.known_hosts_line != host.known_hosts_line
+    )
     other.crash()
 
 
 def test_a_host_is_bare(host):
     """A host sees this machine's system, and neither its homes nor its caches nor this repository."""
     assert said(host, f"find /root /home /mnt /tmp {REPOSITORY} -type f") == "/root/.ssh/authorized_keys"
-    assert said(host, "/usr/bin/env sh -c 'touch /tmp/x /dev/shm/y && stat -c %a /tmp /dev/shm'").split() == ["1777", "1777"]
+    assert said(host, "/usr/bin/env sh -c 'touch /tmp/x /dev/shm/y && stat -c %a /tmp /dev/shm'").split() == [
+        "1777",
+        "1777",
+    ]
 
 
 def test_a_host_reaches_nothing_outside(host):
@@ -141,7 +158,9 @@ def test_a_changed_host_key_is_noticed(host):
 
 
 def test_a_kill_is_silent(host, session):
-    """A power cut gives its peers no sign: an open session does not end, a new connection times out, and nothing runs any more."""
+    """A power cut gives its peers no sign: an open session does not end, a new connection times out, and nothing runs
+    any more.
+    """
     asleep = session("echo begun; sleep 60")
     assert heard(asleep) == "begun\n"
     pid = host.pid
@@ -205,12 +224,16 @@ def test_memory_has_a_limit(fleet):
     """A process that takes more than its host has is killed, and the host stays up and tells its limit."""
     small = fleet.create(memory="64M")
     assert small.run("head -c 200M /dev/zero | tail").returncode == 137
-    assert said(small, "cat /sys/fs/cgroup/memory/memory.limit_in_bytes /sys/fs/cgroup/memory.max 2>/dev/null; true") == str(64 << 20)
+    assert said(
+        small, "cat /sys/fs/cgroup/memory/memory.limit_in_bytes /sys/fs/cgroup/memory.max 2>/dev/null; true"
+    ) == str(64 << 20)
     small.crash()
 
 
 def test_a_clock_can_be_ahead(fleet):
-    """A host's monotonic clock, which other machines must not be compared by, may be a day ahead; its time of day is this machine's."""
+    """A host's monotonic clock, which other machines must not be compared by, may be a day ahead; its time of day is
+    this machine's.
+    """
     ahead = fleet.create(clock_ahead_seconds=86_400)
     begun = time.clock_gettime(time.CLOCK_BOOTTIME), time.time()
     uptime, now = (float(word) for word in said(ahead, "cut -d' ' -f1 /proc/uptime; date +%s.%N").split())
@@ -221,7 +244,9 @@ def test_a_clock_can_be_ahead(fleet):
 
 
 def test_bandwidth_is_limited(host):
-    """Three megabytes through two megabytes a second take 1.5 seconds, less a burst, each way; without a limit they come again."""
+    """Three megabytes through two megabytes a second take 1.5 seconds, less a burst, each way; without a limit they
+    come again.
+    """
     host.limit("16mbit")
     for command, text in (("cat > /dev/null", "x" * 3_000_000), ("head -c 3000000 /dev/zero", "")):
         started = time.monotonic()
@@ -232,7 +257,10 @@ def test_bandwidth_is_limited(host):
 
 
 def test_distance_is_felt(host):
-    """With 50 ms each way, a round trip takes 100 ms at least; without them, as little as before. Where the kernel has no netem, that is what is told."""
+    """With 50 ms each way, a round trip takes 100 ms at least; without them, as little as before.
+
+    Where the kernel has no netem, that is what is told.
+    """
     try:
         host.impair(delay_milliseconds=50)
     except RuntimeError as error:
@@ -248,14 +276,19 @@ def test_distance_is_felt(host):
 
 
 def test_a_closed_fleet_leaves_nothing(fleet):
-    """After a fleet is closed, in whatever state its hosts are, none of its processes, wires, groups, mounts and files exist."""
+    """After a fleet is closed, in whatever state its hosts are, none of its processes, wires, groups, mounts and files
+    exist.
+    """
     with Fleet() as other:
         hosts = [other.create(), other.create(memory="64M"), other.create()]
         hosts[1].freeze()
         hosts[2].partition()
         assert other.number != fleet.number
         kinds = " ".join(leftovers(other.number))
-        assert all(kind in kinds for kind in ("process", f"tb{other.number}-2", f"skyward-testbed-{other.number}-3", "/run/skyward-testbed"))
+        assert all(
+            kind in kinds
+            for kind in ("process", f"tb{other.number}-2", f"skyward-testbed-{other.number}-3", "/run/skyward-testbed")
+        )
         pids = [host.pid for host in hosts]
     assert leftovers(other.number) == []
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
@@ -265,7 +298,10 @@ def test_up_prints_command_lines_and_ends_on_ctrl_c(fleet):
     """`python -m tests.testbed up 2` prints two lines that log in, and an interrupt removes both hosts."""
     with _up(2) as up:
         lines = _lines(up, 2)
-        names = [subprocess.run(f"{line.strip()} hostname", shell=True, capture_output=True, text=True, timeout=60).stdout for line in lines]
+        names = [
+            subprocess.run(f"{line.strip()} hostname", shell=True, capture_output=True, text=True, timeout=60).stdout
+            for line in lines
+        ]
         assert names == ["host2\n", "host3\n"]
         up.send_signal(signal.SIGINT)
         assert up.wait(60) == 0
@@ -289,7 +325,9 @@ def test_gc_sweeps_what_even_the_watcher_could_not(fleet):
                 os.kill(int(child), signal.SIGKILL)
         up.kill()
     assert leftovers(number) != []
-    swept = subprocess.run([sys.executable, "-m", "tests.testbed", "gc"], cwd=REPOSITORY, capture_output=True, text=True, timeout=90)
+    swept = subprocess.run(
+        [sys.executable, "-m", "tests.testbed", "gc"], cwd=REPOSITORY, capture_output=True, text=True, timeout=90
+    )
     assert f"removed fleet {number}\n" in swept.stdout
     assert leftovers(number) == []
     assert leftovers(fleet.number) != []
@@ -314,7 +352,9 @@ def _up(hosts: int) -> Iterator[subprocess.Popen[str]]:
 
 
 def _lines(up: subprocess.Popen[str], hosts: int) -> list[str]:
-    """The command lines it prints, once all of its hosts are up; nothing more is written then, so none is lost in the buffer."""
+    """The command lines it prints, once all of its hosts are up; nothing more is written then, so none is lost in the
+    buffer.
+    """
     lines = [up.stdout.readline() for _ in range(hosts)]
     assert f"{hosts} hosts in" in up.stdout.readline()
     return lines

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def host(fleet: Fleet) -> Iterator[Host]:  # noqa: F811
+def host(fleet: Fleet) -> Iterator[Host]:
     """A bare host with this client's uv, as the client would bring it."""
     host = fleet.create(disk="512M")
     shutil.copy2(uv.find_uv_bin(), host.root / "root/uv")
@@ -55,14 +55,22 @@ def answer(url: str, path: str) -> int:
 # ── a bare host ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_bare_host_becomes_a_node(host, mirror):  # noqa: F811
-    """A configured host gets this client's Python and a node's needs without a variable set; what is installed is not asked for again."""
+def test_a_bare_host_becomes_a_node(host, mirror):
+    """A configured host gets this client's Python and a node's needs without a variable set; what is installed is not
+    asked for again.
+    """
     mirror.configure(host)
     said(host, f"/root/uv venv --quiet --python {HERE} /root/venv")
     install = f"/root/uv pip install --quiet --python {PYTHON} {shlex.join(runtime_pins())} numpy {PURE_PACKAGE}"
     said(host, install)
-    told = said(host, f"{PYTHON} -c 'import distributed, numpy, six, ssl, sqlite3, sys; print(sys.base_prefix, *sys.version_info[:3])'")
-    assert told.split() == [f"/root/.local/share/uv/python/cpython-{HERE}-linux-x86_64-gnu", *map(str, sys.version_info[:3])]
+    told = said(
+        host,
+        f"{PYTHON} -c 'import distributed, numpy, six, ssl, sqlite3, sys; print(sys.base_prefix, *sys.version_info[:3])'",
+    )
+    assert told.split() == [
+        f"/root/.local/share/uv/python/cpython-{HERE}-linux-x86_64-gnu",
+        *map(str, sys.version_info[:3]),
+    ]
     before = mirror.requests
     said(host, install)
     assert mirror.requests == before
@@ -70,18 +78,25 @@ def test_a_bare_host_becomes_a_node(host, mirror):  # noqa: F811
     assert 10 < megabytes < 100, "hosts keep their disks in memory"
 
 
-def test_its_environment_is_enough(host, mirror):  # noqa: F811
-    """uv and pip on a host that nobody configured need nothing but the mirror's variables; without them there is no way out."""
-    assert host.run("UV_HTTP_RETRIES=0 /root/uv venv --quiet --python-preference only-managed /root/none").returncode != 0
+def test_its_environment_is_enough(host, mirror):
+    """uv and pip on a host that nobody configured need nothing but the mirror's variables; without them there is no way
+    out.
+    """
+    assert (
+        host.run("UV_HTTP_RETRIES=0 /root/uv venv --quiet --python-preference only-managed /root/none").returncode != 0
+    )
     said(host, f"/root/uv venv --quiet --python {HERE} /root/venv", mirror.environment)
     said(host, f"/root/uv pip install --quiet --python {PYTHON} {PURE_PACKAGE}", mirror.environment)
     assert said(host, f"{PYTHON} -c 'import six; print(six.__version__)'") == PURE_PACKAGE.partition("==")[2]
     if host.run("python3 -m pip --version").returncode == 0:
         said(host, "python3 -m pip install --quiet --target /root/tools uv", mirror.environment)
-        assert said(host, "/root/tools/bin/uv --version") == subprocess.check_output([uv.find_uv_bin(), "--version"], text=True).strip()
+        assert (
+            said(host, "/root/tools/bin/uv --version")
+            == subprocess.check_output([uv.find_uv_bin(), "--version"], text=True).strip()
+        )
 
 
-def test_it_fails_on_demand(host, mirror):  # noqa: F811
+def test_it_fails_on_demand(host, mirror):
     """A broken mirror answers 503 to everything, and counts it; a mended one serves again."""
     mirror.configure(host)
     before = mirror.requests
@@ -104,7 +119,9 @@ def test_two_sessions_fill_one_folder(tmp_path):
     with one, two:
         assert one.url != two.url
         for mirror in (one, two):
-            assert [answer(mirror.url, path) for path in ("/simple/six/", "/python/cpython.tar.gz", "/simple/flask/")] == [200, 200, 404]
+            assert [
+                answer(mirror.url, path) for path in ("/simple/six/", "/python/cpython.tar.gz", "/simple/flask/")
+            ] == [200, 200, 404]
             assert mirror.requests == 3
     assert sorted(path.name.partition("-")[0] for path in tmp_path.iterdir()) == ["lock", "mirror"]
     with pytest.raises(ConnectionRefusedError):
@@ -112,7 +129,9 @@ def test_two_sessions_fill_one_folder(tmp_path):
 
 
 def test_a_wish_that_nobody_fulfils_is_told(tmp_path):
-    """What the index does not have is an error with pip's own words, and no half-filled folder is left to be taken for a whole one."""
+    """What the index does not have is an error with pip's own words, and no half-filled folder is left to be taken for
+    a whole one.
+    """
     with pytest.raises(RuntimeError, match=r"six==0\.0\.1"):
         Mirror("127.0.0.1", ["six==0.0.1"], tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
@@ -148,7 +167,9 @@ def _is_refused(url: str) -> bool:
 
 
 def test_a_binary_that_cannot_be_moved_is_told(tmp_path):
-    """The path of libpython is replaced by one beside the binary, byte for byte; where there is no room for it the mirror says so."""
+    """The path of libpython is replaced by one beside the binary, byte for byte; where there is no room for it the
+    mirror says so.
+    """
     binary = tmp_path / "python"
     binary.write_bytes(b"ELF\0/home/somebody/python/lib\0rest")
     _make_relocatable(binary, b"/home/somebody/python/lib")

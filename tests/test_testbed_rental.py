@@ -1,4 +1,6 @@
-"""The test bed as a cloud: its provider keeps the contract of `Provider` with real machines, and its faults are those of clouds."""
+"""The test bed as a cloud: its provider keeps the contract of `Provider` with real machines, and its faults are those
+of clouds.
+"""
 
 import json
 import time
@@ -26,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def cloud(fleet: Fleet) -> Iterator[Cloud]:  # noqa: F811
+def cloud(fleet: Fleet) -> Iterator[Cloud]:
     cloud = Cloud(fleet, disk="32M")
     yield cloud
     cloud.close()
@@ -37,7 +39,9 @@ def provider(cloud: Cloud) -> Rental:
     return cloud.provider()
 
 
-def launch(provider: Rental, count: int = 1, pool_id: str = "sky-one", first_rank: int = 0, startup: str = STARTUP) -> list[Instance]:
+def launch(
+    provider: Rental, count: int = 1, pool_id: str = "sky-one", first_rank: int = 0, startup: str = STARTUP
+) -> list[Instance]:
     offer = provider.offers(Requirements())[0]
     return provider.launch(offer, count, {"skyward-pool": pool_id, "skyward-rank": str(first_rank)}, startup)
 
@@ -54,7 +58,9 @@ def text_of(log: Path) -> str:
 
 
 def test_machines_are_rented_listed_and_given_back(provider, cloud):
-    """Machines are listed for their own pool alone, with everything that was told at their launch; terminated ones are gone, twice too."""
+    """Machines are listed for their own pool alone, with everything that was told at their launch; terminated ones are
+    gone, twice too.
+    """
     ours, theirs = launch(provider, 2, first_rank=3), launch(provider, 1, pool_id="sky-on")
     assert provider.instances("sky-one") == ours
     assert provider.instances("sky-on") == theirs
@@ -67,26 +73,35 @@ def test_machines_are_rented_listed_and_given_back(provider, cloud):
     provider.terminate([ours[0].id, "rental-never"])
     assert [host.is_up for host in hosts] == [False, True]
     assert provider.instances("sky-one") == ours[1:]
-    wait_until(lambda: not Path(f"/sys/class/net/{hosts[0].network.port(hosts[0].index)}").exists(), "the wire of a terminated host to go")
+    wait_until(
+        lambda: not Path(f"/sys/class/net/{hosts[0].network.port(hosts[0].index)}").exists(),
+        "the wire of a terminated host to go",
+    )
     provider.terminate([instance.id for instance in ours])
     assert provider.instances("sky-one") == []
     assert provider.instances("sky-on") == theirs
 
 
 def test_all_pools_are_listed_with_their_tags(provider, cloud):
-    """Without a pool all machines are listed; each has the tags of its launch with its own rank, from anybody who rents of this cloud."""
+    """Without a pool all machines are listed; each has the tags of its launch with its own rank, from anybody who rents
+    of this cloud.
+    """
     tags = {"skyward-owner": "Jo Doe@box", "skyward-expires": "1790003600"}
     (offer,) = provider.offers(Requirements())
     one = provider.launch(offer, 2, {"skyward-pool": "sky-one", "skyward-rank": "3", **tags}, "")
     other = launch(provider, 1, pool_id="sky-other")
-    assert [instance.tags for instance in one] == [{"skyward-pool": "sky-one", "skyward-rank": rank, **tags} for rank in ("3", "4")]
+    assert [instance.tags for instance in one] == [
+        {"skyward-pool": "sky-one", "skyward-rank": rank, **tags} for rank in ("3", "4")
+    ]
     assert cloud.provider(price_per_hour=1.0).instances() == [*one, *other]
     provider.terminate([one[0].id])
     assert provider.instances() == [one[1], *other]
 
 
 def test_the_startup_script_is_the_machines_own(provider):
-    """It runs as root in the instance's directory with its four variables and none of a login; its log and its host key are where the instance says."""
+    """It runs as root in the instance's directory with its four variables and none of a login; its log and its host key
+    are where the instance says.
+    """
     (instance,) = launch(provider, first_rank=7)
     with Connection(instance.endpoint).connect(30) as connection:
         wait_until(lambda: connection.run(f"test -e {instance.directory}/started").exit_code == 0, "the startup script")
@@ -98,7 +113,9 @@ def test_the_startup_script_is_the_machines_own(provider):
             "SKYWARD_RANK=7",
             "root",
         ]
-        wait_until(lambda: connection.run("pgrep -xc sleep").output.strip() == "1", "the script to become its last command")
+        wait_until(
+            lambda: connection.run("pgrep -xc sleep").output.strip() == "1", "the script to become its last command"
+        )
     assert instance.directory == f"/root/.cache/skyward/instances/{instance.id}"
 
 
@@ -134,7 +151,7 @@ def test_spot_machines_cost_less(cloud):
     assert (instance.is_spot, instance.price_per_hour, instance.on_demand_price_per_hour) == (True, 1.0, 3.0)
 
 
-def test_machines_are_prepared_before_they_start(fleet):  # noqa: F811
+def test_machines_are_prepared_before_they_start(fleet):
     """What the machine image holds is there when the startup script runs."""
     cloud = Cloud(fleet, prepare=lambda host: (host.root / "etc/image").write_text("prepared\n"), disk="32M")
     (instance,) = launch(cloud.provider(), startup="cat /etc/image")
@@ -168,7 +185,9 @@ def test_a_preempted_machine_is_silent_and_gone(provider, cloud):
 
 
 def test_capacity_ends(provider, cloud):
-    """With room for fewer than asked as many as there is room for are launched, with none it is NoCapacity; what goes makes room."""
+    """With room for fewer than asked as many as there is room for are launched, with none it is NoCapacity; what goes
+    makes room.
+    """
     cloud.capacity = 3
     assert len(launch(provider, 2)) == 2
     (last,) = launch(provider, 2)

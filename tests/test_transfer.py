@@ -1,4 +1,6 @@
-"""Large values: over SSH, straight into the memory of the node that needs them and back; and on this machine, where both sides see the same memory."""
+"""Large values: over SSH, straight into the memory of the node that needs them and back; and on this machine, where
+both sides see the same memory.
+"""
 
 import json
 import os
@@ -26,7 +28,9 @@ def far_pool(fleet: Fleet, mirror: Mirror) -> Iterator[sky.ComputePool]:
     hosts = [fleet.create() for _ in range(2)]
     for host in hosts:
         mirror.configure(host)
-    provider = sky.Hosts(*[host.ip for host in hosts], user="root", key=str(fleet.key_path), known_hosts="/dev/null", config="/dev/null")
+    provider = sky.Hosts(
+        *[host.ip for host in hosts], user="root", key=str(fleet.key_path), known_hosts="/dev/null", config="/dev/null"
+    )
     with shared(sky.ComputePool(provider=provider, nodes=2, image=sky.Image(pip=["numpy"]), display="quiet")) as pool:
         yield pool
 
@@ -74,7 +78,9 @@ def test_many_large_values_at_once(far_pool: sky.ComputePool) -> None:
 
 @pytest.mark.slow
 def test_nothing_stays_behind_on_the_workers(far_pool: sky.ComputePool) -> None:
-    """Once the calls have ended, no node keeps a value in its memory, whether the call returned, failed or was cancelled."""
+    """Once the calls have ended, no node keeps a value in its memory, whether the call returned, failed or was
+    cancelled.
+    """
     add_one(np.ones(500_000)) >> far_pool
     with pytest.raises(TypeError):
         add_one("x" * 500_000) >> far_pool
@@ -94,7 +100,8 @@ def test_a_function_with_baggage_is_sent_once(far_pool: sky.ComputePool) -> None
     assert sum(files_in_memory() @ far_pool) <= 2
 
 
-# ── on this machine: the result may take over the file that the arguments came in ────────────────────────────────────────────────────────────
+# ── on this machine: the result may take over the file that the arguments came in
+# ────────────────────────────────────────────────────────────
 
 _kept: list[Any] = []
 
@@ -147,7 +154,9 @@ def test_a_result_partly_new_and_partly_the_argument_comes_back(pool: sky.Comput
 
 
 def test_what_a_node_keeps_is_not_what_the_client_gets() -> None:
-    """A function that keeps its argument and returns it has its own: what the client does to the result does not reach it."""
+    """A function that keeps its argument and returns it has its own: what the client does to the result does not reach
+    it.
+    """
     with sky.ComputePool(provider=sky.Local(), display="quiet") as pool:
         back = keep_and_return(np.ones(200_000)) >> pool
         back[:] = 5
@@ -155,8 +164,12 @@ def test_what_a_node_keeps_is_not_what_the_client_gets() -> None:
 
 
 @pytest.mark.parametrize("arguments", [wire.KEEPS_NO_DESCRIPTOR, {}], ids=["as here", "as on Python 3.12"])
-def test_values_that_a_program_holds_keep_no_file_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]) -> None:
-    """The usual limit is 1,024 descriptors: a map with more large results than that would fail, and the whole program would run short of them."""
+def test_values_that_a_program_holds_keep_no_file_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]
+) -> None:
+    """The usual limit is 1,024 descriptors: a map with more large results than that would fail, and the whole program
+    would run short of them.
+    """
     monkeypatch.setattr(wire, "KEEPS_NO_DESCRIPTOR", arguments)
     before = len(os.listdir("/proc/self/fd"))
     parcels = [Parcel(b"", (bytearray(100_000),)).put_aside([str(tmp_path)]) for _ in range(50)]

@@ -1,7 +1,8 @@
-"""Two users of one computer: whatever one of them puts in the other's way, under names that can be guessed, runs nothing as the other and reads nothing of his.
+"""Two users of one computer: whatever one of them puts in the other's way, under names that can be guessed, runs
+nothing as the other and reads nothing of his.
 
-The tests start real processes under two other user ids. These may read all files (CAP_DAC_READ_SEARCH), for Python and this repository lie in root's home;
-who may write, rename and own what is as for any two users.
+The tests start real processes under two other user ids. These may read all files (CAP_DAC_READ_SEARCH), for Python and
+this repository lie in root's home; who may write, rename and own what is as for any two users.
 """
 
 import os
@@ -21,11 +22,17 @@ from tests.conftest import wait_until
 ALICE, BOB = 61_001, 61_002
 """Alice attacks, Bob opens pools."""
 CAP_DAC_READ_SEARCH = 2
-CAN_BECOME_OTHERS = os.geteuid() == 0 and int(Path("/proc/self/status").read_text().partition("CapBnd:")[2].split()[0], 16) >> CAP_DAC_READ_SEARCH & 1 == 1
+CAN_BECOME_OTHERS = (
+    os.geteuid() == 0
+    and int(Path("/proc/self/status").read_text().partition("CapBnd:")[2].split()[0], 16) >> CAP_DAC_READ_SEARCH & 1
+    == 1
+)
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not CAN_BECOME_OTHERS, reason="two other users can only be had by root with CAP_DAC_READ_SEARCH"),
+    pytest.mark.skipif(
+        not CAN_BECOME_OTHERS, reason="two other users can only be had by root with CAP_DAC_READ_SEARCH"
+    ),
 ]
 
 BOB_LAUNCHES = """
@@ -80,10 +87,25 @@ class Users:
         return self.folder / f"home-{user}"
 
     def start(self, user: int, program: str, *words: object, **variables: str) -> subprocess.Popen[str]:
-        environ = {"PATH": os.environ["PATH"], "HOME": str(self.home(user)), "TMPDIR": str(self.tmp), "PYTHONPATH": str(Path(__file__).parents[1])}
+        environ = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(self.home(user)),
+            "TMPDIR": str(self.tmp),
+            "PYTHONPATH": str(Path(__file__).parents[1]),
+        }
         may_read = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
         process = subprocess.Popen(
-            ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", *may_read, sys.executable, "-c", textwrap.dedent(program), *map(str, words)],
+            [
+                "setpriv",
+                f"--reuid={user}",
+                f"--regid={user}",
+                "--clear-groups",
+                *may_read,
+                sys.executable,
+                "-c",
+                textwrap.dedent(program),
+                *map(str, words),
+            ],
             env=environ | variables,
             cwd=self.home(user),
             stdout=subprocess.PIPE,
@@ -123,7 +145,9 @@ def alice_squats(users: Users, mode: int) -> Path:
 
 
 def test_a_folder_made_by_another_user_beforehand_gets_no_node(users: Users) -> None:
-    """The attack of issue 10: the folder is there, open to all, and what Bob makes in it is renamed away before his script starts."""
+    """The attack of issue 10: the folder is there, open to all, and what Bob makes in it is renamed away before his
+    script starts.
+    """
     squatted = alice_squats(users, 0o777)
     proof = users.tmp / "proof"
     users.start(ALICE, ALICE_RENAMES, squatted, proof)
@@ -166,7 +190,9 @@ def file_of_bob(users: Users) -> Path:
 
 @pytest.mark.parametrize("squatted", SQUATTED)
 def test_what_another_user_has_put_in_the_way_is_not_used(users: Users, squatted: str) -> None:
-    """Where Bob has no home to write to, he gets the reasons and no traceback, nothing is written through what Alice made; with XDG_RUNTIME_DIR he works."""
+    """Where Bob has no home to write to, he gets the reasons and no traceback, nothing is written through what Alice
+    made; with XDG_RUNTIME_DIR he works.
+    """
     SQUATTED[squatted](users)
     home_of_root = {"XDG_STATE_HOME": str(users.folder / "nowhere")}
     out, errors = users.run(BOB, BOB_LAUNCHES, 1, **home_of_root)
@@ -209,7 +235,9 @@ provider.terminate([instance.id])
 
 @pytest.mark.parametrize("kind", ["folder", "symlink"])
 def test_a_folder_in_memory_that_another_user_made_is_not_used(users: Users, kind: str) -> None:
-    """Even if Alice could guess the id of a node: large values, which are pickles, go where she can neither read nor write, and hers is left alone."""
+    """Even if Alice could guess the id of a node: large values, which are pickles, go where she can neither read nor
+    write, and hers is left alone.
+    """
     word = os.urandom(6).hex()
     squatted = Path(f"/dev/shm/skyward-{BOB}-local-{word}")
     try:
@@ -227,7 +255,9 @@ def test_a_folder_in_memory_that_another_user_made_is_not_used(users: Users, kin
 
 
 def test_roots_clean_up_removes_nothing_that_another_users_process_names(users: Users) -> None:
-    """A process of Alice's may carry the tags of a node, with any folder as its directory: root, who sees it, does not believe that."""
+    """A process of Alice's may carry the tags of a node, with any folder as its directory: root, who sees it, does not
+    believe that.
+    """
     victim = users.folder / "local-0123456789ab"
     (victim / "precious").mkdir(parents=True)
     tags = {"SKYWARD_INSTANCE_ID": victim.name, "SKYWARD_POOL_ID": "sky-two", "SKYWARD_INSTANCE_DIRECTORY": str(victim)}
@@ -248,7 +278,10 @@ print(shipped_archive().path)
 
 @pytest.mark.parametrize("squatted", ["folder", "symlink"])
 def test_what_nodes_are_sent_is_kept_in_no_folder_of_another_user(users: Users, squatted: str) -> None:
-    """It is run, here and on every node of Bob's. The next place is taken, and where there is none he gets the reasons."""
+    """It is run, here and on every node of Bob's.
+
+    The next place is taken, and where there is none he gets the reasons.
+    """
     cache, hers = users.folder / "cache", alice_owns(users, "hers")
     cache.mkdir(mode=0o755)
     if squatted == "folder":
@@ -281,7 +314,9 @@ with sky.ComputePool(provider=sky.Local(), display="quiet") as pool:
 
 
 def test_a_whole_pool_beside_an_attacker(users: Users) -> None:
-    """With large values, from opening to the end: it works, nothing of it is ever open to others, and nothing is left."""
+    """With large values, from opening to the end: it works, nothing of it is ever open to others, and nothing is
+    left.
+    """
     squatted = alice_squats(users, 0o777)
     proof = users.tmp / "proof"
     users.start(ALICE, ALICE_RENAMES, squatted, proof)
@@ -318,4 +353,7 @@ def test_the_ledger_of_another_user_is_refused(users: Users, beside: str) -> Non
     os.chown(path, ALICE, ALICE)
     out, errors = users.run(BOB, BOB_LEDGER, f"sqlite:///{folder / 'ledger.db'}")
     assert out == ""
-    assert f"{path} belongs to user {ALICE}: a ledger that several users share is kept in PostgreSQL" in errors.splitlines()[-1]
+    assert (
+        f"{path} belongs to user {ALICE}: a ledger that several users share is kept in PostgreSQL"
+        in errors.splitlines()[-1]
+    )

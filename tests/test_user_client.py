@@ -200,17 +200,25 @@ def test_an_attached_pool_has_a_separate_client() -> None:
 def stream_of(client: Any) -> tuple[str, int]:
     """Return the class of the stream to the scheduler, and the silence that its connection bears, in seconds."""
     connection = client.scheduler_comm.comm.stream.socket
-    return type(client.scheduler_comm).__name__, connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) // 1000
+    return type(client.scheduler_comm).__name__, connection.getsockopt(
+        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
+    ) // 1000
 
 
 @pytest.mark.slow
 def test_the_stream_of_a_reconnect_is_like_the_first() -> None:
-    """Dask reconnects with a stream of its class, which waits 10 ms with each message, and 30 s for a frozen scheduler."""
+    """Dask reconnects with a stream of its class, which waits 10 ms with each message, and 30 s for a frozen
+    scheduler.
+    """
     with open_pool(nodes=1) as pool:
         client: Any = pool.dask_client()
         first, was = client.scheduler_comm, stream_of(client)
         client.loop.add_callback(first.abort)
-        wait_until(lambda: client.scheduler_comm not in (first, None) and client.status == "running", "the client to connect again", SOON_SECONDS)
+        wait_until(
+            lambda: client.scheduler_comm not in (first, None) and client.status == "running",
+            "the client to connect again",
+            SOON_SECONDS,
+        )
         assert client.submit(pow, 2, 3).result(30) == 8
         assert (was, stream_of(client)) == (("PromptStream", 120), ("PromptStream", 120))
 
@@ -301,7 +309,9 @@ def test_futures_outlive_a_freeze_of_the_scheduler() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_grid_search_on_a_busy_machine() -> None:
-    """Workers import scikit-learn in the loop that sends their heartbeats: with a sixteenth of a processor that takes half a minute."""
+    """Workers import scikit-learn in the loop that sends their heartbeats: with a sixteenth of a processor that takes
+    half a minute.
+    """
     images, labels = load_digits(return_X_y=True)
     search = GridSearchCV(SVC(), {"C": [0.1, 1.0, 10.0], "gamma": [1e-4, 1e-3, 1e-2]}, cv=3)
     expected = np.array(search.fit(images, labels).cv_results_["mean_test_score"])

@@ -13,7 +13,9 @@ from tests.versions import MINORS, ROOT, Trial, blamed, constraints, pins
 
 @pytest.mark.parametrize("minor", MINORS)
 def test_the_constraints_are_those_of_the_lock(minor: str) -> None:
-    """Each file says what uv.lock has now; it lies in the package, and where somebody who has cloned the tree looks first."""
+    """Each file says what uv.lock has now; it lies in the package, and where somebody who has cloned the tree looks
+    first.
+    """
     published = ROOT / "skyward_core" / f"constraints-{minor}.txt"
     assert published.read_text() == constraints(minor), "run `make constraints`"
     link = ROOT / published.name
@@ -24,7 +26,9 @@ def test_the_constraints_are_those_of_the_lock(minor: str) -> None:
 
 
 def test_a_pin_holds_for_its_python_only() -> None:
-    """What is only for another Python, or another system, is left out; of two pins of a package each keeps its marker."""
+    """What is only for another Python, or another system, is left out; of two pins of a package each keeps its
+    marker.
+    """
     exported = [
         "plain==1",
         "old==1 ; python_full_version < '3.13'",
@@ -41,7 +45,9 @@ def test_a_pin_holds_for_its_python_only() -> None:
 
 @pytest.mark.parametrize(("name", "failed"), [("sqlalchemy", "2.0.30"), ("pydantic", "2.11.10")])
 def test_a_version_that_was_seen_to_fail_is_not_allowed(name: str, failed: str) -> None:
-    """`make versions` tries the lower bounds, and takes minutes: what it has once refused stays refused (issue 10, on Python 3.12 and 3.13)."""
+    """`make versions` tries the lower bounds, and takes minutes: what it has once refused stays refused (issue 10, on
+    Python 3.12 and 3.13).
+    """
     dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     (bound,) = [one for one in map(Requirement, dependencies) if one.name == name]
     assert failed not in bound.specifier
@@ -66,10 +72,18 @@ def test_a_failure_names_the_package() -> None:
 TypeError: Body() got an unexpected keyword argument 'min_items'
 """
     installed = {"prefect": "3.8.8", "fastapi": "0.140.0", "skyward-core": "0.1.0"}
-    assert blamed(log, installed, {"prefect": "3.7.7", "fastapi": "0.140.0"}) == "look at fastapi 0.140.0, prefect 3.8.8 (locked: 3.7.7)"
+    assert (
+        blamed(log, installed, {"prefect": "3.7.7", "fastapi": "0.140.0"})
+        == "look at fastapi 0.140.0, prefect 3.8.8 (locked: 3.7.7)"
+    )
     missing = f"{log}\nModuleNotFoundError: No module named 'importlib_metadata'\n"
     assert blamed(missing, installed, {}).startswith("look at importlib-metadata missing, fastapi 0.140.0")
-    under = blamed(log.replace("fastapi/", "prefect/"), installed, {"prefect": "3.7.7", "fastapi": "0.136.3"}, {"prefect": {"fastapi", "rich"}})
+    under = blamed(
+        log.replace("fastapi/", "prefect/"),
+        installed,
+        {"prefect": "3.7.7", "fastapi": "0.136.3"},
+        {"prefect": {"fastapi", "rich"}},
+    )
     assert under == "look at prefect 3.8.8 (locked: 3.7.7); changed below prefect: fastapi 0.140.0 (locked: 0.136.3)"
     absent = blamed(log, installed, {"whenever": "0.9"}, {"fastapi": {"whenever", "typing-extensions"}})
     assert absent == "look at fastapi 0.140.0, prefect 3.8.8; changed below fastapi: whenever missing (locked: 0.9)"
@@ -81,12 +95,19 @@ def test_what_a_package_needs_is_told_of_the_trials_python(tmp_path: Path, minor
     """A trial may have another Python than the one that runs it."""
     info = tmp_path / f"venv/lib/python{minor}/site-packages/prefect-3.8.8.dist-info"
     info.mkdir(parents=True)
-    needs = ["pendulum; python_version<'3.13'", "whenever>=0.9; python_version>='3.13'", "rich; python_full_version>='3.13'", "dask; extra=='dask'"]
+    needs = [
+        "pendulum; python_version<'3.13'",
+        "whenever>=0.9; python_version>='3.13'",
+        "rich; python_full_version>='3.13'",
+        "dask; extra=='dask'",
+    ]
     (info / "METADATA").write_text("\n".join(["Name: prefect", *(f"Requires-Dist: {need}" for need in needs)]))
     assert versions._needs(Trial("prefect", "newest", f"/usr/bin/python{minor}", tmp_path)) == {"prefect": asked}
 
 
-def test_only_the_lowest_versions_may_stop_ci(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_only_the_lowest_versions_may_stop_ci(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """A failure with the newest is reported, by its part and its package."""
 
     def built(command: list[str], **_: object) -> None:

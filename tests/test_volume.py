@@ -1,4 +1,6 @@
-"""S3 volumes: which paths, buckets, prefixes and services are taken, which stand beside each other, and the words of their script."""
+"""S3 volumes: which paths, buckets, prefixes and services are taken, which stand beside each other, and the words of
+their script.
+"""
 
 import subprocess
 import sys
@@ -20,8 +22,15 @@ SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 def test_the_example_of_the_reference():
     """The reference's volume is taken as it is written; only the bucket and the path are required."""
     volume = S3Volume(mount_path="/data", bucket="my-bucket", prefix="datasets/", read_only=True)
-    assert (volume.mount_path, volume.bucket, volume.prefix, volume.read_only) == ("/data", "my-bucket", "datasets/", True)
-    assert S3Volume(mount_path="/data", bucket="my-bucket") == S3Volume(mount_path="/data", bucket="my-bucket", prefix="", read_only=True)
+    assert (volume.mount_path, volume.bucket, volume.prefix, volume.read_only) == (
+        "/data",
+        "my-bucket",
+        "datasets/",
+        True,
+    )
+    assert S3Volume(mount_path="/data", bucket="my-bucket") == S3Volume(
+        mount_path="/data", bucket="my-bucket", prefix="", read_only=True
+    )
 
 
 def test_a_list_of_volumes_travels_through_json():
@@ -30,7 +39,12 @@ def test_a_list_of_volumes_travels_through_json():
     class Wish(BaseModel):
         volume: tuple[Volume, ...] = ()
 
-    wish = Wish(volume=(S3Volume(mount_path="/data", bucket="my-bucket"), S3Volume(mount_path="/out", bucket="other", read_only=False)))
+    wish = Wish(
+        volume=(
+            S3Volume(mount_path="/data", bucket="my-bucket"),
+            S3Volume(mount_path="/out", bucket="other", read_only=False),
+        )
+    )
     assert Wish.model_validate_json(wish.model_dump_json()) == wish
     assert [volume["kind"] for volume in wish.model_dump(mode="json")["volume"]] == ["s3", "s3"]
 
@@ -43,7 +57,9 @@ def test_a_volume_is_a_value():
         volume.bucket = "other"
 
 
-@pytest.mark.parametrize("path", ["", "data", "./data", "~/data", "/", "//", "/.", "/data/../etc", "/da\nta", "/da\0ta", "s3://data"])
+@pytest.mark.parametrize(
+    "path", ["", "data", "./data", "~/data", "/", "//", "/.", "/data/../etc", "/da\nta", "/da\0ta", "s3://data"]
+)
 def test_a_path_that_is_not_absolute_is_refused(path):
     """A mount path is absolute, on one line, does not climb and is not the root."""
     with pytest.raises(BadRequest, match=r"write \"/data\""):
@@ -184,7 +200,9 @@ def test_volumes_beside_each_other_are_taken(paths):
     refuse_overlaps(volumes_at(*paths))
 
 
-@pytest.mark.parametrize("paths", [("/data", "/data/"), ("/x", "/data/x/y", "/data"), ("/data", "/x", "/data/x"), ("/a", "/a-b", "/a/b")])
+@pytest.mark.parametrize(
+    "paths", [("/data", "/data/"), ("/x", "/data/x/y", "/data"), ("/data", "/x", "/data/x"), ("/a", "/a-b", "/a/b")]
+)
 def test_a_volume_over_or_inside_another_is_refused(paths):
     """Two volumes at one path, or one inside the other in whichever order, are refused, and the path named."""
     with pytest.raises(BadRequest, match=r"'/(data|a)'.*a path"):
@@ -201,12 +219,22 @@ def test_no_volumes_need_no_script():
 
 def test_the_script_passes_shellcheck():
     """shellcheck finds nothing in the script that mounts, after an image's."""
-    volumes = [S3Volume(mount_path="/it's $HOME", bucket="a.b.c", prefix="`x`"), S3Volume(mount_path="/out", bucket="out", read_only=False, region="eu-west-1")]
+    volumes = [
+        S3Volume(mount_path="/it's $HOME", bucket="a.b.c", prefix="`x`"),
+        S3Volume(mount_path="/out", bucket="out", read_only=False, region="eu-west-1"),
+    ]
     script = Image().bootstrap() + mount_volumes(volumes)
-    assert subprocess.run([SHELLCHECK, "--shell=bash", "-"], input=script + "\n", capture_output=True, text=True, check=False).stdout == ""
+    assert (
+        subprocess.run(
+            [SHELLCHECK, "--shell=bash", "-"], input=script + "\n", capture_output=True, text=True, check=False
+        ).stdout
+        == ""
+    )
 
 
-WORDS = st.text(st.characters(min_codepoint=32, max_codepoint=0x2FF).filter(str.isprintable), min_size=1, max_size=20).filter(lambda word: ".." not in word)
+WORDS = st.text(
+    st.characters(min_codepoint=32, max_codepoint=0x2FF).filter(str.isprintable), min_size=1, max_size=20
+).filter(lambda word: ".." not in word)
 
 
 @settings(max_examples=50, deadline=None)
@@ -215,5 +243,10 @@ def test_nasty_words_reach_the_shell_literally(path, prefix):
     """Quotes, substitutions and globs in a path or prefix arrive as they were written."""
     volume = S3Volume(mount_path=f"/x{path}", bucket="my-bucket", prefix=f"x{prefix}", endpoint_url="http://x.org:1")
     call = mount_volumes([volume]).splitlines()[-1]
-    told = subprocess.run(["bash", "-c", f'skyward_volume() {{ printf "%s\\0" "$@"; }}\n{call}'], capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(
+        ["bash", "-c", f'skyward_volume() {{ printf "%s\\0" "$@"; }}\n{call}'],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     assert told.split("\0") == [volume.mount_path, "ro", "my-bucket", volume.prefix, "http://x.org:1", "", ""]

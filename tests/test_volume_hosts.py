@@ -1,4 +1,6 @@
-"""Volumes on real hosts, against a real S3 protocol (moto's server): what is mounted, what is refused, what is told, and what is left."""
+"""Volumes on real hosts, against a real S3 protocol (moto's server): what is mounted, what is refused, what is told,
+and what is left.
+"""
 
 import contextlib
 import http.server
@@ -29,7 +31,9 @@ OBJECTS = {"top.txt": "top", "datasets/a.txt": "a", "datasets/deep/b.txt": "b", 
 
 @dataclass
 class Service:
-    """An S3 service that hosts reach; it asks nobody who they are, but gives private objects to signed requests only."""
+    """An S3 service that hosts reach; it asks nobody who they are, but gives private objects to signed requests
+    only.
+    """
 
     url: str
 
@@ -52,7 +56,11 @@ class Service:
         """What is in the bucket, without the empty objects that stand for folders."""
         with self.client() as client:
             keys = [entry["Key"] for entry in client.list_objects_v2(Bucket=bucket).get("Contents", [])]
-            return {key: client.get_object(Bucket=bucket, Key=key)["Body"].read().decode() for key in keys if not key.endswith("/")}
+            return {
+                key: client.get_object(Bucket=bucket, Key=key)["Body"].read().decode()
+                for key in keys
+                if not key.endswith("/")
+            }
 
 
 @dataclass
@@ -66,7 +74,9 @@ class Node:
     prefix: str = ""
     """What the script is run by."""
 
-    def mount(self, *volumes: Volume, env: dict[str, str] | None = None, endpoint: str | None = None) -> subprocess.CompletedProcess[str]:
+    def mount(
+        self, *volumes: Volume, env: dict[str, str] | None = None, endpoint: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
         variables = {
             "SKYWARD_INSTANCE_DIRECTORY": self.directory,
             "AWS_ENDPOINT_URL_S3": endpoint or self.service.url,
@@ -206,13 +216,21 @@ def refusal(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_a_read_only_volume_is_read_only_on_every_host(nodes, service):
-    """Two hosts see the keys below the prefix, and no others; nothing can be written, changed or removed, and the bucket is as it was."""
+    """Two hosts see the keys below the prefix, and no others; nothing can be written, changed or removed, and the
+    bucket is as it was.
+    """
     for node in nodes:
         done = node.mount(data(prefix="datasets"))
         assert (done.returncode, done.stdout) == (0, "::skyward phase volumes\n::skyward done phase=volumes\n")
         assert node.said("cd /data && find . -type f | sort") == "./a.txt\n./deep/b.txt"
         assert node.said("cat /data/a.txt /data/deep/b.txt") == "ab"
-        for attempt in ("echo x > /data/new", "echo x > /data/a.txt", "rm /data/a.txt", "mkdir /data/folder", "touch /data/a.txt"):
+        for attempt in (
+            "echo x > /data/new",
+            "echo x > /data/a.txt",
+            "rm /data/a.txt",
+            "mkdir /data/folder",
+            "touch /data/a.txt",
+        ):
             refused = node.host.run(attempt)
             assert refused.returncode != 0
             assert "Read-only file system" in refused.stderr
@@ -220,11 +238,15 @@ def test_a_read_only_volume_is_read_only_on_every_host(nodes, service):
 
 
 def test_what_is_written_on_one_host_is_an_object_and_seen_on_the_other(nodes, service):
-    """A file becomes an object below the prefix, also where no key was; the other host sees it, its new contents, and that it is gone."""
+    """A file becomes an object below the prefix, also where no key was; the other host sees it, its new contents, and
+    that it is gone.
+    """
     service.fill("results", {})
     one, other = nodes
     for node in nodes:
-        assert node.mount(S3Volume(mount_path="/out", bucket="results", prefix="run/1", read_only=False)).returncode == 0
+        assert (
+            node.mount(S3Volume(mount_path="/out", bucket="results", prefix="run/1", read_only=False)).returncode == 0
+        )
     one.said("mkdir /out/deep && echo -n first > /out/deep/weights && chmod +x /out/deep/weights")
     assert service.objects("results") == {"run/1/deep/weights": "first"}
     assert other.said("cat /out/deep/weights") == "first"
@@ -237,7 +259,9 @@ def test_what_is_written_on_one_host_is_an_object_and_seen_on_the_other(nodes, s
 
 
 def test_volumes_stand_side_by_side(node, service):
-    """A read-only volume and a writable one, of two buckets, are each its own; both are on the list, in the order of the wish."""
+    """A read-only volume and a writable one, of two buckets, are each its own; both are on the list, in the order of
+    the wish.
+    """
     service.fill("side", {})
     done = node.mount(data(), S3Volume(mount_path="/srv/it's out", bucket="side", read_only=False))
     assert done.returncode == 0, done.stdout
@@ -252,11 +276,18 @@ def test_a_user_who_is_not_root_mounts_and_reads(node, service):
     service.fill("home", {"given": "theirs"})
     node.prefix = "setpriv --reuid=1234 --regid=1234 --clear-groups env HOME=/home/she SKYWARD_INSTANCE_DIRECTORY=/home/she/instance"
     node.directory = "/home/she/instance"
-    node.said("echo she:x:1234:1234::/home/she:/bin/sh >> /etc/passwd; mkdir -p /home/she/instance && chown -R 1234:1234 /home/she")
+    node.said(
+        "echo she:x:1234:1234::/home/she:/bin/sh >> /etc/passwd; mkdir -p /home/she/instance && chown -R 1234:1234 /home/she"
+    )
     done = node.mount(S3Volume(mount_path="/home/she/bucket", bucket="home", read_only=False))
     assert done.returncode == 0, done.stdout
     as_her = "setpriv --reuid=1234 --regid=1234 --clear-groups"
-    assert node.said(f"{as_her} sh -c 'cat /home/she/bucket/given; echo -n hers > /home/she/bucket/mine; cat /home/she/bucket/mine'") == "theirshers"
+    assert (
+        node.said(
+            f"{as_her} sh -c 'cat /home/she/bucket/given; echo -n hers > /home/she/bucket/mine; cat /home/she/bucket/mine'"
+        )
+        == "theirshers"
+    )
     assert node.said(f"{as_her} stat -c '%u %A' /home/she/bucket/given") == "1234 -rwxr-xr-x"
     assert service.objects("home")["mine"] == "hers"
     assert node.unmount().returncode == 0
@@ -267,7 +298,9 @@ def test_a_user_who_is_not_root_mounts_and_reads(node, service):
 
 
 def test_credentials_reach_the_service_and_nobody_else(node, doorkeeper):
-    """Requests are signed with the environment's key and carry its token; neither secret nor token is printed, also when the service refuses."""
+    """Requests are signed with the environment's key and carry its token; neither secret nor token is printed, also
+    when the service refuses.
+    """
     token = "FwoGZXIvYXdzEtokenEXAMPLE"
     done = node.mount(data(), env={**KEYS, "AWS_SESSION_TOKEN": token}, endpoint=doorkeeper.url)
     assert re.fullmatch(r"::skyward failed phase=volumes exit=1 command=s3fs weather /data -o \S+", refusal(done))
@@ -279,7 +312,9 @@ def test_credentials_reach_the_service_and_nobody_else(node, doorkeeper):
 
 
 def test_secrets_do_not_show_in_ps(node):
-    """The command line of the process that serves a volume holds no key; nothing of them is in the instance's directory."""
+    """The command line of the process that serves a volume holds no key; nothing of them is in the instance's
+    directory.
+    """
     assert node.mount(data(), env={**KEYS, "AWS_SESSION_TOKEN": "token-EXAMPLE"}).returncode == 0
     commands = node.said("ps -e -ww -o args")
     assert "s3fs weather /data" in commands
@@ -292,7 +327,8 @@ def test_without_credentials_a_public_bucket_is_read(node, service):
     service.fill("open", {"all.txt": "for all"}, acl="public-read")
     assert node.mount(data(bucket="open"), S3Volume(mount_path="/private", bucket="weather"), env={}).returncode == 0
     assert node.said("cat /data/all.txt") == "for all"
-    assert "top" not in node.host.run("cat /private/top.txt").stdout  # s3fs 1.90 shows what it may not read as an empty file
+    # s3fs 1.90 shows what it may not read as an empty file
+    assert "top" not in node.host.run("cat /private/top.txt").stdout
 
 
 def test_without_credentials_a_refusal_says_that_there_are_none(node, doorkeeper):
@@ -324,11 +360,18 @@ http.server.HTTPServer(("169.254.169.254", 80), Metadata).serve_forever()
 
 
 def test_without_keys_the_role_of_the_instance_is_taken(node):
-    """Where the metadata service (IMDSv2) names a role, its credentials sign the requests: a private object can be read."""
+    """Where the metadata service (IMDSv2) names a role, its credentials sign the requests: a private object can be
+    read.
+    """
     node.said("ip addr add 169.254.169.254/32 dev lo")
-    node.host.run("cat > /root/metadata.py; setsid python3 /root/metadata.py >/dev/null 2>&1 & echo $! > /root/metadata.pid", text=METADATA)
+    node.host.run(
+        "cat > /root/metadata.py; setsid python3 /root/metadata.py >/dev/null 2>&1 & echo $! > /root/metadata.pid",
+        text=METADATA,
+    )
     try:
-        wait_until(lambda: node.host.run("ss -ltn | grep -q 169.254.169.254:80").returncode == 0, "the metadata service")
+        wait_until(
+            lambda: node.host.run("ss -ltn | grep -q 169.254.169.254:80").returncode == 0, "the metadata service"
+        )
         done = node.mount(data(), env={})
         assert done.returncode == 0, done.stdout
         assert node.said("cat /data/top.txt") == "top"
@@ -345,7 +388,9 @@ def test_without_keys_the_role_of_the_instance_is_taken(node):
 def test_a_bucket_that_does_not_exist_fails_the_phase_with_the_reason(node):
     """The command, its exit code and what s3fs has to say are told; nothing stays mounted, and no process behind."""
     done = node.mount(data(bucket="no-such-bucket", prefix="datasets"))
-    assert re.fullmatch(r"::skyward failed phase=volumes exit=1 command=s3fs no-such-bucket:/datasets /data -o \S+", refusal(done))
+    assert re.fullmatch(
+        r"::skyward failed phase=volumes exit=1 command=s3fs no-such-bucket:/datasets /data -o \S+", refusal(done)
+    )
     assert "bucket or key not found" in done.stdout
     assert node.mounts() == []
     wait_until(lambda: not node.daemons(), "s3fs to end")
@@ -385,7 +430,9 @@ def test_s3fs_that_cannot_be_installed_fails_the_apt_phase(fleet, service):
     host = with_fuse(fleet.create())
     assert host.run("dpkg --remove s3fs && rm -f /var/cache/apt/archives/*.deb").returncode == 0
     done = Node(host, "/root/instance", service).mount(data())
-    assert re.match(r"::skyward failed phase=apt exit=100 command=sudo .*apt-get .*install .*s3fs", refusal(done)), done.stdout
+    assert re.match(r"::skyward failed phase=apt exit=100 command=sudo .*apt-get .*install .*s3fs", refusal(done)), (
+        done.stdout
+    )
     assert "\nE: " in done.stdout
     host.crash()
 
@@ -427,7 +474,12 @@ def test_a_mount_whose_process_was_killed_is_mounted_anew(node):
 
 def test_unmounting_takes_everything_off_and_can_be_repeated(node):
     """What the list names is unmounted, also what is in use or dead; s3fs ends, and a second time changes nothing."""
-    assert node.mount(data(), S3Volume(mount_path="/busy", bucket="weather"), S3Volume(mount_path="/dead", bucket="weather")).returncode == 0
+    assert (
+        node.mount(
+            data(), S3Volume(mount_path="/busy", bucket="weather"), S3Volume(mount_path="/dead", bucket="weather")
+        ).returncode
+        == 0
+    )
     node.said("cd /busy && (exec setsid sleep 60 >/dev/null 2>&1 &)")
     node.said("pkill -KILL -f 's3fs weather /dead'")
     assert node.unmount().stdout == ""
@@ -439,7 +491,8 @@ def test_unmounting_takes_everything_off_and_can_be_repeated(node):
 
 # ── mountpoint-s3 ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-# Takes mount-s3's arguments, as its documentation has them (awslabs/mountpoint-s3, doc/CONFIGURATION.md), and lets s3fs do the work.
+# Takes mount-s3's arguments, as its documentation has them (awslabs/mountpoint-s3, doc/CONFIGURATION.md), and lets s3fs
+# do the work.
 MOUNT_S3 = """#!/bin/bash
 echo "$*" >>/root/mount-s3.log
 options=fsname=mountpoint-s3,use_path_request_style prefix=
@@ -459,11 +512,16 @@ exec s3fs "$1$prefix" "$2" -o "$options"
 
 
 def test_mountpoint_s3_is_used_where_the_image_brings_it(node, service):
-    """`mount-s3` is taken before s3fs, with its own words for the same wishes; again it is used, in another instance it is a stranger's."""
+    """`mount-s3` is taken before s3fs, with its own words for the same wishes; again it is used, in another instance it
+    is a stranger's.
+    """
     service.fill("mine", {"in/x": "x"})
     node.host.run("cat > /usr/local/bin/mount-s3; chmod +x /usr/local/bin/mount-s3", text=MOUNT_S3)
     try:
-        wish = (data(prefix="datasets", region="eu-central-1"), S3Volume(mount_path="/out", bucket="mine", read_only=False))
+        wish = (
+            data(prefix="datasets", region="eu-central-1"),
+            S3Volume(mount_path="/out", bucket="mine", read_only=False),
+        )
         for _ in range(2):
             done = node.mount(*wish)
             assert done.returncode == 0, done.stdout

@@ -31,14 +31,18 @@ def write(path: str, text: str) -> str:
 
 
 def test_calls_read_and_write_buckets(fleet: Fleet, mirror: Mirror, service: Service) -> None:
-    """Every node sees the bucket below its prefix; read-only is read-only; what is written is an object; the hosts are left without mounts and secrets."""
+    """Every node sees the bucket below its prefix; read-only is read-only; what is written is an object; the hosts are
+    left without mounts and secrets.
+    """
     service.fill("pool-data", {"datasets/a.txt": "a", "other/b.txt": "b"})
     service.fill("pool-results", {})
     hosts = [fleet.create() for _ in range(2)]
     for host in hosts:
         mirror.configure(host)
     told = Told()
-    provider = sky.Hosts(*[host.ip for host in hosts], user="root", key=str(fleet.key_path), known_hosts="/dev/null", config="/dev/null")
+    provider = sky.Hosts(
+        *[host.ip for host in hosts], user="root", key=str(fleet.key_path), known_hosts="/dev/null", config="/dev/null"
+    )
     volumes = (
         sky.S3Volume(mount_path="/data", bucket="pool-data", prefix="datasets"),
         sky.S3Volume(mount_path="/results", bucket="pool-results", read_only=False),
@@ -58,7 +62,9 @@ def test_calls_read_and_write_buckets(fleet: Fleet, mirror: Mirror, service: Ser
 
 
 def test_a_missing_bucket_fails_the_pool_with_the_reason(fleet: Fleet, mirror: Mirror, service: Service) -> None:
-    """A volume that cannot be mounted is BootstrapFailed in the phase "volumes", with what s3fs says, and the host is free again."""
+    """A volume that cannot be mounted is BootstrapFailed in the phase "volumes", with what s3fs says, and the host is
+    free again.
+    """
     host = fleet.create()
     mirror.configure(host)
     provider = sky.Hosts(host.ip, user="root", key=str(fleet.key_path), known_hosts="/dev/null", config="/dev/null")

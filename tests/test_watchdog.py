@@ -53,7 +53,9 @@ def test_each_clock_names_its_knob() -> None:
     """The reason says which setting has ended the node, and how long that is."""
     clocks = Clocks(timeout_seconds=HOUR, max_lifetime_seconds=2 * HOUR)
     assert clocks.verdict(now=HOUR, started=0, busy_at=0, lease_until=None) == "idle for 3600 s (timeout)"
-    assert clocks.verdict(now=2 * HOUR, started=0, busy_at=2 * HOUR, lease_until=None) == "alive for 7200 s (max_lifetime)"
+    assert (
+        clocks.verdict(now=2 * HOUR, started=0, busy_at=2 * HOUR, lease_until=None) == "alive for 7200 s (max_lifetime)"
+    )
     reason = clocks.verdict(now=50, started=0, busy_at=50, lease_until=50)
     assert reason is not None
     assert "lease_seconds" in reason
@@ -65,19 +67,39 @@ def test_until_a_clock_has_run_out_there_is_no_reason() -> None:
     assert clocks.verdict(now=199.9, started=0, busy_at=100, lease_until=200) is None
 
 
-@given(now=uptimes, started=uptimes, busy_at=uptimes, timeout=uptimes, lifetime=st.none() | uptimes, lease=st.none() | uptimes, paid=st.none() | uptimes)
+@given(
+    now=uptimes,
+    started=uptimes,
+    busy_at=uptimes,
+    timeout=uptimes,
+    lifetime=st.none() | uptimes,
+    lease=st.none() | uptimes,
+    paid=st.none() | uptimes,
+)
 def test_a_node_ends_exactly_when_one_of_its_clocks_has_run_out(
-    now: float, started: float, busy_at: float, timeout: float, lifetime: float | None, lease: float | None, paid: float | None
+    now: float,
+    started: float,
+    busy_at: float,
+    timeout: float,
+    lifetime: float | None,
+    lease: float | None,
+    paid: float | None,
 ) -> None:
     """There is a reason if and only if one clock has run out, whatever the others show."""
-    out = now - busy_at >= timeout or (lifetime is not None and now - started >= lifetime) or (lease is not None and now >= lease)
+    out = (
+        now - busy_at >= timeout
+        or (lifetime is not None and now - started >= lifetime)
+        or (lease is not None and now >= lease)
+    )
     out = out or (paid is not None and now >= paid)
     assert (Clocks(timeout, lifetime).verdict(now, started, busy_at, lease, paid) is not None) == out
 
 
 def test_uptime_is_the_kernels() -> None:
     """It is what the guard, a shell script, reads, and it goes on."""
-    said = float(subprocess.run(["cut", "-d", " ", "-f1", "/proc/uptime"], capture_output=True, text=True, check=True).stdout)
+    said = float(
+        subprocess.run(["cut", "-d", " ", "-f1", "/proc/uptime"], capture_output=True, text=True, check=True).stdout
+    )
     assert said <= uptime() < said + 60
 
 
@@ -104,7 +126,10 @@ def test_a_lease_is_never_shortened(tmp_path_factory: pytest.TempPathFactory, un
 
 def test_many_may_lengthen_a_lease_at_once(tmp_path: Path) -> None:
     """Clients that write at the same moment neither fail nor shorten what another has written."""
-    threads = [threading.Thread(target=lambda base=base: [write_lease(tmp_path, base + step) for step in range(100)]) for base in range(8)]
+    threads = [
+        threading.Thread(target=lambda base=base: [write_lease(tmp_path, base + step) for step in range(100)])
+        for base in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -147,7 +172,10 @@ def test_a_lease_without_an_end_is_refused(tmp_path: Path, until: float) -> None
 
 @given(untils=st.lists(uptimes, min_size=1))
 def test_the_last_word_on_what_is_paid_holds(tmp_path_factory: pytest.TempPathFactory, untils: list[float]) -> None:
-    """Unlike a lease it may be shortened: what another machine costs is paid with the same money. To the millisecond, in digits that a shell can compare."""
+    """Unlike a lease it may be shortened: what another machine costs is paid with the same money.
+
+    To the millisecond, in digits that a shell can compare.
+    """
     directory = tmp_path_factory.mktemp("node")
     assert read_paid(directory) is None
     for until in untils:
@@ -367,7 +395,9 @@ def test_other_text_is_refused(text: str) -> None:
 
 
 def test_what_is_spared_is_not_killed() -> None:
-    """All that comes from a process goes, orphans and those in sessions of their own too, except what was there before and what comes from that."""
+    """All that comes from a process goes, orphans and those in sessions of their own too, except what was there before
+    and what comes from that.
+    """
     alone("""
         adopt_orphans()
         kept = subprocess.Popen(["sh", "-c", "sleep 1000 & echo; wait"], stdout=subprocess.PIPE)
@@ -387,5 +417,7 @@ def test_what_is_spared_is_not_killed() -> None:
 def alone(script: str) -> None:
     """Run a script in a process of its own, without this one's threads and children."""
     imports = "import os, subprocess\nfrom skyward_core.worker.keeper import adopt_orphans\nfrom skyward_core.worker.watchdog import *\n"
-    done = subprocess.run([sys.executable, "-c", imports + textwrap.dedent(script)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", imports + textwrap.dedent(script)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr

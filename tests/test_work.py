@@ -10,14 +10,18 @@ from skyward_core.cli import commands
 from skyward_core.providers.tagging import work_tags
 from skyward_core.work import WORK_CHARACTERS
 
-TRAIN = sky.Work(system="airflow", workflow="nightly", run="manual__2026-11-22T07:00:00+00:00", task="train", attempt="1")
+TRAIN = sky.Work(
+    system="airflow", workflow="nightly", run="manual__2026-11-22T07:00:00+00:00", task="train", attempt="1"
+)
 
 
 # ── the value ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_work_is_plain_text_of_bounded_length() -> None:
-    """Whatever an orchestrator hands over fits into the ledger's columns; two that differ only at their ends stay different."""
+    """Whatever an orchestrator hands over fits into the ledger's columns; two that differ only at their ends stay
+    different.
+    """
     assert sky.Work(attempt=2).attempt == "2"  # type: ignore[arg-type]
     assert sky.Work(run="a\nb\x00c\x1b[0m").run == "a?b?c?[0m"
     one, other = (sky.Work(asset="a, " * 400 + end).asset for end in "xy")
@@ -29,7 +33,10 @@ def test_a_work_is_plain_text_of_bounded_length() -> None:
 def test_a_work_reads_as_one_line() -> None:
     """As `skyward ps` shows it."""
     assert str(TRAIN) == "airflow:nightly/manual__2026-11-22T07:00:00+00:00/train, try 1"
-    assert str(sky.Work(system="dagster", workflow="j", run="r", task="s", asset="a", partition="p")) == "dagster:j/r/s, asset a, partition p"
+    assert (
+        str(sky.Work(system="dagster", workflow="j", run="r", task="s", asset="a", partition="p"))
+        == "dagster:j/r/s, asset a, partition p"
+    )
     assert str(sky.Work()) == ""
     assert str(sky.Work(task="t", task_run="3")) == "t[3]"
 
@@ -37,7 +44,10 @@ def test_a_work_reads_as_one_line() -> None:
 def test_tags_hold_what_clouds_take() -> None:
     """At most 120 characters, none that a service of AWS refuses, never an empty value; what is empty is no tag."""
     tags = work_tags(replace(TRAIN, task_run="[a|b]", asset="x" * 300, partition="  "))
-    assert set(tags) == {f"skyward-work-{name}" for name in ("system", "workflow", "run", "task", "task-run", "attempt", "asset", "partition")}
+    assert set(tags) == {
+        f"skyward-work-{name}"
+        for name in ("system", "workflow", "run", "task", "task-run", "attempt", "asset", "partition")
+    }
     assert tags["skyward-work-run"] == TRAIN.run
     assert tags["skyward-work-task-run"] == "_a_b_"
     assert len(tags["skyward-work-asset"]) == 120
@@ -56,7 +66,9 @@ def tags() -> dict[str, str]:
 
 
 def test_a_pool_says_what_it_is_for_before_anything_is_rented(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first event names the pool and its work; ledger, receipt, tags of the machine, `ps` and `cost` say the same."""
+    """The first event names the pool and its work; ledger, receipt, tags of the machine, `ps` and `cost` say the
+    same.
+    """
     told: list[sky.SkywardEvent] = []
     pool = sky.ComputePool(provider=sky.Local(price_per_hour=36), display="quiet", on_event=told.append, work=TRAIN)
     assert (pool.id, pool.work) == ("", TRAIN)

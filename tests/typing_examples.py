@@ -1,4 +1,7 @@
-"""What a type checker makes of the API. Never run: `assert_type` is checked by pyright in strict mode (see test_compute.py and CI)."""
+"""What a type checker makes of the API.
+
+Never run: `assert_type` is checked by pyright in strict mode (see test_compute.py and CI).
+"""
 
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
@@ -88,9 +91,16 @@ def pools_keep_their_types() -> None:
 def editors_know_the_keywords_of_a_pool() -> None:
     """Names and types of the settings are checked; strings, numbers and plain data stand for values."""
     sky.ComputePool(
-        provider=["aws", sky.Local()], accelerator="A100", spot=0.8, nodes=2, volume=sky.S3Volume(mount_path="/data", bucket="abc"), work=sky.Work()
+        provider=["aws", sky.Local()],
+        accelerator="A100",
+        spot=0.8,
+        nodes=2,
+        volume=sky.S3Volume(mount_path="/data", bucket="abc"),
+        work=sky.Work(),
     )
-    sky.PoolSpec.of(image=sky.Image(pip=["torch"]), accelerator=sky.accelerators.H100(count=4), spot=sky.Spot.Never).with_(max_cost=3, env={"A": "b"})
+    sky.PoolSpec.of(
+        image=sky.Image(pip=["torch"]), accelerator=sky.accelerators.H100(count=4), spot=sky.Spot.Never
+    ).with_(max_cost=3, env={"A": "b"})
     sky.ComputePool(acclerator="A100")  # pyright: ignore[reportCallIssue]
     sky.ComputePool(nodes="two")  # pyright: ignore[reportArgumentType]
     sky.Image(pipp=["torch"])  # pyright: ignore[reportCallIssue]

@@ -1,14 +1,23 @@
-"""Skyward for Apache Airflow: `SkywardOperator` and `@task.skyward`. Airflow asks every process for the provider's info, so this file imports nothing."""
+"""Skyward for Apache Airflow: `SkywardOperator` and `@task.skyward`.
+
+Airflow asks every process for the provider's info, so this file imports nothing.
+"""
 
 from __future__ import annotations
 
 
 def get_provider_info() -> dict[str, object]:
-    """Return what Airflow's provider manager wants to know (`airflow/provider_info.schema.json`). `package-name` is the distribution's name."""
+    """Return what Airflow's provider manager wants to know (`airflow/provider_info.schema.json`).
+
+    `package-name` is the distribution's name.
+    """
     return {
         "package-name": "skyward-core",
         "name": "Skyward",
-        "description": "Runs a task's function on machines that exist only for that task: accelerators of a cloud, or local processes.",
+        "description": (
+            "Runs a task's function on machines that exist only for that task: accelerators of a cloud, or local"
+            " processes."
+        ),
         "integrations": [{"integration-name": "Skyward", "tags": ["compute"]}],
         "operators": [{"integration-name": "Skyward", "python-modules": ["airflow_provider_skyward.operators"]}],
         "task-decorators": [{"name": "skyward", "class-name": "airflow_provider_skyward.decorators.skyward_task"}],

@@ -1,4 +1,7 @@
-"""`@task.skyward`: `SkywardOperator` for a decorated function. Also to be imported directly, for editors that do not know providers' decorators."""
+"""`@task.skyward`: `SkywardOperator` for a decorated function.
+
+Also to be imported directly, for editors that do not know providers' decorators.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,32 @@ class SkywardDecoratedOperator(DecoratedOperator, SkywardOperator):
     shallow_copy_attrs: Sequence[str] = SkywardOperator.shallow_copy_attrs
     custom_operator_name = "@task.skyward"
 
-    def __init__(self, *, python_callable: Callable[..., Any], op_args: Collection[Any], op_kwargs: Mapping[str, Any], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        python_callable: Callable[..., Any],
+        op_args: Collection[Any],
+        op_kwargs: Mapping[str, Any],
+        **kwargs: Any,
+    ) -> None:
         call = {"python_callable": python_callable, "op_args": op_args, "op_kwargs": op_kwargs}
         super().__init__(**call, kwargs_to_upstream=call, **kwargs)
 
 
-def skyward_task(python_callable: Callable[..., Any] | None = None, multiple_outputs: bool | None = None, **kwargs: Any) -> TaskDecorator:
+def skyward_task(
+    python_callable: Callable[..., Any] | None = None, multiple_outputs: bool | None = None, **kwargs: Any
+) -> TaskDecorator:
     """Decorate a function to run on a pool of its own; takes what `SkywardOperator` takes.
 
         @task.skyward(accelerator="A100", image=sky.Image(pip=["torch"]))
         def train(day: str) -> float: ...
 
-    With `map_over="candidate"`, `score(candidate=[...])` makes one call for each item, all on one pool, and returns the list of results;
-    `score.expand(candidate=[...])` makes one task, and one pool, for each.
+    With `map_over="candidate"`, `score(candidate=[...])` makes one call for each item, all on one pool, and returns the
+    list of results; `score.expand(candidate=[...])` makes one task, and one pool, for each.
     """
     return task_decorator_factory(
-        python_callable=python_callable, multiple_outputs=multiple_outputs, decorated_operator_class=SkywardDecoratedOperator, **kwargs
+        python_callable=python_callable,
+        multiple_outputs=multiple_outputs,
+        decorated_operator_class=SkywardDecoratedOperator,
+        **kwargs,
     )

@@ -1,10 +1,11 @@
 """`SkywardOperator`: a task whose function runs on machines that exist only for that task.
 
-Airflow's engine (retries, state, XCom) stays in the task's process; only the function and its arguments travel, and nodes need no Airflow. One `execute` is:
-open the pool, hand over the call (with `map_over`, one call for each item), tell the task log what the nodes print, close the pool, whatever happened.
+Airflow's engine (retries, state, XCom) stays in the task's process; only the function and its arguments travel, and
+nodes need no Airflow. One `execute` is: open the pool, hand over the call (with `map_over`, one call for each item),
+tell the task log what the nodes print, close the pool, whatever happened.
 
-Threads: the pool's threads only fill a queue; the main thread drains it, and it alone talks to Airflow (XCom travels over a connection that is not for
-several threads, nor for a signal handler).
+Threads: the pool's threads only fill a queue; the main thread drains it, and it alone talks to Airflow (XCom travels
+over a connection that is not for several threads, nor for a signal handler).
 """
 
 from __future__ import annotations
@@ -42,25 +43,58 @@ MAX_XCOM_BYTES = 1_000_000
 """Largest result that goes into Airflow's database by default: every reader of the task's row pays for it."""
 
 OTHER_NAMES = {"retries": "call_retries"}
-"""Fields of PoolSpec whose names are Airflow's own: a task's `retries` run the task again, `call_retries` a call whose node was lost under it."""
+"""Fields of PoolSpec whose names are Airflow's own: a task's `retries` run the task again, `call_retries` a call whose
+node was lost under it.
+"""
 POOL_FIELDS = {OTHER_NAMES.get(name, name): name for name in sky.PoolSpec.model_fields}
 POOL_KEYWORDS = tuple(POOL_FIELDS)
 OWN_KEYWORDS = ("python_callable", "op_args", "op_kwargs", "map_over", "spec", "max_xcom_bytes")
 KNOWN_KEYWORDS = frozenset({*POOL_KEYWORDS, *OWN_KEYWORDS, *inspect.signature(BaseOperator.__init__).parameters})
-"""Read once: an operator is made at each parse of each DAG file, and a signature takes as long as all the rest of it."""
+"""Read once: an operator is made at each parse of each DAG file, and a signature takes as long as all the rest of it.
+"""
 PLAIN_CONTEXT = frozenset(
     {
-        *("ds", "ds_nodash", "ts", "ts_nodash", "ts_nodash_with_tz", "run_id", "task_instance_key_str", "try_number", "task_reschedule_count", "test_mode"),
-        *("logical_date", "data_interval_start", "data_interval_end", "partition_key", "partition_date", "params", "templates_dict", "reason"),
-        *("prev_data_interval_start_success", "prev_data_interval_end_success", "prev_start_date_success", "prev_end_date_success"),
+        *(
+            "ds",
+            "ds_nodash",
+            "ts",
+            "ts_nodash",
+            "ts_nodash_with_tz",
+            "run_id",
+            "task_instance_key_str",
+            "try_number",
+            "task_reschedule_count",
+            "test_mode",
+        ),
+        *(
+            "logical_date",
+            "data_interval_start",
+            "data_interval_end",
+            "partition_key",
+            "partition_date",
+            "params",
+            "templates_dict",
+            "reason",
+        ),
+        *(
+            "prev_data_interval_start_success",
+            "prev_data_interval_end_success",
+            "prev_start_date_success",
+            "prev_end_date_success",
+        ),
         *("map_index_template", "expanded_ti_count"),
     }
 )
-"""What of Airflow's context is plain data, and so may travel to a node. The rest (`ti`, `dag_run`, `task_state_store`, ...) talks to Airflow."""
+"""What of Airflow's context is plain data, and so may travel to a node.
+
+The rest (`ti`, `dag_run`, `task_state_store`, ...) talks to Airflow.
+"""
 
 
 def _names_pool_keywords[F: Callable[..., None]](init: F) -> F:
-    """Show the fields of PoolSpec in a constructor's signature: Airflow reads there what `partial`, `expand` and `default_args` may name."""
+    """Show the fields of PoolSpec in a constructor's signature: Airflow reads there what `partial`, `expand` and
+    `default_args` may name.
+    """
     *own, rest = inspect.signature(init).parameters.values()
     pool = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in POOL_KEYWORDS]
     init.__signature__ = inspect.Signature([*own, *pool, rest])  # type: ignore[attr-defined]
@@ -70,20 +104,28 @@ def _names_pool_keywords[F: Callable[..., None]](init: F) -> F:
 class SkywardOperator(BaseOperator):
     """Run a function on a pool of machines that lives as long as the task.
 
-    Takes the keywords of `ComputePool` beside Airflow's own, or `spec`, a PoolSpec or its plain data, which single keywords override. `pool` stays Airflow's
-    pool of slots; `timeout` is the idle pool's, not the task's: that is `execution_timeout`; `retries` are the task's, those of the pool's calls are
-    `call_retries`. All of them, `op_args` and `op_kwargs` are templates.
-    `map_over` names the argument(s) that hold a sequence: the function is called once for each item, all on this one pool, and the task returns
-    the list of results in order. The result goes to XCom, unless its JSON is larger than `max_xcom_bytes` (None: no limit); the bill goes to the
-    XCom `skyward_cost`, and the pool's id, before anything is rented, to the XCom `skyward_pool`.
+    Takes the keywords of `ComputePool` beside Airflow's own, or `spec`, a PoolSpec or its plain data, which single
+    keywords override. `pool` stays Airflow's pool of slots; `timeout` is the idle pool's, not the task's: that is
+    `execution_timeout`; `retries` are the task's, those of the pool's calls are `call_retries`. All of them, `op_args`
+    and `op_kwargs` are templates.
+    `map_over` names the argument(s) that hold a sequence: the function is called once for each item, all on this one
+    pool, and the task returns the list of results in order. The result goes to XCom, unless its JSON is larger than
+    `max_xcom_bytes` (None: no limit); the bill goes to the XCom `skyward_cost`, and the pool's id, before anything is
+    rented, to the XCom `skyward_pool`.
 
-    The pool's keywords are kept as plain data; nothing is asked of a provider before the task runs. Raises BadRequest while the DAG is parsed.
+    The pool's keywords are kept as plain data; nothing is asked of a provider before the task runs. Raises BadRequest
+    while the DAG is parsed.
 
-        SkywardOperator(task_id="train", python_callable=train, op_args=["{{ ds }}"], accelerator="A100", image=sky.Image(pip=["torch"]))
+        SkywardOperator(task_id="train", python_callable=train, op_args=["{{ ds }}"], accelerator="A100",
+        image=sky.Image(pip=["torch"]))
     """
 
     template_fields: Collection[str] = ("op_args", "op_kwargs", *POOL_KEYWORDS)
-    template_fields_renderers: ClassVar[dict[str, str]] = {"op_args": "py", "op_kwargs": "py", **dict.fromkeys(("provider", "image", "volume", "env"), "json")}
+    template_fields_renderers: ClassVar[dict[str, str]] = {
+        "op_args": "py",
+        "op_kwargs": "py",
+        **dict.fromkeys(("provider", "image", "volume", "env"), "json"),
+    }
     shallow_copy_attrs: Sequence[str] = ("python_callable", "op_kwargs")
     ui_color = "#e3f0ea"
     _attempt: _Attempt | None = None
@@ -103,7 +145,8 @@ class SkywardOperator(BaseOperator):
         _refuse_unknown(type(self).__name__, kwargs)
         wishes = _as_keywords(spec) | {field: kwargs.pop(name) for name, field in POOL_FIELDS.items() if name in kwargs}
         if map_over:
-            kwargs["multiple_outputs"] = False  # else inferred from what the function returns, of which the task returns a list
+            # else inferred from what the function returns, of which the task returns a list
+            kwargs["multiple_outputs"] = False
         super().__init__(**kwargs)
         self.python_callable = python_callable
         self.op_args = op_args if op_args is not None else ()
@@ -115,7 +158,11 @@ class SkywardOperator(BaseOperator):
         for field, value in plain.items():
             setattr(self, OTHER_NAMES.get(field, field), value)
         self._asked = tuple(plain)
-        self.template_fields = tuple(name for name in type(self).template_fields if POOL_FIELDS.get(name, name) in plain or name not in POOL_FIELDS)
+        self.template_fields = tuple(
+            name
+            for name in type(self).template_fields
+            if POOL_FIELDS.get(name, name) in plain or name not in POOL_FIELDS
+        )
 
     @property
     def pool_spec(self) -> sky.PoolSpec:
@@ -130,10 +177,13 @@ class SkywardOperator(BaseOperator):
             results = attempt.run(self.pool_spec, calls)
         except _Killed:
             raise AirflowException("the task was asked to stop while its function ran; the pool is closed") from None
-        except sky.ResultNotLoaded as error:  # the work is done and paid for: another try would do it again, and end here again
+        # the work is done and paid for: another try would do it again, and end here again
+        except sky.ResultNotLoaded as error:
             raise AirflowFailException(f"{error}: not tried again") from error
         except sky.BudgetExceeded as error:  # another try would cost again, and end here again
-            raise AirflowFailException(f"{error}: not tried again. Allow more (max_cost, budget), or ask for less") from error
+            raise AirflowFailException(
+                f"{error}: not tried again. Allow more (max_cost, budget), or ask for less"
+            ) from error
         finally:
             self._attempt = None
             attempt.push_bill()
@@ -143,9 +193,11 @@ class SkywardOperator(BaseOperator):
         return result
 
     def on_kill(self) -> None:
-        """Hand the machines' end to the pool's reaper and make `execute` end now. Airflow calls this in a signal handler, and sends SIGKILL 5 seconds later.
+        """Hand the machines' end to the pool's reaper and make `execute` end now. Airflow calls this in a signal
+        handler, and sends SIGKILL 5 seconds later.
 
-        A local pool is gone about a second later. SIGKILL does not reach the reaper, which is of another session: it goes on until all machines are gone.
+        A local pool is gone about a second later. SIGKILL does not reach the reaper, which is of another session: it
+        goes on until all machines are gone.
         """
         if self._attempt is not None:
             self._attempt.kill()
@@ -159,21 +211,25 @@ class SkywardOperator(BaseOperator):
 
 
 for _name in POOL_KEYWORDS:
-    setattr(SkywardOperator, _name, None)  # what is not asked for: each attribute that an instance is given costs Airflow 2 µs, and there are two dozen
+    # what is not asked for: each attribute that an instance is given costs Airflow 2 µs, and there are two dozen
+    setattr(SkywardOperator, _name, None)
 
 
 # ── one execution ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class _Killed(BaseException):
-    """Unwinds `execute` after a kill. A BaseException, as AirflowTaskTimeout is: raised in a signal handler, it must pass every `except Exception`."""
+    """Unwinds `execute` after a kill.
+
+    A BaseException, as AirflowTaskTimeout is: raised in a signal handler, it must pass every `except Exception`.
+    """
 
 
 class _Attempt:
     """One execution's pool and its news.
 
-    While the pool opens or closes, the main thread waits for that, and the thread of the pool's events writes the news as they happen. In between the main
-    thread does. All else happens in the main thread.
+    While the pool opens or closes, the main thread waits for that, and the thread of the pool's events writes the news
+    as they happen. In between the main thread does. All else happens in the main thread.
     """
 
     def __init__(self, log: Any, context: Context) -> None:
@@ -193,12 +249,19 @@ class _Attempt:
         self._is_interruptible = False
 
     def run(self, spec: sky.PoolSpec, calls: Sequence[sky.PendingCompute[Any]]) -> list[Any]:
-        """Return the results, in order. Raises what a call raised, _Killed after `kill`, and what opening a pool raises."""
+        """Return the results, in order.
+
+        Raises what a call raised, _Killed after `kill`, and what opening a pool raises.
+        """
         if not calls:  # `map_over` an empty list: nothing to rent machines for
             return []
         # The task log plays the display's part; the pool's own would tell everything twice.
         self._pool = pool = sky.ComputePool.from_spec(
-            spec.with_(display="quiet"), on_event=self._tell, secrets=values_of(spec), replace_object=_plain_function, work=self._work
+            spec.with_(display="quiet"),
+            on_event=self._tell,
+            secrets=values_of(spec),
+            replace_object=_plain_function,
+            work=self._work,
         )
         try:
             self._log.info("::group::Provisioning")
@@ -213,12 +276,15 @@ class _Attempt:
             return self._wait(futures)
         finally:
             with self._told_at_once():
-                pool.hand_over()  # what is not confirmed gone is told by the log and by `bill`, and fails no task whose work is done
+                # what is not confirmed gone is told by the log and by `bill`, and fails no task whose work is done
+                pool.hand_over()
 
     def kill(self) -> None:
-        """Stop `run`. Called in a signal handler: has the machines ended, then wakes the main thread, or raises where that may be waiting for machines.
+        """Stop `run`. Called in a signal handler: has the machines ended, then wakes the main thread, or raises where
+        that may be waiting for machines.
 
-        Closing the pool may take longer than we are left to live, at a provider that does not answer: so the reaper is told first.
+        Closing the pool may take longer than we are left to live, at a provider that does not answer: so the reaper is
+        told first.
         """
         self._is_killed = True
         if self._pool is not None:
@@ -228,7 +294,10 @@ class _Attempt:
             raise _Killed
 
     def bill(self) -> dict[str, Any] | None:
-        """Return the bill as JSON data, None if no pool was opened. USD, seconds, USD per hour of all nodes together; the pool's id finds its receipt."""
+        """Return the bill as JSON data, None if no pool was opened.
+
+        USD, seconds, USD per hour of all nodes together; the pool's id finds its receipt.
+        """
         final = self._pool.cost_final if self._pool is not None else None
         if final is None:
             return None
@@ -242,11 +311,15 @@ class _Attempt:
             "savings_usd": final.savings_vs_ondemand,
             "provider": self._provider,
             "calls": self._calls,
-            "unconfirmed": [] if self._pool is None or self._pool.unconfirmed is None else list(self._pool.unconfirmed.ids),
+            "unconfirmed": (
+                [] if self._pool is None or self._pool.unconfirmed is None else list(self._pool.unconfirmed.ids)
+            ),
         }
 
     def push_bill(self) -> None:
-        """Tell what this try has cost, and all tries of the task instance together: by the ledger, which knows those too that were killed."""
+        """Tell what this try has cost, and all tries of the task instance together: by the ledger, which knows those
+        too that were killed.
+        """
         bill = self.bill()
         if bill is None:
             return
@@ -264,8 +337,16 @@ class _Attempt:
         receipt = f"skyward receipt {pool_id}"
         self._log.info("`%s` tells at any time what became of each machine and what it has cost", receipt)
         if costs:
-            self._log.info("earlier tries of this task have cost %.6f USD: %s", sum(costs.values()), ", ".join(sorted(costs)))
-        told = {"pool_id": pool_id, "receipt": receipt, "work": self._work.labels(), "earlier_tries_usd": sum(costs.values()), "earlier_pools": sorted(costs)}
+            self._log.info(
+                "earlier tries of this task have cost %.6f USD: %s", sum(costs.values()), ", ".join(sorted(costs))
+            )
+        told = {
+            "pool_id": pool_id,
+            "receipt": receipt,
+            "work": self._work.labels(),
+            "earlier_tries_usd": sum(costs.values()),
+            "earlier_pools": sorted(costs),
+        }
         self._push(POOL_KEY, told)
 
     def _costs_so_far(self) -> dict[str, float]:
@@ -276,7 +357,8 @@ class _Attempt:
             return {}
 
     def _push(self, key: str, value: dict[str, Any]) -> None:
-        """Store an XCom. A kill waits for that: a connection torn apart between question and answer would answer Airflow's next question with this one's.
+        """Store an XCom. A kill waits for that: a connection torn apart between question and answer would answer
+        Airflow's next question with this one's.
 
         In the thread of the pool's events no signal handler raises anything.
         """
@@ -297,7 +379,9 @@ class _Attempt:
 
     @contextmanager
     def _interruptible(self) -> Generator[None]:
-        """Let a kill raise in the block: it waits for machines or packs arguments, and makes no call of Airflow that could be torn apart."""
+        """Let a kill raise in the block: it waits for machines or packs arguments, and makes no call of Airflow that
+        could be torn apart.
+        """
         self._is_interruptible = True
         try:
             if self._is_killed:
@@ -334,7 +418,10 @@ class _Attempt:
 
     @contextmanager
     def _told_at_once(self) -> Generator[None]:
-        """Have what happens in the block written by the thread of the pool's events. An exception that a signal handler raises cuts no record of theirs off."""
+        """Have what happens in the block written by the thread of the pool's events.
+
+        An exception that a signal handler raises cuts no record of theirs off.
+        """
         with self._writing:
             while not self._news.empty():
                 self._write(self._news.get())
@@ -395,7 +482,9 @@ def _as_keywords(spec: sky.PoolSpec | Mapping[str, Any] | None) -> dict[str, Any
 
 
 def _as_plain_data(wishes: Mapping[str, Any]) -> dict[str, Any]:
-    """Values become JSON data, checked by PoolSpec; templates and results of other tasks stay as they are, to be checked when they are known."""
+    """Values become JSON data, checked by PoolSpec; templates and results of other tasks stay as they are, to be
+    checked when they are known.
+    """
     known = {name: value for name, value in wishes.items() if not _is_template(value)}
     spec = sky.PoolSpec.of(**known)
     checked = spec.model_dump(mode="json", exclude_unset=True)
@@ -429,18 +518,27 @@ def _refuse_callable(fn: Callable[..., Any], args: object, kwargs: object, map_o
         raise sky.BadRequest(f"python_callable={fn!r} is no function")
     name = getattr(fn, "__name__", "") or repr(fn)
     if inspect.iscoroutinefunction(inspect.unwrap(fn)):
-        raise sky.BadRequest(f"{name} is async, and a node runs plain functions: write `def {name}` and call asyncio.run(...) inside it")
+        raise sky.BadRequest(
+            f"{name} is async, and a node runs plain functions: write `def {name}` and call asyncio.run(...) inside it"
+        )
     parameters = inspect.signature(fn).parameters
     takes_any = _takes_any(parameters)
     for argument in map_over:
         if argument not in parameters and not takes_any:
             near = get_close_matches(argument, parameters, 1)
-            raise sky.BadRequest(f"map_over={argument!r}: {name} has no such argument{f'; did you mean {near[0]!r}?' if near else ''}")
-    if isinstance(args, (list, tuple)) and isinstance(kwargs, Mapping) and (bound := _wanted_of_context(parameters, args, kwargs) - PLAIN_CONTEXT):
+            raise sky.BadRequest(
+                f"map_over={argument!r}: {name} has no such argument{f'; did you mean {near[0]!r}?' if near else ''}"
+            )
+    if (
+        isinstance(args, (list, tuple))
+        and isinstance(kwargs, Mapping)
+        and (bound := _wanted_of_context(parameters, args, kwargs) - PLAIN_CONTEXT)
+    ):
         raise sky.BadRequest(
-            f"{name} asks for {', '.join(map(repr, sorted(bound)))}, which talks to Airflow and cannot travel to a node. Ask for plain data instead "
-            f"(ds, ts, run_id, params, ...), pass what you need of it as a template, such as op_kwargs={{'try_number': '{{{{ ti.try_number }}}}'}}, "
-            "or return the value and push it in another task"
+            f"{name} asks for {', '.join(map(repr, sorted(bound)))}, which talks to Airflow and cannot travel to a"
+            " node. Ask for plain data instead (ds, ts, run_id, params, ...), pass what you need of it as a template,"
+            " such as op_kwargs={'try_number': '{{ ti.try_number }}'}, or return the value and push it in"
+            " another task"
         )
 
 
@@ -448,8 +546,12 @@ def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
-def _wanted_of_context(parameters: Mapping[str, inspect.Parameter], args: Collection[Any], kwargs: Mapping[str, Any]) -> set[str]:
-    """Names of the context that a signature asks for and the caller has not given; with `**kwargs`, also what is at hand and can travel."""
+def _wanted_of_context(
+    parameters: Mapping[str, inspect.Parameter], args: Collection[Any], kwargs: Mapping[str, Any]
+) -> set[str]:
+    """Names of the context that a signature asks for and the caller has not given; with `**kwargs`, also what is at
+    hand and can travel.
+    """
     named = {name for name in list(parameters)[len(args) :] if name in KNOWN_CONTEXT_KEYS}
     others = PLAIN_CONTEXT - set(parameters) if _takes_any(parameters) else ()
     unnamed = {name for name in others if not name.startswith("prev_")}  # each of which asks Airflow's database
@@ -468,7 +570,9 @@ def _plain(name: str, value: Any) -> Any:
         return [_plain(name, item) for item in value]
     if value is None or isinstance(value, (str, int, float)):
         return value
-    raise sky.BadRequest(f"the context's {name!r} holds a {type(value).__name__}, which is no plain data: pass it as a template")
+    raise sky.BadRequest(
+        f"the context's {name!r} holds a {type(value).__name__}, which is no plain data: pass it as a template"
+    )
 
 
 def _at_hand(value: Any) -> Any:
@@ -482,7 +586,9 @@ def _at_hand(value: Any) -> Any:
     return value
 
 
-def _pending(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], map_over: Sequence[str]) -> list[sky.PendingCompute[Any]]:
+def _pending(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], map_over: Sequence[str]
+) -> list[sky.PendingCompute[Any]]:
     """The calls to make: one, or with `map_over` one for each item. Raises BadRequest for arguments that do not fit."""
     compute = sky.compute(fn)
     try:
@@ -505,20 +611,31 @@ def _pending(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
 def _items(name: str, value: object) -> Sequence[Any]:
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return value
-    raise sky.BadRequest(f"map_over={name!r} needs a list or tuple in {name}, one item for each call, and found {type(value).__name__}")
+    raise sky.BadRequest(
+        f"map_over={name!r} needs a list or tuple in {name}, one item for each call, and found {type(value).__name__}"
+    )
 
 
 def _refuse_too_large(result: object, limit: int | None) -> None:
-    """Raise AirflowFailException (a retry would only cost again) for a result that XCom cannot take. A custom backend has limits of its own."""
+    """Raise AirflowFailException (a retry would only cost again) for a result that XCom cannot take.
+
+    A custom backend has limits of its own.
+    """
     from airflow.sdk.execution_time.xcom import XCom
     from airflow.sdk.serde import serialize
 
     if XCom.serialize_value is not BaseXCom.serialize_value:
         return
-    advice = "write it to storage on the node and return its path, or set [core] xcom_backend to one that stores in files"
+    advice = (
+        "write it to storage on the node and return its path, or set [core] xcom_backend to one that stores in files"
+    )
     try:
         size = len(json.dumps(serialize(result)))
     except (TypeError, ValueError, RecursionError) as error:
-        raise AirflowFailException(f"the result, a {type(result).__name__}, is nothing that XCom can store ({error}): {advice}") from error
+        raise AirflowFailException(
+            f"the result, a {type(result).__name__}, is nothing that XCom can store ({error}): {advice}"
+        ) from error
     if limit is not None and size > limit:
-        raise AirflowFailException(f"the result takes {size:,} bytes as XCom, more than {limit:,} (max_xcom_bytes): {advice}")
+        raise AirflowFailException(
+            f"the result takes {size:,} bytes as XCom, more than {limit:,} (max_xcom_bytes): {advice}"
+        )

@@ -1,4 +1,6 @@
-"""Secrets from Airflow's connections and variables, read while the task runs, and values that no serialized DAG shows."""
+"""Secrets from Airflow's connections and variables, read while the task runs, and values that no serialized DAG
+shows.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ VARIABLE = "variable/"
 
 
 class Hidden:
-    """A value that Airflow writes as a mask: into the serialized DAG, and wherever it shows a task's fields. `shown` gives it back."""
+    """A value that Airflow writes as a mask: into the serialized DAG, and wherever it shows a task's fields.
+
+    `shown` gives it back.
+    """
 
     __slots__ = ("_value",)
 
@@ -38,7 +43,8 @@ class Hidden:
 
 
 def hidden(env: Any, masked: Mapping[str, str] | None = None) -> Any:
-    """Return environment variables with what looks like a secret hidden. Templates stay as they are: they name a secret and are none.
+    """Return environment variables with what looks like a secret hidden. Templates stay as they are: they name a secret
+    and are none.
 
     `masked` are the same variables as the JSON of a spec has them, if there is one.
     """
@@ -47,7 +53,11 @@ def hidden(env: Any, masked: Mapping[str, str] | None = None) -> Any:
     if not isinstance(env, Mapping):
         return env
     variables = dict(cast("Mapping[str, Any]", env))
-    plain = {name: value for name, value in variables.items() if isinstance(value, str) and "{{" not in value and "{%" not in value}
+    plain = {
+        name: value
+        for name, value in variables.items()
+        if isinstance(value, str) and "{{" not in value and "{%" not in value
+    }
     return variables | {name: Hidden(plain[name]) for name in sky.PoolSpec.of(env=plain).plain_secrets}
 
 
@@ -61,8 +71,15 @@ def shown(value: Any) -> Any:
 
 
 def values_of(spec: sky.PoolSpec) -> dict[str, str]:
-    """Return the values of those secrets that are kept by Airflow, and have its logs mask them. Raises BadRequest for one that is not there."""
-    found = {name: _value_of(name, reference) for name, reference in (spec.secrets or {}).items() if reference.source == "store"}
+    """Return the values of those secrets that are kept by Airflow, and have its logs mask them.
+
+    Raises BadRequest for one that is not there.
+    """
+    found = {
+        name: _value_of(name, reference)
+        for name, reference in (spec.secrets or {}).items()
+        if reference.source == "store"
+    }
     for value in found.values():
         mask_secret(value)
     return found
@@ -70,9 +87,15 @@ def values_of(spec: sky.PoolSpec) -> dict[str, str]:
 
 def _value_of(name: str, reference: sky.Secret) -> str:
     try:
-        value = _variable(reference) if reference.key.startswith(VARIABLE) else _part_of(Connection.get(reference.key), reference.field or "password")
+        value = (
+            _variable(reference)
+            if reference.key.startswith(VARIABLE)
+            else _part_of(Connection.get(reference.key), reference.field or "password")
+        )
     except (AirflowException, AirflowRuntimeError, KeyError) as error:
-        raise sky.BadRequest(f"the secret {name} is to be {_told(reference)}, and Airflow has none: {type(error).__name__}") from error
+        raise sky.BadRequest(
+            f"the secret {name} is to be {_told(reference)}, and Airflow has none: {type(error).__name__}"
+        ) from error
     if not value:
         raise sky.BadRequest(f"the secret {name} is to be {_told(reference)}, which is empty")
     return str(value)

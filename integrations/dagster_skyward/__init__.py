@@ -1,4 +1,7 @@
-"""Dagster: the functions of assets and ops run on an ephemeral accelerator pool. The one public class is `SkywardResource`."""
+"""Dagster: the functions of assets and ops run on an ephemeral accelerator pool.
+
+The one public class is `SkywardResource`.
+"""
 
 from dagster_shared.libraries import DagsterLibraryRegistry
 

@@ -1,8 +1,9 @@
 """A step's use of pools as Dagster metadata, and where each kind of step keeps it.
 
-Dagster plots numbers (int and float) of an asset over its materializations; text is listed. What a step has cost when its asset is materialized goes with the
-materialization. The rest of the bill is known when the pool has closed: the end of the machines, and what steps have cost that had nowhere to put it (failed
-ones, checks, ops of a graph, outputs that were not made). It follows as observations of the assets, under a key of its own, so that the two add up to the bill.
+Dagster plots numbers (int and float) of an asset over its materializations; text is listed. What a step has cost when
+its asset is materialized goes with the materialization. The rest of the bill is known when the pool has closed: the end
+of the machines, and what steps have cost that had nowhere to put it (failed ones, checks, ops of a graph, outputs that
+were not made). It follows as observations of the assets, under a key of its own, so that the two add up to the bill.
 """
 
 import threading
@@ -32,7 +33,9 @@ SMALLEST_USD = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """A step's use of pools, from its first use to the end of its last: USD on the bill, seconds, number of nodes, accelerator in words, the pools' ids."""
+    """A step's use of pools, from its first use to the end of its last: USD on the bill, seconds, number of nodes,
+    accelerator in words, the pools' ids.
+    """
 
     cost_usd: float
     seconds: float
@@ -43,7 +46,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What of the bill a step has to bear once the pools have closed. `since` is when it began to use them, in seconds since 1970."""
+    """What of the bill a step has to bear once the pools have closed.
+
+    `since` is when it began to use them, in seconds since 1970.
+    """
 
     context: StepContext
     work: sky.Work
@@ -53,10 +59,12 @@ class Share:
 
 
 def record(context: StepContext, pool: object, usage: Usage) -> None:
-    """Set the step's metadata; a later call for the same pool replaces the earlier one, another pool of the same step is added to it.
+    """Set the step's metadata; a later call for the same pool replaces the earlier one, another pool of the same step
+    is added to it.
 
-    An asset gets it with its materialization, an op with its first output. Of a step that makes several assets each gets an equal share of the cost and of
-    the seconds. A check, an op without outputs or with dynamic ones has no place for it.
+    An asset gets it with its materialization, an op with its first output. Of a step that makes several assets each
+    gets an equal share of the cost and of the seconds. A check, an op without outputs or with dynamic ones has no place
+    for it.
     """
     with _lock:
         usages = _usages.setdefault(context, {})
@@ -66,11 +74,17 @@ def record(context: StepContext, pool: object, usage: Usage) -> None:
         return
     outputs = _outputs(context)
     for output in outputs:
-        _set(context, output, total | {name: round(total[name] / len(outputs), places) for name, places in PLACES.items()})
+        _set(
+            context,
+            output,
+            total | {name: round(total[name] / len(outputs), places) for name, places in PLACES.items()},
+        )
 
 
 def work_of(context: StepContext) -> sky.Work:
-    """Return what the step is, as the ledger and the machines' tags know it: only the system for a context that was made by hand."""
+    """Return what the step is, as the ledger and the machines' tags know it: only the system for a context that was
+    made by hand.
+    """
     step = step_key(context)
     if step is None:
         return sky.Work(system="dagster")
@@ -106,9 +120,11 @@ def assets_of(context: StepContext) -> list[dg.AssetKey]:
 
 
 def tell_rest(shares: Iterable[Share]) -> dict[str, dict[sky.Work, float]]:
-    """Tell as observations what of the bill the materializations do not tell; return all shares, by pool and work, as the ledger takes them.
+    """Tell as observations what of the bill the materializations do not tell; return all shares, by pool and work, as
+    the ledger takes them.
 
-    A share goes equally to the assets that the step has made, to all that it was to make if it has made none. Of an op that makes none the log tells it.
+    A share goes equally to the assets that the step has made, to all that it was to make if it has made none. Of an op
+    that makes none the log tells it.
     """
     told: dict[str, dict[sky.Work, float]] = {}
     for its in _by_step(shares):
@@ -132,7 +148,9 @@ def tell_rest(shares: Iterable[Share]) -> dict[str, dict[sky.Work, float]]:
 
 
 def _by_step(shares: Iterable[Share]) -> list[list[Share]]:
-    """All tries of a step in this process belong together: what one try has materialized is to be taken from what they have cost only once."""
+    """All tries of a step in this process belong together: what one try has materialized is to be taken from what they
+    have cost only once.
+    """
     found: dict[str | None, list[Share]] = {}
     for share in shares:
         found.setdefault(step_key(share.context), []).append(share)
@@ -148,13 +166,19 @@ def _made(context: StepContext, since: float) -> dict[dg.AssetKey, float]:
         if event is None or entry.step_key != step or entry.timestamp < since or event.asset_key is None:
             continue
         value = event.step_materialization_data.materialization.metadata.get(COST_USD)
-        made[event.asset_key] = made.get(event.asset_key, 0.0) + (float(value.value) if isinstance(value, dg.FloatMetadataValue) else 0.0)
+        made[event.asset_key] = made.get(event.asset_key, 0.0) + (
+            float(value.value) if isinstance(value, dg.FloatMetadataValue) else 0.0
+        )
     return made
 
 
 def _observe(context: StepContext, asset: dg.AssetKey, cost_usd: float, shares: Sequence[Share]) -> None:
     work = shares[0].work
-    metadata = {OTHER_COST_USD: round(cost_usd, PLACES[COST_USD]), POOL_ID: ", ".join(dict.fromkeys(share.pool_id for share in shares)), **_names(work)}
+    metadata = {
+        OTHER_COST_USD: round(cost_usd, PLACES[COST_USD]),
+        POOL_ID: ", ".join(dict.fromkeys(share.pool_id for share in shares)),
+        **_names(work),
+    }
     partition = work.partition if "..." not in work.partition else ""
     _op_context(context).log_event(dg.AssetObservation(asset, metadata=metadata, partition=partition or None))
 
@@ -178,22 +202,31 @@ def _total(usages: Mapping[int, Usage]) -> dict[str, Any]:
 
 
 def _outputs(context: dg.AssetExecutionContext | dg.OpExecutionContext) -> list[str]:
-    """Names of the step's outputs that carry the metadata: one for each asset that is made, or the op's first; none for an op within a graph of assets."""
+    """Names of the step's outputs that carry the metadata: one for each asset that is made, or the op's first; none for
+    an op within a graph of assets.
+    """
     try:
         op = _op_context(context)
         if op.has_assets_def:
             is_whole = op.assets_def.node_def is op.op_def
-            return [op.assets_def.get_output_name_for_asset_key(key) for key in sorted(op.selected_asset_keys)] if is_whole else []
+            return (
+                [op.assets_def.get_output_name_for_asset_key(key) for key in sorted(op.selected_asset_keys)]
+                if is_whole
+                else []
+            )
         return [output.name for output in op.op_def.output_defs[:1] if not output.is_dynamic]
     except dg.DagsterError:  # a context that was built by hand and belongs to no step
         return []
 
 
 def _set(context: dg.AssetExecutionContext | dg.OpExecutionContext, output: str, metadata: Mapping[str, Any]) -> None:
-    """Through `add_output_metadata` for assets too: `add_asset_metadata` does not work where an asset is invoked directly, in a test (Dagster 1.13)."""
+    """Through `add_output_metadata` for assets too: `add_asset_metadata` does not work where an asset is invoked
+    directly, in a test (Dagster 1.13).
+    """
     try:
         context.add_output_metadata(dict(metadata), output_name=output)
-    except dg.DagsterInvariantViolationError:  # the output was yielded already; or a directly invoked one was set before, which Dagster does once only
+    # the output was yielded already; or a directly invoked one was set before, which Dagster does once only
+    except dg.DagsterInvariantViolationError:
         recorded = context.get_output_metadata(output)
         if isinstance(recorded, dict):
             recorded.update(metadata)
@@ -202,14 +235,22 @@ def _set(context: dg.AssetExecutionContext | dg.OpExecutionContext, output: str,
 
 
 def _let_merge(context: Any) -> None:
-    """Let the asset's own `add_output_metadata` come after ours where it is invoked directly: Dagster's takes each output once there, in a run many times."""
+    """Let the asset's own `add_output_metadata` come after ours where it is invoked directly: Dagster's takes each
+    output once there, in a run many times.
+    """
     if "add_output_metadata" in vars(context):
         return
     once = context.add_output_metadata
 
-    def add_output_metadata(metadata: Mapping[str, Any], output_name: str | None = None, mapping_key: str | None = None) -> None:
+    def add_output_metadata(
+        metadata: Mapping[str, Any], output_name: str | None = None, mapping_key: str | None = None
+    ) -> None:
         definitions = context.op_def.output_defs
-        recorded = context.get_output_metadata(output_name or definitions[0].name, mapping_key) if output_name or len(definitions) == 1 else None
+        recorded = (
+            context.get_output_metadata(output_name or definitions[0].name, mapping_key)
+            if output_name or len(definitions) == 1
+            else None
+        )
         if isinstance(recorded, dict):
             recorded.update(metadata)
         else:

@@ -1,4 +1,7 @@
-"""`SkywardResource`: a pool as a Dagster resource. Opened when a step first uses it, shared by the steps of a process, closed with the resource."""
+"""`SkywardResource`: a pool as a Dagster resource.
+
+Opened when a step first uses it, shared by the steps of a process, closed with the resource.
+"""
 
 import logging
 import os
@@ -13,7 +16,9 @@ from typing import Annotated, Any, Literal, Optional, TypeAliasType, Union, cast
 from weakref import WeakKeyDictionary
 
 import dagster as dg
-from dagster._utils.interrupts import capture_interrupts  # the one internal of Dagster that we use: no public name does it
+
+# the one internal of Dagster that we use: no public name does it
+from dagster._utils.interrupts import capture_interrupts
 from pydantic import BaseModel, Field, PrivateAttr, create_model
 from pydantic_core import PydanticUndefined
 
@@ -27,7 +32,9 @@ ENVIRONMENT = (dg.EnvVar, type(dg.EnvVar.int("NAME")))
 """What stands for a value that Dagster takes from the environment when a run starts."""
 
 OF_VARIABLES = ("env", "image.env")
-"""Where a mapping's keys are names of variables: `{"env": "prod"}` is a variable called env there, and no `EnvVar`; its values may be some."""
+"""Where a mapping's keys are names of variables: `{"env": "prod"}` is a variable called env there, and no `EnvVar`; its
+values may be some.
+"""
 
 FLUSH_SECONDS = 60.0
 LINES_PER_RECORD = 100
@@ -37,7 +44,9 @@ OWN_DEFAULTS = {"display": "quiet"}
 
 
 def _plain_type(annotation: Any) -> Any:
-    """Return what Dagster's config system can say of a field of `PoolSpec`: a scalar, a mapping, or anything that is plain data."""
+    """Return what Dagster's config system can say of a field of `PoolSpec`: a scalar, a mapping, or anything that is
+    plain data.
+    """
     match annotation:
         case TypeAliasType():
             return _plain_type(annotation.__value__)
@@ -58,12 +67,18 @@ def _plain_type(annotation: Any) -> Any:
 
 
 def _config_fields() -> dict[str, Any]:
-    """A config field for each field of `PoolSpec`. All may be left out: then settings decide, and after them the default that the description tells."""
+    """A config field for each field of `PoolSpec`.
+
+    All may be left out: then settings decide, and after them the default that the description tells.
+    """
     fields: dict[str, Any] = {}
     for name, field in sky.PoolSpec.model_fields.items():
         own = OWN_DEFAULTS.get(name)
         default = "" if own or field.default in {None, PydanticUndefined, ()} else f" Default: {field.default!r}."
-        fields[name] = (Optional[_plain_type(field.annotation)], Field(default=own, description=f"{field.description}{default}"))  # noqa: UP045
+        fields[name] = (
+            Optional[_plain_type(field.annotation)],  # noqa: UP045 - the type is known at run time only
+            Field(default=own, description=f"{field.description}{default}"),
+        )
     return fields
 
 
@@ -74,19 +89,25 @@ _PoolFields: Any = create_model("_PoolFields", __base__=dg.ConfigurableResource,
 class SkywardResource(_PoolFields):
     """An ephemeral accelerator pool.
 
-    Takes the keywords of `skyward_core.ComputePool`, and keeps them as plain data. The pool opens when a step first uses it; steps that run in one process
-    share it; it closes when Dagster ends the resource, whatever way the run ends.
+    Takes the keywords of `skyward_core.ComputePool`, and keeps them as plain data. The pool opens when a step first
+    uses it; steps that run in one process share it; it closes when Dagster ends the resource, whatever way the run
+    ends.
     """
 
     _live: "_Live | None" = PrivateAttr(default=None)
 
     def __init__(self, **wishes: Any) -> None:
-        """Raise BadRequest, with what to do, for what no pool can be. Values that come from the environment are looked at when the run starts."""
+        """Raise BadRequest, with what to do, for what no pool can be.
+
+        Values that come from the environment are looked at when the run starts.
+        """
         super().__init__(**_plain(wishes))
 
     @classmethod
     def configure_at_launch(cls, **wishes: Any) -> Any:
-        """Return the resource with these keywords as defaults; the others, and these too, can be given in the run's config."""
+        """Return the resource with these keywords as defaults; the others, and these too, can be given in the run's
+        config.
+        """
         return super().configure_at_launch(**_plain(wishes))
 
     @property
@@ -95,19 +116,33 @@ class SkywardResource(_PoolFields):
         said = _with_references({name: getattr(self, name) for name in type(self).model_fields})
         return sky.PoolSpec.of(**{name: _filled_in(value, name) for name, value in said.items() if value is not None})
 
-    def run[**P, R](self, context: StepContext, fn: "Callable[P, R] | sky.ComputeFunction[P, R]", /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run `fn(*args, **kwargs)` on a node and return its result; `fn` may be plain or decorated with `@sky.compute`. Its exception is raised here."""
+    def run[**P, R](
+        self,
+        context: StepContext,
+        fn: "Callable[P, R] | sky.ComputeFunction[P, R]",
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
+        """Run `fn(*args, **kwargs)` on a node and return its result; `fn` may be plain or decorated with
+        `@sky.compute`. Its exception is raised here.
+        """
         with self.pool(context) as pool:
             return pool.run(sky.PendingCompute(fn.local if isinstance(fn, sky.ComputeFunction) else fn, args, kwargs))
 
-    def map[R](self, context: StepContext, fn: "Callable[..., R] | sky.ComputeFunction[..., R]", /, *iterables: Iterable[Any]) -> list[R]:
-        """Run `fn(a, b, ...)` on the nodes for the items of the iterables taken together, which must be equally long; return the results in order."""
+    def map[R](
+        self, context: StepContext, fn: "Callable[..., R] | sky.ComputeFunction[..., R]", /, *iterables: Iterable[Any]
+    ) -> list[R]:
+        """Run `fn(a, b, ...)` on the nodes for the items of the iterables taken together, which must be equally long;
+        return the results in order.
+        """
         with self.pool(context) as pool:
             return pool.map(fn, *iterables)
 
     @contextmanager
     def pool(self, context: StepContext) -> Generator[sky.ComputePool]:
-        """Lend the open pool to a step: what its nodes print goes to the step's log, its cost and time to the step's metadata.
+        """Lend the open pool to a step: what its nodes print goes to the step's log, its cost and time to the step's
+        metadata.
 
         The pool stays open for the steps after this one. Outside of a run it lives for the block.
         """
@@ -120,7 +155,10 @@ class SkywardResource(_PoolFields):
 
     @contextmanager
     def yield_for_execution(self, context: dg.InitResourceContext) -> "Generator[SkywardResource]":
-        """Called by Dagster, once in each process that executes steps. Whatever ends the run, an interrupt included, closes the pool."""
+        """Called by Dagster, once in each process that executes steps.
+
+        Whatever ends the run, an interrupt included, closes the pool.
+        """
         live = self._live = _Live(self.spec, context.log, context.instance)
         try:
             yield self
@@ -131,7 +169,9 @@ class SkywardResource(_PoolFields):
 
 
 class _Live:
-    """The one pool of a resource's lifetime, and who listens to it: the step that used it last, and before and after all steps the resource."""
+    """The one pool of a resource's lifetime, and who listens to it: the step that used it last, and before and after
+    all steps the resource.
+    """
 
     def __init__(self, spec: sky.PoolSpec, log: Log | None, instance: dg.DagsterInstance | None = None) -> None:
         self._spec = spec
@@ -151,7 +191,8 @@ class _Live:
 
     @contextmanager
     def used_by(self, context: StepContext) -> Generator[sky.ComputePool]:
-        """Open the pool if it is not, and note what this use costs. A step that is being stopped hands the machines' end to the pool's reaper.
+        """Open the pool if it is not, and note what this use costs. A step that is being stopped hands the machines'
+        end to the pool's reaper.
 
         Whoever stops it may kill it before the provider has answered.
         """
@@ -174,12 +215,24 @@ class _Live:
         self._pools[pool.id] = pool
         its = self._uses.setdefault(pool.id, {})
         its[context] = (its.get(context, (cost_before, 0.0))[0], pool.cost)
-        used = {pool_id: last - first for pool_id, uses in self._uses.items() for step, (first, last) in uses.items() if step is context}
+        used = {
+            pool_id: last - first
+            for pool_id, uses in self._uses.items()
+            for step, (first, last) in uses.items()
+            if step is context
+        }
         seconds = time.monotonic() - self._began[context][0]
-        record(context, self, Usage(sum(used.values()), seconds, self._spec.nodes, str(self._spec.accelerator or "none"), tuple(used)))
+        record(
+            context,
+            self,
+            Usage(sum(used.values()), seconds, self._spec.nodes, str(self._spec.accelerator or "none"), tuple(used)),
+        )
 
     def close(self) -> None:
-        """Give the machines back, and share out the bill. What cannot be confirmed gone is told in the run's log, and is the reaper's: it fails no step."""
+        """Give the machines back, and share out the bill.
+
+        What cannot be confirmed gone is told in the run's log, and is the reaper's: it fails no step.
+        """
         self._log = self._resource_log
         if self._watch is not None:
             self._watch.close()
@@ -194,43 +247,75 @@ class _Live:
                     self._scribe.close()
 
     def _share_out(self) -> None:
-        """Tell what of the bills the steps' metadata could not tell, and the ledger whose it all is. The machines are gone: what fails here is only told."""
+        """Tell what of the bills the steps' metadata could not tell, and the ledger whose it all is.
+
+        The machines are gone: what fails here is only told.
+        """
         shares = [share for pool in self._pools.values() for share in self._shares(pool.id, pool.cost)]
         try:
             for pool_id, its in tell_rest(shares).items():
                 self._pools[pool_id].share_cost(its)
-        except Exception:  # Dagster's storage or the ledger is out of order; the whole bill is in the ledger, for the step that has opened the pool
+        # Dagster's storage or the ledger is out of order; the whole bill is in the ledger, for the step that has opened
+        # the pool
+        except Exception:
             logging.getLogger("skyward").exception("the shares of the bill could not all be told")
 
     def _shares(self, pool_id: str, bill: float) -> list[Share]:
-        """What each step of a run has to bear of a pool's bill: what it was when the step used it, and of the rest in proportion."""
-        costs = {step: last - first for step, (first, last) in self._uses.get(pool_id, {}).items() if step_key(step) is not None}
+        """What each step of a run has to bear of a pool's bill: what it was when the step used it, and of the rest in
+        proportion.
+        """
+        costs = {
+            step: last - first
+            for step, (first, last) in self._uses.get(pool_id, {}).items()
+            if step_key(step) is not None
+        }
         used = sum(costs.values())
         rest = max(0.0, bill - used)
         return [
-            Share(step, work_of(step), cost + rest * (cost / used if used else 1 / len(costs)), self._began[step][1], pool_id) for step, cost in costs.items()
+            Share(
+                step,
+                work_of(step),
+                cost + rest * (cost / used if used else 1 / len(costs)),
+                self._began[step][1],
+                pool_id,
+            )
+            for step, cost in costs.items()
         ]
 
     def _opened(self, context: StepContext) -> sky.ComputePool:
-        """The open pool. One that has ended itself, idle between two steps, is opened anew: new machines, a new bill."""
+        """The open pool.
+
+        One that has ended itself, idle between two steps, is opened anew: new machines, a new bill.
+        """
         with self._lock:
             pool = self._pool
             if pool is None or not pool.is_active:
                 if pool is not None:
                     pool.hand_over()
-                self._pool = sky.ComputePool.from_spec(self._spec, on_event=self._tell, replace_object=_refuse_context, work=work_of(context))
+                self._pool = sky.ComputePool.from_spec(
+                    self._spec, on_event=self._tell, replace_object=_refuse_context, work=work_of(context)
+                )
                 self._watch_run(context)
                 self._pool.open()
             return self._pool
 
     def _watch_run(self, context: StepContext) -> None:
-        """From before anything is rented: end the pool when the run is over, or the process that has started this one for a step is gone."""
-        if self._watch is None and self._instance is not None and not self._instance.is_ephemeral and step_key(context) is not None:
+        """From before anything is rented: end the pool when the run is over, or the process that has started this one
+        for a step is gone.
+        """
+        if (
+            self._watch is None
+            and self._instance is not None
+            and not self._instance.is_ephemeral
+            and step_key(context) is not None
+        ):
             self._watch = RunWatch(self._instance, context.run_id, self._stop)
             self._watch.start()
 
     def _stop(self, why: str) -> None:
-        """Called in the watch's thread: the machines' end is handed to the reaper first, whatever becomes of this process."""
+        """Called in the watch's thread: the machines' end is handed to the reaper first, whatever becomes of this
+        process.
+        """
         logging.getLogger("skyward").warning("%s: the pool is ended, and the step with it", why)
         if self._pool is not None:
             self._pool.terminate_now()
@@ -243,22 +328,28 @@ class _Live:
 
 
 def _refuse_context(obj: Any) -> Any:
-    """For the pickler, to whom a step's context is a database and a hundred objects more, the first of which cannot travel."""
-    if isinstance(obj, (dg.AssetExecutionContext, dg.OpExecutionContext, dg.AssetCheckExecutionContext, dg.InitResourceContext)):
+    """For the pickler, to whom a step's context is a database and a hundred objects more, the first of which cannot
+    travel.
+    """
+    if isinstance(
+        obj, (dg.AssetExecutionContext, dg.OpExecutionContext, dg.AssetCheckExecutionContext, dg.InitResourceContext)
+    ):
         raise sky.BadRequest(
-            f"the function, or an argument of it, uses the step's `context` (a Dagster {type(obj).__name__}), which cannot travel to a node. Take what it needs"
-            " of it as arguments: compute.run(context, train, context.partition_key); and log with print or logging: both arrive in the step's log"
+            f"the function, or an argument of it, uses the step's `context` (a Dagster {type(obj).__name__}), which"
+            " cannot travel to a node. Take what it needs of it as arguments: compute.run(context, train,"
+            " context.partition_key); and log with print or logging: both arrive in the step's log"
         )
     if isinstance(obj, SkywardResource):
         raise sky.BadRequest(
-            "the function, or an argument of it, uses the resource itself, which cannot travel to a node: call compute.run(...) in the step, and not within the"
-            " function that runs on a node"
+            "the function, or an argument of it, uses the resource itself, which cannot travel to a node: call"
+            " compute.run(...) in the step, and not within the function that runs on a node"
         )
     return NotImplemented
 
 
 class _Scribe:
-    """Writes to Dagster's logs in a thread of its own: a record takes about 14 ms in SQLite, and the pool's results must not wait behind it.
+    """Writes to Dagster's logs in a thread of its own: a record takes about 14 ms in SQLite, and the pool's results
+    must not wait behind it.
 
     What has come in meanwhile becomes one record of several lines; nothing is left out.
     """
@@ -295,10 +386,13 @@ class _Scribe:
             batch = [self._queue.get()]
             while len(batch) < LINES_PER_RECORD and not self._queue.empty():
                 batch.append(self._queue.get())
-            for (log, level), items in groupby((item for item in batch if isinstance(item, tuple)), key=lambda item: item[:2]):
+            for (log, level), items in groupby(
+                (item for item in batch if isinstance(item, tuple)), key=lambda item: item[:2]
+            ):
                 try:
                     log.log(level, "\n".join(text for _, _, text in items))
-                except Exception:  # Dagster's storage is out of order: the run will say so, and the pool must be able to close
+                # Dagster's storage is out of order: the run will say so, and the pool must be able to close
+                except Exception:
                     logging.getLogger("skyward").exception("lines of the pool could not be written to Dagster's log")
             for item in batch:
                 if isinstance(item, threading.Event):
@@ -306,7 +400,8 @@ class _Scribe:
 
 
 def _plain(wishes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords as plain data, checked as far as they are known already; None means not said, as it does in Dagster's config.
+    """Return the keywords as plain data, checked as far as they are known already; None means not said, as it does in
+    Dagster's config.
 
     Raises BadRequest.
     """
@@ -320,12 +415,16 @@ def _plain(wishes: Mapping[str, Any]) -> dict[str, Any]:
     plain = spec.model_dump(mode="json", exclude_unset=True) | later
     image = plain.get("image")
     if isinstance(image, Mapping) and set(cast("Mapping[str, Any]", image)) == {"env"}:
-        plain["image"] = {**image, "pip": []}  # Dagster takes any mapping in a default whose one key is "env" for an EnvVar, and fails on this one's value
+        # Dagster takes any mapping in a default whose one key is "env" for an EnvVar, and fails on this one's value
+        plain["image"] = {**image, "pip": []}
     return plain
 
 
 def _with_references(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords with an `EnvVar` among `secrets` as what it is there: the name of a variable. Raises BadRequest."""
+    """Return the keywords with an `EnvVar` among `secrets` as what it is there: the name of a variable.
+
+    Raises BadRequest.
+    """
     secrets = said.get("secrets")
     if isinstance(secrets, Mapping):
         secrets = {name: _reference(one) for name, one in cast("Mapping[str, Any]", secrets).items()}
@@ -347,15 +446,26 @@ def _reference(one: Any) -> Any:
 
 
 def _refuse_plain_secrets(said: Mapping[str, Any]) -> None:
-    """Raise BadRequest for what looks like a secret in plain text: Dagster writes a resource's configuration to its database, and shows it."""
+    """Raise BadRequest for what looks like a secret in plain text: Dagster writes a resource's configuration to its
+    database, and shows it.
+    """
     image = said.get("image")
-    for env in (said.get("env"), image.env if isinstance(image, sky.Image) else image.get("env") if isinstance(image, Mapping) else None):
+    for env in (
+        said.get("env"),
+        image.env if isinstance(image, sky.Image) else image.get("env") if isinstance(image, Mapping) else None,
+    ):
         if isinstance(env, Mapping):
-            plain = {name: value for name, value in cast("Mapping[str, Any]", env).items() if isinstance(value, str) and not isinstance(value, dg.EnvVar)}
+            plain = {
+                name: value
+                for name, value in cast("Mapping[str, Any]", env).items()
+                if isinstance(value, str) and not isinstance(value, dg.EnvVar)
+            }
             if found := sky.PoolSpec.of(env=plain).plain_secrets:
                 raise sky.BadRequest(
-                    f"env holds {', '.join(found)} in plain text, which Dagster writes to its database and shows: write "
-                    f'secrets={{"{found[0]}": dg.EnvVar("{found[0]}")}}, or env={{"{found[0]}": dg.EnvVar("{found[0]}")}} for what installing packages needs'
+                    f"env holds {', '.join(found)} in plain text, which Dagster writes to its database and shows:"
+                    " write "
+                    f'secrets={{"{found[0]}": dg.EnvVar("{found[0]}")}}, or env={{"{found[0]}":'
+                    f' dg.EnvVar("{found[0]}")}} for what installing packages needs'
                 )
 
 
@@ -375,16 +485,27 @@ def _is_from_environment(value: object, place: str) -> bool:
 
 
 def _refuse_unreadable(name: str, value: object) -> None:
-    """Raise BadRequest for an environment variable where Dagster cannot read one; else its error would speak of the type of a string."""
+    """Raise BadRequest for an environment variable where Dagster cannot read one; else its error would speak of the
+    type of a string.
+    """
     kind = get_args(_FIELDS[name][0])[0]
     if kind is int and isinstance(value, dg.EnvVar):
-        raise sky.BadRequest(f'{name}=dg.EnvVar("{value.env_var_name}"): it is a whole number, write dg.EnvVar.int("{value.env_var_name}")')
+        raise sky.BadRequest(
+            f'{name}=dg.EnvVar("{value.env_var_name}"): it is a whole number, write'
+            f' dg.EnvVar.int("{value.env_var_name}")'
+        )
     if kind in (float, bool):
-        raise sky.BadRequest(f"{name}: Dagster reads only text and whole numbers from the environment; leave it out and set SKYWARD_{name.upper()} there")
+        raise sky.BadRequest(
+            f"{name}: Dagster reads only text and whole numbers from the environment; leave it out and set"
+            f" SKYWARD_{name.upper()} there"
+        )
 
 
 def _filled_in(value: Any, name: str) -> Any:
-    """Return the value with the environment variables that it refers to filled in. Dagster has done so for text and whole numbers, not inside plain data."""
+    """Return the value with the environment variables that it refers to filled in.
+
+    Dagster has done so for text and whole numbers, not inside plain data.
+    """
     match value:
         case {"env": str() as variable, **others} if not others and name not in OF_VARIABLES:
             return _from_environment(variable, name)
@@ -400,5 +521,7 @@ def _filled_in(value: Any, name: str) -> Any:
 
 def _from_environment(variable: str, name: str) -> str:
     if (value := os.environ.get(variable)) is None:
-        raise sky.BadRequest(f"{name}: the environment variable {variable} is not set in the process that runs the step")
+        raise sky.BadRequest(
+            f"{name}: the environment variable {variable} is not set in the process that runs the step"
+        )
     return value

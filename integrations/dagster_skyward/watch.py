@@ -1,4 +1,7 @@
-"""Who still wants a step: its run, and under the multiprocess executor the run's process. A step that has lost them works, and pays, for nobody."""
+"""Who still wants a step: its run, and under the multiprocess executor the run's process.
+
+A step that has lost them works, and pays, for nobody.
+"""
 
 import logging
 import multiprocessing
@@ -17,9 +20,11 @@ _log = logging.getLogger("skyward")
 
 
 class RunWatch:
-    """Looks after the run of this process in a thread of its own, and calls `stop` with the reason, once, when nobody wants its steps any more.
+    """Looks after the run of this process in a thread of its own, and calls `stop` with the reason, once, when nobody
+    wants its steps any more.
 
-    A killed run process leaves the run "started" for as long as nobody monitors it, and its step processes alone: so both are looked at.
+    A killed run process leaves the run "started" for as long as nobody monitors it, and its step processes alone: so
+    both are looked at.
     """
 
     def __init__(self, instance: dg.DagsterInstance, run_id: str, stop: Callable[[str], None]) -> None:
@@ -66,7 +71,8 @@ class RunWatch:
 
 
 def is_step_process(instance: dg.DagsterInstance, run_id: str) -> bool:
-    """Whether this is a process that the run's process has started for one step: then that has written its pid into the run's log, as the one of an executor.
+    """Whether this is a process that the run's process has started for one step: then that has written its pid into the
+    run's log, as the one of an executor.
 
     The parent of a run's own process is the code server, which may be started anew while runs go on.
     """
@@ -82,6 +88,8 @@ def is_step_process(instance: dg.DagsterInstance, run_id: str) -> bool:
 
 
 def interrupt_step() -> None:
-    """Have the step's main thread raise what it raises when Dagster terminates the run, in a process that Dagster has started."""
+    """Have the step's main thread raise what it raises when Dagster terminates the run, in a process that Dagster has
+    started.
+    """
     if multiprocessing.parent_process() is not None and os.name == "posix":
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)

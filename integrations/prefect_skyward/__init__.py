@@ -1,6 +1,7 @@
 """Prefect flows on ephemeral accelerator pools: `@flow(task_runner=SkywardTaskRunner(accelerator="A100"))`.
 
-Registered under `prefect.collections`, which Prefect's server and workers import: so Prefect and the core are loaded when a name is first used.
+Registered under `prefect.collections`, which Prefect's server and workers import: so Prefect and the core are loaded
+when a name is first used.
 """
 
 from importlib import import_module

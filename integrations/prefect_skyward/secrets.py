@@ -11,7 +11,10 @@ import skyward_core as sky
 
 
 def with_references(wishes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords with references in the place of blocks that were loaded. Raises BadRequest for a block that is not saved."""
+    """Return the keywords with references in the place of blocks that were loaded.
+
+    Raises BadRequest for a block that is not saved.
+    """
     secrets = wishes.get("secrets")
     if not isinstance(secrets, Mapping):
         return dict(wishes)
@@ -21,14 +24,21 @@ def with_references(wishes: Mapping[str, Any]) -> dict[str, Any]:
 
 def values_of(spec: sky.PoolSpec) -> dict[str, str]:
     """Return the values of those secrets that are kept by Prefect. Raises BadRequest for a block that there is not."""
-    return {name: _value_of(name, reference) for name, reference in (spec.secrets or {}).items() if reference.source == "store"}
+    return {
+        name: _value_of(name, reference)
+        for name, reference in (spec.secrets or {}).items()
+        if reference.source == "store"
+    }
 
 
 def _reference(name: str, one: Any) -> Any:
     if not isinstance(one, Secret):
         return one
     if (block := cast(Any, one)._block_document_name) is None:
-        raise sky.BadRequest(f'secrets: the block for {name} has no name, for it was not saved: save it, and write sky.Secret.from_store("its-name")')
+        raise sky.BadRequest(
+            f"secrets: the block for {name} has no name, for it was not saved: save it, and write"
+            ' sky.Secret.from_store("its-name")'
+        )
     return sky.Secret.from_store(block)
 
 
@@ -37,7 +47,10 @@ def _value_of(name: str, reference: sky.Secret) -> str:
     try:
         value = cast(Any, Secret).load(reference.key, _sync=True).get()
     except ValueError as error:
-        raise sky.BadRequest(f"the secret {name} is to be {told}, which cannot be loaded: make it with Secret(value=...).save({reference.key!r})") from error
+        raise sky.BadRequest(
+            f"the secret {name} is to be {told}, which cannot be loaded: make it with"
+            f" Secret(value=...).save({reference.key!r})"
+        ) from error
     if reference.field:
         value = cast("Mapping[str, Any]", value).get(reference.field) if isinstance(value, Mapping) else None
     if value is None or value == "":

@@ -1,9 +1,11 @@
 """`SkywardTaskRunner`: the engine of a task stays in the flow's process, its function runs on the pool.
 
-So retries, caching, results, hooks and states are Prefect's own and happen here; the nodes need neither Prefect nor a way to its API.
+So retries, caching, results, hooks and states are Prefect's own and happen here; the nodes need neither Prefect nor a
+way to its API.
 
-States of a runner: idle -> started -> open -> idle. `__enter__` starts threads alone: Prefect enters a runner before there is a flow run to tell anything
-to. The first `submit` has the pool opened, by a thread, and returns at once; `__exit__` undoes all, whatever way the flow ends.
+States of a runner: idle -> started -> open -> idle. `__enter__` starts threads alone: Prefect enters a runner before
+there is a flow run to tell anything to. The first `submit` has the pool opened, by a thread, and returns at once;
+`__exit__` undoes all, whatever way the flow ends.
 """
 
 from __future__ import annotations
@@ -55,8 +57,9 @@ WATCH_SECONDS = 0.25
 class SkywardTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
     """Runs the tasks that a flow submits or maps on a pool of machines that lives as long as the flow run.
 
-    Takes the keywords of `ComputePool`, or `spec`, a `PoolSpec`; wrong wishes raise BadRequest right here. The pool opens at the first `.submit` or `.map`
-    and closes with the flow. `display` is "quiet" unless you ask for another: what the nodes write is in the logs of the task runs anyway.
+    Takes the keywords of `ComputePool`, or `spec`, a `PoolSpec`; wrong wishes raise BadRequest right here. The pool
+    opens at the first `.submit` or `.map` and closes with the flow. `display` is "quiet" unless you ask for another:
+    what the nodes write is in the logs of the task runs anyway.
 
     A task that is called directly, `train(x)`, never reaches a task runner: it runs in the flow's own process.
 
@@ -65,13 +68,19 @@ class SkywardTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             return train.map([1e-2, 1e-3, 1e-4]).result()
     """
 
-    def __init__(self, *, spec: sky.PoolSpec | None = None, on_event: sky.Callback | None = None, **wishes: Any) -> None:
+    def __init__(
+        self, *, spec: sky.PoolSpec | None = None, on_event: sky.Callback | None = None, **wishes: Any
+    ) -> None:
         super().__init__()
         if spec is not None and wishes:
-            raise sky.BadRequest(f"give spec=... or keywords, not both: {', '.join(wishes)} stand beside a spec; write spec=spec.with_(...)")
+            raise sky.BadRequest(
+                f"give spec=... or keywords, not both: {', '.join(wishes)} stand beside a spec; write"
+                " spec=spec.with_(...)"
+            )
         self._spec = spec if spec is not None else sky.PoolSpec.of(**with_references(wishes))
         self._spec.refuse_what_cannot_be()
-        if self._spec.provider is not None:  # else the settings of the machine that runs the flow will name one, which need not be this machine
+        # else the settings of the machine that runs the flow will name one, which need not be this machine
+        if self._spec.provider is not None:
             sky.ComputePool.from_spec(self._spec)
         self._on_event = on_event
         self._live: _Live | None = None
@@ -104,10 +113,14 @@ class SkywardTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         self._live = _Live(self._spec, self._on_event)
         return self
 
-    def __exit__(self, exc_type: type[BaseException] | None, exc_value: BaseException | None, traceback: TracebackType | None) -> None:
-        """Close the pool. Raises what goes wrong with that; if the flow is being stopped, its own error goes on with a note.
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc_value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close the pool. Raises what goes wrong with that; if the flow is being stopped, its own error goes on with a
+        note.
 
-        Machines that cannot be confirmed gone raise nothing: the run's log and artifact tell of them, and the pool's reaper goes on.
+        Machines that cannot be confirmed gone raise nothing: the run's log and artifact tell of them, and the pool's
+        reaper goes on.
         """
         live, self._live = self._live, None
         super().__exit__(exc_type, exc_value, traceback)
@@ -121,16 +134,28 @@ class SkywardTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         wait_for: Iterable[PrefectFuture[Any]] | None = None,
         dependencies: dict[str, set[RunInput]] | None = None,
     ) -> PrefectConcurrentFuture[Any]:
-        """Run the task with its function on the pool; opens the pool if this is the first. Raises TypeError for an asynchronous generator."""
+        """Run the task with its function on the pool; opens the pool if this is the first.
+
+        Raises TypeError for an asynchronous generator.
+        """
         if self._live is None:
-            raise RuntimeError("the task runner is not started: name it in @flow(task_runner=...), or submit inside a `with` block of it")
+            raise RuntimeError(
+                "the task runner is not started: name it in @flow(task_runner=...), or submit inside a `with` block"
+                " of it"
+            )
         if inspect.isasyncgenfunction(task.fn):
-            raise TypeError(f"task {task.name!r} is an asynchronous generator, whose values cannot travel one by one: return a list, or use a plain generator")
+            raise TypeError(
+                f"task {task.name!r} is an asynchronous generator, whose values cannot travel one by one: return a"
+                " list, or use a plain generator"
+            )
         return self._live.submit(task, parameters, wait_for, dependencies)
 
 
 def cost_so_far() -> float:
-    """Return what the pool of the current flow run has cost so far, in USD; 0.0 before its first submit. Call it in the flow."""
+    """Return what the pool of the current flow run has cost so far, in USD; 0.0 before its first submit.
+
+    Call it in the flow.
+    """
     context = FlowRunContext.get()
     runner = context.task_runner if context is not None else None
     if isinstance(runner, SkywardTaskRunner):
@@ -139,10 +164,12 @@ def cost_so_far() -> float:
 
 
 class _Live:
-    """All of a runner that is alive: threads, the pool and its calls. Made anew for each flow run, and for each attempt of one.
+    """All of a runner that is alive: threads, the pool and its calls. Made anew for each flow run, and for each attempt
+    of one.
 
-    States of the pool: none -> opening -> open -> released, or opening -> failed -> opening (a task that is retried asks again). The thread of `_open` leads
-    from opening to open or failed; `_release` ends every state, from whichever thread comes first: the runner's exit, or the watch over the flow run.
+    States of the pool: none -> opening -> open -> released, or opening -> failed -> opening (a task that is retried
+    asks again). The thread of `_open` leads from opening to open or failed; `_release` ends every state, from whichever
+    thread comes first: the runner's exit, or the watch over the flow run.
     """
 
     def __init__(self, spec: sky.PoolSpec, on_event: sky.Callback | None) -> None:
@@ -162,7 +189,10 @@ class _Live:
         self._logs = RunLogs(self._flow_log)
         self._artifact: CostArtifact | None = None
         self._is_closed = threading.Event()
-        self._engines = ThreadPoolExecutor(get_current_settings().tasks.runner.thread_pool_max_workers or sys.maxsize, thread_name_prefix="skyward-task")
+        self._engines = ThreadPoolExecutor(
+            get_current_settings().tasks.runner.thread_pool_max_workers or sys.maxsize,
+            thread_name_prefix="skyward-task",
+        )
 
     def submit(
         self,
@@ -185,10 +215,14 @@ class _Live:
         with self._lock:
             if self._opening is None:
                 self._know_the_flow_run()
-            if self._opening is None or (self._opening.done() and self._opening.exception() is not None and not self.is_stopping):
+            if self._opening is None or (
+                self._opening.done() and self._opening.exception() is not None and not self.is_stopping
+            ):
                 self._opening = Future()
                 self._opening.set_running_or_notify_cancel()  # so that no task which stops waiting can cancel it
-                threading.Thread(target=copy_context().run, args=(self._open, self._opening), name="skyward-open", daemon=True).start()
+                threading.Thread(
+                    target=copy_context().run, args=(self._open, self._opening), name="skyward-open", daemon=True
+                ).start()
             return self._opening
 
     def _know_the_flow_run(self) -> None:
@@ -197,7 +231,9 @@ class _Live:
         if context is None:
             return
         self._flow_run = context.flow_run
-        self._is_the_flows_runner = isinstance(context.task_runner, SkywardTaskRunner) and context.task_runner._live is self
+        self._is_the_flows_runner = (
+            isinstance(context.task_runner, SkywardTaskRunner) and context.task_runner._live is self
+        )
         self._flow_log = RunLog.of_flow()
         self._logs = RunLogs(self._flow_log)
         self._work = _work_of_flow(context)
@@ -205,7 +241,9 @@ class _Live:
             threading.Thread(target=self._watch, name="skyward-flow", daemon=True).start()
 
     def _watch(self) -> None:
-        """Give the machines back as soon as the flow run is to be tried again: Prefect sleeps through `retry_delay_seconds` before it leaves the runner."""
+        """Give the machines back as soon as the flow run is to be tried again: Prefect sleeps through
+        `retry_delay_seconds` before it leaves the runner.
+        """
         while not self._is_closed.wait(WATCH_SECONDS):
             if self._is_tried_again():
                 self._release_for_another_try()
@@ -216,7 +254,8 @@ class _Live:
         try:
             self._release(is_failure=True)
         except Exception as failure:
-            self._flow_log.say(logging.CRITICAL, f"the pool could not be closed: {failure}")  # `close` tries again when Prefect leaves the runner
+            # `close` tries again when Prefect leaves the runner
+            self._flow_log.say(logging.CRITICAL, f"the pool could not be closed: {failure}")
 
     def _open(self, opening: Future[sky.ComputePool]) -> None:
         sinks: list[sky.Callback] = [self._logs]
@@ -229,7 +268,11 @@ class _Live:
                 if self._on_event is not None:
                     sinks.append(self._on_event)
                 pool = sky.ComputePool.from_spec(
-                    self._spec, on_event=sky.compose(*sinks), secrets=values_of(self._spec), replace_object=_portable, work=self._work
+                    self._spec,
+                    on_event=sky.compose(*sinks),
+                    secrets=values_of(self._spec),
+                    replace_object=_portable,
+                    work=self._work,
                 )
                 self.pool = pool  # before it is open: what stops the flow must be able to end the opening
                 if not self.is_stopping:
@@ -242,7 +285,9 @@ class _Live:
         else:
             opening.set_result(pool)
 
-    def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], pool: sky.ComputePool) -> Future[Any]:
+    def call(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], pool: sky.ComputePool
+    ) -> Future[Any]:
         """Hand the function over, for the task run of this thread."""
         work = _work_of_task(self._work)
         future = self._logs.follow(lambda: pool.submit(sky.PendingCompute(fn, args, kwargs)))
@@ -268,10 +313,11 @@ class _Live:
                 self._flow_log.say(logging.WARNING, f"what each task run has cost is not in the ledger: {error}")
 
     def close(self, error: BaseException | None) -> None:
-        """Close everything. Calls of a flow that ended well are waited for, as Prefect's own runner does; else they are stopped first: they cost money.
+        """Close everything. Calls of a flow that ended well are waited for, as Prefect's own runner does; else they are
+        stopped first: they cost money.
 
-        A flow that is being stopped (a signal, which is no Exception) may be killed before the provider has answered, after 30 s if it was cancelled: its
-        machines are the reaper's first.
+        A flow that is being stopped (a signal, which is no Exception) may be killed before the provider has answered,
+        after 30 s if it was cancelled: its machines are the reaper's first.
         """
         self._is_closed.set()
         if self.pool is not None and error is not None and not isinstance(error, Exception):
@@ -286,7 +332,10 @@ class _Live:
             error.add_note(f"besides, the pool could not be closed: {failure!r}")
 
     def _release(self, *, is_failure: bool) -> None:
-        """End what there is, whatever state it is in. May be called again: then it ends what the call before could not."""
+        """End what there is, whatever state it is in.
+
+        May be called again: then it ends what the call before could not.
+        """
         if is_failure:
             self._stop_calls()
             self._break_off_opening()
@@ -299,17 +348,23 @@ class _Live:
                 undo.callback(self._artifact.close)
             if self.pool is not None:
                 undo.callback(self._share_cost, self.pool)  # after its end: then no call comes any more
-                undo.callback(self.pool.hand_over)  # what is not confirmed gone is in the run's log and on its artifact, and fails no flow whose work is done
+                # what is not confirmed gone is in the run's log and on its artifact, and fails no flow whose work is
+                # done
+                undo.callback(self.pool.hand_over)
 
     def _is_tried_again(self) -> bool:
-        """Prefect sets this state on the flow run, then sleeps, then sets Running, and leaves the runner last of all."""
+        """Prefect sets this state on the flow run, then sleeps, then sets Running, and leaves the runner last of
+        all.
+        """
         state = self._flow_run.state if self._flow_run is not None else None
         return state is not None and state.is_scheduled()
 
     def _has_failed(self) -> bool:
-        """Prefect enters the state of a flow run before it leaves the flow's runner, and tells a runner of no failure but a signal.
+        """Prefect enters the state of a flow run before it leaves the flow's runner, and tells a runner of no failure
+        but a signal.
 
-        A flow run that still runs then has failed and is tried again. A runner that the flow's body enters by itself is left while the flow runs.
+        A flow run that still runs then has failed and is tried again. A runner that the flow's body enters by itself is
+        left while the flow runs.
         """
         state = self._flow_run.state if self._flow_run is not None else None
         if state is None or state.is_completed():
@@ -325,7 +380,8 @@ class _Live:
         """End an opening that goes on, and wait until nothing of it is left."""
         while (opening := self._opening) is not None and not opening.done():
             if self.pool is not None:
-                self.pool.terminate_now()  # again and again: what comes before `pool.open()` has begun is not seen by it
+                # again and again: what comes before `pool.open()` has begun is not seen by it
+                self.pool.terminate_now()
             wait([opening], timeout=SLICE_SECONDS)
 
     def _end_engines(self) -> None:
@@ -361,7 +417,9 @@ class _TaskRun:
 
 
 class _RemoteCall:
-    """Stands in for a task's function in the engine, which reads its signature, name and code (for cache keys) off it."""
+    """Stands in for a task's function in the engine, which reads its signature, name and code (for cache keys) off
+    it.
+    """
 
     def __init__(self, live: _Live, task: Task[Any, Any], opening: Future[sky.ComputePool]) -> None:
         functools.update_wrapper(cast(Any, self), task.fn)
@@ -394,7 +452,8 @@ class _SyncCall(_RemoteCall):
             raise
 
     def _wait[T](self, future: Future[T]) -> T:
-        # A timeout is an exception thrown into this thread wherever it is: a SimpleQueue, being C, has no lock that it could leave locked.
+        # A timeout is an exception thrown into this thread wherever it is: a SimpleQueue, being C, has no lock that it
+        # could leave locked.
         ended = queue.SimpleQueue[Future[T]]()
         try:
             future.add_done_callback(ended.put)
@@ -426,11 +485,15 @@ class _AsyncCall(_RemoteCall):
 
 
 def _unless_the_work_is_done(condition: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return a task's retry condition for all failures but one: work that has succeeded, and whose result cannot be loaded here, is not done again."""
+    """Return a task's retry condition for all failures but one: work that has succeeded, and whose result cannot be
+    loaded here, is not done again.
+    """
 
     def may_be_tried_again(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> Any:
         if isinstance(state.data, sky.ResultNotLoaded):
-            task_run_logger(task_run, task).error("%s. The task is not tried again: that would do its work a second time", state.data)
+            task_run_logger(task_run, task).error(
+                "%s. The task is not tried again: that would do its work a second time", state.data
+            )
             return False
         return condition is None or condition(task, task_run, state)
 
@@ -443,8 +506,8 @@ def _unless_the_work_is_done(condition: Callable[..., Any] | None) -> Callable[.
 def _without_prefect_s_api(spec: sky.PoolSpec) -> sky.PoolSpec:
     """Give nodes an address at which all use of Prefect's API fails at once; an address that the user gives goes first.
 
-    Without one Prefect's client starts a server on the node, with a database in the home directory; without leave to do so, its concurrency limits wait for
-    ever (3.6 to 3.7).
+    Without one Prefect's client starts a server on the node, with a database in the home directory; without leave to do
+    so, its concurrency limits wait for ever (3.6 to 3.7).
     """
     return spec.with_(env={"PREFECT_API_URL": NO_API} | spec.image.env | (spec.env or {}))
 
@@ -452,15 +515,18 @@ def _without_prefect_s_api(spec: sky.PoolSpec) -> sky.PoolSpec:
 def _raise_if_it_asked_for_prefect_s_api(error: Exception) -> None:
     if NO_API_SCHEME in f"{error} {error.__cause__}":  # the cause is the traceback of the node
         raise sky.BadRequest(
-            "the task's function asks Prefect's API (for a variable, a concurrency limit, an artifact, a block), which nodes have no way to: do it in the flow "
-            "and hand the value to the task, or give the nodes an API that they reach: SkywardTaskRunner(env={'PREFECT_API_URL': ...})"
+            "the task's function asks Prefect's API (for a variable, a concurrency limit, an artifact, a block), which"
+            " nodes have no way to: do it in the flow and hand the value to the task, or give the nodes an API that"
+            " they reach: SkywardTaskRunner(env={'PREFECT_API_URL': ...})"
         ) from error
 
 
 def _work_of_flow(context: FlowRunContext | None) -> sky.Work:
     run = context.flow_run if context is not None else None
     flow = context.flow if context is not None else None
-    return sky.Work(system="prefect", workflow=flow.name if flow is not None else "", run=str(run.id) if run is not None else "")
+    return sky.Work(
+        system="prefect", workflow=flow.name if flow is not None else "", run=str(run.id) if run is not None else ""
+    )
 
 
 def _work_of_task(work: sky.Work) -> sky.Work:
@@ -468,7 +534,9 @@ def _work_of_task(work: sky.Work) -> sky.Work:
     context = TaskRunContext.get()
     if context is None:
         return work
-    return replace(work, task=context.task.name, task_run=str(context.task_run.id), attempt=str(context.task_run.run_count))
+    return replace(
+        work, task=context.task.name, task_run=str(context.task_run.id), attempt=str(context.task_run.run_count)
+    )
 
 
 def _cancelled() -> State[Any]:
@@ -476,7 +544,9 @@ def _cancelled() -> State[Any]:
 
 
 def _portable(obj: Any) -> Any:
-    """What travels in the place of Prefect's own things: a task as its function, the run's logger as one that prints."""
+    """What travels in the place of Prefect's own things: a task as its function, the run's logger as one that
+    prints.
+    """
     if isinstance(obj, Task):
         with suppress(AttributeError):  # a callable that takes no attributes
             cast(Any, obj.fn).fn = obj.fn  # so that `other_task.fn(x)` in a task's body works on a node as it does here

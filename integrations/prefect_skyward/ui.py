@@ -1,4 +1,6 @@
-"""What a run shows of its pool: the nodes' lines in the logs of the task runs, news of the machines in the flow run's, and the bill as an artifact."""
+"""What a run shows of its pool: the nodes' lines in the logs of the task runs, news of the machines in the flow run's,
+and the bill as an artifact.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ ARTIFACT_SECONDS = 15.0
 
 @dataclass(frozen=True, slots=True)
 class RunLog:
-    """The log of one run, for use from any thread: Prefect's settings and connections are context variables, which a bare thread does not have."""
+    """The log of one run, for use from any thread: Prefect's settings and connections are context variables, which a
+    bare thread does not have.
+    """
 
     logger: logging.Logger | logging.LoggerAdapter[Any]
     context: Context
@@ -53,7 +57,9 @@ class RunLog:
 
 
 class RunLogs:
-    """Event sink: each line goes to the log of the task run whose call wrote it, everything else worth telling to that of the flow run."""
+    """Event sink: each line goes to the log of the task run whose call wrote it, everything else worth telling to that
+    of the flow run.
+    """
 
     def __init__(self, flow: RunLog) -> None:
         self._flow = flow
@@ -71,7 +77,9 @@ class RunLogs:
             self._flow.say(*told)
 
     def follow(self, submit: Callable[[], Future[Any]]) -> Future[Any]:
-        """Hand a call over with `submit`; its lines go to the log of the current task run from the very first one, which may come before `submit` returns."""
+        """Hand a call over with `submit`; its lines go to the log of the current task run from the very first one,
+        which may come before `submit` returns.
+        """
         task = RunLog.of_task()
         with self._lock:
             self._submitting += 1
@@ -153,18 +161,25 @@ class Bill:
             "Rate": f"{_usd(self.per_hour)} per hour",
             "Seconds": f"{self.seconds:.1f}",
             "Nodes": str(self.nodes),
-            "Calls": f"{self.done} of {self.submitted} done, {self.failed} failed" + (f", {self.cancelled} cancelled" if self.cancelled else ""),
+            "Calls": f"{self.done} of {self.submitted} done, {self.failed} failed"
+            + (f", {self.cancelled} cancelled" if self.cancelled else ""),
             "Each machine": f"`skyward receipt {self.pool_id}`",
         }
         if self.unconfirmed:
-            rows["**Not confirmed gone**"] = f"{', '.join(self.unconfirmed)}; the pool's reaper and `skyward sweep` ask again"
-        return "\n".join(["| Machines of this run | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows.items())])
+            rows["**Not confirmed gone**"] = (
+                f"{', '.join(self.unconfirmed)}; the pool's reaper and `skyward sweep` ask again"
+            )
+        return "\n".join(
+            ["| Machines of this run | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows.items())]
+        )
 
 
 class CostArtifact:
-    """Event sink: keeps one artifact of the flow run up to date, at most every ARTIFACT_SECONDS, from a thread of its own.
+    """Event sink: keeps one artifact of the flow run up to date, at most every ARTIFACT_SECONDS, from a thread of its
+    own.
 
-    An API that is slow or away must hold up neither the calls nor the end of the machines: it costs one warning in the log.
+    An API that is slow or away must hold up neither the calls nor the end of the machines: it costs one warning in the
+    log.
     """
 
     def __init__(self, flow_run_id: UUID, log: RunLog) -> None:
@@ -208,7 +223,11 @@ class CostArtifact:
             client.update_artifact(self._artifact_id, ArtifactUpdate(data=markdown))
             return
         artifact = ArtifactCreate(
-            key=ARTIFACT_KEY, type="markdown", description="What the machines of this flow run cost", data=markdown, flow_run_id=self._flow_run_id
+            key=ARTIFACT_KEY,
+            type="markdown",
+            description="What the machines of this flow run cost",
+            data=markdown,
+            flow_run_id=self._flow_run_id,
         )
         self._artifact_id = client.create_artifact(artifact).id
 

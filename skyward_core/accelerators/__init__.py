@@ -1,7 +1,8 @@
 """Which accelerators to ask for: `Accelerator`, its factories, and `parse` for strings.
 
-One value, spelled as one likes: "A100-40GB", `NVIDIA.A100_40GB`, `A100(memory="40GB")`, `Accelerator.NVIDIA.A100(memory="40GB")`. What is known of a
-chip stands in `catalog`, how it can be partitioned in `mig`; here are names and the checks that join them.
+One value, spelled as one likes: "A100-40GB", `NVIDIA.A100_40GB`, `A100(memory="40GB")`,
+`Accelerator.NVIDIA.A100(memory="40GB")`. What is known of a chip stands in `catalog`, how it can be partitioned in
+`mig`; here are names and the checks that join them.
 """
 
 import functools
@@ -83,30 +84,41 @@ __all__ = [
 
 class _Gpu(Protocol):
     def __call__(
-        self, count: int = 1, memory: str | None = None, mig: str | Sequence[str] | None = None, form_factor: FormFactor | None = None
+        self,
+        count: int = 1,
+        memory: str | None = None,
+        mig: str | Sequence[str] | None = None,
+        form_factor: FormFactor | None = None,
     ) -> "Accelerator": ...
 
 
 def _gpu(name: str) -> _Gpu:
     """Make the factory of one chip of the catalogue."""
 
-    def factory(count: int = 1, memory: str | None = None, mig: str | Sequence[str] | None = None, form_factor: FormFactor | None = None) -> "Accelerator":
+    def factory(
+        count: int = 1,
+        memory: str | None = None,
+        mig: str | Sequence[str] | None = None,
+        form_factor: FormFactor | None = None,
+    ) -> "Accelerator":
         return _make(name, count, memory, mig, form_factor)
 
     factory.__name__ = factory.__qualname__ = re.sub(r"\W", "_", name)
     factory.__doc__ = (
-        f'Ask for `count` {name} in each machine. `memory` ("80GB") chooses among the sizes that exist, `form_factor` among "SXM", "PCIe" and "NVL"; '
-        "`mig` splits each: one profile as often as it fits, or exactly the list. Raises BadRequest with the valid choices."
+        f'Ask for `count` {name} in each machine. `memory` ("80GB") chooses among the sizes that exist, `form_factor`'
+        ' among "SXM", "PCIe" and "NVL"; `mig` splits each: one profile as often as it fits, or exactly the list.'
+        " Raises BadRequest with the valid choices."
     )
     return factory
 
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """Accelerators of one machine: `count` chips called `name` in the catalogue, `memory_gb` each, in the vendor's figure.
+    """Accelerators of one machine: `count` chips called `name` in the catalogue, `memory_gb` each, in the vendor's
+    figure.
 
-    `form_factor` None means any. `mig` are the partitions of each GPU, largest first; given as one name it becomes as many as fit. Any of it that does
-    not exist raises BadRequest with what does. Compares by value.
+    `form_factor` None means any. `mig` are the partitions of each GPU, largest first; given as one name it becomes as
+    many as fit. Any of it that does not exist raises BadRequest with what does. Compares by value.
 
     >>> str(Accelerator.NVIDIA.H100(count=4))
     '4 x H100 80GB'
@@ -126,7 +138,9 @@ class Accelerator:
         choices = chip.memory_choices(form_factor)
         if type(self.memory_gb) is not int or self.memory_gb not in choices:
             sizes = " or ".join(f"{gb}GB" for gb in choices)
-            raise BadRequest(f"there is no {_called(chip, form_factor)} with memory_gb={self.memory_gb!r}; it comes with {sizes}")
+            raise BadRequest(
+                f"there is no {_called(chip, form_factor)} with memory_gb={self.memory_gb!r}; it comes with {sizes}"
+            )
         object.__setattr__(self, "name", chip.name)
         object.__setattr__(self, "form_factor", form_factor)
         object.__setattr__(self, "mig", split(chip.name, self.memory_gb, self.mig))
@@ -148,7 +162,13 @@ class Accelerator:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data that `from_json` reads."""
-        return {"name": self.name, "memory_gb": self.memory_gb, "count": self.count, "mig": list(self.mig), "form_factor": self.form_factor}
+        return {
+            "name": self.name,
+            "memory_gb": self.memory_gb,
+            "count": self.count,
+            "mig": list(self.mig),
+            "form_factor": self.form_factor,
+        }
 
     @classmethod
     def from_json(cls, data: "Mapping[str, Any] | str") -> Self:
@@ -157,7 +177,10 @@ class Accelerator:
             return cls.from_json(parse(data).to_json())
         fields = tuple(cls.__dataclass_fields__)
         for unknown in data.keys() - set(fields):
-            raise BadRequest(f"an accelerator has no {unknown!r}; did you mean {nearest(str(unknown), fields, 1)[0]!r}? Known are {', '.join(fields)}")
+            raise BadRequest(
+                f"an accelerator has no {unknown!r}; did you mean {nearest(str(unknown), fields, 1)[0]!r}? Known are"
+                f" {', '.join(fields)}"
+            )
         if not isinstance(data.get("name"), str):
             raise BadRequest(f'an accelerator needs a name, such as {{"name": "A100"}}, not {dict(data)!r}')
         given = {field: value for field, value in data.items() if value is not None}
@@ -216,7 +239,9 @@ class Accelerator:
         Quadro_RTX_8000 = staticmethod(_gpu("Quadro RTX 8000"))
 
     class AMD:
-        """AMD's GPUs: `MI` and `RadeonPro` take the model, the ones that are rented most have a factory of their own."""
+        """AMD's GPUs: `MI` and `RadeonPro` take the model, the ones that are rented most have a factory of their
+        own.
+        """
 
         MI300X = staticmethod(_gpu("MI300X"))
         MI325X = staticmethod(_gpu("MI325X"))
@@ -256,9 +281,11 @@ class Accelerator:
 
         @staticmethod
         def TPUSlice(accelerator_type: str) -> "Accelerator":  # noqa: N802 - the name of the product
-            """Ask for a slice by Google's accelerator type. `count` is in chips: "v5p-8" counts TensorCores, and is 4 chips.
+            """Ask for a slice by Google's accelerator type. `count` is in chips: "v5p-8" counts TensorCores, and is 4
+            chips.
 
-            v2, v3, v4 and v5p count TensorCores, two to a chip; v5e and v6e count chips (docs.cloud.google.com/tpu/docs).
+            v2, v3, v4 and v5p count TensorCores, two to a chip; v5e and v6e count chips
+            (docs.cloud.google.com/tpu/docs).
             """
             return _slice(accelerator_type)
 
@@ -270,7 +297,9 @@ class _ByValueToo(EnumType):
 
 
 class NVIDIA(StrEnum, metaclass=_ByValueToo):
-    """The names of NVIDIA's GPUs, for type hints and wherever an accelerator is asked for by string: `NVIDIA.A100` is "A100"."""
+    """The names of NVIDIA's GPUs, for type hints and wherever an accelerator is asked for by string: `NVIDIA.A100` is
+    "A100".
+    """
 
     T4 = "T4"
     T4g = "T4g"
@@ -329,9 +358,11 @@ class NVIDIA(StrEnum, metaclass=_ByValueToo):
 
 
 def parse(wish: "str | NVIDIA | Accelerator") -> Accelerator:
-    """Read an accelerator from its name, with memory, form factor or count: "A100-40GB", "H100-SXM", "4xA100", "A100:4".
+    """Read an accelerator from its name, with memory, form factor or count: "A100-40GB", "H100-SXM", "4xA100",
+    "A100:4".
 
-    Case does not matter, nor what stands between the words. An `Accelerator` is returned as it is. Raises BadRequest with the three nearest names.
+    Case does not matter, nor what stands between the words. An `Accelerator` is returned as it is. Raises BadRequest
+    with the three nearest names.
 
     >>> parse("2xh100-nvl")
     Accelerator(name='H100', memory_gb=94, count=2, mig=(), form_factor='NVL')
@@ -339,7 +370,10 @@ def parse(wish: "str | NVIDIA | Accelerator") -> Accelerator:
     if isinstance(wish, Accelerator):
         return wish
     if not isinstance(wish, str) or not wish.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise BadRequest(f'accelerator={wish!r} is no accelerator: write a name such as "A100" or "4xH100", or use skyward_core.accelerators.A100()')
+        raise BadRequest(
+            f'accelerator={wish!r} is no accelerator: write a name such as "A100" or "4xH100", or use'
+            " skyward_core.accelerators.A100()"
+        )
     return _parsed(str(wish))
 
 
@@ -353,12 +387,15 @@ def _parsed(wish: str) -> Accelerator:
 
 
 def is_nvidia(name: str | Accelerator | None) -> bool:
-    """True if this is one of NVIDIA's, by the catalogue, or by the word in a driver's name that the catalogue does not have.
+    """True if this is one of NVIDIA's, by the catalogue, or by the word in a driver's name that the catalogue does not
+    have.
 
     >>> is_nvidia("H100"), is_nvidia("MI300X"), is_nvidia(None)
     (True, False, False)
     """
-    return _known(name, lambda accelerator: accelerator.vendor == "NVIDIA") or (isinstance(name, str) and "nvidia" in name.casefold())
+    return _known(name, lambda accelerator: accelerator.vendor == "NVIDIA") or (
+        isinstance(name, str) and "nvidia" in name.casefold()
+    )
 
 
 def is_trainium(name: str | Accelerator | None) -> bool:
@@ -428,10 +465,17 @@ TPU = Accelerator.Google.TPU
 TPUSlice = Accelerator.Google.TPUSlice
 
 
-def _make(name: str, count: int = 1, memory: str | None = None, mig: str | Sequence[str] | None = None, form_factor: FormFactor | None = None) -> Accelerator:
+def _make(
+    name: str,
+    count: int = 1,
+    memory: str | None = None,
+    mig: str | Sequence[str] | None = None,
+    form_factor: FormFactor | None = None,
+) -> Accelerator:
     chip = find(name)
     memory_gb = _memory_gb(memory) if memory is not None else chip.memory_choices(_form_factor(chip, form_factor))[0]
-    return Accelerator(chip.name, memory_gb, count, cast("tuple[str, ...]", mig or ()), form_factor)  # a single profile is expanded there
+    # a single profile is expanded there
+    return Accelerator(chip.name, memory_gb, count, cast("tuple[str, ...]", mig or ()), form_factor)
 
 
 def _memory_gb(text: str) -> int:
@@ -448,7 +492,11 @@ def _form_factor(chip: Chip, wish: str | None) -> str | None:
     for known in chip.form_factors:
         if known.casefold() == plain:
             return known
-    told = f"it comes as {' or '.join(chip.form_factors)}" if chip.form_factors else "leave form_factor out, there is only one"
+    told = (
+        f"it comes as {' or '.join(chip.form_factors)}"
+        if chip.form_factors
+        else "leave form_factor out, there is only one"
+    )
     raise BadRequest(f"there is no {chip.name} with form factor {wish!r}; {told}")
 
 
@@ -462,7 +510,9 @@ def _slice(accelerator_type: str) -> Accelerator:
         raise BadRequest(f'{accelerator_type!r} is no TPU slice: write version and size, such as "v5p-8"')
     chip, size = find(f"TPU-{match.group(1)}"), int(match.group(2))
     if size < 1 or size % chip.cores:
-        raise BadRequest(f"there is no slice {accelerator_type!r}: {chip.name} counts TensorCores, {chip.cores} to a chip")
+        raise BadRequest(
+            f"there is no slice {accelerator_type!r}: {chip.name} counts TensorCores, {chip.cores} to a chip"
+        )
     return Accelerator(chip.name, chip.memory_gb[0], size // chip.cores)
 
 

@@ -1,4 +1,7 @@
-"""One row for each chip that the supported clouds rent, or that the documents name. A fact about a chip stands here and nowhere else."""
+"""One row for each chip that the supported clouds rent, or that the documents name.
+
+A fact about a chip stands here and nowhere else.
+"""
 
 import re
 from dataclasses import dataclass
@@ -14,10 +17,11 @@ type FormFactor = Literal["SXM", "PCIe", "NVL"]
 class Chip:
     """What is known of one chip.
 
-    `memory_gb` are the sizes that exist, in the vendor's own figure for one chip, the default first. `form_factors` are those that are told apart when
-    renting; `memory_of` names those that come with fewer sizes. `mig` says that the driver can partition it. `aliases` are other names in use.
-    `cores` is how many TensorCores a TPU slice's name counts for this chip. `neuron_cores` are its physical NeuronCores, of which AWS's runtime takes
-    `neuron_cores_in_one` for one if nothing else is said. `source` is where the row was read, `checked` when.
+    `memory_gb` are the sizes that exist, in the vendor's own figure for one chip, the default first. `form_factors` are
+    those that are told apart when renting; `memory_of` names those that come with fewer sizes. `mig` says that the
+    driver can partition it. `aliases` are other names in use. `cores` is how many TensorCores a TPU slice's name counts
+    for this chip. `neuron_cores` are its physical NeuronCores, of which AWS's runtime takes `neuron_cores_in_one` for
+    one if nothing else is said. `source` is where the row was read, `checked` when.
     """
 
     name: str
@@ -38,11 +42,16 @@ class Chip:
         return dict[str, tuple[int, ...]](self.memory_of).get(form_factor or "", self.memory_gb)
 
 
-_MIG_GUIDE = "NVIDIA MIG User Guide, Supported GPUs, docs.nvidia.com/datacenter/tesla/mig-user-guide/supported-gpus.html"
+_MIG_GUIDE = (
+    "NVIDIA MIG User Guide, Supported GPUs, docs.nvidia.com/datacenter/tesla/mig-user-guide/supported-gpus.html"
+)
 _EC2 = "AWS EC2 DescribeInstanceTypes, "
 _RUNPOD = "RunPod documentation, docs.runpod.io/references/gpu-types.md"
 _GPUHUNT = "dstackai/gpuhunt, src/gpuhunt/_internal/constraints.py"
-_VAST = "Vast.ai, GPU names of the offers API (fact sheet of 2026-11-20, section 4.6); size as on NVIDIA's product page, not checked anew"
+_VAST = (
+    "Vast.ai, GPU names of the offers API (fact sheet of 2026-11-20, section 4.6); size as on NVIDIA's product page,"
+    " not checked anew"
+)
 _ROCM = "AMD ROCm, GPU hardware specifications, rocm.docs.amd.com/en/latest/reference/gpu-specs.html"
 _NEURON = "; cores: AWS Neuron documentation, NeuronCore architecture, and EC2 DescribeInstanceTypes, CoreInfo"
 _TPU = "Google Cloud, TPU system architecture, docs.cloud.google.com/tpu/docs/"
@@ -71,11 +80,27 @@ CHIPS: tuple[Chip, ...] = (
     Chip("H200", "NVIDIA", (141,), _MIG_GUIDE, ("SXM", "NVL"), mig=True),
     Chip("B100", "NVIDIA", (192,), "fact sheet of 2026-11-20, section 6: announced, sold by nobody"),
     Chip("B200", "NVIDIA", (180,), _MIG_GUIDE + "; EC2 p6-b200: 183359 MiB", mig=True),
-    Chip("B300", "NVIDIA", (288,), _RUNPOD + "; EC2 p6-b300: 275040 MiB = 288 GB, which other lists give as 268 or 270 GiB", mig=True),
     Chip(
-        "GB200", "NVIDIA", (186, 189), _MIG_GUIDE + "; 189 GB on the HGX board, NVIDIA/mig-parted, config-default.yaml; one GPU of a superchip's two", mig=True
+        "B300",
+        "NVIDIA",
+        (288,),
+        _RUNPOD + "; EC2 p6-b300: 275040 MiB = 288 GB, which other lists give as 268 or 270 GiB",
+        mig=True,
     ),
-    Chip("GB300", "NVIDIA", (288,), "Verda 1GB300.32V (fact sheet of 2026-11-20, section 3); one GPU of a superchip's two", mig=True),
+    Chip(
+        "GB200",
+        "NVIDIA",
+        (186, 189),
+        _MIG_GUIDE + "; 189 GB on the HGX board, NVIDIA/mig-parted, config-default.yaml; one GPU of a superchip's two",
+        mig=True,
+    ),
+    Chip(
+        "GB300",
+        "NVIDIA",
+        (288,),
+        "Verda 1GB300.32V (fact sheet of 2026-11-20, section 3); one GPU of a superchip's two",
+        mig=True,
+    ),
     Chip("GH200", "NVIDIA", (96, 144), _MIG_GUIDE + "; 144 GB HBM3e: NVIDIA/mig-parted, config-default.yaml", mig=True),
     Chip("V100", "NVIDIA", (16, 32), _RUNPOD + "; " + _GPUHUNT, ("SXM", "PCIe")),
     Chip("P100", "NVIDIA", (16,), _GPUHUNT),
@@ -121,7 +146,9 @@ CHIPS: tuple[Chip, ...] = (
         "Trainium2",
         "AWS",
         (96,),
-        "AWS, trn2: 1.5 TB over 16 chips; DescribeInstanceTypes' 524288 MiB for one is wrong" + _NEURON + "; Logical NeuronCore configuration: 2 by default",
+        "AWS, trn2: 1.5 TB over 16 chips; DescribeInstanceTypes' 524288 MiB for one is wrong"
+        + _NEURON
+        + "; Logical NeuronCore configuration: 2 by default",
         aliases=("Trn2",),
         neuron_cores=8,
         neuron_cores_in_one=2,
@@ -132,7 +159,9 @@ CHIPS: tuple[Chip, ...] = (
         "TPU-v2",
         "Google",
         (16,),
-        "gpuhunt's 8 GB for each of two TensorCores (fact sheet of 2026-11-20, section 6: from 8 GB up); page " + _TPU + "v2 not seen",
+        "gpuhunt's 8 GB for each of two TensorCores (fact sheet of 2026-11-20, section 6: from 8 GB up); page "
+        + _TPU
+        + "v2 not seen",
         cores=2,
     ),
     Chip("TPU-v3", "Google", (32,), _TPU + "v3", cores=2),
@@ -142,12 +171,29 @@ CHIPS: tuple[Chip, ...] = (
     Chip("TPU-v6e", "Google", (32,), _TPU + "v6e"),
 )
 
-# words around a name that say nothing about which chip it is, in drivers' and clouds' spellings ("NVIDIA H100 80GB HBM3")
-_NOISE = frozenset({"nvidia", "geforce", "tesla", "amd", "instinct", "oam", "generation", "blackwell", "edition", "server", "workstation", "hbm3"})
+# words around a name that say nothing about which chip it is, in drivers' and clouds' spellings ("NVIDIA H100 80GB
+# HBM3")
+_NOISE = frozenset(
+    {
+        "nvidia",
+        "geforce",
+        "tesla",
+        "amd",
+        "instinct",
+        "oam",
+        "generation",
+        "blackwell",
+        "edition",
+        "server",
+        "workstation",
+        "hbm3",
+    }
+)
 
 
 def find(name: str) -> Chip:
-    """Return the row of a chip, by its name in any case and with spaces, hyphens, underscores or nothing between its words.
+    """Return the row of a chip, by its name in any case and with spaces, hyphens, underscores or nothing between its
+    words.
 
     Raises BadRequest with the three nearest names.
 
@@ -157,7 +203,10 @@ def find(name: str) -> Chip:
     if found := _BY_KEY.get(_key(name)):
         return found
     near = ", ".join(repr(each) for each in nearest(name, tuple(chip.name for chip in CHIPS)))
-    raise BadRequest(f"there is no accelerator {name!r}; the nearest are {near}. The catalogue is skyward_core.accelerators.catalog.CHIPS")
+    raise BadRequest(
+        f"there is no accelerator {name!r}; the nearest are {near}. The catalogue is"
+        " skyward_core.accelerators.catalog.CHIPS"
+    )
 
 
 def nearest(name: str, choices: tuple[str, ...], count: int = 3) -> list[str]:

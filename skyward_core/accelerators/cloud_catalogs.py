@@ -1,34 +1,156 @@
-"""Who rents which chip: what the built-in clouds have in their catalogues. Whether a machine is free now, and what it costs, they tell themselves."""
+"""Who rents which chip: what the built-in clouds have in their catalogues.
+
+Whether a machine is free now, and what it costs, they tell themselves.
+"""
 
 from collections.abc import Mapping
 
 from skyward_core.accelerators import Accelerator
 from skyward_core.accelerators.catalog import CHIPS, Chip
 
-CLOUDS: Mapping[str, str] = {"aws": "AWS", "digitalocean": "DigitalOcean", "verda": "Verda", "vastai": "Vast.ai", "runpod": "RunPod"}
+CLOUDS: Mapping[str, str] = {
+    "aws": "AWS",
+    "digitalocean": "DigitalOcean",
+    "verda": "Verda",
+    "vastai": "Vast.ai",
+    "runpod": "RunPod",
+}
 """Names of the providers, and of the clouds in sentences."""
 
 RENTED: Mapping[str, tuple[str, ...]] = {
     "aws": (
-        *("T4", "T4g", "L4", "L40S", "A10G", "A100", "H100", "H200", "B200", "B300", "V100", "RTX PRO 4500", "RTX PRO 6000", "Radeon Pro V520"),
+        *(
+            "T4",
+            "T4g",
+            "L4",
+            "L40S",
+            "A10G",
+            "A100",
+            "H100",
+            "H200",
+            "B200",
+            "B300",
+            "V100",
+            "RTX PRO 4500",
+            "RTX PRO 6000",
+            "Radeon Pro V520",
+        ),
         *("Trainium1", "Trainium2", "Inferentia1", "Inferentia2"),
     ),
-    "digitalocean": ("L40S", "H100", "H200", "B300", "RTX 4000 Ada", "RTX 6000 Ada", "MI300X", "MI325X", "MI350X", "MI355X"),
-    "verda": ("L40S", "A100", "H100", "H200", "B200", "B300", "GB300", "V100", "RTX A6000", "RTX 6000 Ada", "RTX PRO 6000"),
+    "digitalocean": (
+        "L40S",
+        "H100",
+        "H200",
+        "B300",
+        "RTX 4000 Ada",
+        "RTX 6000 Ada",
+        "MI300X",
+        "MI325X",
+        "MI350X",
+        "MI355X",
+    ),
+    "verda": (
+        "L40S",
+        "A100",
+        "H100",
+        "H200",
+        "B200",
+        "B300",
+        "GB300",
+        "V100",
+        "RTX A6000",
+        "RTX 6000 Ada",
+        "RTX PRO 6000",
+    ),
     "vastai": (
-        *("T4", "L4", "L40", "L40S", "A10", "A10G", "A16", "A30", "A40", "A100", "H100", "H200", "B200", "B300", "GH200", "V100", "P100"),
-        *("RTX 3070", "RTX 3080", "RTX 3080 Ti", "RTX 3090", "RTX 3090 Ti", "RTX 4070 Ti", "RTX 4080", "RTX 4080 SUPER", "RTX 4090", "RTX 4090D"),
-        *("RTX 5080", "RTX 5090", "RTX A2000", "RTX A4000", "RTX A4500", "RTX A5000", "RTX A6000", "RTX 2000 Ada", "RTX 4000 Ada", "RTX 5000 Ada"),
-        *("RTX 6000 Ada", "RTX PRO 6000", "Quadro RTX 6000", "Quadro RTX 8000", "MI50", "MI100", "MI210", "MI250X", "MI300X"),
+        *(
+            "T4",
+            "L4",
+            "L40",
+            "L40S",
+            "A10",
+            "A10G",
+            "A16",
+            "A30",
+            "A40",
+            "A100",
+            "H100",
+            "H200",
+            "B200",
+            "B300",
+            "GH200",
+            "V100",
+            "P100",
+        ),
+        *(
+            "RTX 3070",
+            "RTX 3080",
+            "RTX 3080 Ti",
+            "RTX 3090",
+            "RTX 3090 Ti",
+            "RTX 4070 Ti",
+            "RTX 4080",
+            "RTX 4080 SUPER",
+            "RTX 4090",
+            "RTX 4090D",
+        ),
+        *(
+            "RTX 5080",
+            "RTX 5090",
+            "RTX A2000",
+            "RTX A4000",
+            "RTX A4500",
+            "RTX A5000",
+            "RTX A6000",
+            "RTX 2000 Ada",
+            "RTX 4000 Ada",
+            "RTX 5000 Ada",
+        ),
+        *(
+            "RTX 6000 Ada",
+            "RTX PRO 6000",
+            "Quadro RTX 6000",
+            "Quadro RTX 8000",
+            "MI50",
+            "MI100",
+            "MI210",
+            "MI250X",
+            "MI300X",
+        ),
     ),
     "runpod": (
         *("L4", "L40", "L40S", "A30", "A40", "A100", "H100", "H200", "B200", "B300", "V100"),
-        *("RTX 3070", "RTX 3080", "RTX 3080 Ti", "RTX 3090", "RTX 3090 Ti", "RTX 4070 Ti", "RTX 4080", "RTX 4080 SUPER", "RTX 4090", "RTX 5080", "RTX 5090"),
-        *("RTX A2000", "RTX A4000", "RTX A4500", "RTX A5000", "RTX A6000", "RTX 2000 Ada", "RTX 4000 Ada", "RTX 5000 Ada", "RTX 6000 Ada"),
+        *(
+            "RTX 3070",
+            "RTX 3080",
+            "RTX 3080 Ti",
+            "RTX 3090",
+            "RTX 3090 Ti",
+            "RTX 4070 Ti",
+            "RTX 4080",
+            "RTX 4080 SUPER",
+            "RTX 4090",
+            "RTX 5080",
+            "RTX 5090",
+        ),
+        *(
+            "RTX A2000",
+            "RTX A4000",
+            "RTX A4500",
+            "RTX A5000",
+            "RTX A6000",
+            "RTX 2000 Ada",
+            "RTX 4000 Ada",
+            "RTX 5000 Ada",
+            "RTX 6000 Ada",
+        ),
         *("RTX PRO 4500", "RTX PRO 6000", "MI300X"),
     ),
 }
-"""The chips of each cloud, as of 2026-11-20: fact sheet, sections 1.11, 2.6, 3.6, 4.6 and 5.5. Tests compare it with those lists, and with AWS's own."""
+"""The chips of each cloud, as of 2026-11-20: fact sheet, sections 1.11, 2.6, 3.6, 4.6 and 5.5.
+
+Tests compare it with those lists, and with AWS's own.
+"""
 
 
 def rented_by(name: str) -> tuple[str, ...]:
@@ -41,10 +163,12 @@ def rented_by(name: str) -> tuple[str, ...]:
 
 
 def advice(accelerator: Accelerator) -> str:
-    """Say who rents it; if nobody does, what is rented that has as much memory, of the same vendor if there is such a chip, and is nearest to it.
+    """Say who rents it; if nobody does, what is rented that has as much memory, of the same vendor if there is such a
+    chip, and is nearest to it.
 
     >>> advice(Accelerator("GB200", 186))
-    'GB200 is rented by none of the built-in clouds; nearest to it in memory is B300 288GB (AWS, DigitalOcean, Verda, Vast.ai, RunPod)'
+    'GB200 is rented by none of the built-in clouds; nearest to it in memory is B300 288GB (AWS, DigitalOcean, Verda,
+    Vast.ai, RunPod)'
     """
     if clouds := rented_by(accelerator.name):
         return f"{accelerator.name} is rented by {', '.join(clouds)}"
@@ -52,8 +176,16 @@ def advice(accelerator: Accelerator) -> str:
 
     def distance(one: tuple[int, Chip]) -> tuple[bool, bool, int, int]:
         memory_gb, chip = one
-        return memory_gb < accelerator.memory_gb, chip.vendor != accelerator.vendor, abs(memory_gb - accelerator.memory_gb), -len(rented_by(chip.name))
+        return (
+            memory_gb < accelerator.memory_gb,
+            chip.vendor != accelerator.vendor,
+            abs(memory_gb - accelerator.memory_gb),
+            -len(rented_by(chip.name)),
+        )
 
     memory_gb, chip = min(known, key=distance)
     clouds = ", ".join(rented_by(chip.name))
-    return f"{accelerator.name} is rented by none of the built-in clouds; nearest to it in memory is {chip.name} {memory_gb}GB ({clouds})"
+    return (
+        f"{accelerator.name} is rented by none of the built-in clouds; nearest to it in memory is {chip.name}"
+        f" {memory_gb}GB ({clouds})"
+    )

@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 
 CUDA = re.compile(r"(?<![a-z0-9])cu(?:da)?[-:]?(1[0-9])[.-]?([0-9])?")
-"""As in cu128, cu1281, cuda12x, cuda:12.4.1, cuda-13.0, nvidia-cublas-cu12. Versions before 10 have no driver that is too old for them."""
+"""As in cu128, cu1281, cuda12x, cuda:12.4.1, cuda-13.0, nvidia-cublas-cu12.
+
+Versions before 10 have no driver that is too old for them.
+"""
 
 
 def cuda_of(text: str) -> float | None:
-    """Return the newest CUDA that a requirement, the URL of an index or the name of an image speaks of; None if it speaks of none.
+    """Return the newest CUDA that a requirement, the URL of an index or the name of an image speaks of; None if it
+    speaks of none.
 
-    >>> [cuda_of(text) for text in ("torch==2.9.1+cu128", "cupy-cuda12x", "nvidia/cuda:12.4.1-runtime-ubuntu22.04", "torch")]
+    >>> [cuda_of(text) for text in ("torch==2.9.1+cu128", "cupy-cuda12x", "nvidia/cuda:12.4.1-ubuntu22.04", "torch")]
     [12.8, 12.0, 12.4, None]
     """
     found = [(int(major), int(minor or 0)) for major, minor in CUDA.findall(text.casefold())]

@@ -1,7 +1,8 @@
 """MIG (Multi-Instance GPU): the profiles that a chip can be split in, how many fit, and which sets fit together.
 
-A chip has memory slices in a row (8 where it has 7 compute slices, else as many as compute slices). A profile takes `width` of them beginning at one of its
-`starts`, and no slice belongs to two. That is all the accounting there is: `nvidia-smi mig -lgipp` prints the same placements.
+A chip has memory slices in a row (8 where it has 7 compute slices, else as many as compute slices). A profile takes
+`width` of them beginning at one of its `starts`, and no slice belongs to two. That is all the accounting there is:
+`nvidia-smi mig -lgipp` prints the same placements.
 """
 
 import re
@@ -14,18 +15,24 @@ from skyward_core.accelerators.catalog import find, nearest
 from skyward_core.errors import BadRequest
 
 CHANGED_BY_RESET = ("A100", "A30")
-"""Chips, those of Ampere, that change to MIG mode with a reset of the GPU; later ones change by themselves (fact sheet of 2026-11-20, section 7.4)."""
+"""Chips, those of Ampere, that change to MIG mode with a reset of the GPU; later ones change by themselves (fact sheet
+of 2026-11-20, section 7.4).
+"""
 
 RESET_MAY_BE_REFUSED = (
-    "an A100 or A30 changes to MIG mode with a reset of the GPU, which a virtual machine may be refused: then the pool fails when its machines have been "
-    "prepared and paid for. H100, H200 and B200 need no reset"
+    "an A100 or A30 changes to MIG mode with a reset of the GPU, which a virtual machine may be refused: then the pool"
+    " fails when its machines have been prepared and paid for. H100, H200 and B200 need no reset"
 )
-"""NVIDIA: "VM reboot is required" where passthrough hides the reset (NVML, nvmlDeviceSetMigMode); a rented machine does not come back from a reboot."""
+"""NVIDIA: "VM reboot is required" where passthrough hides the reset (NVML, nvmlDeviceSetMigMode); a rented machine does
+not come back from a reboot.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class MigProfile:
-    """One way to cut a piece from a GPU: `slices` are compute slices, `width` memory slices, `memory_gb` as NVIDIA rounds it in the name."""
+    """One way to cut a piece from a GPU: `slices` are compute slices, `width` memory slices, `memory_gb` as NVIDIA
+    rounds it in the name.
+    """
 
     name: str
     count_that_fit: int
@@ -72,8 +79,8 @@ def check(name: str, memory_gb: int, wanted: Sequence[str]) -> None:
     chosen = sorted((known[profile] for profile in wanted), key=_largest_first)
     if not _fits(chosen) or not _media_fit(wanted):
         raise BadRequest(
-            f"one {name} {memory_gb}GB cannot hold {_counted(wanted)} at once; {_counted(_what_fits(chosen))} would fit. "
-            f"Alone fit: {', '.join(f'{profile.count_that_fit} x {profile.name}' for profile in known.values())}"
+            f"one {name} {memory_gb}GB cannot hold {_counted(wanted)} at once; {_counted(_what_fits(chosen))} would"
+            f" fit. Alone fit: {', '.join(f'{profile.count_that_fit} x {profile.name}' for profile in known.values())}"
         )
 
 
@@ -103,7 +110,8 @@ def needs_reset(accelerator: _Partitioned) -> bool:
 
 
 def partitions(accelerator: _Partitioned) -> tuple[str, ...]:
-    """Return the workers that each GPU of this accelerator is split in, in the order to create them; none: the GPU stays whole.
+    """Return the workers that each GPU of this accelerator is split in, in the order to create them; none: the GPU
+    stays whole.
 
     `Accelerator` has resolved the shorthand already: `H100(mig="3g.40gb")` gives two, `H100(mig=["3g.40gb"])` one.
     """
@@ -149,30 +157,59 @@ def _counted(names: Sequence[str]) -> str:
 def _no_mig(name: str, memory_gb: int) -> str:
     sizes = [table.memory_gb for table in TABLES if table.chip == name]
     if sizes:
-        return f"MIG profiles of the {name} are known for {' and '.join(f'{size}GB' for size in sizes)}, not for {memory_gb}GB"
-    return f"{name} has no MIG; leave `mig` out, or choose one that has it: {', '.join(dict.fromkeys(table.chip for table in TABLES))}"
+        return (
+            f"MIG profiles of the {name} are known for {' and '.join(f'{size}GB' for size in sizes)}, not for"
+            f" {memory_gb}GB"
+        )
+    return (
+        f"{name} has no MIG; leave `mig` out, or choose one that has it:"
+        f" {', '.join(dict.fromkeys(table.chip for table in TABLES))}"
+    )
 
 
 def _no_profile(profile: str, name: str, memory_gb: int, known: tuple[str, ...]) -> str:
-    other = next((table.memory_gb for table in TABLES if table.chip == name and any(each.name == profile for each in table.profiles)), None)
+    other = next(
+        (
+            table.memory_gb
+            for table in TABLES
+            if table.chip == name and any(each.name == profile for each in table.profiles)
+        ),
+        None,
+    )
     why = f"it is one of the {name} {other}GB" if other else f"the nearest is {nearest(profile, known, 1)[0]!r}"
     return f"{name} {memory_gb}GB has no MIG profile {profile!r}: {why}. Valid are: {', '.join(known)}"
 
 
 def _seven(names: str) -> tuple[MigProfile, ...]:
-    """The profiles of a chip of 7 compute and 8 memory slices; `names` in the order of the user guide: 1g, 1g+me, 1g of double memory, 2g, 3g, 4g, 7g.
+    """The profiles of a chip of 7 compute and 8 memory slices; `names` in the order of the user guide: 1g, 1g+me, 1g of
+    double memory, 2g, 3g, 4g, 7g.
 
     Places as `nvidia-smi mig -lgipp` prints them, the same on A100 and H100 (user guide, "Getting Started with MIG").
     """
     everywhere = tuple(range(7))
-    shapes = ((7, 1, everywhere), (1, 1, everywhere), (4, 2, (0, 2, 4, 6)), (3, 2, (0, 2, 4)), (2, 4, (0, 4)), (1, 4, (0,)), (1, 8, (0,)))
-    return tuple(_profile(name, count, width, starts) for name, (count, width, starts) in zip(names.split(), shapes, strict=True))
+    shapes = (
+        (7, 1, everywhere),
+        (1, 1, everywhere),
+        (4, 2, (0, 2, 4, 6)),
+        (3, 2, (0, 2, 4)),
+        (2, 4, (0, 4)),
+        (1, 4, (0,)),
+        (1, 8, (0,)),
+    )
+    return tuple(
+        _profile(name, count, width, starts) for name, (count, width, starts) in zip(names.split(), shapes, strict=True)
+    )
 
 
 def _even(total: int, names: str) -> tuple[MigProfile, ...]:
-    """The profiles of a chip with as many memory slices as compute slices, `total` of each; a profile begins at multiples of its own size."""
+    """The profiles of a chip with as many memory slices as compute slices, `total` of each; a profile begins at
+    multiples of its own size.
+    """
     sizes = {name: int(name.partition("g")[0]) for name in names.split()}
-    return tuple(_profile(name, 1 if "+me" in name else total // size, size, tuple(range(0, total, size))) for name, size in sizes.items())
+    return tuple(
+        _profile(name, 1 if "+me" in name else total // size, size, tuple(range(0, total, size)))
+        for name, size in sizes.items()
+    )
 
 
 def _profile(name: str, count: int, width: int, starts: tuple[int, ...]) -> MigProfile:
@@ -180,9 +217,14 @@ def _profile(name: str, count: int, width: int, starts: tuple[int, ...]) -> MigP
     return MigProfile(name, count, int(memory_gb), int(slices), width, starts)
 
 
-_GUIDE = "NVIDIA MIG User Guide, Supported MIG Profiles, docs.nvidia.com/datacenter/tesla/mig-user-guide/supported-mig-profiles.html, 2026-11"
+_GUIDE = (
+    "NVIDIA MIG User Guide, Supported MIG Profiles,"
+    " docs.nvidia.com/datacenter/tesla/mig-user-guide/supported-mig-profiles.html, 2026-11"
+)
 _PARTED = "NVIDIA/mig-parted, deployments/systemd/config-default.yaml, 2026-11"
-_OPERATOR = "NVIDIA GPU Operator release notes 25.10.0 and default-mig-parted-config; fact sheet of 2026-11-20, section 7.2"
+_OPERATOR = (
+    "NVIDIA GPU Operator release notes 25.10.0 and default-mig-parted-config; fact sheet of 2026-11-20, section 7.2"
+)
 _EIGHTY = _seven("1g.10gb 1g.10gb+me 1g.20gb 2g.20gb 3g.40gb 4g.40gb 7g.80gb")
 
 TABLES: tuple[_Table, ...] = (
@@ -203,7 +245,11 @@ TABLES: tuple[_Table, ...] = (
     _Table(
         "RTX PRO 6000",
         96,
-        _even(4, "1g.24gb 1g.24gb+me 1g.24gb+gfx 1g.24gb+me.all 1g.24gb-me 2g.48gb 2g.48gb+gfx 2g.48gb+me.all 2g.48gb-me 4g.96gb 4g.96gb+gfx"),
+        _even(
+            4,
+            "1g.24gb 1g.24gb+me 1g.24gb+gfx 1g.24gb+me.all 1g.24gb-me 2g.48gb 2g.48gb+gfx 2g.48gb+me.all 2g.48gb-me"
+            " 4g.96gb 4g.96gb+gfx",
+        ),
         _GUIDE,
     ),
     _Table("RTX PRO 4500", 32, _even(2, "1g.16gb 1g.16gb+gfx 1g.16gb+me.all 1g.16gb-me 2g.32gb 2g.32gb+gfx"), _GUIDE),

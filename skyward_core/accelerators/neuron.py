@@ -1,13 +1,15 @@
 """NeuronCores: which ones the calls of a node may use, and which of them each call that runs at once.
 
-AWS's runtime gives a core to one process until that process ends, and takes all cores of the machine if nothing is said: with several calls at once the
-second would find none. So the cores are divided among the calls that a worker runs at once, in rows, and each process of a call is told its own in
-`NEURON_RT_VISIBLE_CORES`. Cores are numbered through the machine, from 0 to chips x cores of a chip - 1. What the user's own environment says goes before
-the catalogue: `NEURON_RT_VISIBLE_CORES` are the cores to divide, `NEURON_RT_NUM_CORES` leaves the choice to the runtime, and `NEURON_LOGICAL_NC_CONFIG` is
-how many cores of a Trainium2 count as one.
+AWS's runtime gives a core to one process until that process ends, and takes all cores of the machine if nothing is
+said: with several calls at once the second would find none. So the cores are divided among the calls that a worker runs
+at once, in rows, and each process of a call is told its own in `NEURON_RT_VISIBLE_CORES`. Cores are numbered through
+the machine, from 0 to chips x cores of a chip - 1. What the user's own environment says goes before the catalogue:
+`NEURON_RT_VISIBLE_CORES` are the cores to divide, `NEURON_RT_NUM_CORES` leaves the choice to the runtime, and
+`NEURON_LOGICAL_NC_CONFIG` is how many cores of a Trainium2 count as one.
 
-Sources: AWS Neuron documentation 2.33, "Neuron Runtime configuration" (NeuronCore allocation) and "Logical NeuronCore configuration", 2026-11. That
-logical cores, and not physical ones, are numbered is from its tutorials ("0-63" on a trn2.48xlarge).
+Sources: AWS Neuron documentation 2.33, "Neuron Runtime configuration" (NeuronCore allocation) and "Logical NeuronCore
+configuration", 2026-11. That logical cores, and not physical ones, are numbered is from its tutorials ("0-63" on a
+trn2.48xlarge).
 """
 
 import re
@@ -22,10 +24,14 @@ LOGICAL = ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE")
 """The variable that says how many physical cores are one, and its older name."""
 
 
-def slot_cores(accelerator: Accelerator | None, environment: Mapping[str, str], slots: int) -> tuple[tuple[int, ...], ...]:
-    """Return the cores of each of the calls that a worker with this accelerator runs at once; nothing without NeuronCores, or where the runtime chooses.
+def slot_cores(
+    accelerator: Accelerator | None, environment: Mapping[str, str], slots: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return the cores of each of the calls that a worker with this accelerator runs at once; nothing without
+    NeuronCores, or where the runtime chooses.
 
-    `environment` is that of the calls. Raises BadRequest if there are fewer cores than calls, or if a variable of Neuron's cannot be read.
+    `environment` is that of the calls. Raises BadRequest if there are fewer cores than calls, or if a variable of
+    Neuron's cannot be read.
 
     >>> slot_cores(Accelerator("Trainium1", 32, 2), {}, 2)
     ((0, 1), (2, 3))
@@ -39,8 +45,10 @@ def slot_cores(accelerator: Accelerator | None, environment: Mapping[str, str], 
     cores = _read(given) if given is not None else tuple(range(accelerator.count * _cores_of(chip, environment)))
     if len(cores) < slots:
         raise BadRequest(
-            f"concurrency={slots}, and {accelerator if given is None else given} has {len(cores)} NeuronCore{'s' if len(cores) > 1 else ''}: a core belongs to "
-            f"one process, and each call that runs at once is one. Write concurrency={len(cores)} or less, ask for more chips, or let the runtime choose for "
+            f"concurrency={slots}, and {accelerator if given is None else given} has {len(cores)}"
+            f" NeuronCore{'s' if len(cores) > 1 else ''}: a core belongs to "
+            f"one process, and each call that runs at once is one. Write concurrency={len(cores)} or less, ask for more"
+            " chips, or let the runtime choose for "
             f'the calls that want a core: env={{"{NUMBER}": "1"}}'
         )
     return tuple(cores[slot * len(cores) // slots : (slot + 1) * len(cores) // slots] for slot in range(slots))
@@ -52,7 +60,10 @@ def _cores_of(chip: Chip, environment: Mapping[str, str]) -> int:
     name = next((name for name in LOGICAL if name in environment), None)
     if together > 1 and name is not None:  # other chips know no logical cores
         if environment[name] not in ("1", "2"):
-            raise BadRequest(f'{name}={environment[name]!r}: write "1" (each of the {chip.neuron_cores} cores of a {chip.name} alone) or "2" (two are one)')
+            raise BadRequest(
+                f'{name}={environment[name]!r}: write "1" (each of the {chip.neuron_cores} cores of a {chip.name}'
+                ' alone) or "2" (two are one)'
+            )
         together = int(environment[name])
     return chip.neuron_cores // together
 
@@ -63,7 +74,10 @@ def _read(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise BadRequest(f'{VISIBLE}={text!r} names no NeuronCores: write numbers and ranges of them, "0-3" or "0,2,4-5", or leave it out for all')
+            raise BadRequest(
+                f'{VISIBLE}={text!r} names no NeuronCores: write numbers and ranges of them, "0-3" or "0,2,4-5", or'
+                " leave it out for all"
+            )
         cores.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
     if len(set(cores)) < len(cores):
         raise BadRequest(f"{VISIBLE}={text!r} names a NeuronCore twice")

@@ -1,7 +1,8 @@
-"""Who may end what: from what the ledger says and a provider lists, what is to be done with each pool. Pure; `sweep.py` does it.
+"""Who may end what: from what the ledger says and a provider lists, what is to be done with each pool. Pure; `sweep.py`
+does it.
 
-Proof is asked for, never its absence: a machine is ended only where its pool, or the process that its tags name, is known to be dead; an entry is closed only
-when a listing that must show its machine does not.
+Proof is asked for, never its absence: a machine is ended only where its pool, or the process that its tags name, is
+known to be dead; an entry is closed only when a listing that must show its machine does not.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is to be done with resources of one pool, and why. `resource_ids` are ids of machines, or names where nothing has an id yet."""
+    """What is to be done with resources of one pool, and why.
+
+    `resource_ids` are ids of machines, or names where nothing has an id yet.
+    """
 
     action: Action
     pool_id: str
@@ -49,11 +53,12 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What is known of one provider's pools and machines. `pools` are the ledger's, `intents` those of them that are open, read before `machines` were listed.
+    """What is known of one provider's pools and machines. `pools` are the ledger's, `intents` those of them that are
+    open, read before `machines` were listed.
 
-    `states` tells of every owner, of entries and of tags, whether it lives; who is not in it, is UNKNOWN. `here` is who asks. `of_others` are the pools of the
-    ledger whose machines it says are another account's, each with why these credentials are not the right ones: what they list of them may be ended, but
-    what they do not list says nothing.
+    `states` tells of every owner, of entries and of tags, whether it lives; who is not in it, is UNKNOWN. `here` is who
+    asks. `of_others` are the pools of the ledger whose machines it says are another account's, each with why these
+    credentials are not the right ones: what they list of them may be ended, but what they do not list says nothing.
     """
 
     provider: Provider
@@ -76,7 +81,8 @@ def judge(scene: Scene, *, min_age_seconds: float = 0.0, include_unknown: bool =
     Args:
         scene: what is known.
         min_age_seconds: a machine that the ledger does not know is left until it is older than that.
-        include_unknown: end machines too that nobody here can tell anything of, but that their owner may still count on.
+        include_unknown: end machines too that nobody here can tell anything of, but that their owner may still count
+            on.
     """
     machines, intents = _by_pool(scene.machines), _by_pool(scene.intents)
     findings: list[Finding] = []
@@ -85,7 +91,9 @@ def judge(scene: Scene, *, min_age_seconds: float = 0.0, include_unknown: bool =
         if pool_id in scene.of_others:
             findings.append(_judge_other(scene, *scene.of_others[pool_id], machines[pool_id]))
         elif entry is None:
-            findings.append(_judge_stranger(scene, pool_id, machines[pool_id], min_age_seconds, include_unknown=include_unknown))
+            findings.append(
+                _judge_stranger(scene, pool_id, machines[pool_id], min_age_seconds, include_unknown=include_unknown)
+            )
         elif why := entry.why_dead(scene.now, scene.state(entry.owner)):
             findings += _judge_dead(scene, entry, why, machines[pool_id], intents[pool_id])
         else:
@@ -94,10 +102,12 @@ def judge(scene: Scene, *, min_age_seconds: float = 0.0, include_unknown: bool =
 
 
 def answers(machines: Iterable[Instance], entries: Iterable[Intent]) -> dict[str, Intent]:
-    """Return, by the ids of machines, the entries without an id that they are the answers to, as far as that is certain.
+    """Return, by the ids of machines, the entries without an id that they are the answers to, as far as that is
+    certain.
 
-    By the launch and the rank in its tags; by its rank alone only where the provider has lost the launch, and only one open entry has that rank. Two machines
-    may be answers to one entry: a call that was tried again can have created both.
+    By the launch and the rank in its tags; by its rank alone only where the provider has lost the launch, and only one
+    open entry has that rank. Two machines may be answers to one entry: a call that was tried again can have created
+    both.
     """
     unbound = [intent for intent in entries if intent.cloud_id is None]
     by_launch = {(intent.tags.get(LAUNCH_TAG), intent.tags.get(RANK_TAG)): intent for intent in unbound}
@@ -115,7 +125,8 @@ def answers(machines: Iterable[Instance], entries: Iterable[Intent]) -> dict[str
 
 
 def can_see(provider: Provider, owner: Owner, here: Owner) -> bool:
-    """Tell whether a listing from here must show what that owner has rented: machines that are processes are seen on their own host, by their own user.
+    """Tell whether a listing from here must show what that owner has rented: machines that are processes are seen on
+    their own host, by their own user.
 
     After another boot they are gone, and a listing is right not to show them.
     """
@@ -126,67 +137,110 @@ def can_see(provider: Provider, owner: Owner, here: Owner) -> bool:
 
 
 def asked_by(entry: PoolEntry, intent: Intent, now: datetime) -> datetime:
-    """Return when a thing was asked for at the latest, if it was: nobody asks for a pool that has ended, is condemned, or has lost its lease."""
-    return max(intent.intended_at, min(moment for moment in (now, entry.lease_expires_at, entry.condemned_at, entry.ended_at) if moment is not None))
+    """Return when a thing was asked for at the latest, if it was: nobody asks for a pool that has ended, is condemned,
+    or has lost its lease.
+    """
+    return max(
+        intent.intended_at,
+        min(
+            moment for moment in (now, entry.lease_expires_at, entry.condemned_at, entry.ended_at) if moment is not None
+        ),
+    )
 
 
 def unsure_seconds(provider: Provider) -> float:
-    """Return how long after it was asked for a machine may be missing in a listing: the call may still be at work, though its caller was killed."""
+    """Return how long after it was asked for a machine may be missing in a listing: the call may still be at work,
+    though its caller was killed.
+    """
     return max(provider.listing_lag_seconds, 0.0 if provider.is_here else IN_FLIGHT_SECONDS)
 
 
 def paid_until(provider: Provider, entry: PoolEntry, intent: Intent, now: datetime) -> datetime:
     """Return when a machine that is found gone has cost money at the latest.
 
-    Nobody has seen it end. Where machines end themselves for good, it was when its lease had run out or it was asked to, or at its hard end if that came
-    first, each with the time that it takes to come up and to go; never before what is known of its life. Elsewhere, and at the latest, now.
+    Nobody has seen it end. Where machines end themselves for good, it was when its lease had run out or it was asked
+    to, or at its hard end if that came first, each with the time that it takes to come up and to go; never before what
+    is known of its life. Elsewhere, and at the latest, now.
     """
     if not provider.ends_for_good():
         return now
-    was_up = any(intent.seconds.get(bucket) for bucket in (Bucket.BOOTSTRAPPING, Bucket.RUNNING_CALLS, Bucket.IDLE, Bucket.LOST))
+    was_up = any(
+        intent.seconds.get(bucket) for bucket in (Bucket.BOOTSTRAPPING, Bucket.RUNNING_CALLS, Bucket.IDLE, Bucket.LOST)
+    )
     grace = timedelta(seconds=provider.gone_deadline_seconds + (0.0 if was_up else BOOT_SECONDS))
     end = max(entry.lease_expires_at, intent.end_asked_at or intent.intended_at) + grace
     if EXPIRES_TAG in intent.tags:  # counted on the machine from when it was up
         end = min(end, intent.expires_at + timedelta(seconds=intent.seconds.get(Bucket.LAUNCHING, 0.0)) + grace)
-    known = max(intent.bound_at or intent.intended_at, intent.intended_at + timedelta(seconds=sum(intent.seconds.values())))
+    known = max(
+        intent.bound_at or intent.intended_at, intent.intended_at + timedelta(seconds=sum(intent.seconds.values()))
+    )
     return min(now, max(end, known))
 
 
 # ── pools that the ledger knows ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def _judge_live(scene: Scene, entry: PoolEntry, machines: Sequence[Instance], intents: Sequence[Intent]) -> Generator[Finding]:
+def _judge_live(
+    scene: Scene, entry: PoolEntry, machines: Sequence[Instance], intents: Sequence[Intent]
+) -> Generator[Finding]:
     bound = {intent.cloud_id for intent in intents}
     found = answers((machine for machine in machines if machine.id not in bound), intents)
     if len({intent.id for intent in found.values()}) < len(found):  # two machines for one entry: its owner knows which
         found = {}
     if found:
         reason = "its pool is live, and the answer to its launch is not written down yet"
-        yield Finding(Action.ADOPT, entry.id, scene.provider.name, tuple(found), reason, tuple(intent.id for intent in found.values()))
+        yield Finding(
+            Action.ADOPT,
+            entry.id,
+            scene.provider.name,
+            tuple(found),
+            reason,
+            tuple(intent.id for intent in found.values()),
+        )
     if rest := tuple(machine.id for machine in machines if machine.id not in found):
-        yield Finding(Action.LEAVE, entry.id, scene.provider.name, rest, f"its pool is live: {_left(entry, scene.now)} of its lease are left")
+        yield Finding(
+            Action.LEAVE,
+            entry.id,
+            scene.provider.name,
+            rest,
+            f"its pool is live: {_left(entry, scene.now)} of its lease are left",
+        )
 
 
-def _judge_dead(scene: Scene, entry: PoolEntry, why: str, machines: Sequence[Instance], intents: Sequence[Intent]) -> Generator[Finding]:
+def _judge_dead(
+    scene: Scene, entry: PoolEntry, why: str, machines: Sequence[Instance], intents: Sequence[Intent]
+) -> Generator[Finding]:
     name = scene.provider.name
     ours = [intent for intent in intents if intent.kind is ResourceKind.INSTANCE]
     if others := [intent for intent in intents if intent.kind is not ResourceKind.INSTANCE]:
         names = tuple(intent.cloud_id or intent.name for intent in others)
         yield Finding(
-            Action.LEAVE, entry.id, name, names, f"{why}; a sweep ends machines only, and these are none: look at the console of {name}", _numbers(others)
+            Action.LEAVE,
+            entry.id,
+            name,
+            names,
+            f"{why}; a sweep ends machines only, and these are none: look at the console of {name}",
+            _numbers(others),
         )
     if not can_see(scene.provider, entry.owner, scene.here):
-        names = tuple(sorted({intent.cloud_id or intent.name for intent in ours} | {machine.id for machine in machines}))
+        names = tuple(
+            sorted({intent.cloud_id or intent.name for intent in ours} | {machine.id for machine in machines})
+        )
         reason = f"{why}; its machines are processes of {entry.owner.name}, which cannot be seen from here: sweep there"
         yield Finding(Action.LEAVE, entry.id, name, names, reason, _numbers(ours))
         return
-    lag, unsure = timedelta(seconds=scene.provider.listing_lag_seconds), timedelta(seconds=unsure_seconds(scene.provider))
+    lag, unsure = (
+        timedelta(seconds=scene.provider.listing_lag_seconds),
+        timedelta(seconds=unsure_seconds(scene.provider)),
+    )
     listed = {machine.id for machine in machines}
     answered = {intent.id for intent in answers(machines, ours).values()}
     alive = [intent for intent in ours if intent.cloud_id in listed or intent.id in answered]
     rest = [intent for intent in ours if intent.cloud_id not in listed and intent.id not in answered]
     hidden = [intent for intent in rest if intent.cloud_id is not None and _known_since(intent) + lag > scene.now]
-    waiting = [intent for intent in rest if intent.cloud_id is None and asked_by(entry, intent, scene.now) + unsure > scene.now]
+    waiting = [
+        intent for intent in rest if intent.cloud_id is None and asked_by(entry, intent, scene.now) + unsure > scene.now
+    ]
     undecided = {*_numbers(hidden), *_numbers(waiting)}
     absent = [intent for intent in rest if intent.id not in undecided]
     if ids := listed | {str(intent.cloud_id) for intent in hidden}:
@@ -202,9 +256,18 @@ def _judge_dead(scene: Scene, entry: PoolEntry, why: str, machines: Sequence[Ins
 
 
 def _judge_other(scene: Scene, entry: PoolEntry, trouble: str, machines: Sequence[Instance]) -> Finding:
-    """Of a pool that the ledger knows, tags prove nothing: who has detached it is dead, and it lives on. Only the ledger may call it dead."""
+    """Of a pool that the ledger knows, tags prove nothing: who has detached it is dead, and it lives on.
+
+    Only the ledger may call it dead.
+    """
     why = entry.why_dead(scene.now, scene.state(entry.owner))
-    return Finding(Action.END if why else Action.LEAVE, entry.id, scene.provider.name, tuple(machine.id for machine in machines), why or trouble)
+    return Finding(
+        Action.END if why else Action.LEAVE,
+        entry.id,
+        scene.provider.name,
+        tuple(machine.id for machine in machines),
+        why or trouble,
+    )
 
 
 def _known_since(intent: Intent) -> datetime:
@@ -218,14 +281,22 @@ def _left(entry: PoolEntry, now: datetime) -> str:
 # ── pools that only tags tell of ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _judge_stranger(scene: Scene, pool_id: str, machines: Sequence[Instance], min_age_seconds: float, *, include_unknown: bool) -> Finding:
+def _judge_stranger(
+    scene: Scene, pool_id: str, machines: Sequence[Instance], min_age_seconds: float, *, include_unknown: bool
+) -> Finding:
     """One verdict for all its machines, for they are ended together: END only if it is right for each of them."""
     verdicts = [_verdict(scene, machine, min_age_seconds, include_unknown=include_unknown) for machine in machines]
     is_end = all(is_over for is_over, _ in verdicts)
     reason = next(reason for is_over, reason in verdicts if is_over == is_end)
     if not is_end and any(is_over for is_over, _ in verdicts):
         reason = f"{reason}; this holds for some of its machines only"
-    return Finding(Action.END if is_end else Action.LEAVE, pool_id, scene.provider.name, tuple(machine.id for machine in machines), reason)
+    return Finding(
+        Action.END if is_end else Action.LEAVE,
+        pool_id,
+        scene.provider.name,
+        tuple(machine.id for machine in machines),
+        reason,
+    )
 
 
 def _verdict(scene: Scene, machine: Instance, min_age_seconds: float, *, include_unknown: bool) -> tuple[bool, str]:
@@ -238,7 +309,10 @@ def _verdict(scene: Scene, machine: Instance, min_age_seconds: float, *, include
         return False, f"the ledger does not know it, nor its tags when it was made: it is of {who}"
     age_seconds = None if created is None else (scene.now - created).total_seconds()
     if age_seconds is not None and age_seconds <= min_age_seconds:
-        return False, f"the ledger does not know it, and it is {age_seconds:.0f} s old: its pool may be written down elsewhere"
+        return (
+            False,
+            f"the ledger does not know it, and it is {age_seconds:.0f} s old: its pool may be written down elsewhere",
+        )
     if expires is not None and expires <= scene.now:
         return True, f"its time ran out {(scene.now - expires).total_seconds():.0f} s ago, by its tags"
     if state is OwnerState.DEAD:
@@ -283,7 +357,12 @@ def _by_pool[T: (Instance, Intent)](things: Iterable[T]) -> Mapping[str, list[T]
 
 
 def other_account(entry: PoolEntry, account: str) -> CredentialsError | None:
-    """Return why credentials are of no use for a pool, None if they are, or if the ledger does not know whose its machines are."""
+    """Return why credentials are of no use for a pool, None if they are, or if the ledger does not know whose its
+    machines are.
+    """
     if entry.provider_account in ("", account):
         return None
-    return CredentialsError(f"its machines are of account {entry.provider_account!r}, and these credentials are of {account!r}: sweep with those of the former")
+    return CredentialsError(
+        f"its machines are of account {entry.provider_account!r}, and these credentials are of {account!r}: sweep with"
+        " those of the former"
+    )

@@ -34,9 +34,11 @@ def utc_now() -> datetime:
 
 
 class PoolRecord:
-    """A pool's entries in the ledger, for a process that is not the pool's owner; the witness of its teardown (`teardown.Witness`).
+    """A pool's entries in the ledger, for a process that is not the pool's owner; the witness of its teardown
+    (`teardown.Witness`).
 
-    After its first error the ledger is not used until the machines are gone: each try may take half a minute, and the machines would go on running.
+    After its first error the ledger is not used until the machines are gone: each try may take half a minute, and the
+    machines would go on running.
     """
 
     def __init__(self, ledger: Ledger | None, provider: Provider, pool_id: str, why: str, clock: Clock) -> None:
@@ -67,19 +69,29 @@ class PoolRecord:
                     self._numbers[intent.cloud_id] = intent.id
 
     def unlisted_seconds(self, *, may_still_launch: bool) -> float:
-        """Return for how long from now a machine may exist, or come to exist, that neither this record nor a listing contains."""
+        """Return for how long from now a machine may exist, or come to exist, that neither this record nor a listing
+        contains.
+        """
         longest = unsure_seconds(self._provider)
         if self._ledger is None or self._trouble is not None:
             return longest if may_still_launch else 0.0
         now, entry = self._clock(), self._entry
-        ages = [(now - asked_by(entry, intent, now)).total_seconds() for intent in self._unanswered()] if entry is not None else []
+        ages = (
+            [(now - asked_by(entry, intent, now)).total_seconds() for intent in self._unanswered()]
+            if entry is not None
+            else []
+        )
         hidden = [(now - (intent.bound_at or intent.intended_at)).total_seconds() for intent in self._hidden()]
         unanswered = longest - min(ages) if ages else 0.0
         return max(0.0, unanswered, self._provider.listing_lag_seconds - min(hidden) if hidden else 0.0)
 
     def _hidden(self) -> Generator[Intent]:
         """Machines with an id that no listing has shown here yet: so soon after their launch that says nothing."""
-        return (intent for intent in self._intents.values() if intent.gone_at is None and intent.cloud_id is not None and intent.cloud_id not in self._machines)
+        return (
+            intent
+            for intent in self._intents.values()
+            if intent.gone_at is None and intent.cloud_id is not None and intent.cloud_id not in self._machines
+        )
 
     def _unanswered(self) -> Generator[Intent]:
         return (intent for intent in self._intents.values() if intent.cloud_id is None and intent.gone_at is None)
@@ -141,21 +153,38 @@ class PoolRecord:
         if self._entry is None:
             return {}
         unseen = (intent for intent in intents if intent.cloud_id not in self._machines)
-        return {intent.id: paid_until(self._provider, self._entry, replace(intent, end_asked_at=self._asked_before.get(intent.id)), now) for intent in unseen}
+        return {
+            intent.id: paid_until(
+                self._provider, self._entry, replace(intent, end_asked_at=self._asked_before.get(intent.id)), now
+            )
+            for intent in unseen
+        }
 
     def close(self) -> PoolEntry | None:
-        """The provider lists nothing of the pool: write down the end of everything, and return the pool's entry. Raises LedgerError."""
+        """The provider lists nothing of the pool: write down the end of everything, and return the pool's entry.
+
+        Raises LedgerError.
+        """
         self.write_down()
         if self._ledger is not None and (never_were := list(self._unanswered())):
             self._take(
-                close_entries(self._ledger, never_were, f"{self._provider.name} lists nothing of the pool; it was ended because {self._why}", self._clock())
+                close_entries(
+                    self._ledger,
+                    never_were,
+                    f"{self._provider.name} lists nothing of the pool; it was ended because {self._why}",
+                    self._clock(),
+                )
             )
         return self._entry
 
     def _bind_all(self) -> None:
         if self._ledger is None or self._entry is None:
             return
-        new = {instance_id: instance for instance_id, instance in self._machines.items() if instance_id not in self._numbers}
+        new = {
+            instance_id: instance
+            for instance_id, instance in self._machines.items()
+            if instance_id not in self._numbers
+        }
         taken = set[int]()
         for instance_id, intent in answers(new.values(), self._intents.values()).items():
             if intent.id not in taken:
@@ -164,7 +193,15 @@ class PoolRecord:
                     self._take([self._ledger.bind(intent, instance_id)])
                     del new[instance_id]
         for instance in new.values():
-            self._take([self._ledger.adopt(self._pool_id, wish_for_found(instance, self._provider, self._pool_id, self._clock()), instance.id)])
+            self._take(
+                [
+                    self._ledger.adopt(
+                        self._pool_id,
+                        wish_for_found(instance, self._provider, self._pool_id, self._clock()),
+                        instance.id,
+                    )
+                ]
+            )
 
     def _ask_end_all(self, instance_ids: Iterable[str]) -> None:
         numbers = [self._numbers[instance_id] for instance_id in instance_ids if instance_id in self._numbers]
@@ -188,10 +225,14 @@ class PoolRecord:
             self._trouble = error
 
 
-def close_entries(ledger: Ledger, intents: Sequence[Intent], evidence: str, now: datetime, ends: Mapping[int, datetime] | None = None) -> list[Intent]:
-    """Close entries, each second of their machines in a bucket: since its end was asked for it was terminating, and what nobody noted is as 0008 says.
+def close_entries(
+    ledger: Ledger, intents: Sequence[Intent], evidence: str, now: datetime, ends: Mapping[int, datetime] | None = None
+) -> list[Intent]:
+    """Close entries, each second of their machines in a bucket: since its end was asked for it was terminating, and
+    what nobody noted is as 0008 says.
 
-    `ends` are the times, by the entries' numbers, until which those are paid for that were gone before anybody looked (`policy.paid_until`).
+    `ends` are the times, by the entries' numbers, until which those are paid for that were gone before anybody looked
+    (`policy.paid_until`).
     """
     early = {number: end for number, end in (ends or {}).items() if (now - end).total_seconds() >= LEAST_NOTED_SECONDS}
     ending = {
@@ -205,7 +246,11 @@ def close_entries(ledger: Ledger, intents: Sequence[Intent], evidence: str, now:
     for intent in intents:
         words = f"{evidence}; {ESTIMATED}" if intent.id in early and intent.cloud_id is not None else evidence
         by_words.setdefault((_unnoted(intent), words), []).append(intent.id)
-    return [intent for (fill, words), numbers in by_words.items() for intent in ledger.close_all(numbers, words, fill=fill, paid_until=early)]
+    return [
+        intent
+        for (fill, words), numbers in by_words.items()
+        for intent in ledger.close_all(numbers, words, fill=fill, paid_until=early)
+    ]
 
 
 def _terminating_seconds(intent: Intent, until: datetime) -> float:
@@ -213,22 +258,30 @@ def _terminating_seconds(intent: Intent, until: datetime) -> float:
     if intent.end_asked_at is None or intent.cloud_id is None:
         return 0.0
     others = sum(seconds for bucket, seconds in intent.seconds.items() if bucket is not Bucket.TERMINATING)
-    return max(0.0, min((until - intent.end_asked_at).total_seconds(), (until - intent.intended_at).total_seconds() - others))
+    return max(
+        0.0, min((until - intent.end_asked_at).total_seconds(), (until - intent.intended_at).total_seconds() - others)
+    )
 
 
 def _unnoted(intent: Intent) -> Bucket:
-    """What a machine did whose owner was killed, from when it last noted something; for what never was the ledger fills in nothing.
+    """What a machine did whose owner was killed, from when it last noted something; for what never was the ledger fills
+    in nothing.
 
     Of an entry without an id too: another sweep may have found its machine meanwhile.
     """
     if intent.seconds.get(Bucket.LOST):
         return Bucket.LOST
-    return Bucket.IDLE if intent.seconds.get(Bucket.IDLE) or intent.seconds.get(Bucket.RUNNING_CALLS) else Bucket.LAUNCHING
+    return (
+        Bucket.IDLE if intent.seconds.get(Bucket.IDLE) or intent.seconds.get(Bucket.RUNNING_CALLS) else Bucket.LAUNCHING
+    )
 
 
 def end_entries(ledger: Ledger, entries: Sequence[PoolEntry]) -> None:
     """Write down what pools have cost to the accounts that paid, and that they have ended."""
     for entry in entries:
         if entry.account is not None:
-            ledger.settle_pool(entry.id, sum((row.cost_usd for row in ledger.cost_rows(CostBy.POOL, pool_id=entry.id)), ZERO_USD))
-    ledger.end_pools([entry.id for entry in entries])  # last: killed in between, the entries are still open, and the next sweep does both again
+            ledger.settle_pool(
+                entry.id, sum((row.cost_usd for row in ledger.cost_rows(CostBy.POOL, pool_id=entry.id)), ZERO_USD)
+            )
+    # last: killed in between, the entries are still open, and the next sweep does both again
+    ledger.end_pools([entry.id for entry in entries])

@@ -47,7 +47,9 @@ class ProviderWork:
     def do(self) -> None:
         """Adopt machines, condemn pools, close entries and end machines, in this order."""
         self._adopt(self._of(Action.ADOPT))
-        self._condemn({finding.pool_id for finding in self._of(Action.END, Action.CLOSE, Action.WAIT)} & self._known.keys())
+        self._condemn(
+            {finding.pool_id for finding in self._of(Action.END, Action.CLOSE, Action.WAIT)} & self._known.keys()
+        )
         ends = self._of(Action.END)
         ending = {finding.pool_id for finding in ends}
         closing = [finding for finding in self._of(Action.CLOSE) if finding.pool_id not in ending]
@@ -75,13 +77,22 @@ class ProviderWork:
                 self.adopted.append(finding)
 
     def _condemn(self, pool_ids: Iterable[str]) -> None:
-        """Condemn these pools. Those whose lease was renewed meanwhile, and those that the ledger could not condemn, are left."""
-        seen = {pool_id: entry.lease_expires_at for pool_id in pool_ids if (entry := self._known[pool_id]).ended_at is None and entry.condemned_at is None}
+        """Condemn these pools.
+
+        Those whose lease was renewed meanwhile, and those that the ledger could not condemn, are left.
+        """
+        seen = {
+            pool_id: entry.lease_expires_at
+            for pool_id in pool_ids
+            if (entry := self._known[pool_id]).ended_at is None and entry.condemned_at is None
+        }
         if not seen:
             return
         assert self._ledger is not None
         try:
-            spared = dict.fromkeys(seen.keys() - self._ledger.condemn_all(seen), "its lease was renewed while the sweep looked")
+            spared = dict.fromkeys(
+                seen.keys() - self._ledger.condemn_all(seen), "its lease was renewed while the sweep looked"
+            )
         except LedgerError as error:
             spared = dict.fromkeys(seen, "the ledger could not be written to")
             self._fail("", error)
@@ -105,12 +116,17 @@ class ProviderWork:
         now = self._clock()
         ends = {intent.id: paid_until(self._provider, self._pools[intent.pool_id], intent, now) for intent in intents}
         try:
-            close_entries(self._ledger, intents, f"{self._provider.name} does not list it; a sweep has closed it", now, ends)
+            close_entries(
+                self._ledger, intents, f"{self._provider.name} does not list it; a sweep has closed it", now, ends
+            )
         except LedgerError as error:
             self._fail("", error)
 
     def _asked_once_more(self, intents: Sequence[Intent]) -> list[Intent]:
-        """Terminate machines that have an id and list again; return the intents that the second listing lacks too. One listing may have been wrong."""
+        """Terminate machines that have an id and list again; return the intents that the second listing lacks too.
+
+        One listing may have been wrong.
+        """
         if not (ids := sorted(str(intent.cloud_id) for intent in intents if intent.cloud_id is not None)):
             return list(intents)
         self._provider.terminate(ids)
@@ -125,7 +141,11 @@ class ProviderWork:
         assert self._ledger is not None
         try:
             damaged: list[UnreadableRow] = []
-            over = sorted(wanted - {intent.pool_id for intent in self._ledger.open_intents(unreadable=damaged)} - {error.pool_id for error in damaged})
+            over = sorted(
+                wanted
+                - {intent.pool_id for intent in self._ledger.open_intents(unreadable=damaged)}
+                - {error.pool_id for error in damaged}
+            )
             end_entries(self._ledger, [self._pools[pool_id] for pool_id in over])
         except LedgerError as error:
             self._fail("", error)
@@ -133,7 +153,10 @@ class ProviderWork:
         return set(over)
 
     def _end(self, finding: Finding) -> None:
-        """End a pool's machines, including those whose entries are to be closed. Entries of another account's machines do not change."""
+        """End a pool's machines, including those whose entries are to be closed.
+
+        Entries of another account's machines do not change.
+        """
         ledger = self._ledger if finding.pool_id in self._pools else None
         try:
             end_machines(

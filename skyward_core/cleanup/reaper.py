@@ -1,7 +1,8 @@
-"""The reaper as its driver sees it: a small process of its own session, started before anything is asked for, that ends the pool when the driver is gone.
+"""The reaper as its driver sees it: a small process of its own session, started before anything is asked for, that ends
+the pool when the driver is gone.
 
-It is held by a pipe that only the driver writes to. What it does is in `reaper_process.py`; whom it reports to is `reaper.log` under the user's state
-directory.
+It is held by a pipe that only the driver writes to. What it does is in `reaper_process.py`; whom it reports to is
+`reaper.log` under the user's state directory.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ _log = logging.getLogger("skyward")
 class Charge:
     """What a reaper must know to end a pool. Holds secrets, so it travels through a pipe alone.
 
-    `providers` are those that may have machines of it, one after the other, as bytes; `path` and `directory` are the driver's `sys.path` and working directory.
+    `providers` are those that may have machines of it, one after the other, as bytes; `path` and `directory` are the
+    driver's `sys.path` and working directory.
     """
 
     pool_id: str
@@ -55,7 +57,10 @@ class Charge:
 
     @classmethod
     def of(cls, providers: Sequence[Provider], pool_id: str, ledger_url: str) -> Self:
-        """Return the charge for a pool of this process. Raises NotPicklable for a provider that cannot travel: the pool then has no reaper."""
+        """Return the charge for a pool of this process.
+
+        Raises NotPicklable for a provider that cannot travel: the pool then has no reaper.
+        """
         try:
             directory = os.getcwd()
         except OSError:  # it was removed
@@ -65,7 +70,9 @@ class Charge:
 
 
 def _pickled(providers: tuple[Provider, ...]) -> bytes:
-    """By value, so that a class of a script or a DAG file can be rebuilt; by name if that fails, for the reaper is on the same machine."""
+    """By value, so that a class of a script or a DAG file can be rebuilt; by name if that fails, for the reaper is on
+    the same machine.
+    """
     try:
         return pickle.dumps(dumps(providers, label="provider"), protocol=5)
     except NotPicklable:
@@ -91,14 +98,18 @@ class Reaper:
 
     def __init__(self, process: _Child | None, pipe: int | None) -> None:
         self._process = process
-        self._pipe = _closed() if pipe is None else os.fdopen(pipe, "wb", buffering=0, closefd=False)  # not by the garbage collector: its end tells our death
+        # not by the garbage collector: its end tells our death
+        self._pipe = _closed() if pipe is None else os.fdopen(pipe, "wb", buffering=0, closefd=False)
         self._driver = os.getpid()
         self._hanging_up = threading.RLock()
         self._is_on_its_own = False
 
     @classmethod
     def start(cls, charge: Charge) -> Self:
-        """Start a reaper and hand it its charge, without waiting for it. Never raises: one that could not be started is not alive, and the log says why."""
+        """Start a reaper and hand it its charge, without waiting for it.
+
+        Never raises: one that could not be started is not alive, and the log says why.
+        """
         _unreaped[:] = [process for process in _unreaped if process.poll() is None]
         try:
             theirs, ours = os.pipe2(os.O_CLOEXEC)
@@ -126,21 +137,31 @@ class Reaper:
     @property
     def is_alive(self) -> bool:
         """Tell whether the reaper would notice if this process were killed now. Start another one if not."""
-        return self._process is not None and not self._pipe.closed and self._driver == os.getpid() and self._process.poll() is None
+        return (
+            self._process is not None
+            and not self._pipe.closed
+            and self._driver == os.getpid()
+            and self._process.poll() is None
+        )
 
     def terminate_now(self) -> None:
-        """Have the reaper end the machines while this process goes on. Returns at once, for signal handlers and any thread; never raises.
+        """Have the reaper end the machines while this process goes on. Returns at once, for signal handlers and any
+        thread; never raises.
 
         It goes on until `leave`, and tries once more if the driver dies before that.
         """
         self._say(b"terminate\n")
 
     def live_by_lease(self) -> None:
-        """Tell the reaper that the pool outlives this process. It asks the ledger too; this is for a ledger that cannot be read then."""
+        """Tell the reaper that the pool outlives this process.
+
+        It asks the ledger too; this is for a ledger that cannot be read then.
+        """
         self._say(b"lease\n")
 
     def leave(self, timeout_seconds: float = 5.0) -> None:
-        """Let the reaper go without touching anything: the pool has ended, or lives on by its lease. Waits for it; may be called again.
+        """Let the reaper go without touching anything: the pool has ended, or lives on by its lease. Waits for it; may
+        be called again.
 
         Does nothing after `hang_up`.
         """
@@ -156,7 +177,10 @@ class Reaper:
                 self._process.wait()
 
     def hang_up(self) -> None:
-        """Leave the pool to the reaper, as if this process were gone: it ends the machines, and then itself. Returns at once."""
+        """Leave the pool to the reaper, as if this process were gone: it ends the machines, and then itself.
+
+        Returns at once.
+        """
         if self._driver != os.getpid() or self._pipe.closed:
             return
         self._is_on_its_own = True
@@ -193,7 +217,8 @@ def _spawned(pool_id: str, pipe: int) -> _Child:
             stdout=log,
             stderr=log,
             cwd="/",
-            env={name: value for name, value in os.environ.items() if not name.startswith(_NODE_VARIABLES)},  # those mark the processes of a node
+            # those mark the processes of a node
+            env={name: value for name, value in os.environ.items() if not name.startswith(_NODE_VARIABLES)},
             start_new_session=True,
         )
     finally:
@@ -213,7 +238,10 @@ def _opened_log() -> int:
 
 
 def _tell(pipe: int, charge: Charge) -> bool:
-    """Write the charge into the pipe; False if the reaper is gone, or does not listen in time. A charge of usual size fits, and waits for nobody."""
+    """Write the charge into the pipe; False if the reaper is gone, or does not listen in time.
+
+    A charge of usual size fits, and waits for nobody.
+    """
     body = pickle.dumps(astuple(charge), protocol=5)
     left = memoryview(len(body).to_bytes(LENGTH_BYTES, "big") + body)
     has_room = select.poll()

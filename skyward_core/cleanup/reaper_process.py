@@ -1,7 +1,9 @@
-"""The reaper's own side: a script that waits until a pool's driver is gone, or asks for it, and then ends the pool's machines.
+"""The reaper's own side: a script that waits until a pool's driver is gone, or asks for it, and then ends the pool's
+machines.
 
-`reaper.py` starts it, and nobody imports it. Until it must act it is a bare interpreter, without `site` and without this package: up in some milliseconds, and
-small. Its standard input brings the charge, then words; its end, or another parent, means that the driver is gone. What it writes goes into the log.
+`reaper.py` starts it, and nobody imports it. Until it must act it is a bare interpreter, without `site` and without
+this package: up in some milliseconds, and small. Its standard input brings the charge, then words; its end, or another
+parent, means that the driver is gone. What it writes goes into the log.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ LEDGER_BUSY_SECONDS = 5.0
 LEAVE, TERMINATE, LEASE, GONE = b"leave", b"terminate", b"lease", b""
 LENGTH_BYTES = 8
 NAME = "skyward-reaper"
-"""In the process table: a node's keeper (`worker/keeper.py`) ends all that a call has started, but not what ends another pool."""
+"""In the process table: a node's keeper (`worker/keeper.py`) ends all that a call has started, but not what ends
+another pool.
+"""
 
 _DEAF_TO = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGTSTP", "SIGUSR1", "SIGUSR2")
 _SITES = ("site-packages", "dist-packages")
@@ -56,7 +60,10 @@ class Driver:
         self._poll.register(pipe, select.POLLIN)
 
     def charge(self) -> bytes | None:
-        """Wait for the charge. None if the driver is gone before it has told all of it: then it has asked for nothing yet."""
+        """Wait for the charge.
+
+        None if the driver is gone before it has told all of it: then it has asked for nothing yet.
+        """
         while len(self._unread) < LENGTH_BYTES or len(self._unread) < self._charge_end():
             if not self._hear():
                 return None
@@ -126,7 +133,8 @@ class Ending:
                 self._end("its process asked for it")
 
     def finish(self) -> int:
-        """End the pool, for its driver is gone, unless it has ended or outlives its driver. Returns 0, or 1 if it could not be ended.
+        """End the pool, for its driver is gone, unless it has ended or outlives its driver. Returns 0, or 1 if it could
+        not be ended.
 
         Once more, if it was ended while the driver lived: an answer to a launch may have come after that.
         """
@@ -196,7 +204,9 @@ class Ending:
                 site.addsitedir(entry)  # import hooks of packages that are installed to be edited
         sys.path[:] = [*path, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))]
         logging.Formatter.converter = time.gmtime
-        logging.basicConfig(format=f"%(asctime)sZ {pool_id} %(message)s", datefmt="%Y-%m-%dT%H:%M:%S", level=logging.WARNING)
+        logging.basicConfig(
+            format=f"%(asctime)sZ {pool_id} %(message)s", datefmt="%Y-%m-%dT%H:%M:%S", level=logging.WARNING
+        )
         logging.getLogger("skyward").setLevel(logging.INFO)
         self._pool_id = pool_id
 
@@ -208,7 +218,9 @@ class Ending:
 
             ledger = Ledger(self._ledger_url, busy_timeout_seconds=LEDGER_BUSY_SECONDS)
             return ledger, ledger.pool(self._pool_id), None
-        except Exception as error:  # a full disk, a lock, a server that is away, a driver that is not installed: the machines are ended all the same
+        # a full disk, a lock, a server that is away, a driver that is not installed: the machines are ended all the
+        # same
+        except Exception as error:
             if ledger is not None:
                 ledger.close()
             self._say(f"the ledger cannot be used: {_one_line(error)}")
@@ -223,7 +235,8 @@ class Ending:
         return ""
 
     def _load(self, entry: PoolEntry | None) -> Sequence[Provider]:
-        """Return who may have machines of the pool: of the driver's providers the one that the ledger names, all if it names none of them or is not there.
+        """Return who may have machines of the pool: of the driver's providers the one that the ledger names, all if it
+        names none of them or is not there.
 
         If they cannot be rebuilt, what the ledger knows, which holds no secrets.
         """
@@ -245,7 +258,9 @@ class Ending:
         return named or providers
 
     def _give_back_all(self, ledger: Ledger | None, providers: Sequence[Provider], why: str) -> None:
-        """Ask all at once: an outage of a cloud that has nothing, which takes minutes to be told, must not keep machines of another running."""
+        """Ask all at once: an outage of a cloud that has nothing, which takes minutes to be told, must not keep
+        machines of another running.
+        """
         troubles: list[Exception] = []
 
         def give_back(provider: Provider) -> None:
@@ -295,7 +310,9 @@ def watch(driver: Driver, ending: Ending) -> int:
 
 
 def _outlive_the_node() -> None:
-    """Where a call on a node has opened the pool: leave the node's control group, and be spared by its keeper, by this name. The node ends before the pool."""
+    """Where a call on a node has opened the pool: leave the node's control group, and be spared by its keeper, by this
+    name. The node ends before the pool.
+    """
     try:
         with open("/proc/self/comm", "w") as comm:
             comm.write(NAME)
@@ -306,12 +323,16 @@ def _outlive_the_node() -> None:
             points = [line.split()[4] for line in mounts if " - cgroup2 " in line and line.split()[3] == "/"]
         if mark and points:
             _enter_above(points[0] + above)
-    except OSError:  # the group is not ours to leave: the reaper ends with the node then, and what it would have ended by its lease or the sweep
+    # the group is not ours to leave: the reaper ends with the node then, and what it would have ended by its lease or
+    # the sweep
+    except OSError:
         pass
 
 
 def _enter_above(group: str) -> None:
-    """Enter a control group, or one below it that all reapers share, where it may hold no process because it hands controllers down (cgroups(7))."""
+    """Enter a control group, or one below it that all reapers share, where it may hold no process because it hands
+    controllers down (cgroups(7)).
+    """
     for place in (group, os.path.join(group, "skyward-reapers")):
         with contextlib.suppress(OSError):
             os.makedirs(place, exist_ok=True)

@@ -34,10 +34,11 @@ def end_pool(
     monotonic: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> tuple[str, ...]:
-    """End a pool's machines, those in the ledger and those that the provider lists, and record the result. May be called again.
+    """End a pool's machines, those in the ledger and those that the provider lists, and record the result. May be
+    called again.
 
-    The caller must know that the pool is dead or have condemned it. If an answer to a launch may be missing, this asks the provider until its listing must
-    contain the machines of that launch.
+    The caller must know that the pool is dead or have condemned it. If an answer to a launch may be missing, this asks
+    the provider until its listing must contain the machines of that launch.
 
     Args:
         ledger: None if no ledger can be used: the machines are ended without it.
@@ -49,10 +50,13 @@ def end_pool(
         monotonic: counts seconds, for deadlines.
         pause: waits for so many seconds.
 
-    Returns the ids of the machines that a listing has shown and that are gone now. Raises InstancesLeft if some could not be confirmed gone; their entries
-    stay open. Raises LedgerError if the machines are gone and the ledger could not record it; a later sweep does.
+    Returns the ids of the machines that a listing has shown and that are gone now. Raises InstancesLeft if some could
+    not be confirmed gone; their entries stay open. Raises LedgerError if the machines are gone and the ledger could not
+    record it; a later sweep does.
     """
-    entry, ended = end_machines(ledger, provider, pool_id, why, may_still_launch=may_still_launch, clock=clock, monotonic=monotonic, pause=pause)
+    entry, ended = end_machines(
+        ledger, provider, pool_id, why, may_still_launch=may_still_launch, clock=clock, monotonic=monotonic, pause=pause
+    )
     if ledger is not None and entry is not None and not ledger.open_intents(pool_id=pool_id):
         end_entries(ledger, [entry])
     return ended
@@ -69,7 +73,10 @@ def end_machines(
     monotonic: Callable[[], float],
     pause: Callable[[float], None],
 ) -> tuple[PoolEntry | None, tuple[str, ...]]:
-    """End a pool's machines and close their entries. Return the pool's own entry, still open, or None, and the ids of the ended machines."""
+    """End a pool's machines and close their entries.
+
+    Return the pool's own entry, still open, or None, and the ids of the ended machines.
+    """
     record = PoolRecord(ledger, provider, pool_id, why, clock)
     unsure_until = 0.0
     if record.unlisted_seconds(may_still_launch=may_still_launch):
@@ -98,7 +105,8 @@ def release(
     monotonic: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> tuple[str, ...]:
-    """End a pool on purpose, live or not, from any process. It is condemned first, so that a live owner launches nothing more and closes.
+    """End a pool on purpose, live or not, from any process. It is condemned first, so that a live owner launches
+    nothing more and closes.
 
     Args:
         lease_or_pool_id: the pool. A lease also names the provider, and is verified before the provider is asked.
@@ -109,8 +117,8 @@ def release(
         monotonic: counts seconds, for deadlines.
         pause: waits for so many seconds.
 
-    Returns the ids of the machines that a listing has shown and that are gone now. Raises BadRequest if the pool is unknown, CredentialsError for a lease
-    that may have been altered, and what `end_pool` raises.
+    Returns the ids of the machines that a listing has shown and that are gone now. Raises BadRequest if the pool is
+    unknown, CredentialsError for a lease that may have been altered, and what `end_pool` raises.
     """
     lease = lease_or_pool_id if isinstance(lease_or_pool_id, Lease) else None
     pool_id = lease_or_pool_id if isinstance(lease_or_pool_id, str) else lease_or_pool_id.pool_id
@@ -118,7 +126,9 @@ def release(
         entry = None if ledger is None else _condemned(ledger, pool_id)
     except UnreadableRow as error:
         if credentials is None and lease is None:
-            raise LedgerError(f"{error} Its machines can be ended all the same: `skyward stop {pool_id} --provider NAME`.") from error
+            raise LedgerError(
+                f"{error} Its machines can be ended all the same: `skyward stop {pool_id} --provider NAME`."
+            ) from error
         entry = None
     if credentials is not None:
         provider = credentials
@@ -128,18 +138,29 @@ def release(
         verify(lease, asks_provider=True)
         provider = load(lease.provider)
     else:
-        raise BadRequest(f"The ledger has no pool {pool_id!r}: look with `skyward ps --all`, or name the provider that may have its machines.")
+        raise BadRequest(
+            f"The ledger has no pool {pool_id!r}: look with `skyward ps --all`, or name the provider that may have its"
+            " machines."
+        )
     if entry is not None and entry.provider_account and (error := other_account(entry, provider.account())) is not None:
         raise error
     if entry is not None and not can_see(provider, entry.owner, Owner.here()):
-        raise BadRequest(f"The machines of {pool_id!r} are processes of {entry.owner.name}, which cannot be seen from here: stop it there.")
+        raise BadRequest(
+            f"The machines of {pool_id!r} are processes of {entry.owner.name}, which cannot be seen from here: stop it"
+            " there."
+        )
     return end_pool(ledger, provider, pool_id, why=why, clock=clock, monotonic=monotonic, pause=pause)
 
 
 def _condemned(ledger: Ledger, pool_id: str) -> PoolEntry | None:
-    """Condemn a pool whose lease may still run; if its owner renews the lease meanwhile, try again, CONDEMN_TRIES times at most."""
+    """Condemn a pool whose lease may still run; if its owner renews the lease meanwhile, try again, CONDEMN_TRIES times
+    at most.
+    """
     for _ in range(CONDEMN_TRIES):
         entry = ledger.pool(pool_id)
         if entry is None or entry.ended_at is not None or ledger.condemn(pool_id, seen=entry.lease_expires_at):
             return entry
-    raise LedgerError(f"The lease of {pool_id!r} is renewed all the time, so that it could not be condemned in {CONDEMN_TRIES} tries. Try again.")
+    raise LedgerError(
+        f"The lease of {pool_id!r} is renewed all the time, so that it could not be condemned in {CONDEMN_TRIES} tries."
+        " Try again."
+    )

@@ -55,14 +55,19 @@ class View:
 
 
 def look(ledger: Ledger | None, providers: Sequence[Provider]) -> View:
-    """Read the ledger, then ask the providers. In this order a machine that a listing lacks was in the ledger before the listing was made."""
+    """Read the ledger, then ask the providers.
+
+    In this order a machine that a listing lacks was in the ledger before the listing was made.
+    """
     damaged: list[UnreadableRow] = []
     intents = [] if ledger is None else ledger.open_intents(unreadable=damaged)
     pools = {} if ledger is None else {entry.id: entry for entry in ledger.pools(unreadable=damaged)}
     pools |= _entries(ledger, {intent.pool_id for intent in intents} - pools.keys() - _unread_pools(damaged), damaged)
     survey = _Survey({_key(provider.to_json()): provider for provider in providers})
     survey.ask(pools.values())
-    late = _entries(ledger, {machine.pool_id for machine in survey.machines()} - pools.keys() - _unread_pools(damaged), damaged)
+    late = _entries(
+        ledger, {machine.pool_id for machine in survey.machines()} - pools.keys() - _unread_pools(damaged), damaged
+    )
     pools |= late
     survey.ask(late.values())
     strange = [Failure("ledger", error.pool_id, error) for error in damaged]
@@ -103,11 +108,16 @@ def _unread_pools(damaged: Iterable[UnreadableRow]) -> set[str]:
 
 
 def _not_judged(places: Mapping[str, Place], pool_ids: set[str]) -> Generator[Finding]:
-    """Take out the machines of pools whose entries cannot be read: the ledger knows them, so that tags alone may not call them dead."""
+    """Take out the machines of pools whose entries cannot be read: the ledger knows them, so that tags alone may not
+    call them dead.
+    """
     for place in places.values():
         for pool_id in sorted(pool_ids):
             if ids := tuple(machine.id for machine in place.machines if machine.pool_id == pool_id):
-                reason = f"its entry in the ledger cannot be read: mend it, or end the pool with `skyward stop {pool_id} --provider {place.provider.name}`"
+                reason = (
+                    f"its entry in the ledger cannot be read: mend it, or end the pool with `skyward stop {pool_id}"
+                    f" --provider {place.provider.name}`"
+                )
                 yield Finding(Action.LEAVE, pool_id, place.provider.name, ids, reason)
         place.machines = [machine for machine in place.machines if machine.pool_id not in pool_ids]
 
@@ -131,8 +141,13 @@ class _Survey:
         return (machine for place in self.places.values() for machine in place.machines)
 
     def ask(self, entries: Iterable[PoolEntry]) -> None:
-        """List the machines of the providers that were given, and of those of these pools, all at once; none of them twice."""
-        wanted: dict[str, Provider | Mapping[str, Any]] = {**{_key(entry.provider): entry.provider for entry in entries}, **self._given}
+        """List the machines of the providers that were given, and of those of these pools, all at once; none of them
+        twice.
+        """
+        wanted: dict[str, Provider | Mapping[str, Any]] = {
+            **{_key(entry.provider): entry.provider for entry in entries},
+            **self._given,
+        }
         new = {key: provider for key, provider in wanted.items() if key not in self._asked}
         self._asked |= new.keys()
         for key, answer in zip(new, side_by_side(_listed, list(new.values()), "skyward-sweep"), strict=True):
@@ -152,7 +167,9 @@ def _listed(wish: Provider | Mapping[str, Any]) -> Place | Failure:
 
 
 def _keep_apart(places: Mapping[str, Place], pools: Mapping[str, PoolEntry]) -> list[Finding]:
-    """Leave each machine with one place: the provider of its pool, or the first that lists it; return what is left alone for that."""
+    """Leave each machine with one place: the provider of its pool, or the first that lists it; return what is left
+    alone for that.
+    """
     left: list[Finding] = []
     seen = set[tuple[str, str]]()
     own = {(key, machine.id) for key, place in places.items() for machine in place.machines}
@@ -164,7 +181,10 @@ def _keep_apart(places: Mapping[str, Place], pools: Mapping[str, PoolEntry]) -> 
             if (home == key) and (entry is not None or (place.provider.name, machine.id) not in seen):
                 kept.append(machine)
             elif home != key and (home, machine.id) not in own:
-                reason = "its pool was opened with other settings of the provider, which do not list it, or could not be asked"
+                reason = (
+                    "its pool was opened with other settings of the provider, which do not list it, or could not be"
+                    " asked"
+                )
                 left.append(Finding(Action.LEAVE, machine.pool_id, place.provider.name, (machine.id,), reason))
             seen.add((place.provider.name, machine.id))
         place.machines = kept

@@ -1,7 +1,8 @@
 """The sweep: find the pools whose owners are dead, and end their machines. Third safeguard (decision 0008).
 
-`survey.py` asks the ledger and the providers, `policy.py` decides, `provider_work.py` carries it out at one provider, with `release.py` for each pool.
-Each of them may run in several processes at once, be killed at any line, and be called again.
+`survey.py` asks the ledger and the providers, `policy.py` decides, `provider_work.py` carries it out at one provider,
+with `release.py` for each pool. Each of them may run in several processes at once, be killed at any line, and be called
+again.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class SweepReport:
     adopted: tuple[Finding, ...] = ()
     """The findings of ADOPT that were carried out: the machines are in the ledger now."""
     pruned: tuple[str, ...] = ()
-    """Descriptions of unused things that outlive pools and that the providers have removed, or would remove if this was no dry run (`Provider.prune`)."""
+    """Descriptions of unused things that outlive pools and that the providers have removed, or would remove if this was
+    no dry run (`Provider.prune`).
+    """
 
     @property
     def to_do(self) -> tuple[Finding, ...]:
@@ -65,32 +68,57 @@ def sweep(
         providers: asked in addition to those that the ledger names.
         is_dry_run: only report.
         min_age_seconds: machines that the ledger does not know are left until they are older than that.
-        include_unknown: also end such machines if it is unknown whether their owner lives. They may belong to another user.
+        include_unknown: also end such machines if it is unknown whether their owner lives. They may belong to another
+            user.
         clock: returns the time of day.
         monotonic: counts seconds, for deadlines.
         pause: waits for so many seconds.
 
-    Failures are in the report and stop nothing else. Nothing is done at a provider that cannot list its machines. Raises LedgerError if the ledger cannot be
-    read.
+    Failures are in the report and stop nothing else. Nothing is done at a provider that cannot list its machines.
+    Raises LedgerError if the ledger cannot be read.
     """
     view = look(ledger, providers)
 
     def settle(place: Place) -> ProviderWork:
-        scene = Scene(place.provider, place.machines, place.pools, place.intents, clock(), Owner.here(), owner_states(place), place.of_others)
-        work = ProviderWork(ledger, place, judge(scene, min_age_seconds=min_age_seconds, include_unknown=include_unknown), clock, monotonic, pause)
+        scene = Scene(
+            place.provider,
+            place.machines,
+            place.pools,
+            place.intents,
+            clock(),
+            Owner.here(),
+            owner_states(place),
+            place.of_others,
+        )
+        work = ProviderWork(
+            ledger,
+            place,
+            judge(scene, min_age_seconds=min_age_seconds, include_unknown=include_unknown),
+            clock,
+            monotonic,
+            pause,
+        )
         if not is_dry_run:
             work.do()
         return work
 
     done = side_by_side(settle, view.places, "skyward-sweep")
-    pruned = side_by_side(lambda place: _pruned(place.provider, clock(), is_dry_run=is_dry_run), view.places, "skyward-sweep")  # last: machines cost more
+    # last: machines cost more
+    pruned = side_by_side(
+        lambda place: _pruned(place.provider, clock(), is_dry_run=is_dry_run), view.places, "skyward-sweep"
+    )
     return SweepReport(
         (*(finding for work in done for finding in work.findings), *view.left),
         tuple(finding for work in done for finding in work.ended),
-        (*view.failures, *(failure for work in done for failure in work.failures), *(one for one in pruned if isinstance(one, Failure))),
+        (
+            *view.failures,
+            *(failure for work in done for failure in work.failures),
+            *(one for one in pruned if isinstance(one, Failure)),
+        ),
         closed=tuple(finding for work in done for finding in work.closed),
         adopted=tuple(finding for work in done for finding in work.adopted),
-        pruned=tuple(dict.fromkeys(line for lines in pruned if not isinstance(lines, Failure) for line in lines)),  # several places may be of one account
+        # several places may be of one account
+        pruned=tuple(dict.fromkeys(line for lines in pruned if not isinstance(lines, Failure) for line in lines)),
     )
 
 

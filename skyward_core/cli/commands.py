@@ -1,6 +1,7 @@
 """The `skyward` command: what is rented, what it costs, what nobody answers for any more, and what may be spent.
 
-Exit codes: 0 all is well, 1 something failed, 2 it was asked for in a way that is not understood, 3 a dry run has found something to do.
+Exit codes: 0 all is well, 1 something failed, 2 it was asked for in a way that is not understood, 3 a dry run has found
+something to do.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code. What this library or the operating system raises is told in one line."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode shows a name's characters as numbers
+            # a terminal without Unicode shows a name's characters as numbers
+            stream.reconfigure(errors="backslashreplace")
     try:
         return _flushed(_run, argv)
     except BrokenPipeError:  # `skyward ps | head`: nobody reads on
@@ -63,13 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _flushed(run: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None) -> int:
-    """Run it and write out what it has printed, `--help` included: here, where a reader that has gone or a full disk can be told."""
+    """Run it and write out what it has printed, `--help` included: here, where a reader that has gone or a full disk
+    can be told.
+    """
     try:
         return run(argv)
     except OSError as error:
         if error.errno != errno.ENOSPC or error.filename is not None:
             raise
-        raise _lost(error, sys.stdout) from error  # stdout has no buffer (PYTHONUNBUFFERED): what is printed fails at once
+        # stdout has no buffer (PYTHONUNBUFFERED): what is printed fails at once
+        raise _lost(error, sys.stdout) from error
     finally:
         if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison] - None under `>&-`
             _flush(sys.stdout)
@@ -117,61 +122,136 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="skyward", description="What is rented, what it costs, and what nobody answers for any more.")
+    parser = argparse.ArgumentParser(
+        prog="skyward", description="What is rented, what it costs, and what nobody answers for any more."
+    )
     parser.add_argument("--version", action=_Say, const=_version, help="say which version this is")
-    parser.add_argument("--constraints", action=_Say, const=_constraints, help="say where the file of tested versions for this Python is, for `pip install -c`")
-    parser.add_argument("--ledger", type=_url, metavar="URL", help="the ledger (default: SKYWARD_LEDGER, else a file under the user's state directory)")
+    parser.add_argument(
+        "--constraints",
+        action=_Say,
+        const=_constraints,
+        help="say where the file of tested versions for this Python is, for `pip install -c`",
+    )
+    parser.add_argument(
+        "--ledger",
+        type=_url,
+        metavar="URL",
+        help="the ledger (default: SKYWARD_LEDGER, else a file under the user's state directory)",
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     ps = _add(commands, "ps", _ps, "show the pools, and what each has cost so far", has_json=True)
     ps.add_argument("--all", action="store_true", help="those that have ended too")
-    ps.add_argument("--limit", type=_count, default=SHOWN_POOLS, metavar="N", help=f"the newest so many (default: {SHOWN_POOLS})")
+    ps.add_argument(
+        "--limit", type=_count, default=SHOWN_POOLS, metavar="N", help=f"the newest so many (default: {SHOWN_POOLS})"
+    )
 
     cost = _add(commands, "cost", _cost, "add up what was spent, and what spot has saved", has_json=True)
-    cost.add_argument("--by", choices=["day", "pool", "owner", "bucket", "run", "task", "asset"], default="day", help="what to add up by (default: day)")
-    cost.add_argument("--since", type=_date, metavar="DATE", help="what was asked for on this UTC day (2026-11-21) or later")
+    cost.add_argument(
+        "--by",
+        choices=["day", "pool", "owner", "bucket", "run", "task", "asset"],
+        default="day",
+        help="what to add up by (default: day)",
+    )
+    cost.add_argument(
+        "--since", type=_date, metavar="DATE", help="what was asked for on this UTC day (2026-11-21) or later"
+    )
     cost.add_argument("--until", type=_date, metavar="DATE", help="what was asked for before this UTC day")
-    cost.add_argument("--limit", type=_count, default=SHOWN_POOLS, metavar="N", help=f"the costliest so many lines (default: {SHOWN_POOLS}); others in one")
+    cost.add_argument(
+        "--limit",
+        type=_count,
+        default=SHOWN_POOLS,
+        metavar="N",
+        help=f"the costliest so many lines (default: {SHOWN_POOLS}); others in one",
+    )
 
     sweep = _add(commands, "sweep", _sweep, "find what nobody answers for any more; with --yes, end it", has_json=True)
     sweep.add_argument("--yes", action="store_true", help="do it; without this nothing is touched")
     sweep.add_argument(
-        "--provider", type=_words, action="append", metavar="NAME", help="whom to ask beside those of the ledger's pools (default: as the settings say)"
+        "--provider",
+        type=_words,
+        action="append",
+        metavar="NAME",
+        help="whom to ask beside those of the ledger's pools (default: as the settings say)",
     )
-    sweep.add_argument("--min-age", type=_seconds, default=600.0, metavar="SECONDS", help="leave machines that the ledger does not know until they are older")
-    sweep.add_argument("--unknown", action="store_true", help="end old machines too of which nobody here can tell whose they are; they may be somebody else's")
+    sweep.add_argument(
+        "--min-age",
+        type=_seconds,
+        default=600.0,
+        metavar="SECONDS",
+        help="leave machines that the ledger does not know until they are older",
+    )
+    sweep.add_argument(
+        "--unknown",
+        action="store_true",
+        help="end old machines too of which nobody here can tell whose they are; they may be somebody else's",
+    )
 
     stop = _add(commands, "stop", _stop, "end a pool, live or not")
     stop.add_argument("pool_id", type=_name)
-    stop.add_argument("--provider", type=_words, metavar="NAME", help="who rents its machines, if the ledger does not know")
+    stop.add_argument(
+        "--provider", type=_words, metavar="NAME", help="who rents its machines, if the ledger does not know"
+    )
 
-    why = _add(commands, "why", _why, "show why a pool has its machines where it has them, or none: each try to rent them, and what refused it", has_json=True)
+    why = _add(
+        commands,
+        "why",
+        _why,
+        "show why a pool has its machines where it has them, or none: each try to rent them, and what refused it",
+        has_json=True,
+    )
     why.add_argument("pool_id", type=_name)
 
     offers = _add(commands, "offers", _offers, "show what is sold now, the cheapest first", has_json=True)
-    offers.add_argument("--provider", type=_words, action="append", metavar="NAME", help="whom to ask (default: as the settings say)")
+    offers.add_argument(
+        "--provider", type=_words, action="append", metavar="NAME", help="whom to ask (default: as the settings say)"
+    )
     offers.add_argument("--accelerator", type=_name, metavar="NAME", help='such as "A100" or "H100-SXM"')
-    offers.add_argument("--count", type=_count, default=1, metavar="N", help="so many accelerators in one machine, at least (default: 1)")
+    offers.add_argument(
+        "--count",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="so many accelerators in one machine, at least (default: 1)",
+    )
     offers.add_argument("--cpu", type=_count, metavar="N", help="CPU cores, at least")
     offers.add_argument("--memory", type=_name, metavar="SIZE", help='memory, at least: "64GB"')
     offers.add_argument("--architecture", choices=("x86_64", "arm64"), help="processor of the machine (default: any)")
     offers.add_argument("--max-price", type=_price, metavar="USD", help="per hour and machine, at most")
-    offers.add_argument("--max-age", type=_seconds, default=300.0, metavar="SECONDS", help="take answers that are not older than that (default: 300)")
+    offers.add_argument(
+        "--max-age",
+        type=_seconds,
+        default=300.0,
+        metavar="SECONDS",
+        help="take answers that are not older than that (default: 300)",
+    )
     offers.add_argument("--limit", type=_count, default=20, metavar="N", help="the cheapest so many (default: 20)")
 
     receipt = _add(commands, "receipt", _receipt, "show what a pool has rented and what became of it, as JSON")
     receipt.add_argument("pool_id", type=_name)
 
     ledgers = commands.add_parser("ledger", help="the ledger itself").add_subparsers(required=True, metavar="COMMAND")
-    prune = _add(ledgers, "prune", _prune, "show which details of old pools can go; with --yes, take them away: what they have cost stays", has_json=True)
-    prune.add_argument("--older-than", type=_days, required=True, metavar="DAYS", help="of pools that ended longer ago than that: 90d")
+    prune = _add(
+        ledgers,
+        "prune",
+        _prune,
+        "show which details of old pools can go; with --yes, take them away: what they have cost stays",
+        has_json=True,
+    )
+    prune.add_argument(
+        "--older-than", type=_days, required=True, metavar="DAYS", help="of pools that ended longer ago than that: 90d"
+    )
     prune.add_argument("--yes", action="store_true", help="do it; without this nothing is touched")
 
-    budgets = commands.add_parser("budget", help="accounts that pools are paid from").add_subparsers(required=True, metavar="COMMAND")
+    budgets = commands.add_parser("budget", help="accounts that pools are paid from").add_subparsers(
+        required=True, metavar="COMMAND"
+    )
     limit = _add(budgets, "set", _set_budget, "make an account, or change its limit")
     limit.add_argument("name", type=_name)
     limit.add_argument("--limit", type=_usd_asked, required=True, metavar="USD")
-    limit.add_argument("--per", choices=["run", "day", "month"], required=True, help="for each pool, each UTC day, or each UTC month")
+    limit.add_argument(
+        "--per", choices=["run", "day", "month"], required=True, help="for each pool, each UTC day, or each UTC month"
+    )
     _add(budgets, "list", _list_budgets, "show the accounts, and what is left of each", has_json=True)
     return parser
 
@@ -193,20 +273,31 @@ def _date(text: str) -> datetime:
 
 
 def _count(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or len(text) > len(str(MOST_COUNTED)) or not 0 < int(text) <= MOST_COUNTED:
+    if (
+        not (text.isascii() and text.isdecimal())
+        or len(text) > len(str(MOST_COUNTED))
+        or not 0 < int(text) <= MOST_COUNTED
+    ):
         raise argparse.ArgumentTypeError(f"{_short(text)} is no whole number from 1 to {MOST_COUNTED}")
     return int(text)
 
 
 def _seconds(text: str) -> float:
     if not 0 <= (seconds := _number_told(text)) <= MOST_SECONDS:
-        raise argparse.ArgumentTypeError(f"seconds are zero or more, and at most {MOST_SECONDS:.0f}; given {_short(text)}")
+        raise argparse.ArgumentTypeError(
+            f"seconds are zero or more, and at most {MOST_SECONDS:.0f}; given {_short(text)}"
+        )
     return seconds
 
 
 def _days(text: str) -> timedelta:
     number = text.removesuffix("d")
-    if number == text or not (number.isascii() and number.isdecimal()) or len(number) > len(str(MOST_DAYS)) or not 0 < int(number) <= MOST_DAYS:
+    if (
+        number == text
+        or not (number.isascii() and number.isdecimal())
+        or len(number) > len(str(MOST_DAYS))
+        or not 0 < int(number) <= MOST_DAYS
+    ):
         raise argparse.ArgumentTypeError(f"{_short(text)} is no number of days from 1d to {MOST_DAYS}d")
     return timedelta(days=int(number))
 
@@ -265,7 +356,10 @@ def _version() -> str:
 def _constraints() -> str:
     path = Path(__file__).parents[1] / f"constraints-{sys.version_info.major}.{sys.version_info.minor}.txt"
     if not path.is_file():
-        raise BadRequest(f"no versions were tested with Python {sys.version_info.major}.{sys.version_info.minor}; for others there are files in {path.parent}")
+        raise BadRequest(
+            f"no versions were tested with Python {sys.version_info.major}.{sys.version_info.minor}; for others there"
+            f" are files in {path.parent}"
+        )
     return str(path)
 
 
@@ -276,7 +370,13 @@ class _Say(argparse.Action):
         super().__init__(option_strings, dest, nargs=0, const=const, help=help)
 
     @override
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, option_string: str | None = None) -> None:
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
         print(self.const())
         parser.exit()
 
@@ -295,7 +395,10 @@ def _ps(ledger: Ledger, asked: argparse.Namespace) -> int:
         if intent.cloud_id is not None:
             rates[intent.pool_id] = rates.get(intent.pool_id, ZERO_USD) + intent.price.per_hour
     pools = [_pool(row, rates.get(row.entry.id, ZERO_USD), now) for row in rows]
-    troubles = [*map(str, damaged), *(f"pool {row.entry.id!r}: {row.entry.trouble}" for row in rows if row.entry.trouble)]
+    troubles = [
+        *map(str, damaged),
+        *(f"pool {row.entry.id!r}: {row.entry.trouble}" for row in rows if row.entry.trouble),
+    ]
     if asked.json:
         _print_json(pools)
         return _warned(troubles)
@@ -304,7 +407,18 @@ def _ps(ledger: Ledger, asked: argparse.Namespace) -> int:
         return _warned(troubles)
     works = {row.entry.id: str(row.entry.work) for row in rows}
     _print_table(
-        ["POOL", "STATE", "OWNER", "PROVIDER", ">OPEN", ">AGE", ">LEASE", ">USD/H", ">COST USD", *(["WORK"] if any(works.values()) else [])],
+        [
+            "POOL",
+            "STATE",
+            "OWNER",
+            "PROVIDER",
+            ">OPEN",
+            ">AGE",
+            ">LEASE",
+            ">USD/H",
+            ">COST USD",
+            *(["WORK"] if any(works.values()) else []),
+        ],
         [
             [
                 pool["pool"],
@@ -380,7 +494,8 @@ def _cost(ledger: Ledger, asked: argparse.Namespace) -> int:
 
     damaged: list[UnreadableRow] = []
     rows = ledger.cost_rows(CostBy(asked.by), since=asked.since, until=asked.until, unreadable=damaged)
-    counted = [row for row in rows if row.key == BILLING_ROUNDING] or rows  # a resource has seconds in several buckets: that row counts each of them once
+    # a resource has seconds in several buckets: that row counts each of them once
+    counted = [row for row in rows if row.key == BILLING_ROUNDING] or rows
     total = {**_added_up("total", rows), "resources": sum(row.resources for row in counted)}
     if asked.json:
         _print_json({"by": asked.by, "rows": [_bill(row) for row in rows], "total": total})
@@ -429,7 +544,9 @@ def _sweep(ledger: Ledger, asked: argparse.Namespace) -> int:
     from skyward_core.operations import configured_providers
 
     providers = configured_providers() if asked.provider is None else [_provider(name) for name in asked.provider]
-    report = sweep(ledger, providers, is_dry_run=not asked.yes, min_age_seconds=asked.min_age, include_unknown=asked.unknown)
+    report = sweep(
+        ledger, providers, is_dry_run=not asked.yes, min_age_seconds=asked.min_age, include_unknown=asked.unknown
+    )
     if asked.json:
         _print_json(
             {
@@ -439,7 +556,9 @@ def _sweep(ledger: Ledger, asked: argparse.Namespace) -> int:
                 "closed": [_found(finding) for finding in report.closed],
                 "adopted": [_found(finding) for finding in report.adopted],
                 "pruned": list(report.pruned),
-                "failures": [{"provider": its.provider, "pool": its.pool_id, "error": str(its.error)} for its in report.failures],
+                "failures": [
+                    {"provider": its.provider, "pool": its.pool_id, "error": str(its.error)} for its in report.failures
+                ],
             }
         )
     else:
@@ -453,7 +572,10 @@ def _tell(report: SweepReport, *, is_dry_run: bool) -> None:
     if report.findings:
         _print_table(
             ["ACTION", "POOL", "PROVIDER", "RESOURCES", "WHY"],
-            [[its.action.value, its.pool_id, its.provider, _some(its.resource_ids), its.reason] for its in report.findings],
+            [
+                [its.action.value, its.pool_id, its.provider, _some(its.resource_ids), its.reason]
+                for its in report.findings
+            ],
         )
     for failure in report.failures:
         print(f"skyward: {_visible(' '.join(str(failure).split()))}", file=sys.stderr)
@@ -524,7 +646,10 @@ def _stop(ledger: Ledger, asked: argparse.Namespace) -> int:
         print(f"{asked.pool_id} has ended; there was no machine of it to end")
     else:
         where = "the provider" if provider is None else provider.name
-        print(f"nothing was ended: the ledger has no pool {asked.pool_id!r}, and {where} lists no machine of it; is that its id? look with `skyward ps --all`")
+        print(
+            f"nothing was ended: the ledger has no pool {asked.pool_id!r}, and {where} lists no machine of it; is that"
+            " its id? look with `skyward ps --all`"
+        )
     return 0
 
 
@@ -572,13 +697,26 @@ def _offers(_: Ledger, asked: argparse.Namespace) -> int:
         return _print_json(
             {
                 "age_seconds": round(found.age_seconds(), 1),
-                "offers": [{**offer.model_dump(mode="json"), "total_per_hour": offer.total_per_hour} for offer in shown],
+                "offers": [
+                    {**offer.model_dump(mode="json"), "total_per_hour": offer.total_per_hour} for offer in shown
+                ],
                 "without": [asdict(one) for one in found.refusals],
             }
         )
     if shown:
         _print_table(
-            ["PROVIDER", "REGION", "TYPE", "MARKET", ">USD/H", ">OF IT BESIDE", ">CPUS", ">MEMORY GB", "ACCELERATORS", "PROCESSOR"],
+            [
+                "PROVIDER",
+                "REGION",
+                "TYPE",
+                "MARKET",
+                ">USD/H",
+                ">OF IT BESIDE",
+                ">CPUS",
+                ">MEMORY GB",
+                "ACCELERATORS",
+                "PROCESSOR",
+            ],
             [
                 [
                     offer.provider,
@@ -589,7 +727,11 @@ def _offers(_: Ledger, asked: argparse.Namespace) -> int:
                     digits(total_of(offer.extras_per_hour)) if offer.extras_per_hour else "",
                     f"{offer.vcpus:g}",
                     f"{offer.memory_gb:.0f}",
-                    f"{offer.accelerators} x {offer.accelerator} {offer.accelerator_memory_gb or 0:.0f}GB" if offer.accelerator else "",
+                    (
+                        f"{offer.accelerators} x {offer.accelerator} {offer.accelerator_memory_gb or 0:.0f}GB"
+                        if offer.accelerator
+                        else ""
+                    ),
                     offer.architecture or "",
                 ]
                 for offer in shown
@@ -615,7 +757,9 @@ def _why(ledger: Ledger, asked: argparse.Namespace) -> int:
         return _warned(damaged)
     if not attempts:
         what = (
-            "what it tried is not known any more: `skyward ledger prune` took it away" if entry.spec_json == PRUNED_SPEC else "has not tried to rent anything"
+            "what it tried is not known any more: `skyward ledger prune` took it away"
+            if entry.spec_json == PRUNED_SPEC
+            else "has not tried to rent anything"
         )
         print(f"{entry.id} {what}" if what.startswith("has") else f"{entry.id}: {what}")
         return _warned(damaged)
@@ -667,8 +811,15 @@ def _prune(ledger: Ledger, asked: argparse.Namespace) -> int:
     elif not pruned.pools:
         print(f"no pool that ended before {_iso(before)} has details left")
     else:
-        what = f"details of {pruned.pools} pools, {pruned.attempts} tries to rent machines, {pruned.reservations} settled reservations"
-        print(f"taken away: {what}; what they have cost stays" if asked.yes else f"to be taken away: {what}\nnothing was touched; --yes does it")
+        what = (
+            f"details of {pruned.pools} pools, {pruned.attempts} tries to rent machines, {pruned.reservations} settled"
+            " reservations"
+        )
+        print(
+            f"taken away: {what}; what they have cost stays"
+            if asked.yes
+            else f"to be taken away: {what}\nnothing was touched; --yes does it"
+        )
     return TO_DO if pruned.pools and not asked.yes else 0
 
 
@@ -698,15 +849,27 @@ def _list_budgets(ledger: Ledger, asked: argparse.Namespace) -> int:
     names = ("limit_usd", "spent_usd", "reserved_usd", "left_usd")
     _print_table(
         ["ACCOUNT", "PER", ">LIMIT USD", ">SPENT", ">RESERVED", ">LEFT"],
-        [[budget["account"], budget["per"], *("" if budget[name] is None else digits(budget[name]) for name in names)] for budget in budgets],
+        [
+            [
+                budget["account"],
+                budget["per"],
+                *("" if budget[name] is None else digits(budget[name]) for name in names),
+            ]
+            for budget in budgets
+        ],
     )
     return _warned(damaged)
 
 
 def _budget(ledger: Ledger, account: Account, reservations: Sequence[Reservation], now: datetime) -> dict[str, Any]:
-    """An account in this period; one with a limit for each run has nothing spent or left but for a pool, and all that is reserved from it is told."""
+    """An account in this period; one with a limit for each run has nothing spent or left but for a pool, and all that
+    is reserved from it is told.
+    """
     scope = {"run": None, "day": f"{now:%Y-%m-%d}", "month": f"{now:%Y-%m}"}[account.period.value]
-    reserved = sum((its.reserved_usd for its in reservations if its.account == account.name and scope in (None, its.scope)), ZERO_USD)
+    reserved = sum(
+        (its.reserved_usd for its in reservations if its.account == account.name and scope in (None, its.scope)),
+        ZERO_USD,
+    )
     left = None if scope is None else ledger.left_usd(account.name, "")
     return {
         "account": account.name,
@@ -732,7 +895,9 @@ def _visible(text: str) -> str:
 
 
 def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print columns, those to the right whose head begins with `>`; on a terminal what is too long is folded, and what is too wide for that stands in lines."""
+    """Print columns, those to the right whose head begins with `>`; on a terminal what is too long is folded, and what
+    is too wide for that stands in lines.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -741,7 +906,12 @@ def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     if not console.is_terminal:
         console.width = WIDE
     if _least_width(heads, rows) > console.width:
-        print("\n\n".join("\n".join(f"{head.removeprefix('>')}: {text}" for head, text in zip(heads, row, strict=True) if text) for row in rows))
+        print(
+            "\n\n".join(
+                "\n".join(f"{head.removeprefix('>')}: {text}" for head, text in zip(heads, row, strict=True) if text)
+                for row in rows
+            )
+        )
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for head in heads:
@@ -756,7 +926,10 @@ def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def _least_width(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
     """How many columns a table needs to be readable: numbers are whole, texts may be folded."""
     columns = zip(heads, *rows, strict=True)
-    widths = [max(map(len, texts)) if texts[0].startswith(">") else min(max(map(len, texts)), READABLE_CHARACTERS) for texts in columns]
+    widths = [
+        max(map(len, texts)) if texts[0].startswith(">") else min(max(map(len, texts)), READABLE_CHARACTERS)
+        for texts in columns
+    ]
     return sum(widths) + 2 * len(widths)
 
 

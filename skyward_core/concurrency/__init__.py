@@ -1,1 +1,3 @@
-"""Plain threads: several things at once, one thing again and again; and processes whose threads were replaced by greenlets."""
+"""Plain threads: several things at once, one thing again and again; and processes whose threads were replaced by
+greenlets.
+"""

@@ -14,13 +14,16 @@ MODULES = ("thread", "threading", "socket", "select", "selectors", "subprocess",
 
 
 def refuse_greenlets(modules: Mapping[str, ModuleType] = sys.modules) -> None:
-    """Raise BadRequest if gevent or eventlet has replaced modules of the standard library: a pool would hang in `open` without a word."""
+    """Raise BadRequest if gevent or eventlet has replaced modules of the standard library: a pool would hang in `open`
+    without a word.
+    """
     for library, patched in (("gevent", _by_gevent(modules)), ("eventlet", _by_eventlet(modules))):
         if patched:
             raise BadRequest(
-                f"{library} has replaced {', '.join(patched)} in this process, and a pool needs the real ones: its threads would wait for each other for ever."
-                f" Open the pool in a process of its own that is not patched (`subprocess`, or a worker of another kind for these tasks),"
-                f" or do not call {library}'s monkey patching in this one."
+                f"{library} has replaced {', '.join(patched)} in this process, and a pool needs the real ones: its"
+                " threads would wait for each other for ever. Open the pool in a process of its own that is not"
+                f" patched (`subprocess`, or a worker of another kind for these tasks), or do not call {library}'s"
+                " monkey patching in this one."
             )
 
 

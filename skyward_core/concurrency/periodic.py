@@ -7,12 +7,16 @@ from collections.abc import Callable
 
 
 class Beat:
-    """Calls `step` every so many seconds, from a daemon thread of that name, until `end` is called. The first call comes after the first pause.
+    """Calls `step` every so many seconds, from a daemon thread of that name, until `end` is called. The first call
+    comes after the first pause.
 
-    `step` must not wait for a callback or a display, and so it must not log either. What it raises goes to `on_error`, and it is called again all the same.
+    `step` must not wait for a callback or a display, and so it must not log either. What it raises goes to `on_error`,
+    and it is called again all the same.
     """
 
-    def __init__(self, name: str, seconds: float, step: Callable[[], object], on_error: Callable[[Exception], object]) -> None:
+    def __init__(
+        self, name: str, seconds: float, step: Callable[[], object], on_error: Callable[[Exception], object]
+    ) -> None:
         self._seconds = seconds
         self._step = step
         self._on_error = on_error
@@ -24,7 +28,10 @@ class Beat:
         self._thread.start()
 
     def end(self) -> None:
-        """Call `step` no more. Does not wait for a call that runs; may be called twice, before `start`, and by `step` itself."""
+        """Call `step` no more.
+
+        Does not wait for a call that runs; may be called twice, before `start`, and by `step` itself.
+        """
         self._ended.set()
 
     def join(self, timeout_seconds: float) -> None:

@@ -1,7 +1,8 @@
 """Several things at once, in plain threads.
 
-A pool that was left open is given back when the interpreter ends, in an `atexit` callback. concurrent.futures has closed its executors for good by then
-("cannot schedule new futures after interpreter shutdown"), so that nothing of what giving back needs may run in one; threads still start.
+A pool that was left open is given back when the interpreter ends, in an `atexit` callback. concurrent.futures has
+closed its executors for good by then ("cannot schedule new futures after interpreter shutdown"), so that nothing of
+what giving back needs may run in one; threads still start.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ class Threads:
         self._threads: list[threading.Thread] = []
 
     def submit[**P, R](self, work: Callable[P, R], *args: P.args, **words: P.kwargs) -> Future[R]:
-        """Begin a piece of work; here and now, where no thread can be started any more. It has begun, and cannot be cancelled."""
+        """Begin a piece of work; here and now, where no thread can be started any more.
+
+        It has begun, and cannot be cancelled.
+        """
         outcome: Future[R] = Future()
-        outcome.set_running_or_notify_cancel()  # one that was cancelled, as asyncio does with what it waits for, would take no result
+        # one that was cancelled, as asyncio does with what it waits for, would take no result
+        outcome.set_running_or_notify_cancel()
 
         def run() -> None:
             try:
@@ -68,7 +73,8 @@ class PlainExecutor(ThreadPoolExecutor):
 
 
 def side_by_side[T, R](work: Callable[[T], R], things: Sequence[T], name: str, most: int = MOST_THREADS) -> list[R]:
-    """Return what `work` makes of each thing, in their order, a few at a time. Raises the first one's error, when all are done.
+    """Return what `work` makes of each thing, in their order, a few at a time. Raises the first one's error, when all
+    are done.
 
     Interrupted, it begins no more, and waits for what has begun: nothing goes on behind the caller's back.
     """

@@ -1,6 +1,7 @@
 """The actions that the dispatcher returns and its owner does. Each is a frozen value: the dispatcher only decides.
 
-An action with an `epoch` belongs to one connection to a scheduler. The owner drops it when another connection has replaced that one.
+An action with an `epoch` belongs to one connection to a scheduler. The owner drops it when another connection has
+replaced that one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from skyward_core.worker.wire import Batch, Outcome, Parcel
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a batch as the task `key`, to the worker at `address` (None: the scheduler chooses). Then `task_ended`; `unsent` if it has not gone out."""
+    """Send a batch as the task `key`, to the worker at `address` (None: the scheduler chooses).
+
+    Then `task_ended`; `unsent` if it has not gone out.
+    """
 
     epoch: int
     number: int
@@ -36,7 +40,10 @@ class Follow:
 
 @dataclass(frozen=True, slots=True)
 class TakeBack:
-    """The worker to which a batch was sent is gone. If the batch's task has not ended, release it; then `taken_back`."""
+    """The worker to which a batch was sent is gone.
+
+    If the batch's task has not ended, release it; then `taken_back`.
+    """
 
     epoch: int
     number: int
@@ -45,7 +52,9 @@ class TakeBack:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Get the result of a batch's task, which holds the outcomes of all its calls; then `gathered`, or `not_gathered`."""
+    """Get the result of a batch's task, which holds the outcomes of all its calls; then `gathered`, or
+    `not_gathered`.
+    """
 
     epoch: int
     number: int
@@ -70,7 +79,9 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class TellKept:
-    """Ask every worker to announce the calls that it keeps from an earlier head (`WorkerKept`), and to report them again."""
+    """Ask every worker to announce the calls that it keeps from an earlier head (`WorkerKept`), and to report them
+    again.
+    """
 
     epoch: int
 
@@ -110,7 +121,8 @@ class Ping:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """Put large arguments (by call id) and functions (by name) of a batch into a node's memory; then `uploaded` or `upload_failed`.
+    """Put large arguments (by call id) and functions (by name) of a batch into a node's memory; then `uploaded` or
+    `upload_failed`.
 
     A function for which the node has no room travels in the message. Arguments fail the upload then.
     """
@@ -143,7 +155,10 @@ class Remove:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """A call has ended: give its caller the value, or raise its exception. `outcome.parcel` is on this machine, or in a message."""
+    """A call has ended: give its caller the value, or raise its exception.
+
+    `outcome.parcel` is on this machine, or in a message.
+    """
 
     call_id: str
     node: int

@@ -9,7 +9,8 @@ States of a call:
        │ │             └──its worker, task or head is lost──▶ lost ──may run again──▶ waiting
        │ └──cancelled, given up──▶ ended                       └──retries are used up──▶ ended (NodeLost)
 
-On a pool that drains or closes no call waits: a call that comes back into the queue raises the error of `drain` or `close`.
+On a pool that drains or closes no call waits: a call that comes back into the queue raises the error of `drain` or
+`close`.
 
 `outbox.py` has the queue, `fetches.py` the large outcomes in transit, `shipments.py` the batches in flight.
 """
@@ -32,9 +33,19 @@ PROGRESS_SECONDS = 0.1
 
 
 class Calls:
-    """The calls that have not ended. It decides which of them wait again and which end, and how. `act` takes the actions."""
+    """The calls that have not ended.
 
-    def __init__(self, queue: Queue, members: Members, connection: ConnectionState, retries: int, act: Callable[[do.Action], object]) -> None:
+    It decides which of them wait again and which end, and how. `act` takes the actions.
+    """
+
+    def __init__(
+        self,
+        queue: Queue,
+        members: Members,
+        connection: ConnectionState,
+        retries: int,
+        act: Callable[[do.Action], object],
+    ) -> None:
         self.entries: dict[str, Entry] = {}
         """The calls whose callers wait: waiting, out or being fetched."""
         self.fetches = Fetches(members, act)
@@ -87,11 +98,16 @@ class Calls:
         self.fail(ids, error)
 
     def end(self, error: SkywardError) -> None:
-        """Make all calls raise this, now and later. Outcomes that are being fetched may still arrive, unless the pool closes."""
+        """Make all calls raise this, now and later.
+
+        Outcomes that are being fetched may still arrive, unless the pool closes.
+        """
         self._ended = self._ended or error
         self._queue.clear()
         self._to_stop.clear()
-        self.fail([call_id for call_id in self.entries if self._is_closed or not self.fetches.is_under_way(call_id)], error)
+        self.fail(
+            [call_id for call_id in self.entries if self._is_closed or not self.fetches.is_under_way(call_id)], error
+        )
 
     def close(self, error: SkywardError) -> None:
         """Make all calls raise this: the pool closes."""
@@ -120,7 +136,10 @@ class Calls:
             self._finish(call_id, fetching.outcome._replace(parcel=parcel), fetching.node, fetching.instance_id)
 
     def not_fetched(self, call_id: str, lies_at: str, error: Exception, *, is_cut: bool) -> None:
-        """A large outcome could not be fetched. `is_cut`: the wire to its node was cut; the fetch is repeated when the wire is back."""
+        """A large outcome could not be fetched.
+
+        `is_cut`: the wire to its node was cut; the fetch is repeated when the wire is back.
+        """
         if (fetching := self.fetches.find(call_id, lies_at)) is None:
             return
         fetching.error = error
@@ -145,7 +164,13 @@ class Calls:
     def _fetch(self, entry: Entry, outcome: Outcome, node: int, now: float) -> None:
         lies_on = self._members.instance_of(outcome.parcel)
         if lies_on is None:
-            self._lose_result(entry, NodeLost("the value lies on a node that this client does not know: it came in the place of another one, or is lost"))
+            self._lose_result(
+                entry,
+                NodeLost(
+                    "the value lies on a node that this client does not know: it came in the place of another one, or"
+                    " is lost"
+                ),
+            )
         else:
             self.fetches.begin(entry, outcome, node, lies_on, now)
 
@@ -174,7 +199,9 @@ class Calls:
     # ── calls handed back, and calls lost ────────────────────────────────────────────────────────────────────────────
 
     def take_back(self, call_ids: Sequence[str]) -> None:
-        """Calls have not been begun: they wait again, first in the queue; on a pool that drains or closes they raise."""
+        """Calls have not been begun: they wait again, first in the queue; on a pool that drains or closes they
+        raise.
+        """
         self._queue.returned(call_ids)
         self._refuse(call_ids)
 
@@ -203,7 +230,8 @@ class Calls:
         self._queue.returned(again)
         for call_id, error in lost:
             self.fail([call_id], error)
-        if lost and self._connection.is_live:  # a worker may still have one: it must not begin after its caller has seen NodeLost
+        # a worker may still have one: it must not begin after its caller has seen NodeLost
+        if lost and self._connection.is_live:
             self._do(do.Stop(self._connection.epoch, tuple(call_id for call_id, _ in lost)))
 
     def fail(self, call_ids: Iterable[str], error: SkywardError) -> None:
@@ -220,13 +248,23 @@ class Calls:
 
     def without_arguments(self, is_there: Callable[[Parcel], bool]) -> list[str]:
         """Return the waiting calls whose arguments were in a node's memory and are gone."""
-        arguments = [(call_id, entry.call.arguments) for call_id, entry in self.entries.items() if not self._queue.is_out(call_id)]
-        return [call_id for call_id, parcel in arguments if parcel.path and call_id not in self.fetches.by_call and not is_there(parcel)]
+        arguments = [
+            (call_id, entry.call.arguments)
+            for call_id, entry in self.entries.items()
+            if not self._queue.is_out(call_id)
+        ]
+        return [
+            call_id
+            for call_id, parcel in arguments
+            if parcel.path and call_id not in self.fetches.by_call and not is_there(parcel)
+        ]
 
     def _refuse(self, call_ids: Sequence[str]) -> None:
         """Make calls that wait raise, if the pool begins none. Drop those that their callers have cancelled."""
         refusal = self._ended or self._drained
-        if unwanted := set(call_ids) if refusal is not None else {call_id for call_id in call_ids if call_id not in self.entries}:
+        if unwanted := (
+            set(call_ids) if refusal is not None else {call_id for call_id in call_ids if call_id not in self.entries}
+        ):
             self._queue.drop(unwanted)
         if refusal is not None:
             self.fail(call_ids, refusal)
@@ -276,7 +314,9 @@ class Calls:
         """Return the calls that are to be stopped, once. Drop those that wait: they have not begun."""
         if not self._to_stop:
             return set()
-        to_stop = {call_id for call_id in self._to_stop - self._queue.drop(self._to_stop) if self._queue.is_out(call_id)}
+        to_stop = {
+            call_id for call_id in self._to_stop - self._queue.drop(self._to_stop) if self._queue.is_out(call_id)
+        }
         self._to_stop.clear()
         return to_stop
 

@@ -26,7 +26,9 @@ class PoolCertificate:
 
 
 def make_certificate(pool_id: str) -> PoolCertificate:
-    """Make a certificate for a pool (P-256: a thousand times faster to make than RSA, and as strong as 3072 bits of it, NIST SP 800-57)."""
+    """Make a certificate for a pool (P-256: a thousand times faster to make than RSA, and as strong as 3072 bits of it,
+    NIST SP 800-57).
+    """
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"skyward {pool_id}"[:64])])
     now = datetime.now(UTC)
@@ -43,5 +45,7 @@ def make_certificate(pool_id: str) -> PoolCertificate:
     )
     return PoolCertificate(
         certificate.public_bytes(serialization.Encoding.PEM).decode(),
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()).decode(),
+        key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        ).decode(),
     )

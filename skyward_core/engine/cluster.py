@@ -47,15 +47,17 @@ TICK_SECONDS = 0.5
 JOIN_POLL_SECONDS = 0.01
 CONNECT_SECONDS = 30.0
 BUSY_SECONDS = 2.0
-DETACH_SECONDS = 60.0  # how long `start_detached` waits for a scheduler that is out of reach: the wire may heal, or a new head come
+# how long `start_detached` waits for a scheduler that is out of reach: the wire may heal, or a new head come
+DETACH_SECONDS = 60.0
 HOLD_SECONDS = 1.0
 
 
 class Cluster:
     """The connection to a pool's Dask cluster. The pool calls `start`, which opens it, and `close`.
 
-    States: new -> open -> closed. While it is open the scheduler may go out of reach (`Watcher.cut`). Then nothing is sent and no call is lost until the pool
-    calls `resume` (the same scheduler answers again), `restart` (there is another one) or `give_up`.
+    States: new -> open -> closed. While it is open the scheduler may go out of reach (`Watcher.cut`). Then nothing is
+    sent and no call is lost until the pool calls `resume` (the same scheduler answers again), `restart` (there is
+    another one) or `give_up`.
 
     `delivered` returns the number of the last event that callbacks and displays have taken.
     """
@@ -87,10 +89,14 @@ class Cluster:
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def start(self, address: str, deadline: float, check: Callable[[], None], patience_seconds: float = math.inf) -> None:
-        """Connect to the scheduler and wait for all workers. `check` is called now and then, and raises if a node will not come.
+    def start(
+        self, address: str, deadline: float, check: Callable[[], None], patience_seconds: float = math.inf
+    ) -> None:
+        """Connect to the scheduler and wait for all workers. `check` is called now and then, and raises if a node will
+        not come.
 
-        Raises NodeLost at the deadline (of time.monotonic). If the patience ends before, it returns without the workers that are missing.
+        Raises NodeLost at the deadline (of time.monotonic). If the patience ends before, it returns without the workers
+        that are missing.
         """
         self.owner.start()
         self._connect(address, min(CONNECT_SECONDS, max(1.0, deadline - time.monotonic())), deadline)
@@ -111,7 +117,10 @@ class Cluster:
         self.owner.watcher = watcher
 
     def close(self, error: SkywardError) -> None:
-        """End the connection; calls that have not ended raise this error. May be called twice, and after a start that failed."""
+        """End the connection; calls that have not ended raise this error.
+
+        May be called twice, and after a start that failed.
+        """
         if self._is_closing:
             return
         self._is_closing = True
@@ -127,20 +136,29 @@ class Cluster:
             it.close()
 
     def leave(self, reason: str) -> None:
-        """Close, stop the calls of this client, and let the scheduler drop what it keeps for it. Other clients go on using the pool."""
+        """Close, stop the calls of this client, and let the scheduler drop what it keeps for it.
+
+        Other clients go on using the pool.
+        """
         if (connection := self.owner.connection) is not None:
             with contextlib.suppress(NotSent):
                 connection.send(messages.leave(self.dispatcher.topic))
         self.close(PoolClosed(reason))
 
     def drain(self, error: SkywardError | None) -> None:
-        """Take no more calls; those that have not begun raise this error, those that run may end. None: take calls again."""
+        """Take no more calls; those that have not begun raise this error, those that run may end.
+
+        None: take calls again.
+        """
         self._drained = error
         self.owner.post(lambda: self.dispatcher.drain(error))
 
     @property
     def client(self) -> distributed.Client:
-        """The engine's own Dask client. Raises PoolClosed after the end, NodeLost while the scheduler is out of reach."""
+        """The engine's own Dask client.
+
+        Raises PoolClosed after the end, NodeLost while the scheduler is out of reach.
+        """
         return self._connection.client
 
     @property
@@ -165,11 +183,15 @@ class Cluster:
         return self.owner.ended_at if self.is_idle else time.monotonic()
 
     def has_work(self) -> bool:
-        """Tell whether any call runs or waits: of this client or another, a detached one, or a task of Dask's own. Asks the scheduler if need be."""
+        """Tell whether any call runs or waits: of this client or another, a detached one, or a task of Dask's own.
+
+        Asks the scheduler if need be.
+        """
         if not self.is_idle:
             return True
         try:
-            return bool(self._ask("skyward_busy", BUSY_SECONDS))  # the caller renews leases, and cannot wait for a silent head
+            # the caller renews leases, and cannot wait for a silent head
+            return bool(self._ask("skyward_busy", BUSY_SECONDS))
         except (SkywardError, OSError):
             return False  # the scheduler is out of reach; pings notice that
 
@@ -182,29 +204,43 @@ class Cluster:
         return self.dispatcher.members.missing(rank)
 
     def hold(self, rank: int) -> int:
-        """Give a node no more calls, of any client; return how many it still has. Idempotent. Repeat it: a worker that joins again is free.
+        """Give a node no more calls, of any client; return how many it still has. Idempotent. Repeat it: a worker that
+        joins again is free.
 
         Calls for that node wait for its replacement. Raises NodeLost or PoolClosed if the scheduler is out of reach.
         """
         left = int(self._ask(HOLD, rank=rank))
         node = self.dispatcher.members.nodes.get(rank)
         try:  # after all messages that have arrived by now: the fetches that they begin count too
-            return left + self.owner.run(lambda: self.dispatcher.fetching_from(node.instance.id) if node is not None else 0, HOLD_SECONDS)
+            return left + self.owner.run(
+                lambda: self.dispatcher.fetching_from(node.instance.id) if node is not None else 0, HOLD_SECONDS
+            )
         except TimeoutError:
             return left + 1
 
     # ── when the scheduler is out of reach ───────────────────────────────────────────────────────────────────────────
 
     def resume(self, address: str, timeout_seconds: float) -> None:
-        """Connect again to the same scheduler; it sends the messages that were missed. Raises NodeLost if it does not answer in time."""
+        """Connect again to the same scheduler; it sends the messages that were missed.
+
+        Raises NodeLost if it does not answer in time.
+        """
         self._disconnect(is_to_return=True)
         self._connect(address, timeout_seconds, time.monotonic() + timeout_seconds)
 
     def restart(self, lease: Lease, address: str, timeout_seconds: float) -> None:
-        """Connect to another scheduler. Calls in flight are kept by workers that outlive the old one, or lost with it: they run again, or raise NodeLost."""
+        """Connect to another scheduler.
+
+        Calls in flight are kept by workers that outlive the old one, or lost with it: they run again, or raise
+        NodeLost.
+        """
         self._disconnect()
         self._schedulers += 1
-        self.owner.run(lambda: self.dispatcher.restarted(lease.nodes, lambda parcel: os.path.exists(str(parcel.path)), time.monotonic()))
+        self.owner.run(
+            lambda: self.dispatcher.restarted(
+                lease.nodes, lambda parcel: os.path.exists(str(parcel.path)), time.monotonic()
+            )
+        )
         self._connect(address, timeout_seconds, time.monotonic() + timeout_seconds)
 
     def know(self, lease: Lease) -> None:
@@ -223,7 +259,9 @@ class Cluster:
         self.owner.post(lambda: self.dispatcher.give_up(error, rank))
 
     def _connect(self, address: str, timeout_seconds: float, deadline: float) -> None:
-        """Connect, and wait for the scheduler's answer until the deadline: a frozen scheduler accepts connections and does not answer."""
+        """Connect, and wait for the scheduler's answer until the deadline: a frozen scheduler accepts connections and
+        does not answer.
+        """
         try:
             client = connect(address, self._certificate, timeout_seconds)
         except OSError as error:
@@ -252,27 +290,42 @@ class Cluster:
     # ── calls out ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def submit(
-        self, calls: Iterable[PendingCompute[Any]], replace_object: pickling.Replace | None = None, *, is_awaited: bool = False
+        self,
+        calls: Iterable[PendingCompute[Any]],
+        replace_object: pickling.Replace | None = None,
+        *,
+        is_awaited: bool = False,
     ) -> list[CallFuture[Any]]:
-        """Submit calls to any free slots; return their futures, in order. Raises NotPicklable, PoolClosed or NodeLost at once.
+        """Submit calls to any free slots; return their futures, in order. Raises NotPicklable, PoolClosed or NodeLost
+        at once.
 
-        `is_awaited`: the caller only waits until they have ended. It cannot change large arguments meanwhile, so they are not copied.
+        `is_awaited`: the caller only waits until they have ended. It cannot change large arguments meanwhile, so they
+        are not copied.
         """
         return self._take_in(((call, None) for call in calls), replace_object, None, is_awaited)
 
-    def broadcast(self, call: PendingCompute[Any], replace_object: pickling.Replace | None = None) -> list[CallFuture[Any]]:
+    def broadcast(
+        self, call: PendingCompute[Any], replace_object: pickling.Replace | None = None
+    ) -> list[CallFuture[Any]]:
         """Submit a call once for each worker of the pool; return the futures in the order of the workers.
 
-        The calls of a node that is away wait for its replacement: without them their share of the data would be missing.
+        The calls of a node that is away wait for its replacement: without them their share of the data would be
+        missing.
         """
-        return self._take_in(((call, worker) for worker in self._names()), replace_object, uuid.uuid4().hex, is_awaited=True)
+        return self._take_in(
+            ((call, worker) for worker in self._names()), replace_object, uuid.uuid4().hex, is_awaited=True
+        )
 
     def _names(self) -> list[str]:
         """Names of all workers of the pool, whether they are there or not, in their order."""
         return [name for rank in self._ranks for name in self.dispatcher.members.names_at(rank)]
 
     def _take_in(
-        self, calls: Iterable[tuple[PendingCompute[Any], str | None]], replace_object: pickling.Replace | None, job_id: str | None, is_awaited: bool
+        self,
+        calls: Iterable[tuple[PendingCompute[Any], str | None]],
+        replace_object: pickling.Replace | None,
+        job_id: str | None,
+        is_awaited: bool,
     ) -> list[CallFuture[Any]]:
         self._refuse()
         functions: dict[int, tuple[Any, str, Parcel]] = {}
@@ -328,8 +381,8 @@ class Cluster:
     def start_detached(self, pending: PendingCompute[Any], replace_object: pickling.Replace | None = None) -> str:
         """Submit a call to the cluster, which keeps the call and its outcome until `forget_detached`; return its id.
 
-        While the scheduler is out of reach it waits and asks again; the request is idempotent by the id. Raises NodeLost when it gives up; the message says
-        whether the call may have begun.
+        While the scheduler is out of reach it waits and asks again; the request is idempotent by the id. Raises
+        NodeLost when it gives up; the message says whether the call may have begun.
         """
         self._refuse()
         name, function = _packed_function(pending.fn, replace_object)
@@ -338,11 +391,17 @@ class Cluster:
         key = detached_key(call_id)
         call = Call(call_id, name, Parcel(pickled.data, tuple(bytes(buffer) for buffer in pickled.buffers)), call_id)
         batch = pickle.dumps(Batch(key, (call,), {name: function}), protocol=5)
-        self._hand_over(call_id, {"batch": batch, "annotations": {RETRIES: self._retries, NAME: getattr(pending.fn, "__name__", "")}})
+        self._hand_over(
+            call_id,
+            {"batch": batch, "annotations": {RETRIES: self._retries, NAME: getattr(pending.fn, "__name__", "")}},
+        )
         return call_id
 
     def _hand_over(self, call_id: str, message: Mapping[str, Any]) -> None:
-        """Ask the scheduler to take a detached call in, again on each connection to the same scheduler. Another one cannot know whether the call has begun."""
+        """Ask the scheduler to take a detached call in, again on each connection to the same scheduler.
+
+        Another one cannot know whether the call has begun.
+        """
         deadline = time.monotonic() + DETACH_SECONDS
         asked_at: int | None = None
         error: Exception | None = None
@@ -361,16 +420,20 @@ class Cluster:
             time.sleep(JOIN_POLL_SECONDS)
         if asked_at is None:
             raise self._lost or NodeLost("the pool's scheduler is out of reach just now: try again")
-        raise NodeLost(f"the pool's scheduler does not answer, and call {call_id} may have begun: look for it by this id (detached_call)") from (
-            self._lost or error
-        )
+        raise NodeLost(
+            f"the pool's scheduler does not answer, and call {call_id} may have begun: look for it by this id"
+            " (detached_call)"
+        ) from (self._lost or error)
 
     def detached_calls(self) -> list[Mapping[str, Any]]:
         """Return the records of all detached calls, in the order in which they were submitted."""
         return list(self._ask("skyward_calls"))
 
     def detached_call(self, call_id: str, after: int = 0) -> Mapping[str, Any]:
-        """Return the record of a detached call, and its messages after number `after`. Raises BadRequest if there is none of this id."""
+        """Return the record of a detached call, and its messages after number `after`.
+
+        Raises BadRequest if there is none of this id.
+        """
         known = self._ask("skyward_call", call_id=call_id, after=after)
         if known is None:
             raise BadRequest(f"the pool knows of no call {call_id!r}: it was forgotten, or started in another pool")
@@ -378,7 +441,11 @@ class Cluster:
 
     def detached_value(self, outcome: Outcome, node: int) -> Any:
         """Return the result of a detached call that has ended, or raise its exception. The result stays on its node."""
-        parcel = outcome.parcel if outcome.parcel.path is None else self._reach_of(outcome.parcel).take(outcome.parcel, keep=True)
+        parcel = (
+            outcome.parcel
+            if outcome.parcel.path is None
+            else self._reach_of(outcome.parcel).take(outcome.parcel, keep=True)
+        )
         return value_of(outcome._replace(parcel=parcel), node)
 
     def cancel_detached(self, call_id: str) -> None:
@@ -402,12 +469,17 @@ class Cluster:
         instance_id = self.dispatcher.members.instance_of(parcel)
         node = next((node for node in self.dispatcher.members.nodes.values() if node.instance.id == instance_id), None)
         if node is None:
-            raise NodeLost("the value lies on a node that this client does not know: it came in the place of another one, or is lost")
+            raise NodeLost(
+                "the value lies on a node that this client does not know: it came in the place of another one, or is"
+                " lost"
+            )
         return self._reaches.to(node.instance)
 
 
 def _packed_function(fn: Callable[..., Any], replace_object: pickling.Replace | None) -> tuple[str, Parcel]:
-    """Return the function's pickle and a name, the hash of its content: a runner loads each name once, and the function's globals live on between calls."""
+    """Return the function's pickle and a name, the hash of its content: a runner loads each name once, and the
+    function's globals live on between calls.
+    """
     pickled = sources.pack(fn, label=getattr(fn, "__name__", "function"), replace=replace_object)
     digest = hashlib.sha256(pickled.data)
     for buffer in pickled.buffers:

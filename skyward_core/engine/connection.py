@@ -1,9 +1,10 @@
 """Connections to a pool's scheduler: the engine's, and the user's (`engine.user_client` owns that one).
 
-The engine's connection is a Dask client, the topics that it listens to, the futures of the tasks that it follows, and questions with a deadline.
+The engine's connection is a Dask client, the topics that it listens to, the futures of the tasks that it follows, and
+questions with a deadline.
 
-A connection has a number, its epoch. It posts each message with that number to the owner of the engine, and decides nothing. All access to private names of
-Dask's client is in this file (`worker/dask_names.py` lists them).
+A connection has a number, its epoch. It posts each message with that number to the owner of the engine, and decides
+nothing. All access to private names of Dask's client is in this file (`worker/dask_names.py` lists them).
 """
 
 from __future__ import annotations
@@ -87,10 +88,16 @@ class PoolClient(DaskClient):
 
 
 class UserDaskClient(DaskClient):
-    """The user's Dask client, with automatic reconnect. Each of its streams sends at once and outlives a scheduler that is frozen for a while."""
+    """The user's Dask client, with automatic reconnect.
+
+    Each of its streams sends at once and outlives a scheduler that is frozen for a while.
+    """
 
     async def _ensure_connected(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - Dask's signature
-        """Connect or reconnect. A stream of Dask's waits 10 ms for more messages, and gives up a silent scheduler after 30 s."""
+        """Connect or reconnect.
+
+        A stream of Dask's waits 10 ms for more messages, and gives up a silent scheduler after 30 s.
+        """
         me: Any = self
         before = me.scheduler_comm
         await cast(Any, super())._ensure_connected(timeout)
@@ -100,7 +107,9 @@ class UserDaskClient(DaskClient):
 
 
 def _allow_silence(connection: socket.socket, seconds: float) -> None:
-    """Keep a TCP connection for this long while the other side acknowledges nothing (tcp(7): this overrides the keepalive). Only Linux has it."""
+    """Keep a TCP connection for this long while the other side acknowledges nothing (tcp(7): this overrides the
+    keepalive). Only Linux has it.
+    """
     if (option := getattr(socket, "TCP_USER_TIMEOUT", None)) is not None:
         connection.setsockopt(socket.IPPROTO_TCP, option, round(1000 * seconds))
 
@@ -120,7 +129,10 @@ class Connection:
         return self.client.status == "running"
 
     def listen(self, epoch: int, topic: str, after: int, inbox: Inbox) -> None:
-        """Listen to the pool, and to a topic after this message number. Post every message from now on. Raises NotSent."""
+        """Listen to the pool, and to a topic after this message number.
+
+        Post every message from now on. Raises NotSent.
+        """
         self.epoch = epoch
 
         def on_topic(event: tuple[float, Any]) -> None:
@@ -130,7 +142,9 @@ class Connection:
                 inbox.on_report(epoch, lambda: pickle.loads(event[1]))
 
         try:
-            self.client.subscribe_topic(POOL_TOPIC, lambda event: inbox.on_pool_news(epoch, lambda: pickle.loads(event[1])))
+            self.client.subscribe_topic(
+                POOL_TOPIC, lambda event: inbox.on_pool_news(epoch, lambda: pickle.loads(event[1]))
+            )
             self.client.subscribe_topic(topic, on_topic)
         except ClosedClientError as error:
             raise NotSent from error
@@ -144,7 +158,10 @@ class Connection:
     # ── out ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message on the client's stream: Dask's thread takes it, and loses it if the scheduler is out of reach. Raises NotSent."""
+        """Send a message on the client's stream: Dask's thread takes it, and loses it if the scheduler is out of reach.
+
+        Raises NotSent.
+        """
         try:
             cast(Any, self.client)._send_to_scheduler(message)
         except ClosedClientError as error:
@@ -212,7 +229,11 @@ class Connection:
         inbox.on_ping(self.epoch, ran)
 
     def close(self, *, is_to_return: bool = False) -> None:
-        """Close. `is_to_return`: another connection to the same scheduler follows, and the scheduler keeps this client's tasks for it."""
+        """Close.
+
+        `is_to_return`: another connection to the same scheduler follows, and the scheduler keeps this client's tasks
+        for it.
+        """
         self.client.is_to_return = is_to_return
         with contextlib.suppress(Exception):  # the nodes may be gone already
             self.client.close(timeout=2)
@@ -221,12 +242,15 @@ class Connection:
 def connect(address: str, certificate: PoolCertificate, timeout_seconds: float) -> PoolClient:
     """Return a Dask client of the pool's cluster, over TLS with the pool's certificate. Its caller closes it."""
     settings = {
-        "distributed.admin.low-level-log-length": 0,  # else the last thousand messages stay in memory, payloads included
+        # else the last thousand messages stay in memory, payloads included
+        "distributed.admin.low-level-log-length": 0,
         "distributed.admin.event-loop": "uvloop",
         "distributed.comm.timeouts.tcp": "18s",
     }
     with dask.config.set(settings):
-        client = PoolClient(address, security=_security(certificate), set_as_default=False, timeout=timeout_seconds, name="skyward")
+        client = PoolClient(
+            address, security=_security(certificate), set_as_default=False, timeout=timeout_seconds, name="skyward"
+        )
     send_at_once(client.scheduler_comm)  # our calls are grouped before they come here: no waiting for more
     return client
 
@@ -234,21 +258,28 @@ def connect(address: str, certificate: PoolCertificate, timeout_seconds: float) 
 def connect_user(address: str, certificate: PoolCertificate) -> distributed.Client:
     """Return a Dask client of the pool's cluster that reconnects automatically. Its caller ends it. Raises OSError.
 
-    It uses the user's own Dask settings, except for the event loop and the TCP timeout. A scheduler reads nothing while it imports what a graph needs, and
-    that must not break the connection.
+    It uses the user's own Dask settings, except for the event loop and the TCP timeout. A scheduler reads nothing while
+    it imports what a graph needs, and that must not break the connection.
     """
     settings = {"distributed.comm.timeouts.tcp": f"{STALLED_SECONDS:.0f}s", "distributed.admin.event-loop": "uvloop"}
     with dask.config.set(settings):
-        return UserDaskClient(address, security=_security(certificate), set_as_default=False, timeout=USER_SECONDS, name="skyward-user")
+        return UserDaskClient(
+            address, security=_security(certificate), set_as_default=False, timeout=USER_SECONDS, name="skyward-user"
+        )
 
 
 def _security(certificate: PoolCertificate) -> distributed.Security:
     pem = certificate.certificate
-    return distributed.Security(require_encryption=True, tls_ca_file=pem, tls_client_cert=pem, tls_client_key=certificate.key)
+    return distributed.Security(
+        require_encryption=True, tls_ca_file=pem, tls_client_cert=pem, tls_client_key=certificate.key
+    )
 
 
 def end(client: distributed.Client, timeout_seconds: float) -> None:
-    """Close a client and end its thread, in at most three times this time. Raises nothing: its scheduler may be gone or frozen."""
+    """Close a client and end its thread, in at most three times this time.
+
+    Raises nothing: its scheduler may be gone or frozen.
+    """
     it: Any = client
     stream: Any = getattr(getattr(it.scheduler_comm, "comm", None), "stream", None)
     log = logging.getLogger("distributed.client")
@@ -273,12 +304,16 @@ def _is_no_cancel(record: logging.LogRecord) -> bool:
 
 
 def asked(client: distributed.Client, operation: str, is_open: Callable[[], bool], what: Mapping[str, Any]) -> Any:
-    """Call an operation of the scheduler, and return its answer. Raises NodeLost if it is out of reach, or when `is_open` returns False."""
+    """Call an operation of the scheduler, and return its answer.
+
+    Raises NodeLost if it is out of reach, or when `is_open` returns False.
+    """
     return wait_in_loop(client, _answer(client, operation, what), is_open)
 
 
 def wait_in_loop(client: distributed.Client, answer: Any, is_open: Callable[[], bool]) -> Any:
-    """Run a coroutine in Dask's thread, and return its result. Raises NodeLost if the scheduler is out of reach, or when `is_open` returns False.
+    """Run a coroutine in Dask's thread, and return its result. Raises NodeLost if the scheduler is out of reach, or
+    when `is_open` returns False.
 
     Not `Client.sync`: its wait does not end if Dask's thread does.
     """
@@ -304,6 +339,7 @@ async def _answer(client: Any, operation: str, what: Mapping[str, Any]) -> Any:
 def _cause(task: distributed.Future[Any]) -> str:
     state: Any = cast(Any, task)._state
     error = state.exception if task.status == "error" else None
-    if error is None or isinstance(error, KilledWorker):  # its message is Dask's advice to read logs that do not exist here
+    # its message is Dask's advice to read logs that do not exist here
+    if error is None or isinstance(error, KilledWorker):
         return "the worker that ran it is gone"
     return f"the scheduler could not take it: {error}"

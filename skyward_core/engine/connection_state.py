@@ -1,4 +1,5 @@
-"""The state of the connection to the scheduler: its epoch, the messages that were heard and acknowledged, and unanswered pings.
+"""The state of the connection to the scheduler: its epoch, the messages that were heard and acknowledged, and
+unanswered pings.
 
 States; each connection has a number, its epoch:
 
@@ -6,8 +7,8 @@ States; each connection has a number, its epoch:
      ▲                    │ └──the same──────┼──────────────────────────────────────────▶│
      └──disconnected──────┴──────────────────┴───────────────────────────────────────────┘
 
-Calls go out only while the connection is live. The dispatcher drops messages of other epochs: the scheduler keeps them and sends them again to the connection
-that resumes the topic, or they are lost with their scheduler.
+Calls go out only while the connection is live. The dispatcher drops messages of other epochs: the scheduler keeps them
+and sends them again to the connection that resumes the topic, or they are lost with their scheduler.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ class ConnectionState:
         self.is_connected = self.is_live = False
 
     def resumed(self, epoch: int, number: int) -> bool:
-        """The scheduler has answered, and sends the messages after this number. False: it has answered another connection, or answers too late."""
+        """The scheduler has answered, and sends the messages after this number.
+
+        False: it has answered another connection, or answers too late.
+        """
         if epoch != self.epoch or not self.is_connected:
             return False
         self.is_live, self.heard = True, number
@@ -73,7 +77,10 @@ class ConnectionState:
             self._acknowledge()
 
     def pinged(self, epoch: int, *, is_answered: bool) -> None:
-        """The scheduler has answered a ping, or has not. Misses are counted, not timed: a busy program misses one answer, not several in a row."""
+        """The scheduler has answered a ping, or has not.
+
+        Misses are counted, not timed: a busy program misses one answer, not several in a row.
+        """
         if epoch == self.epoch:
             self._is_pinging = False
             self._unanswered = 0 if is_answered else self._unanswered + 1

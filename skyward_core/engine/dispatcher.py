@@ -1,10 +1,11 @@
-"""The state of all calls of a client: a pure state machine, messages in and actions out. It has no thread, no connection and no clock.
+"""The state of all calls of a client: a pure state machine, messages in and actions out. It has no thread, no
+connection and no clock.
 
 The dispatcher passes messages on to its parts. Each part owns its state, and its module draws the states:
 
-    calls.py             calls, from `submit` to the end of their future; with outbox.py, the queue, and fetches.py, large outcomes in transit
-    placement.py         batches until they are sent: the choice of a worker, and uploads; with function_files.py, large functions on nodes
-    shipments.py         batches in flight
+    calls.py             calls, from `submit` to the end of their future; with outbox.py, the queue, and fetches.py,
+    large outcomes in transit placement.py         batches until they are sent: the choice of a worker, and uploads;
+    with function_files.py, large functions on nodes shipments.py         batches in flight
     connection_state.py  the connection and its epoch
     losses.py            losses with a connection, a worker or a head; with kept_calls.py, calls that outlive their head
     members.py           nodes and workers
@@ -41,7 +42,10 @@ type PoolNews = WorkerJoined | WorkerLeft | WorkerHeld | WorkerKept | WorkerFree
 
 
 class Dispatcher:
-    """The state of all calls of one client. One thread calls it, and does the actions that `take_actions` returns, in their order."""
+    """The state of all calls of one client.
+
+    One thread calls it, and does the actions that `take_actions` returns, in their order.
+    """
 
     def __init__(self, nodes: Iterable[Node], topic: str, retries: int = 0, *, is_here: bool = False) -> None:
         self.topic = topic
@@ -54,8 +58,12 @@ class Dispatcher:
         self._connection = ConnectionState(act)
         self._calls = Calls(self._queue, self.members, self._connection, retries, act)
         self._shipments = Shipments(topic, self._connection, self._queue, self._calls, self._functions, self._kept, act)
-        self._placement = Placement(self.members, self._connection, self._queue, self._calls, self._shipments, self._functions, act)
-        self._losses = Losses(self.members, self._connection, self._queue, self._calls, self._shipments, self._kept, act)
+        self._placement = Placement(
+            self.members, self._connection, self._queue, self._calls, self._shipments, self._functions, act
+        )
+        self._losses = Losses(
+            self.members, self._connection, self._queue, self._calls, self._shipments, self._kept, act
+        )
         self._count_slots()
 
     def take_actions(self) -> list[do.Action]:
@@ -115,14 +123,20 @@ class Dispatcher:
         self._calls.cancel(call_id)
 
     def drain(self, error: SkywardError | None) -> None:
-        """Begin no more calls: those that have not begun raise this, those that run may end. None: begin calls again."""
+        """Begin no more calls: those that have not begun raise this, those that run may end.
+
+        None: begin calls again.
+        """
         if error is not None:
             for call_ids in self._shipments.withdraw():
                 self._queue.returned(call_ids)
         self._calls.drain(error)
 
     def give_up(self, error: SkywardError, rank: int | None = None) -> None:
-        """Wait no longer for a node that is not replaced: calls that need it raise this. None: all calls raise it, now and later."""
+        """Wait no longer for a node that is not replaced: calls that need it raise this.
+
+        None: all calls raise it, now and later.
+        """
         if rank is None:
             self._clear()
             self._calls.end(error)
@@ -155,7 +169,8 @@ class Dispatcher:
             self._calls.take_back(call_ids)
 
     def restarted(self, nodes: Sequence[Node], is_there: Callable[[Parcel], bool], now: float) -> None:
-        """Another scheduler replaces the one before. Calls in flight are kept by workers that outlive the head, or lost with it.
+        """Another scheduler replaces the one before. Calls in flight are kept by workers that outlive the head, or lost
+        with it.
 
         Arguments in the memory of a lost node are lost too; `is_there` says which exist.
         """
@@ -164,13 +179,18 @@ class Dispatcher:
         self.members.nodes = {node.rank: node for node in nodes}
         self.members.clear()
         self._functions.keep(self.members.knows)
-        self._losses.head_lost([name for node in nodes if node.instance.id in alive for name in self.members.names_at(node.rank)])
+        self._losses.head_lost(
+            [name for node in nodes if node.instance.id in alive for name in self.members.names_at(node.rank)]
+        )
         self._count_slots()
         self._calls.lose(self._calls.without_arguments(is_there), HEAD_LOST)
         self._losses.lose_unkept(now)
 
     def resumed(self, epoch: int, resumed: Resumed, now: float) -> None:
-        """The scheduler has answered: it lists the batches that it has and its workers. The messages that were missed follow."""
+        """The scheduler has answered: it lists the batches that it has and its workers.
+
+        The messages that were missed follow.
+        """
         if not self._connection.resumed(epoch, resumed.number):
             return
         self._losses.begin(epoch, resumed.abandoned, now)
@@ -192,7 +212,9 @@ class Dispatcher:
                     self._emit_lines(report, item)
                 elif item.ending is not Ending.RETURNED:
                     self._calls.ended(item, report.node, report.instance_id, now)
-            self._calls.take_back([item.call_id for item in report.news if isinstance(item, Outcome) and item.ending is Ending.RETURNED])
+            self._calls.take_back(
+                [item.call_id for item in report.news if isinstance(item, Outcome) and item.ending is Ending.RETURNED]
+            )
         self._losses.decide()
         self._connection.acknowledge_many()
 
@@ -223,7 +245,9 @@ class Dispatcher:
         """The task of a batch has ended: outcomes that were not reported are in its result, or lost with its worker."""
         self._shipments.task_ended(epoch, number, is_finished=is_finished, reason=reason)
 
-    def gathered(self, epoch: int, number: int, outcomes: Mapping[str, Outcome], node: int, instance_id: str, now: float) -> None:
+    def gathered(
+        self, epoch: int, number: int, outcomes: Mapping[str, Outcome], node: int, instance_id: str, now: float
+    ) -> None:
         """The result of a batch's task is here."""
         self._shipments.gathered(epoch, number, outcomes, node, instance_id, now)
 
@@ -253,16 +277,25 @@ class Dispatcher:
 
     def _emit_lines(self, report: Report, output: Output) -> None:
         for line in output.lines:
-            event = LogLine(report.node, report.instance_id, line, output.timestamp, output.call_id, output.stream, output.level)
+            event = LogLine(
+                report.node, report.instance_id, line, output.timestamp, output.call_id, output.stream, output.level
+            )
             self._do(do.Emit(event, output.call_id))
 
     # ── from transfers ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def uploaded(self, number: int, instance_id: str, arguments: Mapping[str, Parcel], functions: Mapping[str, Parcel | None]) -> None:
-        """Large values of a batch are in a node's memory. A function that is None found no room there and travels in the message."""
+    def uploaded(
+        self, number: int, instance_id: str, arguments: Mapping[str, Parcel], functions: Mapping[str, Parcel | None]
+    ) -> None:
+        """Large values of a batch are in a node's memory.
+
+        A function that is None found no room there and travels in the message.
+        """
         self._placement.uploaded(number, instance_id, arguments, functions)
 
-    def upload_failed(self, number: int, instance_id: str, functions: Collection[str], error: Exception, *, is_its_fault: bool) -> None:
+    def upload_failed(
+        self, number: int, instance_id: str, functions: Collection[str], error: Exception, *, is_its_fault: bool
+    ) -> None:
         """Large values of a batch could not be put into a node's memory."""
         self._placement.upload_failed(number, instance_id, functions, error, is_its_fault=is_its_fault)
 
@@ -271,13 +304,18 @@ class Dispatcher:
         self._calls.fetched(call_id, parcel, lies_at)
 
     def not_fetched(self, call_id: str, lies_at: str, error: Exception, *, is_cut: bool) -> None:
-        """A large outcome could not be fetched. `is_cut`: the wire to its node was cut; the fetch is repeated when the wire is back."""
+        """A large outcome could not be fetched.
+
+        `is_cut`: the wire to its node was cut; the fetch is repeated when the wire is back.
+        """
         self._calls.not_fetched(call_id, lies_at, error, is_cut=is_cut)
 
     # ── the clock ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def tick(self, now: float, is_reachable: Callable[[str], bool]) -> None:
-        """Twice a second: check the connection, and repeat fetches from nodes that are reachable again (`is_reachable`, by instance id)."""
+        """Twice a second: check the connection, and repeat fetches from nodes that are reachable again (`is_reachable`,
+        by instance id).
+        """
         self._queue.wake()
         self._losses.lose_unkept(now)
         self._calls.tick(now, is_reachable)

@@ -37,7 +37,9 @@ class Fetches:
     def begin(self, entry: Entry, outcome: Outcome, node: int, instance_id: str, now: float) -> None:
         """Fetch an outcome from the memory of an instance."""
         call_id = outcome.call_id
-        self.by_call[call_id] = Fetching(entry, outcome, node, instance_id, str(outcome.parcel.path), now + FETCH_SECONDS)
+        self.by_call[call_id] = Fetching(
+            entry, outcome, node, instance_id, str(outcome.parcel.path), now + FETCH_SECONDS
+        )
         self._do(do.Fetch(call_id, instance_id, outcome.parcel))
 
     def find(self, call_id: str, lies_at: str) -> Fetching | None:
@@ -46,7 +48,10 @@ class Fetches:
         return fetching if fetching is not None and fetching.lies_at == lies_at else None
 
     def fetched(self, call_id: str, parcel: Parcel, lies_at: str) -> Fetching | None:
-        """An outcome is here: end its fetch and return that. None: the outcome has no caller any more, and is removed."""
+        """An outcome is here: end its fetch and return that.
+
+        None: the outcome has no caller any more, and is removed.
+        """
         if (fetching := self.find(call_id, lies_at)) is None:
             self._do(do.Discard(parcel))
             return None

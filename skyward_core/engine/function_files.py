@@ -5,7 +5,8 @@ States of a function at a node:
     absent ──planned──▶ coming ──arrived──▶ there ──evicted──▶ absent
                           └────failed────▶ absent
 
-Least recently used functions are evicted first, until the others fit the limit. Functions that a batch in flight refers to stay.
+Least recently used functions are evicted first, until the others fit the limit. Functions that a batch in flight refers
+to stay.
 """
 
 from __future__ import annotations
@@ -110,4 +111,6 @@ class FunctionsOnNodes:
 
     def keep(self, is_known: Callable[[str], bool]) -> None:
         """Forget the functions of instances that are not known any more."""
-        self._by_instance = {instance_id: files for instance_id, files in self._by_instance.items() if is_known(instance_id)}
+        self._by_instance = {
+            instance_id: files for instance_id, files in self._by_instance.items() if is_known(instance_id)
+        }

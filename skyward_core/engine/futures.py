@@ -9,7 +9,9 @@ from typing import Any
 
 
 class SmallCondition(RLock):  # pyright: ignore[reportGeneralTypeIssues] - in C it is not final
-    """The methods of `threading.Condition()` that a future uses, in a tenth of its 1,300 bytes: a map of 100,000 calls has as many futures."""
+    """The methods of `threading.Condition()` that a future uses, in a tenth of its 1,300 bytes: a map of 100,000 calls
+    has as many futures.
+    """
 
     __slots__ = ("_waiters",)
 
@@ -40,24 +42,34 @@ class SmallCondition(RLock):  # pyright: ignore[reportGeneralTypeIssues] - in C 
 
 
 class CallFuture[R](Future[R]):
-    """The future of a submitted call. Like any `concurrent.futures.Future`, but `cancel()` also stops a call that is running.
+    """The future of a submitted call. Like any `concurrent.futures.Future`, but `cancel()` also stops a call that is
+    running.
 
-    `cancel` calls `stop` with the call's id. `call_back` runs the done-callbacks; by default the thread that ends the future does.
+    `cancel` calls `stop` with the call's id. `call_back` runs the done-callbacks; by default the thread that ends the
+    future does.
     """
 
-    def __init__(self, call_id: str, stop: Callable[[str], None], call_back: Callable[[Callable[[], None]], None] | None = None) -> None:
+    def __init__(
+        self, call_id: str, stop: Callable[[str], None], call_back: Callable[[Callable[[], None]], None] | None = None
+    ) -> None:
         super().__init__()
         self._condition: Any = SmallCondition()
         self.call_id = call_id
         self.seconds: float | None = None
         """How long the call ran on its node, in its last run. None before its end, and if it was lost or cancelled."""
         self.cost: float | None = None
-        """Its share of the bill, in USD: the price of its slot for that time. None where `seconds` is, and in a pool that another client pays for."""
+        """Its share of the bill, in USD: the price of its slot for that time.
+
+        None where `seconds` is, and in a pool that another client pays for.
+        """
         self._stop = stop
         self._call_back = call_back
 
     def cancel(self) -> bool:
-        """Stop the call, or do not begin it; False if it has ended already. A call in flight may begin, and is stopped then."""
+        """Stop the call, or do not begin it; False if it has ended already.
+
+        A call in flight may begin, and is stopped then.
+        """
         if not super().cancel():
             return False
         self._stop(self.call_id)

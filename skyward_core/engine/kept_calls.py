@@ -7,8 +7,9 @@ States of the batch of such calls:
        │                                 │ └──that worker leaves──▶ (lost)
        └──────the next head is lost──────┘
 
-A worker of a node that outlives the head joins the next one with its calls and announces them (`worker/retained_batches.py`). Then it repeats
-their reports. Each has its first number, by which the client recognises it.
+A worker of a node that outlives the head joins the next one with its calls and announces them
+(`worker/retained_batches.py`). Then it repeats their reports. Each has its first number, by which the client recognises
+it.
 """
 
 from __future__ import annotations
@@ -22,16 +23,21 @@ DECIDED_SECONDS = 60.0  # the time that workers have to join a new head; their n
 
 
 def batch_of(origin: str) -> int:
-    """Return the number of the batch that a report is about; -1 if its origin does not say. Origins end with the key of the batch's task."""
+    """Return the number of the batch that a report is about; -1 if its origin does not say.
+
+    Origins end with the key of the batch's task.
+    """
     number = origin.rpartition("/")[2].removeprefix("skyward-").partition("-")[0]
     return int(number) if number.isdecimal() else -1
 
 
 @dataclass(slots=True)
 class KeptCalls:
-    """Batches that were in flight when a head was lost. `at` has the address of the worker that keeps each; the others are unknown.
+    """Batches that were in flight when a head was lost. `at` has the address of the worker that keeps each; the others
+    are unknown.
 
-    `awaited` names the workers that may still announce batches, until the clock says `until`, while there is a connection.
+    `awaited` names the workers that may still announce batches, until the clock says `until`, while there is a
+    connection.
     """
 
     batches: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
@@ -49,8 +55,13 @@ class KeptCalls:
     """Calls of lost batches that a worker has announced. They may run again elsewhere; the others are to be stopped."""
     _released: set[str] = field(default_factory=set[str])
 
-    def begin(self, batches: Mapping[int, Collection[str]], awaited: Collection[str], before: int, heard: Mapping[str, int]) -> None:
-        """The head is lost: these batches were in flight, and these workers may still have them. All batches so far have numbers below `before`."""
+    def begin(
+        self, batches: Mapping[int, Collection[str]], awaited: Collection[str], before: int, heard: Mapping[str, int]
+    ) -> None:
+        """The head is lost: these batches were in flight, and these workers may still have them.
+
+        All batches so far have numbers below `before`.
+        """
         self.batches.update({number: set(calls) for number, calls in batches.items() if calls})
         for number in batches:
             self._lost.pop(number, None)
@@ -101,7 +112,10 @@ class KeptCalls:
         return self._take([number for number, there in self.at.items() if there == address])
 
     def forget(self, before: int) -> list[str]:
-        """All batches with numbers below `before` are lost, and reports of them no longer count. Return the calls of those that were kept or unknown."""
+        """All batches with numbers below `before` are lost, and reports of them no longer count.
+
+        Return the calls of those that were kept or unknown.
+        """
         self.before = before
         self.awaited.clear()
         return self._take(list(self.batches))

@@ -1,9 +1,11 @@
 """Losses with a connection, a worker or a head: which calls are lost, and when that is known.
 
-A batch in flight is lost if the scheduler does not have it any more when the next connection resumes. A kept call is lost when its worker leaves. Both are
-decided only after the messages that the scheduler had by then: an outcome may be among them.
+A batch in flight is lost if the scheduler does not have it any more when the next connection resumes. A kept call is
+lost when its worker leaves. Both are decided only after the messages that the scheduler had by then: an outcome may be
+among them.
 
-When the head is lost, workers that outlive it announce the calls that they have, and report them again (`kept_calls.py`).
+When the head is lost, workers that outlive it announce the calls that they have, and report them again
+(`kept_calls.py`).
 """
 
 from __future__ import annotations
@@ -68,7 +70,10 @@ class Losses:
     # ── another connection ───────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, epoch: int, abandoned: int, now: float) -> None:
-        """The scheduler has answered. `abandoned`: how often it has forgotten this client; each time it has stopped all calls of the client."""
+        """The scheduler has answered.
+
+        `abandoned`: how often it has forgotten this client; each time it has stopped all calls of the client.
+        """
         may_keep = bool(self._kept.before)
         if abandoned != self._abandoned:
             self._abandoned = abandoned
@@ -78,7 +83,9 @@ class Losses:
             self._do(do.TellKept(epoch))
 
     def compare(self, epoch: int, resumed: Resumed) -> None:
-        """Decide by the scheduler's answer about each batch that an earlier connection has sent: its task is known, it never came, or it is lost."""
+        """Decide by the scheduler's answer about each batch that an earlier connection has sent: its task is known, it
+        never came, or it is lost.
+        """
         before = {self._shipments.key(out.number): out for out in self._shipments.outs.values() if out.epoch < epoch}
         for key, out in before.items():
             if key in resumed.tasks:
@@ -102,7 +109,9 @@ class Losses:
         self._gone.append(address)
 
     def decide(self) -> None:
-        """Once the messages before the scheduler's answer are heard, lose the batches and calls that the scheduler or a worker does not have any more."""
+        """Once the messages before the scheduler's answer are heard, lose the batches and calls that the scheduler or a
+        worker does not have any more.
+        """
         if self._connection.heard < self._unheard_until:
             return
         if self._unheard:

@@ -1,6 +1,7 @@
 """The nodes of a pool and the workers that its scheduler has, as the dispatcher knows them: pure bookkeeping.
 
-A worker's name is RANK-INDEX. A worker is away, present, or held. A held worker gets no more calls and ends those that it has.
+A worker's name is RANK-INDEX. A worker is away, present, or held. A held worker gets no more calls and ends those that
+it has.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ def rank_of(name: str) -> int:
 
 @dataclass(slots=True)
 class Members:
-    """`nodes` by rank. `workers` maps the names of present workers to their addresses, `held` the addresses of held ones to how many of their slots are busy.
+    """`nodes` by rank. `workers` maps the names of present workers to their addresses, `held` the addresses of held
+    ones to how many of their slots are busy.
 
     `is_here`: all nodes are processes of this machine, which see the same memory.
     """
@@ -46,7 +48,9 @@ class Members:
     def missing(self, rank: int) -> list[int]:
         """Return the indexes of the workers of a node that are away."""
         node = self.nodes.get(rank)
-        return [index for index in range(node.workers if node is not None else 0) if f"{rank}-{index}" not in self.workers]
+        return [
+            index for index in range(node.workers if node is not None else 0) if f"{rank}-{index}" not in self.workers
+        ]
 
     def has(self, rank: int) -> bool:
         """Tell whether all workers of a node are present."""
@@ -82,11 +86,16 @@ class Members:
     @property
     def free(self) -> list[str]:
         """Names of present workers that are not held."""
-        return [name for name, address in self.workers.items() if rank_of(name) in self.nodes and address not in self.held]
+        return [
+            name for name, address in self.workers.items() if rank_of(name) in self.nodes and address not in self.held
+        ]
 
     @property
     def slots(self) -> int:
-        """How many calls may be in flight. The calls that a held worker has left count: they must not take the place of calls for free slots."""
+        """How many calls may be in flight.
+
+        The calls that a held worker has left count: they must not take the place of calls for free slots.
+        """
         total = 0
         for name, address in self.workers.items():
             if (node := self.nodes.get(rank_of(name))) is not None:
@@ -103,7 +112,9 @@ class Members:
         The path contains the instance's id. The longest is meant: one id may be the beginning of another.
         """
         path = str(parcel.path)
-        return max((node.instance.id for node in self.nodes.values() if node.instance.id in path), key=len, default=None)
+        return max(
+            (node.instance.id for node in self.nodes.values() if node.instance.id in path), key=len, default=None
+        )
 
     def knows(self, instance_id: str) -> bool:
         """Tell whether an instance is one of the pool's nodes."""

@@ -1,7 +1,7 @@
 """The nodes of an open pool, and how lost ones are replaced: a pure state machine, messages in and actions out.
 
-It has no threads, no machines and no clock. Each message brings the time, `View` shows the present state, and `recovery.Recovery` does the actions and reports
-their outcomes. One thread calls it.
+It has no threads, no machines and no clock. Each message brings the time, `View` shows the present state, and
+`recovery.Recovery` does the actions and reports their outcomes. One thread calls it.
 
 States of a node, by rank. `turn` moves it on, by the present members and not by messages about them:
 
@@ -11,25 +11,31 @@ States of a node, by rank. `turn` moves it on, by the present members and not by
 
     joined ──its machine is to be taken back──▶ leaving ──gone, or retired──▶ vacant
 
-A node that is leaving gets no more calls, and another machine is prepared to replace it. The node is retired when that machine is ready and its last call has
-ended, or when its time is up. Then its workers end, their calls are lost, and the prepared machine takes over the rank; it is dismissed if a restart of the
-cluster has filled the rank by then. All else (the machine goes early, no
-machine is available, the head is lost) is an ordinary loss. The head does not leave: its notice is emitted, and it is replaced when it is lost.
+A node that is leaving gets no more calls, and another machine is prepared to replace it. The node is retired when that
+machine is ready and its last call has ended, or when its time is up. Then its workers end, their calls are lost, and
+the prepared machine takes over the rank; it is dismissed if a restart of the cluster has filled the rank by then. All
+else (the machine goes early, no
+machine is available, the head is lost) is an ordinary loss. The head does not leave: its notice is emitted, and it is
+replaced when it is lost.
 
 The head: connected ──cut──▶ silent ──it answers──▶ connected
                               └──gone, ended, dead, or silent for too long──▶ lost ──restart──▶ connected
-                                                                               └──not to be had──▶ lost (tried again later) ──▶ given up
+                                                                               └──not to be had──▶ lost (tried again
+                                                                               later) ──▶ given up
 
-The head is gone if the provider says so, ended if it has said so itself, and dead if its machine says so: the supervisor's process does not exist any more.
+The head is gone if the provider says so, ended if it has said so itself, and dead if its machine says so: the
+supervisor's process does not exist any more.
 
-It is silent for too long after HEAD_PATIENCE_SECONDS, or half the lease if that is less, while another node answers. If no node answers, probably this client
-is cut off and all nodes live: then it waits for the whole lease, after which the head ends in any case.
+It is silent for too long after HEAD_PATIENCE_SECONDS, or half the lease if that is less, while another node answers. If
+no node answers, probably this client is cut off and all nodes live: then it waits for the whole lease, after which the
+head ends in any case.
 
-If the head's scheduler answers but its workers are absent (frozen), its supervisor kills and restarts them. If they do not return within HEAD_WORKERS_SECONDS,
-the head is lost.
+If the head's scheduler answers but its workers are absent (frozen), its supervisor kills and restarts them. If they do
+not return within HEAD_WORKERS_SECONDS, the head is lost.
 
-A restart asks all nodes at once whether they live. The first that lives becomes the head. If none lives and machines answer that their processes have died, as
-many machines are rented, all at once; otherwise one is rented for the head. Dead machines are released in both cases.
+A restart asks all nodes at once whether they live. The first that lives becomes the head. If none lives and machines
+answer that their processes have died, as many machines are rented, all at once; otherwise one is rented for the head.
+Dead machines are released in both cases.
 """
 
 from __future__ import annotations
@@ -40,7 +46,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from skyward_core.errors import NodeLost, PoolClosed
-from skyward_core.events.events import ClusterRestarting, Error, InstanceLost, PoolReady, PreemptionNoticed, RebalanceRecommended, SkywardEvent
+from skyward_core.events.events import (
+    ClusterRestarting,
+    Error,
+    InstanceLost,
+    PoolReady,
+    PreemptionNoticed,
+    RebalanceRecommended,
+    SkywardEvent,
+)
 from skyward_core.machines.instances import Instance, Lease, Node
 from skyward_core.worker.preemption_notice import Kind, Notice
 
@@ -51,7 +65,8 @@ ROUSE_SECONDS, ROUSE_AGAIN_SECONDS = (
 )  # added to REJOIN_SECONDS and the 14 s after which the scheduler removes a silent worker: less than 20 s in total
 HEAD_WORKERS_SECONDS = 60.0  # a supervisor that has not restarted them by then never does
 HEAD_PATIENCE_SECONDS = 45.0  # a wire that was cut for 30 s, and the attempts to reconnect
-LISTINGS = 2  # in a row without a machine before it counts as gone, in a cloud; one listing is enough for processes of this machine
+# in a row without a machine before it counts as gone, in a cloud; one listing is enough for processes of this machine
+LISTINGS = 2
 ASK_SECONDS = 2.0
 JOIN_ANEW_SECONDS = 30.0  # for a node to join a new head
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 60.0
@@ -165,7 +180,9 @@ type Action = Emit | AskHead | Resume | Restart | Rouse | Replace | StandBy | Di
 
 @dataclass(frozen=True, slots=True)
 class Survivors:
-    """The nodes after a loss of the head, by id: those that may become the head, and those whose machines answer that their processes have died."""
+    """The nodes after a loss of the head, by id: those that may become the head, and those whose machines answer that
+    their processes have died.
+    """
 
     heirs: tuple[str, ...]
     dead: tuple[str, ...]
@@ -193,7 +210,8 @@ class _Retry:
 class _Silence:
     """The head is out of reach: since when, and in how many listings in a row its provider had it no more.
 
-    `alone_since` is when it fell silent, or when last no other node answered either. `is_dead`: its machine answers that its processes have died.
+    `alone_since` is when it fell silent, or when last no other node answered either. `is_dead`: its machine answers
+    that its processes have died.
     """
 
     since: float
@@ -220,7 +238,9 @@ class _Lost:
 
 @dataclass(slots=True)
 class _Leaving:
-    """A node whose machine is to be taken back when the clock says `due`: the state of its replacement and of its calls."""
+    """A node whose machine is to be taken back when the clock says `due`: the state of its replacement and of its
+    calls.
+    """
 
     instance_id: str
     due: float
@@ -233,7 +253,10 @@ class _Leaving:
 
 
 class Membership:
-    """The states of all ranks of a pool and of its head. Messages may add actions, which `next_action` returns in their order."""
+    """The states of all ranks of a pool and of its head.
+
+    Messages may add actions, which `next_action` returns in their order.
+    """
 
     def __init__(self, nodes: int, lease_seconds: float) -> None:
         self._ranks = range(nodes)
@@ -268,7 +291,10 @@ class Membership:
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def turn(self, now: float, view: View, *, is_cut: bool = False) -> None:
-        """Look at the head, the members and the clock. `is_cut`: the connection to the scheduler was lost since the last turn."""
+        """Look at the head, the members and the clock.
+
+        `is_cut`: the connection to the scheduler was lost since the last turn.
+        """
         if self._has_given_up:
             return
         if is_cut and self._head is None:
@@ -322,7 +348,10 @@ class Membership:
             leaving.is_asking, leaving.is_retired = False, is_retired
 
     def answered(self, since: float, *, is_dead: bool, is_listed: bool | None) -> None:
-        """The questions about a head that is silent since this time are answered. None: its provider has not answered."""
+        """The questions about a head that is silent since this time are answered.
+
+        None: its provider has not answered.
+        """
         silence = self._head
         if not isinstance(silence, _Silence) or silence.since != since:
             return
@@ -338,7 +367,8 @@ class Membership:
     def survivors(self, nodes: Sequence[Node], answers: Mapping[int, bool], view: View) -> Survivors:
         """Return the nodes that may become the head, by the nodes' answers to whether they live.
 
-        A node that does not answer counts as living only if no node answers, neither yes nor no: to wait for it in vain takes long.
+        A node that does not answer counts as living only if no node answers, neither yes nor no: to wait for it in vain
+        takes long.
         """
         dead = tuple(node.instance.id for node in nodes if answers.get(node.rank) is False)
         fit = [node for node in nodes if node.rank and node.rank not in self._leaving and not view.has_ended(node.rank)]
@@ -348,7 +378,10 @@ class Membership:
         return Survivors(tuple(node.instance.id for node in heirs), dead)
 
     def restarted(self, before: Sequence[Node], dead: Collection[str], lease: Lease, slots: int, now: float) -> None:
-        """The cluster is up again. Ranks that are vacant in the lease are to be replaced; the other nodes have some time to join the new head."""
+        """The cluster is up again.
+
+        Ranks that are vacant in the lease are to be replaced; the other nodes have some time to join the new head.
+        """
         since = self._head.retry.since if isinstance(self._head, _Lost) else now
         self._head = None
         there = {node.rank for node in lease.nodes}
@@ -359,13 +392,20 @@ class Membership:
         self._emit(PoolReady(lease.pool_id, len(lease.nodes), slots, now - since))
         self._emit_dropped(before, dead, lease.nodes)
 
-    def not_restarted(self, before: Sequence[Node], dead: Collection[str], error: Exception, view: View, now: float) -> None:
+    def not_restarted(
+        self, before: Sequence[Node], dead: Collection[str], error: Exception, view: View, now: float
+    ) -> None:
         """The cluster could not be restarted."""
         if isinstance(lost := self._head, _Lost):
             self._emit(Error(f"the cluster could not be restarted yet: {error}"))
-            if now - lost.retry.since > NOBODY_LEFT_SECONDS:  # then no more machines are rented: they would have no work
+            # then no more machines are rented: they would have no work
+            if now - lost.retry.since > NOBODY_LEFT_SECONDS:
                 self._has_given_up = True
-                self._actions.append(GiveUp(_lost(f"the head of the pool is lost, and the cluster could not be restarted: {error}", error)))
+                self._actions.append(
+                    GiveUp(
+                        _lost(f"the head of the pool is lost, and the cluster could not be restarted: {error}", error)
+                    )
+                )
             lost.trouble = error
             lost.retry.put_off(now)
         self._emit_dropped(before, dead, view.nodes)
@@ -392,12 +432,22 @@ class Membership:
                 self._vacant[rank] = _Retry(now, now)
 
     def _check_workers_of_head(self, overdue_seconds: float, now: float, view: View) -> None:
-        """Workers of the head are away: restart them after a while, since a frozen worker is not dead. In the end the head is lost."""
+        """Workers of the head are away: restart them after a while, since a frozen worker is not dead.
+
+        In the end the head is lost.
+        """
         if overdue_seconds > HEAD_WORKERS_SECONDS:
-            self._lose_head(f"its scheduler answers, but its workers have stayed away for {overdue_seconds:.0f} s", now, view)
+            self._lose_head(
+                f"its scheduler answers, but its workers have stayed away for {overdue_seconds:.0f} s", now, view
+            )
         elif overdue_seconds > ROUSE_SECONDS and now >= self._rouse_at:
             self._rouse_at = now + ROUSE_AGAIN_SECONDS
-            self._emit(Error("the scheduler of node 0 answers, but its workers stay away: they are killed and restarted", _id_of(0, view)))
+            self._emit(
+                Error(
+                    "the scheduler of node 0 answers, but its workers stay away: they are killed and restarted",
+                    _id_of(0, view),
+                )
+            )
             self._actions.append(Rouse(0, view.missing(0)))
 
     def _fill(self, now: float) -> None:
@@ -453,11 +503,16 @@ class Membership:
             self._actions.append(StandBy(rank, leaving.instance_id))
 
     def _hold_or_retire(self, rank: int, leaving: _Leaving, now: float) -> None:
-        """Give a node no more calls, and retire it in the end. Repeated every HOLD_SECONDS: a worker that joins again is free."""
+        """Give a node no more calls, and retire it in the end.
+
+        Repeated every HOLD_SECONDS: a worker that joins again is free.
+        """
         if leaving.is_retired or leaving.is_asking or now < leaving.hold_at:
             return
         leaving.is_asking, leaving.hold_at = True, now + HOLD_SECONDS
-        leaving.is_retired = now > leaving.due + LATE_SECONDS or (leaving.is_relieved and leaving.looks_at_rest >= LOOKS_AT_REST)
+        leaving.is_retired = now > leaving.due + LATE_SECONDS or (
+            leaving.is_relieved and leaving.looks_at_rest >= LOOKS_AT_REST
+        )
         self._actions.append((Retire if leaving.is_retired else Hold)(rank, leaving.instance_id))
 
     def _leaving_of(self, rank: int, instance_id: str) -> _Leaving | None:
@@ -522,7 +577,13 @@ class Membership:
         for node in before:
             if node.instance.id not in left | self._reported_lost:
                 self._reported_lost.add(node.instance.id)
-                self._emit(InstanceLost(node.instance.id, node.rank, DIED if node.instance.id in dead else "it did not learn of the new head"))
+                self._emit(
+                    InstanceLost(
+                        node.instance.id,
+                        node.rank,
+                        DIED if node.instance.id in dead else "it did not learn of the new head",
+                    )
+                )
 
 
 def _instance_of(rank: int, view: View) -> Instance | None:

@@ -1,9 +1,10 @@
 """The client's queue: which calls go out when, and in which batches.
 
-One task costs Dask about a millisecond of work, also for a tiny call. So calls that are known to be short travel together, in batches of some twenty
-milliseconds. Unknown and long calls travel alone, one for each slot: no slot waits while calls queue behind a long one elsewhere. A slot hands back calls
-that it has not begun (`Ending.RETURNED`); they are sent again, first in the queue. A call that was lost with its node travels alone from then on: it may be
-the cause of the loss.
+One task costs Dask about a millisecond of work, also for a tiny call. So calls that are known to be short travel
+together, in batches of some twenty milliseconds. Unknown and long calls travel alone, one for each slot: no slot waits
+while calls queue behind a long one elsewhere. A slot hands back calls that it has not begun (`Ending.RETURNED`); they
+are sent again, first in the queue. A call that was lost with its node travels alone from then on: it may be the cause
+of the loss.
 
 Pure bookkeeping, without Dask and threads. `engine.dispatcher` owns it.
 """
@@ -58,7 +59,10 @@ class Queue:
         self._waiting: OrderedDict[str, Entry] = OrderedDict()
         self._pinned: OrderedDict[str, Entry] = OrderedDict()
         self._resting: OrderedDict[str, Entry] = OrderedDict()
-        """Calls that could not be sent just now: they wait for `wake`. All three are by the id of the call, so that one can be cancelled without a search."""
+        """Calls that could not be sent just now: they wait for `wake`.
+
+        All three are by the id of the call, so that one can be cancelled without a search.
+        """
         self._out: dict[str, tuple[Entry, Shipment]] = {}
         self._shipments: dict[int, Shipment] = {}
         self._suspects: set[int] = set()
@@ -74,7 +78,10 @@ class Queue:
             (self._waiting if entry.worker is None else self._pinned)[entry.call.call_id] = entry
 
     def ship(self) -> list[Shipment]:
-        """Return the batches that should go out now, and count them as out. A call for a given worker waits for that worker, others for any."""
+        """Return the batches that should go out now, and count them as out.
+
+        A call for a given worker waits for that worker, others for any.
+        """
         ready = [entry for entry in self._pinned.values() if self.workers is None or entry.worker in self.workers]
         for entry in ready:
             del self._pinned[entry.call.call_id]
@@ -86,7 +93,9 @@ class Queue:
         return shipments
 
     def ended(self, call_id: str, seconds: float | None = None) -> bool:
-        """Note that a call has ended, after this many seconds of work; False if it was not out (it was cancelled, or its outcome came before)."""
+        """Note that a call has ended, after this many seconds of work; False if it was not out (it was cancelled, or
+        its outcome came before).
+        """
         found = self._out.pop(call_id, None)
         if found is None:
             return False
@@ -141,7 +150,9 @@ class Queue:
 
     def pinned_to(self, worker: str) -> list[str]:
         """Return the ids of calls that wait for this worker."""
-        return [entry.call.call_id for entry in (*self._pinned.values(), *self._resting.values()) if entry.worker == worker]
+        return [
+            entry.call.call_id for entry in (*self._pinned.values(), *self._resting.values()) if entry.worker == worker
+        ]
 
     def all_out(self) -> list[str]:
         """Return the ids of all calls that have gone out and not ended."""
@@ -172,18 +183,31 @@ class Queue:
         return ids
 
     def _limit(self, entry: Entry) -> int:
-        """Many short calls: two batches for each slot, one running and one in transit. Few, long or unknown calls: one batch for each slot."""
+        """Many short calls: two batches for each slot, one running and one in transit.
+
+        Few, long or unknown calls: one batch for each slot.
+        """
         are_many = len(self._waiting) > 2 * self.slots and not entry.losses and not self._suspects
-        return self.slots * 2 if are_many and self._seconds.get(entry.call.function, 1.0) < TARGET_SECONDS else self.slots
+        return (
+            self.slots * 2 if are_many and self._seconds.get(entry.call.function, 1.0) < TARGET_SECONDS else self.slots
+        )
 
     def _next_group(self) -> list[Entry]:
-        """Take the calls of the next batch: at most TARGET_SECONDS of work, and at most half of each slot's share of the queue."""
+        """Take the calls of the next batch: at most TARGET_SECONDS of work, and at most half of each slot's share of
+        the queue.
+        """
         most = min(BATCH_CALLS, max(1, len(self._waiting) // (2 * self.slots)))
         group, seconds, size = list[Entry](), 0.0, 0
         while self._waiting and len(group) < most:
             entry = self._first_waiting
             expected = self._seconds.get(entry.call.function)
-            if group and (group[-1].losses or entry.losses or expected is None or seconds + expected > TARGET_SECONDS or size > BATCH_BYTES):
+            if group and (
+                group[-1].losses
+                or entry.losses
+                or expected is None
+                or seconds + expected > TARGET_SECONDS
+                or size > BATCH_BYTES
+            ):
                 break
             group.append(self._waiting.popitem(last=False)[1])
             seconds += TARGET_SECONDS if expected is None else max(expected, LEAST_SECONDS)

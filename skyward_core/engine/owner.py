@@ -1,7 +1,9 @@
-"""The one thread that owns the state of all calls, "skyward-engine": it passes messages to the dispatcher and does the actions that this returns.
+"""The one thread that owns the state of all calls, "skyward-engine": it passes messages to the dispatcher and does the
+actions that this returns.
 
-All other threads only post: callers, Dask's thread, transfers. The thread waits only for its mailbox. Uploads run in "skyward-upload", downloads in
-"skyward-fetch"; "skyward-results" sets futures whose values take long to load, "skyward-callbacks" calls their callbacks. There is no lock.
+All other threads only post: callers, Dask's thread, transfers. The thread waits only for its mailbox. Uploads run in
+"skyward-upload", downloads in "skyward-fetch"; "skyward-results" sets futures whose values take long to load,
+"skyward-callbacks" calls their callbacks. There is no lock.
 """
 
 from __future__ import annotations
@@ -59,11 +61,15 @@ class Counts(Protocol):
     """Counts the cost of calls (`ledger.metering.Meter`), in the engine's thread. Must not wait."""
 
     def ran(self, instance_id: str, seconds: float) -> float:
-        """Calls have ended that kept slots of a machine busy for this many seconds in total; return their share of the bill, in USD."""
+        """Calls have ended that kept slots of a machine busy for this many seconds in total; return their share of the
+        bill, in USD.
+        """
         ...
 
     def seen_running(self, instance_id: str, seconds: float) -> None:
-        """Slots of a machine were busy for this many seconds since it was rented, with calls of all clients, running ones too. Called every few seconds."""
+        """Slots of a machine were busy for this many seconds since it was rented, with calls of all clients, running
+        ones too. Called every few seconds.
+        """
         ...
 
 
@@ -121,7 +127,10 @@ class Owner:
         self._mailbox.put(message)
 
     def run[R](self, work: Callable[[], R], timeout_seconds: float | None = None) -> R:
-        """Do something in the owner's thread, and return its result. Raises TimeoutError, or PoolClosed if that thread has ended."""
+        """Do something in the owner's thread, and return its result.
+
+        Raises TimeoutError, or PoolClosed if that thread has ended.
+        """
         done: Future[R] = Future()
 
         def do_it() -> None:
@@ -173,7 +182,8 @@ class Owner:
             if message is None:
                 return
             self._handle(message)
-            for _ in range(self._mailbox.qsize()):  # messages that have come meanwhile: their calls are sent and stopped together
+            # messages that have come meanwhile: their calls are sent and stopped together
+            for _ in range(self._mailbox.qsize()):
                 if (message := self._mailbox.get()) is None:
                     return
                 self._handle(message)
@@ -402,7 +412,9 @@ class Owner:
             error = failure
             names = [name for name, _ in action.functions]
             is_its_fault = not isinstance(error, OSError | Unreachable)
-            self.post(lambda: self.dispatcher.upload_failed(number, instance_id, names, error, is_its_fault=is_its_fault))
+            self.post(
+                lambda: self.dispatcher.upload_failed(number, instance_id, names, error, is_its_fault=is_its_fault)
+            )
             for parcel in (*arguments.values(), *filter(None, functions.values())):
                 self._remove(instance_id, parcel)
         else:
@@ -415,7 +427,9 @@ class Owner:
             parcel = self._reach_of(action.instance_id).take(action.parcel)
         except Exception as failure:
             error = failure
-            self.post(lambda: self.dispatcher.not_fetched(call_id, lies_at, error, is_cut=isinstance(error, ConnectionLost)))
+            self.post(
+                lambda: self.dispatcher.not_fetched(call_id, lies_at, error, is_cut=isinstance(error, ConnectionLost))
+            )
         else:
             self.post(lambda: self.dispatcher.fetched(call_id, parcel, lies_at))
 
@@ -429,18 +443,28 @@ class Owner:
     def _gather(self, connection: Connection, action: do.Gather) -> None:
         epoch, number = action.epoch, action.number
         try:
-            outcomes = connection.gather(action.key, lambda: self.connection is connection and not self._is_closed, is_direct=self.dispatcher.is_here)
+            outcomes = connection.gather(
+                action.key,
+                lambda: self.connection is connection and not self._is_closed,
+                is_direct=self.dispatcher.is_here,
+            )
         except Exception as failure:
             error = failure
             self.post(lambda: self.dispatcher.not_gathered(epoch, number, error))
         else:
             known: Mapping[str, Outcome] = outcomes
-            self.post(lambda: self.dispatcher.gathered(epoch, number, known, outcomes.node, outcomes.instance_id, time.monotonic()))
+            self.post(
+                lambda: self.dispatcher.gathered(
+                    epoch, number, known, outcomes.node, outcomes.instance_id, time.monotonic()
+                )
+            )
 
     def _ask_load(self, connection: Connection, epoch: int) -> None:
         until = time.monotonic() + PING_SECONDS
         try:
-            load = connection.ask("skyward_load", lambda: self.connection is connection and time.monotonic() < until, {})
+            load = connection.ask(
+                "skyward_load", lambda: self.connection is connection and time.monotonic() < until, {}
+            )
         except Exception as error:  # it is out of reach; pings notice that
             _log.debug("the scheduler does not say how busy its workers are: %s", error)
             load = {}

@@ -1,4 +1,7 @@
-"""Placement: which worker gets a batch, and the upload of its large values, until the batch is sent. `shipments.py` draws the states of a batch."""
+"""Placement: which worker gets a batch, and the upload of its large values, until the batch is sent.
+
+`shipments.py` draws the states of a batch.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from skyward_core.worker.wire import INLINE_BYTES, Call, Parcel
 
 
 def freest(members: Members, outs: Sequence[Out], load: Mapping[str, Sequence[str]], key_end: str) -> str | None:
-    """Return the worker with most free slots, by the scheduler's answer (`load`: task keys by worker) and the batches in flight to it.
+    """Return the worker with most free slots, by the scheduler's answer (`load`: task keys by worker) and the batches
+    in flight to it.
 
     The client knows that a batch has ended before the scheduler does.
     """
@@ -32,7 +36,10 @@ def freest(members: Members, outs: Sequence[Out], load: Mapping[str, Sequence[st
 
 
 class Placement:
-    """Places batches that have not gone out: chooses a worker, uploads to its node, and sends. `act` takes the actions."""
+    """Places batches that have not gone out: chooses a worker, uploads to its node, and sends.
+
+    `act` takes the actions.
+    """
 
     def __init__(
         self,
@@ -71,8 +78,13 @@ class Placement:
         for out in self._shipments.in_phase(Phase.CHOOSING):
             self._choose(out, load)
 
-    def uploaded(self, number: int, instance_id: str, arguments: Mapping[str, Parcel], functions: Mapping[str, Parcel | None]) -> None:
-        """Large values of a batch are in a node's memory. A function that is None found no room there and travels in the message."""
+    def uploaded(
+        self, number: int, instance_id: str, arguments: Mapping[str, Parcel], functions: Mapping[str, Parcel | None]
+    ) -> None:
+        """Large values of a batch are in a node's memory.
+
+        A function that is None found no room there and travels in the message.
+        """
         files = self._functions.at(instance_id)
         out = self._shipments.outs.get(number)
         for name, parcel in functions.items():
@@ -92,7 +104,9 @@ class Placement:
         self._functions.evict(instance_id)
         self._unblock()
 
-    def upload_failed(self, number: int, instance_id: str, functions: Collection[str], error: Exception, *, is_its_fault: bool) -> None:
+    def upload_failed(
+        self, number: int, instance_id: str, functions: Collection[str], error: Exception, *, is_its_fault: bool
+    ) -> None:
         """Large values of a batch could not be put into a node's memory."""
         self._functions.at(instance_id).failed(functions)
         if (out := self._shipments.outs.get(number)) is not None and out.phase is Phase.UPLOADING:
@@ -113,7 +127,10 @@ class Placement:
             self._route(out)
 
     def _route(self, out: Out) -> None:
-        """Choose the worker of a batch with large values, which lie on one node. The scheduler chooses for all others."""
+        """Choose the worker of a batch with large values, which lie on one node.
+
+        The scheduler chooses for all others.
+        """
         batch = out.shipment.batch
         is_here = self._members.is_here
         if out.worker:
@@ -132,7 +149,9 @@ class Placement:
 
     @property
     def _is_load_known(self) -> bool:
-        """Whether the scheduler need not be asked: all batches in flight went to workers that were chosen here, or there is no choice."""
+        """Whether the scheduler need not be asked: all batches in flight went to workers that were chosen here, or
+        there is no choice.
+        """
         return len(self._members.free) < 2 or all(out.worker for out in self._shipments.outs.values() if out.is_out)
 
     def _choose(self, out: Out, load: Mapping[str, Sequence[str]]) -> None:
@@ -147,7 +166,10 @@ class Placement:
             self._upload(out, node.instance.id)
 
     def _upload(self, out: Out, instance_id: str) -> None:
-        """Put the large values of a batch into the memory of the node that is to run it. Functions stay there for later calls."""
+        """Put the large values of a batch into the memory of the node that is to run it.
+
+        Functions stay there for later calls.
+        """
         out.instance_id = instance_id
         batch, files = out.shipment.batch, self._functions.at(instance_id)
         functions = {name: function for name, function in batch.functions.items() if function.nbytes > INLINE_BYTES}
@@ -156,7 +178,11 @@ class Placement:
             return
         absent = tuple((name, function) for name, function in functions.items() if files.find(name) is None)
         is_here = self._members.is_here
-        arguments = () if is_here else tuple((call.call_id, call.arguments) for call in batch.calls if call.arguments.nbytes > INLINE_BYTES)
+        arguments = (
+            ()
+            if is_here
+            else tuple((call.call_id, call.arguments) for call in batch.calls if call.arguments.nbytes > INLINE_BYTES)
+        )
         out.phase = Phase.UPLOADING
         if absent or arguments:
             files.plan([name for name, _ in absent])
@@ -176,14 +202,18 @@ class Placement:
             if set(names) - out.functions.keys() - set(inline):  # a function was evicted meanwhile
                 self._upload(out, out.instance_id)
                 return
-        calls = tuple(self._with_arguments_aside(call, out) for call in batch.calls if call.call_id in self._calls.entries)
+        calls = tuple(
+            self._with_arguments_aside(call, out) for call in batch.calls if call.call_id in self._calls.entries
+        )
         for call in batch.calls:
             if call.call_id not in self._calls.entries:  # cancelled during the upload
                 self._queue.ended(call.call_id)
         if not calls:
             self._shipments.forget(out)
             return
-        out.shipment.batch = batch._replace(calls=tuple(call for call in batch.calls if call.call_id in self._calls.entries))
+        out.shipment.batch = batch._replace(
+            calls=tuple(call for call in batch.calls if call.call_id in self._calls.entries)
+        )
         self._shipments.send(out, batch._replace(calls=calls, functions={**batch.functions, **out.functions}))
 
     def _with_arguments_aside(self, call: Call, out: Out) -> Call:

@@ -1,10 +1,12 @@
-"""Recovery when an open pool loses a node, its head or the connection: the thread that does the actions of `membership`.
+"""Recovery when an open pool loses a node, its head or the connection: the thread that does the actions of
+`membership`.
 
-Once in TICK_SECONDS, and at each message of the cluster, `Recovery.turn` calls `membership.Membership` and does its actions. Actions that may take minutes (a
-machine that starts) run in another thread and leave their outcome for the next turn. The cluster's messages (`joined`, `left`, `cut`) come in any thread, and
-only wake the one that takes turns.
+Once in TICK_SECONDS, and at each message of the cluster, `Recovery.turn` calls `membership.Membership` and does its
+actions. Actions that may take minutes (a machine that starts) run in another thread and leave their outcome for the
+next turn. The cluster's messages (`joined`, `left`, `cut`) come in any thread, and only wake the one that takes turns.
 
-Recovery owns no machine: `Machines` rents and releases them. If this thread stops between two lines, the pool's release finds every machine by its tag.
+Recovery owns no machine: `Machines` rents and releases them. If this thread stops between two lines, the pool's release
+finds every machine by its tag.
 """
 
 from __future__ import annotations
@@ -16,7 +18,22 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-from skyward_core.engine.membership import Action, AskHead, Dismiss, Emit, GiveUp, Hold, Membership, Replace, Restart, Resume, Retire, Rouse, StandBy, Survivors
+from skyward_core.engine.membership import (
+    Action,
+    AskHead,
+    Dismiss,
+    Emit,
+    GiveUp,
+    Hold,
+    Membership,
+    Replace,
+    Restart,
+    Resume,
+    Retire,
+    Rouse,
+    StandBy,
+    Survivors,
+)
 from skyward_core.errors import PoolClosed, SkywardError
 from skyward_core.events.events import Error, SkywardEvent
 from skyward_core.machines.instances import Lease, Node
@@ -138,7 +155,8 @@ class Recovery:
     def join(self) -> None:
         """Wait for all threads, except for a question to the provider: it ends with the answer and changes nothing.
 
-        It waits no longer than JOIN_SECONDS for a launch that hangs: the pool must release its machines. `Machines` releases those that come later.
+        It waits no longer than JOIN_SECONDS for a launch that hangs: the pool must release its machines. `Machines`
+        releases those that come later.
         """
         deadline = time.monotonic() + JOIN_SECONDS
         for thread in (self._thread, *self._threads.stop()):
@@ -146,7 +164,8 @@ class Recovery:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     # ── messages of the cluster, in any thread ───────────────────────────────────────────────────────────────────────
-    # Each only sets a mark for the next turn, and does not wait. It may be late, or of an earlier connection: a turn checks the members itself.
+    # Each only sets a mark for the next turn, and does not wait. It may be late, or of an earlier connection: a turn
+    # checks the members itself.
 
     def joined(self, rank: int) -> None:
         """All workers of a node have joined."""
@@ -192,7 +211,8 @@ class Recovery:
         had_head = self._membership.has_head and not is_cut
         self._membership.turn(self._clock(), self._view, is_cut=is_cut)
         self._do_all()
-        if not had_head and self._membership.has_head and not self._closing.is_set():  # the head is back: look at the nodes too
+        # the head is back: look at the nodes too
+        if not had_head and self._membership.has_head and not self._closing.is_set():
             self._membership.turn(self._clock(), self._view)
             self._do_all()
 
@@ -238,7 +258,9 @@ class Recovery:
         """Bring the cluster up with another head."""
         survivors = Survivors((), ())
         try:
-            survivors = self._membership.survivors(before, self._machines.lives([node.rank for node in before]), self._view)
+            survivors = self._membership.survivors(
+                before, self._machines.lives([node.rank for node in before]), self._view
+            )
             lease = self._machines.restart(survivors.heirs, survivors.dead)
             self._cluster.restart(lease, self._machines.scheduler, RESTART_SECONDS)
         except PoolClosed:
@@ -257,7 +279,10 @@ class Recovery:
         self._wake.set()
 
     def _ask(self, action: AskHead) -> None:
-        """Ask the head's machine whether its processes live, and its provider whether it exists. A provider's outage is no answer."""
+        """Ask the head's machine whether its processes live, and its provider whether it exists.
+
+        A provider's outage is no answer.
+        """
         is_dead, is_listed = False, None
         try:
             is_dead = self._machines.lives([0]).get(0) is False

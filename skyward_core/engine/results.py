@@ -1,8 +1,8 @@
 """Outcomes become values or exceptions, and futures are set: in the thread "skyward-results".
 
-Loading a value runs the code of its types, and may import whole frameworks: the engine's thread does not wait for that. It only loads small results whose
-pickles name no type (`plain_value`), and sets their futures. Callbacks of futures run in the thread "skyward-callbacks": one that blocks delays other
-callbacks, and no result.
+Loading a value runs the code of its types, and may import whole frameworks: the engine's thread does not wait for that.
+It only loads small results whose pickles name no type (`plain_value`), and sets their futures. Callbacks of futures run
+in the thread "skyward-callbacks": one that blocks delays other callbacks, and no result.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _log = logging.getLogger("skyward")
 
 @dataclass(slots=True)
 class Settled:
-    """A call that has ended: its future, a function that loads its value (and may raise), and the parcels to remove after that.
+    """A call that has ended: its future, a function that loads its value (and may raise), and the parcels to remove
+    after that.
 
     The value comes after the event with the number `after`, unless that takes too long.
     """
@@ -127,7 +128,10 @@ class Results:
             self.set(due.pop(0))
 
     def set(self, item: Settled) -> None:
-        """Set a future here and now. Another thread may call this only if the value is loaded: loading may run code of its types."""
+        """Set a future here and now.
+
+        Another thread may call this only if the value is loaded: loading may run code of its types.
+        """
         future = item.future
         try:
             if not future.claim():
@@ -200,7 +204,12 @@ def plain_value(outcome: Outcome) -> Any:
     The engine's thread may load such a result: the caller has it sooner by one change of threads.
     """
     parcel = outcome.parcel
-    if outcome.ending is not Ending.RESULT or parcel.path is not None or parcel.buffers or len(parcel.data) > PLAIN_BYTES:
+    if (
+        outcome.ending is not Ending.RESULT
+        or parcel.path is not None
+        or parcel.buffers
+        or len(parcel.data) > PLAIN_BYTES
+    ):
         raise NotPlain
     try:
         return _PlainUnpickler(io.BytesIO(parcel.data)).load()
@@ -225,21 +234,33 @@ def value_of(outcome: Outcome, node: int) -> Any:
         raise CallCrashed(f"the call was stopped on node {node}", node, outcome.exit_code, outcome.output)
     if outcome.ending is Ending.OUT_OF_MEMORY:
         by = f" by {outcome.text}" if outcome.text else ""
-        message = f"the call used more memory than its worker on node {node} has, and was killed{by}; ask for more with ComputePool(memory=...)"
+        message = (
+            f"the call used more memory than its worker on node {node} has, and was killed{by}; ask for more with"
+            " ComputePool(memory=...)"
+        )
         raise CallOutOfMemory(message, node, outcome.exit_code, outcome.output)
-    raise CallCrashed(f"the process of the call died on node {node}: {outcome.text or _death(outcome.exit_code)}", node, outcome.exit_code, outcome.output)
+    raise CallCrashed(
+        f"the process of the call died on node {node}: {outcome.text or _death(outcome.exit_code)}",
+        node,
+        outcome.exit_code,
+        outcome.output,
+    )
 
 
 def _not_loaded(failure: BaseException, data: Bytes, buffers: Sequence[Bytes], node: int) -> ResultNotLoaded:
     missing = failure.name.partition(".")[0] if isinstance(failure, ModuleNotFoundError) and failure.name else ""
     if missing:
-        why = f"its type is of {missing!r}, which is not installed here. Install the package that has it and take error.load()"
+        why = (
+            f"its type is of {missing!r}, which is not installed here. Install the package that has it and take"
+            " error.load()"
+        )
     else:
         cause = one_line(failure) if isinstance(failure, Exception) else type(failure).__name__
         why = f"{cause}. Mend that and take error.load()"
     message = (
-        f"the call succeeded on node {node}, but its result cannot be loaded here: {why}; or let the function return plain values (numbers, lists, "
-        "dictionaries, NumPy arrays). There is no need to run it again: error.result_bytes keeps the result"
+        f"the call succeeded on node {node}, but its result cannot be loaded here: {why}; or let the function return"
+        " plain values (numbers, lists, dictionaries, NumPy arrays). There is no need to run it again:"
+        " error.result_bytes keeps the result"
     )
     return ResultNotLoaded(message, node, missing, data, buffers)
 

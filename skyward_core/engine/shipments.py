@@ -7,9 +7,10 @@ States of a batch:
         │                       │                     │  └──ended, outcomes missing──▶ gathering ──gathered──▶ (gone)
         └───────────────────────┴──the connection is cut: its calls wait again (nothing has gone out)
 
-A batch without large values is sent at once; `placement.py` does all that comes before. A sent batch has the epoch of the connection that follows its task.
-When another connection replaces that one, the scheduler's answer decides about each batch of an earlier epoch: its task is known, it never came, or it is
-lost (`losses.py`). A batch that has not gone out when its connection ends was never begun: its calls wait again.
+A batch without large values is sent at once; `placement.py` does all that comes before. A sent batch has the epoch of
+the connection that follows its task. When another connection replaces that one, the scheduler's answer decides about
+each batch of an earlier epoch: its task is known, it never came, or it is lost (`losses.py`). A batch that has not gone
+out when its connection ends was never begun: its calls wait again.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class Out:
-    """A batch from the queue. `worker` and `address`: its destination, unless the scheduler chooses. `instance_id`: the node of its large values."""
+    """A batch from the queue.
+
+    `worker` and `address`: its destination, unless the scheduler chooses. `instance_id`: the node of its large values.
+    """
 
     shipment: Shipment
     phase: Phase
@@ -142,7 +146,9 @@ class Shipments:
         self._calls.fail(ids, failure)
 
     def task_ended(self, epoch: int, number: int, *, is_finished: bool, reason: str) -> None:
-        """The task of a batch has ended: outcomes that were not reported are in its result, or were lost with its worker."""
+        """The task of a batch has ended: outcomes that were not reported are in its result, or were lost with its
+        worker.
+        """
         out = self._at(epoch, number, Phase.SENT)
         if out is None:
             return
@@ -153,20 +159,30 @@ class Shipments:
         self._do(do.Release(epoch, (self.key(number),)))
         self._calls.lose(self.forget(out), reason)
 
-    def gathered(self, epoch: int, number: int, outcomes: Mapping[str, Outcome], node: int, instance_id: str, now: float) -> None:
+    def gathered(
+        self, epoch: int, number: int, outcomes: Mapping[str, Outcome], node: int, instance_id: str, now: float
+    ) -> None:
         """The result of a batch's task is here."""
         out = self._at(epoch, number, Phase.GATHERING)
         if out is None:
             return
         self._do(do.Release(epoch, (self.key(number),)))
         ids = self.forget(out)
-        ended = [outcomes[call_id] for call_id in ids if call_id in outcomes and outcomes[call_id].ending is not Ending.RETURNED]
+        ended = [
+            outcomes[call_id]
+            for call_id in ids
+            if call_id in outcomes and outcomes[call_id].ending is not Ending.RETURNED
+        ]
         if seconds := sum(outcome.seconds for outcome in ended):
             self._do(do.Ran(instance_id, seconds))
-        self._calls.take_back([call_id for call_id in ids if call_id in outcomes and outcomes[call_id].ending is Ending.RETURNED])
+        self._calls.take_back(
+            [call_id for call_id in ids if call_id in outcomes and outcomes[call_id].ending is Ending.RETURNED]
+        )
         for outcome in ended:
             self._calls.ended(outcome, node, instance_id, now)
-        self._calls.lose([call_id for call_id in ids if call_id not in outcomes], "the call ended, but its result was not there")
+        self._calls.lose(
+            [call_id for call_id in ids if call_id not in outcomes], "the call ended, but its result was not there"
+        )
 
     def not_gathered(self, epoch: int, number: int, error: Exception) -> None:
         """The result of a batch's task is out of reach."""
@@ -193,6 +209,12 @@ class Shipments:
                 self._do(do.TakeBack(out.epoch, out.number, self.key(out.number)))
 
     def _at(self, epoch: int, number: int, phase: Phase) -> Out | None:
-        """Return the batch of a message; None if the message comes too late: the batch has another epoch or is in another phase."""
+        """Return the batch of a message; None if the message comes too late: the batch has another epoch or is in
+        another phase.
+        """
         out = self.outs.get(number)
-        return out if self._connection.is_live_in(epoch) and out is not None and out.epoch == epoch and out.phase is phase else None
+        return (
+            out
+            if self._connection.is_live_in(epoch) and out is not None and out.epoch == epoch and out.phase is phase
+            else None
+        )

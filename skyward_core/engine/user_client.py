@@ -1,10 +1,10 @@
 """The Dask client that a pool returns (`ComputePool.dask_client`): a separate connection.
 
-The pool gives up its connection when the scheduler has not answered for some seconds, and makes another; that cancels the futures of its client. The user's
-client waits, and reconnects automatically if the connection breaks.
+The pool gives up its connection when the scheduler has not answered for some seconds, and makes another; that cancels
+the futures of its client. The user's client waits, and reconnects automatically if the connection breaks.
 
-States of the client: none -> open (running, or reconnecting) -> closed: by its user, by Dask if it could not reconnect, or here, when the scheduler has
-another address. Then `get` makes another one. `close` ends it with the pool.
+States of the client: none -> open (running, or reconnecting) -> closed: by its user, by Dask if it could not reconnect,
+or here, when the scheduler has another address. Then `get` makes another one. `close` ends it with the pool.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class UserClient:
         self._address = address
         """Returns the scheduler's address as seen from here: a new head has another one."""
         self._check = check
-        """Raises NodeLost if the pool has no connection to the scheduler just now, and the pool's error after its end."""
+        """Raises NodeLost if the pool has no connection to the scheduler just now, and the pool's error after its end.
+        """
         self._connect = connect
         """Raises OSError."""
         self._end = end
@@ -91,4 +92,6 @@ def user_client(address: Callable[[], str], certificate: PoolCertificate, check:
     """Return the owner of a pool's user client, without a connection so far. Imports Dask."""
     from skyward_core.engine.connection import connect_user, end
 
-    return UserClient(address, check, lambda where: connect_user(where, certificate), lambda client: end(client, END_SECONDS))
+    return UserClient(
+        address, check, lambda where: connect_user(where, certificate), lambda client: end(client, END_SECONDS)
+    )

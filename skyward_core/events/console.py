@@ -1,7 +1,8 @@
 """What a pool tells its user while it works: `display = "log" | "spinner" | "quiet"`, three callbacks that print.
 
-All of it goes to stderr, what the nodes print included (`[node 0] ...`): stdout belongs to the result of the user's own script, so that
-`python train.py > result.json` stays clean, and on one stream the lines of the nodes and ours keep their order.
+All of it goes to stderr, what the nodes print included (`[node 0] ...`): stdout belongs to the result of the user's own
+script, so that `python train.py > result.json` stays clean, and on one stream the lines of the nodes and ours keep
+their order.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ _node_log = logging.getLogger("skyward.node")
 
 
 class Display(Protocol):
-    """A callback that prints. Events may come from one thread and `close` from another; what comes after `close` is not shown."""
+    """A callback that prints.
+
+    Events may come from one thread and `close` from another; what comes after `close` is not shown.
+    """
 
     def __call__(self, event: SkywardEvent, /) -> None: ...
 
@@ -59,9 +63,9 @@ class Display(Protocol):
 def display(kind: str, *, file: TextIO | None = None) -> Display:
     """Make the display of that kind, for one pool; `file` stands in for stderr.
 
-    "log" writes through `logging` (loggers "skyward", and "skyward.node" for what nodes print); where nobody configured logging, to stderr.
-    "spinner" draws progress bars on a terminal, and plain lines elsewhere. "quiet" shows nothing at all: errors are raised anyway.
-    Raises BadRequest for any other kind.
+    "log" writes through `logging` (loggers "skyward", and "skyward.node" for what nodes print); where nobody configured
+    logging, to stderr. "spinner" draws progress bars on a terminal, and plain lines elsewhere. "quiet" shows nothing at
+    all: errors are raised anyway. Raises BadRequest for any other kind.
 
         with use_callback(display("log")): ...
     """
@@ -114,10 +118,11 @@ class _Log:
 
 
 class _LastListener(logging.Handler):
-    """Prints what is logged under "skyward" for as long as nobody else listens, as `logging.lastResort` does for warnings.
+    """Prints what is logged under "skyward" for as long as nobody else listens, as `logging.lastResort` does for
+    warnings.
 
-    It asks at each record, so that logging configured after the pool was opened doubles no line. Of several pools' listeners to
-    one file only the first prints, and the next takes over when it goes.
+    It asks at each record, so that logging configured after the pool was opened doubles no line. Of several pools'
+    listeners to one file only the first prints, and the next takes over when it goes.
     """
 
     def __init__(self, file: TextIO | None) -> None:
@@ -147,7 +152,8 @@ class _LastListener(logging.Handler):
             file = self._file or sys.stderr
             file.write(self.format(record) + "\n")
             file.flush()
-        except (OSError, ValueError):  # a full disk, a closed stderr: told as `logging` tells it, and no reason to stop a pool
+        # a full disk, a closed stderr: told as `logging` tells it, and no reason to stop a pool
+        except (OSError, ValueError):
             self.handleError(record)
 
 
@@ -181,8 +187,8 @@ def _spinner(file: TextIO | None) -> Display:
     from rich.file_proxy import FileProxy
 
     console = Console(file=file, stderr=file is None)
-    # A FileProxy in place of stderr is another live display, of a second pool or the user's own: two would overwrite each other,
-    # while plain lines written to the proxy come out above it.
+    # A FileProxy in place of stderr is another live display, of a second pool or the user's own: two would overwrite
+    # each other, while plain lines written to the proxy come out above it.
     taken = file is None and isinstance(sys.stderr, FileProxy)
     if taken or not console.is_interactive:
         return _Lines(file)
@@ -232,7 +238,9 @@ def _line(narrator: Narrator, event: SkywardEvent) -> str | None:
 
 
 class _Spinner:
-    """A row for the pool, one for each machine while it is being prepared, one for the calls; lines of the nodes come out above."""
+    """A row for the pool, one for each machine while it is being prepared, one for the calls; lines of the nodes come
+    out above.
+    """
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -251,7 +259,15 @@ class _Spinner:
                 return
             told = self._narrator.tell(event)
             match event:
-                case LogLine() | InstanceLost() | InstancesUnconfirmed() | PreemptionNoticed() | RebalanceRecommended() | BudgetWarning() | Error():
+                case (
+                    LogLine()
+                    | InstanceLost()
+                    | InstancesUnconfirmed()
+                    | PreemptionNoticed()
+                    | RebalanceRecommended()
+                    | BudgetWarning()
+                    | Error()
+                ):
                     self._print_above(told[1] if told else "")
                 case CallProgress():
                     self._show_calls(event)
@@ -259,7 +275,9 @@ class _Spinner:
                     self._show_machine(machine, event)
                 case CostUpdate(accumulated_cost=cost, hourly_rate=rate):
                     self._show_pool(note=f"{usd(cost)} at {usd(rate)}/h" if rate or cost else "")
-                case InfraCreating() | InfraCreated() | InstanceLaunching() | PoolReady() | PoolStopping() | CostFinal():
+                case (
+                    InfraCreating() | InfraCreated() | InstanceLaunching() | PoolReady() | PoolStopping() | CostFinal()
+                ):
                     self._show_phase(event, told[1] if told else "")
                 case _:
                     pass
@@ -292,7 +310,9 @@ class _Spinner:
         pool = self._pool_row()
         row = self._machines.get(machine)
         if row is None:
-            row = self._machines[machine] = self._progress.add_task(self._narrator.name(machine), total=None, note="preparing")
+            row = self._machines[machine] = self._progress.add_task(
+                self._narrator.name(machine), total=None, note="preparing"
+            )
         if isinstance(event, BootstrapProgress):
             self._progress.update(row, note=event.step)
         elif isinstance(event, BootstrapCompleted):

@@ -1,7 +1,7 @@
 """What happens in a pool, told as frozen values.
 
-Every event is a `SkywardEvent`; a `Callback` takes one and may return one in its place. Times are seconds, money is USD,
-`node` is the rank of a node (0 is the head).
+Every event is a `SkywardEvent`; a `Callback` takes one and may return one in its place. Times are seconds, money is
+USD, `node` is the rank of a node (0 is the head).
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ type ProviderName = str
 
 @dataclass(frozen=True, slots=True)
 class InfraCreating:
-    """The pool begins to look for machines: it is written down in the ledger under this id, and nothing is rented yet. `work` is what it is for."""
+    """The pool begins to look for machines: it is written down in the ledger under this id, and nothing is rented yet.
+
+    `work` is what it is for.
+    """
 
     pool_id: str = ""
     work: Work = NO_WORK
@@ -39,7 +42,10 @@ class InfraCreated:
 
 @dataclass(frozen=True, slots=True)
 class CandidateRefused(Refusal):
-    """One that might have rented out the machines did not; the next one is tried. The fields are those of `errors.Refusal`."""
+    """One that might have rented out the machines did not; the next one is tried.
+
+    The fields are those of `errors.Refusal`.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +111,8 @@ class PoolReady:
 
 @dataclass(frozen=True, slots=True)
 class CallProgress:
-    """How many calls this pool was given, how many have ended, well or not, and how many were cancelled; at most ten a second.
+    """How many calls this pool was given, how many have ended, well or not, and how many were cancelled; at most ten a
+    second.
 
     `done` holds the failed ones, and not the cancelled ones.
     """
@@ -176,9 +183,11 @@ class InstanceLost:
 
 @dataclass(frozen=True, slots=True)
 class InstancesUnconfirmed:
-    """The pool has ended, and these machines could not be confirmed gone. Their ledger entries stay open; the pool's reaper, and every sweep, asks again.
+    """The pool has ended, and these machines could not be confirmed gone. Their ledger entries stay open; the pool's
+    reaper, and every sweep, asks again.
 
-    `is_free`: they cost nothing and end themselves by their lease. Else they may be billed until they are known to be gone.
+    `is_free`: they cost nothing and end themselves by their lease. Else they may be billed until they are known to be
+    gone.
     """
 
     instance_ids: tuple[str, ...]
@@ -188,10 +197,12 @@ class InstancesUnconfirmed:
 
 @dataclass(frozen=True, slots=True)
 class PreemptionNoticed:
-    """A spot machine was told that it is to be taken back: it is given no more calls, and another one is prepared to take its place.
+    """A spot machine was told that it is to be taken back: it is given no more calls, and another one is prepared to
+    take its place.
 
-    `action` is what its provider will do with it ("terminate", "stop", "hibernate"), `at` when (seconds since 1970), `seconds_left` how long that was off when
-    the machine heard of it. Nothing is done ahead for the head (node 0): it is replaced when it is lost.
+    `action` is what its provider will do with it ("terminate", "stop", "hibernate"), `at` when (seconds since 1970),
+    `seconds_left` how long that was off when the machine heard of it. Nothing is done ahead for the head (node 0): it
+    is replaced when it is lost.
     """
 
     instance_id: str
@@ -203,7 +214,10 @@ class PreemptionNoticed:
 
 @dataclass(frozen=True, slots=True)
 class RebalanceRecommended:
-    """A spot machine was told, at `at` (seconds since 1970), that it is more likely than before to be taken back. Nothing else happens."""
+    """A spot machine was told, at `at` (seconds since 1970), that it is more likely than before to be taken back.
+
+    Nothing else happens.
+    """
 
     instance_id: str
     node: int
@@ -212,7 +226,9 @@ class RebalanceRecommended:
 
 @dataclass(frozen=True, slots=True)
 class CallRetrying:
-    """A call runs again, for its node was lost under it: the `attempt`-th time (2: the first time again) of at most `attempts`."""
+    """A call runs again, for its node was lost under it: the `attempt`-th time (2: the first time again) of at most
+    `attempts`.
+    """
 
     call_id: str
     attempt: int
@@ -222,7 +238,9 @@ class CallRetrying:
 
 @dataclass(frozen=True, slots=True)
 class ContactLost:
-    """A node does not answer this client any more; it may live and be reached again (`ContactRegained`), or turn out to be lost (`InstanceLost`)."""
+    """A node does not answer this client any more; it may live and be reached again (`ContactRegained`), or turn out to
+    be lost (`InstanceLost`).
+    """
 
     instance_id: str
     node: int
@@ -240,7 +258,9 @@ class ContactRegained:
 
 @dataclass(frozen=True, slots=True)
 class ClusterRestarting:
-    """The head was lost: the cluster comes up anew on the nodes that are left and those that replace the lost ones; `PoolReady` tells when it stands."""
+    """The head was lost: the cluster comes up anew on the nodes that are left and those that replace the lost ones;
+    `PoolReady` tells when it stands.
+    """
 
     reason: str
 
@@ -266,7 +286,10 @@ class CostUpdate:
 
 @dataclass(frozen=True, slots=True)
 class CostFinal:
-    """The whole bill, exactly once per pool, whatever way it ends. `buckets`: what it went to, in USD, by the names of `rows.Bucket`, together all of it."""
+    """The whole bill, exactly once per pool, whatever way it ends.
+
+    `buckets`: what it went to, in USD, by the names of `rows.Bucket`, together all of it.
+    """
 
     total_cost: float
     total_seconds: float
@@ -279,7 +302,9 @@ class CostFinal:
 
 @dataclass(frozen=True, slots=True)
 class BudgetWarning:
-    """The money runs low: most of `limit_usd` (`max_cost`, None if there is none) is spent, or `account` has no more to reserve; `reason` in words."""
+    """The money runs low: most of `limit_usd` (`max_cost`, None if there is none) is spent, or `account` has no more to
+    reserve; `reason` in words.
+    """
 
     spent_usd: float
     limit_usd: float | None
@@ -338,7 +363,8 @@ _log = logging.getLogger("skyward")
 def compose(*callbacks: Callback) -> Callback:
     """Merge callbacks into one that calls them in order, each with what the one before it returned.
 
-    A callback that raises is reported once in the log, with its traceback, and skipped for that event; the others still run.
+    A callback that raises is reported once in the log, with its traceback, and skipped for that event; the others still
+    run.
     """
     guarded = tuple(_Guarded(callback) for callback in callbacks)
 
@@ -351,7 +377,9 @@ def compose(*callbacks: Callback) -> Callback:
 
 
 def emit(event: SkywardEvent) -> None:
-    """Hand an event to the callbacks that `use_callback` has registered in this context; without any, nothing happens."""
+    """Hand an event to the callbacks that `use_callback` has registered in this context; without any, nothing
+    happens.
+    """
     callback = _callback.get()
     if callback is not None:
         callback(event)
@@ -388,5 +416,9 @@ class _Guarded:
             with self._lock:
                 first, self._reported = not self._reported, True
             if first:
-                _log.exception("the event callback %r failed on %s; the pool goes on, later failures are not told", self._callback, event)
+                _log.exception(
+                    "the event callback %r failed on %s; the pool goes on, later failures are not told",
+                    self._callback,
+                    event,
+                )
             return None

@@ -63,7 +63,11 @@ class Narrator:
             case InstanceLost(_, node, reason):
                 return logging.WARNING, f"node {node} is lost: {reason}"
             case InstancesUnconfirmed(_, reason, is_free):
-                return (logging.WARNING, f"not confirmed gone, left to their lease: {reason}") if is_free else (logging.ERROR, f"NOT CONFIRMED GONE: {reason}")
+                return (
+                    (logging.WARNING, f"not confirmed gone, left to their lease: {reason}")
+                    if is_free
+                    else (logging.ERROR, f"NOT CONFIRMED GONE: {reason}")
+                )
             case PreemptionNoticed():
                 return logging.WARNING, _noticed(event)
             case RebalanceRecommended(_, node):
@@ -106,7 +110,10 @@ class Narrator:
             case BootstrapCompleted(machine):
                 return f"{self.name(machine)}: ready"
             case PoolReady():
-                return f"the pool is ready after {_duration(event.seconds)}: {_count(event.nodes, 'node')}, {_count(event.slots, 'slot')}"
+                return (
+                    f"the pool is ready after {_duration(event.seconds)}: {_count(event.nodes, 'node')},"
+                    f" {_count(event.slots, 'slot')}"
+                )
             case PoolStopping():
                 return "giving the machines back" + (f" ({self._calls_so_far()})" if self._calls.submitted else "")
             case CostFinal():
@@ -131,7 +138,9 @@ class Narrator:
 
 def not_well(calls: CallProgress) -> str:
     """Return how many calls have failed and were cancelled, as the end of a sentence; "" if none."""
-    return (f", {calls.failed} failed" if calls.failed else "") + (f", {calls.cancelled} cancelled" if calls.cancelled else "")
+    return (f", {calls.failed} failed" if calls.failed else "") + (
+        f", {calls.cancelled} cancelled" if calls.cancelled else ""
+    )
 
 
 def _provisioned(event: InstanceProvisioned) -> str:
@@ -143,21 +152,38 @@ def _provisioned(event: InstanceProvisioned) -> str:
 
 
 def _noticed(event: PreemptionNoticed) -> str:
-    then = "it takes no more calls, and another machine is prepared" if event.node else "it is the head, and the cluster comes up anew without it then"
-    return f"node {event.node} is taken back by its provider in {_duration(event.seconds_left)} ({event.action}): {then}"
+    then = (
+        "it takes no more calls, and another machine is prepared"
+        if event.node
+        else "it is the head, and the cluster comes up anew without it then"
+    )
+    return (
+        f"node {event.node} is taken back by its provider in {_duration(event.seconds_left)} ({event.action}): {then}"
+    )
 
 
 def _bill(event: CostFinal) -> str:
     markets = ((event.spot_count, "spot"), (event.ondemand_count, "on demand"))
     machines = ", ".join(f"{count} {market}" for count, market in markets if count)
     saved = f", {usd(event.savings_vs_ondemand)} less than on demand" if event.savings_vs_ondemand > 0 else ""
-    return f"done: {_duration(event.total_seconds)}, {usd(event.total_cost)}" + (f" ({machines})" if machines else "") + saved + _shares(event)
+    return (
+        f"done: {_duration(event.total_seconds)}, {usd(event.total_cost)}"
+        + (f" ({machines})" if machines else "")
+        + saved
+        + _shares(event)
+    )
 
 
 def _shares(event: CostFinal) -> str:
     """What the money went to, the largest part first; parts that would be 0 % are left out."""
-    parts = {name: round(100 * amount / event.total_cost) for name, amount in event.buckets.items()} if event.total_cost else {}
-    told = ", ".join(f"{name} {percent} %" for name, percent in sorted(parts.items(), key=lambda part: -part[1]) if percent)
+    parts = (
+        {name: round(100 * amount / event.total_cost) for name, amount in event.buckets.items()}
+        if event.total_cost
+        else {}
+    )
+    told = ", ".join(
+        f"{name} {percent} %" for name, percent in sorted(parts.items(), key=lambda part: -part[1]) if percent
+    )
     return f"; {told}" if told else ""
 
 
@@ -166,7 +192,9 @@ def _running_low(event: BudgetWarning) -> str:
         return f"the money runs low: {event.reason}"
     if event.limit_usd is not None:
         return f"the money runs low: {usd(event.spent_usd)} of {usd(event.limit_usd)} are spent"
-    return f"the money runs low: {usd(event.spent_usd)} are spent" + (f", and account {event.account!r} has little left" if event.account else "")
+    return f"the money runs low: {usd(event.spent_usd)} are spent" + (
+        f", and account {event.account!r} has little left" if event.account else ""
+    )
 
 
 def usd(amount: float) -> str:
@@ -177,7 +205,8 @@ def usd(amount: float) -> str:
 
 
 def digits(amount: float | Decimal) -> str:
-    """Return an amount of money with four decimals, and as many more as its first four digits need: nothing that costs something is told as nothing.
+    """Return an amount of money with four decimals, and as many more as its first four digits need: nothing that costs
+    something is told as nothing.
 
     >>> digits(12.5), digits(0.0123), digits(0.000012345)
     ('12.5000', '0.0123', '0.00001234')

@@ -6,8 +6,9 @@ One queue per pool, so that events are told one at a time and in the order in wh
 
     open -> ended (by the bill, or by `close`) -> drained: all is told, the display is closed, the thread has ended
 
-A callback that blocks, or a terminal that takes nothing, holds up this thread and nothing else. So who must not wait for a terminal does not log either:
-`log` puts a record here, for the handlers of `logging` are locked while one of them writes.
+A callback that blocks, or a terminal that takes nothing, holds up this thread and nothing else. So who must not wait
+for a terminal does not log either: `log` puts a record here, for the handlers of `logging` are locked while one of them
+writes.
 
 In a fork of the process nothing is told: the pool is its parent's.
 """
@@ -25,7 +26,10 @@ from collections.abc import Callable
 from skyward_core.events.events import CallProgress, CostFinal, Error, LogLine, Metrics, SkywardEvent
 
 MOST_WAITING = 100_000
-"""Events that may wait: beyond, log lines, metrics and progress are dropped until half of them are told. All others are kept."""
+"""Events that may wait: beyond, log lines, metrics and progress are dropped until half of them are told.
+
+All others are kept.
+"""
 PATIENCE_SECONDS = 5.0
 """How long `flush` waits for the callbacks with one event."""
 FLUSH_SECONDS = 60.0
@@ -37,10 +41,16 @@ _log = logging.getLogger("skyward")
 class EventQueue:
     """The events of one pool. Safe to use from any thread, from signal handlers and from finalizers.
 
-    `tell` is called for each event, `at_end` once all is told: to close the display. Both run in the context (`contextvars`) in which the queue was made.
+    `tell` is called for each event, `at_end` once all is told: to close the display. Both run in the context
+    (`contextvars`) in which the queue was made.
     """
 
-    def __init__(self, tell: Callable[[SkywardEvent], object], at_end: Callable[[], object] = lambda: None, most_waiting: int = MOST_WAITING) -> None:
+    def __init__(
+        self,
+        tell: Callable[[SkywardEvent], object],
+        at_end: Callable[[], object] = lambda: None,
+        most_waiting: int = MOST_WAITING,
+    ) -> None:
         self._tell = tell
         self._at_end = at_end
         self._most_waiting = most_waiting
@@ -75,7 +85,10 @@ class EventQueue:
     # ── in ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def put(self, event: SkywardEvent) -> int:
-        """Add an event to the queue without waiting; return its number, to compare with `told`. After the bill the queue takes no more events."""
+        """Add an event to the queue without waiting; return its number, to compare with `told`.
+
+        After the bill the queue takes no more events.
+        """
         if os.getpid() != self._process:
             return self.told
         with self._lock:
@@ -89,7 +102,9 @@ class EventQueue:
             return self._add(event)
 
     def log(self, level: int, message: str, *args: object, error: BaseException | None = None) -> None:
-        """Put a record for the logger "skyward" on its way, in order with the events, with the traceback of `error` if there is one. After the end too."""
+        """Put a record for the logger "skyward" on its way, in order with the events, with the traceback of `error` if
+        there is one. After the end too.
+        """
         if os.getpid() != self._process:
             return
         with self._lock:
@@ -113,11 +128,16 @@ class EventQueue:
         self._thread = thread
         try:
             thread.start()
-        except RuntimeError:  # the system has no thread left, or the interpreter ends: the next event tries again, and `close` tells what waits
+        # the system has no thread left, or the interpreter ends: the next event tries again, and `close` tells what
+        # waits
+        except RuntimeError:
             self._thread = None
 
     def _is_too_much(self, event: SkywardEvent) -> bool:
-        """Tell whether an event is dropped, and count it then. The last progress is kept, so that no display stops at 99 of 100 calls."""
+        """Tell whether an event is dropped, and count it then.
+
+        The last progress is kept, so that no display stops at 99 of 100 calls.
+        """
         if not isinstance(event, LogLine | Metrics | CallProgress):
             return False
         limit = self._most_waiting // 2 if self._is_dropping else self._most_waiting
@@ -129,14 +149,28 @@ class EventQueue:
         return self._is_dropping
 
     def _tell_what_was_dropped(self) -> None:
-        count, progress, self._dropped, self._last_progress, self._is_dropping = self._dropped, self._last_progress, 0, None, False
+        count, progress, self._dropped, self._last_progress, self._is_dropping = (
+            self._dropped,
+            self._last_progress,
+            0,
+            None,
+            False,
+        )
         if count:
-            self._add(Error(f"{count} log lines, metrics and progress events were dropped here: the callbacks or the display are too slow for them"))
+            self._add(
+                Error(
+                    f"{count} log lines, metrics and progress events were dropped here: the callbacks or the display"
+                    " are too slow for them"
+                )
+            )
         if progress is not None:
             self._add(progress)
 
     def close(self) -> None:
-        """Take no more events; what waits is told, and the display is closed then. Waits for nothing (`flush` does). May be called twice."""
+        """Take no more events; what waits is told, and the display is closed then.
+
+        Waits for nothing (`flush` does). May be called twice.
+        """
         if os.getpid() != self._process:
             return
         with self._lock:
@@ -200,12 +234,16 @@ class EventQueue:
     # ── waiting for it ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def flush(self, patience_seconds: float = PATIENCE_SECONDS, longest_seconds: float = FLUSH_SECONDS) -> bool:
-        """Wait until all that was put so far was told, and after `close` until the display is closed; False if the callbacks take too long.
+        """Wait until all that was put so far was told, and after `close` until the display is closed; False if the
+        callbacks take too long.
 
-        Too long is more than `patience_seconds` for one event, or `longest_seconds` for all; what is left then is told when they are ready. Raises what a
-        callback has raised to end the program, as `sys.exit` does. Called by a callback it does not wait.
+        Too long is more than `patience_seconds` for one event, or `longest_seconds` for all; what is left then is told
+        when they are ready. Raises what a callback has raised to end the program, as `sys.exit` does. Called by a
+        callback it does not wait.
         """
-        is_told = self._wait(self.number, longest_seconds, patience_seconds) and (not self._is_closed or self._wait(None, longest_seconds, patience_seconds))
+        is_told = self._wait(self.number, longest_seconds, patience_seconds) and (
+            not self._is_closed or self._wait(None, longest_seconds, patience_seconds)
+        )
         with self._lock:
             escaped, self._escaped = self._escaped, None
         if escaped is not None:

@@ -28,9 +28,12 @@ def _refuse(*_: object, **__: object) -> NoReturn:
 
 
 class FrozenIndexes(dict[str, tuple[str, ...]]):
-    """Packages by the index that they come from; compares and prints as a dict, hashes by value, and cannot be changed."""
+    """Packages by the index that they come from; compares and prints as a dict, hashes by value, and cannot be
+    changed.
+    """
 
-    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride] - a dict has none because it can change
+    # A dict has no hash because it can change.
+    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return hash(frozenset(self.items()))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -40,14 +43,17 @@ class FrozenIndexes(dict[str, tuple[str, ...]]):
 
 
 class FrozenEnv(dict[str, str]):
-    """Environment variables that compare as a dict, print as one without what looks like a secret, hash by value, and cannot be changed."""
+    """Environment variables that compare as a dict, print as one without what looks like a secret, hash by value, and
+    cannot be changed.
+    """
 
     def __repr__(self) -> str:
         return repr(masked(self))
 
     __str__ = __sentry_repr__ = __repr__
 
-    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride] - a dict has none because it can change
+    # A dict has no hash because it can change.
+    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return hash(frozenset(self.items()))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -63,14 +69,16 @@ _RESERVED = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS",
 class Image(Frozen):
     """What a node has installed.
 
-    `python` is "major.minor" and defaults to the interpreter that builds the image: functions travel as bytecode, so both sides must agree.
-    `pip` holds requirements (PEP 508); `pip_indexes` names, for an index that is not the package index, those of them that come from it, and from it
-    alone. `pip_extra_index_url` is one more index beside the package index: what it has comes from it, in whatever version, and the rest from the
-    package index. With `require_hashes` nothing is installed that has another hash than the package index told this client before anything was
-    rented; `lock`, the path of a lock file that has hashes, or its text, takes the place of `pip`. `apt` holds Debian package names, also as
-    "name=version". `env` is set in every call, its values literally; in repr and JSON those that look like secrets are masked (docs/secrets.md). With
-    `cache` a provider that can keep disks (AWS) keeps that of the first machine with these packages, and later machines start from it; elsewhere it
-    changes nothing. Lists become tuples. Raises BadRequest before anything starts.
+    `python` is "major.minor" and defaults to the interpreter that builds the image: functions travel as bytecode, so
+    both sides must agree. `pip` holds requirements (PEP 508); `pip_indexes` names, for an index that is not the package
+    index, those of them that come from it, and from it alone. `pip_extra_index_url` is one more index beside the
+    package index: what it has comes from it, in whatever version, and the rest from the package index. With
+    `require_hashes` nothing is installed that has another hash than the package index told this client before anything
+    was rented; `lock`, the path of a lock file that has hashes, or its text, takes the place of `pip`. `apt` holds
+    Debian package names, also as "name=version". `env` is set in every call, its values literally; in repr and JSON
+    those that look like secrets are masked (docs/secrets.md). With `cache` a provider that can keep disks (AWS) keeps
+    that of the first machine with these packages, and later machines start from it; elsewhere it changes nothing. Lists
+    become tuples. Raises BadRequest before anything starts.
 
     >>> Image(python="3.13", pip=["torch"], env={"OMP_NUM_THREADS": "1"}).pip
     ('torch',)
@@ -81,7 +89,9 @@ class Image(Frozen):
     python: str = Field(default_factory=lambda: "{}.{}".format(*sys.version_info))
     pip: Sequence[str] = ()
     pip_extra_index_url: str | None = None
-    pip_indexes: Annotated[dict[str, tuple[str, ...]], AfterValidator(FrozenIndexes)] = Field(default_factory=FrozenIndexes)
+    pip_indexes: Annotated[dict[str, tuple[str, ...]], AfterValidator(FrozenIndexes)] = Field(
+        default_factory=FrozenIndexes
+    )
     require_hashes: bool = False
     lock: str | None = Field(default=None, repr=False)
     apt: Sequence[str] = ()
@@ -95,7 +105,8 @@ class Image(Frozen):
 
     @property
     def min_cuda(self) -> float | None:
-        """The CUDA that the packages and their indexes speak of, as "+cu128" and ".../whl/cu128" do; None if they do not.
+        """The CUDA that the packages and their indexes speak of, as "+cu128" and ".../whl/cu128" do; None if they do
+        not.
 
         >>> Image(pip=["torch"], pip_extra_index_url="https://download.pytorch.org/whl/cu128").min_cuda
         12.8
@@ -108,11 +119,12 @@ class Image(Frozen):
         return max(told, default=None)
 
     def content_hash(self, *, runtime: Sequence[str] | None = None) -> str:
-        """Return 12 hexadecimal characters that name what is on the disk of a prepared machine; it names environments and snapshots.
+        """Return 12 hexadecimal characters that name what is on the disk of a prepared machine; it names environments
+        and snapshots.
 
-        Two images have the same if and only if they install the same: python, pip, apt (in any order), the indexes, hashes and `runtime`, what
-        the node itself needs (default: `runtime_pins()`). `env` is left out: it is exported after the installation and cannot change it; and so is `cache`.
-        The same in every process and on every machine.
+        Two images have the same if and only if they install the same: python, pip, apt (in any order), the indexes,
+        hashes and `runtime`, what the node itself needs (default: `runtime_pins()`). `env` is left out: it is exported
+        after the installation and cannot change it; and so is `cache`. The same in every process and on every machine.
         """
         parts: dict[str, Any] = {
             "python": self.python,
@@ -124,17 +136,20 @@ class Image(Frozen):
         if self.pip_extra_index_url is not None:
             parts["index_strategy"] = "first-index"
         if self.pip_indexes:
-            parts["pip_indexes"] = {url: sorted({canonical(name) for name in names}) for url, names in self.pip_indexes.items()}
+            parts["pip_indexes"] = {
+                url: sorted({canonical(name) for name in names}) for url, names in self.pip_indexes.items()
+            }
         if self.require_hashes or self.lock is not None:
             parts["lock"] = sorted(self.lock.splitlines()) if self.lock is not None else []
         text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def locked(self, *, runtime: Sequence[str] | None = None) -> Image:
-        """Return this image with a lock that holds all that is installed and is complete; itself if it has one, or need not have one.
+        """Return this image with a lock that holds all that is installed and is complete; itself if it has one, or need
+        not have one.
 
-        Asks the package index of this client (or the one that `env` names) which versions to take, and their hashes. `runtime` is as in `content_hash`.
-        Raises BadRequest if it cannot be told.
+        Asks the package index of this client (or the one that `env` names) which versions to take, and their hashes.
+        `runtime` is as in `content_hash`. Raises BadRequest if it cannot be told.
         """
         pins = tuple(runtime_pins() if runtime is None else runtime)
         known = self.lock or ""
@@ -145,19 +160,23 @@ class Image(Frozen):
         return self.model_copy(update={"pip": (), "lock": lock})
 
     def bootstrap(self, ttl: int = 0, *, runtime: Sequence[str] | None = None) -> str:
-        """Return a bash script that prepares a machine for this image, as whoever runs it. It may run twice: then it installs nothing.
+        """Return a bash script that prepares a machine for this image, as whoever runs it. It may run twice: then it
+        installs nothing.
 
-        `ttl`, in seconds, turns the machine off so long after the script started (root or sudo needed); 0 means never. `runtime` is as in
-        `content_hash`. Everything lives under `$SKYWARD_HOME` (default `~/.cache/skyward`), but uv's own cache, which stays
-        where uv has it; the environment is `$SKYWARD_HOME/envs/<content_hash>`. `$SKYWARD_UV` names uv's binary and `$SKYWARD_PYTHON` an
-        interpreter of the right version, if they are set. Lines on stdout that begin with `::skyward ` tell the phases, the failure and the
-        end (see `shell`). What is appended runs in the same shell, under the same trap, with the image's `env`, `SKYWARD_HOME` and
-        `SKYWARD_ENV_PYTHON` (the environment's interpreter) exported; it may call `skyward_phase NAME`.
+        `ttl`, in seconds, turns the machine off so long after the script started (root or sudo needed); 0 means never.
+        `runtime` is as in `content_hash`. Everything lives under `$SKYWARD_HOME` (default `~/.cache/skyward`), but uv's
+        own cache, which stays where uv has it; the environment is `$SKYWARD_HOME/envs/<content_hash>`. `$SKYWARD_UV`
+        names uv's binary and `$SKYWARD_PYTHON` an interpreter of the right version, if they are set. Lines on stdout
+        that begin with `::skyward ` tell the phases, the failure and the end (see `shell`). What is appended runs in
+        the same shell, under the same trap, with the image's `env`, `SKYWARD_HOME` and `SKYWARD_ENV_PYTHON` (the
+        environment's interpreter) exported; it may call `skyward_phase NAME`.
 
         Raises BadRequest if `ttl` is negative, and for an image with hashes that is not `locked`.
         """
         if ttl < 0:
-            raise BadRequest(f"ttl={ttl} seconds is in the past: give 0 for a machine that is not turned off by itself, or more")
+            raise BadRequest(
+                f"ttl={ttl} seconds is in the past: give 0 for a machine that is not turned off by itself, or more"
+            )
         refuse_masks(self.env, "the image's env")
         pins = tuple(runtime_pins() if runtime is None else runtime)
         return shell.script(
@@ -177,7 +196,9 @@ class Image(Frozen):
         if self.lock is None and not self.require_hashes:
             return steps(pins, self.pip, self.pip_extra_index_url, self.pip_indexes)
         if self.lock is None or lacks(self.lock, pins):
-            raise BadRequest("the image's packages have no hashes yet: take image.locked(), which asks the package index for them")
+            raise BadRequest(
+                "the image's packages have no hashes yet: take image.locked(), which asks the package index for them"
+            )
         extra = [self.pip_extra_index_url] if self.pip_extra_index_url is not None else []
         return locked_steps(self.lock, [*self.pip_indexes, *extra])
 
@@ -193,9 +214,14 @@ class Image(Frozen):
     def _look_like_requirements(cls, pip: Sequence[str]) -> tuple[str, ...]:
         for entry in pip:
             if not entry.strip() or not entry.isprintable():
-                raise ValueError(f'pip has the entry {entry!r}: each must be one requirement on one line, as "torch>=2.9"')
+                raise ValueError(
+                    f'pip has the entry {entry!r}: each must be one requirement on one line, as "torch>=2.9"'
+                )
             if entry.lstrip().startswith("-"):
-                raise ValueError(f"pip has the entry {entry!r}, an option: only requirements can stand here; an index goes to pip_extra_index_url")
+                raise ValueError(
+                    f"pip has the entry {entry!r}, an option: only requirements can stand here; an index goes to"
+                    " pip_extra_index_url"
+                )
             _refuse_login("pip", entry)
         return tuple(entry.strip() for entry in pip)
 
@@ -214,7 +240,9 @@ class Image(Frozen):
             if not listed:
                 raise ValueError(f"pip_indexes names no package for {url}: write which ones come from there")
             if wrong := [name for name in listed if not NAME.fullmatch(name)]:
-                raise ValueError(f"pip_indexes has {wrong[0]!r}: write the name of a package alone; its version goes to pip")
+                raise ValueError(
+                    f"pip_indexes has {wrong[0]!r}: write the name of a package alone; its version goes to pip"
+                )
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"pip_indexes names {twice[0]!r} twice: a package comes from one index")
         return indexes
@@ -237,13 +265,18 @@ class Image(Frozen):
     def _say_each_thing_once(self) -> Image:
         if self.lock is not None:
             if self.pip:
-                raise ValueError("pip and lock cannot be together: lock the packages too (uv pip compile --generate-hashes)")
+                raise ValueError(
+                    "pip and lock cannot be together: lock the packages too (uv pip compile --generate-hashes)"
+                )
             return self
         asked = {name_of(entry) for entry in self.pip}
         if strangers := [name for names in self.pip_indexes.values() for name in names if canonical(name) not in asked]:
             raise ValueError(f"pip_indexes names {strangers[0]!r}, which is not in pip: name it there too")
         if self.require_hashes and self.pip_extra_index_url is not None:
-            raise ValueError("require_hashes and pip_extra_index_url cannot be together: say with pip_indexes which packages come from there, or give a lock")
+            raise ValueError(
+                "require_hashes and pip_extra_index_url cannot be together: say with pip_indexes which packages come"
+                " from there, or give a lock"
+            )
         return self
 
     @field_validator("apt")
@@ -251,7 +284,10 @@ class Image(Frozen):
     def _look_like_debian_packages(cls, apt: Sequence[str]) -> tuple[str, ...]:
         for entry in apt:
             if not _DEBIAN_PACKAGE.fullmatch(entry):
-                raise ValueError(f'apt has the entry {entry!r}: write the name of a Debian package, as "ffmpeg" or "ffmpeg=7:5.1.6-0+deb12u1"')
+                raise ValueError(
+                    f'apt has the entry {entry!r}: write the name of a Debian package, as "ffmpeg" or'
+                    ' "ffmpeg=7:5.1.6-0+deb12u1"'
+                )
         return tuple(apt)
 
     @field_validator("env")
@@ -265,20 +301,28 @@ def refuse_unexportable(env: Mapping[str, str]) -> None:
     """Raise BadRequest for variables that no script can export, and for those that belong to us."""
     for name, value in env.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise BadRequest(f"env has {name!r}: a name is made of letters, digits and underscores, and does not begin with a digit")
+            raise BadRequest(
+                f"env has {name!r}: a name is made of letters, digits and underscores, and does not begin with a digit"
+            )
         if name in _RESERVED or name.startswith("SKYWARD_"):
-            raise BadRequest(f"env has {name!r}, which belongs to {'us' if name.startswith('SKYWARD_') else 'bash'}: choose another name")
+            raise BadRequest(
+                f"env has {name!r}, which belongs to {'us' if name.startswith('SKYWARD_') else 'bash'}: choose another"
+                " name"
+            )
         if "\0" in value:
             raise BadRequest(f"env[{name!r}] holds a NUL character, which no environment variable can")
 
 
 def _refuse_login(field: str, requirement: str) -> None:
-    """Raise ValueError for the URL of a package with a user in it, which for HTTP is a password or a token. That of git over SSH is no secret."""
+    """Raise ValueError for the URL of a package with a user in it, which for HTTP is a password or a token.
+
+    That of git over SSH is no secret.
+    """
     if _LOGIN.search(requirement):
         what = name_of(requirement) if "@" in requirement.partition("://")[0] else "a package"
         raise ValueError(
-            f"{field} must not hold a password or token, for images are written to logs and to the ledger, and {what} comes from a URL with one: "
-            "put it into ~/.netrc on the machine, or for git into env, as GIT_CONFIG_KEY_0"
+            f"{field} must not hold a password or token, for images are written to logs and to the ledger, and {what}"
+            " comes from a URL with one: put it into ~/.netrc on the machine, or for git into env, as GIT_CONFIG_KEY_0"
         )
 
 
@@ -288,15 +332,25 @@ def _sound_index(field: str, url: str) -> str:
     if parts.scheme not in ("http", "https", "file") or not url.isprintable() or " " in url:
         raise ValueError(f'{field}={url!r} is not the URL of an index: write "https://..."')
     if parts.username is not None:
-        raise ValueError(f"{field} must not hold a password or token, for images are written to logs: put it into ~/.netrc on the machine")
+        raise ValueError(
+            f"{field} must not hold a password or token, for images are written to logs: put it into ~/.netrc on the"
+            " machine"
+        )
     return url
 
 
 def runtime_pins() -> tuple[str, ...]:
-    """Return what a node needs to run calls, at the versions that this client has: both ends of Dask's protocol must be the same."""
-    return tuple(f"{name}=={version(name)}" for name in ("cloudpickle", "dask", "distributed", "nvidia-ml-py", "psutil", "uvloop"))
+    """Return what a node needs to run calls, at the versions that this client has: both ends of Dask's protocol must be
+    the same.
+    """
+    return tuple(
+        f"{name}=={version(name)}"
+        for name in ("cloudpickle", "dask", "distributed", "nvidia-ml-py", "psutil", "uvloop")
+    )
 
 
 _LOGIN = re.compile(r"https?://(?!\$\{)[^/?#\s@]+@")
 # Names: Debian Policy 5.6.1. A trailing "-" would make apt-get remove the package.
-_DEBIAN_PACKAGE = re.compile(r"[a-z0-9][a-z0-9+.-]*[a-z0-9+.](:[a-z0-9-]*[a-z0-9])?([=/][A-Za-z0-9.+:~-]*[A-Za-z0-9.+~])?")
+_DEBIAN_PACKAGE = re.compile(
+    r"[a-z0-9][a-z0-9+.-]*[a-z0-9+.](:[a-z0-9-]*[a-z0-9])?([=/][A-Za-z0-9.+:~-]*[A-Za-z0-9.+~])?"
+)

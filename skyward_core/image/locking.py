@@ -1,4 +1,7 @@
-"""Making the lock of an image: on the client, with its own uv, before anything is rented. What is asked over the network is the package index alone."""
+"""Making the lock of an image: on the client, with its own uv, before anything is rented.
+
+What is asked over the network is the package index alone.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +21,48 @@ COMPILE_SECONDS = 300.0
 COMPILE = ("--universal", "--generate-hashes", "--quiet", "--no-header", "--no-annotate", "--no-progress")
 
 
-def locked(python: str, requirements: Sequence[str], pinned: Mapping[str, Sequence[str]], known: str, env: Mapping[str, str]) -> str:
-    """Return a lock of these requirements and all that they need, for Linux on every architecture, after the `known` one, whose versions hold.
+def locked(
+    python: str, requirements: Sequence[str], pinned: Mapping[str, Sequence[str]], known: str, env: Mapping[str, str]
+) -> str:
+    """Return a lock of these requirements and all that they need, for Linux on every architecture, after the `known`
+    one, whose versions hold.
 
     `env` is the image's: a mirror or a proxy for the nodes is asked here too. Raises BadRequest with uv's words.
     """
     with tempfile.TemporaryDirectory(prefix="skyward-lock-") as folder:
         (Path(folder) / PROJECT).write_text(project(requirements, pinned))
         (Path(folder) / "known.txt").write_text(known)
-        command = [uv.find_uv_bin(), "pip", "compile", *COMPILE, "--python", sys.executable, "--python-version", python, "--constraints", "known.txt", PROJECT]
+        command = [
+            uv.find_uv_bin(),
+            "pip",
+            "compile",
+            *COMPILE,
+            "--python",
+            sys.executable,
+            "--python-version",
+            python,
+            "--constraints",
+            "known.txt",
+            PROJECT,
+        ]
         environment = {name: value for name, value in {**os.environ, **env}.items() if name != "UV_NO_VERIFY_HASHES"}
         try:
             done = subprocess.run(
-                command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS, stdin=subprocess.DEVNULL, cwd=folder, env=environment
+                command,
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=COMPILE_SECONDS,
+                stdin=subprocess.DEVNULL,
+                cwd=folder,
+                env=environment,
             )
         except subprocess.CalledProcessError as error:
             raise BadRequest(f"the image's packages cannot be locked: {error.stderr.strip()}") from error
         except subprocess.TimeoutExpired as error:
             raise BadRequest(
-                f"the package index did not say within {COMPILE_SECONDS:.0f} s what the image's packages need, so they cannot be locked"
+                f"the package index did not say within {COMPILE_SECONDS:.0f} s what the image's packages need, so they"
+                " cannot be locked"
             ) from error
     there = names_of(known)
     return known + "".join(f"{line}\n" for line in read_lock(done.stdout).splitlines() if name_of(line) not in there)

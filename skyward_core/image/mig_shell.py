@@ -2,8 +2,9 @@ r"""Shell text that partitions a node's GPUs with MIG, and a program that gives 
 
 As in `shell`, the program is constant and values enter it only as quoted words. Files of the node's directory:
 
-    mig         written  "INDEX MODE BOOT" of each GPU, before anything is changed there: its mode ("Enabled" or "Disabled") and this boot's id
-    partitions  written  the UUID of each partition, one a line, in the order of `nvidia-smi -L`; there when all of them are
+    mig         written  "INDEX MODE BOOT" of each GPU, before anything is changed there: its mode ("Enabled" or
+    "Disabled") and this boot's id partitions  written  the UUID of each partition, one a line, in the order of
+    `nvidia-smi -L`; there when all of them are
 
 Commands and their output: NVIDIA MIG User Guide, "Getting Started with MIG", 2026-11.
 """
@@ -13,18 +14,22 @@ from collections.abc import Sequence
 
 
 def partition_gpus(profiles: Sequence[str], gpus: int) -> str:
-    """Return lines of bash that split each of the first `gpus` GPUs into these profiles; nothing for no profiles. They may run twice.
+    """Return lines of bash that split each of the first `gpus` GPUs into these profiles; nothing for no profiles. They
+    may run twice.
 
-    The profiles are created in this order, which must be the largest first. The lines follow `shell.prelude()`'s text in the same shell, and need
-    `$SKYWARD_INSTANCE_DIRECTORY`, root or sudo without a password. Phase: "mig". A GPU that somebody else has partitioned is left as it is, and fails it.
+    The profiles are created in this order, which must be the largest first. The lines follow `shell.prelude()`'s text
+    in the same shell, and need `$SKYWARD_INSTANCE_DIRECTORY`, root or sudo without a password. Phase: "mig". A GPU that
+    somebody else has partitioned is left as it is, and fails it.
     """
     if not profiles:
         return ""
-    return _PARTITION + "skyward_phase mig\nskyward_run skyward_partition " + shlex.join([str(gpus), ",".join(profiles)])
+    return (
+        _PARTITION + "skyward_phase mig\nskyward_run skyward_partition " + shlex.join([str(gpus), ",".join(profiles)])
+    )
 
 
-# `-lgi` and `-L` end with an error where there is nothing to list: what they print decides. Everything is captured before it is searched, for
-# `grep -q` would close the pipe on a program that still writes.
+# `-lgi` and `-L` end with an error where there is nothing to list: what they print decides. Everything is captured
+# before it is searched, for `grep -q` would close the pipe on a program that still writes.
 _PARTITION = r"""skyward_smi() {
   skyward_sudo "$skyward_nvidia_smi" "$@"
 }
@@ -149,11 +154,12 @@ skyward_partition() { # number of GPUs, profiles of each
   fi
   mv -f -- "$partial" "$SKYWARD_INSTANCE_DIRECTORY/partitions"
 }
-"""
+"""  # noqa: E501
 
-# A command begun under sudo outlives the SIGKILL that ends the node; it is waited for, or it would change a GPU again that has been given back. A
-# process that was killed a moment ago may still be held by the driver, hence the tries. grep with -q finds one also where another process ends while it
-# looks; with -l that was an error, and nothing was waited for.
+# A command begun under sudo outlives the SIGKILL that ends the node; it is waited for, or it would change a GPU again
+# that has been given back. A process that was killed a moment ago may still be held by the driver, hence the tries.
+# grep with -q finds one also where another process ends while it looks; with -l that was an error, and nothing was
+# waited for.
 UNPARTITION = r"""smi() {
   if [ "$(id -u)" -eq 0 ]; then nvidia-smi "$@"; else sudo -n nvidia-smi "$@"; fi 2>&1
 }
@@ -186,4 +192,6 @@ done <"$1"
 wait
 rm -f -- "$1"
 """
-"""POSIX sh, without single quotes: gives the GPUs back that the file $1, a node's `mig`, lists, says which it could not, and removes the file."""
+"""POSIX sh, without single quotes: gives the GPUs back that the file $1, a node's `mig`, lists, says which it could
+not, and removes the file.
+"""

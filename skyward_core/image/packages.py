@@ -1,4 +1,7 @@
-"""How an image's packages are asked for: which of them from which index, and files by their hashes. Pure text, for uv on a node and on the client alike."""
+"""How an image's packages are asked for: which of them from which index, and files by their hashes.
+
+Pure text, for uv on a node and on the client alike.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +38,15 @@ def name_of(requirement: str) -> str:
     return canonical(found[1]) if found is not None else ""
 
 
-def steps(pins: Sequence[str], pip: Sequence[str], extra_index: str | None, pinned: Mapping[str, Sequence[str]]) -> list[Step]:
-    """Return how to install what a node needs (`pins`) and `pip`: the packages that `pinned` names from their index alone, the others from the package index.
+def steps(
+    pins: Sequence[str], pip: Sequence[str], extra_index: str | None, pinned: Mapping[str, Sequence[str]]
+) -> list[Step]:
+    """Return how to install what a node needs (`pins`) and `pip`: the packages that `pinned` names from their index
+    alone, the others from the package index.
 
-    With an extra index, whatever that one has comes from it and from nowhere else, so that no stranger's package of the same name is taken for one's own.
-    What a node needs is installed before that one is asked: it may have one old version of Dask, which then would be the only one.
+    With an extra index, whatever that one has comes from it and from nowhere else, so that no stranger's package of the
+    same name is taken for one's own. What a node needs is installed before that one is asked: it may have one old
+    version of Dask, which then would be the only one.
     """
     if not pinned and extra_index is None:
         return [Step(("--", *pins, *pip))]
@@ -51,7 +58,10 @@ def steps(pins: Sequence[str], pip: Sequence[str], extra_index: str | None, pinn
 
 
 def locked_steps(lock: str, indexes: Iterable[str]) -> list[Step]:
-    """Return how to install a lock and nothing else. Whichever index has a file of the right hash, it is the right file."""
+    """Return how to install a lock and nothing else.
+
+    Whichever index has a file of the right hash, it is the right file.
+    """
     asked = [word for index in indexes for word in ("--index", index)]
     strategy = ("--index-strategy", "unsafe-best-match") if asked else ()
     return [Step(("--require-hashes", *asked, *strategy), (LOCK, lock))]
@@ -61,11 +71,21 @@ def project(requirements: Iterable[str], pinned: Mapping[str, Sequence[str]]) ->
     """Return a pyproject.toml with these dependencies, of which some come from an index of their own."""
     listed = list(dict.fromkeys(requirements))
     places = {canonical(name): f"index-{number}" for number, names in enumerate(pinned.values()) for name in names}
-    lines = ["[project]", 'name = "skyward-image"', 'version = "0"', f"dependencies = {json.dumps(listed, ensure_ascii=False)}"]
+    lines = [
+        "[project]",
+        'name = "skyward-image"',
+        'version = "0"',
+        f"dependencies = {json.dumps(listed, ensure_ascii=False)}",
+    ]
     lines += ["[tool.uv.workspace]  # so that no folder above is asked", "members = []", "[tool.uv.sources]"]
     lines += [f"{name} = {{ index = {json.dumps(place)} }}" for name, place in places.items()]
     for number, url in enumerate(pinned):
-        lines += ["[[tool.uv.index]]", f'name = "index-{number}"', f"url = {json.dumps(url, ensure_ascii=False)}", "explicit = true"]
+        lines += [
+            "[[tool.uv.index]]",
+            f'name = "index-{number}"',
+            f"url = {json.dumps(url, ensure_ascii=False)}",
+            "explicit = true",
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -73,19 +93,30 @@ def project(requirements: Iterable[str], pinned: Mapping[str, Sequence[str]]) ->
 
 
 def read_lock(text: str) -> str:
-    """Return a lock as lines of a requirements file, each with its hashes, of a requirements file or a pylock.toml (PEP 751). Raises ValueError."""
+    """Return a lock as lines of a requirements file, each with its hashes, of a requirements file or a pylock.toml (PEP
+    751). Raises ValueError.
+    """
     lines = _of_pylock(text) if re.search(r"^lock-version\s*=", text, re.MULTILINE) else _logical_lines(text)
     if not lines:
         raise ValueError("the lock names no package")
     for line in lines:
         what = line.split()[0]
         if line.startswith("-"):
-            raise ValueError(f"the lock has {what!r}: only packages can stand in it (uv export --no-emit-project; indexes go to pip_indexes)")
+            raise ValueError(
+                f"the lock has {what!r}: only packages can stand in it (uv export --no-emit-project; indexes go to"
+                " pip_indexes)"
+            )
         if not name_of(line) or not re.match(r"\S+\s*(==\s*\S|@)", line):
-            raise ValueError(f"the lock has {what!r} without a version: each must be as name==version (make it with uv pip compile --generate-hashes)")
+            raise ValueError(
+                f"the lock has {what!r} without a version: each must be as name==version (make it with uv pip compile"
+                " --generate-hashes)"
+            )
         hashes = [kind for kind, _ in _HASH.findall(line)]
         if not hashes or set(hashes) & set(_WEAK):
-            raise ValueError(f"the lock has {what!r} without a sha256 hash (make it with uv pip compile --generate-hashes, or uv export)")
+            raise ValueError(
+                f"the lock has {what!r} without a sha256 hash (make it with uv pip compile --generate-hashes, or uv"
+                " export)"
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -118,9 +149,14 @@ def _of_pylock(text: str) -> list[str]:
     lines: list[str] = []
     for package in packages:
         files = [*package.get("wheels", []), *([package["sdist"]] if "sdist" in package else [])]
-        hashes = sorted({f"--hash=sha256:{file['hashes']['sha256']}" for file in files if "sha256" in file.get("hashes", {})})
+        hashes = sorted(
+            {f"--hash=sha256:{file['hashes']['sha256']}" for file in files if "sha256" in file.get("hashes", {})}
+        )
         if "version" not in package or not hashes:
-            raise ValueError(f"the lock has {package.get('name')!r} from a folder or a repository: only packages of an index can stand in it")
+            raise ValueError(
+                f"the lock has {package.get('name')!r} from a folder or a repository: only packages of an index can"
+                " stand in it"
+            )
         marker = f" ; {package['marker']}" if "marker" in package else ""
         lines.append(" ".join([f"{package['name']}=={package['version']}{marker}", *hashes]))
     return lines

@@ -1,7 +1,7 @@
 """Shell text from plain values.
 
-Every function here is pure and returns lines of bash. The program is constant; values enter it only as quoted words. All that follows
-`prelude` may use the functions it defines, and tells its reader on stdout, one line each:
+Every function here is pure and returns lines of bash. The program is constant; values enter it only as quoted words.
+All that follows `prelude` may use the functions it defines, and tells its reader on stdout, one line each:
 
     ::skyward phase NAME
     ::skyward failed phase=NAME exit=CODE command=TEXT
@@ -16,7 +16,9 @@ from skyward_core.image.uv_wheels import WHEELS
 
 
 def prelude() -> str:
-    """Return the head of a script: strict mode, where things live (`SKYWARD_HOME`), the trap that tells of a failure, and all functions."""
+    """Return the head of a script: strict mode, where things live (`SKYWARD_HOME`), the trap that tells of a failure,
+    and all functions.
+    """
     return "\n".join(_PARTS)
 
 
@@ -29,7 +31,8 @@ def shutdown_after(ttl_seconds: int) -> str:
 
 
 def python_environment(name: str, python: str, steps: Iterable[Step], apt: Iterable[str]) -> str:
-    """Return lines that make sure of the apt packages and of `$SKYWARD_HOME/envs/NAME`, an environment with Python `python` (as "3.13").
+    """Return lines that make sure of the apt packages and of `$SKYWARD_HOME/envs/NAME`, an environment with Python
+    `python` (as "3.13").
 
     Phases: "uv" and "deps" unless the environment is complete, "apt" if a package is missing.
     """
@@ -117,7 +120,8 @@ skyward_sudo() {
 }
 """
 
-# Descriptor 9 is inherited by what runs under the lock: if this shell is killed, the next one waits until its orphaned installer is gone.
+# Descriptor 9 is inherited by what runs under the lock: if this shell is killed, the next one waits until its orphaned
+# installer is gone.
 _LOCKS = r"""skyward_lock() {
   mkdir -p -- "${1%/*}"
   exec 9>"$1"
@@ -128,8 +132,8 @@ skyward_unlock() {
 }
 """
 
-# The timer leads its own process group (setsid), so that a later wish takes it and its sleep along; "skyward-ttl" in its command line shows
-# that the pid is still the timer's.
+# The timer leads its own process group (setsid), so that a later wish takes it and its sleep along; "skyward-ttl" in
+# its command line shows that the pid is still the timer's.
 _SHUTDOWN = r"""skyward_shutdown_after() {
   local timer="$SKYWARD_HOME/ttl.pid" pid root=()
   [ "$EUID" -eq 0 ] || root=(sudo -n --)
@@ -230,7 +234,8 @@ skyward_missing() { # what to do about it
 """.replace(
     "@WHEELS@",
     "\n".join(
-        f"    Linux-{machine}) requirement={shlex.quote(wheel.requirement)} url={wheel.url} sha256={wheel.sha256} ;;" for machine, wheel in WHEELS.items()
+        f"    Linux-{machine}) requirement={shlex.quote(wheel.requirement)} url={wheel.url} sha256={wheel.sha256} ;;"
+        for machine, wheel in WHEELS.items()
     ),
 )
 
@@ -257,8 +262,8 @@ skyward_apt() {
 }
 """
 
-# The mark is written last: an environment without it is what a killed build left. bin/python is looked at too, because the interpreter it
-# points to may have been removed since.
+# The mark is written last: an environment without it is what a killed build left. bin/python is looked at too, because
+# the interpreter it points to may have been removed since.
 _ENVIRONMENT = r"""skyward_is_complete() {
   [ -f "$skyward_environment/.skyward-complete" ] && [ -x "$skyward_environment/bin/python" ]
 }

@@ -1,7 +1,8 @@
-"""The uv that machines are given which have none and are not like this client: wheels of the package index, by version and hash.
+"""The uv that machines are given which have none and are not like this client: wheels of the package index, by version
+and hash.
 
-The version is that of `uv.lock`, and a test compares every line with it. The files for musl are linked statically and run on any Linux of their architecture;
-uv looks at the machine, and not at itself, for which Python it has to fetch.
+The version is that of `uv.lock`, and a test compares every line with it. The files for musl are linked statically and
+run on any Linux of their architecture; uv looks at the machine, and not at itself, for which Python it has to fetch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ VERSION = "0.13.8"
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """A file of the package index. `other_sha256` is that of the file for glibc alone, which pip takes on machines that have it; empty where there is none."""
+    """A file of the package index.
+
+    `other_sha256` is that of the file for glibc alone, which pip takes on machines that have it; empty where there is
+    none.
+    """
 
     url: str
     sha256: str

@@ -16,10 +16,11 @@ from skyward_core.frozen import Frozen
 class S3Volume(Frozen):
     """A bucket of S3 under an absolute path.
 
-    `prefix` narrows it to the keys below one "folder"; it gets the "/" at its end that mounting needs. `mount_path` loses its own.
-    `endpoint_url` is that of another service than Amazon's that speaks S3 ("https://minio.example.org:9000"), and `region` the bucket's;
-    None leaves both to the node's environment (AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL; AWS_REGION, AWS_DEFAULT_REGION). Credentials are no part
-    of a volume: they go to the environment too. Raises BadRequest.
+    `prefix` narrows it to the keys below one "folder"; it gets the "/" at its end that mounting needs. `mount_path`
+    loses its own. `endpoint_url` is that of another service than Amazon's that speaks S3
+    ("https://minio.example.org:9000"), and `region` the bucket's; None leaves both to the node's environment
+    (AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL; AWS_REGION, AWS_DEFAULT_REGION). Credentials are no part of a volume: they
+    go to the environment too. Raises BadRequest.
 
     >>> volume = S3Volume(mount_path="/data/", bucket="my-bucket", prefix="datasets")
     >>> volume.mount_path, volume.prefix, volume.read_only
@@ -48,7 +49,9 @@ class S3Volume(Frozen):
     @classmethod
     def _is_a_bucket_name(cls, bucket: str) -> str:
         if "/" in bucket:
-            raise ValueError(f'bucket={bucket!r} must be the name alone, without "s3://"; what follows the name goes to prefix')
+            raise ValueError(
+                f'bucket={bucket!r} must be the name alone, without "s3://"; what follows the name goes to prefix'
+            )
         if fault := _fault_of_bucket(bucket):
             raise ValueError(f"bucket={bucket!r} is no name of an S3 bucket: it must {fault}")
         return bucket
@@ -57,7 +60,9 @@ class S3Volume(Frozen):
     @classmethod
     def _is_a_folder_of_keys(cls, prefix: str) -> str:
         if prefix.startswith("/") or not prefix.isprintable():
-            raise ValueError(f'prefix={prefix!r} is not the beginning of a key: keys do not start with "/"; write "datasets/"')
+            raise ValueError(
+                f'prefix={prefix!r} is not the beginning of a key: keys do not start with "/"; write "datasets/"'
+            )
         prefix = prefix and prefix.removesuffix("/") + "/"
         if len(prefix.encode()) > 1024:
             raise ValueError("prefix is longer than a key may be, 1024 bytes")
@@ -69,9 +74,15 @@ class S3Volume(Frozen):
         if url is None:
             return None
         if "@" in url:
-            raise ValueError("endpoint_url must not hold a password: credentials go to Image(env=...), as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+            raise ValueError(
+                "endpoint_url must not hold a password: credentials go to Image(env=...), as AWS_ACCESS_KEY_ID and"
+                " AWS_SECRET_ACCESS_KEY"
+            )
         if not _ENDPOINT.fullmatch(url) or not urlsplit(url).hostname:
-            raise ValueError(f'endpoint_url={url!r} is not the URL of a service, without a path: write "https://minio.example.org:9000"')
+            raise ValueError(
+                f"endpoint_url={url!r} is not the URL of a service, without a path: write"
+                ' "https://minio.example.org:9000"'
+            )
         return url.removesuffix("/")
 
     @field_validator("region")
@@ -93,7 +104,9 @@ def refuse_overlaps(volumes: Sequence[Volume]) -> None:
         if inner == outer:
             raise BadRequest(f"two volumes have the mount_path {outer!r}: give each a path of its own")
         if inner.startswith(f"{outer}/"):
-            raise BadRequest(f"a volume's mount_path {inner!r} lies inside another's, {outer!r}: give each a path beside the other's")
+            raise BadRequest(
+                f"a volume's mount_path {inner!r} lies inside another's, {outer!r}: give each a path beside the other's"
+            )
 
 
 _ENDPOINT = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?/?")

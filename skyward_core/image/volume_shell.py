@@ -1,7 +1,8 @@
 r"""Shell text that mounts volumes on a node.
 
-As in `shell`, the program is constant and values enter it only as quoted words. Who asks the service for what is kept out of the words:
-credentials stay in the environment, where `ps` does not show them and the line of a failed command does not either.
+As in `shell`, the program is constant and values enter it only as quoted words. Who asks the service for what is kept
+out of the words: credentials stay in the environment, where `ps` does not show them and the line of a failed command
+does not either.
 """
 
 import shlex
@@ -11,27 +12,34 @@ from skyward_core.image.volume import Volume
 
 
 def mount_volumes(volumes: Sequence[Volume]) -> str:
-    """Return lines of bash that mount every volume, in this order; nothing for none. They may run twice: then they mount nothing.
+    """Return lines of bash that mount every volume, in this order; nothing for none. They may run twice: then they
+    mount nothing.
 
-    They follow `Image.bootstrap()`'s text, or `shell.prelude()`, in the same shell, and need `$SKYWARD_INSTANCE_DIRECTORY`. Phases: "volumes",
-    and "apt" where s3fs must be installed first; `mount-s3` (mountpoint-s3) is taken where the image brings it. A volume that cannot be
-    mounted fails the phase, with what the mounting program said above the line that tells so.
+    They follow `Image.bootstrap()`'s text, or `shell.prelude()`, in the same shell, and need
+    `$SKYWARD_INSTANCE_DIRECTORY`. Phases: "volumes", and "apt" where s3fs must be installed first; `mount-s3`
+    (mountpoint-s3) is taken where the image brings it. A volume that cannot be mounted fails the phase, with what the
+    mounting program said above the line that tells so.
 
-    Each mount point is a line of `$SKYWARD_INSTANCE_DIRECTORY/mounts` before anything is mounted there; `termination_shell` reads it. What somebody
-    else has mounted at the path is left as it is, and fails the phase.
+    Each mount point is a line of `$SKYWARD_INSTANCE_DIRECTORY/mounts` before anything is mounted there;
+    `termination_shell` reads it. What somebody else has mounted at the path is left as it is, and fails the phase.
 
-    Credentials, the first that there are: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_SESSION_TOKEN) of the environment, the machine's
-    own files (`~/.aws/credentials`, s3fs's passwd files), the role of an EC2 instance, none (public buckets). Where the volume names no endpoint or
-    region, AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL and AWS_REGION, AWS_DEFAULT_REGION of the environment do.
+    Credentials, the first that there are: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_SESSION_TOKEN) of the
+    environment, the machine's own files (`~/.aws/credentials`, s3fs's passwd files), the role of an EC2 instance, none
+    (public buckets). Where the volume names no endpoint or region, AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL and
+    AWS_REGION, AWS_DEFAULT_REGION of the environment do.
     """
     if not volumes:
         return ""
-    return "\n".join([_UNMOUNT, _CREDENTIALS, _PLACE, _MOUNT, "skyward_find_mounter", "skyward_phase volumes", *map(_mount, volumes)])
+    return "\n".join(
+        [_UNMOUNT, _CREDENTIALS, _PLACE, _MOUNT, "skyward_find_mounter", "skyward_phase volumes", *map(_mount, volumes)]
+    )
 
 
 def _mount(volume: Volume) -> str:
     mode = "ro" if volume.read_only else "rw"
-    return "skyward_volume " + shlex.join([volume.mount_path, mode, volume.bucket, volume.prefix, volume.endpoint_url or "", volume.region or ""])
+    return "skyward_volume " + shlex.join(
+        [volume.mount_path, mode, volume.bucket, volume.prefix, volume.endpoint_url or "", volume.region or ""]
+    )
 
 
 # `mountpoint` would not do: it asks the file system, and a dead one does not answer.
@@ -45,10 +53,11 @@ skyward_unmount() { # as root, or as the user who mounted it
   done
   ! skyward_is_mounted "$1"
 }
-"""
+"""  # noqa: E501
 
-# s3fs asks for an instance's role for minutes where nobody answers (seen: more than 20 s without a route), and 1.90 asks for its name without the
-# token that IMDSv2 wants: so we find the name. Other clouds have a service at that address too, but no roles.
+# s3fs asks for an instance's role for minutes where nobody answers (seen: more than 20 s without a route), and 1.90
+# asks for its name without the token that IMDSv2 wants: so we find the name. Other clouds have a service at that
+# address too, but no roles.
 _CREDENTIALS = r"""skyward_metadata() { # method, path, header: the body, if the status is 200
   timeout 2 bash -c 'exec 3<>/dev/tcp/169.254.169.254/80
     printf "%s %s HTTP/1.1\r\nHost: 169.254.169.254\r\n%s\r\nContent-Length: 0\r\nConnection: close\r\n\r\n" "$1" "$2" "$3" >&3
@@ -73,10 +82,11 @@ skyward_find_credentials() {
     skyward_credentials=none
   fi
 }
-"""
+"""  # noqa: E501
 
-# The name of an s3fs mount says whose it is and what is behind it: skyward- and a hash of everything that makes two mounts the same. mountpoint-s3
-# gives its mounts one name; there the list of this instance decides. Somebody else's mount never gets onto the list.
+# The name of an s3fs mount says whose it is and what is behind it: skyward- and a hash of everything that makes two
+# mounts the same. mountpoint-s3 gives its mounts one name; there the list of this instance decides. Somebody else's
+# mount never gets onto the list.
 _PLACE = r"""skyward_mounted_by() {
   findmnt --noheadings --output SOURCE --mountpoint "$1" 2>/dev/null | tail -n 1
 }
@@ -111,9 +121,10 @@ skyward_clear() { # mount path, what is mounted there
 }
 """
 
-# s3fs leaves its parent before it has asked the service, and where that refuses it ends without a word (and with status 0, in the foreground too).
-# Until it has decided, its file system does not answer; once it has decided to end, it answers one question more at most: so two answers are
-# proof. Listing the files would say no more, and costs a request for each of them.
+# s3fs leaves its parent before it has asked the service, and where that refuses it ends without a word (and with status
+# 0, in the foreground too). Until it has decided, its file system does not answer; once it has decided to end, it
+# answers one question more at most: so two answers are proof. Listing the files would say no more, and costs a request
+# for each of them.
 _MOUNT = r"""skyward_answers() {
   for _ in first second; do
     # f_type of every FUSE file system, statfs(2)
@@ -194,4 +205,4 @@ skyward_by_mount_s3() {
   [ "$skyward_credentials" != none ] || options+=(--no-sign-request)
   skyward_run skyward_mount_s3 "${options[@]}" "$3" "$1"
 }
-"""
+"""  # noqa: E501

@@ -1,7 +1,7 @@
 """Money: the database with its tables and rows, the journal of a pool, its receipt, metering and budgets.
 
-Programs set limits of accounts with four names (docs/nothing-left-running.md). They are loaded when they are first used, so that importing the package
-does not import SQLAlchemy.
+Programs set limits of accounts with four names (docs/nothing-left-running.md). They are loaded when they are first
+used, so that importing the package does not import SQLAlchemy.
 """
 
 from importlib import import_module

@@ -13,7 +13,17 @@ from skyward_core.errors import BadRequest, BudgetExceeded, LedgerConflict
 from skyward_core.ledger.database import Database
 from skyward_core.ledger.pools import must_live
 from skyward_core.ledger.rows import Account, Period, Reservation, UnreadableRow, micro_usd
-from skyward_core.ledger.tables import ACCOUNTS, BALANCES, RESERVATIONS, Values, account_of, in_usd, read_rows, reservation_of, stamp
+from skyward_core.ledger.tables import (
+    ACCOUNTS,
+    BALANCES,
+    RESERVATIONS,
+    Values,
+    account_of,
+    in_usd,
+    read_rows,
+    reservation_of,
+    stamp,
+)
 
 
 class Accounts:
@@ -33,10 +43,14 @@ class Accounts:
     def accounts(self, *, unreadable: list[UnreadableRow] | None = None) -> list[Account]:
         """Return the accounts, by name."""
         with self._database.read() as connection:
-            return read_rows(connection.execute(select(ACCOUNTS).order_by(ACCOUNTS.c.name)).mappings(), account_of, unreadable)
+            return read_rows(
+                connection.execute(select(ACCOUNTS).order_by(ACCOUNTS.c.name)).mappings(), account_of, unreadable
+            )
 
     def left_usd(self, account: str, pool_id: str) -> Decimal:
-        """Return what a pool could reserve from an account now, in USD; negative if more was spent than had been reserved."""
+        """Return what a pool could reserve from an account now, in USD; negative if more was spent than had been
+        reserved.
+        """
         with self._database.read() as connection:
             row = _account_row(connection, account)
             scope = _scope(Period(row["period"]), pool_id, self._database.clock())
@@ -52,7 +66,9 @@ class Accounts:
             return self._reserve(connection, _account_row(connection, account, is_locked=True), pool_id, amount)
 
     def roll(self, account: str, pool_id: str, spent_usd: Decimal, next_usd: Decimal) -> Reservation:
-        """Settle a pool's reservations from an account with what it has spent since the last settlement, and reserve for the next interval: both or neither."""
+        """Settle a pool's reservations from an account with what it has spent since the last settlement, and reserve
+        for the next interval: both or neither.
+        """
         spent, amount = micro_usd(spent_usd), micro_usd(next_usd)
         if spent < 0 or amount < 0:
             raise BadRequest(f"One spends and reserves nothing or more; given {spent_usd} and {next_usd} USD.")
@@ -61,7 +77,9 @@ class Accounts:
             row = _account_row(connection, account, is_locked=True)
             are_its = (RESERVATIONS.c.pool_id == pool_id) & (RESERVATIONS.c.account == account)
             if spent and not _open_reservations(connection, are_its):
-                self._insert_reservation(connection, account, pool_id, _scope(Period(row["period"]), pool_id, self._database.clock()), 0)
+                self._insert_reservation(
+                    connection, account, pool_id, _scope(Period(row["period"]), pool_id, self._database.clock()), 0
+                )
             self._settle_open(connection, are_its, spent)
             return self._reserve(connection, row, pool_id, amount)
 
@@ -71,16 +89,30 @@ class Accounts:
         committed = _committed(connection, name, scope) or 0
         if amount and committed + amount > limit:
             left = in_usd(limit - committed)
-            raise BudgetExceeded(f"Account {name!r} has {left} USD left of {in_usd(limit)} for {scope}; {in_usd(amount)} asked for.", name, left)
+            raise BudgetExceeded(
+                f"Account {name!r} has {left} USD left of {in_usd(limit)} for {scope}; {in_usd(amount)} asked for.",
+                name,
+                left,
+            )
         return self._insert_reservation(connection, name, pool_id, scope, amount)
 
-    def _insert_reservation(self, connection: Connection, account: str, pool_id: str, scope: str, amount: int) -> Reservation:
+    def _insert_reservation(
+        self, connection: Connection, account: str, pool_id: str, scope: str, amount: int
+    ) -> Reservation:
         if _committed(connection, account, scope) is None:
             connection.execute(insert(BALANCES).values(account=account, scope=scope, committed_micro_usd=amount))
         else:
             _commit_more(connection, account, scope, amount)
-        values = {"account": account, "pool_id": pool_id, "scope": scope, "reserved_micro_usd": amount, "made_microseconds": stamp(self._database.clock())}
-        return reservation_of(connection.execute(insert(RESERVATIONS).values(values).returning(*RESERVATIONS.c)).mappings().one())
+        values = {
+            "account": account,
+            "pool_id": pool_id,
+            "scope": scope,
+            "reserved_micro_usd": amount,
+            "made_microseconds": stamp(self._database.clock()),
+        }
+        return reservation_of(
+            connection.execute(insert(RESERVATIONS).values(values).returning(*RESERVATIONS.c)).mappings().one()
+        )
 
     def settle(self, reservation: Reservation | int, spent_usd: Decimal) -> Reservation:
         """Record what was spent of a reservation; the rest is free again. More than was reserved is recorded too."""
@@ -89,30 +121,53 @@ class Accounts:
         if spent < 0:
             raise BadRequest(f"One spends nothing or more; given {spent_usd} USD.")
         with self._database.write() as connection:
-            row = connection.execute(select(RESERVATIONS).where(RESERVATIONS.c.id == number).with_for_update()).mappings().first()
+            row = (
+                connection.execute(select(RESERVATIONS).where(RESERVATIONS.c.id == number).with_for_update())
+                .mappings()
+                .first()
+            )
             if row is None:
-                raise LedgerConflict(f"The ledger at {self._database.url!r} has no reservation {number}. Is it another ledger than the one it was made in?")
+                raise LedgerConflict(
+                    f"The ledger at {self._database.url!r} has no reservation {number}. Is it another ledger than the"
+                    " one it was made in?"
+                )
             if row["settled_microseconds"] is not None:
                 if row["spent_micro_usd"] != spent:
-                    raise LedgerConflict(f"Reservation {number} was settled with {in_usd(row['spent_micro_usd'])} USD; now {spent_usd} is said.")
+                    raise LedgerConflict(
+                        f"Reservation {number} was settled with {in_usd(row['spent_micro_usd'])} USD; now {spent_usd}"
+                        " is said."
+                    )
                 return reservation_of(row)
             _commit_more(connection, row["account"], row["scope"], spent - row["reserved_micro_usd"])
             return self._settled(connection, number, spent)
 
     def _settled(self, connection: Connection, number: int, spent: int) -> Reservation:
-        statement = update(RESERVATIONS).where(RESERVATIONS.c.id == number).values(settled_microseconds=stamp(self._database.clock()), spent_micro_usd=spent)
+        statement = (
+            update(RESERVATIONS)
+            .where(RESERVATIONS.c.id == number)
+            .values(settled_microseconds=stamp(self._database.clock()), spent_micro_usd=spent)
+        )
         return reservation_of(connection.execute(statement.returning(*RESERVATIONS.c)).mappings().one())
 
     def settle_pool(self, pool_id: str, spent_usd: Decimal) -> None:
-        """Settle all open reservations of a pool, so that its settled sums together are what it has spent; again changes nothing."""
+        """Settle all open reservations of a pool, so that its settled sums together are what it has spent; again
+        changes nothing.
+        """
         spent = micro_usd(spent_usd)
         if spent < 0:
             raise BadRequest(f"One spends nothing or more; given {spent_usd} USD.")
         are_its = RESERVATIONS.c.pool_id == pool_id
         its_accounts = select(RESERVATIONS.c.account).where(are_its, RESERVATIONS.c.settled_microseconds.is_(None))
         with self._database.write() as connection:
-            connection.execute(select(ACCOUNTS.c.name).where(ACCOUNTS.c.name.in_(its_accounts)).order_by(ACCOUNTS.c.name).with_for_update()).all()
-            settled = int(connection.execute(select(func.sum(RESERVATIONS.c.spent_micro_usd)).where(are_its)).scalar() or 0)
+            connection.execute(
+                select(ACCOUNTS.c.name)
+                .where(ACCOUNTS.c.name.in_(its_accounts))
+                .order_by(ACCOUNTS.c.name)
+                .with_for_update()
+            ).all()
+            settled = int(
+                connection.execute(select(func.sum(RESERVATIONS.c.spent_micro_usd)).where(are_its)).scalar() or 0
+            )
             self._settle_open(connection, are_its, max(0, spent - settled))
 
     def _settle_open(self, connection: Connection, which: ColumnElement[bool], spent: int) -> None:
@@ -126,7 +181,9 @@ class Accounts:
         for (account, scope), amount in sorted(more.items()):
             _commit_more(connection, account, scope, amount)
 
-    def open_reservations(self, *, pool_id: str | None = None, unreadable: list[UnreadableRow] | None = None) -> list[Reservation]:
+    def open_reservations(
+        self, *, pool_id: str | None = None, unreadable: list[UnreadableRow] | None = None
+    ) -> list[Reservation]:
         """Return the reservations that are not settled, oldest first."""
         wanted = select(RESERVATIONS).where(RESERVATIONS.c.settled_microseconds.is_(None)).order_by(RESERVATIONS.c.id)
         with self._database.read() as connection:
@@ -135,7 +192,9 @@ class Accounts:
 
 
 def _account_row(connection: Connection, account: str, *, is_locked: bool = False) -> Values:
-    """Return an account's row; locked, so that everything that reserves from it goes one after the other (in SQLite all writers do anyway)."""
+    """Return an account's row; locked, so that everything that reserves from it goes one after the other (in SQLite all
+    writers do anyway).
+    """
     wanted = select(ACCOUNTS).where(ACCOUNTS.c.name == account)
     row = connection.execute(wanted.with_for_update() if is_locked else wanted).mappings().first()
     if row is None:
@@ -151,12 +210,16 @@ def _scope(period: Period, pool_id: str, time: datetime) -> str:
 
 
 def _committed(connection: Connection, account: str, scope: str) -> int | None:
-    return connection.execute(select(BALANCES.c.committed_micro_usd).where(BALANCES.c.account == account, BALANCES.c.scope == scope)).scalar()
+    return connection.execute(
+        select(BALANCES.c.committed_micro_usd).where(BALANCES.c.account == account, BALANCES.c.scope == scope)
+    ).scalar()
 
 
 def _commit_more(connection: Connection, account: str, scope: str, amount: int) -> None:
     is_it = (BALANCES.c.account == account) & (BALANCES.c.scope == scope)
-    connection.execute(update(BALANCES).where(is_it).values(committed_micro_usd=BALANCES.c.committed_micro_usd + amount))
+    connection.execute(
+        update(BALANCES).where(is_it).values(committed_micro_usd=BALANCES.c.committed_micro_usd + amount)
+    )
 
 
 def _open_reservations(connection: Connection, which: ColumnElement[bool]) -> Sequence[RowMapping]:

@@ -9,7 +9,21 @@ from datetime import date, datetime, timedelta
 from decimal import Decimal
 from typing import Any, cast
 
-from sqlalchemy import BigInteger, ColumnElement, Connection, and_, bindparam, case, delete, func, insert, literal, not_, select, update
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Connection,
+    and_,
+    bindparam,
+    case,
+    delete,
+    func,
+    insert,
+    literal,
+    not_,
+    select,
+    update,
+)
 
 from skyward_core.errors import BadRequest
 from skyward_core.ledger.database import NUMBERS_PER_STATEMENT, Database
@@ -55,12 +69,24 @@ class Bills:
         """Use this database."""
         self._database = database
 
-    def pool_rows(self, *, include_ended: bool = False, limit: int | None = None, unreadable: list[UnreadableRow] | None = None) -> list[PoolRow]:
+    def pool_rows(
+        self, *, include_ended: bool = False, limit: int | None = None, unreadable: list[UnreadableRow] | None = None
+    ) -> list[PoolRow]:
         """Return the pools with what each has cost so far, oldest first; with `limit` only so many of the newest."""
-        newest = select_pools(include_ended).order_by(POOLS.c.created_microseconds.desc(), POOLS.c.id.desc()).limit(limit)
+        newest = (
+            select_pools(include_ended).order_by(POOLS.c.created_microseconds.desc(), POOLS.c.id.desc()).limit(limit)
+        )
         r = RESOURCES.c
-        sums = select(r.pool_id, func.sum(case((IS_OPEN, 1), else_=0)), func.count(), func.sum(_MILLISECONDS), func.sum(_COST), func.sum(_ON_DEMAND))
-        if limit is not None or not include_ended:  # else all resources are wanted, and a list of 5,000 pools costs more than it saves
+        sums = select(
+            r.pool_id,
+            func.sum(case((IS_OPEN, 1), else_=0)),
+            func.count(),
+            func.sum(_MILLISECONDS),
+            func.sum(_COST),
+            func.sum(_ON_DEMAND),
+        )
+        # else all resources are wanted, and a list of 5,000 pools costs more than it saves
+        if limit is not None or not include_ended:
             sums = sums.where(r.pool_id.in_(newest.with_only_columns(POOLS.c.id)))
         with self._database.read() as connection:
             entries = read_rows(connection.execute(newest).mappings(), pool_of, unreadable)
@@ -77,7 +103,9 @@ class Bills:
         work: Work = NO_WORK,
         unreadable: list[UnreadableRow] | None = None,
     ) -> list[CostRow]:
-        """Return the bill, added up by `by`: of all, of one pool, of intents from `since` until before `until`, or of pools for this work."""
+        """Return the bill, added up by `by`: of all, of one pool, of intents from `since` until before `until`, or of
+        pools for this work.
+        """
         conditions: list[ColumnElement[bool]] = []
         if pool_id is not None:
             conditions.append(RESOURCES.c.pool_id == pool_id)
@@ -97,18 +125,27 @@ class Bills:
                 return _bucket_rows(connection, conditions)
             key = _cost_keys()[by]
             if by is CostBy.RESOURCE:
-                wanted = select(key, literal(1), _MILLISECONDS, _COST, _ON_DEMAND).where(*conditions)  # adding up single rows takes time too
+                # adding up single rows takes time too
+                wanted = select(key, literal(1), _MILLISECONDS, _COST, _ON_DEMAND).where(*conditions)
             else:
                 joined = RESOURCES.join(POOLS, RESOURCES.c.pool_id == POOLS.c.id) if by is CostBy.OWNER else RESOURCES
-                sums = select(key, func.count(), func.sum(_MILLISECONDS), func.sum(_COST), func.sum(_ON_DEMAND)).select_from(joined)
+                sums = select(
+                    key, func.count(), func.sum(_MILLISECONDS), func.sum(_COST), func.sum(_ON_DEMAND)
+                ).select_from(joined)
                 wanted = sums.where(*conditions).group_by(key)
             return [_cost_row(by, *row) for row in connection.execute(wanted.order_by(key))]
 
     def set_shares(self, pool_id: str, shares: Mapping[Work, Decimal]) -> None:
-        """Record which work parts of a pool's cost are for, in USD; they replace earlier shares. Allowed after the end of the pool."""
+        """Record which work parts of a pool's cost are for, in USD; they replace earlier shares.
+
+        Allowed after the end of the pool.
+        """
         if wrong := [usd for usd in shares.values() if usd < 0]:
             raise BadRequest(f"A share of a cost is zero or more; given {wrong[0]} USD.")
-        rows = [{"pool_id": pool_id, "micro_usd": round(usd / MICRO_USD), **work_values(work)} for work, usd in shares.items()]
+        rows = [
+            {"pool_id": pool_id, "micro_usd": round(usd / MICRO_USD), **work_values(work)}
+            for work, usd in shares.items()
+        ]
         with self._database.write() as connection:
             known_pool(connection, pool_id, is_alone=True)
             connection.execute(delete(SHARES).where(SHARES.c.pool_id == pool_id))
@@ -118,20 +155,32 @@ class Bills:
     def shares(self, pool_id: str) -> dict[Work, Decimal]:
         """Return which work parts of a pool's cost are for, in USD."""
         with self._database.read() as connection:
-            rows = connection.execute(select(SHARES).where(SHARES.c.pool_id == pool_id).order_by(SHARES.c.id)).mappings()
+            rows = connection.execute(
+                select(SHARES).where(SHARES.c.pool_id == pool_id).order_by(SHARES.c.id)
+            ).mappings()
             return {work_of(row): in_usd(row["micro_usd"]) for row in rows}
 
     def prune(self, ended_before: datetime, *, is_dry_run: bool = True) -> Pruned:
-        """Take away the details of pools that ended before then, of which nothing is open; again with the same changes nothing."""
+        """Take away the details of pools that ended before then, of which nothing is open; again with the same changes
+        nothing.
+        """
         p, r = POOLS.c, RESERVATIONS.c
         is_closed = (p.ended_microseconds < stamp(ended_before)) & (p.spec_json != PRUNED_SPEC)
-        is_open = p.id.in_(select(RESOURCES.c.pool_id).where(IS_OPEN)) | p.id.in_(select(r.pool_id).where(r.settled_microseconds.is_(None)))
+        is_open = p.id.in_(select(RESOURCES.c.pool_id).where(IS_OPEN)) | p.id.in_(
+            select(r.pool_id).where(r.settled_microseconds.is_(None))
+        )
         with self._database.write() as connection:
-            pools = list(connection.execute(select(p.id).where(is_closed, not_(is_open)).order_by(p.id).with_for_update()).scalars())
+            pools = list(
+                connection.execute(
+                    select(p.id).where(is_closed, not_(is_open)).order_by(p.id).with_for_update()
+                ).scalars()
+            )
             attempts = reservations = 0
             for start in range(0, len(pools), NUMBERS_PER_STATEMENT):
                 some = pools[start : start + NUMBERS_PER_STATEMENT]
-                attempts += int(connection.execute(select(func.count()).where(ATTEMPTS.c.pool_id.in_(some))).scalar_one())
+                attempts += int(
+                    connection.execute(select(func.count()).where(ATTEMPTS.c.pool_id.in_(some))).scalar_one()
+                )
                 reservations += int(connection.execute(select(func.count()).where(r.pool_id.in_(some))).scalar_one())
                 if not is_dry_run:
                     _take_details(connection, some)
@@ -146,23 +195,34 @@ def _whole(number: object) -> int:
         return 0
 
 
-def _pool_row(entry: PoolEntry, open_resources: int, resources: int, milliseconds: int, cost: int, on_demand: int) -> PoolRow:
+def _pool_row(
+    entry: PoolEntry, open_resources: int, resources: int, milliseconds: int, cost: int, on_demand: int
+) -> PoolRow:
     return PoolRow(entry, open_resources, resources, milliseconds / 1000, in_usd(cost), in_usd(on_demand))
 
 
 def _take_details(connection: Connection, pool_ids: Sequence[str]) -> None:
     connection.execute(delete(ATTEMPTS).where(ATTEMPTS.c.pool_id.in_(pool_ids)))
     connection.execute(delete(RESERVATIONS).where(RESERVATIONS.c.pool_id.in_(pool_ids)))
-    rows = connection.execute(select(RESOURCES.c.id, RESOURCES.c.tags_json).where(RESOURCES.c.pool_id.in_(pool_ids))).all()
+    rows = connection.execute(
+        select(RESOURCES.c.id, RESOURCES.c.tags_json).where(RESOURCES.c.pool_id.in_(pool_ids))
+    ).all()
     if slim := [{"number": number, "tags": _slim(tags)} for number, tags in rows]:
-        connection.execute(update(RESOURCES).where(RESOURCES.c.id == bindparam("number")).values(tags_json=bindparam("tags")), slim)
+        connection.execute(
+            update(RESOURCES).where(RESOURCES.c.id == bindparam("number")).values(tags_json=bindparam("tags")), slim
+        )
     connection.execute(update(POOLS).where(POOLS.c.id.in_(pool_ids)).values(spec_json=PRUNED_SPEC))
 
 
 def _slim(tags_json: str) -> str:
-    """Keep of a machine's tags what a receipt says of it, and what tells it from others of its pool should it be listed once more."""
+    """Keep of a machine's tags what a receipt says of it, and what tells it from others of its pool should it be listed
+    once more.
+    """
     try:
-        return json.dumps({name: value for name, value in json.loads(tags_json).items() if name in (TYPE_TAG, LAUNCH_TAG, RANK_TAG)}, sort_keys=True)
+        return json.dumps(
+            {name: value for name, value in json.loads(tags_json).items() if name in (TYPE_TAG, LAUNCH_TAG, RANK_TAG)},
+            sort_keys=True,
+        )
     except (ValueError, AttributeError):  # a damaged row stays as it is
         return tags_json
 
@@ -184,7 +244,11 @@ def _billed_micro_usd(price_per_hour: ColumnElement[int]) -> ColumnElement[int]:
     seconds = increments * r.increment_seconds
     billed = case((seconds < r.minimum_seconds, r.minimum_seconds), else_=seconds)
     cost = (price_per_hour * billed + SECONDS_PER_HOUR - 1) // SECONDS_PER_HOUR
-    return case((r.bound_microseconds.is_(None) & (_MILLISECONDS == 0), 0), (cost < r.minimum_micro_usd, r.minimum_micro_usd), else_=cost)
+    return case(
+        (r.bound_microseconds.is_(None) & (_MILLISECONDS == 0), 0),
+        (cost < r.minimum_micro_usd, r.minimum_micro_usd),
+        else_=cost,
+    )
 
 
 _MILLISECONDS = _total_milliseconds(tuple(Bucket))
@@ -192,14 +256,26 @@ _COST = _billed_micro_usd(RESOURCES.c.price_micro_usd_per_hour)
 _ON_DEMAND = _billed_micro_usd(RESOURCES.c.on_demand_micro_usd_per_hour)
 
 
-_NUMBERS = ("intended_microseconds", "price_micro_usd_per_hour", "on_demand_micro_usd_per_hour", "increment_seconds", "minimum_seconds", "minimum_micro_usd")
-_HAS_NUMBERS = and_(*(func.typeof(RESOURCES.c[name]) == "integer" for name in (*_NUMBERS, *map(milliseconds_of, Bucket))))
+_NUMBERS = (
+    "intended_microseconds",
+    "price_micro_usd_per_hour",
+    "on_demand_micro_usd_per_hour",
+    "increment_seconds",
+    "minimum_seconds",
+    "minimum_micro_usd",
+)
+_HAS_NUMBERS = and_(
+    *(func.typeof(RESOURCES.c[name]) == "integer" for name in (*_NUMBERS, *map(milliseconds_of, Bucket)))
+)
 
 
 def _without_numbers(connection: Connection, conditions: Sequence[ColumnElement[bool]]) -> list[UnreadableRow]:
     """Return the rows of which a bill cannot be made: SQLite compares and adds up text and infinities as it likes."""
     wanted = select(RESOURCES).where(*conditions, not_(_HAS_NUMBERS)).order_by(RESOURCES.c.id)
-    return [UnreadableRow(RESOURCES.name, row["id"], str(row["pool_id"]), "a price or a time is no number") for row in connection.execute(wanted).mappings()]
+    return [
+        UnreadableRow(RESOURCES.name, row["id"], str(row["pool_id"]), "a price or a time is no number")
+        for row in connection.execute(wanted).mappings()
+    ]
 
 
 def _cost_keys() -> Mapping[CostBy, ColumnElement[Any]]:
@@ -212,7 +288,13 @@ def _cost_keys() -> Mapping[CostBy, ColumnElement[Any]]:
 
 
 def _cost_row(by: CostBy, key: Any, resources: int, milliseconds: int, cost: int, on_demand: int) -> CostRow:
-    return CostRow(_day(int(key)) if by is CostBy.DAY else str(key), resources, int(milliseconds) / 1000, in_usd(cost), in_usd(on_demand))
+    return CostRow(
+        _day(int(key)) if by is CostBy.DAY else str(key),
+        resources,
+        int(milliseconds) / 1000,
+        in_usd(cost),
+        in_usd(on_demand),
+    )
 
 
 def _day(number: int) -> str:
@@ -223,8 +305,14 @@ def _day(number: int) -> str:
 
 
 _WORK_KEYS: Mapping[CostBy, Callable[[Work], str]] = {
-    CostBy.RUN: lambda work: of_system(work.system, f"{work.workflow}/{work.run}" if work.workflow else work.run) if work.run else "(no run)",
-    CostBy.TASK: lambda work: of_system(work.system, f"{work.workflow}/{work.task}" if work.workflow else work.task) if work.task else "(no task)",
+    CostBy.RUN: lambda work: (
+        of_system(work.system, f"{work.workflow}/{work.run}" if work.workflow else work.run) if work.run else "(no run)"
+    ),
+    CostBy.TASK: lambda work: (
+        of_system(work.system, f"{work.workflow}/{work.task}" if work.workflow else work.task)
+        if work.task
+        else "(no task)"
+    ),
     CostBy.ASSET: lambda work: work.asset or "(no asset)",
 }
 
@@ -234,24 +322,34 @@ def _is_for(work: Work) -> list[ColumnElement[bool]]:
 
 
 def _work_rows(connection: Connection, by: CostBy, conditions: Sequence[ColumnElement[bool]]) -> list[CostRow]:
-    """Add up by the work: each pool's sums are dealt out in whole milliseconds and micro-dollars, so that nothing is lost to rounding."""
-    sums = select(RESOURCES.c.pool_id, func.count(), func.sum(_MILLISECONDS), func.sum(_COST), func.sum(_ON_DEMAND)).where(*conditions)
+    """Add up by the work: each pool's sums are dealt out in whole milliseconds and micro-dollars, so that nothing is
+    lost to rounding.
+    """
+    sums = select(
+        RESOURCES.c.pool_id, func.count(), func.sum(_MILLISECONDS), func.sum(_COST), func.sum(_ON_DEMAND)
+    ).where(*conditions)
     found = {row[0]: tuple(map(int, row[1:])) for row in connection.execute(sums.group_by(RESOURCES.c.pool_id))}
     its_pools = select(RESOURCES.c.pool_id).where(*conditions)
-    works = {row["id"]: work_of(row) for row in connection.execute(select(POOLS).where(POOLS.c.id.in_(its_pools))).mappings()}
+    works = {
+        row["id"]: work_of(row) for row in connection.execute(select(POOLS).where(POOLS.c.id.in_(its_pools))).mappings()
+    }
     shares: dict[str, list[tuple[Work, int]]] = defaultdict(list)
-    for row in connection.execute(select(SHARES).where(SHARES.c.pool_id.in_(its_pools)).order_by(SHARES.c.id)).mappings():
+    for row in connection.execute(
+        select(SHARES).where(SHARES.c.pool_id.in_(its_pools)).order_by(SHARES.c.id)
+    ).mappings():
         shares[row["pool_id"]].append((work_of(row), row["micro_usd"]))
     totals: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     for pool_id, (resources, milliseconds, cost, on_demand) in found.items():
         its_shares = shares.get(pool_id, [])
-        whole = max(cost, sum(part for _, part in its_shares))  # more is shared out than it costs where not all of its resources are asked for
+        # more is shared out than it costs where not all of its resources are asked for
+        whole = max(cost, sum(part for _, part in its_shares))
         left = [milliseconds, cost, on_demand]
         for work, part in its_shares:
             dealt = [amount * part // whole if whole else 0 for amount in (milliseconds, cost, on_demand)]
             left = [rest - amount for rest, amount in zip(left, dealt, strict=True)]
             _add(totals[_WORK_KEYS[by](work)], 0, *dealt)
-        _add(totals[_WORK_KEYS[by](works.get(pool_id, Work()))], resources, *left)  # its pool's row may be damaged: the bill is whole all the same
+        # its pool's row may be damaged: the bill is whole all the same
+        _add(totals[_WORK_KEYS[by](works.get(pool_id, Work()))], resources, *left)
     return [_cost_row(by, key, *sums) for key, sums in sorted(totals.items())]
 
 
@@ -260,7 +358,9 @@ def _add(total: list[int], *amounts: int) -> None:
 
 
 def _bucket_rows(connection: Connection, conditions: Sequence[ColumnElement[bool]]) -> list[CostRow]:
-    """Price each bucket as the difference of what was reached with it and without it: whatever is rounded, the shares add up to the whole."""
+    """Price each bucket as the difference of what was reached with it and without it: whatever is rounded, the shares
+    add up to the whole.
+    """
     columns: list[ColumnElement[Any]] = []
     before, before_on_demand = literal(0, BigInteger), literal(0, BigInteger)
     r = RESOURCES.c
@@ -269,10 +369,18 @@ def _bucket_rows(connection: Connection, conditions: Sequence[ColumnElement[bool
         reached = r.price_micro_usd_per_hour * reached_seconds // SECONDS_PER_HOUR
         reached_on_demand = r.on_demand_micro_usd_per_hour * reached_seconds // SECONDS_PER_HOUR
         own = r[milliseconds_of(bucket)]
-        columns += [func.sum(case((own > 0, 1), else_=0)), func.sum(own), func.sum(reached - before), func.sum(reached_on_demand - before_on_demand)]
+        columns += [
+            func.sum(case((own > 0, 1), else_=0)),
+            func.sum(own),
+            func.sum(reached - before),
+            func.sum(reached_on_demand - before_on_demand),
+        ]
         before, before_on_demand = reached, reached_on_demand
     columns += [func.count(), literal(0), func.sum(_COST - before), func.sum(_ON_DEMAND - before_on_demand)]
     numbers = [int(number or 0) for number in connection.execute(select(*columns).where(*conditions)).one()]
     keys = (*Bucket, BILLING_ROUNDING)
     fours = [numbers[start : start + 4] for start in range(0, len(numbers), 4)]
-    return [CostRow(str(key), four[0], four[1] / 1000, in_usd(four[2]), in_usd(four[3])) for key, four in zip(keys, fours, strict=True)]
+    return [
+        CostRow(str(key), four[0], four[1] / 1000, in_usd(four[2]), in_usd(four[3]))
+        for key, four in zip(keys, fours, strict=True)
+    ]

@@ -1,25 +1,29 @@
 """What a pool may still spend: `max_cost`, and the account that `budget` names.
 
-`max_cost`: each machine commits its cost up to its hard end when it is launched, and gives back what it did not use when it is known to be gone; commitments
-never exceed the limit. So the nodes' own clocks hold it when nobody here is left to do so. A hard end is when a machine must be gone: it is told to end so many
-seconds earlier as its provider takes for that and goes on billing; what it takes to tell it is of these too.
+`max_cost`: each machine commits its cost up to its hard end when it is launched, and gives back what it did not use
+when it is known to be gone; commitments never exceed the limit. So the nodes' own clocks hold it when nobody here is
+left to do so. A hard end is when a machine must be gone: it is told to end so many seconds earlier as its provider
+takes for that and goes on billing; what it takes to tell it is of these too.
 
-All machines share one hard end, up to which the money lasts for all of them, so that none is left over for another one, which a lost machine or one that is to
-be taken back needs all the same:
+All machines share one hard end, up to which the money lasts for all of them, so that none is left over for another one,
+which a lost machine or one that is to be taken back needs all the same:
 
-    granted ──another is asked for: the others are told an earlier end──▶ shortened ──there is money again──▶ up to the first hard end, and no further
+    granted ──another is asked for: the others are told an earlier end──▶ shortened ──there is money again──▶ up to the
+    first hard end, and no further
               one that does not hear it keeps its end, and its money
 
-Before a machine has said that it has heard of an earlier end its commitment stays; before it is told a later one that is committed. What is killed between
-two lines commits too much, never too little. The parts of a pool, as that of spot machines, are granted together, each up to the same hard end.
+Before a machine has said that it has heard of an earlier end its commitment stays; before it is told a later one that
+is committed. What is killed between two lines commits too much, never too little. The parts of a pool, as that of spot
+machines, are granted together, each up to the same hard end.
 
-`budget`: before an interval begins its cost is reserved in the ledger; nodes are told until when they are paid for, and end themselves then. The reservation
-before it is settled with what was spent.
+`budget`: before an interval begins its cost is reserved in the ledger; nodes are told until when they are paid for, and
+end themselves then. The reservation before it is settled with what was spent.
 
     full ──80 %──▶ warned ──the margin is left──▶ drained ──nothing is left──▶ used up
                              no new calls            the pool closes
 
-States only go to the right, but for `drained` when there is money again: in the account, or because a machine is gone that would have cost more.
+States only go to the right, but for `drained` when there is money again: in the account, or because a machine is gone
+that would have cost more.
 """
 
 from __future__ import annotations
@@ -40,11 +44,15 @@ from skyward_core.ledger.rows import SECONDS_PER_HOUR, Price, Reservation
 FIRST_MINUTE_SECONDS = 60.0
 WARNING_SHARE = Decimal("0.8")
 MARGIN_SHARE, LONGEST_MARGIN_SECONDS = 0.05, 30.0
-"""Of the time that the money lasts: how long before its end no call is taken any more; half of it is for giving the machines back."""
+"""Of the time that the money lasts: how long before its end no call is taken any more; half of it is for giving the
+machines back.
+"""
 RENEW_LEASES = 1.5
 """An account is asked for more when what is reserved lasts for less than so many leases."""
 BOOT_SHARE, LONGEST_BOOT_SECONDS = 0.1, 120.0
-"""Of a machine's hard end: what may pass between the request, from which it is billed, and the start of its guard, whose clock ends it."""
+"""Of a machine's hard end: what may pass between the request, from which it is billed, and the start of its guard,
+whose clock ends it.
+"""
 ROUNDS = 3
 """In which machines are told an earlier end: whoever has not heard it in one is not counted on in the next."""
 
@@ -82,9 +90,11 @@ class Accounts(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grant:
-    """What machines may be launched with: how long each may live by its own clock unless it is told otherwise, None for no limit, and when it must be gone.
+    """What machines may be launched with: how long each may live by its own clock unless it is told otherwise, None for
+    no limit, and when it must be gone.
 
-    `hard_end` and `latest_end` are on the meter's clock: as things stand, and at the very latest, whatever it will be told.
+    `hard_end` and `latest_end` are on the meter's clock: as things stand, and at the very latest, whatever it will be
+    told.
     """
 
     lifetime_seconds: float | None = None
@@ -107,9 +117,10 @@ class _Asked:
 class Purse:
     """The money of one opening of a pool. Safe to use from several threads; times are on the meter's clock.
 
-    `grant` before each launch, and `launched` or `returned` after it; of a launch whose answer was lost neither is said, for its machines may live as long as
-    they were granted, until it is known that nothing of it is there any more: then `returned`. `turn` now and then. What is reserved at the end the book
-    settles (`Book.close`). All that is kept here dies with the process: the ledger's rows are what others go by.
+    `grant` before each launch, and `launched` or `returned` after it; of a launch whose answer was lost neither is
+    said, for its machines may live as long as they were granted, until it is known that nothing of it is there any
+    more: then `returned`. `turn` now and then. What is reserved at the end the book settles (`Book.close`). All that is
+    kept here dies with the process: the ledger's rows are what others go by.
     """
 
     def __init__(
@@ -137,7 +148,9 @@ class Purse:
         self._until: float | None = None
         """The hard end of all machines, as they are told it from now on."""
         self._horizon: float | None = None
-        """The first hard end of the machines that there are: no machine may ever be there for longer, and its tags say so."""
+        """The first hard end of the machines that there are: no machine may ever be there for longer, and its tags say
+        so.
+        """
         self._ending_seconds = 0.0
         """How long a machine that ends goes on being billed."""
         self._own_ends: dict[str, float] = {}
@@ -176,9 +189,11 @@ class Purse:
         Args:
             machines: how many.
             price: what each costs.
-            along: how many at which price will be asked for next, with grants of their own: what is granted now leaves enough for as long a life of those.
+            along: how many at which price will be asked for next, with grants of their own: what is granted now leaves
+                enough for as long a life of those.
             ending_seconds: for how long a machine that ends is billed.
-            tell: tells all machines for how long they are paid (`paid_seconds`), and returns the ids of those that have heard it.
+            tell: tells all machines for how long they are paid (`paid_seconds`), and returns the ids of those that have
+                heard it.
 
         Raises BudgetExceeded if it would not last for their first minute, and what the ledger raises.
         """
@@ -215,9 +230,11 @@ class Purse:
                     self._own_ends[instance_id] = asked.at + grant.lifetime_seconds
 
     def returned(self, grant: Grant) -> None:
-        """Nothing of it is there, for certain: it was never asked for, the provider has refused, or what came is gone, and the meter has counted it.
+        """Nothing of it is there, for certain: it was never asked for, the provider has refused, or what came is gone,
+        and the meter has counted it.
 
-        What is reserved for it in the account is free with the next grant or renewal: nobody who gives machines back should wait for the ledger.
+        What is reserved for it in the account is free with the next grant or renewal: nobody who gives machines back
+        should wait for the ledger.
         """
         with self._lock:
             self._pending.pop(grant, None)
@@ -225,7 +242,10 @@ class Purse:
     # ── until when ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _make_room(self, wanted: Sequence[tuple[int, Price]], tell: Callable[[], AbstractSet[str]]) -> None:
-        """Have the machines that there are end earlier, so that those that are wanted last as long as they. What does not hear of it keeps its end."""
+        """Have the machines that there are end earlier, so that those that are wanted last as long as they.
+
+        What does not hear of it keeps its end.
+        """
         may_hear: AbstractSet[str] | None = None
         for _ in range(ROUNDS):
             with self._lock:
@@ -240,7 +260,8 @@ class Purse:
                 until = self._until
             heard = tell()
             with self._lock:
-                gone_by = max(until, self._meter.now() + self._ending_seconds)  # telling them all may have taken longer than they had
+                # telling them all may have taken longer than they had
+                gone_by = max(until, self._meter.now() + self._ending_seconds)
                 for instance_id in may_hear & heard:
                     self._hard_ends[instance_id] = min(self._hard_ends[instance_id], gone_by)
                     self._own_ends[instance_id] = min(self._own_ends[instance_id], until - self._ending_seconds)
@@ -249,7 +270,10 @@ class Purse:
             may_hear &= heard
 
     def _make_longer(self) -> None:
-        """Let the machines live longer again if there is money for it: one that would have cost more is gone. They hear of it with the next sign of life."""
+        """Let the machines live longer again if there is money for it: one that would have cost more is gone.
+
+        They hear of it with the next sign of life.
+        """
         with self._lock:
             bounded = self._bounded()
             if self._until is None or self._horizon is None or self._until >= self._horizon or not bounded:
@@ -264,7 +288,10 @@ class Purse:
                     self._own_ends[instance_id] = until - self._ending_seconds
 
     def _hard_end_of(self, wanted: Sequence[tuple[int, Price]], now: float) -> float | None:
-        """Return until when new machines may be there, with all that is not committed to others; None: without end. With the lock held."""
+        """Return until when new machines may be there, with all that is not committed to others; None: without end.
+
+        With the lock held.
+        """
         (machines, price), *_ = wanted
         if self._limit is None or not price.per_hour:
             return None
@@ -273,31 +300,52 @@ class Purse:
         if hard_end is None:
             if self._horizon is not None and now + FIRST_MINUTE_SECONDS + self._ending_seconds > self._horizon:
                 raise BudgetExceeded(
-                    f"the machines of the pool end in {self._horizon - now:.0f} s, when max_cost={self._limit:f} is used up: none is rented for so short a time"
+                    f"the machines of the pool end in {self._horizon - now:.0f} s, when max_cost={self._limit:f} is"
+                    " used up: none is rented for so short a time"
                 )
             seconds = FIRST_MINUTE_SECONDS + self._ending_seconds
             left = self._limit - self._cost_until(now, (), frozenset())
             cost = sum((one.cost(now + seconds) for one in asked), ZERO_USD)
             what = f"{machines} x {price.per_hour} USD per hour"
+            ending = (
+                f" and the {self._ending_seconds:.0f} s that giving them back may take" if self._ending_seconds else ""
+            )
+            billed = (
+                f", of which they are billed {price.minimum_seconds} s at least"
+                if price.minimum_seconds > seconds
+                else ""
+            )
             words = (
-                f"{''.join(f' and {count} x {its.per_hour}' for count, its in wanted[1:])} cost {cost:f} USD in their first minute"
-                f"{f' and the {self._ending_seconds:.0f} s that giving them back may take' if self._ending_seconds else ''}"
-                f"{f', of which they are billed {price.minimum_seconds} s at least' if price.minimum_seconds > seconds else ''};"
+                f"{''.join(f' and {count} x {its.per_hour}' for count, its in wanted[1:])} cost {cost:f} USD in their"
+                " first minute"
+                f"{ending}{billed};"
             )
             raise BudgetExceeded(
-                f"{what}{words} of max_cost={self._limit:f} {left:f} USD are left. Raise max_cost, or ask for fewer or cheaper machines", left_usd=left
+                f"{what}{words} of max_cost={self._limit:f} {left:f} USD are left. Raise max_cost, or ask for fewer or"
+                " cheaper machines",
+                left_usd=left,
             )
         return hard_end
 
     def _bounded(self) -> frozenset[str]:
-        """The machines that are there and have a hard end; without any, and none on its way, the next ones begin anew. With the lock held."""
+        """The machines that are there and have a hard end; without any, and none on its way, the next ones begin anew.
+
+        With the lock held.
+        """
         bounded = frozenset(self._meter.rented() & self._hard_ends.keys())
         if not bounded and not any(grant.hard_end is not None for grant in self._pending):
             self._until = self._horizon = None
         return bounded
 
-    def _furthest(self, asked: Iterable[_Asked], moved: AbstractSet[str], now: float, end_of: Callable[[float, float], float] = min) -> float | None:
-        """Return the last moment up to which the money lasts, with the machines that are moved up to there too; None if that is not even the first minute.
+    def _furthest(
+        self,
+        asked: Iterable[_Asked],
+        moved: AbstractSet[str],
+        now: float,
+        end_of: Callable[[float, float], float] = min,
+    ) -> float | None:
+        """Return the last moment up to which the money lasts, with the machines that are moved up to there too; None if
+        that is not even the first minute.
 
         With the lock held.
         """
@@ -318,19 +366,36 @@ class Purse:
             low, high = (middle, high) if is_covered(middle) else (low, middle)
         return now + low
 
-    def _covers(self, until: float, asked: Iterable[_Asked], moved: AbstractSet[str], end_of: Callable[[float, float], float]) -> bool:
+    def _covers(
+        self, until: float, asked: Iterable[_Asked], moved: AbstractSet[str], end_of: Callable[[float, float], float]
+    ) -> bool:
         return self._limit is None or self._cost_until(until, asked, moved, end_of) <= self._limit
 
-    def _cost_until(self, until: float, asked: Iterable[_Asked], moved: AbstractSet[str], end_of: Callable[[float, float], float] = min) -> Decimal:
-        """What all costs if new machines are there until then, those that are moved too, and all others until their hard end. With the lock held."""
-        ends = {instance_id: end_of(end, until) if instance_id in moved else end for instance_id, end in self._hard_ends.items()}
-        pending = sum((its.cost(grant.hard_end) for grant, its in self._pending.items() if grant.hard_end is not None), ZERO_USD)
+    def _cost_until(
+        self,
+        until: float,
+        asked: Iterable[_Asked],
+        moved: AbstractSet[str],
+        end_of: Callable[[float, float], float] = min,
+    ) -> Decimal:
+        """What all costs if new machines are there until then, those that are moved too, and all others until their
+        hard end. With the lock held.
+        """
+        ends = {
+            instance_id: end_of(end, until) if instance_id in moved else end
+            for instance_id, end in self._hard_ends.items()
+        }
+        pending = sum(
+            (its.cost(grant.hard_end) for grant, its in self._pending.items() if grant.hard_end is not None), ZERO_USD
+        )
         return self._meter.committed(ends) + pending + sum((one.cost(until) for one in asked), ZERO_USD)
 
     # ── accounts ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _reserve_for(self, asked: _Asked, now: float) -> None:
-        """Reserve for new machines up to where the others are paid for, with what is held for launches that came to nothing first."""
+        """Reserve for new machines up to where the others are paid for, with what is held for launches that came to
+        nothing first.
+        """
         assert self._account is not None
         assert self._accounts is not None
         if self._paid_until is not None and self._is_low(now):
@@ -369,30 +434,46 @@ class Purse:
             self._paid_until, self._settled, self._held = until, spent, following
 
     def _needed(self, until: float) -> tuple[Decimal, Decimal]:
-        """Return what was spent so far, and what is spent from now on until then, with launches that are on their way."""
+        """Return what was spent so far, and what is spent from now on until then, with launches that are on their
+        way.
+        """
         with self._lock:  # before the bill: what is launched meanwhile is counted twice rather than not at all
-            pending = sum((asked.cost(min(until, self._first_end(asked.at))) for asked in self._pending.values()), ZERO_USD)
+            pending = sum(
+                (asked.cost(min(until, self._first_end(asked.at))) for asked in self._pending.values()), ZERO_USD
+            )
         spent = self._meter.total()
         return spent, self._meter.projected(until) - spent + pending
 
     # ── while it is open ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def paid_seconds(self) -> float | None:
-        """Return for how many seconds from now the machines are paid; None: without end. A node must not live longer, whoever keeps its lease."""
+        """Return for how many seconds from now the machines are paid; None: without end.
+
+        A node must not live longer, whoever keeps its lease.
+        """
         with self._lock:
-            ends = [] if self._until is None or not self._meter.rented() & self._hard_ends.keys() else [self._until - self._ending_seconds]
+            ends = (
+                []
+                if self._until is None or not self._meter.rented() & self._hard_ends.keys()
+                else [self._until - self._ending_seconds]
+            )
             if self._paid_until is not None:
                 ends.append(self._paid_until)
             return max(0.0, min(ends) - self._meter.now()) if ends else None
 
     def pay_for(self, seconds: float) -> None:
-        """Reserve for all that there is for so many seconds from now, no more and no less. After BudgetExceeded, LedgerError or LeaseLost all is as before."""
+        """Reserve for all that there is for so many seconds from now, no more and no less.
+
+        After BudgetExceeded, LedgerError or LeaseLost all is as before.
+        """
         with self._asking:
             if self._account is not None and self._paid_until is not None:
                 self._roll(self._meter.now() + seconds)
 
     def turn(self) -> tuple[Fill, str]:
-        """Look at the clock: reserve what is next, and return how much is left and, from `WARNED` on, the reason in words."""
+        """Look at the clock: reserve what is next, and return how much is left and, from `WARNED` on, the reason in
+        words.
+        """
         with self._asking:
             self._make_longer()
             now = self._meter.now()
@@ -407,15 +488,23 @@ class Purse:
         if rate:
             margin = min(MARGIN_SHARE * float(self._limit / rate * SECONDS_PER_HOUR), LONGEST_MARGIN_SECONDS)
             for fill, seconds in ((Fill.USED_UP, margin / 2), (Fill.DRAINED, margin)):
-                if self._first_own_end() <= now + seconds or self._meter.projected(now + seconds + self._ending_seconds) > self._limit:
+                if (
+                    self._first_own_end() <= now + seconds
+                    or self._meter.projected(now + seconds + self._ending_seconds) > self._limit
+                ):
                     return fill, f"{words}, and the rest is for its machines' last seconds"
         return (Fill.WARNED, words) if spent >= WARNING_SHARE * self._limit else (Fill.FULL, "")
 
     def _first_own_end(self) -> float:
-        """When the first machine may end itself, on the meter's clock: the pool should have closed by then, and say why."""
+        """When the first machine may end itself, on the meter's clock: the pool should have closed by then, and say
+        why.
+        """
         rented = self._meter.rented()
         with self._lock:
-            return min((self._own_ends[instance_id] for instance_id in rented if instance_id in self._own_ends), default=math.inf)
+            return min(
+                (self._own_ends[instance_id] for instance_id in rented if instance_id in self._own_ends),
+                default=math.inf,
+            )
 
     def _look_at_account(self, now: float) -> tuple[Fill, str]:
         if self._account is None or self._paid_until is None:
@@ -431,7 +520,11 @@ class Purse:
                 self._try_at = now + 1.0  # what is reserved is still ours; it is tried again until that has run out
         margin = min(self._lease_seconds / 4, LONGEST_MARGIN_SECONDS)
         left = self._paid_until - now
-        reason = str(self._refusal) if self._refusal is not None else f"nothing more could be reserved from account {self._account!r}"
+        reason = (
+            str(self._refusal)
+            if self._refusal is not None
+            else f"nothing more could be reserved from account {self._account!r}"
+        )
         if left <= margin / 2:
             return Fill.USED_UP, reason
         if left <= margin:

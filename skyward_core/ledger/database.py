@@ -9,17 +9,33 @@ from typing import Any, cast
 
 from sqlalchemy import Connection
 
-from skyward_core.ledger.tables import ATTEMPTS, MIGRATIONS, POOLS, RESERVATIONS, RESOURCES, migrate, opened, parsed, schema_version, told
+from skyward_core.ledger.tables import (
+    ATTEMPTS,
+    MIGRATIONS,
+    POOLS,
+    RESERVATIONS,
+    RESOURCES,
+    migrate,
+    opened,
+    parsed,
+    schema_version,
+    told,
+)
 
 NUMBERS_PER_STATEMENT = 1000
 """How many values one `IN` may list; SQLite takes 32,766 in a statement, PostgreSQL twice that."""
 
 
 class Database:
-    """The database of one ledger: its connections, its transactions, and the clock that stamps its rows. Usable from many threads."""
+    """The database of one ledger: its connections, its transactions, and the clock that stamps its rows.
+
+    Usable from many threads.
+    """
 
     def __init__(self, url: str, clock: Callable[[], datetime], busy_timeout_seconds: float) -> None:
-        """Open the database at a SQLAlchemy URL; make the tables if there are none, migrate them if they are of an older version."""
+        """Open the database at a SQLAlchemy URL; make the tables if there are none, migrate them if they are of an
+        older version.
+        """
         self.url = parsed(url)
         self.clock = clock
         self._is_closed = False
@@ -44,8 +60,14 @@ class Database:
         self._engine.dispose()
 
     def vacuum(self) -> None:
-        """Give the room of what was pruned back to the disk (SQLite), or to the tables (PostgreSQL, where it is done by itself too)."""
-        with told(self.url), self._pooled(), self._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        """Give the room of what was pruned back to the disk (SQLite), or to the tables (PostgreSQL, where it is done by
+        itself too).
+        """
+        with (
+            told(self.url),
+            self._pooled(),
+            self._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection,
+        ):
             tables = [table.name for table in (POOLS, RESOURCES, ATTEMPTS, RESERVATIONS)]
             driver = cast("Any", connection.connection)
             if connection.dialect.name == "sqlite":
@@ -69,7 +91,9 @@ class Database:
 
     @contextmanager
     def _pooled(self) -> Generator[None]:
-        """Keep no connection after a transaction that ends in a closed ledger: `dispose` closes only connections that no thread uses."""
+        """Keep no connection after a transaction that ends in a closed ledger: `dispose` closes only connections that
+        no thread uses.
+        """
         pool = self._engine.pool
         try:
             yield

@@ -24,14 +24,20 @@ class Intents:
         self._database = database
 
     def intend_all(self, pool_id: str, wishes: Sequence[Wish]) -> list[Intent]:
-        """Record resources that are about to be requested, all or none. They are committed when this returns: make the creating call only then."""
+        """Record resources that are about to be requested, all or none.
+
+        They are committed when this returns: make the creating call only then.
+        """
         rows = [self._row_of(pool_id, wish) for wish in wishes]
         with self._database.write() as connection:
             must_live(connection, pool_id)
             return _written(connection, rows)
 
     def adopt(self, pool_id: str, wish: Wish, cloud_id: str) -> Intent:
-        """Record a resource that exists and has no intent: intent and binding at once. The same call again changes nothing."""
+        """Record a resource that exists and has no intent: intent and binding at once.
+
+        The same call again changes nothing.
+        """
         with self._database.write() as connection:
             known_pool(connection, pool_id, is_alone=True)  # two sweeps may have found the same
             intent = _written(connection, [self._row_of(pool_id, wish)])[0]
@@ -50,7 +56,9 @@ class Intents:
             "token": wish.token,
             "tags_json": json.dumps(dict(wish.tags), sort_keys=True),
             "price_micro_usd_per_hour": micro_usd(price.per_hour),
-            "on_demand_micro_usd_per_hour": micro_usd(price.per_hour if price.on_demand_per_hour is None else price.on_demand_per_hour),
+            "on_demand_micro_usd_per_hour": micro_usd(
+                price.per_hour if price.on_demand_per_hour is None else price.on_demand_per_hour
+            ),
             "is_spot": price.is_spot,
             "increment_seconds": price.increment_seconds,
             "minimum_seconds": price.minimum_seconds,
@@ -69,7 +77,9 @@ class Intents:
             raise LedgerConflict(" ".join(conflicts))
         return intents
 
-    def _binding(self, ids: Mapping[int, str], conflicts: list[str], as_rented: Mapping[int, Rented] | None = None) -> Callable[[Values], dict[str, Any]]:
+    def _binding(
+        self, ids: Mapping[int, str], conflicts: list[str], as_rented: Mapping[int, Rented] | None = None
+    ) -> Callable[[Values], dict[str, Any]]:
         bound = stamp(self._database.clock())
 
         def change(row: Values) -> dict[str, Any]:
@@ -77,11 +87,17 @@ class Intents:
             if row["cloud_id"] is None:
                 rented = (as_rented or {}).get(row["id"])
                 changed = {} if rented is None else _as_rented(row, rented)
-                return {"cloud_id": cloud_id, "bound_microseconds": bound, "gone_microseconds": None, "evidence": None} | changed
+                return {
+                    "cloud_id": cloud_id,
+                    "bound_microseconds": bound,
+                    "gone_microseconds": None,
+                    "evidence": None,
+                } | changed
             if row["cloud_id"] != cloud_id:
                 conflicts.append(
-                    f"{row['kind']} {row['name']!r} at {row['provider']} is {row['cloud_id']} in the ledger, now {cloud_id} is said."
-                    f" One request has created two things: terminate {cloud_id}, or write an intent of its own for it."
+                    f"{row['kind']} {row['name']!r} at {row['provider']} is {row['cloud_id']} in the ledger, now"
+                    f" {cloud_id} is said. One request has created two things: terminate {cloud_id}, or write an intent"
+                    " of its own for it."
                 )
             return {}
 
@@ -92,12 +108,23 @@ class Intents:
         asked = stamp(self._database.clock())
 
         def change(row: Values) -> dict[str, Any]:
-            return {"end_asked_microseconds": asked} if row["end_asked_microseconds"] is None and row["gone_microseconds"] is None else {}
+            return (
+                {"end_asked_microseconds": asked}
+                if row["end_asked_microseconds"] is None and row["gone_microseconds"] is None
+                else {}
+            )
 
         with self._database.write() as connection:
             return self._change_all(connection, numbers, change)
 
-    def close_all(self, numbers: Iterable[int], evidence: str, *, fill: Bucket | None = None, paid_until: Mapping[int, datetime] | None = None) -> list[Intent]:
+    def close_all(
+        self,
+        numbers: Iterable[int],
+        evidence: str,
+        *,
+        fill: Bucket | None = None,
+        paid_until: Mapping[int, datetime] | None = None,
+    ) -> list[Intent]:
         """Record that these are gone or never existed, with the evidence; the first evidence is kept."""
         if not evidence.strip():
             raise BadRequest("An intent is closed with the evidence that the thing is gone; none was given.")
@@ -110,56 +137,83 @@ class Intents:
             if fill is None or row["cloud_id"] is None:
                 return closed
             end = min(gone, stamp(paid_until[row["id"]])) if paid_until and row["id"] in paid_until else gone
-            missing = max(0, (end - row["intended_microseconds"]) // 1000 - sum(row[milliseconds_of(bucket)] for bucket in Bucket))
-            filled = {milliseconds_of(fill): row[milliseconds_of(fill)] + missing, "filled_bucket": fill.name, "filled_milliseconds": missing}
+            missing = max(
+                0, (end - row["intended_microseconds"]) // 1000 - sum(row[milliseconds_of(bucket)] for bucket in Bucket)
+            )
+            filled = {
+                milliseconds_of(fill): row[milliseconds_of(fill)] + missing,
+                "filled_bucket": fill.name,
+                "filled_milliseconds": missing,
+            }
             return closed | filled
 
         with self._database.write() as connection:
             return self._change_all(connection, numbers, change)
 
     def note_all(self, seconds: Mapping[int, Mapping[Bucket, float]]) -> None:
-        """Record how the seconds of resources were spent so far: totals by bucket, in whole milliseconds. The same totals again change nothing."""
-        noted = {number: {bucket: round(total * 1000) for bucket, total in its.items()} for number, its in seconds.items()}
+        """Record how the seconds of resources were spent so far: totals by bucket, in whole milliseconds.
+
+        The same totals again change nothing.
+        """
+        noted = {
+            number: {bucket: round(total * 1000) for bucket, total in its.items()} for number, its in seconds.items()
+        }
         if wrong := [total for its in noted.values() for total in its.values() if total < 0]:
             raise BadRequest(f"Seconds only add up; given {wrong[0] / 1000}.")
         with self._database.write() as connection:
             self._change_all(connection, noted, lambda row: _noted(row, noted[row["id"]]))
 
-    def _change_all(self, connection: Connection, numbers: Iterable[int], change: Callable[[Values], dict[str, Any]]) -> list[Intent]:
+    def _change_all(
+        self, connection: Connection, numbers: Iterable[int], change: Callable[[Values], dict[str, Any]]
+    ) -> list[Intent]:
         """Apply what `change` makes of the locked rows; return the intents in the order of their numbers as given."""
         wanted = list(numbers)
         rows = {row["id"]: row for row in self._locked(connection, sorted(set(wanted)))}
         if missing := next((number for number in wanted if number not in rows), None):
-            raise LedgerConflict(f"The ledger at {self._database.url!r} has no entry {missing}. Is it another ledger than the one it was written to?")
+            raise LedgerConflict(
+                f"The ledger at {self._database.url!r} has no entry {missing}. Is it another ledger than the one it was"
+                " written to?"
+            )
         changes = {number: changed for number, row in rows.items() if (changed := change(row))}
         columns = sorted({column for changed in changes.values() for column in changed})
         if changes:
-            statement = update(RESOURCES).where(RESOURCES.c.id == bindparam("number")).values({column: bindparam(f"new_{column}") for column in columns})
-            new = [{f"new_{column}": ({**rows[number], **changed})[column] for column in columns} | {"number": number} for number, changed in changes.items()]
+            statement = (
+                update(RESOURCES)
+                .where(RESOURCES.c.id == bindparam("number"))
+                .values({column: bindparam(f"new_{column}") for column in columns})
+            )
+            new = [
+                {f"new_{column}": ({**rows[number], **changed})[column] for column in columns} | {"number": number}
+                for number, changed in changes.items()
+            ]
             connection.execute(statement, new)
         return [intent_of({**rows[number], **changes.get(number, {})}) for number in wanted]
 
     def _locked(self, connection: Connection, numbers: Sequence[int]) -> Generator[RowMapping]:
-        """In the order of their numbers, as everybody locks them: two who change the same rows wait for each other and never in a circle."""
+        """In the order of their numbers, as everybody locks them: two who change the same rows wait for each other and
+        never in a circle.
+        """
         for start in range(0, len(numbers), NUMBERS_PER_STATEMENT):
             some = select(RESOURCES).where(RESOURCES.c.id.in_(numbers[start : start + NUMBERS_PER_STATEMENT]))
             yield from connection.execute(some.order_by(RESOURCES.c.id).with_for_update()).mappings()
 
     def open_intents(
-        self,
-        *,
-        pool_id: str | None = None,
-        provider: str | None = None,
-        unreadable: list[UnreadableRow] | None = None,
+        self, *, pool_id: str | None = None, provider: str | None = None, unreadable: list[UnreadableRow] | None = None
     ) -> list[Intent]:
-        """Return the entries that are not known to be gone, oldest first: all, those of one pool, or those at one provider."""
+        """Return the entries that are not known to be gone, oldest first: all, those of one pool, or those at one
+        provider.
+        """
         return self._intents(select(RESOURCES).where(IS_OPEN), pool_id, provider, unreadable)
 
-    def intents(self, *, pool_id: str | None = None, provider: str | None = None, unreadable: list[UnreadableRow] | None = None) -> list[Intent]:
+    def intents(
+        self, *, pool_id: str | None = None, provider: str | None = None, unreadable: list[UnreadableRow] | None = None
+    ) -> list[Intent]:
         """Return all entries, open and closed, oldest first."""
         return self._intents(select(RESOURCES), pool_id, provider, unreadable)
 
-    def _intents(self, wanted: Select[Any], pool_id: str | None, provider: str | None, unreadable: list[UnreadableRow] | None) -> list[Intent]:
+    def _intents(
+        self, wanted: Select[Any], pool_id: str | None, provider: str | None, unreadable: list[UnreadableRow] | None
+    ) -> list[Intent]:
         if pool_id is not None:
             wanted = wanted.where(RESOURCES.c.pool_id == pool_id)
         if provider is not None:
@@ -186,20 +240,27 @@ def _written(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> list[
         by_token |= {row["token"]: intent_of(row) for row in made.mappings()}
     for row in rows:
         found = by_token[row["token"]]
-        if (found.pool_id, found.kind, found.provider, found.region, found.name) != tuple(row[of] for of in ("pool_id", "kind", "provider", "region", "name")):
+        if (found.pool_id, found.kind, found.provider, found.region, found.name) != tuple(
+            row[of] for of in ("pool_id", "kind", "provider", "region", "name")
+        ):
             raise LedgerConflict(
-                f"Token {found.token!r} stands for {found.kind} {found.name!r} of pool {found.pool_id!r} at {found.provider}. Use a new token."
+                f"Token {found.token!r} stands for {found.kind} {found.name!r} of pool {found.pool_id!r} at"
+                f" {found.provider}. Use a new token."
             )
     return [by_token[token] for token in tokens]
 
 
 def _noted(row: Values, totals: Mapping[Bucket, int]) -> dict[str, Any]:
-    """Return what changes when these totals are noted: what a close had filled in makes room for them, and once it has there is no more room.
+    """Return what changes when these totals are noted: what a close had filled in makes room for them, and once it has
+    there is no more room.
 
-    They take the place of those before all together, for what was idle may turn out to have run: all together they never shrink.
+    They take the place of those before all together, for what was idle may turn out to have run: all together they
+    never shrink.
     """
     filled, filled_bucket = row["filled_milliseconds"], row["filled_bucket"]
-    known = {bucket: row[milliseconds_of(bucket)] - (filled if filled_bucket == bucket.name else 0) for bucket in Bucket}
+    known = {
+        bucket: row[milliseconds_of(bucket)] - (filled if filled_bucket == bucket.name else 0) for bucket in Bucket
+    }
     new = {**known, **totals}
     growth = sum(new.values()) - sum(known.values())
     if growth < 0 or new == known:

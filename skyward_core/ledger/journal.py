@@ -1,8 +1,10 @@
-"""What one opening of a pool writes into the ledger: what it asks for, what came of it, what each second went to, and the evidence of its end.
+"""What one opening of a pool writes into the ledger: what it asks for, what came of it, what each second went to, and
+the evidence of its end.
 
-Before a creating call an error of the ledger is raised: nothing is asked for that is not written down. After it, and above all while machines are given
-back, errors are kept, and raised by `close` when the machines are gone: a full disk must not keep a machine running. The history of tries is not money:
-what the ledger does not take of it is told in the log, and that is all.
+Before a creating call an error of the ledger is raised: nothing is asked for that is not written down. After it, and
+above all while machines are given back, errors are kept, and raised by `close` when the machines are gone: a full disk
+must not keep a machine running. The history of tries is not money: what the ledger does not take of it is told in the
+log, and that is all.
 """
 
 from __future__ import annotations
@@ -24,7 +26,18 @@ from skyward_core.ledger.rows import Attempt, Bucket, Intent, Price, Rented, Res
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.offers import Extra, Offer
 from skyward_core.machines.owner import Owner
-from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, IMAGE_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, TYPE_TAG, Provider
+from skyward_core.providers.base import (
+    CREATED_TAG,
+    EXPIRES_TAG,
+    IMAGE_TAG,
+    LAUNCH_TAG,
+    OWNER_TAG,
+    POOL_TAG,
+    PROCESS_TAG,
+    RANK_TAG,
+    TYPE_TAG,
+    Provider,
+)
 from skyward_core.providers.tagging import work_tags
 from skyward_core.spec import PoolSpec
 from skyward_core.work import NO_WORK, Work
@@ -73,7 +86,9 @@ def _usd_of(extras: Iterable[Extra]) -> Decimal:
 class Launch:
     """One creating call that is written down: the tags that it must carry, and the numbers of its intents by rank."""
 
-    def __init__(self, tags: dict[str, str], intents: Sequence[Intent], first_rank: int, asked_at: float, price: Price) -> None:
+    def __init__(
+        self, tags: dict[str, str], intents: Sequence[Intent], first_rank: int, asked_at: float, price: Price
+    ) -> None:
         self.tags = tags
         self.price = price
         self.asked_at = asked_at
@@ -81,13 +96,16 @@ class Launch:
         self.by_rank = {first_rank + index: intent.id for index, intent in enumerate(intents)}
 
     def answered_by(self, instance: Instance) -> int | None:
-        """Return the number of the intent that a machine is the answer to; by its rank alone if the provider does not tell of which call it came."""
+        """Return the number of the intent that a machine is the answer to; by its rank alone if the provider does not
+        tell of which call it came.
+        """
         is_of_it = instance.tags.get(LAUNCH_TAG, self.tags[LAUNCH_TAG]) == self.tags[LAUNCH_TAG]
         return self.by_rank.get(instance.rank) if is_of_it else None
 
 
 class Book:
-    """The pool's page of the ledger, and the witness of its giving back (`teardown.Witness`). Safe to use from several threads.
+    """The pool's page of the ledger, and the witness of its giving back (`teardown.Witness`). Safe to use from several
+    threads.
 
     `open` first, `close` last.
     """
@@ -135,13 +153,18 @@ class Book:
         )
 
     def turn_to(self, provider: Provider, account: str) -> None:
-        """From now on this one is asked, for this account; what another was asked for is known to be gone. Raises LedgerError, LeaseLost."""
+        """From now on this one is asked, for this account; what another was asked for is known to be gone.
+
+        Raises LedgerError, LeaseLost.
+        """
         if (provider, account) != (self._provider, self._provider_account):
             self._ledger.turn_to(self._pool_id, provider.to_json(), account)
         self._provider, self._provider_account = provider, account
 
     def recent_attempts(self, seconds: float) -> list[Attempt]:
-        """Return what became of everybody's tries to rent machines in the last so many seconds; nothing if the ledger does not tell."""
+        """Return what became of everybody's tries to rent machines in the last so many seconds; nothing if the ledger
+        does not tell.
+        """
         try:
             return self._ledger.attempts(since=self._now() - timedelta(seconds=seconds))
         except LedgerError:
@@ -149,7 +172,9 @@ class Book:
 
     def tried(self, offer: Offer, seconds: float, error: SkywardError | None = None) -> None:
         """Write down what became of a try to rent machines."""
-        attempt = Attempt(self._pool_id, self._now(), offer.provider, offer.region, offer.instance_type, offer.is_spot, seconds)
+        attempt = Attempt(
+            self._pool_id, self._now(), offer.provider, offer.region, offer.instance_type, offer.is_spot, seconds
+        )
         if error is not None:
             attempt = replace(attempt, error=type(error).__name__, code=error.code, message=str(error))
         self._note_attempt(attempt)
@@ -172,14 +197,23 @@ class Book:
         )
 
     def _note_attempt(self, attempt: Attempt) -> None:
-        """Write down a try. What cannot be written is lost for `skyward why` and for who rests, and for nothing else: it ends no pool and hides no error."""
+        """Write down a try.
+
+        What cannot be written is lost for `skyward why` and for who rests, and for nothing else: it ends no pool and
+        hides no error.
+        """
         try:
             self._ledger.note_attempts([attempt])
         except LedgerError as error:
-            _log.warning("the ledger does not take what became of a try to rent machines; `skyward why` will lack it: %s", error)
+            _log.warning(
+                "the ledger does not take what became of a try to rent machines; `skyward why` will lack it: %s", error
+            )
 
     def intend(self, offer: Offer, count: int, first_rank: int, grant: Grant) -> Launch:
-        """Write down machines that are about to be asked for in one call. Raises LedgerError, and LeaseLost if the pool was judged dead."""
+        """Write down machines that are about to be asked for in one call.
+
+        Raises LedgerError, and LeaseLost if the pool was judged dead.
+        """
         with self._lock:
             self._launches += 1
             token = f"{self._pool_id}-{self._launches}"
@@ -225,8 +259,12 @@ class Book:
     # ── what came of it ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def bind(self, launch: Launch, instances: Sequence[Instance]) -> None:
-        """Write down the ids of what was launched; what fewer came than were asked for, never was, and what came unasked is there all the same."""
-        ids = {number: instance.id for instance in instances if (number := launch.by_rank.get(instance.rank)) is not None}
+        """Write down the ids of what was launched; what fewer came than were asked for, never was, and what came
+        unasked is there all the same.
+        """
+        ids = {
+            number: instance.id for instance in instances if (number := launch.by_rank.get(instance.rank)) is not None
+        }
         with self._lock:
             self._numbers |= {instance_id: number for number, instance_id in ids.items()}
             for number in ids:
@@ -269,15 +307,20 @@ class Book:
         answers = [(instance, self._answered_by(instance)) for instance in new]
         for instance, launch in answers:
             asked_at = self._meter.now() if launch is None else launch.asked_at
-            self._meter.start(instance, asked_at, price_of(instance, self._provider) if launch is None else launch.price)
-        with self._kept("what was found"):  # its first error ends this: each may have taken half a minute, and the machines are still to be ended
+            self._meter.start(
+                instance, asked_at, price_of(instance, self._provider) if launch is None else launch.price
+            )
+        # its first error ends this: each may have taken half a minute, and the machines are still to be ended
+        with self._kept("what was found"):
             for instance, launch in answers:
                 self._adopt(instance, launch)
 
     def _answered_by(self, instance: Instance) -> Launch | None:
         """The launch that a machine is the answer to, as long as nothing else was."""
         with self._lock:
-            return next((launch for number, launch in self._unbound.items() if launch.answered_by(instance) == number), None)
+            return next(
+                (launch for number, launch in self._unbound.items() if launch.answered_by(instance) == number), None
+            )
 
     def _adopt(self, instance: Instance, launch: Launch | None) -> None:
         number = None if launch is None else self._taken(launch, instance)
@@ -285,7 +328,9 @@ class Book:
             with contextlib.suppress(LedgerConflict):  # a sweep has seen another one first
                 self._ledger.bind(number, instance.id)
                 return
-        adopted = self._ledger.adopt(self._pool_id, wish_for_found(instance, self._provider, self._pool_id, self._now()), instance.id)
+        adopted = self._ledger.adopt(
+            self._pool_id, wish_for_found(instance, self._provider, self._pool_id, self._now()), instance.id
+        )
         with self._lock:
             self._numbers[instance.id] = adopted.id
 
@@ -334,18 +379,26 @@ class Book:
         """Write down what the seconds went to so far."""
         buckets = self._meter.buckets()
         with self._lock:
-            seconds = {self._numbers[instance_id]: its for instance_id, its in buckets.items() if instance_id in self._numbers}
+            seconds = {
+                self._numbers[instance_id]: its for instance_id, its in buckets.items() if instance_id in self._numbers
+            }
         if seconds:
             with self._kept(NOTES):
                 self._ledger.note_all(seconds)
 
     def renew(self) -> None:
-        """Lengthen the pool's lease. Raises LeaseLost if it was judged dead; an outage of the ledger is kept, for the machines do well without it."""
+        """Lengthen the pool's lease.
+
+        Raises LeaseLost if it was judged dead; an outage of the ledger is kept, for the machines do well without it.
+        """
         with self._kept(RENEWALS):
             self._ledger.renew(self._pool_id, self._now() + timedelta(seconds=self._spec.lease_seconds))
 
     def live_by_lease(self, seconds: float) -> None:
-        """Let the pool outlive this process, for so many seconds from now. Raises LedgerError, and LeaseLost if it was judged dead."""
+        """Let the pool outlive this process, for so many seconds from now.
+
+        Raises LedgerError, and LeaseLost if it was judged dead.
+        """
         self._ledger.live_by_lease(self._pool_id, self._now() + timedelta(seconds=seconds))
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -357,7 +410,8 @@ class Book:
         self._never_were(unbound, f"{self._provider.name} lists nothing of the pool")
 
     def close(self) -> None:
-        """Write down the end of the pool. Raises what the ledger has refused since it was opened, if it matters still: the machines are gone all the same.
+        """Write down the end of the pool. Raises what the ledger has refused since it was opened, if it matters still:
+        the machines are gone all the same.
 
         Called again after an error of the ledger it tries again.
         """
@@ -378,13 +432,19 @@ class Book:
 
     @contextlib.contextmanager
     def _kept(self, what: str) -> Generator[None]:
-        """Keep an error of the ledger for `close`; LeaseLost is told at once. What is written anew all the time is mended when it is written again."""
+        """Keep an error of the ledger for `close`; LeaseLost is told at once.
+
+        What is written anew all the time is mended when it is written again.
+        """
         try:
             yield
         except LeaseLost:
             raise
         except LedgerError as error:
-            error.add_note(f"not written down: {what}; the machines themselves are dealt with all the same, and `skyward sweep` mends what the ledger missed")
+            error.add_note(
+                f"not written down: {what}; the machines themselves are dealt with all the same, and `skyward sweep`"
+                " mends what the ledger missed"
+            )
             self._trouble[what] = error
         else:
             if what in (NOTES, RENEWALS):

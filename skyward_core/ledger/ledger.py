@@ -1,10 +1,13 @@
-"""The ledger: what was requested, what was created, what it costs, and what is gone. SQLite by default, PostgreSQL by URL.
+"""The ledger: what was requested, what was created, what it costs, and what is gone. SQLite by default, PostgreSQL by
+URL.
 
-An intent is committed before the call that creates a resource, bound to the cloud's id after it, and closed with the evidence that the resource is gone.
-A crash in between leaves an open intent with all that is needed to find the resource: kind, provider, region, name, token, tags.
+An intent is committed before the call that creates a resource, bound to the cloud's id after it, and closed with the
+evidence that the resource is gone. A crash in between leaves an open intent with all that is needed to find the
+resource: kind, provider, region, name, token, tags.
 
-`rows.py` has the values and `tables.py` the tables. `database.py` owns the connections and transactions; `pools.py`, `intents.py`, `bills.py` and
-`accounts.py` each read and write one group of tables with it. `Ledger` is the one class that other packages use.
+`rows.py` has the values and `tables.py` the tables. `database.py` owns the connections and transactions; `pools.py`,
+`intents.py`, `bills.py` and `accounts.py` each read and write one group of tables with it. `Ledger` is the one class
+that other packages use.
 """
 
 from __future__ import annotations
@@ -24,7 +27,21 @@ from skyward_core.ledger.bills import Bills
 from skyward_core.ledger.database import Database
 from skyward_core.ledger.intents import Intents
 from skyward_core.ledger.pools import Pools
-from skyward_core.ledger.rows import Account, Attempt, Bucket, CostBy, CostRow, Intent, PoolEntry, PoolRow, Pruned, Rented, Reservation, UnreadableRow, Wish
+from skyward_core.ledger.rows import (
+    Account,
+    Attempt,
+    Bucket,
+    CostBy,
+    CostRow,
+    Intent,
+    PoolEntry,
+    PoolRow,
+    Pruned,
+    Rented,
+    Reservation,
+    UnreadableRow,
+    Wish,
+)
 from skyward_core.machines.owner import Owner
 from skyward_core.paths import first_private, state_places
 from skyward_core.work import NO_WORK, Work
@@ -32,15 +49,18 @@ from skyward_core.worker.private_folders import NotPrivate
 
 BUSY_TIMEOUT_SECONDS = 30.0
 """How long a statement waits for another process that is writing; a write takes milliseconds."""
-ELSEWHERE = "name another place, SKYWARD_LEDGER=sqlite:////var/lib/skyward/ledger.db or postgresql+psycopg://host/database"
+ELSEWHERE = (
+    "name another place, SKYWARD_LEDGER=sqlite:////var/lib/skyward/ledger.db or postgresql+psycopg://host/database"
+)
 _log = logging.getLogger("skyward")
 
 
 def default_url(environ: Mapping[str, str] = os.environ, *, must_last: bool = False) -> str:
     """Return the ledger's URL: `SKYWARD_LEDGER`, or a SQLite file under the user's state directory.
 
-    Where that may not be written to, it is a file in the user's runtime folder, after a warning: such a ledger may be gone after a reboot. `must_last` raises
-    LedgerError instead, for what is paid from an account; and so does whoever has no home at all.
+    Where that may not be written to, it is a file in the user's runtime folder, after a warning: such a ledger may be
+    gone after a reboot. `must_last` raises LedgerError instead, for what is paid from an account; and so does whoever
+    has no home at all.
     """
     if url := environ.get("SKYWARD_LEDGER"):
         return url
@@ -48,9 +68,14 @@ def default_url(environ: Mapping[str, str] = os.environ, *, must_last: bool = Fa
     try:
         folder = home[1]()
     except (RuntimeError, KeyError) as error:
-        raise LedgerError(f"there is no place for the ledger, for this user has no home ({error}): set HOME, or {ELSEWHERE}") from error
+        raise LedgerError(
+            f"there is no place for the ledger, for this user has no home ({error}): set HOME, or {ELSEWHERE}"
+        ) from error
     if not folder.is_absolute():
-        raise LedgerError(f"there is no place for the ledger, for this user has no home ({folder} leads nowhere): set HOME, or {ELSEWHERE}")
+        raise LedgerError(
+            f"there is no place for the ledger, for this user has no home ({folder} leads nowhere): set HOME, or"
+            f" {ELSEWHERE}"
+        )
     if _can_be_written(folder):
         return f"sqlite:///{folder / 'ledger.db'}"
     if must_last:
@@ -58,8 +83,15 @@ def default_url(environ: Mapping[str, str] = os.environ, *, must_last: bool = Fa
     try:
         runtime = first_private("ledger", others)
     except NotPrivate as error:
-        raise LedgerError(f"{folder} may not be written to, and nothing else may be: {error}. {ELSEWHERE[0].upper()}{ELSEWHERE[1:]}") from error
-    _log.warning("%s may not be written to: the ledger is in %s, which may be gone after a reboot; %s", folder, runtime, ELSEWHERE)
+        raise LedgerError(
+            f"{folder} may not be written to, and nothing else may be: {error}. {ELSEWHERE[0].upper()}{ELSEWHERE[1:]}"
+        ) from error
+    _log.warning(
+        "%s may not be written to: the ledger is in %s, which may be gone after a reboot; %s",
+        folder,
+        runtime,
+        ELSEWHERE,
+    )
     return f"sqlite:///{runtime / 'ledger.db'}"
 
 
@@ -75,13 +107,17 @@ def now() -> datetime:
 
 
 class Ledger:
-    """An open ledger, usable from many threads; each process opens its own (not across a fork). Close it, or use it as a context manager.
+    """An open ledger, usable from many threads; each process opens its own (not across a fork). Close it, or use it as
+    a context manager.
 
-    Every method is one transaction, committed when it returns, and raises LedgerError when the database cannot be used. SQLite files are in WAL mode: readers
-    never wait, and nothing waits for them. Do not put the file on a network file system: processes there do not see each other's locks.
+    Every method is one transaction, committed when it returns, and raises LedgerError when the database cannot be used.
+    SQLite files are in WAL mode: readers never wait, and nothing waits for them. Do not put the file on a network file
+    system: processes there do not see each other's locks.
     """
 
-    def __init__(self, url: str, *, clock: Callable[[], datetime] = now, busy_timeout_seconds: float = BUSY_TIMEOUT_SECONDS) -> None:
+    def __init__(
+        self, url: str, *, clock: Callable[[], datetime] = now, busy_timeout_seconds: float = BUSY_TIMEOUT_SECONDS
+    ) -> None:
         """Open the ledger at a SQLAlchemy URL; create it if it does not exist, migrate it from an older version."""
         self._database = Database(url, clock, busy_timeout_seconds)
         self.url = self._database.url
@@ -97,10 +133,13 @@ class Ledger:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
-    # ── pools ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── pools
+    # ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def open_pool(
         self,
@@ -115,11 +154,18 @@ class Ledger:
     ) -> PoolEntry:
         """Record a pool before anything is requested for it. Raises LedgerConflict if the id is taken."""
         return self._pools.open_pool(
-            pool_id, owner=owner, provider=provider, spec_json=spec_json, lease_expires_at=lease_expires_at, account=account, work=work
+            pool_id,
+            owner=owner,
+            provider=provider,
+            spec_json=spec_json,
+            lease_expires_at=lease_expires_at,
+            account=account,
+            work=work,
         )
 
     def turn_to(self, pool_id: str, provider: Mapping[str, Any], provider_account: str) -> None:
-        """Record the provider and account of a pool from now on. All machines at an earlier provider must be known to be gone.
+        """Record the provider and account of a pool from now on. All machines at an earlier provider must be known to
+        be gone.
 
         Raises LeaseLost if the pool was condemned or has ended, LedgerConflict if it is unknown.
         """
@@ -141,10 +187,11 @@ class Ledger:
         return pool_id in self.condemn_all({pool_id: seen})
 
     def condemn_all(self, seen: Mapping[str, datetime]) -> set[str]:
-        """Condemn pools, each unless its lease was renewed: `seen` has the ends that were read. From now on nothing is requested for them.
+        """Condemn pools, each unless its lease was renewed: `seen` has the ends that were read. From now on nothing is
+        requested for them.
 
-        Returns the ids of those that are dead: condemned now or before, or ended. The leases of the others were renewed: read them again. Raises LedgerConflict
-        if one is unknown.
+        Returns the ids of those that are dead: condemned now or before, or ended. The leases of the others were
+        renewed: read them again. Raises LedgerConflict if one is unknown.
         """
         return self._pools.condemn_all(seen)
 
@@ -153,7 +200,10 @@ class Ledger:
         self.end_pools([pool_id])
 
     def end_pools(self, pool_ids: Iterable[str]) -> None:
-        """Record that pools have ended; the first time is kept. Their open intents stay open. Raises LedgerConflict if one is unknown."""
+        """Record that pools have ended; the first time is kept.
+
+        Their open intents stay open. Raises LedgerConflict if one is unknown.
+        """
         self._pools.end_pools(pool_ids)
 
     def pool(self, pool_id: str) -> PoolEntry | None:
@@ -161,41 +211,57 @@ class Ledger:
         return self._pools.pool(pool_id)
 
     def pools(self, *, include_ended: bool = False, unreadable: list[UnreadableRow] | None = None) -> list[PoolEntry]:
-        """Return the pools, oldest first. Rows that cannot be read go into `unreadable`; without that list they raise, here and in the other listings."""
+        """Return the pools, oldest first.
+
+        Rows that cannot be read go into `unreadable`; without that list they raise, here and in the other listings.
+        """
         return self._pools.pools(include_ended=include_ended, unreadable=unreadable)
 
-    def pool_rows(self, *, include_ended: bool = False, limit: int | None = None, unreadable: list[UnreadableRow] | None = None) -> list[PoolRow]:
+    def pool_rows(
+        self, *, include_ended: bool = False, limit: int | None = None, unreadable: list[UnreadableRow] | None = None
+    ) -> list[PoolRow]:
         """Return the pools with what each has cost so far, oldest first; with `limit` only so many of the newest."""
         return self._bills.pool_rows(include_ended=include_ended, limit=limit, unreadable=unreadable)
 
-    # ── attempts ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── attempts
+    # ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def note_attempts(self, attempts: Sequence[Attempt]) -> None:
         """Record the results of tries to rent machines."""
         self._pools.note_attempts(attempts)
 
-    def attempts(self, *, pool_id: str | None = None, since: datetime | None = None, unreadable: list[UnreadableRow] | None = None) -> list[Attempt]:
+    def attempts(
+        self,
+        *,
+        pool_id: str | None = None,
+        since: datetime | None = None,
+        unreadable: list[UnreadableRow] | None = None,
+    ) -> list[Attempt]:
         """Return tries to rent machines, oldest first: those of a pool, those since a time, or all."""
         return self._pools.attempts(pool_id=pool_id, since=since, unreadable=unreadable)
 
-    # ── intents ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── intents
+    # ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def intend(self, pool_id: str, wish: Wish) -> Intent:
         """Record one resource that is about to be requested; see `intend_all`."""
         return self.intend_all(pool_id, [wish])[0]
 
     def intend_all(self, pool_id: str, wishes: Sequence[Wish]) -> list[Intent]:
-        """Record resources that are about to be requested, all or none. They are committed when this returns: make the creating call only then.
+        """Record resources that are about to be requested, all or none. They are committed when this returns: make the
+        creating call only then.
 
-        For a known token the entry is returned unchanged: the call is a retry. Raises LedgerConflict if the token belongs to another resource or the pool is
-        unknown, LeaseLost if the pool was condemned or has ended.
+        For a known token the entry is returned unchanged: the call is a retry. Raises LedgerConflict if the token
+        belongs to another resource or the pool is unknown, LeaseLost if the pool was condemned or has ended.
         """
         return self._intents.intend_all(pool_id, wishes)
 
     def adopt(self, pool_id: str, wish: Wish, cloud_id: str) -> Intent:
-        """Record a resource that exists and has no intent: intent and binding at once. The same call again changes nothing.
+        """Record a resource that exists and has no intent: intent and binding at once. The same call again changes
+        nothing.
 
-        Allowed for a pool that is condemned or has ended: what exists must be ended. Errors as of `intend_all` and `bind`.
+        Allowed for a pool that is condemned or has ended: what exists must be ended. Errors as of `intend_all` and
+        `bind`.
         """
         return self._intents.adopt(pool_id, wish, cloud_id)
 
@@ -206,11 +272,12 @@ class Ledger:
     def bind_all(self, ids: Mapping[int, str], as_rented: Mapping[int, Rented] | None = None) -> list[Intent]:
         """Record the cloud's ids, by the numbers of their intents. The same ids again change nothing.
 
-        `as_rented` is for resources that differ from the request. Their price replaces the intent's if it is lower: money was reserved for the intent's price,
-        and no bill may exceed it.
+        `as_rented` is for resources that differ from the request. Their price replaces the intent's if it is lower:
+        money was reserved for the intent's price, and no bill may exceed it.
 
-        An intent that was closed unbound is open again: a listing lagged, the answer came late, and the resource exists. Allowed for a condemned pool. Raises
-        LedgerConflict for those that are bound to another id, after the others have been recorded.
+        An intent that was closed unbound is open again: a listing lagged, the answer came late, and the resource
+        exists. Allowed for a condemned pool. Raises LedgerConflict for those that are bound to another id, after the
+        others have been recorded.
         """
         return self._intents.bind_all(ids, as_rented)
 
@@ -218,37 +285,48 @@ class Ledger:
         """Record that the termination of these was requested; the first time is kept."""
         return self._intents.ask_end_all(numbers)
 
-    def close_all(self, numbers: Iterable[int], evidence: str, *, fill: Bucket | None = None, paid_until: Mapping[int, datetime] | None = None) -> list[Intent]:
+    def close_all(
+        self,
+        numbers: Iterable[int],
+        evidence: str,
+        *,
+        fill: Bucket | None = None,
+        paid_until: Mapping[int, datetime] | None = None,
+    ) -> list[Intent]:
         """Record that these are gone or never existed, with the evidence; the first evidence is kept.
 
-        With `fill`, the seconds since the intent that are in no bucket yet are added to that one, if the resource was bound: every second is in a bucket.
-        `paid_until` has the times from which some cost nothing any more, if that was long before they were known to be gone.
+        With `fill`, the seconds since the intent that are in no bucket yet are added to that one, if the resource was
+        bound: every second is in a bucket. `paid_until` has the times from which some cost nothing any more, if that
+        was long before they were known to be gone.
         """
         return self._intents.close_all(numbers, evidence, fill=fill, paid_until=paid_until)
 
     def note_all(self, seconds: Mapping[int, Mapping[Bucket, float]]) -> None:
-        """Record how the seconds of resources were spent so far: totals by bucket, in whole milliseconds. The same totals again change nothing.
+        """Record how the seconds of resources were spent so far: totals by bucket, in whole milliseconds. The same
+        totals again change nothing.
 
-        The buckets of a resource are replaced together if their sum does not shrink: a second may move to another bucket and is never lost. Allowed after the
+        The buckets of a resource are replaced together if their sum does not shrink: a second may move to another
+        bucket and is never lost. Allowed after the
         close: noted seconds then replace those that the close has filled in, and are never added to them.
         """
         self._intents.note_all(seconds)
 
     def open_intents(
-        self,
-        *,
-        pool_id: str | None = None,
-        provider: str | None = None,
-        unreadable: list[UnreadableRow] | None = None,
+        self, *, pool_id: str | None = None, provider: str | None = None, unreadable: list[UnreadableRow] | None = None
     ) -> list[Intent]:
-        """Return the entries that are not known to be gone, oldest first: all, those of one pool, or those at one provider."""
+        """Return the entries that are not known to be gone, oldest first: all, those of one pool, or those at one
+        provider.
+        """
         return self._intents.open_intents(pool_id=pool_id, provider=provider, unreadable=unreadable)
 
-    def intents(self, *, pool_id: str | None = None, provider: str | None = None, unreadable: list[UnreadableRow] | None = None) -> list[Intent]:
+    def intents(
+        self, *, pool_id: str | None = None, provider: str | None = None, unreadable: list[UnreadableRow] | None = None
+    ) -> list[Intent]:
         """Return all entries, open and closed, oldest first."""
         return self._intents.intents(pool_id=pool_id, provider=provider, unreadable=unreadable)
 
-    # ── cost ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── cost
+    # ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def cost_rows(
         self,
@@ -260,17 +338,20 @@ class Ledger:
         work: Work = NO_WORK,
         unreadable: list[UnreadableRow] | None = None,
     ) -> list[CostRow]:
-        """Return the bill, added up by `by`: of all, of one pool, of intents from `since` until before `until`, or of pools for this work.
+        """Return the bill, added up by `by`: of all, of one pool, of intents from `since` until before `until`, or of
+        pools for this work.
 
-        A pool is for `work` if its own work has the same text in each field that is not empty in `work`. The sum of the rows does not depend on `by`. By bucket
-        there is one more row, `BILLING_ROUNDING`. By run, task and asset, shares of a pool's cost (`set_shares`) count for the work that they name. The rest of
-        the cost, and the number of resources, count for the pool's own work. With `unreadable`, rows with values that are no numbers (SQLite stores any value)
-        are left out and appended to it.
+        A pool is for `work` if its own work has the same text in each field that is not empty in `work`. The sum of the
+        rows does not depend on `by`. By bucket there is one more row, `BILLING_ROUNDING`. By run, task and asset,
+        shares of a pool's cost (`set_shares`) count for the work that they name. The rest of the cost, and the number
+        of resources, count for the pool's own work. With `unreadable`, rows with values that are no numbers (SQLite
+        stores any value) are left out and appended to it.
         """
         return self._bills.cost_rows(by, pool_id=pool_id, since=since, until=until, work=work, unreadable=unreadable)
 
     def set_shares(self, pool_id: str, shares: Mapping[Work, Decimal]) -> None:
-        """Record which work parts of a pool's cost are for, in USD; they replace earlier shares. Allowed after the end of the pool.
+        """Record which work parts of a pool's cost are for, in USD; they replace earlier shares. Allowed after the end
+        of the pool.
 
         Raises BadRequest for a negative share, LedgerConflict if the pool is unknown.
         """
@@ -280,7 +361,8 @@ class Ledger:
         """Return which work parts of a pool's cost are for, in USD."""
         return self._bills.shares(pool_id)
 
-    # ── money ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── money
+    # ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def set_account(self, account: Account) -> None:
         """Create an account, or change its limit or period; a new period counts from zero."""
@@ -291,22 +373,25 @@ class Ledger:
         return self._accounts.accounts(unreadable=unreadable)
 
     def left_usd(self, account: str, pool_id: str) -> Decimal:
-        """Return what a pool could reserve from an account now, in USD; negative if more was spent than had been reserved."""
+        """Return what a pool could reserve from an account now, in USD; negative if more was spent than had been
+        reserved.
+        """
         return self._accounts.left_usd(account, pool_id)
 
     def reserve(self, account: str, pool_id: str, usd: Decimal) -> Reservation:
         """Reserve money for a pool, in one transaction that is isolated from all others.
 
-        Raises BudgetExceeded if less is left in this period (reservations and spending both count), LeaseLost if the pool was condemned or has ended: nothing
-        would settle the reservation.
+        Raises BudgetExceeded if less is left in this period (reservations and spending both count), LeaseLost if the
+        pool was condemned or has ended: nothing would settle the reservation.
         """
         return self._accounts.reserve(account, pool_id, usd)
 
     def roll(self, account: str, pool_id: str, spent_usd: Decimal, next_usd: Decimal) -> Reservation:
-        """Settle a pool's reservations from an account with what it has spent since the last settlement, and reserve for the next interval: both or neither.
+        """Settle a pool's reservations from an account with what it has spent since the last settlement, and reserve
+        for the next interval: both or neither.
 
-        `settle_pool` describes how the sum is divided among several reservations. The next reservation may be 0 USD. Errors as of `reserve`; after
-        BudgetExceeded nothing has changed.
+        `settle_pool` describes how the sum is divided among several reservations. The next reservation may be 0 USD.
+        Errors as of `reserve`; after BudgetExceeded nothing has changed.
         """
         return self._accounts.roll(account, pool_id, spent_usd, next_usd)
 
@@ -318,10 +403,12 @@ class Ledger:
         return self._accounts.settle(reservation, spent_usd)
 
     def settle_pool(self, pool_id: str, spent_usd: Decimal) -> None:
-        """Settle all open reservations of a pool, so that its settled sums together are what it has spent; again changes nothing.
+        """Settle all open reservations of a pool, so that its settled sums together are what it has spent; again
+        changes nothing.
 
-        Oldest first, each takes what it had reserved, and the newest what is beyond: so no period and no account pays for another while there is enough.
-        If more than was spent has been settled already, the open ones are settled with nothing.
+        Oldest first, each takes what it had reserved, and the newest what is beyond: so no period and no account pays
+        for another while there is enough. If more than was spent has been settled already, the open ones are settled
+        with nothing.
         """
         self._accounts.settle_pool(pool_id, spent_usd)
 
@@ -329,20 +416,27 @@ class Ledger:
         """Give a reservation back unspent."""
         return self.settle(reservation, ZERO_USD)
 
-    def open_reservations(self, *, pool_id: str | None = None, unreadable: list[UnreadableRow] | None = None) -> list[Reservation]:
+    def open_reservations(
+        self, *, pool_id: str | None = None, unreadable: list[UnreadableRow] | None = None
+    ) -> list[Reservation]:
         """Return the reservations that are not settled, oldest first."""
         return self._accounts.open_reservations(pool_id=pool_id, unreadable=unreadable)
 
-    # ── pruning ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── pruning
+    # ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def prune(self, ended_before: datetime, *, is_dry_run: bool = True) -> Pruned:
-        """Take away the details of pools that ended before then, of which nothing is open; again with the same changes nothing.
+        """Take away the details of pools that ended before then, of which nothing is open; again with the same changes
+        nothing.
 
-        Their specs, their tries to rent machines, the tags of their machines and their settled reservations go. What they have cost stays, machine by
-        machine, and so does what accounts have spent: bills, receipts and budgets say what they said before.
+        Their specs, their tries to rent machines, the tags of their machines and their settled reservations go. What
+        they have cost stays, machine by machine, and so does what accounts have spent: bills, receipts and budgets say
+        what they said before.
         """
         return self._bills.prune(ended_before, is_dry_run=is_dry_run)
 
     def vacuum(self) -> None:
-        """Give the room of what was pruned back to the disk (SQLite), or to the tables (PostgreSQL, where it is done by itself too)."""
+        """Give the room of what was pruned back to the disk (SQLite), or to the tables (PostgreSQL, where it is done by
+        itself too).
+        """
         self._database.vacuum()

@@ -1,7 +1,8 @@
-"""The bill of one pool, from the moment machines are asked for until they are known to be gone, and what each second of it went to.
+"""The bill of one pool, from the moment machines are asked for until they are known to be gone, and what each second of
+it went to.
 
-Time is counted in whole milliseconds and money in whole micro-dollars, by the ledger's own arithmetic (`rows.Price`): what `buckets` says of a machine is
-what the ledger is told, so the bill is the sum of the ledger's rows.
+Time is counted in whole milliseconds and money in whole micro-dollars, by the ledger's own arithmetic (`rows.Price`):
+what `buckets` says of a machine is what the ledger is told, so the bill is the sum of the ledger's rows.
 """
 
 from __future__ import annotations
@@ -18,15 +19,19 @@ from skyward_core.ledger.rows import BILLING_ROUNDING, MICRO_USD, SECONDS_PER_HO
 from skyward_core.machines.instances import Instance
 
 PHASES = (Bucket.LAUNCHING, Bucket.BOOTSTRAPPING, Bucket.IDLE, Bucket.LOST, Bucket.TERMINATING)
-"""A machine's life, which only goes forward: each phase is the bucket that its seconds fall into. A node that is ready is `IDLE`, less what runs on it."""
+"""A machine's life, which only goes forward: each phase is the bucket that its seconds fall into.
+
+A node that is ready is `IDLE`, less what runs on it.
+"""
 
 
 @dataclass(slots=True)
 class Rental:
     """One machine's time: `started` and `ended` (None: not yet) on the meter's clock, in seconds.
 
-    `marks` are the phases entered, and how many milliseconds after the start. `ran_seconds` and `seen_seconds` are two counts of the same thing, the time
-    that calls have kept slots busy: what ended calls have told, and what the node has counted, those included that still run.
+    `marks` are the phases entered, and how many milliseconds after the start. `ran_seconds` and `seen_seconds` are two
+    counts of the same thing, the time that calls have kept slots busy: what ended calls have told, and what the node
+    has counted, those included that still run.
     """
 
     instance_id: str
@@ -68,10 +73,13 @@ class Rental:
 class Meter:
     """Counts what a pool costs. Safe to use from several threads; `clock` counts seconds.
 
-    `increment_seconds` and `minimum_seconds` are how the provider counts. What is said of machines that the meter does not know changes nothing.
+    `increment_seconds` and `minimum_seconds` are how the provider counts. What is said of machines that the meter does
+    not know changes nothing.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, increment_seconds: int = 1, minimum_seconds: int = 0) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, increment_seconds: int = 1, minimum_seconds: int = 0
+    ) -> None:
         self._clock = clock
         self._increment_seconds = increment_seconds
         self._minimum_seconds = minimum_seconds
@@ -85,7 +93,10 @@ class Meter:
     # ── what becomes of the machines ─────────────────────────────────────────────────────────────────────────────────
 
     def start(self, instance: Instance, at: float, price: Price | None = None) -> None:
-        """Count a machine from `at`, the time when it was asked for, at its own price or the one given. One that is being counted is counted on."""
+        """Count a machine from `at`, the time when it was asked for, at its own price or the one given.
+
+        One that is being counted is counted on.
+        """
         price = price or self._price_of(instance)
         with self._lock:
             known = self._rentals.get(instance.id)
@@ -96,9 +107,15 @@ class Meter:
             self._rentals[instance.id] = Rental(instance.id, price, _usd_per_second(price), at)
 
     def enter(self, instance_id: str, phase: Bucket, at: float | None = None) -> None:
-        """A machine's seconds go to another bucket of PHASES from `at` on (None: now). A life only goes forward: what would go back changes nothing."""
+        """A machine's seconds go to another bucket of PHASES from `at` on (None: now).
+
+        A life only goes forward: what would go back changes nothing.
+        """
         if phase not in PHASES:
-            raise ValueError(f"{phase!r} is no phase of a machine's life: a node that is ready is IDLE, and `ran` says for how long it was not")
+            raise ValueError(
+                f"{phase!r} is no phase of a machine's life: a node that is ready is IDLE, and `ran` says for how long"
+                " it was not"
+            )
         with self._lock:
             if (rental := self._rentals.get(instance_id)) is not None:
                 now = self._clock()
@@ -112,7 +129,9 @@ class Meter:
                 rental.per_slot_second = _usd_per_second(rental.price) / rental.slots
 
     def ran(self, instance_id: str, seconds: float) -> float:
-        """Calls that have ended have kept slots of a machine busy for so many seconds in all; return their share of the bill, in USD."""
+        """Calls that have ended have kept slots of a machine busy for so many seconds in all; return their share of the
+        bill, in USD.
+        """
         with self._lock:
             rental = self._rentals.get(instance_id)
             if rental is None:
@@ -121,9 +140,11 @@ class Meter:
             return seconds * rental.per_slot_second
 
     def seen_running(self, instance_id: str, seconds: float) -> None:
-        """A machine has counted so many seconds of busy slots since it was rented: anybody's calls, and those that still run.
+        """A machine has counted so many seconds of busy slots since it was rented: anybody's calls, and those that
+        still run.
 
-        So a training of three hours is no idle time when its client is killed in the middle. What was seen does not shrink.
+        So a training of three hours is no idle time when its client is killed in the middle. What was seen does not
+        shrink.
         """
         with self._lock:
             if (rental := self._rentals.get(instance_id)) is not None:
@@ -148,13 +169,18 @@ class Meter:
             return {rental.instance_id for rental in self._rented()}
 
     def buckets(self) -> dict[str, dict[Bucket, float]]:
-        """Return what the seconds of each machine went to so far, by its id; all buckets are there. Together they are its life so far, to the millisecond.
+        """Return what the seconds of each machine went to so far, by its id; all buckets are there. Together they are
+        its life so far, to the millisecond.
 
-        What a node had counted reaches the meter some seconds late: until then it is idle time, so that one bucket may shrink, but never all together.
+        What a node had counted reaches the meter some seconds late: until then it is idle time, so that one bucket may
+        shrink, but never all together.
         """
         with self._lock:
             now = self._clock()
-            return {instance_id: {bucket: spent / 1000 for bucket, spent in rental.by_bucket(now).items()} for instance_id, rental in self._rentals.items()}
+            return {
+                instance_id: {bucket: spent / 1000 for bucket, spent in rental.by_bucket(now).items()}
+                for instance_id, rental in self._rentals.items()
+            }
 
     def total(self) -> Decimal:
         """Return the bill so far, in USD."""
@@ -172,10 +198,15 @@ class Meter:
             return self._total(max(at, self._clock()))
 
     def committed(self, hard_ends: Mapping[str, float]) -> Decimal:
-        """Return what all machines cost, in USD, if each lives until its hard end, a time on the meter's clock. Those without one count until now."""
+        """Return what all machines cost, in USD, if each lives until its hard end, a time on the meter's clock.
+
+        Those without one count until now.
+        """
         with self._lock:
             now = self._clock()
-            return sum((rental.cost(max(now, hard_ends.get(rental.instance_id, now))) for rental in self._all()), ZERO_USD)
+            return sum(
+                (rental.cost(max(now, hard_ends.get(rental.instance_id, now))) for rental in self._all()), ZERO_USD
+            )
 
     def update(self) -> CostUpdate:
         """Return the bill so far; the rate and the counts are of the machines rented now."""
@@ -191,14 +222,19 @@ class Meter:
             )
 
     def final(self) -> CostFinal | None:
-        """Return the whole bill the first time, None ever after. The rate and the counts are of all machines there were."""
+        """Return the whole bill the first time, None ever after.
+
+        The rate and the counts are of all machines there were.
+        """
         with self._lock:
             if self._is_final:
                 return None
             self._is_final = True
             now = self._clock()
             rentals, total = list(self._all()), self._total(now)
-            on_demand = sum((rental.price.on_demand_cost(rental.milliseconds(now) / 1000) for rental in rentals), ZERO_USD)
+            on_demand = sum(
+                (rental.price.on_demand_cost(rental.milliseconds(now) / 1000) for rental in rentals), ZERO_USD
+            )
             return CostFinal(
                 total_cost=float(total),
                 total_seconds=now - self._opened,
@@ -241,9 +277,11 @@ class Meter:
 
 
 def cost_by_bucket(price: Price, milliseconds: Mapping[Bucket, int]) -> dict[str, Decimal]:
-    """Return what each bucket of one machine costs, in USD, and the rest of its bill as `BILLING_ROUNDING`; they add up to `price.cost`.
+    """Return what each bucket of one machine costs, in USD, and the rest of its bill as `BILLING_ROUNDING`; they add up
+    to `price.cost`.
 
-    A bucket costs what was reached with it less what was reached before it, in whole micro-dollars: as the ledger counts (`ledger.cost_rows`).
+    A bucket costs what was reached with it less what was reached before it, in whole micro-dollars: as the ledger
+    counts (`ledger.cost_rows`).
     """
     per_hour = micro_usd(price.per_hour)
     costs = dict[str, Decimal]()

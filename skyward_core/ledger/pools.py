@@ -57,10 +57,20 @@ class Pools:
             return pool_of(connection.execute(insert(POOLS).values(values).returning(*POOLS.c)).mappings().one())
 
     def turn_to(self, pool_id: str, provider: Mapping[str, Any], provider_account: str) -> None:
-        """Record the provider and account of a pool from now on. All machines at an earlier provider must be known to be gone."""
+        """Record the provider and account of a pool from now on.
+
+        All machines at an earlier provider must be known to be gone.
+        """
         with self._database.write() as connection:
             wanted = update(POOLS).where(POOLS.c.id == pool_id, _MAY_SPEND)
-            if connection.execute(wanted.values(provider_json=json.dumps(dict(provider), sort_keys=True), provider_account=provider_account)).rowcount == 0:
+            if (
+                connection.execute(
+                    wanted.values(
+                        provider_json=json.dumps(dict(provider), sort_keys=True), provider_account=provider_account
+                    )
+                ).rowcount
+                == 0
+            ):
                 must_live(connection, pool_id)
 
     def renew(self, pool_id: str, lease_expires_at: datetime) -> None:
@@ -80,13 +90,18 @@ class Pools:
                 must_live(connection, pool_id)
 
     def condemn_all(self, seen: Mapping[str, datetime]) -> set[str]:
-        """Condemn pools, each unless its lease was renewed: `seen` has the ends that were read. From now on nothing is requested for them."""
+        """Condemn pools, each unless its lease was renewed: `seen` has the ends that were read.
+
+        From now on nothing is requested for them.
+        """
         p = POOLS.c
         condemned = func.coalesce(p.condemned_microseconds, stamp(self._database.clock()))
         dead: set[str] = set()
         with self._database.write() as connection:
             for pool_id, lease_expires_at in sorted(seen.items()):
-                is_unchanged = (p.lease_expires_microseconds == stamp(lease_expires_at)) | p.condemned_microseconds.is_not(None)
+                is_unchanged = (
+                    p.lease_expires_microseconds == stamp(lease_expires_at)
+                ) | p.condemned_microseconds.is_not(None)
                 wanted = update(POOLS).where(p.id == pool_id, p.ended_microseconds.is_(None), is_unchanged)
                 is_done = connection.execute(wanted.values(condemned_microseconds=condemned)).rowcount != 0
                 if is_done or known_pool(connection, pool_id).ended_at is not None:
@@ -94,11 +109,19 @@ class Pools:
         return dead
 
     def end_pools(self, pool_ids: Iterable[str]) -> None:
-        """Record that pools have ended; the first time is kept. Their open intents stay open. Raises LedgerConflict if one is unknown."""
+        """Record that pools have ended; the first time is kept.
+
+        Their open intents stay open. Raises LedgerConflict if one is unknown.
+        """
         ended = func.coalesce(POOLS.c.ended_microseconds, stamp(self._database.clock()))
         with self._database.write() as connection:
             for pool_id in sorted(set(pool_ids)):
-                if connection.execute(update(POOLS).where(POOLS.c.id == pool_id).values(ended_microseconds=ended)).rowcount == 0:
+                if (
+                    connection.execute(
+                        update(POOLS).where(POOLS.c.id == pool_id).values(ended_microseconds=ended)
+                    ).rowcount
+                    == 0
+                ):
                     raise no_pool(pool_id)
 
     def pool(self, pool_id: str) -> PoolEntry | None:
@@ -108,7 +131,10 @@ class Pools:
         return None if row is None else pool_of(row)
 
     def pools(self, *, include_ended: bool = False, unreadable: list[UnreadableRow] | None = None) -> list[PoolEntry]:
-        """Return the pools, oldest first. Rows that cannot be read go into `unreadable`; without that list they raise, here and in the other listings."""
+        """Return the pools, oldest first.
+
+        Rows that cannot be read go into `unreadable`; without that list they raise, here and in the other listings.
+        """
         with self._database.read() as connection:
             wanted = select_pools(include_ended).order_by(POOLS.c.created_microseconds, POOLS.c.id)
             return read_rows(connection.execute(wanted).mappings(), pool_of, unreadable)
@@ -134,7 +160,13 @@ class Pools:
             with self._database.write() as connection:
                 connection.execute(insert(ATTEMPTS), rows)
 
-    def attempts(self, *, pool_id: str | None = None, since: datetime | None = None, unreadable: list[UnreadableRow] | None = None) -> list[Attempt]:
+    def attempts(
+        self,
+        *,
+        pool_id: str | None = None,
+        since: datetime | None = None,
+        unreadable: list[UnreadableRow] | None = None,
+    ) -> list[Attempt]:
         """Return tries to rent machines, oldest first: those of a pool, those since a time, or all."""
         wanted = select(ATTEMPTS, POOLS.c.spec_json).join(POOLS).order_by(ATTEMPTS.c.at_microseconds, ATTEMPTS.c.id)
         if pool_id is not None:
@@ -153,17 +185,26 @@ def must_live(connection: Connection, pool_id: str) -> None:
     """Raise LeaseLost for a pool that may not spend any more; nobody can condemn it until the transaction is over."""
     entry = known_pool(connection, pool_id)
     if entry.ended_at is not None:
-        raise LeaseLost(f"Pool {pool_id!r} has ended, at {entry.ended_at:%Y-%m-%d %H:%M:%S} UTC; nothing more is rented for it. Open another.")
+        raise LeaseLost(
+            f"Pool {pool_id!r} has ended, at {entry.ended_at:%Y-%m-%d %H:%M:%S} UTC; nothing more is rented for it."
+            " Open another."
+        )
     if entry.condemned_at is not None:
         raise LeaseLost(
-            f"Pool {pool_id!r} was judged dead at {entry.condemned_at:%Y-%m-%d %H:%M:%S} UTC: its lease had run out, or its owner was not there any more."
-            " Its machines are being ended. Open another."
+            f"Pool {pool_id!r} was judged dead at {entry.condemned_at:%Y-%m-%d %H:%M:%S} UTC: its lease had run out, or"
+            " its owner was not there any more. Its machines are being ended. Open another."
         )
 
 
 def known_pool(connection: Connection, pool_id: str, *, is_alone: bool = False) -> PoolEntry:
-    """Return a pool that stays as it is until the transaction is over; alone, nobody else can write down anything of it either."""
-    row = connection.execute(select(POOLS).where(POOLS.c.id == pool_id).with_for_update(read=not is_alone)).mappings().first()
+    """Return a pool that stays as it is until the transaction is over; alone, nobody else can write down anything of it
+    either.
+    """
+    row = (
+        connection.execute(select(POOLS).where(POOLS.c.id == pool_id).with_for_update(read=not is_alone))
+        .mappings()
+        .first()
+    )
     if row is None:
         raise no_pool(pool_id)
     return pool_of(row)

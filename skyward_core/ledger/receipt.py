@@ -1,4 +1,6 @@
-"""What a pool has rented, what became of each thing, and what it has cost: plain data, out of the ledger, for whoever has to account for it."""
+"""What a pool has rented, what became of each thing, and what it has cost: plain data, out of the ledger, for whoever
+has to account for it.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,28 @@ from skyward_core.providers.base import TYPE_TAG
 
 
 def receipt(ledger: Ledger, pool_id: str, *, unreadable: list[UnreadableRow] | None = None) -> dict[str, Any]:
-    """Return the receipt of a pool, made of what `json.dumps` takes. Raises LedgerError, and LedgerConflict if the ledger does not know the pool.
+    """Return the receipt of a pool, made of what `json.dumps` takes. Raises LedgerError, and LedgerConflict if the
+    ledger does not know the pool.
 
     Entries that cannot be read are left out and put into `unreadable`; without that list they are raised.
 
-    Times are UTC in ISO 8601, None for what has not happened; money is USD to the micro-dollar, seconds are kept to the millisecond. `resources` are in the
-    order in which they were asked for; their costs add up to `total_cost_usd`, and so do those of `buckets`, which have the billing rounding as one of them.
-    `lines` say what of it was for machines and what for disks, addresses and the like, and add up to it too.
-    `left` are the resources that nobody has seen to be gone. It may be asked for at any time: while the pool lives it tells what there is so far.
+    Times are UTC in ISO 8601, None for what has not happened; money is USD to the micro-dollar, seconds are kept to the
+    millisecond. `resources` are in the order in which they were asked for; their costs add up to `total_cost_usd`, and
+    so do those of `buckets`, which have the billing rounding as one of them. `lines` say what of it was for machines
+    and what for disks, addresses and the like, and add up to it too. `left` are the resources that nobody has seen to
+    be gone. It may be asked for at any time: while the pool lives it tells what there is so far.
     """
     pool = ledger.pool(pool_id)
     if pool is None:
-        raise LedgerConflict(f"The ledger at {ledger.url!r} has no pool {pool_id!r}. Is it another ledger than the one it was opened with?")
+        raise LedgerConflict(
+            f"The ledger at {ledger.url!r} has no pool {pool_id!r}. Is it another ledger than the one it was opened"
+            " with?"
+        )
     bills = {row.key: row for row in ledger.cost_rows(CostBy.RESOURCE, pool_id=pool_id, unreadable=unreadable)}
-    intents = sorted((intent for intent in ledger.intents(pool_id=pool_id, unreadable=unreadable) if str(intent.id) in bills), key=lambda intent: intent.id)
+    intents = sorted(
+        (intent for intent in ledger.intents(pool_id=pool_id, unreadable=unreadable) if str(intent.id) in bills),
+        key=lambda intent: intent.id,
+    )
     buckets = ledger.cost_rows(CostBy.BUCKET, pool_id=pool_id, unreadable=None if unreadable is None else [])
     return {
         "pool_id": pool.id,
@@ -38,7 +48,14 @@ def receipt(ledger: Ledger, pool_id: str, *, unreadable: list[UnreadableRow] | N
         "created_at": _time(pool.created_at),
         "ended_at": _time(pool.ended_at),
         "resources": [_resource(intent, bills[str(intent.id)]) for intent in intents],
-        "buckets": {row.key: {"seconds": row.seconds, "cost_usd": float(row.cost_usd), "on_demand_usd": float(row.on_demand_usd)} for row in buckets},
+        "buckets": {
+            row.key: {
+                "seconds": row.seconds,
+                "cost_usd": float(row.cost_usd),
+                "on_demand_usd": float(row.on_demand_usd),
+            }
+            for row in buckets
+        },
         "lines": _lines(intents, bills),
         "total_cost_usd": _sum(row.cost_usd for row in bills.values()),
         "on_demand_usd": _sum(row.on_demand_usd for row in bills.values()),
@@ -77,7 +94,13 @@ def _lines(intents: Iterable[Intent], bills: Mapping[str, CostRow]) -> dict[str,
 
 def _name(intent: Intent) -> dict[str, Any]:
     """What a person needs to find it at the provider."""
-    return {"kind": intent.kind.value, "provider": intent.provider, "region": intent.region, "name": intent.name, "cloud_id": intent.cloud_id}
+    return {
+        "kind": intent.kind.value,
+        "provider": intent.provider,
+        "region": intent.region,
+        "name": intent.name,
+        "cloud_id": intent.cloud_id,
+    }
 
 
 def _time(moment: datetime | None) -> str | None:

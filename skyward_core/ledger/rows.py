@@ -1,4 +1,7 @@
-"""What the ledger's entries are, as values: pools, what was asked for and what became of it, bills, accounts. Money is `Decimal` USD, times are UTC."""
+"""What the ledger's entries are, as values: pools, what was asked for and what became of it, bills, accounts.
+
+Money is `Decimal` USD, times are UTC.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ MICRO_USD = Decimal("0.000001")
 
 
 class ResourceKind(StrEnum):
-    """What a resource of the ledger is. Machines are the only resources with intents; OTHER stands for the kinds in rows of earlier versions."""
+    """What a resource of the ledger is.
+
+    Machines are the only resources with intents; OTHER stands for the kinds in rows of earlier versions.
+    """
 
     INSTANCE = "instance"
     OTHER = "other"
@@ -49,7 +55,10 @@ class Period(StrEnum):
 
 
 class CostBy(StrEnum):
-    """What `Ledger.cost_rows` adds up by. A resource belongs to the UTC day of its intent; RUN, TASK and ASSET are those of the work that a pool is for."""
+    """What `Ledger.cost_rows` adds up by.
+
+    A resource belongs to the UTC day of its intent; RUN, TASK and ASSET are those of the work that a pool is for.
+    """
 
     RESOURCE = "resource"
     POOL = "pool"
@@ -65,9 +74,10 @@ class CostBy(StrEnum):
 class PoolEntry:
     """A pool as the ledger knows it.
 
-    `provider` is the provider as `Provider.to_json()` gives it. `ended_at` is None while nobody has said that it has ended. `lives_by_lease`: it was
-    detached, or has detached calls, and outlives its owner until its lease runs out. `condemned_at`: a sweep has judged it dead and ends its machines.
-    `account` is the one that pays, `provider_account` is whose machines they are in the provider's words ("": not known). `work` is what it is rented for.
+    `provider` is the provider as `Provider.to_json()` gives it. `ended_at` is None while nobody has said that it has
+    ended. `lives_by_lease`: it was detached, or has detached calls, and outlives its owner until its lease runs out.
+    `condemned_at`: a sweep has judged it dead and ends its machines. `account` is the one that pays, `provider_account`
+    is whose machines they are in the provider's words ("": not known). `work` is what it is rented for.
     """
 
     id: str
@@ -99,13 +109,17 @@ class PoolEntry:
 
 
 class UnreadableRow(LedgerError):
-    """A row of the ledger whose text or numbers mean nothing: mend it, or delete it. `pool_id` is "" if it is about no pool."""
+    """A row of the ledger whose text or numbers mean nothing: mend it, or delete it.
+
+    `pool_id` is "" if it is about no pool.
+    """
 
     def __init__(self, table: str, key: object, pool_id: str, reason: str) -> None:
         """Say which row of which table it is, and what could not be read."""
         super().__init__(
-            f"row {key!r} of {table} in the ledger cannot be read{f' (pool {pool_id!r})' if pool_id and pool_id != key else ''}: {reason}."
-            " Mend that row, or delete it, with the database's own shell (sqlite3, psql)."
+            f"row {key!r} of {table} in the ledger cannot be"
+            f" read{f' (pool {pool_id!r})' if pool_id and pool_id != key else ''}: {reason}. Mend that row, or delete"
+            " it, with the database's own shell (sqlite3, psql)."
         )
         self.pool_id = pool_id
         self.is_pool = key == pool_id
@@ -114,7 +128,10 @@ class UnreadableRow(LedgerError):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One try to rent machines: `error` is "" if they came, else the class of ours; `code` is the provider's own word. The rest as in `errors.Refusal`."""
+    """One try to rent machines: `error` is "" if they came, else the class of ours; `code` is the provider's own word.
+
+    The rest as in `errors.Refusal`.
+    """
 
     pool_id: str
     at: datetime
@@ -132,10 +149,12 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What a resource costs, in USD per hour, as it was launched, and how the provider counts: begun increments, and at least a minimum.
+    """What a resource costs, in USD per hour, as it was launched, and how the provider counts: begun increments, and at
+    least a minimum.
 
-    `per_hour` has everything in it; `on_demand_per_hour` is what the same thing costs without spot, the same if not given. `extras` say what of both is billed
-    beside the machine. `minimum_usd` is paid at least, if there was anything at all.
+    `per_hour` has everything in it; `on_demand_per_hour` is what the same thing costs without spot, the same if not
+    given. `extras` say what of both is billed beside the machine. `minimum_usd` is paid at least, if there was anything
+    at all.
     """
 
     per_hour: Decimal = ZERO_USD
@@ -147,7 +166,8 @@ class Price:
     extras: tuple[Extra, ...] = ()
 
     def cost(self, seconds: float) -> Decimal:
-        """Return what so many seconds cost, in USD with six places, rounded up once: begun increments, at least the minimum.
+        """Return what so many seconds cost, in USD with six places, rounded up once: begun increments, at least the
+        minimum.
 
         The ledger's SQL counts the same (`ledger.cost_rows`); a test compares them.
         """
@@ -159,12 +179,23 @@ class Price:
 
     def _billed(self, per_hour: Decimal, seconds: float) -> Decimal:
         begun = _up(_up(round(seconds * 1000), 1000), self.increment_seconds) * self.increment_seconds
-        return max(_up(micro_usd(per_hour) * max(begun, self.minimum_seconds), SECONDS_PER_HOUR), micro_usd(self.minimum_usd)) * MICRO_USD
+        return (
+            max(
+                _up(micro_usd(per_hour) * max(begun, self.minimum_seconds), SECONDS_PER_HOUR),
+                micro_usd(self.minimum_usd),
+            )
+            * MICRO_USD
+        )
 
     def lines(self, cost: Decimal) -> dict[str, Decimal]:
-        """Return what of a cost, in USD, was for the machine ("machine") and for each of the extras, by its name; they add up to it."""
+        """Return what of a cost, in USD, was for the machine ("machine") and for each of the extras, by its name; they
+        add up to it.
+        """
         per_hour = self.per_hour or Decimal(1)
-        shares = {extra.name: (cost * Decimal(repr(extra.usd_per_hour)) / per_hour).quantize(MICRO_USD, ROUND_FLOOR) for extra in self.extras}
+        shares = {
+            extra.name: (cost * Decimal(repr(extra.usd_per_hour)) / per_hour).quantize(MICRO_USD, ROUND_FLOOR)
+            for extra in self.extras
+        }
         return {"machine": cost - sum(shares.values(), ZERO_USD), **shares}
 
 
@@ -182,7 +213,8 @@ def _up(number: int, by: int) -> int:
 class Wish:
     """One thing that is about to be asked for: what an intent says of it before there is an answer.
 
-    `token` is the creating call's idempotency token with what tells the things of one call apart; `tags` are those that it will carry.
+    `token` is the creating call's idempotency token with what tells the things of one call apart; `tags` are those that
+    it will carry.
     """
 
     kind: ResourceKind
@@ -197,7 +229,9 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Rented:
-    """What a provider has given in place of quite what was asked for: at a lower price, USD per hour, with tags that tell what it is."""
+    """What a provider has given in place of quite what was asked for: at a lower price, USD per hour, with tags that
+    tell what it is.
+    """
 
     per_hour: Decimal
     tags: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -207,7 +241,8 @@ class Rented:
 class Intent:
     """One thing that we asked a provider for, and what has become of it.
 
-    Open until `gone_at` is set. `cloud_id` is None while nobody knows whether the creating call took effect: find out by `token`, `name` and `tags`.
+    Open until `gone_at` is set. `cloud_id` is None while nobody knows whether the creating call took effect: find out
+    by `token`, `name` and `tags`.
     """
 
     id: int
@@ -247,7 +282,10 @@ class CostRow:
 
 @dataclass(frozen=True, slots=True)
 class PoolRow:
-    """A pool with what it has asked for and what that has cost so far: a line of `skyward ps`. `seconds` are those of all its resources together."""
+    """A pool with what it has asked for and what that has cost so far: a line of `skyward ps`.
+
+    `seconds` are those of all its resources together.
+    """
 
     entry: PoolEntry
     open_resources: int
@@ -263,7 +301,9 @@ PRUNED_SPEC = '{"pruned": true}'
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What `Ledger.prune` has taken away, or would take: details of so many pools, tries to rent machines, and reservations that were settled."""
+    """What `Ledger.prune` has taken away, or would take: details of so many pools, tries to rent machines, and
+    reservations that were settled.
+    """
 
     pools: int
     attempts: int

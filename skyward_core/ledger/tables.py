@@ -1,8 +1,10 @@
-"""The ledger's database: its tables and their versions, what a row means, how a database is opened, and what to try when it refuses.
+"""The ledger's database: its tables and their versions, what a row means, how a database is opened, and what to try
+when it refuses.
 
-Money is stored as whole micro-dollars and handed out as `Decimal`: sums of integers are exact in whatever order they are made and on both databases;
-binary floats are not, and SQLite has no decimals. A price has at most six places after rounding up, a cost is rounded up once for each resource.
-Times are UTC, stored as whole microseconds since 1970: SQLite keeps no zone.
+Money is stored as whole micro-dollars and handed out as `Decimal`: sums of integers are exact in whatever order they
+are made and on both databases; binary floats are not, and SQLite has no decimals. A price has at most six places after
+rounding up, a cost is rounded up once for each resource. Times are UTC, stored as whole microseconds since 1970: SQLite
+keeps no zone.
 """
 
 from __future__ import annotations
@@ -52,7 +54,19 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModu
 from sqlalchemy.pool import PoolProxiedConnection
 
 from skyward_core.errors import BadRequest, LedgerConflict, LedgerError
-from skyward_core.ledger.rows import MICRO_USD, Account, Attempt, Bucket, Intent, Period, PoolEntry, Price, Reservation, ResourceKind, UnreadableRow
+from skyward_core.ledger.rows import (
+    MICRO_USD,
+    Account,
+    Attempt,
+    Bucket,
+    Intent,
+    Period,
+    PoolEntry,
+    Price,
+    Reservation,
+    ResourceKind,
+    UnreadableRow,
+)
 from skyward_core.machines.offers import Extra
 from skyward_core.machines.owner import Owner
 from skyward_core.work import WORK_CHARACTERS, Work
@@ -60,7 +74,9 @@ from skyward_core.worker.private_folders import NotPrivate, make_file, other_wri
 
 CONNECT_TIMEOUT_SECONDS = 10
 BESIDE = ("-wal", "-shm", "-journal")
-"""Endings of the files that SQLite keeps beside a database; it makes them with the mode of that one (sqlite.org/wal.html)."""
+"""Endings of the files that SQLite keeps beside a database; it makes them with the mode of that one
+(sqlite.org/wal.html).
+"""
 MIGRATION_LOCK = 0x736B7977617264  # "skyward": the advisory lock under which a PostgreSQL schema is made
 _log = logging.getLogger("skyward")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -71,7 +87,9 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _ID = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers rows by itself in INTEGER PRIMARY KEY only
 _METADATA = MetaData()
 
-META = Table("skyward_meta", _METADATA, Column("name", String(64), primary_key=True), Column("value", String(64), nullable=False))
+META = Table(
+    "skyward_meta", _METADATA, Column("name", String(64), primary_key=True), Column("value", String(64), nullable=False)
+)
 
 WORK_COLUMNS = tuple(f"work_{field.name}" for field in fields(Work))
 """What a pool, or a share of its cost, is for: one column for each field of Work."""
@@ -90,7 +108,8 @@ POOLS = Table(
     Column("owner_process", String(255), nullable=False),
     Column("provider_json", Text, nullable=False),
     Column("spec_json", Text, nullable=False),
-    Column("account", String(255)),  # no foreign key: a pool whose account nobody has made is refused when it reserves, with words of its own
+    # no foreign key: a pool whose account nobody has made is refused when it reserves, with words of its own
+    Column("account", String(255)),
     Column("created_microseconds", BigInteger, nullable=False),
     Column("lease_expires_microseconds", BigInteger, nullable=False),
     Column("lives_by_lease", Boolean, nullable=False),
@@ -131,10 +150,12 @@ RESOURCES = Table(
     Column("gone_microseconds", BigInteger),
     Column("evidence", Text),
     *(Column(milliseconds_of(bucket), BigInteger, nullable=False, server_default="0") for bucket in Bucket),
-    Column("filled_bucket", String(32)),  # where a close has put the seconds that nobody had noted, and how many of that bucket's those are
+    # where a close has put the seconds that nobody had noted, and how many of that bucket's those are
+    Column("filled_bucket", String(32)),
     Column("filled_milliseconds", BigInteger, nullable=False, server_default="0"),
     Column("minimum_micro_usd", BigInteger, nullable=False, server_default="0"),  # since version 4
-    Column("extras_json", Text, nullable=False, server_default="[]"),  # since version 4: what of the price is billed beside the machine
+    # since version 4: what of the price is billed beside the machine
+    Column("extras_json", Text, nullable=False, server_default="[]"),
 )
 IS_OPEN = RESOURCES.c.gone_microseconds.is_(None)
 Index("skyward_resources_open", RESOURCES.c.id, sqlite_where=IS_OPEN, postgresql_where=IS_OPEN)
@@ -160,7 +181,8 @@ RESERVATIONS = Table(
     Column("spent_micro_usd", BigInteger),
 )
 
-# What is reserved and spent, for each account and scope: a month of reservations is millions of rows, and their sum would be made under a lock.
+# What is reserved and spent, for each account and scope: a month of reservations is millions of rows, and their sum
+# would be made under a lock.
 BALANCES = Table(
     "skyward_balances",
     _METADATA,
@@ -169,7 +191,8 @@ BALANCES = Table(
     Column("committed_micro_usd", BigInteger, nullable=False),
 )
 
-# Since version 2: what became of each try to rent machines, for `skyward why` and for putting aside what fails again and again.
+# Since version 2: what became of each try to rent machines, for `skyward why` and for putting aside what fails again
+# and again.
 ATTEMPTS = Table(
     "skyward_attempts",
     _METADATA,
@@ -186,7 +209,8 @@ ATTEMPTS = Table(
     Column("message", Text, nullable=False),
 )
 
-# Since version 3: what parts of a pool's cost are for, where several tasks use it. The rest is for the work of the pool itself.
+# Since version 3: what parts of a pool's cost are for, where several tasks use it. The rest is for the work of the pool
+# itself.
 SHARES = Table(
     "skyward_shares",
     _METADATA,
@@ -203,7 +227,9 @@ type Migration = Callable[[Connection], None]
 def _to_version_2(connection: Connection) -> None:
     """Attempts, and whose account a pool's machines are in. The first step makes all of it for a new ledger."""
     if POOLS.c.provider_account.name not in {column["name"] for column in inspect(connection).get_columns(POOLS.name)}:
-        connection.execute(text(f"ALTER TABLE {POOLS.name} ADD COLUMN provider_account VARCHAR(255) DEFAULT '' NOT NULL"))
+        connection.execute(
+            text(f"ALTER TABLE {POOLS.name} ADD COLUMN provider_account VARCHAR(255) DEFAULT '' NOT NULL")
+        )
     ATTEMPTS.create(connection, checkfirst=True)
 
 
@@ -212,7 +238,9 @@ def _to_version_3(connection: Connection) -> None:
     there = {column["name"] for column in inspect(connection).get_columns(POOLS.name)}
     for name in WORK_COLUMNS:
         if name not in there:
-            connection.execute(text(f"ALTER TABLE {POOLS.name} ADD COLUMN {name} VARCHAR({WORK_CHARACTERS}) DEFAULT '' NOT NULL"))
+            connection.execute(
+                text(f"ALTER TABLE {POOLS.name} ADD COLUMN {name} VARCHAR({WORK_CHARACTERS}) DEFAULT '' NOT NULL")
+            )
     for index in POOLS.indexes:
         index.create(connection, checkfirst=True)
     SHARES.create(connection, checkfirst=True)
@@ -221,24 +249,32 @@ def _to_version_3(connection: Connection) -> None:
 def _to_version_4(connection: Connection) -> None:
     """What is paid at least, and what is billed beside a machine."""
     there = {column["name"] for column in inspect(connection).get_columns(RESOURCES.name)}
-    for name, kind in (("minimum_micro_usd", "BIGINT DEFAULT 0 NOT NULL"), ("extras_json", "TEXT DEFAULT '[]' NOT NULL")):
+    for name, kind in (
+        ("minimum_micro_usd", "BIGINT DEFAULT 0 NOT NULL"),
+        ("extras_json", "TEXT DEFAULT '[]' NOT NULL"),
+    ):
         if name not in there:
             connection.execute(text(f"ALTER TABLE {RESOURCES.name} ADD COLUMN {name} {kind}"))
 
 
 MIGRATIONS: tuple[Migration, ...] = (_METADATA.create_all, _to_version_2, _to_version_3, _to_version_4)
-"""The step from each version to the next; 0 is a database without our tables, which the first step brings to the newest: later ones find it done."""
+"""The step from each version to the next; 0 is a database without our tables, which the first step brings to the
+newest: later ones find it done.
+"""
 
 
 def migrate(connection: Connection, steps: Sequence[Migration] = MIGRATIONS) -> None:
-    """Bring the schema up to the version that `steps` lead to, within the connection's transaction. Raises LedgerError if it is newer than that."""
+    """Bring the schema up to the version that `steps` lead to, within the connection's transaction.
+
+    Raises LedgerError if it is newer than that.
+    """
     if connection.dialect.name == "postgresql":
         connection.execute(select(func.pg_advisory_xact_lock(MIGRATION_LOCK)))
     version = schema_version(connection)
     if version > len(steps):
         raise LedgerError(
-            f"The ledger at {connection.engine.url!r} has version {version}; this release of skyward-core knows {len(steps)}."
-            " Use the newer release, or another ledger (SKYWARD_LEDGER)."
+            f"The ledger at {connection.engine.url!r} has version {version}; this release of skyward-core knows"
+            f" {len(steps)}. Use the newer release, or another ledger (SKYWARD_LEDGER)."
         )
     if version == len(steps):
         return
@@ -257,8 +293,9 @@ def schema_version(connection: Connection) -> int:
         return 0
     if not (str(version).isascii() and str(version).isdecimal()):
         raise LedgerError(
-            f"The ledger at {connection.engine.url!r} says that it has version {version!r}, which is none: it is damaged, or not skyward's."
-            f" Name another ledger (SKYWARD_LEDGER), or set the right number in {META.name}; this release of skyward-core writes {len(MIGRATIONS)}."
+            f"The ledger at {connection.engine.url!r} says that it has version {version!r}, which is none: it is"
+            f" damaged, or not skyward's. Name another ledger (SKYWARD_LEDGER), or set the right number in {META.name};"
+            f" this release of skyward-core writes {len(MIGRATIONS)}."
         )
     return int(version)
 
@@ -269,7 +306,9 @@ type Values = Mapping[Any, Any]
 """A row, by the names of its columns."""
 
 
-def read_rows[T](rows: Iterable[Values], read: Callable[[Values], T], unreadable: list[UnreadableRow] | None = None) -> list[T]:
+def read_rows[T](
+    rows: Iterable[Values], read: Callable[[Values], T], unreadable: list[UnreadableRow] | None = None
+) -> list[T]:
     """Read rows one by one; those that mean nothing go into `unreadable`, or are raised if there is no such list."""
     found: list[T] = []
     for row in rows:
@@ -288,7 +327,9 @@ def _refuse_bytes(row: Values) -> None:
         raise TypeError(f"bytes in {', '.join(columns)}")
 
 
-def _reader[T](table: Table, key: str = "id", pool: str = "pool_id") -> Callable[[Callable[[Values], T]], Callable[[Values], T]]:
+def _reader[T](
+    table: Table, key: str = "id", pool: str = "pool_id"
+) -> Callable[[Callable[[Values], T]], Callable[[Values], T]]:
     """Let a function that reads a row of a table raise UnreadableRow for what means nothing."""
 
     def decorate(read: Callable[[Values], T]) -> Callable[[Values], T]:
@@ -298,7 +339,9 @@ def _reader[T](table: Table, key: str = "id", pool: str = "pool_id") -> Callable
                 _refuse_bytes(row)
                 return read(row)
             except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
-                raise UnreadableRow(table.name, row[key], str(row.get(pool, "")), f"{type(error).__name__}: {error}") from error
+                raise UnreadableRow(
+                    table.name, row[key], str(row.get(pool, "")), f"{type(error).__name__}: {error}"
+                ) from error
 
         return checked
 
@@ -307,7 +350,10 @@ def _reader[T](table: Table, key: str = "id", pool: str = "pool_id") -> Callable
 
 @_reader(POOLS, pool="id")
 def pool_of(row: Values) -> PoolEntry:
-    """Return the pool of a row of POOLS. Raises UnreadableRow; of an owner that cannot be read only the name is known."""
+    """Return the pool of a row of POOLS.
+
+    Raises UnreadableRow; of an owner that cannot be read only the name is known.
+    """
     owner, trouble = _owner_of(row)
     return PoolEntry(
         id=row["id"],
@@ -341,7 +387,10 @@ def _owner_of(row: Values) -> tuple[Owner, str]:
     try:
         return Owner.parse(name, row["owner_process"]), ""
     except (ValueError, AttributeError):
-        return Owner.unknown(name), f"its owner's process, {row['owner_process']!r}, cannot be read: only its lease tells whether it lives"
+        return (
+            Owner.unknown(name),
+            f"its owner's process, {row['owner_process']!r}, cannot be read: only its lease tells whether it lives",
+        )
 
 
 def _provider_of(text: str) -> Mapping[str, Any]:
@@ -457,22 +506,30 @@ def parsed(url: str) -> URL:
     try:
         found = make_url(url)
     except (ArgumentError, ValueError) as error:  # ValueError: a port that is no number
-        raise LedgerError(f"{url!r} is no URL of a ledger. Such are sqlite:////var/lib/skyward/ledger.db and postgresql+psycopg://host/database.") from error
+        raise LedgerError(
+            f"{url!r} is no URL of a ledger. Such are sqlite:////var/lib/skyward/ledger.db and"
+            " postgresql+psycopg://host/database."
+        ) from error
     if found.get_backend_name() not in ("sqlite", "postgresql"):
         raise LedgerError(f"A ledger is kept in SQLite or PostgreSQL, not in {found.get_backend_name()}.")
     if found.get_backend_name() == "sqlite" and found.database in (None, "", ":memory:"):
-        raise LedgerError("A ledger in memory would be lost with its process. Name a file: sqlite:////var/lib/skyward/ledger.db.")
+        raise LedgerError(
+            "A ledger in memory would be lost with its process. Name a file: sqlite:////var/lib/skyward/ledger.db."
+        )
     return found
 
 
 def opened(url: URL, busy_timeout_seconds: float) -> Engine:
-    """Return the engine for a ledger's URL; in SQLite, what has the execution option `skyward_writes` takes the lock as it begins."""
+    """Return the engine for a ledger's URL; in SQLite, what has the execution option `skyward_writes` takes the lock as
+    it begins.
+    """
     with told(url):
         if url.get_backend_name() == "postgresql":
             settings = {
                 "connect_timeout": CONNECT_TIMEOUT_SECONDS,
                 "options": f"-c lock_timeout={round(busy_timeout_seconds * 1000)}",
-                "client_encoding": "utf8",  # a server that was set up under LC_ALL=C has none, and its texts would come as bytes
+                # a server that was set up under LC_ALL=C has none, and its texts would come as bytes
+                "client_encoding": "utf8",
             }
             return create_engine(url, pool_pre_ping=True, connect_args=settings)
         _keep_from_others(Path(str(url.database)))
@@ -484,7 +541,8 @@ def opened(url: URL, busy_timeout_seconds: float) -> Engine:
 
 
 def _keep_from_others(path: Path) -> None:
-    """Make the file, if there is none, and see to it that no other user can read or write it, or what SQLite keeps beside it. Raises OSError.
+    """Make the file, if there is none, and see to it that no other user can read or write it, or what SQLite keeps
+    beside it. Raises OSError.
 
     It is never opened: to close it again would drop all locks that this process has on it (fcntl(2)).
     """
@@ -492,7 +550,10 @@ def _keep_from_others(path: Path) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.parent.stat()
     if others := other_writers(status):
-        raise NotPrivate(f"{path.parent} may be written to by {others} (mode {S_IMODE(status.st_mode):04o}), who could exchange the ledger")
+        raise NotPrivate(
+            f"{path.parent} may be written to by {others} (mode {S_IMODE(status.st_mode):04o}), who could exchange the"
+            " ledger"
+        )
     if status.st_mode & 0o077 and status.st_uid == os.geteuid() and path.parent == user_state_path("skyward"):
         path.parent.chmod(0o700)
     if not path.exists():
@@ -507,24 +568,35 @@ def _close_to_others(file: Path) -> None:
     if not S_ISREG(status.st_mode):
         return  # SQLite says what is wrong
     if status.st_uid != os.geteuid() and os.geteuid() != 0:
-        raise NotPrivate(f"{file} belongs to user {status.st_uid}: a ledger that several users share is kept in PostgreSQL")
+        raise NotPrivate(
+            f"{file} belongs to user {status.st_uid}: a ledger that several users share is kept in PostgreSQL"
+        )
     if status.st_mode & 0o077:
         file.chmod(0o600)
         if not file.name.endswith(BESIDE):
-            _log.warning("the ledger %s could be read by others (mode %04o), and is closed to them: mode 0600", file, S_IMODE(status.st_mode))
+            _log.warning(
+                "the ledger %s could be read by others (mode %04o), and is closed to them: mode 0600",
+                file,
+                S_IMODE(status.st_mode),
+            )
 
 
 def _prepare_sqlite(connection: PoolProxiedConnection, busy_timeout_seconds: float) -> None:
     driver: Any = connection
-    driver.text_factory = functools.partial(str, encoding="utf-8", errors="replace")  # a damaged text spoils its row, not the listing
-    driver.isolation_level = None  # we say BEGIN ourselves; the driver's own one comes too late for DDL and takes no lock
+    # a damaged text spoils its row, not the listing
+    driver.text_factory = functools.partial(str, encoding="utf-8", errors="replace")
+    # we say BEGIN ourselves; the driver's own one comes too late for DDL and takes no lock
+    driver.isolation_level = None
     _switch_to_wal(driver, time.monotonic() + busy_timeout_seconds)
-    driver.execute("PRAGMA synchronous=FULL")  # an intent must outlive a power cut, or a machine is rented that nobody has asked for
+    # an intent must outlive a power cut, or a machine is rented that nobody has asked for
+    driver.execute("PRAGMA synchronous=FULL")
     driver.execute("PRAGMA foreign_keys=ON")
 
 
 def _switch_to_wal(driver: Any, deadline: float) -> None:
-    """Two who make a ledger at once both switch it over, and SQLite does not always wait for that lock (sqlite.org/wal.html, section 9)."""
+    """Two who make a ledger at once both switch it over, and SQLite does not always wait for that lock
+    (sqlite.org/wal.html, section 9).
+    """
     while True:
         try:
             driver.execute("PRAGMA journal_mode=WAL")
@@ -538,46 +610,75 @@ def _switch_to_wal(driver: Any, deadline: float) -> None:
 
 def _begin_sqlite(connection: Connection) -> None:
     """A writer takes the lock at once: one that reads first and then finds the file changed could only fail."""
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if connection.get_execution_options().get("skyward_writes") else "BEGIN")
+    connection.exec_driver_sql(
+        "BEGIN IMMEDIATE" if connection.get_execution_options().get("skyward_writes") else "BEGIN"
+    )
 
 
 def _keep_connection(context: ExceptionContext) -> None:
-    """Roll back what a signal has interrupted. SQLAlchemy would close the connection, whose statement, and write lock, live as long as the exception does."""
+    """Roll back what a signal has interrupted.
+
+    SQLAlchemy would close the connection, whose statement, and write lock, live as long as the exception does.
+    """
     if not isinstance(context.original_exception, Exception):
         context.is_disconnect = False
 
 
 # ── what went wrong, and what to try ─────────────────────────────────────────────────────────────────────────────────
 
-SQLITE_BUSY, SQLITE_LOCKED, SQLITE_READONLY, SQLITE_IOERR, SQLITE_CORRUPT, SQLITE_FULL, SQLITE_CANTOPEN, SQLITE_NOTADB = 5, 6, 8, 10, 11, 13, 14, 26
+(
+    SQLITE_BUSY,
+    SQLITE_LOCKED,
+    SQLITE_READONLY,
+    SQLITE_IOERR,
+    SQLITE_CORRUPT,
+    SQLITE_FULL,
+    SQLITE_CANTOPEN,
+    SQLITE_NOTADB,
+) = (5, 6, 8, 10, 11, 13, 14, 26)
 """Primary result codes (sqlite.org/rescode.html)."""
 
-_IS_DAMAGED = "is damaged, or no ledger. Move it away: a new one is made, and `skyward sweep` finds by their tags the machines that only this one knew."
+_IS_DAMAGED = (
+    "is damaged, or no ledger. Move it away: a new one is made, and `skyward sweep` finds by their tags the machines"
+    " that only this one knew."
+)
 _ADVICE = {
     SQLITE_BUSY: "is locked by another process that does not finish. Find it (fuser) and end it, or try again.",
     SQLITE_LOCKED: "is locked by another connection of this process. Try again.",
-    SQLITE_READONLY: "may not be written to. Mend the permissions of the file and its directory, or name another ledger (SKYWARD_LEDGER).",
-    SQLITE_IOERR: "could not be read or written by the operating system. Look at the disk: is it full, is it still there?",
+    SQLITE_READONLY: (
+        "may not be written to. Mend the permissions of the file and its directory, or name another ledger"
+        " (SKYWARD_LEDGER)."
+    ),
+    SQLITE_IOERR: (
+        "could not be read or written by the operating system. Look at the disk: is it full, is it still there?"
+    ),
     SQLITE_CORRUPT: _IS_DAMAGED,
     SQLITE_FULL: "lies on a full disk. Make room; what was written before is safe.",
-    SQLITE_CANTOPEN: "could not be opened. Look at the path and its permissions, or name another ledger (SKYWARD_LEDGER).",
+    SQLITE_CANTOPEN: (
+        "could not be opened. Look at the path and its permissions, or name another ledger (SKYWARD_LEDGER)."
+    ),
     SQLITE_NOTADB: _IS_DAMAGED,
 }
 
 
 @contextmanager
 def told(url: URL) -> Generator[None]:
-    """Turn what the database, its driver or the operating system raises into LedgerError, with what to try; passwords are not shown."""
+    """Turn what the database, its driver or the operating system raises into LedgerError, with what to try; passwords
+    are not shown.
+    """
     try:
         yield
     except IntegrityError as error:
         raise LedgerConflict(
-            f"The ledger at {url!r} does not take this entry: {error.orig}. Its pool or account is not in the ledger, or another process was faster; try again."
+            f"The ledger at {url!r} does not take this entry: {error.orig}. Its pool or account is not in the ledger,"
+            " or another process was faster; try again."
         ) from error
     except DBAPIError as error:
         raise LedgerError(f"The ledger at {url!r} {_advice(error)} ({_cause(error)})") from error
     except (NoSuchModuleError, ImportError) as error:
-        raise LedgerError(f"The driver for {url!r} is not installed: {error}. For postgresql+psycopg: pip install 'psycopg[binary]'.") from error
+        raise LedgerError(
+            f"The driver for {url!r} is not installed: {error}. For postgresql+psycopg: pip install 'psycopg[binary]'."
+        ) from error
     except SQLAlchemyError as error:
         raise LedgerError(f"The ledger at {url!r} could not be used: {error}") from error
     except OSError as error:

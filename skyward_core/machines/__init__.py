@@ -1,1 +1,3 @@
-"""Machines as values: instances, nodes, leases and their signatures, offers and their ranking, spot strategies, owners."""
+"""Machines as values: instances, nodes, leases and their signatures, offers and their ranking, spot strategies,
+owners.
+"""

@@ -1,4 +1,6 @@
-"""Machines: what a provider rents us (`Instance`), what we make of it (`Node`), and the written claim on both (`Lease`)."""
+"""Machines: what a provider rents us (`Instance`), what we make of it (`Node`), and the written claim on both
+(`Lease`).
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ class InstanceState(StrEnum):
 class Endpoint(BaseModel):
     """Where and as whom to log in. Plain JSON, no secrets: `key` is a path.
 
-    What is None is decided by ~/.ssh/config and, after it, by OpenSSH's defaults: the port, the user, the keys and the agent, the known_hosts
-    file. `host` may be an alias of that file.
+    What is None is decided by ~/.ssh/config and, after it, by OpenSSH's defaults: the port, the user, the keys and the
+    agent, the known_hosts file. `host` may be an alias of that file.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -37,16 +39,22 @@ class Endpoint(BaseModel):
     host_key: str | None = None
     """The machine's public key as in a `.pub` file: "ssh-ed25519 AAAA..."."""
     host_key_grace_seconds: float = Field(default=0.0, ge=0)
-    """For so long after its first answer a new machine may show another key: one whose startup script, which brings this one, runs later than its sshd."""
+    """For so long after its first answer a new machine may show another key: one whose startup script, which brings
+    this one, runs later than its sshd.
+    """
     known_hosts: str | None = None
-    """Path; "/dev/null" trusts the first key seen, which suits addresses that a cloud hands from one machine to the next."""
+    """Path; "/dev/null" trusts the first key seen, which suits addresses that a cloud hands from one machine to the
+    next.
+    """
     config: str | None = None
     """Path of the file to read in place of ~/.ssh/config."""
     proxy_command: tuple[str, ...] | None = Field(default=None, min_length=1)
-    """A command, with its arguments, whose stdin and stdout are the connection (`proxy_command.Proxy`); `host` is then a name for messages and host keys only.
+    """A command, with its arguments, whose stdin and stdout are the connection (`proxy_command.Proxy`); `host` is then
+    a name for messages and host keys only.
 
-    No secrets: it is run with the environment of whoever connects. The word "{python}" stands for that one's interpreter. It ends when its input does, says
-    in the last line of its stderr what is wrong, and exits with 77 if credentials are refused and 78 if it asks for what cannot be; else it is tried again.
+    No secrets: it is run with the environment of whoever connects. The word "{python}" stands for that one's
+    interpreter. It ends when its input does, says in the last line of its stderr what is wrong, and exits with 77 if
+    credentials are refused and 78 if it asks for what cannot be; else it is tried again.
     """
 
     def __str__(self) -> str:
@@ -97,11 +105,14 @@ class Node(BaseModel):
         endpoint = self.instance.endpoint
         if endpoint is None:
             return self
-        return self.model_copy(update={"instance": self.instance.model_copy(update={"endpoint": endpoint.model_copy(update={"key": key})})})
+        return self.model_copy(
+            update={"instance": self.instance.model_copy(update={"endpoint": endpoint.model_copy(update={"key": key})})}
+        )
 
 
 class Lease(BaseModel):
-    """The written claim on what we are paying for: enough, with the provider's own credentials, to use it or to give it back from any process.
+    """The written claim on what we are paying for: enough, with the provider's own credentials, to use it or to give it
+    back from any process.
 
     Plain JSON, no secrets: keys and certificates stay with the client that opened the pool.
     """
@@ -117,7 +128,9 @@ class Lease(BaseModel):
     created_at: datetime
     expires_at: datetime | None = None
     signature: str = ""
-    """Made by the opener, over all but the paths of SSH keys (`signing.py`); "" where the nodes are processes of this machine."""
+    """Made by the opener, over all but the paths of SSH keys (`signing.py`); "" where the nodes are processes of this
+    machine.
+    """
 
     def with_key(self, key: str) -> Lease:
         """Return the lease with another path of the SSH key, for a process that has it elsewhere."""

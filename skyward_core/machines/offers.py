@@ -20,18 +20,30 @@ GB_PER_UNIT = {"mb": 1e-3, "gb": 1.0, "tb": 1e3, "mib": 2**20 / 1e9, "gib": 2**3
 TOLD_REASONS = 20
 
 
-type Architecture = Annotated[Literal["x86_64", "arm64"], BeforeValidator(lambda name: ARCHITECTURES.get(name, name) if isinstance(name, str) else name)]
+type Architecture = Annotated[
+    Literal["x86_64", "arm64"],
+    BeforeValidator(lambda name: ARCHITECTURES.get(name, name) if isinstance(name, str) else name),
+]
 """The processor of a machine, as AWS calls it; other names of the same are taken too."""
 
-ARCHITECTURES: Mapping[str, Literal["x86_64", "arm64"]] = {"x86_64": "x86_64", "amd64": "x86_64", "arm64": "arm64", "aarch64": "arm64"}
+ARCHITECTURES: Mapping[str, Literal["x86_64", "arm64"]] = {
+    "x86_64": "x86_64",
+    "amd64": "x86_64",
+    "arm64": "arm64",
+    "aarch64": "arm64",
+}
 """What `uname -m`, Debian, Vast.ai and AWS call them."""
 
 GRACE = ("GH200", "GB200", "GB300")
-"""Chips that sit on a board with NVIDIA's own processor, which is arm64 (data sheets of the GH200, GB200 NVL72 and GB300 NVL72, checked 2026-11)."""
+"""Chips that sit on a board with NVIDIA's own processor, which is arm64 (data sheets of the GH200, GB200 NVL72 and
+GB300 NVL72, checked 2026-11).
+"""
 
 
 def architecture_beside(accelerator: str | None) -> Literal["x86_64", "arm64"]:
-    """Return the processor of machines with this chip, or none, at a provider that has no other arm64 machines and does not tell."""
+    """Return the processor of machines with this chip, or none, at a provider that has no other arm64 machines and does
+    not tell.
+    """
     return "arm64" if accelerator in GRACE else "x86_64"
 
 
@@ -49,7 +61,9 @@ class Requirements(BaseModel):
     nodes: int = Field(default=1, ge=1)
     """So many machines are to work together: a provider may join them by another network than strangers."""
     min_cuda: float | None = None
-    """What the driver of NVIDIA's GPUs must know for the packages that are to be installed; None where they do not say it."""
+    """What the driver of NVIDIA's GPUs must know for the packages that are to be installed; None where they do not say
+    it.
+    """
 
 
 class Extra(BaseModel):
@@ -83,7 +97,8 @@ def total_of(extras: Iterable[Extra]) -> float:
 class Offer(BaseModel):
     """One thing a provider sells now. `accelerators` is the number of chips, each with `accelerator_memory_gb`.
 
-    `price_per_hour` is what the machine itself costs, as the provider tells it and is told it; `total_per_hour` is what is paid.
+    `price_per_hour` is what the machine itself costs, as the provider tells it and is told it; `total_per_hour` is what
+    is paid.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -104,7 +119,9 @@ class Offer(BaseModel):
     architecture: Architecture | None = None
     """The machine's processor; None where nobody tells, or it may be either."""
     or_types: tuple[str, ...] = ()
-    """Other types with the same chips that fulfil the same wish for no more money: the machines of a launch are all of this type or all of one of those."""
+    """Other types with the same chips that fulfil the same wish for no more money: the machines of a launch are all of
+    this type or all of one of those.
+    """
     nodes: int = 1
     """How many machines are to work together, as they were asked for."""
     min_cuda: float | None = None
@@ -114,7 +131,9 @@ class Offer(BaseModel):
 
     @property
     def total_per_hour(self) -> float:
-        """What one machine costs with all that is billed beside it, in USD: what offers are ranked, limited and counted by."""
+        """What one machine costs with all that is billed beside it, in USD: what offers are ranked, limited and counted
+        by.
+        """
         return self.price_per_hour + total_of(self.extras_per_hour) if self.extras_per_hour else self.price_per_hour
 
     @property
@@ -143,18 +162,27 @@ def matches(offer: Offer, want: Requirements) -> str | None:
     if want.memory_gb is not None and offer.memory_gb < want.memory_gb:
         return f"has {offer.memory_gb:.1f} GB of memory"
     if want.max_price_per_hour is not None and offer.total_per_hour > want.max_price_per_hour:
-        return f"costs {usd(offer.total_per_hour)} an hour{' with all that is billed beside it' if offer.extras_per_hour else ''}"
+        return (
+            f"costs {usd(offer.total_per_hour)} an"
+            f" hour{' with all that is billed beside it' if offer.extras_per_hour else ''}"
+        )
     return None
 
 
 def _has_other_memory(offer: Offer, accelerator: Accelerator) -> bool:
-    """Whether the offer's chips are another variant. Drivers and clouds tell up to 7 % less than the data sheet (GiB for GB, reserved parts)."""
+    """Whether the offer's chips are another variant.
+
+    Drivers and clouds tell up to 7 % less than the data sheet (GiB for GB, reserved parts).
+    """
     told = offer.accelerator_memory_gb
     return told is not None and abs(told - accelerator.memory_gb) > MEMORY_TOLERANCE * accelerator.memory_gb
 
 
 def rank(offers: Iterable[Offer], want: Requirements) -> list[Offer]:
-    """Return the offers that match, cheapest first, then the smallest. Raises NoCapacity with the rejections' reasons when none does."""
+    """Return the offers that match, cheapest first, then the smallest.
+
+    Raises NoCapacity with the rejections' reasons when none does.
+    """
     offers = list(offers)
     good = [offer for offer in offers if matches(offer, want) is None]
     if not good:
@@ -163,7 +191,9 @@ def rank(offers: Iterable[Offer], want: Requirements) -> list[Offer]:
 
 
 def why_none(offers: Sequence[Offer], want: Requirements) -> str:
-    """Say for the first offers why each does not match, those with the right accelerator before the others; and if there is none of those, who rents it."""
+    """Say for the first offers why each does not match, those with the right accelerator before the others; and if
+    there is none of those, who rents it.
+    """
     wanted = want.accelerator.name if want.accelerator is not None else None
     near = sorted(offers, key=lambda offer: (offer.accelerator != wanted, offer.total_per_hour))[:TOLD_REASONS]
     told = [f"{offer.name} {matches(offer, want)}" for offer in near]
@@ -171,7 +201,11 @@ def why_none(offers: Sequence[Offer], want: Requirements) -> str:
     reasons = "; ".join([*told, *more]) or "there are no offers at all"
     if want.accelerator is None or any(offer.accelerator == wanted for offer in offers):
         return reasons
-    rehearsal = f' Local(simulate="{want.accelerator.name}") stands in for one here.' if any(offer.provider == "local" for offer in offers) else ""
+    rehearsal = (
+        f' Local(simulate="{want.accelerator.name}") stands in for one here.'
+        if any(offer.provider == "local" for offer in offers)
+        else ""
+    )
     return f"{reasons}. {advice(want.accelerator)}{rehearsal}"
 
 
@@ -182,13 +216,22 @@ def select_instance(
     memory: str | None = None,
     architecture: Architecture | None = None,
 ) -> Offer:
-    """Return the smallest of these offers that has the accelerator, so many CPU cores and so much memory ("128GB"); of two alike the cheaper one.
+    """Return the smallest of these offers that has the accelerator, so many CPU cores and so much memory ("128GB"); of
+    two alike the cheaper one.
 
     Smallest: fewest accelerators, then CPUs, then memory. Raises NoCapacity with the reasons when none does.
     """
     wanted = parse(accelerator) if isinstance(accelerator, str) else accelerator
-    want = Requirements(accelerator=wanted, vcpus=cpu, memory_gb=None if memory is None else memory_gb(memory), architecture=architecture)
-    return min(rank(available, want), key=lambda offer: (offer.accelerators, offer.vcpus, offer.memory_gb, offer.total_per_hour))
+    want = Requirements(
+        accelerator=wanted,
+        vcpus=cpu,
+        memory_gb=None if memory is None else memory_gb(memory),
+        architecture=architecture,
+    )
+    return min(
+        rank(available, want),
+        key=lambda offer: (offer.accelerators, offer.vcpus, offer.memory_gb, offer.total_per_hour),
+    )
 
 
 def memory_gb(text: str) -> float:
@@ -196,7 +239,10 @@ def memory_gb(text: str) -> float:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", text, re.IGNORECASE)
     unit = match.group(2).lower() if match else ""
     if match is None or unit not in GB_PER_UNIT or float(match.group(1)) <= 0:
-        raise BadRequest(f'memory={text!r} is no amount of memory: write a number and a unit, such as "32GB" or "512MiB" ({", ".join(GB_PER_UNIT)})')
+        raise BadRequest(
+            f'memory={text!r} is no amount of memory: write a number and a unit, such as "32GB" or "512MiB"'
+            f" ({', '.join(GB_PER_UNIT)})"
+        )
     return float(match.group(1)) * GB_PER_UNIT[unit]
 
 

@@ -21,12 +21,15 @@ class OwnerState(StrEnum):
 
     ALIVE = "alive"
     DEAD = "dead"
-    UNKNOWN = "unknown"  # of another host, another boot of this one, or another container, or hidden: nobody here can see its process
+    # of another host, another boot of this one, or another container, or hidden: nobody here can see its process
+    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process: its user and host for people; boot, pid namespace, pid and start (clock ticks since boot) never repeat together."""
+    """A process: its user and host for people; boot, pid namespace, pid and start (clock ticks since boot) never repeat
+    together.
+    """
 
     user: str
     host: str

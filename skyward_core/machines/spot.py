@@ -82,14 +82,18 @@ def parse(like: SpotLike) -> Strategy:
         case int() | float():
             return Always() if like == 1 else Percent(float(like))
         case _:
-            raise BadRequest(f'spot={like!r} is no strategy: write "always", "if-available", "never", a share such as 0.8, or Spot.Always()')
+            raise BadRequest(
+                f'spot={like!r} is no strategy: write "always", "if-available", "never", a share such as 0.8, or'
+                " Spot.Always()"
+            )
 
 
 def split(strategy: Strategy | None, nodes: int, spot_sold: bool) -> tuple[int, int]:
-    """Return how many of the machines are on demand and how many are spot, in this order of ranks: node 0 is on demand if any is.
+    """Return how many of the machines are on demand and how many are spot, in this order of ranks: node 0 is on demand
+    if any is.
 
-    `None` (nothing was asked for) and IfAvailable mean spot where it is sold and on demand elsewhere. A share is rounded up to
-    whole machines. Raises BadRequest if spot is demanded where it is not sold.
+    `None` (nothing was asked for) and IfAvailable mean spot where it is sold and on demand elsewhere. A share is
+    rounded up to whole machines. Raises BadRequest if spot is demanded where it is not sold.
     """
     if nodes < 1:
         raise BadRequest(f"nodes={nodes}: a pool has at least 1")
@@ -99,7 +103,10 @@ def split(strategy: Strategy | None, nodes: int, spot_sold: bool) -> tuple[int, 
         case None | IfAvailable():
             return (0, nodes) if spot_sold else (nodes, 0)
         case Always() | Percent() if not spot_sold:
-            raise BadRequest(f'no spot machine that fits is sold here, and {strategy} demands it: try spot="if-available" or spot="never"')
+            raise BadRequest(
+                f'no spot machine that fits is sold here, and {strategy} demands it: try spot="if-available" or'
+                ' spot="never"'
+            )
         case Always():
             return 0, nodes
         case Percent(share):
@@ -131,7 +138,10 @@ def _parse_name(name: str) -> Strategy:
     if name not in _NAMED:
         near = difflib.get_close_matches(name, _NAMED, n=1)
         hint = f'did you mean "{near[0]}"? ' if near else ""
-        raise BadRequest(f'spot={name!r} is no strategy: {hint}Write "always", "if-available", "never", a share such as 0.8, or Spot.Always()')
+        raise BadRequest(
+            f'spot={name!r} is no strategy: {hint}Write "always", "if-available", "never", a share such as 0.8, or'
+            " Spot.Always()"
+        )
     return _NAMED[name]
 
 

@@ -19,29 +19,44 @@ def checked[R](pending: PendingCompute[R]) -> PendingCompute[R]:
     """Return a pending call; raises TypeError for anything else."""
     if isinstance(cast(object, pending), PendingCompute):
         return pending
-    raise TypeError(f"a pool runs pending calls, not {type(pending).__name__!r}: decorate the function with @sky.compute and call it")
+    raise TypeError(
+        f"a pool runs pending calls, not {type(pending).__name__!r}: decorate the function with @sky.compute and"
+        " call it"
+    )
 
 
-def mapped_calls[R](fn: Callable[..., R] | ComputeFunction[..., R], iterables: Sequence[Iterable[Any]]) -> Iterator[PendingCompute[R]]:
-    """Return a call of `fn` for each group of items. Raises BadRequest and TypeError as `ComputePool.map` does, before the first call."""
+def mapped_calls[R](
+    fn: Callable[..., R] | ComputeFunction[..., R], iterables: Sequence[Iterable[Any]]
+) -> Iterator[PendingCompute[R]]:
+    """Return a call of `fn` for each group of items.
+
+    Raises BadRequest and TypeError as `ComputePool.map` does, before the first call.
+    """
     if not iterables:
         raise BadRequest("map needs something to map over: pool.map(fn, [1, 2, 3])")
     function = fn.local if isinstance(fn, ComputeFunction) else fn
     mapped = cast(object, fn)
-    if not callable(mapped) and not isinstance(mapped, (PendingCompute, PendingBatch)):  # for these two the pickler says what to write
+    # for these two the pickler says what to write
+    if not callable(mapped) and not isinstance(mapped, (PendingCompute, PendingBatch)):
         raise TypeError(f"{mapped!r} is no function: write pool.map(fn, [1, 2, 3])")
     try:
         items = list(zip(*iterables, strict=True))
     except ValueError as error:
-        raise BadRequest(f"map: {error}. Give iterables of one length, or zip them yourself with what should happen to the rest") from error
+        raise BadRequest(
+            f"map: {error}. Give iterables of one length, or zip them yourself with what should happen to the rest"
+        ) from error
     if items:
         refuse_wrong_arguments(function, items[0], {})
     items.reverse()
-    return (PendingCompute(function, items.pop()) for _ in range(len(items)))  # each is freed once it is sent: there may be many
+    # each is freed once it is sent: there may be many
+    return (PendingCompute(function, items.pop()) for _ in range(len(items)))
 
 
-def results_of(futures: Sequence[Future[Any]] | Sequence[CallFuture[Any]], kind: type[list[Any] | tuple[Any, ...]] = list) -> Any:
-    """Wait for all; return the results. On the first error, in the order of the calls among those that ended, or an interrupt, the others are cancelled.
+def results_of(
+    futures: Sequence[Future[Any]] | Sequence[CallFuture[Any]], kind: type[list[Any] | tuple[Any, ...]] = list
+) -> Any:
+    """Wait for all; return the results. On the first error, in the order of the calls among those that ended, or an
+    interrupt, the others are cancelled.
 
     A result that cannot be loaded here does not end the wait: all results are kept in the error.
     """
@@ -49,7 +64,9 @@ def results_of(futures: Sequence[Future[Any]] | Sequence[CallFuture[Any]], kind:
     is_kept = False
     try:
         while left:
-            ended, left = wait(left, TOGETHER_SECONDS if is_kept else None, ALL_COMPLETED if is_kept else FIRST_EXCEPTION)
+            ended, left = wait(
+                left, TOGETHER_SECONDS if is_kept else None, ALL_COMPLETED if is_kept else FIRST_EXCEPTION
+            )
             for future in futures if ended else ():
                 if future in ended and not future.cancelled() and (error := future.exception()) is not None:
                     if not isinstance(error, ResultNotLoaded):
@@ -76,7 +93,10 @@ def _all_kept(futures: Sequence[Future[Any]], kind: type[list[Any] | tuple[Any, 
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(kind(kept), protocol=5, buffer_callback=buffers.append)
     first = errors[0]
-    message = f"{len(errors)} of {len(futures)} results cannot be loaded here, and all are kept: error.load() gives them in their order. The first one: {first}"
+    message = (
+        f"{len(errors)} of {len(futures)} results cannot be loaded here, and all are kept: error.load() gives them in"
+        f" their order. The first one: {first}"
+    )
     together = ResultNotLoaded(message, first.node, first.missing, data, [buffer.raw() for buffer in buffers])
     together.__cause__ = first.__cause__
     return together

@@ -10,7 +10,8 @@ from skyward_core.pool.pool import ComputePool
 
 
 class MultiPool:
-    """Several pools, opened in parallel and closed in parallel. If one fails to open, all are closed and its error is raised.
+    """Several pools, opened in parallel and closed in parallel. If one fails to open, all are closed and its error is
+    raised.
 
     with MultiPool(ComputePool(accelerator="T4"), ComputePool(accelerator="A100")) as (t4, a100):
         ...
@@ -27,7 +28,9 @@ class MultiPool:
             raise
         return self._pools
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is None:
             self._all(ComputePool.close, "could not close all pools")
         else:

@@ -34,19 +34,30 @@ class Prepared:
     given_secrets: SecretValues = field(default_factory=lambda: SecretValues({}))
 
     def log_provider(self) -> None:
-        """Say which provider was chosen, and why, if the caller named none. As the pool opens: the display may not show yet."""
+        """Say which provider was chosen, and why, if the caller named none.
+
+        As the pool opens: the display may not show yet.
+        """
         if self.why_provider:
             is_stand_in = not self.spec.providers and any(provider.simulates for provider in self.providers)
             _log.log(logging.WARNING if is_stand_in else logging.INFO, "%s", self.why_provider)
 
     def read_secrets(self) -> SecretValues:
-        """Return the values of the spec's secrets, and warn of plain text that should be a secret. Raises BadRequest."""
+        """Return the values of the spec's secrets, and warn of plain text that should be a secret.
+
+        Raises BadRequest.
+        """
         values = read_values(self.spec.secrets or {}, self.given_secrets)
         if short := too_short_to_mask(values):
             _log.warning("%s: too short a value to be masked in what calls print", ", ".join(short))
         if plain := self.spec.plain_secrets:
             names = ", ".join(plain)
-            _log.warning("env holds %s as plain text, on the nodes' disks too: write secrets=(%r,) if the calls need it (docs/secrets.md)", names, plain[0])
+            _log.warning(
+                "env holds %s as plain text, on the nodes' disks too: write secrets=(%r,) if the calls need it"
+                " (docs/secrets.md)",
+                names,
+                plain[0],
+            )
         return values
 
 
@@ -66,22 +77,39 @@ def prepare(
     return Prepared(spec, providers, why_provider, on_event, replace_object, work, SecretValues(secrets or {}))
 
 
-def complete(spec: PoolSpec, credentials: Provider | Sequence[Provider] | None = None) -> tuple[PoolSpec, tuple[Provider, ...], str]:
-    """Return the spec with the settings filled in where it says nothing, the providers to ask, and where they come from if not from the caller."""
+def complete(
+    spec: PoolSpec, credentials: Provider | Sequence[Provider] | None = None
+) -> tuple[PoolSpec, tuple[Provider, ...], str]:
+    """Return the spec with the settings filled in where it says nothing, the providers to ask, and where they come from
+    if not from the caller.
+    """
     settings = Settings.read()
-    missing = {name: value for name, value in settings.fields.items() if name not in spec.model_fields_set or (name == "provider" and spec.provider is None)}
+    missing = {
+        name: value
+        for name, value in settings.fields.items()
+        if name not in spec.model_fields_set or (name == "provider" and spec.provider is None)
+    }
     if missing:
         try:
             spec = spec.with_(**missing)
         except BadRequest as error:
-            raise BadRequest(f"{error} (from the settings: {', '.join(f'{name} from {settings.sources[name]}' for name in missing)})") from error
+            raise BadRequest(
+                f"{error} (from the settings: {', '.join(f'{name} from {settings.sources[name]}' for name in missing)})"
+            ) from error
     if credentials is not None:
         return spec, (credentials,) if isinstance(credentials, Provider) else tuple(credentials), ""
     if spec.providers:
         names = ", ".join(repr(provider.name) for provider in spec.providers)
-        return spec, spec.providers, f"provider {names}, from {settings.sources['provider']}" if "provider" in missing else ""
+        return (
+            spec,
+            spec.providers,
+            f"provider {names}, from {settings.sources['provider']}" if "provider" in missing else "",
+        )
     here = Local() if spec.accelerator is None else Local().standing_in_for(spec.accelerator)
     why = "no provider was named, neither in the program nor in the settings: running on this machine (Local)"
     if here.simulates:
-        why += f", which has no GPU and stands in for {spec.accelerator}: calls find it in instance_info(), simulated, and no device"
+        why += (
+            f", which has no GPU and stands in for {spec.accelerator}: calls find it in instance_info(), simulated, and"
+            " no device"
+        )
     return spec, (here,), why

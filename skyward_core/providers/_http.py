@@ -1,4 +1,6 @@
-"""One session with a cloud's REST API: what may be asked again is, what the cloud answers becomes our errors, and no secret gets into a message."""
+"""One session with a cloud's REST API: what may be asked again is, what the cloud answers becomes our errors, and no
+secret gets into a message.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +22,31 @@ TIMEOUT_SECONDS = 30.0
 PATIENCE_SECONDS = 60.0
 """How long a request that may be repeated is repeated, pauses included."""
 PAUSE_SECONDS = 0.5
-"""The first pause where the cloud names none; each one is twice as long as the one before, and `LONGEST_PAUSE_SECONDS` at most.
+"""The first pause where the cloud names none; each one is twice as long as the one before, and `LONGEST_PAUSE_SECONDS`
+at most.
 
 The shortest where it names one: "again in 0 s" must not become a storm.
 """
 LONGEST_PAUSE_SECONDS = 15.0
 TOLD_CHARACTERS = 500
 SECRET_FIELD = re.compile(r"(.*[_-])?(key|token|secret|password)", re.IGNORECASE)
-"""What fields are called whose values are told in no message: an answer may have a secret in it that nobody has given us before."""
+"""What fields are called whose values are told in no message: an answer may have a secret in it that nobody has given
+us before.
+"""
 
 NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 NEVER_TO_BE_SENT = (httpx.UnsupportedProtocol, httpx.LocalProtocolError)
 
 type Classify = Callable[[int, Mapping[str, Any], str], SkywardError | None]
-"""Status, body (empty if it is no JSON object) and our message in; what it means for this cloud out, None for what it means everywhere."""
+"""Status, body (empty if it is no JSON object) and our message in; what it means for this cloud out, None for what it
+means everywhere.
+"""
 
 
 type Reset = Callable[[Mapping[str, str]], float | None]
-"""The headers of a 429 without Retry-After in, by any case of their names; when to ask again out, in seconds since 1970, None if they do not tell."""
+"""The headers of a 429 without Retry-After in, by any case of their names; when to ask again out, in seconds since
+1970, None if they do not tell.
+"""
 
 
 class Api:
@@ -51,7 +60,8 @@ class Api:
         secrets: what never gets into a message, however it is spelled there.
         reset: how this cloud says when it has room again, where that is not Retry-After.
 
-    Raises CredentialsError if a header cannot be sent as it is, for instance with a key that has a line break in it, and BadRequest for what is no URL.
+    Raises CredentialsError if a header cannot be sent as it is, for instance with a key that has a line break in it,
+    and BadRequest for what is no URL.
     """
 
     def __init__(
@@ -69,12 +79,19 @@ class Api:
         self._says_missing = says_missing
         self._classify = classify
         self._reset = reset
-        self._secrets = tuple(sorted({spelling for secret in secrets if secret for spelling in spellings(secret)}, key=len, reverse=True))
+        self._secrets = tuple(
+            sorted({spelling for secret in secrets if secret for spelling in spellings(secret)}, key=len, reverse=True)
+        )
         for header, value in (headers or {}).items():
             if not (value.isascii() and value.isprintable()) or value != value.strip():
-                raise CredentialsError(f"what {name} is to be told as {header} cannot be sent: it is not whole, or has a line break or the like in it")
+                raise CredentialsError(
+                    f"what {name} is to be told as {header} cannot be sent: it is not whole, or has a line break or the"
+                    " like in it"
+                )
         try:
-            self._client = httpx.Client(base_url=base_url, headers=headers, timeout=TIMEOUT_SECONDS, follow_redirects=False)
+            self._client = httpx.Client(
+                base_url=base_url, headers=headers, timeout=TIMEOUT_SECONDS, follow_redirects=False
+            )
         except httpx.InvalidURL as error:
             raise BadRequest(self._clean(f"{name} cannot be asked at {base_url!r}: {error}")) from None
 
@@ -97,11 +114,12 @@ class Api:
     ) -> Any:
         """Send a request; return the JSON of the answer, its text if that is no JSON, None if it is empty.
 
-        Repeated within PATIENCE_SECONDS are requests that the cloud refused for their number (429), and after failures of cloud or wire those that may be:
-        `is_repeatable`, by default GET, HEAD and DELETE. A connection that was never made is tried again in any case.
-        With `missing_is_none` a 404 or 410 in the cloud's own words (`says_missing`) is None, any other is ProviderFailed (a proxy has no such page, which says
-        nothing of what there is), and a GET of nothing is no answer. Raises CredentialsError (401, 403), RateLimited, ProviderFailed (5xx, or
-        no answer), BadRequest for every other refusal, and before all of them what `classify` returns.
+        Repeated within PATIENCE_SECONDS are requests that the cloud refused for their number (429), and after failures
+        of cloud or wire those that may be: `is_repeatable`, by default GET, HEAD and DELETE. A connection that was
+        never made is tried again in any case. With `missing_is_none` a 404 or 410 in the cloud's own words
+        (`says_missing`) is None, any other is ProviderFailed (a proxy has no such page, which says nothing of what
+        there is), and a GET of nothing is no answer. Raises CredentialsError (401, 403), RateLimited, ProviderFailed
+        (5xx, or no answer), BadRequest for every other refusal, and before all of them what `classify` returns.
         """
         may_repeat = method in ("GET", "HEAD", "DELETE") if is_repeatable is None else is_repeatable
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -113,7 +131,9 @@ class Api:
             except NEVER_TO_BE_SENT as error:
                 raise BadRequest(self._clean(f"{self._name} cannot be asked {method} {path}: {error}")) from None
             except httpx.RequestError as error:
-                failure: SkywardError = ProviderFailed(self._clean(f"{self._name} did not answer {method} {path}: {str(error) or type(error).__name__}"))
+                failure: SkywardError = ProviderFailed(
+                    self._clean(f"{self._name} did not answer {method} {path}: {str(error) or type(error).__name__}")
+                )
                 failure.__cause__ = error
                 again = may_repeat or isinstance(error, NEVER_SENT)
             else:
@@ -142,12 +162,21 @@ class Api:
         status = answer.status_code
         told = self._told(content)
         message = self._clean(f"{self._name} answered {method} {path} with {status}") + (f": {told}" if told else "")
-        code = next((body[key] for key in ("code", "id", "error", "title") if isinstance(body.get(key), str) and body[key]), str(status))
+        code = next(
+            (body[key] for key in ("code", "id", "error", "title") if isinstance(body.get(key), str) and body[key]),
+            str(status),
+        )
         return (self._classify(status, body, message) or _meaning(status, message)).coded(self._told(code))
 
     def _told(self, content: object) -> str:
         """What the cloud said, in one line: without secrets first, so that the cut leaves no half of one."""
-        text = "" if content is None else content if isinstance(content, str) else json.dumps(_without_secrets(content), ensure_ascii=False)
+        text = (
+            ""
+            if content is None
+            else content
+            if isinstance(content, str)
+            else json.dumps(_without_secrets(content), ensure_ascii=False)
+        )
         return " ".join(self._clean(text).split())[:TOLD_CHARACTERS]
 
     def _clean(self, text: str) -> str:
@@ -163,8 +192,8 @@ type Row = Mapping[str, Any]
 def field_of[T](answer: object, name: str, kind: type[T], who: str) -> T:
     """Return a field of an answer, which is of this kind. `who` has answered what: "RunPod answered GET /v2/pods".
 
-    Raises ProviderFailed for what is no JSON object, or has no such field: the page of a proxy, with status 200, is no answer. Nor is it a refusal: a creating
-    call that is answered so may have created something.
+    Raises ProviderFailed for what is no JSON object, or has no such field: the page of a proxy, with status 200, is no
+    answer. Nor is it a refusal: a creating call that is answered so may have created something.
     """
     value = cast("Row", answer).get(name) if isinstance(answer, dict) else None
     if not isinstance(value, kind):
@@ -173,7 +202,10 @@ def field_of[T](answer: object, name: str, kind: type[T], who: str) -> T:
 
 
 def rows_of(answer: object, name: str, who: str) -> list[Row]:
-    """Return the list of JSON objects in a field of an answer. Raises ProviderFailed like `field_of`: an answer without it says nothing of what there is."""
+    """Return the list of JSON objects in a field of an answer.
+
+    Raises ProviderFailed like `field_of`: an answer without it says nothing of what there is.
+    """
     return rows_in(field_of(answer, name, list, who), who)
 
 
@@ -185,7 +217,9 @@ def rows_in(answer: object, who: str) -> list[Row]:
 
 
 def nothing_in(answer: object, who: str) -> None:
-    """Raise ProviderFailed for an answer that says something, of a cloud that says nothing when it has done what it was asked."""
+    """Raise ProviderFailed for an answer that says something, of a cloud that says nothing when it has done what it was
+    asked.
+    """
     if answer is not None:
         raise ProviderFailed(f"{who} with what is none of its answers")
 
@@ -193,7 +227,10 @@ def nothing_in(answer: object, who: str) -> None:
 def _without_secrets(content: object) -> object:
     if isinstance(content, dict):
         fields = cast("dict[str, object]", content).items()
-        return {name: "***" if isinstance(value, str) and SECRET_FIELD.fullmatch(name) else _without_secrets(value) for name, value in fields}
+        return {
+            name: "***" if isinstance(value, str) and SECRET_FIELD.fullmatch(name) else _without_secrets(value)
+            for name, value in fields
+        }
     return [_without_secrets(one) for one in cast("list[object]", content)] if isinstance(content, list) else content
 
 
@@ -217,7 +254,9 @@ def _content(answer: httpx.Response) -> Any:
 
 
 def _wish(answer: httpx.Response, reset: Reset) -> float | None:
-    """How many seconds the cloud wants us to wait: a number, or a date (RFC 9110, 10.2.3); else until its own header says, if that is still to come."""
+    """How many seconds the cloud wants us to wait: a number, or a date (RFC 9110, 10.2.3); else until its own header
+    says, if that is still to come.
+    """
     told = answer.headers.get("Retry-After", "").strip()
     if not told:
         at = reset(answer.headers) if answer.status_code == HTTPStatus.TOO_MANY_REQUESTS else None

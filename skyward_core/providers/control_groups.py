@@ -1,8 +1,10 @@
-"""Control groups (cgroup v2) for the nodes of this machine: whatever forks in one stays in it, and the kernel kills all of it at once (`cgroup.kill`).
+"""Control groups (cgroup v2) for the nodes of this machine: whatever forks in one stays in it, and the kernel kills all
+of it at once (`cgroup.kill`).
 
-A group is a folder below the group of the process that makes it, or beside that (`_home`). It needs a kernel of 5.14 or later and a folder that this user may
-write to: root has one nearly everywhere, other users below their systemd user manager (`user@.service` and what it starts), and nobody in most containers. Its
-name tells what it is of, `skyward.INSTANCE.POOL.RANK`, and its owner whose it is: so any process of the same user finds it.
+A group is a folder below the group of the process that makes it, or beside that (`_home`). It needs a kernel of 5.14 or
+later and a folder that this user may write to: root has one nearly everywhere, other users below their systemd user
+manager (`user@.service` and what it starts), and nobody in most containers. Its name tells what it is of,
+`skyward.INSTANCE.POOL.RANK`, and its owner whose it is: so any process of the same user finds it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from typing import Self
 
 from skyward_core.worker import call_groups
 
-NAME_SHAPE = re.compile(r"skyward\.(?P<instance>local-[0-9a-f]{12})\.(?P<pool>[A-Za-z0-9_-]{1,120})\.(?P<rank>[0-9]{1,6})")
+NAME_SHAPE = re.compile(
+    r"skyward\.(?P<instance>local-[0-9a-f]{12})\.(?P<pool>[A-Za-z0-9_-]{1,120})\.(?P<rank>[0-9]{1,6})"
+)
 LIMITS = ("memory.max", "memory.high", "pids.max", "cpu.max", "cpuset.cpus", "io.max")
 NO_LIMIT = ("", "max", "max 100000")
 ABANDONED_SECONDS = 60.0
@@ -77,12 +81,19 @@ def make(instance_id: str, pool_id: str, rank: str) -> ControlGroup | None:
 
 
 def all_groups() -> list[ControlGroup]:
-    """Return the groups of nodes that this user has made, wherever they are in the hierarchy. A read of its folders: some milliseconds."""
+    """Return the groups of nodes that this user has made, wherever they are in the hierarchy.
+
+    A read of its folders: some milliseconds.
+    """
     hierarchy = call_groups.mount()
     found: list[ControlGroup] = []
     if hierarchy is not None:
         for folder, below, _ in os.walk(hierarchy[1]):
-            groups = [group for name in below if name.startswith("skyward.") and (group := ControlGroup.of(Path(folder, name))) is not None]
+            groups = [
+                group
+                for name in below
+                if name.startswith("skyward.") and (group := ControlGroup.of(Path(folder, name))) is not None
+            ]
             for group in groups:
                 with contextlib.suppress(OSError):
                     if group.path.stat().st_uid == os.getuid():
@@ -101,8 +112,9 @@ def remove_abandoned() -> None:
 def _home() -> Path | None:
     """Where groups of nodes are made; None if it is not to be seen here.
 
-    A group with processes of its own hands no controller down (cgroups(7)). So it is the group above that of this process if that hands `memory` down, and
-    if what is made there escapes no limit of this process's group: such as the group above a login session's or a terminal's.
+    A group with processes of its own hands no controller down (cgroups(7)). So it is the group above that of this
+    process if that hands `memory` down, and if what is made there escapes no limit of this process's group: such as the
+    group above a login session's or a terminal's.
     """
     own = call_groups.own_group()
     if own is None:

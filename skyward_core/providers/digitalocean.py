@@ -1,9 +1,11 @@
 """DigitalOcean: virtual machines ("droplets"), with GPUs or without, over its REST API.
 
-What is said of the API here was read in the fact sheet of 2026-11-20, section 2, and in DigitalOcean's OpenAPI description (github.com/digitalocean/openapi).
+What is said of the API here was read in the fact sheet of 2026-11-20, section 2, and in DigitalOcean's OpenAPI
+description (github.com/digitalocean/openapi).
 
-Two things are different here. A creating call that is accepted (202) is no success: whether the machine came to be stands in its action. And tags are put on a
-machine after it was created, without a promise when: until then it is known by its name alone, which is chosen before the call.
+Two things are different here. A creating call that is accepted (202) is no success: whether the machine came to be
+stands in its action. And tags are put on a machine after it was created, without a promise when: until then it is known
+by its name alone, which is chosen before the call.
 """
 
 from __future__ import annotations
@@ -25,7 +27,16 @@ from pydantic import ConfigDict, Field, SecretStr, model_validator
 
 from skyward_core.accelerators.catalog import Chip, find
 from skyward_core.concurrency.threads import side_by_side
-from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
+from skyward_core.errors import (
+    BadRequest,
+    CredentialsError,
+    InstancesLeft,
+    NoCapacity,
+    ProviderFailed,
+    QuotaExceeded,
+    RateLimited,
+    SkywardError,
+)
 from skyward_core.machines.instances import Endpoint, Instance, InstanceState
 from skyward_core.machines.offers import Offer, Requirements, architecture_beside
 from skyward_core.providers._http import Api, Row, field_of, nothing_in, rows_of
@@ -48,7 +59,9 @@ ADDRESS_SECONDS = 600.0
 """How long a machine may take to get its address; one that has none by then is given back."""
 POLL_SECONDS, LONGEST_POLL_SECONDS = 1.0, 15.0
 ACTIONS_PER_POLL = 10
-"""How many machines without an address are asked for their action in one poll, in turns: all requests together may be 250 a minute."""
+"""How many machines without an address are asked for their action in one poll, in turns: all requests together may be
+250 a minute.
+"""
 KEY_SECONDS, KEY_PAUSE_SECONDS = 60.0, 2.0
 """How long a key that was registered may be unknown to the creating call: some seconds, as others report."""
 
@@ -57,19 +70,38 @@ LEAST_MEMORY_GB = 2.0
 SPOT_SUFFIX = "-spot"
 SPOT_CHIPS = ("B300", "MI350X", "MI355X")
 """All that is sold as spot (fact sheet, 2.4); listed only while it can be ordered."""
-CPU_IMAGE, NVIDIA_IMAGE, NVIDIA_8_IMAGE, AMD_IMAGE = "ubuntu-24-04-x64", "gpu-h100x1-base", "gpu-h100x8-base", "gpu-amd-base"
-"""The image of one H100 is also that of every other single NVIDIA GPU; that of eight has the fabric manager. All let root in."""
+CPU_IMAGE, NVIDIA_IMAGE, NVIDIA_8_IMAGE, AMD_IMAGE = (
+    "ubuntu-24-04-x64",
+    "gpu-h100x1-base",
+    "gpu-h100x8-base",
+    "gpu-amd-base",
+)
+"""The image of one H100 is also that of every other single NVIDIA GPU; that of eight has the fabric manager.
+
+All let root in.
+"""
 
 REFUSALS: Mapping[type[SkywardError], tuple[str, ...]] = {
     QuotaExceeded: ("droplet limit",),
-    NoCapacity: ("not available in this region", "region is not available", "temporarily unavailable", "not currently available", "size is unavailable"),
+    NoCapacity: (
+        "not available in this region",
+        "region is not available",
+        "temporarily unavailable",
+        "not currently available",
+        "size is unavailable",
+    ),
 }
-"""Capacity, quota and what is wrong in the request itself are one status (422) and one code: these parts of the message tell them apart."""
+"""Capacity, quota and what is wrong in the request itself are one status (422) and one code: these parts of the message
+tell them apart.
+"""
 KEY_IS_THERE = ("already been taken", "already in use")
 KEY_IS_UNKNOWN = "invalid key identifiers"
 
 TAG = "skyward"
-"""On every machine, for firewalls and for the eye. Beside it are as many tags `skyward:1-2:...` as our own tags need."""
+"""On every machine, for firewalls and for the eye.
+
+Beside it are as many tags `skyward:1-2:...` as our own tags need.
+"""
 TAG_CHARACTERS = 255
 TAG_PART = re.compile(rf"{TAG}:([0-9]{{1,2}})-([0-9]{{1,2}}):([a-z0-9:_-]*)")
 
@@ -80,8 +112,11 @@ command -v curl >/dev/null || exec poweroff
 id=$({metadata_id})
 case $id in '' | *[!0-9]*) exit 1 ;; esac
 printf 'header = "Authorization: Bearer %s"\\n' {token} | curl -sf -m 30 -o /dev/null -X DELETE -K - {url}/v2/droplets/"$id" && sleep 60
+"""  # noqa: E501
+"""Is run again until the machine is gone: one that were off would be paid for as well, and try no more.
+
+The token is on no command line.
 """
-"""Is run again until the machine is gone: one that were off would be paid for as well, and try no more. The token is on no command line."""
 
 
 class DigitalOcean(Provider):
@@ -90,9 +125,10 @@ class DigitalOcean(Provider):
     >>> DigitalOcean(region=("nyc2", "tor1")).region
     ('nyc2', 'tor1')
 
-    The token is `token`, else DIGITALOCEAN_TOKEN or DIGITALOCEAN_ACCESS_TOKEN, else that of doctl. With `node_token`, one that may do no more than delete
-    droplets, machines delete themselves when they end; it is planted on them, where whatever runs there can read it. Without, they power off, which
-    DigitalOcean goes on to bill, and somebody has to terminate them.
+    The token is `token`, else DIGITALOCEAN_TOKEN or DIGITALOCEAN_ACCESS_TOKEN, else that of doctl. With `node_token`,
+    one that may do no more than delete droplets, machines delete themselves when they end; it is planted on them, where
+    whatever runs there can read it. Without, they power off, which DigitalOcean goes on to bill, and somebody has to
+    terminate them.
     """
 
     model_config = ConfigDict(hide_input_in_errors=True)
@@ -100,7 +136,9 @@ class DigitalOcean(Provider):
     name: ClassVar[str] = "digitalocean"
     end_command: ClassVar[str] = END_COMMAND
     gone_deadline_seconds: ClassVar[float] = 300.0
-    """A droplet that is still being created cannot be deleted ("already has a pending event"): with GPUs that takes minutes."""
+    """A droplet that is still being created cannot be deleted ("already has a pending event"): with GPUs that takes
+    minutes.
+    """
     listing_lag_seconds: ClassVar[float] = 30.0
     """Nothing is promised; a droplet is created after its call was accepted, and tagged after that."""
     sells_by_wish: ClassVar[bool] = True
@@ -130,7 +168,8 @@ class DigitalOcean(Provider):
     # ── the four verbs ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def offers(self, want: Requirements) -> list[Offer]:
-        """Return every size that can be ordered now in the configured regions; sizes with a chip that the catalogue does not know are left out.
+        """Return every size that can be ordered now in the configured regions; sizes with a chip that the catalogue
+        does not know are left out.
 
         So are those with less than LEAST_MEMORY_GB, unless less is asked for, or a size by its name.
         """
@@ -138,7 +177,11 @@ class DigitalOcean(Provider):
             sizes = _pages(api, "/v2/sizes", "sizes")
         regions = {self.region} if isinstance(self.region, str) else set(self.region or ())
         least_gb = LEAST_MEMORY_GB if want.memory_gb is None and want.instance_type is None else 0.0
-        return [offer for offer in to_offers(sizes) if (not regions or offer.region in regions) and offer.memory_gb >= least_gb]
+        return [
+            offer
+            for offer in to_offers(sizes)
+            if (not regions or offer.region in regions) and offer.memory_gb >= least_gb
+        ]
 
     def may_sell_spot(self, want: Requirements) -> bool:
         """Of three chips only, by the names of the machines or of the chips."""
@@ -146,7 +189,10 @@ class DigitalOcean(Provider):
         return any(chip in named for chip in SPOT_CHIPS)
 
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
-        """Rent up to `count` machines, ten a call, and return when each has an address. Those that fail meanwhile are given back and left out."""
+        """Rent up to `count` machines, ten a call, and return when each has an address.
+
+        Those that fail meanwhile are given back and left out.
+        """
         key = our_key(self.ssh_key)
         first = int(tags[RANK_TAG])
         ranks = {name_of(tags, rank): rank for rank in range(first, first + count)}
@@ -158,16 +204,27 @@ class DigitalOcean(Provider):
             if failed:
                 _give_back(api, failed, is_any_ready=bool(ready))
         prices = {"price_per_hour": offer.price_per_hour, "on_demand_price_per_hour": offer.on_demand_price_per_hour}
-        instances = [_instance(row, of_machine(tags, ranks[row["name"]]), key).model_copy(update=prices) for row in ready]
+        instances = [
+            _instance(row, of_machine(tags, ranks[row["name"]]), key).model_copy(update=prices) for row in ready
+        ]
         return sorted(instances, key=lambda instance: instance.rank)
 
     def instances(self, pool_id: str | None = None) -> list[Instance]:
-        """Return our machines, whatever their region. Those of a pool are found before they are tagged as well, by their names."""
+        """Return our machines, whatever their region.
+
+        Those of a pool are found before they are tagged as well, by their names.
+        """
         key = our_key(self.ssh_key)
         with self._api() as api:
             rows = {row["id"]: row for is_gpu in (True, False) for row in _droplets(api, is_gpu=is_gpu)}
-        told = [(row, tags) for row in rows.values() if (tags := tags_of(row, pool_id)) and pool_id in (None, tags[POOL_TAG])]
-        return sorted((_instance(row, tags, key) for row, tags in told), key=lambda instance: (instance.pool_id, instance.rank))
+        told = [
+            (row, tags)
+            for row in rows.values()
+            if (tags := tags_of(row, pool_id)) and pool_id in (None, tags[POOL_TAG])
+        ]
+        return sorted(
+            (_instance(row, tags, key) for row, tags in told), key=lambda instance: (instance.pool_id, instance.rank)
+        )
 
     def terminate(self, ids: Sequence[str]) -> None:
         """Destroy machines. Nothing else is paid for: no volume is ever made."""
@@ -201,7 +258,8 @@ class DigitalOcean(Provider):
             "region": offer.region,
             "size": offer.instance_type + (SPOT_SUFFIX if offer.is_spot else ""),
             "image": int(image) if image.isdecimal() else image,
-            "ssh_keys": [fingerprint],  # cloud-init lets ours in anyway; without one here, a password for root goes out by e-mail
+            # cloud-init lets ours in anyway; without one here, a password for root goes out by e-mail
+            "ssh_keys": [fingerprint],
             "tags": to_tags(tags),
             "user_data": cloud_config(boot, key, host_key(tags[LAUNCH_TAG], key)),
         }
@@ -220,7 +278,13 @@ class DigitalOcean(Provider):
         token = self.token.get_secret_value() if self.token else _token()
         secrets = (token, self.node_token.get_secret_value() if self.node_token else "")
         return Api(
-            "DigitalOcean", self._url(), {"Authorization": f"Bearer {token}"}, classify=_meaning, secrets=secrets, reset=_reset, says_missing=_says_missing
+            "DigitalOcean",
+            self._url(),
+            {"Authorization": f"Bearer {token}"},
+            classify=_meaning,
+            secrets=secrets,
+            reset=_reset,
+            says_missing=_says_missing,
         )
 
 
@@ -229,7 +293,11 @@ def _token() -> str:
     for variable in TOKEN_VARIABLES:
         if token := os.environ.get(variable):
             return token
-    home = Path("~/Library/Application Support" if sys.platform == "darwin" else os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
+    home = Path(
+        "~/Library/Application Support"
+        if sys.platform == "darwin"
+        else os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    ).expanduser()
     place = home / "doctl" / "config.yaml"
     try:
         token = doctl_token(place.read_text(encoding="utf-8"))
@@ -238,17 +306,25 @@ def _token() -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise CredentialsError(f"{place} cannot be read: {error}") from error
     if not token:
-        raise CredentialsError(f"no token for DigitalOcean: set {TOKEN_VARIABLES[0]} (or {TOKEN_VARIABLES[1]}), or log in with `doctl auth init`")
+        raise CredentialsError(
+            f"no token for DigitalOcean: set {TOKEN_VARIABLES[0]} (or {TOKEN_VARIABLES[1]}), or log in with `doctl auth"
+            " init`"
+        )
     return token
 
 
 def doctl_token(config: str) -> str:
-    """Return the token of doctl's current context from the text of its config.yaml, "" if there is none. No reader of YAML: two lines of it matter."""
+    """Return the token of doctl's current context from the text of its config.yaml, "" if there is none.
+
+    No reader of YAML: two lines of it matter.
+    """
     lines = dict(re.findall(r"^([\w-]+): *[\"']?([^\"'\s]+)[\"']? *$", config, re.MULTILINE))
     context = lines.get("context", "default")
     if context == "default":
         return lines.get("access-token", "")
-    found = re.search(rf"^auth-contexts:\s*\n(?:[ \t]+.*\n)*?[ \t]+{re.escape(context)}: *[\"']?([^\"'\s]+)", config, re.MULTILINE)
+    found = re.search(
+        rf"^auth-contexts:\s*\n(?:[ \t]+.*\n)*?[ \t]+{re.escape(context)}: *[\"']?([^\"'\s]+)", config, re.MULTILINE
+    )
     return found[1] if found else ""
 
 
@@ -269,7 +345,10 @@ def _says_missing(body: Row) -> bool:
 
 
 def _reset(headers: Mapping[str, str]) -> float | None:
-    """When the hourly limit has room again. Retry-After comes with bursts only; where requests are left it is not this limit that has refused us."""
+    """When the hourly limit has room again.
+
+    Retry-After comes with bursts only; where requests are left it is not this limit that has refused us.
+    """
     told = headers.get("ratelimit-reset", "").strip()
     if headers.get("ratelimit-remaining", "0").strip() != "0" or not re.fullmatch("[0-9]{1,12}", told):
         return None
@@ -280,7 +359,10 @@ def _reset(headers: Mapping[str, str]) -> float | None:
 
 
 def to_offers(sizes: Iterable[Row]) -> list[Offer]:
-    """Return an offer for each size and region where it can be ordered. A spot size is its on-demand twin, and that one's name is its `instance_type`."""
+    """Return an offer for each size and region where it can be ordered.
+
+    A spot size is its on-demand twin, and that one's name is its `instance_type`.
+    """
     sizes = list(sizes)
     prices = {size["slug"]: size["price_hourly"] for size in sizes}
     offers: list[Offer] = []
@@ -307,12 +389,17 @@ def to_offers(sizes: Iterable[Row]) -> list[Offer]:
                     accelerator=chip.name if chip else None,
                     accelerators=count,
                     architecture=architecture_beside(chip.name if chip else None),
-                    accelerator_memory_gb=gpus["vram"]["amount"] / count if chip else None,  # told for all of them together
+                    # told for all of them together
+                    accelerator_memory_gb=gpus["vram"]["amount"] / count if chip else None,
                 )
                 for region in size["regions"]
             ]
     if unknown:
-        log.debug("DigitalOcean sells %d sizes with chips that the catalogue does not know: %s", len(unknown), ", ".join(unknown))
+        log.debug(
+            "DigitalOcean sells %d sizes with chips that the catalogue does not know: %s",
+            len(unknown),
+            ", ".join(unknown),
+        )
     return offers
 
 
@@ -337,7 +424,10 @@ def image_of(offer: Offer) -> str:
 
 
 def name_of(tags: Tags, rank: int) -> str:
-    """Return the name of a machine of a launch: unique, and the same whenever it is asked for. Letters, digits and '-'."""
+    """Return the name of a machine of a launch: unique, and the same whenever it is asked for.
+
+    Letters, digits and '-'.
+    """
     return f"{_word(tags[POOL_TAG])}-{rank}-{launch_word(tags)}"
 
 
@@ -365,10 +455,15 @@ def from_tags(told: Iterable[str]) -> dict[str, str]:
 def tags_of(row: Row, pool_id: str | None = None) -> dict[str, str]:
     """Return the tags of one machine, with its own rank; nothing if it is none of ours.
 
-    One that has no tags of ours is of the pool asked for, if it has a name as only that pool gives it: its tags may be still to come.
+    One that has no tags of ours is of the pool asked for, if it has a name as only that pool gives it: its tags may be
+    still to come.
     """
     if tags := from_tags(row.get("tags") or ()):
-        found = re.fullmatch(rf"{re.escape(_word(tags[POOL_TAG]))}-([0-9]+)-{launch_word(tags)}", row["name"]) if LAUNCH_TAG in tags else None
+        found = (
+            re.fullmatch(rf"{re.escape(_word(tags[POOL_TAG]))}-([0-9]+)-{launch_word(tags)}", row["name"])
+            if LAUNCH_TAG in tags
+            else None
+        )
         return of_machine(tags, int(found[1])) if found else tags
     found = re.fullmatch(rf"{re.escape(_word(pool_id))}-([0-9]+)-[a-z0-9]{{1,8}}", row["name"]) if pool_id else None
     return {POOL_TAG: pool_id, RANK_TAG: found[1]} if found and pool_id else {}
@@ -406,14 +501,26 @@ def _instance(row: Row, tags: Mapping[str, str], key: Key) -> Instance:
         private_ip=_address(row, "private"),
         tags=dict(tags),
         directory=directory_of(str(row["id"])),
-        endpoint=Endpoint(host=ip, port=22, user="root", key=str(key.path), host_key=host_key(launch, key).public, known_hosts=os.devnull)
-        if ip and launch
-        else None,
+        endpoint=(
+            Endpoint(
+                host=ip,
+                port=22,
+                user="root",
+                key=str(key.path),
+                host_key=host_key(launch, key).public,
+                known_hosts=os.devnull,
+            )
+            if ip and launch
+            else None
+        ),
     )
 
 
 def state_of(row: Row) -> InstanceState:
-    """Return what a droplet's status means. One that is off is billed in full; a word that is not known is not taken for a machine that runs."""
+    """Return what a droplet's status means.
+
+    One that is off is billed in full; a word that is not known is not taken for a machine that runs.
+    """
     match row["status"]:
         case "active":
             return InstanceState.RUNNING
@@ -433,12 +540,17 @@ def _is_ready(row: Row) -> bool:
 
 
 def _droplets(api: Api, *, is_gpu: bool) -> list[Row]:
-    """The account's droplets with GPUs, or those without: no listing has both. A filter by tag can not be combined with that."""
+    """The account's droplets with GPUs, or those without: no listing has both.
+
+    A filter by tag can not be combined with that.
+    """
     return _pages(api, "/v2/droplets", "droplets", type="gpus" if is_gpu else None)
 
 
 def _pages(api: Api, path: str, kind: str, **query: Any) -> list[Row]:
-    """All pages of a listing, read again if something was made or deleted meanwhile: what moves up to a page that was read already would seem to be gone."""
+    """All pages of a listing, read again if something was made or deleted meanwhile: what moves up to a page that was
+    read already would seem to be gone.
+    """
     for _ in range(LISTING_TRIES):
         rows: list[Row] = []
         totals: set[int | None] = set()
@@ -458,11 +570,16 @@ def _pages(api: Api, path: str, kind: str, **query: Any) -> list[Row]:
 
 
 def _registered(api: Api, key: Key) -> str:
-    """Register our public key in the account, where it stays; return its fingerprint. Listing keys is limited to ten requests a minute: not needed."""
+    """Register our public key in the account, where it stays; return its fingerprint.
+
+    Listing keys is limited to ten requests a minute: not needed.
+    """
     kind, blob = key.public.split()[:2]
     digest = hashlib.md5(base64.b64decode(blob), usedforsecurity=False).hexdigest()
     try:
-        api.ask("POST", "/v2/account/keys", body={"name": "skyward", "public_key": f"{kind} {blob}"}, is_repeatable=True)
+        api.ask(
+            "POST", "/v2/account/keys", body={"name": "skyward", "public_key": f"{kind} {blob}"}, is_repeatable=True
+        )
     except BadRequest as error:
         if not any(part in str(error) for part in KEY_IS_THERE):
             raise
@@ -470,10 +587,11 @@ def _registered(api: Api, key: Key) -> str:
 
 
 def _create(api: Api, wish: Mapping[str, Any], names: Sequence[str], *, is_gpu: bool) -> list[Row]:
-    """Ask for machines of these names, ten a call, one call after the other: no more than ten may be in creation at once.
+    """Ask for machines of these names, ten a call, one call after the other: no more than ten may be in creation at
+    once.
 
-    Ends at the first failure: what there is until then is returned, with what is found by name if the outcome of that call is not known. Raises it if
-    that is nothing.
+    Ends at the first failure: what there is until then is returned, with what is found by name if the outcome of that
+    call is not known. Raises it if that is nothing.
     """
     created: list[Row] = []
     for chunk in batched(names, NAMES_PER_CALL):
@@ -496,7 +614,9 @@ def _created(api: Api, body: Mapping[str, Any]) -> list[Row]:
         try:
             answer = api.ask("POST", "/v2/droplets", body=body)
             who = "DigitalOcean answered POST /v2/droplets"
-            created: list[Row] = rows_of(answer, "droplets", who) if "names" in body else [field_of(answer, "droplet", dict, who)]
+            created: list[Row] = (
+                rows_of(answer, "droplets", who) if "names" in body else [field_of(answer, "droplet", dict, who)]
+            )
             return [row for row in created if field_of(row, "id", int, who)]
         except BadRequest as error:
             if KEY_IS_UNKNOWN not in str(error) or time.monotonic() > deadline:
@@ -521,7 +641,13 @@ def _await_addresses(api: Api, created: Sequence[Row], *, is_gpu: bool) -> tuple
         rows.update({str(row["id"]): row for row in _droplets(api, is_gpu=is_gpu) if str(row["id"]) in rows})
         turn = sorted(waiting(), key=lambda machine_id: asked.get(machine_id, 0.0))[:ACTIONS_PER_POLL]
         asked |= dict.fromkeys(turn, time.monotonic())
-        reasons = dict(zip(turn, side_by_side(lambda machine_id: _failure(api, rows[machine_id]), turn, "skyward-digitalocean"), strict=True))
+        reasons = dict(
+            zip(
+                turn,
+                side_by_side(lambda machine_id: _failure(api, rows[machine_id]), turn, "skyward-digitalocean"),
+                strict=True,
+            )
+        )
         failed |= {machine_id: reason for machine_id, reason in reasons.items() if reason}
     failed |= dict.fromkeys(waiting(), f"no address within {ADDRESS_SECONDS:g} s")
     return [row for machine_id, row in rows.items() if machine_id not in failed], failed
@@ -541,7 +667,10 @@ def _failure(api: Api, row: Row) -> str:
 
 
 def _give_back(api: Api, failed: Mapping[str, str], *, is_any_ready: bool) -> None:
-    """Destroy machines that came to nothing. Raises NoCapacity if there are no others, and ProviderFailed if they may be left then."""
+    """Destroy machines that came to nothing.
+
+    Raises NoCapacity if there are no others, and ProviderFailed if they may be left then.
+    """
     told = "; ".join(f"droplet {machine_id}: {reason}" for machine_id, reason in failed.items())
     trouble: SkywardError | None = None
     try:
@@ -549,7 +678,9 @@ def _give_back(api: Api, failed: Mapping[str, str], *, is_any_ready: bool) -> No
     except SkywardError as error:
         trouble = error
     if not is_any_ready and trouble:
-        raise ProviderFailed(f"DigitalOcean created no machine ({told}), and what there is could not be ended: {trouble}") from trouble
+        raise ProviderFailed(
+            f"DigitalOcean created no machine ({told}), and what there is could not be ended: {trouble}"
+        ) from trouble
     if not is_any_ready:
         raise NoCapacity(f"DigitalOcean created no machine: {told}").coded("errored")
     log.warning("DigitalOcean did not bring up all machines: %s%s", told, f"; {trouble}" if trouble else "")
@@ -560,18 +691,26 @@ def _give_back(api: Api, failed: Mapping[str, str], *, is_any_ready: bool) -> No
 
 def _destroy(api: Api, ids: Sequence[str]) -> None:
     """Destroy each one. Raises CredentialsError if none was let through, InstancesLeft with those that are left."""
-    troubled: list[str] = []  # after the first that an outage has stopped, the others are asked once each: all of it has to come to an end
+    # after the first that an outage has stopped, the others are asked once each: all of it has to come to an end
+    troubled: list[str] = []
 
     def destroy(machine_id: str) -> SkywardError | None:
         try:
             path = f"/v2/droplets/{machine_id}"
-            nothing_in(api.ask("DELETE", path, missing_is_none=True, is_repeatable=not troubled), f"DigitalOcean answered DELETE {path}")
+            nothing_in(
+                api.ask("DELETE", path, missing_is_none=True, is_repeatable=not troubled),
+                f"DigitalOcean answered DELETE {path}",
+            )
         except SkywardError as error:
             troubled.append(machine_id)
             return error
         return None
 
-    failures = {machine_id: error for machine_id, error in zip(ids, side_by_side(destroy, ids, "skyward-digitalocean"), strict=True) if error}
+    failures = {
+        machine_id: error
+        for machine_id, error in zip(ids, side_by_side(destroy, ids, "skyward-digitalocean"), strict=True)
+        if error
+    }
     if not failures:
         return
     cause = next(iter(failures.values()))

@@ -25,7 +25,10 @@ PROCESS_SHAPE = re.compile(r"/proc/([0-9]+)/environ:(\w+)=(.*)")
 
 @dataclass(frozen=True, slots=True)
 class SeenKeys:
-    """The host keys that were seen, by address; None: they are not remembered. No part of the provider's value: any two are equal."""
+    """The host keys that were seen, by address; None: they are not remembered.
+
+    No part of the provider's value: any two are equal.
+    """
 
     seen: dict[str, str] | None = field(default=None, compare=False)
 
@@ -33,7 +36,10 @@ class SeenKeys:
         return None if self.seen is None else self.seen.get(address)
 
     def note(self, address: str, key: str | None) -> None:
-        """Remember a key that was verified, or seen first. Raises HostKeyChanged if another one was seen meanwhile, by another connection."""
+        """Remember a key that was verified, or seen first.
+
+        Raises HostKeyChanged if another one was seen meanwhile, by another connection.
+        """
         if self.seen is not None and key is not None and (before := self.seen.setdefault(address, key)) != key:
             raise HostKeyChanged(f"{address} has shown two host keys: {before} and {key}")
 
@@ -69,7 +75,9 @@ class HostAnswer:
 
 
 class HostConnections:
-    """SSH connections to several hosts, used side by side; closed at the end of its context, whatever still waits on them."""
+    """SSH connections to several hosts, used side by side; closed at the end of its context, whatever still waits on
+    them.
+    """
 
     def __init__(self, endpoints: Mapping[str, Endpoint], keys: SeenKeys) -> None:
         self._endpoints = endpoints
@@ -81,14 +89,18 @@ class HostConnections:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for connection in self._connections.values():
             connection.close()  # which also ends what waits for it in the threads
         self._threads.join()
         self._loop.close()
 
     def connect(self, straggler_seconds: float | None = None) -> dict[str, SkywardError]:
-        """Connect to all; return the errors of those that do not answer, with a limit: some time after the first that does."""
+        """Connect to all; return the errors of those that do not answer, with a limit: some time after the first that
+        does.
+        """
         futures = {address: self._threads.submit(self._connect, address) for address in self._endpoints}
         if straggler_seconds is not None:
             pending = set(futures.values())
@@ -96,7 +108,9 @@ class HostConnections:
                 pending = wait(pending, return_when=FIRST_COMPLETED).not_done
             wait(pending, straggler_seconds)
             late = Unreachable(f"no SSH connection within {straggler_seconds:g} s of the other hosts'")
-            failures: dict[str, SkywardError] = {address: late for address, future in futures.items() if not future.done()}
+            failures: dict[str, SkywardError] = {
+                address: late for address, future in futures.items() if not future.done()
+            }
             futures = {address: future for address, future in futures.items() if address not in failures}
             return failures | _settled(futures)[1]
         return _settled(futures)[1]
@@ -107,17 +121,33 @@ class HostConnections:
         self._keys.note(address, connection.host_key)
 
     def ask(
-        self, script: str, words: Mapping[str, Sequence[str]], *, stdin: str | None = None, timeout_seconds: float = COMMAND_SECONDS
+        self,
+        script: str,
+        words: Mapping[str, Sequence[str]],
+        *,
+        stdin: str | None = None,
+        timeout_seconds: float = COMMAND_SECONDS,
     ) -> tuple[dict[str, HostAnswer], dict[str, SkywardError]]:
-        """Run a script with these words on each of these hosts; return what was told, and the errors: CommandFailed for an exit code other than 0."""
-        return _settled({address: self._threads.submit(self._ask, address, script, its, stdin, timeout_seconds) for address, its in words.items()})
+        """Run a script with these words on each of these hosts; return what was told, and the errors: CommandFailed for
+        an exit code other than 0.
+        """
+        return _settled(
+            {
+                address: self._threads.submit(self._ask, address, script, its, stdin, timeout_seconds)
+                for address, its in words.items()
+            }
+        )
 
     def endpoint(self, address: str) -> Endpoint:
         """Return how a connected host is reached, with the key that it has shown."""
         return self._endpoints[address].model_copy(update={"host_key": self._connections[address].host_key})
 
-    def _ask(self, address: str, script: str, words: Sequence[str], stdin: str | None, timeout_seconds: float) -> HostAnswer:
-        done = self._connections[address].run(shlex.join(["sh", "-c", script, "skyward", *words]), stdin=stdin, timeout_seconds=timeout_seconds)
+    def _ask(
+        self, address: str, script: str, words: Sequence[str], stdin: str | None, timeout_seconds: float
+    ) -> HostAnswer:
+        done = self._connections[address].run(
+            shlex.join(["sh", "-c", script, "skyward", *words]), stdin=stdin, timeout_seconds=timeout_seconds
+        )
         if done.exit_code:
             raise CommandFailed(f"{address} could not do what it was asked", done.exit_code, done.output)
         return HostAnswer.read(done.output)

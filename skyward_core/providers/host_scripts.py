@@ -44,11 +44,13 @@ skyward_sweep() { # removes what is cached, unless a node of ours is here
     echo "::skyward swept $skyward_home"
   fi
 }
-"""
-"""The lock is /proc: it is one for each pid namespace, as far as pools see each other, and root's, so that no user can make, exchange or close it.
+"""  # noqa: E501
+"""The lock is /proc: it is one for each pid namespace, as far as pools see each other, and root's, so that no user can
+make, exchange or close it.
 
-Any user may hold it, though. A pool that holds it is seen by its guard within moments. If there is none, the lock of this user's home is taken instead, which
-only this user's own pools hold."""
+Any user may hold it, though. A pool that holds it is seen by its guard within moments. If there is none, the lock of
+this user's home is taken instead, which only this user's own pools hold.
+"""
 
 LOOK = (
     PLACES
@@ -61,7 +63,7 @@ if [ "$1" = gpus ] && skyward_gpus=$(timeout 30 nvidia-smi --query-gpu=name,memo
   printf '%s\n' "$skyward_gpus" | sed 's/^/::skyward gpu /'
 fi
 skyward_holders
-"""
+"""  # noqa: E501
 )
 """What the host is, and which pools hold it; with GPUs if $1 says so: their driver may take seconds."""
 
@@ -95,9 +97,10 @@ SKYWARD_HOME=$skyward_home SKYWARD_INSTANCE_ID=$1 SKYWARD_POOL_ID=$2 SKYWARD_RAN
 trap - EXIT
 echo "::skyward ip $skyward_ip"
 echo "::skyward directory $directory"
-"""
+"""  # noqa: E501
 )
-"""Takes the lock and starts the script on stdin under it, cut loose from this connection; or tells who holds the host."""
+"""Takes the lock and starts the script on stdin under it, cut loose from this connection; or tells who holds the host.
+"""
 
 LIST = (
     PLACES
@@ -150,9 +153,10 @@ for id; do end "$id" & done
 wait
 skyward_list
 [ "$keep" = keep ] || skyward_sweep || :
-"""
+"""  # noqa: E501
 )
-"""Asks the guards of these instances to end them. After 2 s (longer with GPUs to give back), or without a guard, it kills them itself.
+"""Asks the guards of these instances to end them. After 2 s (longer with GPUs to give back), or without a guard, it
+kills them itself.
 
 Then it lists what is left."""
 

@@ -1,9 +1,10 @@
 """Machines that you own, reached over SSH, as a provider.
 
-An instance is the set of processes on a host that carry its tag in the environment they were started with; the first of them is the guard
-(`provisioning.guard`), which the provider starts and which ends all the others. A host carries one instance at a time: the guard holds a lock of the whole
-machine, on descriptor 9, and the kernel frees it when the guard is dead, however it died. The provider keeps no instances in memory: which host an id
-may be on is told by the first digits of its number. What it does keep, for the life of a pool, is the host keys that it has seen (`for_pool`).
+An instance is the set of processes on a host that carry its tag in the environment they were started with; the first of
+them is the guard (`provisioning.guard`), which the provider starts and which ends all the others. A host carries one
+instance at a time: the guard holds a lock of the whole machine, on descriptor 9, and the kernel frees it when the guard
+is dead, however it died. The provider keeps no instances in memory: which host an id may be on is told by the first
+digits of its number. What it does keep, for the life of a pool, is the host keys that it has seen (`for_pool`).
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ class Hosts(Provider):
     >>> Hosts("10.0.0.5", "ubuntu@gpu-box:2222", "root@[fd00::5]:22").addresses
     ('10.0.0.5', 'ubuntu@gpu-box:2222', 'root@[fd00::5]:22')
 
-    What an address leaves open is taken from `user`, `port` and `key` (the path of a private key without passphrase), and after them from the agent and
-    ~/.ssh/config, in place of which `config` may name another. Host keys are those of `known_hosts` (a path; ~/.ssh/known_hosts by default), else pinned
-    at first contact.
+    What an address leaves open is taken from `user`, `port` and `key` (the path of a private key without passphrase),
+    and after them from the agent and ~/.ssh/config, in place of which `config` may name another. Host keys are those of
+    `known_hosts` (a path; ~/.ssh/known_hosts by default), else pinned at first contact.
 
     All that is ever on a host is below one directory, ~/.cache/skyward or its SKYWARD_HOME. Environments stay
-    cached there for the next pool, until `sweep_environments`; with `keep_environments=False` they go with the node that was the host's last.
-    `price_per_hour` is USD for one host.
+    cached there for the next pool, until `sweep_environments`; with `keep_environments=False` they go with the node
+    that was the host's last. `price_per_hour` is USD for one host.
     """
 
     model_config = ConfigDict(hide_input_in_errors=True)  # a password that was written into an address must not be told
@@ -68,7 +69,10 @@ class Hosts(Provider):
     ending_seconds: ClassVar[float] = 5.0
 
     addresses: tuple[str, ...] = Field(min_length=1)
-    """Each `[user@]host[:port]`, with IPv6 addresses in brackets; `host` may be an alias of the SSH configuration. Used in this order."""
+    """Each `[user@]host[:port]`, with IPv6 addresses in brackets; `host` may be an alias of the SSH configuration.
+
+    Used in this order.
+    """
     user: str | None = Field(default=None, min_length=1)
     port: int | None = Field(default=None, ge=1, le=65535)
     key: str | None = Field(default=None, min_length=1)
@@ -99,7 +103,10 @@ class Hosts(Provider):
         return self
 
     def for_pool(self) -> Self:
-        """Return a copy that pins each host's key when it first sees it, and from then on refuses another one. A pool has one for its life."""
+        """Return a copy that pins each host's key when it first sees it, and from then on refuses another one.
+
+        A pool has one for its life.
+        """
         copy = self.model_copy()
         copy._keys = SeenKeys({})
         return copy
@@ -107,10 +114,12 @@ class Hosts(Provider):
     # ── the four verbs ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def offers(self, want: Requirements) -> list[Offer]:
-        """Return an offer for each kind of host: all of them if no accelerator is wanted, else those with equal accelerators together.
+        """Return an offer for each kind of host: all of them if no accelerator is wanted, else those with equal
+        accelerators together.
 
-        An offer tells the least of what its hosts have that suit `want`. Hosts that do not answer are left out with a warning.
-        Raises HostKeyChanged if any host shows a wrong key, and if none answers what the first of them ends with.
+        An offer tells the least of what its hosts have that suit `want`. Hosts that do not answer are left out with a
+        warning. Raises HostKeyChanged if any host shows a wrong key, and if none answers what the first of them ends
+        with.
         """
         with self._connections(self.addresses) as connections:
             seen, silent = self._look(connections, is_for_gpus=want.accelerator is not None)
@@ -118,12 +127,21 @@ class Hosts(Provider):
             _raise_first(silent)
         groups: dict[object, list[_Host]] = {}
         for host in seen.values():
-            kind = (host.accelerator, host.accelerators, host.accelerator_memory_gb, want.architecture and host.architecture)
+            kind = (
+                host.accelerator,
+                host.accelerators,
+                host.accelerator_memory_gb,
+                want.architecture and host.architecture,
+            )
             groups.setdefault(kind, []).append(host)
-        return [self._offer([host for host in group if matches(self._offer([host]), want) is None] or group) for group in groups.values()]
+        return [
+            self._offer([host for host in group if matches(self._offer([host]), want) is None] or group)
+            for group in groups.values()
+        ]
 
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
-        """Start `startup` on the first `count` hosts that have what the offer says and are free; ranks rise from tags["skyward-rank"] in the hosts' order.
+        """Start `startup` on the first `count` hosts that have what the offer says and are free; ranks rise from
+        tags["skyward-rank"] in the hosts' order.
 
         Raises NoCapacity, with what is in the way on each host, if there is none.
         """
@@ -137,18 +155,25 @@ class Hosts(Provider):
             in_the_way |= {address: reason for address, host in seen.items() if (reason := host.unfit_for(offer))}
             free = [address for address in self.addresses if address not in in_the_way]
             while free and len(instances) < count:
-                ranks = [rank for rank in range(first, first + count) if rank not in {instance.rank for instance in instances}]
+                ranks = [
+                    rank
+                    for rank in range(first, first + count)
+                    if rank not in {instance.rank for instance in instances}
+                ]
                 chosen = dict(zip(free, ranks, strict=False))
                 free = free[len(chosen) :]
                 started, refused = self._start(connections, chosen, offer, tags, startup)
                 instances += started
                 in_the_way |= refused
         if not instances:
-            raise NoCapacity("no host is free: " + "; ".join(f"{address} {in_the_way[address]}" for address in self.addresses))
+            raise NoCapacity(
+                "no host is free: " + "; ".join(f"{address} {in_the_way[address]}" for address in self.addresses)
+            )
         return sorted(instances, key=lambda instance: instance.rank)
 
     def instances(self, pool_id: str | None = None) -> list[Instance]:
-        """Return the pool's instances of which any process lives; without a pool, those of all pools of the users that we log in as, pool by pool.
+        """Return the pool's instances of which any process lives; without a pool, those of all pools of the users that
+        we log in as, pool by pool.
 
         Raises the error of the first host that does not answer: what it carries is not known.
         """
@@ -156,17 +181,24 @@ class Hosts(Provider):
             _raise_first(connections.connect())
             answers, failures = connections.ask(LIST, dict.fromkeys(self.addresses, ()))
             _raise_first(failures)
-            found = [instance for address, answer in answers.items() for instance in self._found(answer, connections.endpoint(address), pool_id)]
+            found = [
+                instance
+                for address, answer in answers.items()
+                for instance in self._found(answer, connections.endpoint(address), pool_id)
+            ]
         return sorted(found, key=lambda instance: (instance.pool_id, instance.rank))
 
     def terminate(self, ids: Sequence[str]) -> dict[str, str]:
-        """End every process of these instances and remove what they leave; environments stay cached unless `keep_environments` is False.
+        """End every process of these instances and remove what they leave; environments stay cached unless
+        `keep_environments` is False.
 
         Returns how each end is known.
 
-        Asks only hosts that may carry one of them. Raises InstancesLeft with those that outlive it, and those that may be on a host that does not answer.
+        Asks only hosts that may carry one of them. Raises InstancesLeft with those that outlive it, and those that may
+        be on a host that does not answer.
         """
-        wanted = {instance_id for instance_id in ids if ID_SHAPE.fullmatch(instance_id)}  # others were never ours, and ids become paths there
+        # others were never ours, and ids become paths there
+        wanted = {instance_id for instance_id in ids if ID_SHAPE.fullmatch(instance_id)}
         places = {address: sorted(wanted & self._possible(address, wanted)) for address in self.addresses}
         asked = {address: its for address, its in places.items() if its}
         if not asked:
@@ -181,11 +213,18 @@ class Hosts(Provider):
             for warning in answer.all("warning"):
                 log.warning("%s: %s", address, warning)
         found = {instance_id for answer in answers.values() for instance_id in answer.all("found")}
-        left = {tags[INSTANCE_TAG] for answer in answers.values() for tags in answer.processes if tags[INSTANCE_TAG] in wanted}
+        left = {
+            tags[INSTANCE_TAG]
+            for answer in answers.values()
+            for tags in answer.processes
+            if tags[INSTANCE_TAG] in wanted
+        }
         left |= {instance_id for address in failures for instance_id in asked[address]} - (found - left)
         if left:
             why = "; ".join(str(error) for error in failures.values()) or "they outlive SIGKILL"
-            raise InstancesLeft(f"{', '.join(sorted(left))} may still run: {why}", sorted(left)) from next(iter(failures.values()), None)
+            raise InstancesLeft(f"{', '.join(sorted(left))} may still run: {why}", sorted(left)) from next(
+                iter(failures.values()), None
+            )
         proofs = [proof.partition(" ") for answer in answers.values() for proof in answer.all("proof")]
         for instance_id, _, kind in proofs:
             if kind == "tag":
@@ -199,13 +238,16 @@ class Hosts(Provider):
     # ── and a fifth ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def sweep_environments(self) -> list[str]:
-        """Remove the cached environments of all hosts; return the addresses of those that were left as they are, because a node runs there.
+        """Remove the cached environments of all hosts; return the addresses of those that were left as they are,
+        because a node runs there.
 
         Raises the error of the first host that does not answer, after the others were swept.
         """
         with self._connections(self.addresses) as connections:
             failures = dict(connections.connect())
-            answers, failed = connections.ask(SWEEP, {address: () for address in self.addresses if address not in failures})
+            answers, failed = connections.ask(
+                SWEEP, {address: () for address in self.addresses if address not in failures}
+            )
         _raise_first(failures | failed)
         return [address for address in self.addresses if not answers[address].all("swept")]
 
@@ -214,7 +256,10 @@ class Hosts(Provider):
     def _endpoint(self, address: str) -> Endpoint:
         parts = ADDRESS_SHAPE.fullmatch(address)
         if parts is None or not 1 <= int(parts["port"] or 1) <= 65535:
-            raise ValueError('an address is "host", "user@host" or "user@host:2222", with an IPv6 address in brackets; passwords are not taken')
+            raise ValueError(
+                'an address is "host", "user@host" or "user@host:2222", with an IPv6 address in brackets; passwords are'
+                " not taken"
+            )
         return Endpoint(
             host=parts["ipv6"] or parts["host"],
             port=int(parts["port"]) if parts["port"] else self.port,
@@ -226,11 +271,19 @@ class Hosts(Provider):
 
     def _connections(self, addresses: Sequence[str]) -> HostConnections:
         endpoints = {address: self._endpoint(address) for address in addresses}
-        pinned = {address: endpoint.model_copy(update={"host_key": self._keys.of(address)}) for address, endpoint in endpoints.items()}
+        pinned = {
+            address: endpoint.model_copy(update={"host_key": self._keys.of(address)})
+            for address, endpoint in endpoints.items()
+        }
         return HostConnections(pinned, self._keys)
 
-    def _look(self, connections: HostConnections, *, is_for_gpus: bool) -> tuple[dict[str, _Host], dict[str, SkywardError]]:
-        """Ask what the hosts are; return that, and the errors of those that do not answer. Raises HostKeyChanged, and BadRequest for our own files."""
+    def _look(
+        self, connections: HostConnections, *, is_for_gpus: bool
+    ) -> tuple[dict[str, _Host], dict[str, SkywardError]]:
+        """Ask what the hosts are; return that, and the errors of those that do not answer.
+
+        Raises HostKeyChanged, and BadRequest for our own files.
+        """
         silent = dict(connections.connect(STRAGGLER_SECONDS))
         there = [address for address in self.addresses if address not in silent]
         answers, failed = connections.ask(LOOK, dict.fromkeys(there, ("gpus" if is_for_gpus else "",)))
@@ -241,12 +294,17 @@ class Hosts(Provider):
             log.warning("%s is left out: %s", address, error)
         return {address: _Host.of(answer) for address, answer in answers.items()}, silent
 
-    def _start(self, connections: HostConnections, chosen: Mapping[str, int], offer: Offer, tags: Tags, startup: str) -> tuple[list[Instance], dict[str, str]]:
+    def _start(
+        self, connections: HostConnections, chosen: Mapping[str, int], offer: Offer, tags: Tags, startup: str
+    ) -> tuple[list[Instance], dict[str, str]]:
         """Start nodes of these ranks; return those that started, and what was in the way on the other hosts."""
         ids = {address: f"host-{self._mark(address)}{secrets.token_hex(6)[: 12 - MARK_DIGITS]}" for address in chosen}
         fixed = (repr(offer.price_per_hour), offer.instance_type, str(len(startup.encode())))
         its_tags = {address: of_machine(tags, rank) for address, rank in chosen.items()}
-        words = {address: (ids[address], its[POOL_TAG], its[RANK_TAG], *fixed, to_word(its)) for address, its in its_tags.items()}
+        words = {
+            address: (ids[address], its[POOL_TAG], its[RANK_TAG], *fixed, to_word(its))
+            for address, its in its_tags.items()
+        }
         answers, failures = connections.ask(START, words, stdin=startup)
         for error in failures.values():
             if not isinstance(error, CommandFailed):  # it may have started: the caller sweeps by tag
@@ -254,7 +312,14 @@ class Hosts(Provider):
         refused = {address: f"could not start a node: {error}" for address, error in failures.items()}
         refused |= {address: _held_by(answer.all("held")) for address, answer in answers.items() if answer.all("taken")}
         started = [
-            _instance(connections.endpoint(address), answer, ids[address], its_tags[address], offer.price_per_hour, offer.instance_type)
+            _instance(
+                connections.endpoint(address),
+                answer,
+                ids[address],
+                its_tags[address],
+                offer.price_per_hour,
+                offer.instance_type,
+            )
             for address, answer in answers.items()
             if address not in refused
         ]
@@ -281,22 +346,37 @@ class Hosts(Provider):
         return hashlib.sha256(f"{endpoint.host.lower()} {endpoint.port}".encode()).hexdigest()[:MARK_DIGITS]
 
     def _possible(self, address: str, ids: Iterable[str]) -> set[str]:
-        """Which of these may be on this host: those with its mark, and those with none that is known here (launched under another name of the host)."""
+        """Which of these may be on this host: those with its mark, and those with none that is known here (launched
+        under another name of the host).
+        """
         marks = {self._mark(other) for other in self.addresses}
         mine = self._mark(address)
-        return {instance_id for instance_id in ids if (mark := instance_id[5 : 5 + MARK_DIGITS]) == mine or mark not in marks}
+        return {
+            instance_id
+            for instance_id in ids
+            if (mark := instance_id[5 : 5 + MARK_DIGITS]) == mine or mark not in marks
+        }
 
     def _found(self, answer: HostAnswer, endpoint: Endpoint, pool_id: str | None) -> list[Instance]:
-        """The instances of a pool, or of all pools, on one host. What its guard alone could tell, and is dead, is filled in."""
+        """The instances of a pool, or of all pools, on one host.
+
+        What its guard alone could tell, and is dead, is filled in.
+        """
         merged: dict[str, dict[str, str]] = {}
         for variables in answer.processes:
             is_of_pool = POOL_VARIABLE in variables and pool_id in (None, variables[POOL_VARIABLE])
-            if is_of_pool and ID_SHAPE.fullmatch(variables[INSTANCE_TAG]):  # others are of another provider, which must end them
+            # others are of another provider, which must end them
+            if is_of_pool and ID_SHAPE.fullmatch(variables[INSTANCE_TAG]):
                 merged.setdefault(variables[INSTANCE_TAG], {}).update(variables)
         return [
             _instance(
                 endpoint,
-                HostAnswer({"ip": (its.get("SKYWARD_PRIVATE_IP", answer.one("ip")),), "directory": (its.get("SKYWARD_INSTANCE_DIRECTORY", ""),)}),
+                HostAnswer(
+                    {
+                        "ip": (its.get("SKYWARD_PRIVATE_IP", answer.one("ip")),),
+                        "directory": (its.get("SKYWARD_INSTANCE_DIRECTORY", ""),),
+                    }
+                ),
                 instance_id,
                 from_word(its.get(TAGS_VARIABLE, ""), its[POOL_VARIABLE], int(its.get("SKYWARD_RANK", "0"))),
                 float(its.get("SKYWARD_PRICE_PER_HOUR", self.price_per_hour)),
@@ -306,7 +386,14 @@ class Hosts(Provider):
         ]
 
 
-def _instance(endpoint: Endpoint, answer: HostAnswer, instance_id: str, tags: dict[str, str], price_per_hour: float, instance_type: str) -> Instance:
+def _instance(
+    endpoint: Endpoint,
+    answer: HostAnswer,
+    instance_id: str,
+    tags: dict[str, str],
+    price_per_hour: float,
+    instance_type: str,
+) -> Instance:
     return Instance(
         id=instance_id,
         provider=Hosts.name,
@@ -357,14 +444,18 @@ class _Host:
             memory_gb=int(answer.one("memory_kib")) * 1024 / GB,
             accelerator=_catalogue_name(names[0]) if gpus else None,
             accelerators=names.count(names[0]) if gpus else 0,
-            accelerator_memory_gb=int(mib) * 1024**2 / GB if mib.isdigit() else None,  # "[N/A]" where processor and GPU share it
+            # "[N/A]" where processor and GPU share it
+            accelerator_memory_gb=int(mib) * 1024**2 / GB if mib.isdigit() else None,
             architecture=ARCHITECTURES.get(answer.one("machine")),
             held=answer.all("held"),
         )
 
     def unfit_for(self, offer: Offer) -> str:
         """Return why no node of this offer can start here, or ""."""
-        if offer.accelerator is not None and (self.accelerator, self.accelerators) != (offer.accelerator, offer.accelerators):
+        if offer.accelerator is not None and (self.accelerator, self.accelerators) != (
+            offer.accelerator,
+            offer.accelerators,
+        ):
             return f"has {self.accelerators} x {self.accelerator}" if self.accelerator else "has no GPU"
         if offer.accelerator is not None and self.accelerator_memory_gb != offer.accelerator_memory_gb:
             return f"has GPUs with {self.accelerator_memory_gb or 0:.0f} GB"
@@ -376,7 +467,9 @@ class _Host:
 
 
 def _catalogue_name(driver_name: str) -> str:
-    """The catalogue's name for what the driver calls, say, "NVIDIA H100 80GB HBM3"; the driver's own where the catalogue has none."""
+    """The catalogue's name for what the driver calls, say, "NVIDIA H100 80GB HBM3"; the driver's own where the
+    catalogue has none.
+    """
     try:
         return parse(driver_name).name
     except BadRequest:

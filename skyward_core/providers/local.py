@@ -1,9 +1,10 @@
 """This machine as a provider: an instance is a set of processes in a session of its own, with a directory and a log.
 
-The embedded default, used by the quick start and most tests. Its truth is the process table: an instance is every process that was started with
-its tag in the environment (`worker.watchdog`) and all that is below such a process, found from any process of the same user, and needs no file to be found.
-Two things keep what has shed the tag in sight: the keeper, from which all of it comes (`worker.keeper`), and where the host allows it a control group
-(`control_groups`). docs/decisions/0011 has the states.
+The embedded default, used by the quick start and most tests. Its truth is the process table: an instance is every
+process that was started with its tag in the environment (`worker.watchdog`) and all that is below such a process, found
+from any process of the same user, and needs no file to be found. Two things keep what has shed the tag in sight: the
+keeper, from which all of it comes (`worker.keeper`), and where the host allows it a control group (`control_groups`).
+docs/decisions/0011 has the states.
 """
 
 from __future__ import annotations
@@ -55,7 +56,20 @@ PRICE_VARIABLE = "SKYWARD_PRICE_PER_HOUR"
 DIRECTORY_VARIABLE = "SKYWARD_INSTANCE_DIRECTORY"
 NODES = "nodes"
 
-KEPT_VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH")
+KEPT_VARIABLES = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "LANG",
+    "LANGUAGE",
+    "TZ",
+    "TMPDIR",
+    "LD_LIBRARY_PATH",
+    "CUDA_HOME",
+    "CUDA_PATH",
+)
 KEPT_PREFIXES = ("LC_", "NVIDIA_", "SSL_CERT_", "UV_", "PIP_", "XDG_")
 KEPT_ENDINGS = ("_CA_BUNDLE", "_proxy", "_PROXY")
 INSTALLER_PREFIXES, PROXY_ENDINGS = ("UV_", "PIP_"), ("_proxy", "_PROXY")
@@ -70,17 +84,24 @@ _log = logging.getLogger("skyward")
 class Local(Provider):
     """Run nodes as processes of this machine.
 
-    `price_per_hour` (USD for one node) makes cost visible without a cloud. A node sees a small part of this process's environment (paths, locale,
-    certificates, proxies), as a machine elsewhere would; `ComputePool(env=...)` adds to it.
+    `price_per_hour` (USD for one node) makes cost visible without a cloud. A node sees a small part of this process's
+    environment (paths, locale, certificates, proxies), as a machine elsewhere would; `ComputePool(env=...)` adds to it.
 
-    `simulate` ("A100", "A100:2", an `Accelerator`) lets this machine stand in for one that has these accelerators, so that a program for them can be tried
-    without: pools that ask for them open, calls find them in `instance_info().accelerators`, with `is_simulated`, and see no GPU, not even one that is here.
+    `simulate` ("A100", "A100:2", an `Accelerator`) lets this machine stand in for one that has these accelerators, so
+    that a program for them can be tried
+    without: pools that ask for them open, calls find them in `instance_info().accelerators`, with `is_simulated`, and
+    see no GPU, not even one that is here.
     """
 
     name: ClassVar[str] = "local"
     refuses: ClassVar[Mapping[str, str]] = {
-        "apt": "installing Debian packages would change this machine; install them by hand and leave Image(apt=...) out",
-        "volume": "mounting a bucket would change this machine; read the data in the function, for instance with boto3 or fsspec",
+        "apt": (
+            "installing Debian packages would change this machine; install them by hand and leave Image(apt=...) out"
+        ),
+        "volume": (
+            "mounting a bucket would change this machine; read the data in the function, for instance with boto3 or"
+            " fsspec"
+        ),
         "mig": "it is this machine, whose GPUs are not partitioned; use Hosts with its address",
     }
 
@@ -88,7 +109,9 @@ class Local(Provider):
     ending_seconds: ClassVar[float] = 1.0
 
     price_per_hour: float = Field(default=0.0, ge=0)
-    simulate: Annotated[str, BeforeValidator(lambda wish: _in_words(wish)), AfterValidator(lambda wish: _whole(wish))] | None = None
+    simulate: (
+        Annotated[str, BeforeValidator(lambda wish: _in_words(wish)), AfterValidator(lambda wish: _whole(wish))] | None
+    ) = None
 
     @property
     def simulates(self) -> bool:
@@ -127,20 +150,25 @@ class Local(Provider):
         return [self._launch_one(of_machine(tags, int(tags[RANK_TAG]) + index), startup) for index in range(count)]
 
     def instances(self, pool_id: str | None = None) -> list[Instance]:
-        """Return the pool's instances of which any process lives; without a pool, those of all pools of this user, pool by pool.
+        """Return the pool's instances of which any process lives; without a pool, those of all pools of this user, pool
+        by pool.
 
-        A process lives for an instance if it carries its tag, has a keeper of it above it (which carries the tag), or is in its control group.
+        A process lives for an instance if it carries its tag, has a keeper of it above it (which carries the tag), or
+        is in its control group.
         """
         found: dict[str, Instance] = {}
         for pid, environ in tagged_processes():
             instance_id, pool = environ.get(INSTANCE_TAG, ""), environ.get(POOL_VARIABLE)
-            if not ID_SHAPE.fullmatch(instance_id) or instance_id in found:  # others' machines may be processes of this one: containers, the test bed
+            # others' machines may be processes of this one: containers, the test bed
+            if not ID_SHAPE.fullmatch(instance_id) or instance_id in found:
                 continue
             if pool is not None and pool_id in (None, pool):
                 found[instance_id] = _told_by(pid, environ, pool, instance_id)
         for group in control_groups.all_groups():
             if group.instance_id not in found and pool_id in (None, group.pool_id) and group.is_populated:
-                found[group.instance_id] = _told_by(0, {RANK_VARIABLE: str(group.rank)}, group.pool_id, group.instance_id)
+                found[group.instance_id] = _told_by(
+                    0, {RANK_VARIABLE: str(group.rank)}, group.pool_id, group.instance_id
+                )
         return sorted(found.values(), key=lambda instance: (instance.pool_id, instance.rank))
 
     def ends_for_good(self) -> bool:
@@ -148,12 +176,15 @@ class Local(Provider):
         return True
 
     def terminate(self, ids: Sequence[str]) -> dict[str, str]:
-        """End every process of these instances, with SIGTERM and after a second with SIGKILL, and remove their directories; return how each end is known.
+        """End every process of these instances, with SIGTERM and after a second with SIGKILL, and remove their
+        directories; return how each end is known.
 
-        An instance is gone when two looks in a row find nothing of it: a process that is in the middle of execve(2) shows no environment. Its keepers go
+        An instance is gone when two looks in a row find nothing of it: a process that is in the middle of execve(2)
+        shows no environment. Its keepers go
         last: as long as one lives nothing that comes from it is lost.
         """
-        wanted = {instance_id for instance_id in ids if ID_SHAPE.fullmatch(instance_id)}  # others were never ours, and ids become paths below
+        # others were never ours, and ids become paths below
+        wanted = {instance_id for instance_id in ids if ID_SHAPE.fullmatch(instance_id)}
         directories = {instance_id: _directories(instance_id) for instance_id in wanted}
         groups = {group.instance_id: group for group in control_groups.all_groups() if group.instance_id in wanted}
         were_populated = {instance_id for instance_id, group in groups.items() if group.is_populated}
@@ -165,13 +196,21 @@ class Local(Provider):
             alive = _signal(left, signal.SIGKILL if seconds > TERM_SECONDS else 0)
             _signal(alive - told, signal.SIGTERM)
             told |= alive
-            alive |= _killed({groups[instance_id] for instance_id in left & groups.keys()}, set() if seconds > 2 * TERM_SECONDS else alive)
+            alive |= _killed(
+                {groups[instance_id] for instance_id in left & groups.keys()},
+                set() if seconds > 2 * TERM_SECONDS else alive,
+            )
             if alive and seconds > KILL_SECONDS:
                 raise InstancesLeft(f"processes of {', '.join(sorted(alive))} outlive SIGKILL", sorted(alive))
             left, unseen = (left - unseen) | alive, left - alive
             if left:
                 time.sleep(0.01)
-        proofs = {instance_id: _proof(instance_id, directories[instance_id], instance_id in were_populated, instance_id in were_kept) for instance_id in wanted}
+        proofs = {
+            instance_id: _proof(
+                instance_id, directories[instance_id], instance_id in were_populated, instance_id in were_kept
+            )
+            for instance_id in wanted
+        }
         for group in groups.values():
             group.remove()
         for instance_id in wanted:
@@ -194,28 +233,48 @@ class Local(Provider):
             DIRECTORY_VARIABLE: str(directory),
             "SKYWARD_OWNER": f"{owner.pid}:{owner.started}",
         }
-        words = _keeper(control_groups.make(instance_id, tags[POOL_TAG], tags[RANK_TAG]), directory, memory_directory(instance_id))
+        words = _keeper(
+            control_groups.make(instance_id, tags[POOL_TAG], tags[RANK_TAG]), directory, memory_directory(instance_id)
+        )
         control_groups.remove_abandoned()
         with _in_memory(f"exec </dev/null\n{startup}") as script, (directory / "log").open("wb") as log:
             process = subprocess.Popen(
-                [*words, "bash", "/proc/self/fd/0"], cwd=directory, env=environ, stdin=script, stdout=log, stderr=log, start_new_session=True
+                [*words, "bash", "/proc/self/fd/0"],
+                cwd=directory,
+                env=environ,
+                stdin=script,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         threading.Thread(target=process.wait, name="skyward-reap", daemon=True).start()
         return _instance(tags, instance_id, self.price_per_hour, str(directory))
 
 
 def kept_environment() -> dict[str, str]:
-    """Return the part of this process's environment that a node inherits: where things are, never credentials or an orchestrator's settings."""
-    return {name: value for name, value in _of_nodes().items() if not _holds_password(name, value) and not looks_secret(name, value)}
+    """Return the part of this process's environment that a node inherits: where things are, never credentials or an
+    orchestrator's settings.
+    """
+    return {
+        name: value
+        for name, value in _of_nodes().items()
+        if not _holds_password(name, value) and not looks_secret(name, value)
+    }
 
 
 def installing_environment() -> dict[str, str]:
-    """Return what of this process's environment installing packages needs and calls must not see: indexes and proxies with a password in them."""
+    """Return what of this process's environment installing packages needs and calls must not see: indexes and proxies
+    with a password in them.
+    """
     return {name: value for name, value in _of_nodes().items() if _holds_password(name, value)}
 
 
 def _of_nodes() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name in KEPT_VARIABLES or name.startswith(KEPT_PREFIXES) or name.endswith(KEPT_ENDINGS)}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in KEPT_VARIABLES or name.startswith(KEPT_PREFIXES) or name.endswith(KEPT_ENDINGS)
+    }
 
 
 def _holds_password(name: str, value: str) -> bool:
@@ -225,7 +284,10 @@ def _holds_password(name: str, value: str) -> bool:
 
 
 def _keeper(group: ControlGroup | None, *leftovers: str | Path) -> list[str]:
-    """The words that start a command below a keeper. The leftovers are removed by it at the end if this process is gone by then."""
+    """The words that start a command below a keeper.
+
+    The leftovers are removed by it at the end if this process is gone by then.
+    """
     options = ["--group", str(group.path)] if group is not None else []
     for path in leftovers:
         options += ["--remove", str(path)]
@@ -233,7 +295,10 @@ def _keeper(group: ControlGroup | None, *leftovers: str | Path) -> list[str]:
 
 
 def _killed(groups: Iterable[ControlGroup], spared: AbstractSet[str]) -> set[str]:
-    """Kill what is in these groups, but for spared instances: their own processes are ending, in order. Returns those that are not empty."""
+    """Kill what is in these groups, but for spared instances: their own processes are ending, in order.
+
+    Returns those that are not empty.
+    """
     populated = [group for group in groups if group.is_populated]
     for group in populated:
         if group.instance_id not in spared:
@@ -263,7 +328,10 @@ def _signal(ids: set[str], sig: int) -> set[str]:
 
 
 def _made(instance_id: str) -> Path:
-    """Make the folders of an instance, on disk and in memory, before anybody else can know its id. Raises BadRequest where no folder is safe."""
+    """Make the folders of an instance, on disk and in memory, before anybody else can know its id.
+
+    Raises BadRequest where no folder is safe.
+    """
     try:
         directory = first_private(NODES, state_places(), is_locked=True) / instance_id
     except NotPrivate as error:
@@ -283,13 +351,24 @@ def _in_memory(text: str) -> BinaryIO:
 
 
 def _directories(instance_id: str) -> list[Path]:
-    """Where an instance's folder may be: in our own places, and, if it was started with other settings, where its processes say."""
-    told = [_directory_of(pid, environ, instance_id) for pid, environ in tagged_processes() if environ.get(INSTANCE_TAG) == instance_id]
-    return list(dict.fromkeys([*(folder / instance_id for folder in existing(NODES, state_places())), *map(Path, told)]))
+    """Where an instance's folder may be: in our own places, and, if it was started with other settings, where its
+    processes say.
+    """
+    told = [
+        _directory_of(pid, environ, instance_id)
+        for pid, environ in tagged_processes()
+        if environ.get(INSTANCE_TAG) == instance_id
+    ]
+    return list(
+        dict.fromkeys([*(folder / instance_id for folder in existing(NODES, state_places())), *map(Path, told)])
+    )
 
 
 def _directory_of(pid: int, environ: Mapping[str, str], instance_id: str) -> str:
-    """The folder of an instance as one of its processes tells. A process of another user, which root can see too, is not believed."""
+    """The folder of an instance as one of its processes tells.
+
+    A process of another user, which root can see too, is not believed.
+    """
     told = environ.get(DIRECTORY_VARIABLE, "")
     with contextlib.suppress(OSError):
         if os.stat(f"/proc/{pid}").st_uid == os.geteuid() and os.path.isabs(told) and Path(told).name == instance_id:
@@ -298,10 +377,14 @@ def _directory_of(pid: int, environ: Mapping[str, str], instance_id: str) -> str
 
 
 def _told_by(pid: int, environ: Mapping[str, str], pool_id: str, instance_id: str) -> Instance:
-    """The instance that one of its processes tells; what a call on the node has taken out of that process's environment is filled in."""
+    """The instance that one of its processes tells; what a call on the node has taken out of that process's environment
+    is filled in.
+    """
     rank = environ.get(RANK_VARIABLE, "")
     tags = from_word(environ.get(TAGS_VARIABLE, ""), pool_id, int(rank) if rank.isdigit() else 0)
-    return _instance(tags, instance_id, float(environ.get(PRICE_VARIABLE, "0")), _directory_of(pid, environ, instance_id))
+    return _instance(
+        tags, instance_id, float(environ.get(PRICE_VARIABLE, "0")), _directory_of(pid, environ, instance_id)
+    )
 
 
 def _instance(tags: dict[str, str], instance_id: str, price: float, directory: str) -> Instance:
@@ -337,7 +420,9 @@ def _whole(wish: str) -> str:
 
 
 def _catalogue_name(driver_name: str) -> str:
-    """The catalogue's name for what the driver calls, say, "NVIDIA H100 80GB HBM3"; the driver's own where the catalogue has none."""
+    """The catalogue's name for what the driver calls, say, "NVIDIA H100 80GB HBM3"; the driver's own where the
+    catalogue has none.
+    """
     try:
         return parse(driver_name).name
     except BadRequest:

@@ -1,10 +1,12 @@
 """RunPod: containers ("pods") in its own data centres and on machines of others, through its REST API v2.
 
-The catalogue tells chips and prices and no CPUs, so an offer promises the CPUs and memory that the creating call then asks for. A pod has no tags: its name
-has ours, in an order of importance, and its environment, which is told as well, has the rest. Our script is the pod's main process and starts our sshd on
-port 22, which RunPod maps to some port of the host's address once the pod runs.
+The catalogue tells chips and prices and no CPUs, so an offer promises the CPUs and memory that the creating call then
+asks for. A pod has no tags: its name has ours, in an order of importance, and its environment, which is told as well,
+has the rest. Our script is the pod's main process and starts our sshd on port 22, which RunPod maps to some port of the
+host's address once the pod runs.
 
-Facts: fact sheet of 2026-11-20, section 5, and RunPod's newer specification of the API (October 2026); what nobody has tried is in docs/clouds/runpod.md.
+Facts: fact sheet of 2026-11-20, section 5, and RunPod's newer specification of the API (October 2026); what nobody has
+tried is in docs/clouds/runpod.md.
 """
 
 from __future__ import annotations
@@ -30,7 +32,16 @@ from pydantic import ConfigDict, Field, SecretStr, model_validator
 from skyward_core.accelerators import Accelerator, is_nvidia, parse
 from skyward_core.accelerators.cuda import cuda_of
 from skyward_core.concurrency.threads import side_by_side
-from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
+from skyward_core.errors import (
+    BadRequest,
+    CredentialsError,
+    InstancesLeft,
+    NoCapacity,
+    ProviderFailed,
+    QuotaExceeded,
+    RateLimited,
+    SkywardError,
+)
 from skyward_core.machines.instances import Endpoint, Instance, InstanceState
 from skyward_core.machines.offers import Extra, Offer, Requirements, architecture_beside, by_month
 from skyward_core.providers import userdata
@@ -51,7 +62,9 @@ LONGEST_POLL_SECONDS = 15.0
 MISSES = 2
 """So many times in a row neither the list nor its own address tell of a pod: it is gone."""
 LOOK_SECONDS = (0.0, 5.0, 15.0)
-"""Pauses before the looks for what a creating call without an answer may have made; how far behind the list is, is told nowhere."""
+"""Pauses before the looks for what a creating call without an answer may have made; how far behind the list is, is told
+nowhere.
+"""
 
 STATES = {
     "PROVISIONING": InstanceState.PENDING,
@@ -65,7 +78,10 @@ STATES = {
 IN_STOCK = {"include": "AVAILABILITY", "product": "POD"}
 """Without these the catalogue tells prices only."""
 USUAL_COUNTS = (1, 2, 4, 8)
-"""A pod may have any number of GPUs up to the type's `maxCount`. Who names a chip is offered the number that he names, for he can have it; others these."""
+"""A pod may have any number of GPUs up to the type's `maxCount`.
+
+Who names a chip is offered the number that he names, for he can have it; others these.
+"""
 LEAST_CPU_COUNT = 2
 OTHER_NAMES = {
     "NVIDIA H100 80GB HBM3": "H100-SXM",
@@ -81,7 +97,9 @@ FLOORS = {
     "NVIDIA B200": (20, 180),
     "NVIDIA B300 SXM6 AC": (20, 180),
 }
-"""vCPUs and GB for each GPU that are asked for: about two thirds of what RunPod lists for the type (fact sheet, 5.5), because hosts differ."""
+"""vCPUs and GB for each GPU that are asked for: about two thirds of what RunPod lists for the type (fact sheet, 5.5),
+because hosts differ.
+"""
 FLOOR = (2, 8)
 """The same for all other types: what the API before this one asked for unless told otherwise."""
 DISK_USD_PER_GB_MONTH = 0.10
@@ -107,7 +125,7 @@ MACHINE_ID = 'printf %s "$RUNPOD_POD_ID"'
 TOOLS = """\
 command -v curl >/dev/null || { apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends curl ca-certificates; } \\
   </dev/null >/dev/null 2>&1 &
-"""
+"""  # noqa: E501
 """What the end needs and small images lack; there may be no network when it is needed."""
 END = """\
 told() {{ tr '\\0' '\\n' </proc/1/environ | sed -n "s/^$1=//p"; }} # what is started over SSH does not inherit them
@@ -133,9 +151,9 @@ while :; do
   fi
   sleep "$pause"
   [ "$pause" -ge 60 ] || pause=$((pause * 2))
-done"""
-"""By every way that RunPod documents, for which of them a pod's own key may use is told nowhere (fact sheet, "added"), and for as long as it takes: the first
-process is never ended, for a container that ends is started anew and paid for.
+done"""  # noqa: E501
+"""By every way that RunPod documents, for which of them a pod's own key may use is told nowhere (fact sheet, "added"),
+and for as long as it takes: the first process is never ended, for a container that ends is started anew and paid for.
 """
 
 log = logging.getLogger(__name__)
@@ -148,7 +166,9 @@ class RunPod(Provider):
 
     name: ClassVar[str] = "runpod"
     refuses: ClassVar[Mapping[str, str]] = {
-        "volume": "its containers have neither FUSE nor the right to mount; read and write the bucket from your functions",
+        "volume": (
+            "its containers have neither FUSE nor the right to mount; read and write the bucket from your functions"
+        ),
         "mig": "its containers do not own the GPU's driver; ask for a smaller GPU",
     }
     end_command: ClassVar[str] = userdata.END_COMMAND
@@ -157,30 +177,57 @@ class RunPod(Provider):
     """Nothing is promised."""
 
     api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
-    cloud: Literal["secure", "community"] | None = Field(default="secure", description="RunPod's data centres, other people's machines, or None: both.")
-    region: str | tuple[str, ...] | None = Field(default=None, description='Data centres, "EU-RO-1"; None is all of them. Community machines are in none.')
-    ssh_key: str | None = Field(default=None, min_length=1, description="Path of a private key without passphrase; without it one is made.")
-    endpoint_url: str | None = Field(default=None, min_length=1, description="In place of RUNPOD_API_BASE_URL and of RunPod's own address.")
-    image: str | None = Field(default=None, min_length=1, description="An image of Debian's family, in place of the one that suits the chip.")
-    registry: str | None = Field(default=None, min_length=1, description="Id of a registry credential kept at RunPod, for a private image.")
-    disk_gb: int | None = Field(default=None, ge=1, description="Disk of the container. None: 40, and for machines without GPU 10 for each vCPU up to that.")
-    min_cuda: str | None = Field(
-        default=None, pattern=r"^[0-9]+\.[0-9]+$", description="CUDA of the host's driver at least. None: what the images need; not asked of AMD's."
+    cloud: Literal["secure", "community"] | None = Field(
+        default="secure", description="RunPod's data centres, other people's machines, or None: both."
     )
-    min_vcpus_per_gpu: int | None = Field(default=None, ge=1, description="What is promised, and asked for. None: what the type usually has.")
+    region: str | tuple[str, ...] | None = Field(
+        default=None, description='Data centres, "EU-RO-1"; None is all of them. Community machines are in none.'
+    )
+    ssh_key: str | None = Field(
+        default=None, min_length=1, description="Path of a private key without passphrase; without it one is made."
+    )
+    endpoint_url: str | None = Field(
+        default=None, min_length=1, description="In place of RUNPOD_API_BASE_URL and of RunPod's own address."
+    )
+    image: str | None = Field(
+        default=None, min_length=1, description="An image of Debian's family, in place of the one that suits the chip."
+    )
+    registry: str | None = Field(
+        default=None, min_length=1, description="Id of a registry credential kept at RunPod, for a private image."
+    )
+    disk_gb: int | None = Field(
+        default=None,
+        ge=1,
+        description="Disk of the container. None: 40, and for machines without GPU 10 for each vCPU up to that.",
+    )
+    min_cuda: str | None = Field(
+        default=None,
+        pattern=r"^[0-9]+\.[0-9]+$",
+        description="CUDA of the host's driver at least. None: what the images need; not asked of AMD's.",
+    )
+    min_vcpus_per_gpu: int | None = Field(
+        default=None, ge=1, description="What is promised, and asked for. None: what the type usually has."
+    )
     min_memory_gb_per_gpu: int | None = Field(default=None, ge=1, description="The same for the machine's memory.")
-    global_networking: bool = Field(default=False, description="A private network, 100 Mbit/s; NVIDIA GPUs in some data centres only.")
+    global_networking: bool = Field(
+        default=False, description="A private network, 100 Mbit/s; NVIDIA GPUs in some data centres only."
+    )
 
     @model_validator(mode="after")
     def _has_places(self) -> Self:
         if self.cloud == "community" and (self.region or self.global_networking):
-            raise ValueError('cloud="community": these machines are in no data centre: leave out region and global_networking')
+            raise ValueError(
+                'cloud="community": these machines are in no data centre: leave out region and global_networking'
+            )
         return self
 
     # ── offers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def offers(self, want: Requirements) -> list[Offer]:
-        """Return what is in stock, for each data centre. A chip that is named is offered in the number that is wanted, all of them in 1, 2, 4 and 8."""
+        """Return what is in stock, for each data centre.
+
+        A chip that is named is offered in the number that is wanted, all of them in 1, 2, 4 and 8.
+        """
         gpu = GPU_TYPE.fullmatch(want.instance_type or "")
         count = int(gpu["count"]) if gpu else want.accelerator.count if want.accelerator else 1
         counts = (count,) if gpu or want.accelerator else USUAL_COUNTS
@@ -194,16 +241,25 @@ class RunPod(Provider):
                 rows = _rows(api, "/v2/catalog/gpus", "gpus", {**IN_STOCK, "count": count, "cloud": cloud})
                 offers += [offer for row in rows for offer in self._gpu_offers(row, cloud, counts)]
             if has_cpus:
-                offers += [offer for row in _rows(api, "/v2/catalog/cpus", "cpus", IN_STOCK) for offer in _cpu_offers(row)]
+                offers += [
+                    offer for row in _rows(api, "/v2/catalog/cpus", "cpus", IN_STOCK) for offer in _cpu_offers(row)
+                ]
         wanted = {self.region} if isinstance(self.region, str) else set(self.region or ())
         return [
-            offer.model_copy(update={"extras_per_hour": _beside(self._hardware(offer)["disk"]), "min_cuda": want.min_cuda})
+            offer.model_copy(
+                update={"extras_per_hour": _beside(self._hardware(offer)["disk"]), "min_cuda": want.min_cuda}
+            )
             for offer in offers
-            if (not wanted or offer.region in wanted) and (networked is None or offer.region in networked) and want.instance_type in (None, offer.instance_type)
+            if (not wanted or offer.region in wanted)
+            and (networked is None or offer.region in networked)
+            and want.instance_type in (None, offer.instance_type)
         ]
 
     def _gpu_offers(self, row: Row, cloud: str, counts: Sequence[int]) -> Iterator[Offer]:
-        """Offers of a type of GPU in a cloud. Both clouds' prices are told where it is sold in one: the flag decides."""
+        """Offers of a type of GPU in a cloud.
+
+        Both clouds' prices are told where it is sold in one: the flag decides.
+        """
         accelerator = _accelerator(str(row["id"]))
         price = float((row.get("price") or {}).get(cloud.lower()) or 0)
         if accelerator is None:
@@ -238,10 +294,15 @@ class RunPod(Provider):
     # ── launch ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
-        """Rent pods, each with a call of its own, and return those that have an address. Those that will not have one are given back and left out."""
+        """Rent pods, each with a call of its own, and return those that have an address.
+
+        Those that will not have one are given back and left out.
+        """
         key = our_key(self.ssh_key)
         first = int(tags.get(RANK_TAG, "0"))
-        orders = {rank: self._order(offer, of_machine(tags, rank), startup, key) for rank in range(first, first + count)}
+        orders = {
+            rank: self._order(offer, of_machine(tags, rank), startup, key) for rank in range(first, first + count)
+        }
         with self._api() as api, self._api(_refusal(offer)) as creating:
             _check_stock(api, offer)
             created = _create(creating, api, orders)
@@ -257,14 +318,21 @@ class RunPod(Provider):
     def _order(self, offer: Offer, tags: Tags, startup: str, key: Key) -> dict[str, Any]:
         """What is asked for in the creating call, which takes no field that it does not know.
 
-        No `startSsh`: all it does is to hand the account's keys to images that start an sshd of their own, with host keys that nobody knows beforehand.
+        No `startSsh`: all it does is to hand the account's keys to images that start an sshd of their own, with host
+        keys that nobody knows beforehand.
         """
         boot = userdata.boot_script(startup, tags, MACHINE_ID, self._end_script(), is_container=True) + TOOLS
         name, more = NAMES.pack(tags)
         # as JSON, for then nobody splits it into words, and the image's own entrypoint is not in front of it
         command = json.dumps({"entrypoint": ["/bin/sh", "-c"], "cmd": [userdata.UNPACKED]})
         boot_word = userdata.packed(userdata.container_script(boot, key, host_key(tags[LAUNCH_TAG], key)))
-        order: dict[str, Any] = {"name": name, "args": command, "env": {"SKYWARD_BOOT": boot_word, **more}, "ports": ["22/tcp"], **self._hardware(offer)}
+        order: dict[str, Any] = {
+            "name": name,
+            "args": command,
+            "env": {"SKYWARD_BOOT": boot_word, **more},
+            "ports": ["22/tcp"],
+            **self._hardware(offer),
+        }
         if offer.region != ANYWHERE:
             order["dataCenterIds"] = [offer.region]
         if self.registry is not None:
@@ -274,7 +342,9 @@ class RunPod(Provider):
         return order
 
     def _cuda(self, offer: Offer) -> dict[str, str]:
-        """What the host's driver must know: as it is set, else what the container's image and the node's packages need, whichever is more."""
+        """What the host's driver must know: as it is set, else what the container's image and the node's packages need,
+        whichever is more.
+        """
         needed = [version for version in (offer.min_cuda, cuda_of(self.image or NVIDIA_IMAGE)) if version is not None]
         least = self.min_cuda or (f"{max(needed):.1f}" if needed else None)
         return {} if least is None else {"minCudaVersion": least}
@@ -288,7 +358,12 @@ class RunPod(Provider):
         if cpu := CPU_TYPE.fullmatch(offer.instance_type):
             count = int(cpu["count"])
             disk_gb = self.disk_gb or min(GPU_DISK_GB, CPU_DISK_GB * count)
-            return {"cloud": SECURE, "cpu": {"id": cpu["id"], "vcpuCount": count}, "image": self.image or CPU_IMAGE, "disk": disk_gb}
+            return {
+                "cloud": SECURE,
+                "cpu": {"id": cpu["id"], "vcpuCount": count},
+                "image": self.image or CPU_IMAGE,
+                "disk": disk_gb,
+            }
         gpu = _gpu_of(offer)
         count = int(gpu["count"])
         floor = {"minVcpuCountPerGpu": ceil(offer.vcpus / count), "minRamPerGpu": ceil(offer.memory_gb / count)}
@@ -301,8 +376,12 @@ class RunPod(Provider):
             "disk": self.disk_gb or GPU_DISK_GB,
         }
 
-    def _await(self, api: Api, created: Mapping[int, str], offer: Offer) -> tuple[dict[int, Row], dict[int, NoCapacity]]:
-        """Wait until each pod runs and has an address, or never will; return what is told of the ones, and why by rank for the others."""
+    def _await(
+        self, api: Api, created: Mapping[int, str], offer: Offer
+    ) -> tuple[dict[int, Row], dict[int, NoCapacity]]:
+        """Wait until each pod runs and has an address, or never will; return what is told of the ones, and why by rank
+        for the others.
+        """
         waiting, up, down, missed = dict(created), dict[int, Row](), dict[int, NoCapacity](), dict.fromkeys(created, 0)
         deadline = time.monotonic() + ADDRESS_SECONDS
         pause = POLL_SECONDS
@@ -317,7 +396,9 @@ class RunPod(Provider):
                     up[rank] = row
                 elif trouble is not None or is_late:
                     word = _word(row)
-                    down[rank] = trouble or NoCapacity(f"RunPod's {pod} has no address after {ADDRESS_SECONDS:g} s: {word}").coded(word)
+                    down[rank] = trouble or NoCapacity(
+                        f"RunPod's {pod} has no address after {ADDRESS_SECONDS:g} s: {word}"
+                    ).coded(word)
                 else:
                     continue
                 del waiting[rank]
@@ -327,7 +408,11 @@ class RunPod(Provider):
         return up, down
 
     def _is_up(self, row: Row) -> bool:
-        return _state(row) is InstanceState.RUNNING and _address(row) is not None and (not self.global_networking or _private_ip(row) is not None)
+        return (
+            _state(row) is InstanceState.RUNNING
+            and _address(row) is not None
+            and (not self.global_networking or _private_ip(row) is not None)
+        )
 
     # ── the other verbs ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -336,11 +421,16 @@ class RunPod(Provider):
         key = our_key(self.ssh_key)
         with self._api() as api:
             found = [instance for row in _pods(api) if (instance := _instance(row, key)) is not None]
-        return [instance for instance in found if pool_id in (None, instance.pool_id) and instance.state is not InstanceState.GONE]
+        return [
+            instance
+            for instance in found
+            if pool_id in (None, instance.pool_id) and instance.state is not InstanceState.GONE
+        ]
 
     def terminate(self, ids: Sequence[str]) -> None:
         """Delete pods, with their disks. Nothing else is paid for: no volume is ever made."""
-        pods = [pod for pod in dict.fromkeys(ids) if re.fullmatch("[A-Za-z0-9_-]+", pod)]  # no pod has another kind of id
+        # no pod has another kind of id
+        pods = [pod for pod in dict.fromkeys(ids) if re.fullmatch("[A-Za-z0-9_-]+", pod)]
         if not pods:
             return
         with self._api() as api:
@@ -357,7 +447,9 @@ class RunPod(Provider):
         return True
 
     def account(self) -> str:
-        """Return a name made of a part of the key's hash: the API tells none, so two keys of one account are two accounts here."""
+        """Return a name made of a part of the key's hash: the API tells none, so two keys of one account are two
+        accounts here.
+        """
         with self._api() as api:
             rows_of(api.ask("GET", "/v2/pods"), "pods", "RunPod answered GET /v2/pods")
         return f"key-{hashlib.sha256(self._key().encode()).hexdigest()[:12]}"
@@ -370,7 +462,14 @@ class RunPod(Provider):
 
     def _api(self, classify: Classify | None = None) -> Api:
         key = self._key()
-        return Api("RunPod", self._url(), {"Authorization": f"Bearer {key}"}, classify=classify or _meaning, secrets=[key], says_missing=_says_missing)
+        return Api(
+            "RunPod",
+            self._url(),
+            {"Authorization": f"Bearer {key}"},
+            classify=classify or _meaning,
+            secrets=[key],
+            says_missing=_says_missing,
+        )
 
     def _key(self) -> str:
         return self.api_key.get_secret_value() if self.api_key is not None else _key_around()
@@ -380,7 +479,9 @@ class RunPod(Provider):
 
 
 def _key_around() -> str:
-    """The key of the user's environment, or the one of RunPod's tools: its Python package writes `[default] api_key`, runpodctl `apikey`."""
+    """The key of the user's environment, or the one of RunPod's tools: its Python package writes `[default] api_key`,
+    runpodctl `apikey`.
+    """
     if key := os.environ.get("RUNPOD_API_KEY", "").strip():
         return key
     place = Path("~/.runpod/config.toml").expanduser()
@@ -389,14 +490,19 @@ def _key_around() -> str:
     except FileNotFoundError:
         config = {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise CredentialsError(f"RUNPOD_API_KEY is not set, and {place} cannot be read: {type(error).__name__}") from None  # its message may hold a line of it
+        # its message may hold a line of it
+        raise CredentialsError(
+            f"RUNPOD_API_KEY is not set, and {place} cannot be read: {type(error).__name__}"
+        ) from None
     default = config.get("default")
     told = [cast("Row", default).get("api_key")] if isinstance(default, dict) else []
     told += [config.get(name) for name in ("apikey", "apiKey")]
     for key in told:
         if isinstance(key, str) and key.strip():
             return key.strip()
-    raise CredentialsError("there is no key for RunPod: set RUNPOD_API_KEY, write it to ~/.runpod/config.toml, or give api_key=")
+    raise CredentialsError(
+        "there is no key for RunPod: set RUNPOD_API_KEY, write it to ~/.runpod/config.toml, or give api_key="
+    )
 
 
 def _says_missing(body: Row) -> bool:
@@ -410,7 +516,9 @@ def _meaning(status: int, _: Row, message: str) -> SkywardError | None:
 
 
 def _refusal(offer: Offer) -> Classify:
-    """The same for a creating call: 400 is a broken rule or that nothing is left, which no code tells apart, and 403 that this cloud is not for us."""
+    """The same for a creating call: 400 is a broken rule or that nothing is left, which no code tells apart, and 403
+    that this cloud is not for us.
+    """
 
     def meaning(status: int, body: Row, message: str) -> SkywardError | None:
         if status not in (HTTPStatus.BAD_REQUEST, HTTPStatus.FORBIDDEN):
@@ -424,7 +532,9 @@ def _refusal(offer: Offer) -> Classify:
 
 
 def _mistake(detail: str, offer: Offer) -> str:
-    """What a refusal says without the names of this offer and without numbers, so that others can say the same; "" if it speaks of what there is to rent."""
+    """What a refusal says without the names of this offer and without numbers, so that others can say the same; "" if
+    it speaks of what there is to rent.
+    """
     text = detail.casefold()
     for name in (offer.instance_type, offer.instance_type.rpartition(" x")[0], offer.region):
         text = text.replace(name.casefold(), "...") if name else text
@@ -473,7 +583,10 @@ def _check_stock(api: Api, offer: Offer) -> None:
         path, query = f"/v2/catalog/cpus/{cpu['id']}", {"vcpuCount": int(cpu["count"])}
     else:
         gpu = _gpu_of(offer)
-        path, query = f"/v2/catalog/gpus/{quote(gpu['id'], safe='')}", {"count": int(gpu["count"]), "cloud": COMMUNITY if gpu["community"] else SECURE}
+        path, query = (
+            f"/v2/catalog/gpus/{quote(gpu['id'], safe='')}",
+            {"count": int(gpu["count"]), "cloud": COMMUNITY if gpu["community"] else SECURE},
+        )
     row = _thing(api, path, {**IN_STOCK, **query})
     if row is None:
         raise NoCapacity(f"RunPod sells no {offer.instance_type} any more").coded("Not Found")
@@ -485,7 +598,8 @@ def _check_stock(api: Api, offer: Offer) -> None:
 def _create(creating: Api, api: Api, orders: Mapping[int, Row]) -> dict[int, str]:
     """Make a pod of each order, by rank; return the ids of those that were made, or raise why there is none.
 
-    After the first refusal no more is asked for. A call whose outcome is unknown is not repeated: its pod is looked for by name.
+    After the first refusal no more is asked for. A call whose outcome is unknown is not repeated: its pod is looked for
+    by name.
     """
     is_over = threading.Event()
 
@@ -505,7 +619,11 @@ def _create(creating: Api, api: Api, orders: Mapping[int, Row]) -> dict[int, str
     outcomes = dict(zip(orders, side_by_side(create, list(orders.values()), "skyward-runpod"), strict=True))
     made = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, str)}
     failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, SkywardError)}
-    unsure = {rank: error for rank, error in failures.items() if isinstance(error, ProviderFailed) and not isinstance(error, RateLimited)}
+    unsure = {
+        rank: error
+        for rank, error in failures.items()
+        if isinstance(error, ProviderFailed) and not isinstance(error, RateLimited)
+    }
     found = _look(api, {rank: str(orders[rank]["name"]) for rank in unsure})
     for rank in failures.keys() - found.keys():
         log.info("RunPod did not make the pod of rank %d: %s", rank, failures[rank])
@@ -515,7 +633,10 @@ def _create(creating: Api, api: Api, orders: Mapping[int, Row]) -> dict[int, str
 
 
 def _look(api: Api, names: Mapping[int, str]) -> dict[int, str]:
-    """Return the pods of these names that the list tells of. If it does not answer, that is not known either, and is the same error."""
+    """Return the pods of these names that the list tells of.
+
+    If it does not answer, that is not known either, and is the same error.
+    """
     found: dict[int, str] = {}
     for pause in LOOK_SECONDS if names else ():
         time.sleep(pause)
@@ -531,7 +652,10 @@ def _look(api: Api, names: Mapping[int, str]) -> dict[int, str]:
 
 
 def _trouble(pod: str, row: Row, region: str, *, is_gone: bool) -> NoCapacity | None:
-    """Why a pod is not waited for any longer. The data centre of the call is a preferred one, says RunPod, and a user may have reasons to insist."""
+    """Why a pod is not waited for any longer.
+
+    The data centre of the call is a preferred one, says RunPod, and a user may have reasons to insist.
+    """
     if is_gone or (row and _state(row) in (InstanceState.STOPPING, InstanceState.GONE)):
         return NoCapacity(f"RunPod could not start {pod}: {_word(row)}").coded(_word(row))
     if region != ANYWHERE and (place := row.get("dataCenterId")) not in (None, region):
@@ -600,9 +724,23 @@ def _cpu_offers(row: Row) -> Iterator[Offer]:
 
 
 def _beside(disk_gb: object) -> tuple[Extra, ...]:
-    """What is billed beside a pod: its disk. Whether a pod's `cost` has that in it is told nowhere; the catalogue's prices have not."""
+    """What is billed beside a pod: its disk.
+
+    Whether a pod's `cost` has that in it is told nowhere; the catalogue's prices have not.
+    """
     gb = float(disk_gb) if isinstance(disk_gb, int | float) else 0.0
-    return (by_month("disk", gb * DISK_USD_PER_GB_MONTH, "docs.runpod.io/pods/storage: container disk, $0.10 per GB and month", "2026-11-22"),) if gb else ()
+    return (
+        (
+            by_month(
+                "disk",
+                gb * DISK_USD_PER_GB_MONTH,
+                "docs.runpod.io/pods/storage: container disk, $0.10 per GB and month",
+                "2026-11-22",
+            ),
+        )
+        if gb
+        else ()
+    )
 
 
 def _gpu_type(gpu_id: str, count: int, cloud: str) -> str:
@@ -618,7 +756,10 @@ def _gpu_of(offer: Offer) -> re.Match[str]:
     """Read a type with GPUs. Raises BadRequest."""
     if gpu := GPU_TYPE.fullmatch(offer.instance_type):
         return gpu
-    raise BadRequest(f'{offer.instance_type!r} is no type of RunPod: write "NVIDIA A100 80GB PCIe x2", with " community" behind it, or "cpu3c-2-4"')
+    raise BadRequest(
+        f'{offer.instance_type!r} is no type of RunPod: write "NVIDIA A100 80GB PCIe x2", with " community" behind it,'
+        ' or "cpu3c-2-4"'
+    )
 
 
 # ── pods ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -650,7 +791,15 @@ def _instance(row: Row, key: Key) -> Instance | None:
 
 
 def _endpoint(host: str, port: int, launch: str, key: Key) -> Endpoint:
-    return Endpoint(host=host, port=port, user="root", key=str(key.path), host_key=host_key(launch, key).public, known_hosts="/dev/null", config="/dev/null")
+    return Endpoint(
+        host=host,
+        port=port,
+        user="root",
+        key=str(key.path),
+        host_key=host_key(launch, key).public,
+        known_hosts="/dev/null",
+        config="/dev/null",
+    )
 
 
 def _state(row: Row) -> InstanceState:
@@ -672,7 +821,10 @@ def _type(row: Row) -> str:
 
 
 def _address(row: Row) -> tuple[str, int] | None:
-    """Where port 22 of a pod is reached; None until it is mapped. The other way that is told, `proxy`, carries a terminal and nothing else."""
+    """Where port 22 of a pod is reached; None until it is mapped.
+
+    The other way that is told, `proxy`, carries a terminal and nothing else.
+    """
     direct: Row = (row.get("ssh") or {}).get("direct") or {}
     return (str(direct["host"]), int(direct["port"])) if direct.get("host") and direct.get("port") else None
 

@@ -1,7 +1,8 @@
-"""Shell text that ends a node on a machine reached over SSH: the same for its guard, from inside, and for a provider, from outside.
+"""Shell text that ends a node on a machine reached over SSH: the same for its guard, from inside, and for a provider,
+from outside.
 
-POSIX sh over coreutils, grep and util-linux, as a bare Debian has them. The shell that runs it may carry the instance's tag itself: what it starts
-for a moment runs with an empty environment, so that the tag finds the node and nothing else.
+POSIX sh over coreutils, grep and util-linux, as a bare Debian has them. The shell that runs it may carry the instance's
+tag itself: what it starts for a moment runs with an empty environment, so that the tag finds the node and nothing else.
 """
 
 import shlex
@@ -9,14 +10,22 @@ import shlex
 from skyward_core.image.mig_shell import UNPARTITION
 
 UNPARTITION_SECONDS = 40
-"""How long giving the GPUs back may take: some ten calls of nvidia-smi for each, of half a second to two, several GPUs at once."""
+"""How long giving the GPUs back may take: some ten calls of nvidia-smi for each, of half a second to two, several GPUs
+at once.
+"""
 
 PROOFS = {
     "group": "its control group (cgroup v2) is empty, and nothing is left below its keeper",
     "tree": "nothing is left below its keeper, from which all of its processes come (no control group)",
-    "tag": "no process carries its tag; its keeper was killed and it had no control group: a process that has shed the tag would not be seen",
+    "tag": (
+        "no process carries its tag; its keeper was killed and it had no control group: a process that has shed the tag"
+        " would not be seen"
+    ),
 }
-"""How it is known that nothing of a node is left, by what held its processes together; for receipts. `worker/keeper.py` has the states."""
+"""How it is known that nothing of a node is left, by what held its processes together; for receipts.
+
+`worker/keeper.py` has the states.
+"""
 
 _ENDING = r"""skyward_find() { # id: sets skyward_pids to the processes with this instance's tag and all below them, this shell left out
   # Of these, skyward_keepers are its keepers, and skyward_others the others.
@@ -133,10 +142,13 @@ skyward_clean() { # id, directory: what the node leaves beside its processes
   skyward_remove /dev/shm/skyward-*-"$1"
   [ -n "${SKYWARD_KEEP_DIRECTORY:-}" ] || skyward_remove "$2"
 }
-"""
+"""  # noqa: E501
 
 ENDING = f"""skyward_unpartition_seconds={UNPARTITION_SECONDS}
 # shellcheck disable=SC2016 # a program
 skyward_unpartition_program={shlex.quote(UNPARTITION)}
 {_ENDING}"""
-"""Functions, all named `skyward_...`. Descriptor 9 is the provider's lock on the machine: it must not live on in what is started for a moment."""
+"""Functions, all named `skyward_...`.
+
+Descriptor 9 is the provider's lock on the machine: it must not live on in what is started for a moment.
+"""

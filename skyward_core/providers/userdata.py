@@ -1,11 +1,14 @@
-"""What a rented machine runs when it comes up: whom to let in, who it is, and its startup script, cut loose from whatever runs this.
+"""What a rented machine runs when it comes up: whom to let in, who it is, and its startup script, cut loose from
+whatever runs this.
 
-The same four variables and the same directory as everywhere (decisions/0006). The machine's id is told by the machine: a text of shell that prints it, for the
-answer to the creating call comes too late. Where it prints nothing, the token of the launch stands in: the client finds no such node, but the lease holds.
+The same four variables and the same directory as everywhere (decisions/0006). The machine's id is told by the machine:
+a text of shell that prints it, for the answer to the creating call comes too late. Where it prints nothing, the token
+of the launch stands in: the client finds no such node, but the lease holds.
 
-A machine that is started anew has lost its node and its guard, whose clock is the uptime. It ends itself at once, whatever its lease was, so that no lease is
-longer for it: a unit of systemd does that, for cloud-init and startup scripts run at the first boot alone. Which boot was the first is told by the kernel's id
-of the boot, and whose it was by the machine's id, for a disk may be copied. Stopped between any two lines:
+A machine that is started anew has lost its node and its guard, whose clock is the uptime. It ends itself at once,
+whatever its lease was, so that no lease is longer for it: a unit of systemd does that, for cloud-init and startup
+scripts run at the first boot alone. Which boot was the first is told by the kernel's id of the boot, and whose it was
+by the machine's id, for a disk may be copied. Stopped between any two lines:
 
     boot script begun                    no unit: the reaper and the sweep end what is started anew
     the unit's script written            the same; a half of it does nothing
@@ -13,13 +16,16 @@ of the boot, and whose it was by the machine's id, for a disk may be copied. Sto
     startup begun                        the guard watches; started anew, it ends itself
     guard has ended, power is off        switched on by somebody, it ends itself again
 
-A container has no systemd, and the cloud runs its first process, our main script, again whenever it ends, on the same disk or a new one (`is_container`):
+A container has no systemd, and the cloud runs its first process, our main script, again whenever it ends, on the same
+disk or a new one (`is_container`):
 
-    first start                          a file says so; the guard watches, and the first process watches the guard and the time of day
-    started anew, the file is there      the guard is told that the node has ended before it begins: no work is started, and the end is asked for
-    started anew on another disk         the same from START_SECONDS after the request on; the script, which is in the environment, holds that moment
-    guard killed, whoever did it         another guard is started, and told the same
-    the pool's last moment has come      the guard is told so, and a minute later the first process asks for the end itself
+    first start                          a file says so; the guard watches, and the first process watches the guard and
+    the time of day started anew, the file is there      the guard is told that the node has ended before it begins: no
+    work is started, and the end is asked for started anew on another disk         the same from START_SECONDS after the
+    request on; the script, which is in the environment, holds that moment guard killed, whoever did it         another
+    guard is started, and told the same
+    the pool's last moment has come      the guard is told so, and a minute later the first process asks for the end
+    itself
 
 So the first process never ends by itself: a container that ends is started anew, and paid for.
 """
@@ -51,7 +57,10 @@ BOOT_ID = "/proc/sys/kernel/random/boot_id"
 BEGAN = "/root/.cache/skyward/began"
 """When a container was started, one line for each time."""
 START_SECONDS = 3600
-"""After the request for a container: what is started later was started before. A launch waits for ten minutes; the rest is for clocks that differ."""
+"""After the request for a container: what is started later was started before.
+
+A launch waits for ten minutes; the rest is for clocks that differ.
+"""
 DELIMITER = "SKYWARD_END_OF_FILE"
 
 BOOT = """\
@@ -101,9 +110,9 @@ fi
 cat >"$directory/startup.sh" <<'{delimiter}'
 {startup}
 {delimiter}
-"""
-"""Containers have no systemd, sd_booted(3). The unit waits for the network, which the end may need; what cloud-init's first stages do, such as FORGET, comes
-before that (cloud-init.service: Before=network-online.target).
+"""  # noqa: E501
+"""Containers have no systemd, sd_booted(3). The unit waits for the network, which the end may need; what cloud-init's
+first stages do, such as FORGET, comes before that (cloud-init.service: Before=network-online.target).
 """
 START_GUARD = """\
 env HOME=/root SKYWARD_INSTANCE_ID="$id" SKYWARD_INSTANCE_DIRECTORY="$directory" {variables} \\
@@ -126,8 +135,11 @@ elif [ "$skyward_now" -ge {start_by} ]; then
 fi
 {{ echo "$skyward_now" >>{began}; }} 2>/dev/null
 skyward_guard
+"""  # noqa: E501
+"""Whatever the container's environment and disk say, no start but the first has a lease.
+
+The shell's own job table says whether the guard lives.
 """
-"""Whatever the container's environment and disk say, no start but the first has a lease. The shell's own job table says whether the guard lives."""
 WATCH = f"""\
 skyward_ending=''
 while :; do
@@ -147,7 +159,9 @@ while :; do
   fi
 done
 """
-"""What the first process of a container does for the rest of its life; a shell that waits also lets go of the processes that others have left behind."""
+"""What the first process of a container does for the rest of its life; a shell that waits also lets go of the processes
+that others have left behind.
+"""
 END_AGAIN_SECONDS = 30
 """Ending a machine may fail, for one because the cloud's API is out: it is tried until the machine is gone."""
 
@@ -170,10 +184,11 @@ touch /root/.no_auto_tmux
 rm -f /etc/ssh/ssh_host_*
 printf '%s\\n' {host_private} >/etc/ssh/ssh_host_ed25519_key
 printf '%s\\n' {host_public} >/etc/ssh/ssh_host_ed25519_key.pub
-"""
+"""  # noqa: E501
 """Lets us in and makes the machine who we take it for. Others may have left a file of keys whose last line has no end.
 
-An image without sshd is small: what a container needs to end itself comes with it. Somebody else may be installing at that moment: it is tried again.
+An image without sshd is small: what a container needs to end itself comes with it. Somebody else may be installing at
+that moment: it is tried again.
 """
 
 START_SSHD = """\
@@ -186,8 +201,9 @@ running=$(sshds)
 for pid in $running; do kill -HUP "$pid"; done
 [ -z "$running" ] || sleep 1
 [ -n "$(sshds)" ] || /usr/sbin/sshd
-"""
-"""One that runs reads its keys anew. Ending it and starting another is a race for its port, which the other loses without a word.
+"""  # noqa: E501
+"""One that runs reads its keys anew. Ending it and starting another is a race for its port, which the other loses
+without a word.
 
 No `pkill`: images lack it. A process without `exe` is dead and waits to be taken notice of.
 """
@@ -197,13 +213,18 @@ if ! { systemctl restart ssh || systemctl restart sshd; } >/dev/null 2>&1; then
 fi
 """.replace("START", "\n  ".join(START_SSHD.splitlines()))
 OBEY = "trap 'exit 0' TERM\n"
-"""Nobody else, neither from inside nor `docker stop`, ends the first process of a container with a signal that it does not wait for."""
+"""Nobody else, neither from inside nor `docker stop`, ends the first process of a container with a signal that it does
+not wait for.
+"""
 
 FORGET = f"""\
 [ ! -d {HOME}/instances ] ||
   rm -rf {HOME}/instances {END} {REBOOTED} /root/.ssh/authorized_keys /home/*/.ssh/authorized_keys
 """
-"""Has a machine that was started from another one's disk forget who that was, and who was let in there. Elsewhere it finds nothing."""
+"""Has a machine that was started from another one's disk forget who that was, and who was let in there.
+
+Elsewhere it finds nothing.
+"""
 
 
 def directory_of(machine_id: str) -> str:
@@ -211,15 +232,23 @@ def directory_of(machine_id: str) -> str:
     return f"{HOME}/instances/{machine_id}"
 
 
-def boot_script(startup: str, tags: Tags, machine_id: str, end_script: str = "poweroff", *, is_container: bool = False) -> str:
-    """Return POSIX sh, to be run once as root, that starts `startup`. `machine_id` is shell text that prints the machine's id.
+def boot_script(
+    startup: str, tags: Tags, machine_id: str, end_script: str = "poweroff", *, is_container: bool = False
+) -> str:
+    """Return POSIX sh, to be run once as root, that starts `startup`. `machine_id` is shell text that prints the
+    machine's id.
 
-    `end_script` is what END_COMMAND runs: how the machine ends itself, for good where it can. It is run again as long as it has not. `is_container`: the script
-    is for `container_script`, and is run again whenever the container is started anew.
+    `end_script` is what END_COMMAND runs: how the machine ends itself, for good where it can. It is run again as long
+    as it has not. `is_container`: the script is for `container_script`, and is run again whenever the container is
+    started anew.
     """
     if f"\n{DELIMITER}\n" in f"\n{startup}\n{end_script}\n":
         raise BadRequest(f"a startup script cannot have a line {DELIMITER!r}")
-    variables = {"SKYWARD_POOL_ID": tags[POOL_TAG], "SKYWARD_RANK": tags.get(RANK_TAG, "0"), TAGS_VARIABLE: to_word(tags)}
+    variables = {
+        "SKYWARD_POOL_ID": tags[POOL_TAG],
+        "SKYWARD_RANK": tags.get(RANK_TAG, "0"),
+        TAGS_VARIABLE: to_word(tags),
+    }
     start = START_GUARD.format(variables=shlex.join(f"{name}={value}" for name, value in variables.items()))
     if is_container:
         start = START_GUARD_ONCE.format(
@@ -253,10 +282,12 @@ def _seconds(text: str | None) -> str:
 
 
 def cloud_config(boot: str, key: Key, host: HostKey, *, may_be_a_copy: bool = False) -> str:
-    """Return user data for a machine whose image has cloud-init: its host key before sshd starts, root let in with our key, the boot script at the end.
+    """Return user data for a machine whose image has cloud-init: its host key before sshd starts, root let in with our
+    key, the boot script at the end.
 
-    `may_be_a_copy`: its disk may be that of another machine of ours, which is forgotten before anybody is let in, once for each machine and not at each boot
-    (`bootcmd` comes before the modules `users-groups` and `ssh`; cloud-init-per(1)).
+    `may_be_a_copy`: its disk may be that of another machine of ours, which is forgotten before anybody is let in, once
+    for each machine and not at each boot (`bootcmd` comes before the modules `users-groups` and `ssh`;
+    cloud-init-per(1)).
     """
     config: dict[str, object] = {
         "disable_root": False,
@@ -278,9 +309,11 @@ def script(boot: str, key: Key, host: HostKey) -> str:
 
 
 def container_script(boot: str, key: Key, host: HostKey) -> str:
-    """Return the same as the main script of a container, which may have no sshd and has nothing that would start one; it ends when it is told to.
+    """Return the same as the main script of a container, which may have no sshd and has nothing that would start one;
+    it ends when it is told to.
 
-    The guard is there before anything is installed, which may take long or come to nothing. `boot` was made with `is_container`.
+    The guard is there before anything is installed, which may take long or come to nothing. `boot` was made with
+    `is_container`.
     """
     return "#!/bin/sh\n" + OBEY + boot + _login(key, host) + START_SSHD + WATCH
 
@@ -295,10 +328,16 @@ UNPACKED = 'umask 077; printf %s "$SKYWARD_BOOT" | base64 -d | gzip -d >/run/sky
 
 
 def _login(key: Key, host: HostKey) -> str:
-    return LOGIN.format(public=shlex.quote(key.public), host_private=shlex.quote(host.private.rstrip("\n")), host_public=shlex.quote(host.public))
+    return LOGIN.format(
+        public=shlex.quote(key.public),
+        host_private=shlex.quote(host.private.rstrip("\n")),
+        host_public=shlex.quote(host.public),
+    )
 
 
 def _flat(config: object) -> str:
-    r"""Return JSON that is YAML as well, letter for letter: PyYAML takes what JSON makes of a smiley, "\ud83d\ude00", for two letters that nobody can write."""
+    r"""Return JSON that is YAML as well, letter for letter: PyYAML takes what JSON makes of a smiley, "\ud83d\ude00",
+    for two letters that nobody can write.
+    """
     text = json.dumps(config, indent=1, ensure_ascii=False)
     return re.sub("[\x7f-\uffff]", lambda match: f"\\u{ord(match[0]):04x}", text)

@@ -1,8 +1,9 @@
 """Vast.ai: a market of other people's machines, rented as containers through its REST API.
 
-An offer of the market (an "ask") is one machine and is gone once it is rented, so ours stand for a class of machines: "RTX_4090x2" in a country, at a price
-at which at least one is for sale. `launch` searches the class again and takes a different ask for each machine. A container has no tags: its label has ours.
-Our script is the container's main process and starts our sshd on a port that Vast maps to a random one of the host's address.
+An offer of the market (an "ask") is one machine and is gone once it is rented, so ours stand for a class of machines:
+"RTX_4090x2" in a country, at a price at which at least one is for sale. `launch` searches the class again and takes a
+different ask for each machine. A container has no tags: its label has ours. Our script is the container's main process
+and starts our sshd on a port that Vast maps to a random one of the host's address.
 
 Facts: fact sheet of 2026-11-20, section 4, and docs.vast.ai of 2026; what nobody has tried is in docs/clouds/vastai.md.
 """
@@ -29,9 +30,26 @@ from pydantic import Field, SecretStr, field_validator
 from skyward_core.accelerators import Accelerator, is_nvidia, parse
 from skyward_core.accelerators.catalog import find
 from skyward_core.accelerators.cuda import cuda_of
-from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
+from skyward_core.errors import (
+    BadRequest,
+    CredentialsError,
+    InstancesLeft,
+    NoCapacity,
+    ProviderFailed,
+    QuotaExceeded,
+    RateLimited,
+    SkywardError,
+)
 from skyward_core.machines.instances import Endpoint, Instance, InstanceState
-from skyward_core.machines.offers import ARCHITECTURES, Extra, Offer, Requirements, architecture_beside, by_month, total_of
+from skyward_core.machines.offers import (
+    ARCHITECTURES,
+    Extra,
+    Offer,
+    Requirements,
+    architecture_beside,
+    by_month,
+    total_of,
+)
 from skyward_core.providers import userdata
 from skyward_core.providers._http import Api, Classify, Row, field_of, rows_of
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags
@@ -66,7 +84,8 @@ MISSES = 2
 GONE = "gone"
 """The code for that."""
 LOOK_SECONDS = (0.0, 5.0, 15.0)
-"""Pauses before the looks for what a creating call without an answer may have made: a listing is some seconds behind."""
+"""Pauses before the looks for what a creating call without an answer may have made: a listing is some seconds behind.
+"""
 
 GONE_CODES = frozenset({"no_such_ask", "invalid_price"})
 """An ask that is not there any more, and a bid that has been outbid since the search."""
@@ -76,25 +95,89 @@ QUOTA_TEXTS = ("credit", "balance", "spending limit")
 """Where a refusal has no code of its own ("invalid_args" for everything)."""
 SEARCH_QUOTA = "search_quota_exceeded"
 OFF = frozenset({"stopped", "exited", "offline", "unknown", "frozen"})
-BROKEN = re.compile(r"^error|OCI runtime create failed|Error response from daemon|manifest unknown|pull access denied|repository does not exist", re.IGNORECASE)
+BROKEN = re.compile(
+    r"^error|OCI runtime create failed|Error response from daemon|manifest unknown|pull access denied|repository does"
+    r" not exist",
+    re.IGNORECASE,
+)
 """What a container that will never start says of itself before it runs."""
 
 TYPE = re.compile(r"(?P<gpu>.+?)(?:_[0-9]+GB)?x(?P<gpus>[0-9]+)")
 UNKNOWN_REGION = "unknown"
-# fmt: off
 COUNTRIES: Mapping[str, str] = {
-    "United Arab Emirates": "AE", "Argentina": "AR", "Austria": "AT", "Australia": "AU", "Belgium": "BE", "Bulgaria": "BG", "Brazil": "BR", "Canada": "CA",
-    "Switzerland": "CH", "Chile": "CL", "China": "CN", "Colombia": "CO", "Cyprus": "CY", "Czechia": "CZ", "Czech Republic": "CZ", "Germany": "DE",
-    "Denmark": "DK", "Estonia": "EE", "Spain": "ES", "Finland": "FI", "France": "FR", "United Kingdom": "GB", "Georgia": "GE", "Greece": "GR",
-    "Hong Kong": "HK", "Croatia": "HR", "Hungary": "HU", "Indonesia": "ID", "Ireland": "IE", "Israel": "IL", "India": "IN", "Iceland": "IS", "Italy": "IT",
-    "Japan": "JP", "South Korea": "KR", "Korea": "KR", "Kazakhstan": "KZ", "Lithuania": "LT", "Luxembourg": "LU", "Latvia": "LV", "Moldova": "MD",
-    "Mexico": "MX", "Malaysia": "MY", "Netherlands": "NL", "The Netherlands": "NL", "Norway": "NO", "New Zealand": "NZ", "Philippines": "PH", "Poland": "PL",
-    "Portugal": "PT", "Qatar": "QA", "Romania": "RO", "Serbia": "RS", "Russia": "RU", "Saudi Arabia": "SA", "Sweden": "SE", "Singapore": "SG",
-    "Slovenia": "SI", "Slovakia": "SK", "Thailand": "TH", "Turkey": "TR", "Türkiye": "TR", "Taiwan": "TW", "Ukraine": "UA", "United States": "US",
-    "United States of America": "US", "Vietnam": "VN", "South Africa": "ZA",
+    "United Arab Emirates": "AE",
+    "Argentina": "AR",
+    "Austria": "AT",
+    "Australia": "AU",
+    "Belgium": "BE",
+    "Bulgaria": "BG",
+    "Brazil": "BR",
+    "Canada": "CA",
+    "Switzerland": "CH",
+    "Chile": "CL",
+    "China": "CN",
+    "Colombia": "CO",
+    "Cyprus": "CY",
+    "Czechia": "CZ",
+    "Czech Republic": "CZ",
+    "Germany": "DE",
+    "Denmark": "DK",
+    "Estonia": "EE",
+    "Spain": "ES",
+    "Finland": "FI",
+    "France": "FR",
+    "United Kingdom": "GB",
+    "Georgia": "GE",
+    "Greece": "GR",
+    "Hong Kong": "HK",
+    "Croatia": "HR",
+    "Hungary": "HU",
+    "Indonesia": "ID",
+    "Ireland": "IE",
+    "Israel": "IL",
+    "India": "IN",
+    "Iceland": "IS",
+    "Italy": "IT",
+    "Japan": "JP",
+    "South Korea": "KR",
+    "Korea": "KR",
+    "Kazakhstan": "KZ",
+    "Lithuania": "LT",
+    "Luxembourg": "LU",
+    "Latvia": "LV",
+    "Moldova": "MD",
+    "Mexico": "MX",
+    "Malaysia": "MY",
+    "Netherlands": "NL",
+    "The Netherlands": "NL",
+    "Norway": "NO",
+    "New Zealand": "NZ",
+    "Philippines": "PH",
+    "Poland": "PL",
+    "Portugal": "PT",
+    "Qatar": "QA",
+    "Romania": "RO",
+    "Serbia": "RS",
+    "Russia": "RU",
+    "Saudi Arabia": "SA",
+    "Sweden": "SE",
+    "Singapore": "SG",
+    "Slovenia": "SI",
+    "Slovakia": "SK",
+    "Thailand": "TH",
+    "Turkey": "TR",
+    "Türkiye": "TR",
+    "Taiwan": "TW",
+    "Ukraine": "UA",
+    "United States": "US",
+    "United States of America": "US",
+    "Vietnam": "VN",
+    "South Africa": "ZA",
 }
-# fmt: on
-"""The code of each country (ISO 3166-1) by the names that Vast's listings may have for it, where offers have the code. What is not here stays as it is told."""
+"""The code of each country (ISO 3166-1) by the names that Vast's listings may have for it, where offers have the code.
+
+What is not here stays as it is told.
+"""
 
 OTHER_NAMES = {
     "A100X": "A100",
@@ -109,22 +192,59 @@ OTHER_NAMES = {
 }
 GPU_NAMES = (
     *OTHER_NAMES,
-    *("A10", "A10g", "A16", "A30", "A40", "A100 PCIE", "A100 SXM4", "H100 PCIE", "H100 NVL", "H100 SXM", "H200", "H200 NVL", "B200", "B300"),
+    *(
+        "A10",
+        "A10g",
+        "A16",
+        "A30",
+        "A40",
+        "A100 PCIE",
+        "A100 SXM4",
+        "H100 PCIE",
+        "H100 NVL",
+        "H100 SXM",
+        "H200",
+        "H200 NVL",
+        "B200",
+        "B300",
+    ),
     *("L4", "L40", "L40S", "Tesla T4", "Tesla V100", "Tesla P100"),
-    *("RTX 3070", "RTX 3080", "RTX 3080 Ti", "RTX 3090", "RTX 3090 Ti", "RTX 4070 Ti", "RTX 4080", "RTX 4090", "RTX 4090D", "RTX 5080", "RTX 5090"),
-    *("RTX A2000", "RTX A4000", "RTX A4500", "RTX A5000", "RTX A6000", "RTX 2000Ada", "RTX 4000Ada", "RTX 5000Ada", "RTX 6000Ada"),
+    *(
+        "RTX 3070",
+        "RTX 3080",
+        "RTX 3080 Ti",
+        "RTX 3090",
+        "RTX 3090 Ti",
+        "RTX 4070 Ti",
+        "RTX 4080",
+        "RTX 4090",
+        "RTX 4090D",
+        "RTX 5080",
+        "RTX 5090",
+    ),
+    *(
+        "RTX A2000",
+        "RTX A4000",
+        "RTX A4500",
+        "RTX A5000",
+        "RTX A6000",
+        "RTX 2000Ada",
+        "RTX 4000Ada",
+        "RTX 5000Ada",
+        "RTX 6000Ada",
+    ),
     *("InstinctMI50", "InstinctMI100", "InstinctMI210", "InstinctMI250X", "InstinctMI300X"),
 )
 """How the market calls the chips of the catalogue; a search takes no other spelling, and finds nothing for one."""
 
 MAIN = """trap 'exit 0' TERM; while :; do ({}) & wait "$!"; sleep 5 & wait "$!"; done"""
-"""The first process of the container. It ends when it is told to, which `sleep` as a first process would not, and at no other moment: who kills its only child
-has it run again, and find that it was started anew.
+"""The first process of the container. It ends when it is told to, which `sleep` as a first process would not, and at no
+other moment: who kills its only child has it run again, and find that it was started anew.
 """
 TOOLS = """\
 command -v curl >/dev/null || { apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends curl ca-certificates; } \\
   </dev/null >/dev/null 2>&1 &
-"""
+"""  # noqa: E501
 """What the end needs and small images lack; there may be no network when it is needed."""
 END = f"""\
 told() {{ tr '\\0' '\\n' </proc/1/environ | sed -n "s/^$1=//p"; }} # what is started over SSH does not inherit them
@@ -142,15 +262,20 @@ while :; do
   fi
   sleep "$pause"
   [ "$pause" -ge 60 ] || pause=$((pause * 2))
-done"""
-"""By every way that Vast documents, and for as long as it takes: the first process is never ended, for what becomes of a container that has ended is told
-nowhere. If it is started anew, it ends itself as soon as it begins (`userdata`).
+done"""  # noqa: E501
+"""By every way that Vast documents, and for as long as it takes: the first process is never ended, for what becomes of
+a container that has ended is told nowhere. If it is started anew, it ends itself as soon as it begins (`userdata`).
 """
 
 type Filters = Mapping[str, Mapping[str, Any]]
 """Field to {operator: value}."""
 
-COMPARED: Mapping[str, Callable[[Any, Any], bool]] = {"eq": operator.eq, "gte": operator.ge, "lte": operator.le, "in": lambda value, values: value in values}
+COMPARED: Mapping[str, Callable[[Any, Any], bool]] = {
+    "eq": operator.eq,
+    "gte": operator.ge,
+    "lte": operator.le,
+    "in": lambda value, values: value in values,
+}
 
 log = logging.getLogger(__name__)
 
@@ -164,9 +289,14 @@ class VastAI(Provider):
 
     name: ClassVar[str] = "vastai"
     refuses: ClassVar[Mapping[str, str]] = {
-        "volume": "its containers have neither FUSE nor the right to mount; read and write the bucket from your functions",
+        "volume": (
+            "its containers have neither FUSE nor the right to mount; read and write the bucket from your functions"
+        ),
         "mig": "its containers do not own the GPU's driver; ask for a smaller GPU",
-        "private network": "its machines see each other only through mapped ports; nodes talk through the client, or ask for one machine with more GPUs",
+        "private network": (
+            "its machines see each other only through mapped ports; nodes talk through the client, or ask for one"
+            " machine with more GPUs"
+        ),
     }
     end_command: ClassVar[str] = userdata.END_COMMAND
     sells_by_wish: ClassVar[bool] = True
@@ -175,25 +305,44 @@ class VastAI(Provider):
     """A container was seen to be missing in the list right after it was rented; for how long is told nowhere."""
 
     api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
-    region: str | tuple[str, ...] | None = Field(default=None, description='Countries by two letters, "SE" or ("SE", "FI"); None is the world.')
-    ssh_key: str | None = Field(default=None, description="Path of a private key without passphrase; without it one is made.")
+    region: str | tuple[str, ...] | None = Field(
+        default=None, description='Countries by two letters, "SE" or ("SE", "FI"); None is the world.'
+    )
+    ssh_key: str | None = Field(
+        default=None, description="Path of a private key without passphrase; without it one is made."
+    )
     endpoint_url: str | None = Field(default=None, description="In place of VAST_URL and of Vast's own address.")
-    image: str = Field(default="nvidia/cuda:12.4.1-runtime-ubuntu22.04", description="A public image of Debian's family.")
+    image: str = Field(
+        default="nvidia/cuda:12.4.1-runtime-ubuntu22.04", description="A public image of Debian's family."
+    )
     disk_gb: int = Field(default=40, ge=8, description="For the life of the container.")
-    bid_margin: float = Field(default=0.1, ge=0, description="How much more than the least bid is bid for a spot machine, as a share.")
+    bid_margin: float = Field(
+        default=0.1, ge=0, description="How much more than the least bid is bid for a spot machine, as a share."
+    )
     price_tolerance: float = Field(
-        default=0.0, ge=0, le=1, description="How much more than its offer, by which the bill is counted, a machine may cost, as a share."
+        default=0.0,
+        ge=0,
+        le=1,
+        description="How much more than its offer, by which the bill is counted, a machine may cost, as a share.",
     )
     traffic_down_gb_per_hour: float = Field(
-        default=5.0, ge=0, description="What a machine loads in an hour, as an estimate: hosts have traffic paid for by the GB."
+        default=5.0,
+        ge=0,
+        description="What a machine loads in an hour, as an estimate: hosts have traffic paid for by the GB.",
     )
     traffic_up_gb_per_hour: float = Field(default=1.0, ge=0, description="The same for what it sends.")
     verified_only: bool = Field(default=True, description="Only machines that Vast has checked.")
     min_reliability: float = Field(default=0.98, ge=0, le=1)
     min_download_mbps: float = Field(default=200.0, ge=0)
     min_direct_ports: int = Field(default=2, ge=1)
-    min_cuda: float | None = Field(default=None, ge=0, description="CUDA of the host's driver at least. None: what the images need; not asked of AMD's.")
-    min_hours_left: float = Field(default=24.0, ge=0, description="For so long at least the host must still be for rent.")
+    min_cuda: float | None = Field(
+        default=None,
+        ge=0,
+        description="CUDA of the host's driver at least. None: what the images need; not asked of AMD's.",
+    )
+    min_hours_left: float = Field(
+        default=24.0, ge=0, description="For so long at least the host must still be for rent."
+    )
 
     @field_validator("region")
     @classmethod
@@ -206,7 +355,10 @@ class VastAI(Provider):
     # ── offers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def offers(self, want: Requirements) -> list[Offer]:
-        """Return the classes of machines for sale, at each of their prices, on demand and for a bid (spot). Of a wide search the cheapest 256 each."""
+        """Return the classes of machines for sale, at each of their prices, on demand and for a bid (spot).
+
+        Of a wide search the cheapest 256 each.
+        """
         wish = TYPE.fullmatch(want.instance_type) if want.instance_type is not None else None
         if want.instance_type is not None and wish is None:
             return []
@@ -216,11 +368,15 @@ class VastAI(Provider):
         if self.region:
             filters["geolocation"] = {"in": _names([self.region] if isinstance(self.region, str) else self.region)}
         with self._api() as api:
-            on_demand, spot = (self._search(api, filters, want.max_price_per_hour, is_spot=is_spot) for is_spot in (False, True))
+            on_demand, spot = (
+                self._search(api, filters, want.max_price_per_hour, is_spot=is_spot) for is_spot in (False, True)
+            )
         regular = {(ask.machine, ask.offer.instance_type): ask.offer.price_per_hour for ask in on_demand}
         bids = [ask.as_bid(self.bid_margin, regular.get((ask.machine, ask.offer.instance_type))) for ask in spot]
         offers = [ask.offer for ask in on_demand] + [
-            bid for bid in bids if bid.on_demand_price_per_hour is None or bid.price_per_hour <= bid.on_demand_price_per_hour
+            bid
+            for bid in bids
+            if bid.on_demand_price_per_hour is None or bid.price_per_hour <= bid.on_demand_price_per_hour
         ]
         fitting = (offer for offer in offers if want.instance_type in (None, offer.instance_type))
         return [offer.model_copy(update={"min_cuda": want.min_cuda}) for offer in _merged(fitting)]
@@ -240,7 +396,11 @@ class VastAI(Provider):
         if self.verified_only:
             filters["verified"] = {"eq": True}
         if accelerator is None or is_nvidia(accelerator):
-            needed = [self.min_cuda] if self.min_cuda is not None else [version for version in (min_cuda, cuda_of(self.image)) if version is not None]
+            needed = (
+                [self.min_cuda]
+                if self.min_cuda is not None
+                else [version for version in (min_cuda, cuda_of(self.image)) if version is not None]
+            )
             if needed:
                 filters["cuda_max_good"] = {"gte": max(needed)}
         if accelerator is not None:
@@ -249,30 +409,63 @@ class VastAI(Provider):
         return filters
 
     def _search(self, api: Api, filters: Filters, most: float | None, *, is_spot: bool) -> list[_Ask]:
-        """Return the asks that fit, cheapest first, a page at a time. What the filters say is looked at again: Vast does not always apply them."""
+        """Return the asks that fit, cheapest first, a page at a time.
+
+        What the filters say is looked at again: Vast does not always apply them.
+        """
         price = "min_bid" if is_spot else "dph_total"
         found: dict[int, _Ask | None] = {}
         limits: dict[str, float] = {} if most is None else {"lte": most}
         for _ in range(SEARCH_PAGES):
             fitting = {**filters, **({price: limits} if limits else {})}
-            rest = {"type": "bid" if is_spot else "on-demand", "order": [[price, "asc"]], "limit": SEARCH_ROWS, "allocated_storage": self.disk_gb}
-            told = rows_of(api.ask("POST", SEARCH, body={**fitting, **rest}, is_repeatable=True), "offers", f"Vast.ai answered POST {SEARCH}")
+            rest = {
+                "type": "bid" if is_spot else "on-demand",
+                "order": [[price, "asc"]],
+                "limit": SEARCH_ROWS,
+                "allocated_storage": self.disk_gb,
+            }
+            told = rows_of(
+                api.ask("POST", SEARCH, body={**fitting, **rest}, is_repeatable=True),
+                "offers",
+                f"Vast.ai answered POST {SEARCH}",
+            )
             rows = [row for row in told if row["id"] not in found]
-            found |= {row["id"]: _ask(row, self._beside(row, is_spot=is_spot), is_spot=is_spot) if _holds(row, fitting) else None for row in rows}
+            found |= {
+                row["id"]: (
+                    _ask(row, self._beside(row, is_spot=is_spot), is_spot=is_spot) if _holds(row, fitting) else None
+                )
+                for row in rows
+            }
             if len(told) < SEARCH_ROWS or not rows:
                 break
             limits = {**limits, "gte": rows[-1][price]}
         asks = [ask for ask in found.values() if ask is not None]
-        log.debug("%d of %d asks do not fit, or have a chip that is in no catalogue", len(found) - len(asks), len(found))
+        log.debug(
+            "%d of %d asks do not fit, or have a chip that is in no catalogue", len(found) - len(asks), len(found)
+        )
         return sorted(asks, key=lambda ask: ask.offer.total_per_hour)
 
     def _beside(self, row: Row, *, is_spot: bool) -> tuple[Extra, ...]:
-        """What is billed beside a machine. The price on demand has the disk in it (`allocated_storage`), and a bid has not."""
+        """What is billed beside a machine.
+
+        The price on demand has the disk in it (`allocated_storage`), and a bid has not.
+        """
         down, up = (float(row.get(f"inet_{way}_cost") or 0) for way in ("down", "up"))
         traffic = down * self.traffic_down_gb_per_hour + up * self.traffic_up_gb_per_hour
-        told = f"an estimate: {self.traffic_down_gb_per_hour:g} GB an hour in and {self.traffic_up_gb_per_hour:g} GB out, at the host's prices"
-        disk = by_month("disk", float(row.get("storage_cost") or 0) * self.disk_gb, "the host's price by GB and month, as its offer tells it", "at launch")
-        parts = (disk if is_spot else None, Extra(name="traffic", usd_per_hour=round(traffic, 6), source=told, checked="at launch"))
+        told = (
+            f"an estimate: {self.traffic_down_gb_per_hour:g} GB an hour in and {self.traffic_up_gb_per_hour:g} GB out,"
+            " at the host's prices"
+        )
+        disk = by_month(
+            "disk",
+            float(row.get("storage_cost") or 0) * self.disk_gb,
+            "the host's price by GB and month, as its offer tells it",
+            "at launch",
+        )
+        parts = (
+            disk if is_spot else None,
+            Extra(name="traffic", usd_per_hour=round(traffic, 6), source=told, checked="at launch"),
+        )
         return tuple(part for part in parts if part is not None and part.usd_per_hour)
 
     # ── launch ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -282,24 +475,28 @@ class VastAI(Provider):
         return True
 
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
-        """Rent machines of the offer's class, at its price at most and `price_tolerance` above it, neighbours first; return those that have an address.
+        """Rent machines of the offer's class, at its price at most and `price_tolerance` above it, neighbours first;
+        return those that have an address.
 
-        Hosts that cannot start the container are given back, and the next ones tried. A container that was there and is gone ends the launch: somebody may be
-        giving the pool back, and would not see what is rented after that. Spot: the bid is the offer's price.
+        Hosts that cannot start the container are given back, and the next ones tried. A container that was there and is
+        gone ends the launch: somebody may be giving the pool back, and would not see what is rented after that. Spot:
+        the bid is the offer's price.
         """
         key = our_key(self.ssh_key)
         made = _Made()
         first = int(tags.get(RANK_TAG, "0"))
         wanted = list(range(first, first + count))
         rows: dict[int, Row] = {}
-        trouble: SkywardError = NoCapacity(f"nobody at Vast.ai sells a {offer.instance_type} in {offer.region} for ${offer.price_per_hour:.3f}").coded(
-            "no offers"
-        )
+        trouble: SkywardError = NoCapacity(
+            f"nobody at Vast.ai sells a {offer.instance_type} in {offer.region} for ${offer.price_per_hour:.3f}"
+        ).coded("no offers")
         deadline = time.monotonic() + ADDRESS_SECONDS
         with self._api(made.left) as api:
             asks = self._asks(api, offer, count)
             while wanted and asks and time.monotonic() < deadline:
-                created, refusal = self._rent(api, offer, asks, [of_machine(tags, rank) for rank in wanted], startup, key, made)
+                created, refusal = self._rent(
+                    api, offer, asks, [of_machine(tags, rank) for rank in wanted], startup, key, made
+                )
                 made.known |= set(created.values())
                 up, down = self._await(api, created, deadline, made)
                 rows |= up
@@ -313,12 +510,20 @@ class VastAI(Provider):
             raise trouble
         if len(rows) < count:
             log.info(
-                "Vast.ai had %d of %d %s at $%.3f and %g more: %s", len(rows), count, offer.instance_type, offer.price_per_hour, self.price_tolerance, trouble
+                "Vast.ai had %d of %d %s at $%.3f and %g more: %s",
+                len(rows),
+                count,
+                offer.instance_type,
+                offer.price_per_hour,
+                self.price_tolerance,
+                trouble,
             )
         return [instance for _, row in sorted(rows.items()) if (instance := self._instance(row, key)) is not None]
 
     def _asks(self, api: Api, offer: Offer, count: int) -> deque[_Ask]:
-        """Return the asks to try, in this order: of the cheapest place that has all of them, if one has, then the rest by price."""
+        """Return the asks to try, in this order: of the cheapest place that has all of them, if one has, then the rest
+        by price.
+        """
         wish = TYPE.fullmatch(offer.instance_type)
         if wish is None:
             raise BadRequest(f'{offer.instance_type!r} is no class of machines of Vast.ai: write "RTX_4090x2"')
@@ -339,7 +544,9 @@ class VastAI(Provider):
             if (ask.offer.instance_type, ask.offer.region) == (offer.instance_type, offer.region)
             and ask.offer.memory_gb >= offer.memory_gb
             and offer.architecture in {None, ask.offer.architecture}
-            and (offer.price_per_hour if offer.is_spot else ask.offer.price_per_hour) + total_of(ask.offer.extras_per_hour) <= total + 1e-9
+            and (offer.price_per_hour if offer.is_spot else ask.offer.price_per_hour)
+            + total_of(ask.offer.extras_per_hour)
+            <= total + 1e-9
         ]
         places = Counter(ask.place for ask in asks)
         together = next((ask.place for ask in asks if places[ask.place] >= count), None) if count > 1 else None
@@ -353,7 +560,8 @@ class VastAI(Provider):
     def _rent(
         self, api: Api, offer: Offer, asks: deque[_Ask], machines: Sequence[Tags], startup: str, key: Key, made: _Made
     ) -> tuple[dict[int, int], SkywardError | None]:
-        """Rent an ask for each machine, one call after another; return what came of it by rank, and why it is fewer, if it is.
+        """Rent an ask for each machine, one call after another; return what came of it by rank, and why it is fewer, if
+        it is.
 
         Asks that are tried are taken off the queue. A container that comes with a refusal is given back at once.
         """
@@ -365,14 +573,18 @@ class VastAI(Provider):
                 time.sleep(max(0.0, again_at - time.monotonic()))
                 ask, again_at = asks.popleft(), time.monotonic() + CREATE_SECONDS
                 try:
-                    created[int(tags[RANK_TAG])] = _contract(api.ask("PUT", f"/api/v0/asks/{ask.id}/", body=self._order(offer, tags, startup, key)), made.left)
+                    created[int(tags[RANK_TAG])] = _contract(
+                        api.ask("PUT", f"/api/v0/asks/{ask.id}/", body=self._order(offer, tags, startup, key)),
+                        made.left,
+                    )
                     break
                 except SkywardError as error:
                     refusal = error
                 _end_quietly(api, made.take_left(), made)
                 if type(refusal) is NoCapacity:
                     continue
-                if isinstance(refusal, ProviderFailed) and not isinstance(refusal, RateLimited):  # nobody knows what came of it
+                # nobody knows what came of it
+                if isinstance(refusal, ProviderFailed) and not isinstance(refusal, RateLimited):
                     found = _look(api, tags, made.known)
                     if found is not None:
                         created[int(tags[RANK_TAG])] = found
@@ -383,8 +595,16 @@ class VastAI(Provider):
         return created, None
 
     def _order(self, offer: Offer, tags: Tags, startup: str, key: Key) -> dict[str, Any]:
-        """What is asked for in the creating call. A price makes it a bid, and no price an on-demand machine, wherever the ask was found."""
-        boot = userdata.boot_script(startup, tags, f"printf %s {shlex.quote(LABELS.machine(tags))}", END, is_container=True) + TOOLS
+        """What is asked for in the creating call.
+
+        A price makes it a bid, and no price an on-demand machine, wherever the ask was found.
+        """
+        boot = (
+            userdata.boot_script(
+                startup, tags, f"printf %s {shlex.quote(LABELS.machine(tags))}", END, is_container=True
+            )
+            + TOOLS
+        )
         label, more = LABELS.pack(tags)
         order: dict[str, Any] = {
             "client_id": "me",
@@ -395,14 +615,22 @@ class VastAI(Provider):
             "user": "root",
             "onstart": "/bin/sh",  # with "args", the entrypoint
             "args": ["-c", MAIN.format(userdata.UNPACKED)],
-            "env": {"-p 22:22": "1", "SKYWARD_BOOT": userdata.packed(userdata.container_script(boot, key, host_key(tags[LAUNCH_TAG], key))), **more},
+            "env": {
+                "-p 22:22": "1",
+                "SKYWARD_BOOT": userdata.packed(userdata.container_script(boot, key, host_key(tags[LAUNCH_TAG], key))),
+                **more,
+            },
             "target_state": "running",
             "cancel_unavail": True,
         }
         return order | {"price": offer.price_per_hour} if offer.is_spot else order
 
-    def _await(self, api: Api, created: Mapping[int, int], deadline: float, made: _Made) -> tuple[dict[int, Row], dict[int, SkywardError]]:
-        """Wait until each machine runs and has an address, or never will; return what is told of the ones, and why by rank for the others, which are ended."""
+    def _await(
+        self, api: Api, created: Mapping[int, int], deadline: float, made: _Made
+    ) -> tuple[dict[int, Row], dict[int, SkywardError]]:
+        """Wait until each machine runs and has an address, or never will; return what is told of the ones, and why by
+        rank for the others, which are ended.
+        """
         waiting, up, down, missed = dict(created), dict[int, Row](), dict[int, SkywardError](), dict[int, int]()
         pause = POLL_SECONDS
         while waiting:
@@ -416,7 +644,9 @@ class VastAI(Provider):
                     up[rank] = row
                 elif _state(row) is InstanceState.STOPPING or is_late or missed.get(contract, 0) >= MISSES:
                     word = str(row.get("actual_status") or ("created" if row else GONE))
-                    down[rank] = NoCapacity(f"Vast.ai could not start {contract}: {word} {row.get('status_msg') or ''}".strip()).coded(word)
+                    down[rank] = NoCapacity(
+                        f"Vast.ai could not start {contract}: {word} {row.get('status_msg') or ''}".strip()
+                    ).coded(word)
                 else:
                     continue
                 del waiting[rank]
@@ -447,7 +677,9 @@ class VastAI(Provider):
                 raise error
         if errors:
             left = sorted(map(str, errors))
-            raise InstancesLeft(f"Vast.ai did not destroy {', '.join(left)}: {next(iter(errors.values()))}", left) from next(iter(errors.values()))
+            raise InstancesLeft(
+                f"Vast.ai did not destroy {', '.join(left)}: {next(iter(errors.values()))}", left
+            ) from next(iter(errors.values()))
 
     def ends_for_good(self) -> bool:
         """It destroys itself."""
@@ -468,7 +700,14 @@ class VastAI(Provider):
         """Open a session. What was made although it was refused is noted in `left`."""
         key = self.api_key.get_secret_value() if self.api_key is not None else _key_around()
         url = (self.endpoint_url or os.environ.get("VAST_URL") or URL).rstrip("/").removesuffix("/api/v0")
-        return Api("Vast.ai", url, {"Authorization": f"Bearer {key}"}, classify=_classify(left), secrets=[key], says_missing=_says_missing)
+        return Api(
+            "Vast.ai",
+            url,
+            {"Authorization": f"Bearer {key}"},
+            classify=_classify(left),
+            secrets=[key],
+            says_missing=_says_missing,
+        )
 
 
 @dataclass(slots=True)
@@ -543,8 +782,11 @@ def _contract(answer: Any, left: list[int]) -> int:
     if contract:
         left.append(int(contract))
     if not body.get("error") and not body.get("msg"):
-        fields = f"an object with {', '.join(map(repr, body)) or 'nothing'}" if isinstance(answer, dict) else "no object"
-        raise ProviderFailed(f"Vast.ai does not say what it has created: {fields}")  # not what is in them: one may be a key
+        fields = (
+            f"an object with {', '.join(map(repr, body)) or 'nothing'}" if isinstance(answer, dict) else "no object"
+        )
+        # not what is in them: one may be a key
+        raise ProviderFailed(f"Vast.ai does not say what it has created: {fields}")
     message = f"Vast.ai did not rent it: {_said(body)}"
     raise (_meaning(200, body, message) or NoCapacity(message)).coded(str(body.get("error") or "success: false"))
 
@@ -579,7 +821,10 @@ def _look(api: Api, tags: Tags, known: set[int]) -> int | None:
 
 
 def _end(api: Api, contracts: Sequence[int]) -> dict[int, SkywardError]:
-    """Destroy containers; return those that were not, and why. Ids that nobody has are passed over by Vast, and are a 404 if they are all."""
+    """Destroy containers; return those that were not, and why.
+
+    Ids that nobody has are passed over by Vast, and are a 404 if they are all.
+    """
     errors: dict[int, SkywardError] = {}
     for some in batched(contracts, DESTROYED_AT_ONCE):
         try:
@@ -630,7 +875,10 @@ def _said(answer: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Ask:
-    """One machine, or a part of one, that can be rented once. The price of the offer is for spot the least bid; `place` is where its neighbours are."""
+    """One machine, or a part of one, that can be rented once.
+
+    The price of the offer is for spot the least bid; `place` is where its neighbours are.
+    """
 
     id: int
     machine: int
@@ -639,12 +887,17 @@ class _Ask:
 
     def as_bid(self, margin: float, regular: float | None) -> Offer:
         """Return the offer with what we bid as its price."""
-        return self.offer.model_copy(update={"price_per_hour": self.offer.price_per_hour * (1 + margin), "on_demand_price_per_hour": regular})
+        return self.offer.model_copy(
+            update={"price_per_hour": self.offer.price_per_hour * (1 + margin), "on_demand_price_per_hour": regular}
+        )
 
 
 def _ask(row: Row, beside: tuple[Extra, ...], *, is_spot: bool) -> _Ask | None:
     """Read an ask; None for a chip that the catalogue does not know, and for what has no price."""
-    accelerator, price = _accelerator(str(row.get("gpu_name") or "")), float(row.get("min_bid" if is_spot else "dph_total") or 0)
+    accelerator, price = (
+        _accelerator(str(row.get("gpu_name") or "")),
+        float(row.get("min_bid" if is_spot else "dph_total") or 0),
+    )
     if accelerator is None or price <= 0:
         return None
     cores, effective = float(row.get("cpu_cores") or 0), float(row.get("cpu_cores_effective") or 0)
@@ -657,7 +910,8 @@ def _ask(row: Row, beside: tuple[Extra, ...], *, is_spot: bool) -> _Ask | None:
         price_per_hour=price,
         on_demand_price_per_hour=None if is_spot else price,
         vcpus=effective,
-        memory_gb=float(row.get("cpu_ram") or 0) * GB_OF_A_MB * (effective / cores if cores else 1.0),  # the memory told is the whole machine's
+        # the memory told is the whole machine's
+        memory_gb=float(row.get("cpu_ram") or 0) * GB_OF_A_MB * (effective / cores if cores else 1.0),
         accelerator=accelerator.name,
         accelerators=int(row.get("num_gpus") or 1),
         accelerator_memory_gb=_chip_memory_gb(row, accelerator),
@@ -669,7 +923,9 @@ def _ask(row: Row, beside: tuple[Extra, ...], *, is_spot: bool) -> _Ask | None:
 
 
 def _merged(offers: Iterable[Offer]) -> list[Offer]:
-    """Make one offer of those of a class at the same price: what each of them has at least, with what is billed beside the dearest."""
+    """Make one offer of those of a class at the same price: what each of them has at least, with what is billed beside
+    the dearest.
+    """
     merged: dict[tuple[str, str, str | None, bool, float], Offer] = {}
     for offer in offers:
         key = (offer.instance_type, offer.region, offer.architecture, offer.is_spot, offer.price_per_hour)
@@ -681,7 +937,9 @@ def _merged(offers: Iterable[Offer]) -> list[Offer]:
 
 
 def _holds(row: Row, filters: Filters) -> bool:
-    """Whether a row keeps to the filters, as far as it tells: `verified` is told by none, and a country is the end of its place."""
+    """Whether a row keeps to the filters, as far as it tells: `verified` is told by none, and a country is the end of
+    its place.
+    """
     told = {**row, "geolocation": _country(row)}
     return all(
         COMPARED[comparison](told[name], value)
@@ -702,13 +960,18 @@ def _accelerator(gpu_name: str) -> Accelerator | None:
 
 def _gpu_names(accelerator: Accelerator) -> list[str]:
     """What Vast calls a chip; with a form factor only those of it."""
-    known = [(name, chip) for name in GPU_NAMES if (chip := _accelerator(name)) is not None and chip.name == accelerator.name]
+    known = [
+        (name, chip) for name in GPU_NAMES if (chip := _accelerator(name)) is not None and chip.name == accelerator.name
+    ]
     names = [name for name, chip in known if accelerator.form_factor in (None, chip.form_factor)]
     return sorted({*names, accelerator.name})
 
 
 def _chip_memory_gb(row: Row, accelerator: Accelerator) -> float:
-    """Memory of one chip in the vendor's figure. Vast tells what the driver sees, in units of 1024², up to a tenth less."""
+    """Memory of one chip in the vendor's figure.
+
+    Vast tells what the driver sees, in units of 1024², up to a tenth less.
+    """
     told = float(row.get("gpu_ram") or 0) / 1024
     choices = find(accelerator.name).memory_choices(accelerator.form_factor)
     nearest = min(choices, key=lambda choice: abs(choice - told))
@@ -719,7 +982,11 @@ def _instance_type(row: Row) -> str:
     """The class of a machine: "RTX_4090x2", and "A100_SXM4_40GBx8" where the chip comes with several memories."""
     gpu_name = str(row.get("gpu_name") or "unknown")
     accelerator = _accelerator(gpu_name)
-    has_choice = accelerator is not None and row.get("gpu_ram") and len(find(accelerator.name).memory_choices(accelerator.form_factor)) > 1
+    has_choice = (
+        accelerator is not None
+        and row.get("gpu_ram")
+        and len(find(accelerator.name).memory_choices(accelerator.form_factor)) > 1
+    )
     memory = f"_{_chip_memory_gb(row, accelerator):.0f}GB" if accelerator is not None and has_choice else ""
     return f"{gpu_name.replace(' ', '_')}{memory}x{row.get('num_gpus') or 1}"
 
@@ -768,11 +1035,21 @@ def _instance(row: Row, key: Key) -> Instance | None:
 
 
 def _endpoint(host: str, port: int, launch: str, key: Key) -> Endpoint:
-    return Endpoint(host=host, port=port, user="root", key=str(key.path), host_key=host_key(launch, key).public, known_hosts="/dev/null", config="/dev/null")
+    return Endpoint(
+        host=host,
+        port=port,
+        user="root",
+        key=str(key.path),
+        host_key=host_key(launch, key).public,
+        known_hosts="/dev/null",
+        config="/dev/null",
+    )
 
 
 def _state(row: Row) -> InstanceState:
-    """What is paid for and will not run (again) is STOPPING: outbid, exited, without a sign of its host, or unable to start."""
+    """What is paid for and will not run (again) is STOPPING: outbid, exited, without a sign of its host, or unable to
+    start.
+    """
     word = row.get("actual_status")
     if row.get("intended_status") == "stopped" or word in OFF:
         return InstanceState.STOPPING
@@ -782,7 +1059,10 @@ def _state(row: Row) -> InstanceState:
 
 
 def _address(row: Row) -> tuple[str, int] | None:
-    """Where port 22 of a container is reached; None until its host has mapped it. The address is told with spaces around it."""
+    """Where port 22 of a container is reached; None until its host has mapped it.
+
+    The address is told with spaces around it.
+    """
     host = str(row.get("public_ipaddr") or "").strip()
     ports = (row.get("ports") or {}).get("22/tcp") or []
     return (host, int(ports[0]["HostPort"])) if host and ports else None
@@ -803,4 +1083,6 @@ def _quoted(text: str) -> str:
 
 
 LABELS = TagName(":", LABEL_CHARACTERS, "a label of Vast.ai", _quoted, unquote)
-"""Its word for pool and rank is also what a machine calls itself, told to it by us: no container needs to know its number for that."""
+"""Its word for pool and rank is also what a machine calls itself, told to it by us: no container needs to know its
+number for that.
+"""

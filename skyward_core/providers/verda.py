@@ -1,7 +1,9 @@
-"""Virtual machines of Verda (formerly DataCrunch): api.verda.com/v1, as told by its documentation and SDKs up to November 2026 (docs/clouds/verda.md).
+"""Virtual machines of Verda (formerly DataCrunch): api.verda.com/v1, as told by its documentation and SDKs up to
+November 2026 (docs/clouds/verda.md).
 
-What is odd there: a token of an hour for two halves of a credential; prices as strings; ids as plain text; boot scripts and disks that are objects of their
-own, are not tagged, and may outlive the machine; no word of warning before a spot machine is taken back.
+What is odd there: a token of an hour for two halves of a credential; prices as strings; ids as plain text; boot scripts
+and disks that are objects of their own, are not tagged, and may outlive the machine; no word of warning before a spot
+machine is taken back.
 """
 
 from __future__ import annotations
@@ -27,7 +29,16 @@ from pydantic import Field, SecretStr, model_validator
 
 from skyward_core.accelerators.catalog import find
 from skyward_core.concurrency.threads import side_by_side
-from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
+from skyward_core.errors import (
+    BadRequest,
+    CredentialsError,
+    InstancesLeft,
+    NoCapacity,
+    ProviderFailed,
+    QuotaExceeded,
+    RateLimited,
+    SkywardError,
+)
 from skyward_core.machines.instances import Endpoint, Instance, InstanceState
 from skyward_core.machines.offers import Extra, Offer, Requirements, architecture_beside, by_month
 from skyward_core.providers._http import Api, field_of, rows_in
@@ -43,19 +54,27 @@ CONSOLE = "https://console.verda.com"
 ADDRESS_SECONDS = 600.0
 """How long a machine may take from the creating call to its address."""
 HOST_KEY_SECONDS = 180.0
-"""How long after its first answer a machine may show the host key of its image: its script may finish a minute after sshd answers."""
+"""How long after its first answer a machine may show the host key of its image: its script may finish a minute after
+sshd answers.
+"""
 BUSY_SECONDS = 240.0
-"""How long `terminate` asks again for machines that cannot be deleted yet: Verda refuses that while it provisions them."""
+"""How long `terminate` asks again for machines that cannot be deleted yet: Verda refuses that while it provisions them.
+"""
 NVME_USD_PER_GB_MONTH = 0.20
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 5.0
 ORPHAN_SECONDS = 3600
-"""Scripts and disks of ours that belong to no machine are left alone for so long: another process may be about to launch theirs."""
+"""Scripts and disks of ours that belong to no machine are left alone for so long: another process may be about to
+launch theirs.
+"""
 TAG_CHARACTERS, MOST_TAGS = 127, 10
 
 STATES: Mapping[str, InstanceState] = {
     **dict.fromkeys(("ordered", "new", "provisioning", "validating", "pending", "restoring"), InstanceState.PENDING),
     "running": InstanceState.RUNNING,
-    **dict.fromkeys(("offline", "starting_hibernation", "hibernating", "error", "no_capacity", "deleting", "notfound"), InstanceState.STOPPING),
+    **dict.fromkeys(
+        ("offline", "starting_hibernation", "hibernating", "error", "no_capacity", "deleting", "notfound"),
+        InstanceState.STOPPING,
+    ),
     "discontinued": InstanceState.GONE,
 }
 """What is not here ("unknown") is PENDING: it may be paid for, and cannot be used."""
@@ -96,7 +115,7 @@ try:
             ask("PUT", "/instances", {{"id": [machine["id"]], "action": "delete", **disk}}, token)
 except Exception as error:
     print("this machine cannot delete itself yet:", type(error).__name__, getattr(error, "code", ""), flush=True)
-SKYWARD_PYTHON"""
+SKYWARD_PYTHON"""  # noqa: E501
 """Is run again until the machine is gone: one that were off would be paid for as well, and try no more."""
 
 log = logging.getLogger(__name__)
@@ -107,9 +126,11 @@ class Verda(Provider):
 
     Args:
         region: one location such as "FIN-03", or several; all if not given.
-        client_id, client_secret: credentials of the cloud API; by default VERDA_CLIENT_ID and VERDA_CLIENT_SECRET, then the file of Verda's own tools.
-        node_client_id, node_client_secret: credentials that are planted on each machine, so that it can delete itself. The user's code can read them there, and
-            Verda knows no credentials with fewer rights. Without them a machine that ends itself powers off, and is paid for until it is terminated.
+        client_id, client_secret: credentials of the cloud API; by default VERDA_CLIENT_ID and VERDA_CLIENT_SECRET, then
+            the file of Verda's own tools.
+        node_client_id, node_client_secret: credentials that are planted on each machine, so that it can delete itself.
+            The user's code can read them there, and Verda knows no credentials with fewer rights. Without them a
+            machine that ends itself powers off, and is paid for until it is terminated.
         image: an image's slug ("ubuntu-24.04-cuda-13.0-open-docker"); by default one that fits the machine is chosen.
         os_volume_gb: size of a machine's disk, which is paid for beside it, in GB.
         ssh_key: path of an SSH key of one's own.
@@ -136,13 +157,16 @@ class Verda(Provider):
     @model_validator(mode="after")
     def _node_credentials_are_whole(self) -> Self:
         if (self.node_client_id is None) != (self.node_client_secret is None):
-            raise ValueError("node_client_id and node_client_secret are the two halves of one credential: give both, or neither")
+            raise ValueError(
+                "node_client_id and node_client_secret are the two halves of one credential: give both, or neither"
+            )
         return self
 
     # ── the verbs ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def offers(self, want: Requirements) -> list[Offer]:
-        """Return what can be had now: each type at each location, on demand and as spot. Prices are those of the moment, in USD.
+        """Return what can be had now: each type at each location, on demand and as spot. Prices are those of the
+        moment, in USD.
 
         Raises NoCapacity, with the locations that have something, if none of it is at a configured one.
         """
@@ -152,7 +176,9 @@ class Verda(Provider):
         wanted = None if self.region is None else {self.region} if isinstance(self.region, str) else set(self.region)
         known = {place["location_code"] for told in places.values() for place in told}
         if wanted is not None and known and not wanted & known:
-            raise NoCapacity(f"Verda has no machines at {', '.join(sorted(wanted))}; it has some at {', '.join(sorted(known))}")
+            raise NoCapacity(
+                f"Verda has no machines at {', '.join(sorted(wanted))}; it has some at {', '.join(sorted(known))}"
+            )
         sold = {one["instance_type"]: one for one in types if want.instance_type in (None, one["instance_type"])}
         beside = self._beside()
         return [
@@ -169,48 +195,77 @@ class Verda(Provider):
         return True
 
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
-        """Rent machines, a call for each, and wait until they have their addresses; those that come to nothing meanwhile are ended and left out."""
+        """Rent machines, a call for each, and wait until they have their addresses; those that come to nothing
+        meanwhile are ended and left out.
+        """
         key = our_key(self.ssh_key)
         names = {rank: _name(tags, rank) for rank in range(int(tags[RANK_TAG]), int(tags[RANK_TAG]) + count)}
         with self._session() as session:
             order = self._order(session, offer, key)
             script_id = session.make(
-                "/scripts", _script_name(tags), {"script": self._script(session, tags, startup, key)}, lambda one, name: one["name"] == name
+                "/scripts",
+                _script_name(tags),
+                {"script": self._script(session, tags, startup, key)},
+                lambda one, name: one["name"] == name,
             )
             made: dict[int, str] = {}
             try:
-                made = _create(session, {rank: _order_of(order, name, script_id, of_machine(tags, rank)) for rank, name in names.items()})
+                made = _create(
+                    session,
+                    {rank: _order_of(order, name, script_id, of_machine(tags, rank)) for rank, name in names.items()},
+                )
                 up = _await_addresses(session, made)
             except SkywardError as error:
-                if isinstance(error, NoCapacity) or not (made or isinstance(error, ProviderFailed)):  # else a machine may be there, and need it
+                # else a machine may be there, and need it
+                if isinstance(error, NoCapacity) or not (made or isinstance(error, ProviderFailed)):
                     _remove(session, f"/scripts/{quote(script_id)}")
                 raise
             try:
                 _sweep(session, session.list("/instances"))
             except SkywardError as error:
                 log.warning("old scripts and disks at Verda could not be looked for: %s", error)
-        return [_instance(up[machine_id], of_machine(tags, rank), key, self._beside(), offer) for rank, machine_id in sorted(made.items()) if machine_id in up]
+        return [
+            _instance(up[machine_id], of_machine(tags, rank), key, self._beside(), offer)
+            for rank, machine_id in sorted(made.items())
+            if machine_id in up
+        ]
 
     def instances(self, pool_id: str | None = None) -> list[Instance]:
-        """Return the pool's machines at all locations. A machine whose address is not known yet, or whose key is not here, has no endpoint."""
+        """Return the pool's machines at all locations.
+
+        A machine whose address is not known yet, or whose key is not here, has no endpoint.
+        """
         with self._session() as session:
             machines = session.list("/instances")
         key = self._key_if_here()
-        told = [(machine, tags) for machine in machines if (tags := _tags_of(machine)) is not None and pool_id in (None, tags[POOL_TAG])]
+        told = [
+            (machine, tags)
+            for machine in machines
+            if (tags := _tags_of(machine)) is not None and pool_id in (None, tags[POOL_TAG])
+        ]
         found = [_instance(machine, tags, key, self._beside()) for machine, tags in told]
         return [instance for instance in found if instance.state is not InstanceState.GONE]
 
     def terminate(self, ids: Sequence[str]) -> None:
-        """Delete machines with their disks and scripts, and what others of ours have left behind. Asks again for those that are not up yet."""
+        """Delete machines with their disks and scripts, and what others of ours have left behind.
+
+        Asks again for those that are not up yet.
+        """
         if not ids:
             return
         with self._session() as session:
             listed = session.list("/instances")
             known = {machine["id"]: machine for machine in listed}
             hidden = [machine_id for machine_id in dict.fromkeys(ids) if machine_id not in known]
-            known |= {machine["id"]: machine for machine in side_by_side(session.machine, hidden, "skyward-verda") if machine is not None}
+            known |= {
+                machine["id"]: machine
+                for machine in side_by_side(session.machine, hidden, "skyward-verda")
+                if machine is not None
+            }
             named = [known[machine_id] for machine_id in dict.fromkeys(ids) if machine_id in known]
-            left = _end(session, [machine for machine in named if machine["status"] not in ("deleting", "discontinued")])
+            left = _end(
+                session, [machine for machine in named if machine["status"] not in ("deleting", "discontinued")]
+            )
             try:
                 _sweep(session, listed, {machine["hostname"] for machine in named if machine["id"] not in left})
             finally:
@@ -240,8 +295,15 @@ class Verda(Provider):
         """What the creating calls of one launch have in common."""
         image = self.image or _image(session.list("/images", instance_type=offer.instance_type), offer.accelerator)
         key_name = f"skyward-{hashlib.sha256(key.public.encode()).hexdigest()[:12]}"
-        key_id = session.make("/ssh-keys", key_name, {"key": key.public}, lambda one, _: one["key"].split()[:2] == key.public.split()[:2], is_kept=True)
-        fate = {"on_spot_discontinue": "delete_permanently"} if offer.is_spot else {}  # by default it is kept, and paid for
+        key_id = session.make(
+            "/ssh-keys",
+            key_name,
+            {"key": key.public},
+            lambda one, _: one["key"].split()[:2] == key.public.split()[:2],
+            is_kept=True,
+        )
+        # by default it is kept, and paid for
+        fate = {"on_spot_discontinue": "delete_permanently"} if offer.is_spot else {}
         return {
             "instance_type": offer.instance_type,
             "image": image,
@@ -255,12 +317,23 @@ class Verda(Provider):
 
     def _beside(self) -> tuple[Extra, ...]:
         """The disk, which is a thing of its own."""
-        return (by_month("disk", self.os_volume_gb * NVME_USD_PER_GB_MONTH, "Verda's price of NVMe, about $0.20 per GB and month", "2026-11-20"),)
+        return (
+            by_month(
+                "disk",
+                self.os_volume_gb * NVME_USD_PER_GB_MONTH,
+                "Verda's price of NVMe, about $0.20 per GB and month",
+                "2026-11-20",
+            ),
+        )
 
     def _script(self, session: _Session, tags: Tags, startup: str, key: Key) -> str:
         end = "poweroff"
         if self.node_client_id is not None and self.node_client_secret is not None:
-            words = (session.credentials.url, self.node_client_id.get_secret_value(), self.node_client_secret.get_secret_value())
+            words = (
+                session.credentials.url,
+                self.node_client_id.get_secret_value(),
+                self.node_client_secret.get_secret_value(),
+            )
             end = END_BY_ITSELF.format(words=", ".join(map(json.dumps, words)))
         return script(boot_script(startup, tags, "hostname", end), key, host_key(tags[LAUNCH_TAG], key))
 
@@ -279,7 +352,9 @@ class Verda(Provider):
     def _credentials(self) -> _Credentials:
         """Find the credentials: given, in the environment, in the file of Verda's tools. Raises CredentialsError."""
         environ = os.environ
-        given = tuple(None if half is None else half.get_secret_value() for half in (self.client_id, self.client_secret))
+        given = tuple(
+            None if half is None else half.get_secret_value() for half in (self.client_id, self.client_secret)
+        )
         pairs = (
             (given[0] or environ.get("VERDA_CLIENT_ID"), given[1] or environ.get("VERDA_CLIENT_SECRET")),
             (environ.get("DATACRUNCH_CLIENT_ID"), environ.get("DATACRUNCH_CLIENT_SECRET")),
@@ -287,12 +362,20 @@ class Verda(Provider):
         for client_id, client_secret in pairs:
             if client_id and client_secret:
                 return _Credentials(client_id, client_secret, self.endpoint_url or URL)
-        place = Path(environ.get("VERDA_SHARED_CREDENTIALS_FILE") or Path(environ.get("VERDA_HOME") or "~/.verda") / "credentials").expanduser()
+        place = Path(
+            environ.get("VERDA_SHARED_CREDENTIALS_FILE")
+            or Path(environ.get("VERDA_HOME") or "~/.verda") / "credentials"
+        ).expanduser()
         told = _read_credentials(place, environ.get("VERDA_PROFILE") or "default")
         if told.get("verda_client_id") and told.get("verda_client_secret"):
-            return _Credentials(told["verda_client_id"], told["verda_client_secret"], self.endpoint_url or told.get("verda_base_url") or URL)
+            return _Credentials(
+                told["verda_client_id"],
+                told["verda_client_secret"],
+                self.endpoint_url or told.get("verda_base_url") or URL,
+            )
         raise CredentialsError(
-            f"no credentials for Verda: set VERDA_CLIENT_ID and VERDA_CLIENT_SECRET, or write them to {place} (`verda auth login`). They are made at {CONSOLE}"
+            f"no credentials for Verda: set VERDA_CLIENT_ID and VERDA_CLIENT_SECRET, or write them to {place} (`verda"
+            f" auth login`). They are made at {CONSOLE}"
         )
 
 
@@ -314,12 +397,19 @@ class _TokenRefused(CredentialsError):
 
 
 class _Session:
-    """A session with the API, for the length of one verb: a context manager. Fetches its token when it is first needed, and once more when it is refused."""
+    """A session with the API, for the length of one verb: a context manager.
+
+    Fetches its token when it is first needed, and once more when it is refused.
+    """
 
     def __init__(self, credentials: _Credentials, planted: Sequence[str] = ()) -> None:
         self.credentials = credentials
         self._api = Api(
-            "Verda", credentials.url, classify=_meaning, secrets=(credentials.client_secret, credentials.client_id, *planted), says_missing=_says_missing
+            "Verda",
+            credentials.url,
+            classify=_meaning,
+            secrets=(credentials.client_secret, credentials.client_id, *planted),
+            says_missing=_says_missing,
         )
         self._token = ""
         self._fetching = threading.Lock()
@@ -360,8 +450,13 @@ class _Session:
             field_of(machine, "status", str, f"Verda answered GET {path}")
         return machine
 
-    def make(self, path: str, name: str, fields: Json, is_it: Callable[[Json, str], bool], *, is_kept: bool = False) -> str:
-        """Make an object and return its id. One that `is_kept` is made once; one that may be there already, for all we know, is looked for."""
+    def make(
+        self, path: str, name: str, fields: Json, is_it: Callable[[Json, str], bool], *, is_kept: bool = False
+    ) -> str:
+        """Make an object and return its id.
+
+        One that `is_kept` is made once; one that may be there already, for all we know, is looked for.
+        """
         if is_kept and (found := self._look(path, name, is_it)) is not None:
             return found
         try:
@@ -380,9 +475,13 @@ class _Session:
             if self._token == stale:
                 halves = {"client_id": self.credentials.client_id, "client_secret": self.credentials.client_secret}
                 try:
-                    told = self._api.ask("POST", "/oauth2/token", body={"grant_type": "client_credentials", **halves}, is_repeatable=True)
+                    told = self._api.ask(
+                        "POST", "/oauth2/token", body={"grant_type": "client_credentials", **halves}, is_repeatable=True
+                    )
                 except (BadRequest, CredentialsError) as error:  # OAuth's word for a wrong secret is 400 as well
-                    raise CredentialsError(f"Verda refuses the client id or its secret: {error}").coded(error.code) from None
+                    raise CredentialsError(f"Verda refuses the client id or its secret: {error}").coded(
+                        error.code
+                    ) from None
                 self._token = field_of(told, "access_token", str, "Verda answered POST /oauth2/token")
             return self._token
 
@@ -412,7 +511,8 @@ def _read_credentials(place: Path, profile: str) -> Mapping[str, str]:
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError, configparser.Error) as error:
-        raise CredentialsError(f"{place} cannot be read as VERDA_CLIENT_ID's file: {type(error).__name__}") from None  # its message may hold a line of the file
+        # its message may hold a line of the file
+        raise CredentialsError(f"{place} cannot be read as VERDA_CLIENT_ID's file: {type(error).__name__}") from None
     return parser[profile] if parser.has_section(profile) else {}
 
 
@@ -422,7 +522,8 @@ def _read_credentials(place: Path, profile: str) -> Mapping[str, str]:
 def _create(session: _Session, orders: Mapping[int, Json]) -> dict[int, str]:
     """Make a machine of each order, by rank; return the ids of those that were made.
 
-    A call whose outcome is unknown is not repeated: its machine is looked for by name. If there is none at all, raises the reason.
+    A call whose outcome is unknown is not repeated: its machine is looked for by name. If there is none at all, raises
+    the reason.
     """
 
     def create(order: Json) -> str | SkywardError:
@@ -434,7 +535,11 @@ def _create(session: _Session, orders: Mapping[int, Json]) -> dict[int, str]:
     outcomes = dict(zip(orders, side_by_side(create, list(orders.values()), "skyward-verda"), strict=True))
     made = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, str)}
     failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, SkywardError)}
-    unsure = {rank: error for rank, error in failures.items() if isinstance(error, ProviderFailed) and not isinstance(error, RateLimited)}
+    unsure = {
+        rank: error
+        for rank, error in failures.items()
+        if isinstance(error, ProviderFailed) and not isinstance(error, RateLimited)
+    }
     if unsure:
         by_name = {machine["hostname"]: machine["id"] for machine in session.list("/instances")}
         made |= {rank: by_name[name] for rank in unsure if (name := orders[rank]["hostname"]) in by_name}
@@ -442,14 +547,19 @@ def _create(session: _Session, orders: Mapping[int, Json]) -> dict[int, str]:
         for rank in failures.keys() - made.keys():
             log.warning("Verda did not make the machine of rank %d: %s", rank, failures[rank])
         return made
-    error = next(iter([*(error for error in unsure.values() if error.code != "service_unavailable"), *failures.values()]))
+    error = next(
+        iter([*(error for error in unsure.values() if error.code != "service_unavailable"), *failures.values()])
+    )
     if error.code == "service_unavailable":  # what Verda says where it has no machine left
         raise NoCapacity(str(error)).coded(error.code) from error
     raise error
 
 
 def _await_addresses(session: _Session, made: Mapping[int, str]) -> dict[str, Json]:
-    """Return the machines, by id, once each has an address or has come to nothing; the latter are ended. Raises NoCapacity if none is left."""
+    """Return the machines, by id, once each has an address or has come to nothing; the latter are ended.
+
+    Raises NoCapacity if none is left.
+    """
     up: dict[str, Json] = {}
     failed: dict[str, str] = {}
     deadline = time.monotonic() + ADDRESS_SECONDS
@@ -468,15 +578,23 @@ def _await_addresses(session: _Session, made: Mapping[int, str]) -> dict[str, Js
         if len(up) + len(failed) == len(made):
             break
         if time.monotonic() + pause > deadline:
-            failed |= {machine_id: f"no address after {ADDRESS_SECONDS:.0f} s" for machine_id in waiting if machine_id not in up and machine_id not in failed}
+            failed |= {
+                machine_id: f"no address after {ADDRESS_SECONDS:.0f} s"
+                for machine_id in waiting
+                if machine_id not in up and machine_id not in failed
+            }
             break
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
     if failed:
         log.warning("machines at Verda came to nothing: %s", failed)
         left = _end(session, [machine for machine_id in failed if (machine := session.machine(machine_id)) is not None])
-        if left and not up:  # neither NoCapacity, which says that there is nothing, nor InstancesLeft, which is `terminate`'s: the next provider is asked
-            raise ProviderFailed(f"none of {len(made)} machines at Verda came up ({failed}): {_left(left)}") from next(iter(left.values()))
+        # neither NoCapacity, which says that there is nothing, nor InstancesLeft, which is `terminate`'s: the next
+        # provider is asked
+        if left and not up:
+            raise ProviderFailed(f"none of {len(made)} machines at Verda came up ({failed}): {_left(left)}") from next(
+                iter(left.values())
+            )
         if left:
             log.warning("and could not be deleted: %s", _left(left))
     if not up:
@@ -497,7 +615,9 @@ def _order_of(order: Json, name: str, script_id: str, tags: Tags) -> Json:
 
 
 def _image(images: Sequence[Json], accelerator: str | None) -> str:
-    """Choose an image's slug: Ubuntu 24.04, for GPUs with the newest CUDA that suits them and Docker, for other machines the plain one."""
+    """Choose an image's slug: Ubuntu 24.04, for GPUs with the newest CUDA that suits them and Docker, for other
+    machines the plain one.
+    """
     fitting = [str(image["image_type"]) for image in images if not image.get("is_cluster")]
     if not fitting:
         raise BadRequest("Verda names no image for this type of machine: give one with Verda(image=...)")
@@ -509,7 +629,14 @@ def _image(images: Sequence[Json], accelerator: str | None) -> str:
             return (not cuda, "24.04" in slug, "docker" not in slug)
         suits = version < (13, 0) if accelerator in OLD_CHIPS else version >= (12, 8) or accelerator not in OPEN_CHIPS
         is_open = "open" in slug or not slug.startswith("ubuntu")  # slugs of the newer kind do not say it
-        return (bool(cuda) and suits, accelerator not in OPEN_CHIPS or is_open, "jupyter" not in slug, "24.04" in slug, version, "docker" in slug)
+        return (
+            bool(cuda) and suits,
+            accelerator not in OPEN_CHIPS or is_open,
+            "jupyter" not in slug,
+            "24.04" in slug,
+            version,
+            "docker" in slug,
+        )
 
     return max(fitting, key=worth)
 
@@ -518,7 +645,10 @@ def _image(images: Sequence[Json], accelerator: str | None) -> str:
 
 
 def _end(session: _Session, machines: Sequence[Json]) -> dict[str, SkywardError]:
-    """Delete machines with their disks; return those that could not be, with the reason. Asks again, all of them in turn, for those that are not up yet."""
+    """Delete machines with their disks; return those that could not be, with the reason.
+
+    Asks again, all of them in turn, for those that are not up yet.
+    """
     wanted = list(machines)
     deadline = time.monotonic() + BUSY_SECONDS
     pause = PAUSE_SECONDS
@@ -534,12 +664,19 @@ def _end(session: _Session, machines: Sequence[Json]) -> dict[str, SkywardError]
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         again = side_by_side(session.machine, list(busy), "skyward-verda")  # it may have its disk by now, or be gone
-        wanted = [machine for machine in again if machine is not None and machine["status"] not in ("deleting", "discontinued")]
+        wanted = [
+            machine
+            for machine in again
+            if machine is not None and machine["status"] not in ("deleting", "discontinued")
+        ]
     return left
 
 
 def _left(left: Mapping[str, SkywardError]) -> InstancesLeft:
-    error = InstancesLeft(f"Verda could not delete {', '.join(sorted(left))}: {'; '.join(dict.fromkeys(map(str, left.values())))}", sorted(left))
+    error = InstancesLeft(
+        f"Verda could not delete {', '.join(sorted(left))}: {'; '.join(dict.fromkeys(map(str, left.values())))}",
+        sorted(left),
+    )
     error.__cause__ = next(iter(left.values()))
     return error
 
@@ -553,20 +690,30 @@ def _delete(session: _Session, machine: Json) -> SkywardError | None:
     except SkywardError as error:
         return None if _speaks_of(str(error), GONE_WORDS) else error
     try:
-        told = [] if answer is None else rows_in([answer] if isinstance(answer, dict) and answer else answer, "Verda answered PUT /instances")
+        told = (
+            []
+            if answer is None
+            else rows_in([answer] if isinstance(answer, dict) and answer else answer, "Verda answered PUT /instances")
+        )
     except ProviderFailed as error:
         return error
     for one in told:  # 207: each has a status of its own
         code = int(one.get("statusCode") or 0)
-        if (one.get("error") or code >= HTTPStatus.BAD_REQUEST) and code != HTTPStatus.NOT_FOUND and not _speaks_of(str(one.get("error")), GONE_WORDS):
+        if (
+            (one.get("error") or code >= HTTPStatus.BAD_REQUEST)
+            and code != HTTPStatus.NOT_FOUND
+            and not _speaks_of(str(one.get("error")), GONE_WORDS)
+        ):
             return ProviderFailed(f"{one.get('error') or one.get('status')}").coded(str(code))
     return None
 
 
 def _sweep(session: _Session, machines: Iterable[Json], ended: Collection[str] = ()) -> None:
-    """Delete scripts and disks of ours that serve no machine: those of the machines, by name, that were ended now, and those that are old.
+    """Delete scripts and disks of ours that serve no machine: those of the machines, by name, that were ended now, and
+    those that are old.
 
-    `machines` are all that are listed. A script holds the private half of its machines' host key, in clear text, until it is deleted here.
+    `machines` are all that are listed. A script holds the private half of its machines' host key, in clear text, until
+    it is deleted here.
     """
     living = {machine["hostname"] for machine in machines if machine["status"] != "discontinued"} - set(ended)
     serving = {_launch_of(name) for name in living}
@@ -580,7 +727,12 @@ def _sweep(session: _Session, machines: Iterable[Json], ended: Collection[str] =
     for one in session.list("/volumes"):
         name = str(one["name"]).removeprefix(DISK_PREFIX)
         is_ours = one.get("is_os_volume") and name != one["name"] and NAME.fullmatch(name)
-        is_free = one.get("status") == "detached" and not one.get("instance_id") and not one.get("instances") and name not in living
+        is_free = (
+            one.get("status") == "detached"
+            and not one.get("instance_id")
+            and not one.get("instances")
+            and name not in living
+        )
         if is_ours and is_free and (name in ended or now - _seconds(one.get("created_at")) > ORPHAN_SECONDS):
             _remove(session, f"/volumes/{quote(str(one['id']))}", {"is_permanent": True})
 
@@ -597,7 +749,9 @@ def _remove(session: _Session, path: str, body: Json | None = None) -> None:
 
 
 def _offer(sold: Json, location: str, *, is_spot: bool) -> Offer | None:
-    """Return the offer; None if it has no price, is a confidential machine (CUDA is reported broken there), or its chip is not in the catalogue."""
+    """Return the offer; None if it has no price, is a confidential machine (CUDA is reported broken there), or its chip
+    is not in the catalogue.
+    """
     on_demand, price = _usd(sold.get("price_per_hour")), _usd(sold.get("spot_price" if is_spot else "price_per_hour"))
     name = str(sold["instance_type"])
     if not price or name.endswith(".CC"):
@@ -625,13 +779,16 @@ def _offer(sold: Json, location: str, *, is_spot: bool) -> Offer | None:
         memory_gb=float(sold["memory"]["size_in_gigabytes"]),
         accelerator=chip,
         accelerators=chips,
-        accelerator_memory_gb=float(sold["gpu_memory"]["size_in_gigabytes"]) / chips if chips else None,  # told for all chips together
+        # told for all chips together
+        accelerator_memory_gb=float(sold["gpu_memory"]["size_in_gigabytes"]) / chips if chips else None,
         form_factor=form_factor,
         architecture=architecture_beside(chip),
     )
 
 
-def _instance(machine: Json, tags: dict[str, str], key: Key | None, beside: tuple[Extra, ...], offer: Offer | None = None) -> Instance:
+def _instance(
+    machine: Json, tags: dict[str, str], key: Key | None, beside: tuple[Extra, ...], offer: Offer | None = None
+) -> Instance:
     """Return what Verda tells of a machine; with the offer that it was launched from, at that one's prices."""
     launch, ip = tags.get(LAUNCH_TAG), machine.get("ip")
     price = offer.price_per_hour if offer is not None else _usd(machine.get("price_per_hour")) or 0.0
@@ -672,7 +829,10 @@ def _state(machine: Json) -> InstanceState:
 
 
 def _tags_of(machine: Json) -> dict[str, str] | None:
-    """Return the tags of a machine of ours; None for others. One that Verda has not tagged is known by its name and description together."""
+    """Return the tags of a machine of ours; None for others.
+
+    One that Verda has not tagged is known by its name and description together.
+    """
     tags = {str(tag["key"]): _read(str(tag.get("value") or "")) for tag in machine.get("tags") or ()}
     if POOL_TAG in tags and tags.get(RANK_TAG, "").isdecimal():
         return tags
@@ -684,12 +844,22 @@ def _tags_of(machine: Json) -> dict[str, str] | None:
 
 def _written(tags: Tags) -> list[Json]:
     """Return tags as Verda takes them; values in letters, digits, "." and "-", for it does not say what else passes."""
-    words = {key: re.sub(r"[^A-Za-z0-9.-]", _escaped, value) for key, value in tags.items() if not key.startswith(WORK_TAG)}
-    if len(words) < MOST_TAGS and (work := " ".join(f"{key.removeprefix(WORK_TAG)}:{value}" for key, value in tags.items() if key.startswith(WORK_TAG))):
-        words[WORK_TAG.rstrip("-")] = _cut(work)  # all in one, for there is no room for each, and cut: it is for people, and the ledger has the whole
+    words = {
+        key: re.sub(r"[^A-Za-z0-9.-]", _escaped, value) for key, value in tags.items() if not key.startswith(WORK_TAG)
+    }
+    if len(words) < MOST_TAGS and (
+        work := " ".join(
+            f"{key.removeprefix(WORK_TAG)}:{value}" for key, value in tags.items() if key.startswith(WORK_TAG)
+        )
+    ):
+        # all in one, for there is no room for each, and cut: it is for people, and the ledger has the whole
+        words[WORK_TAG.rstrip("-")] = _cut(work)
     long = [key for key, word in words.items() if len(word) > TAG_CHARACTERS]
     if long or len(words) > MOST_TAGS:
-        raise BadRequest(f"Verda takes {MOST_TAGS} tags of {TAG_CHARACTERS} characters for a machine at most: {', '.join(long or words)} is too much")
+        raise BadRequest(
+            f"Verda takes {MOST_TAGS} tags of {TAG_CHARACTERS} characters for a machine at most:"
+            f" {', '.join(long or words)} is too much"
+        )
     return [{"key": key, "value": word} for key, word in words.items()]
 
 
@@ -709,7 +879,9 @@ def _cut(text: str) -> str:
 
 
 def _read(word: str) -> str:
-    return re.sub(r"(?:_[0-9a-f]{2})+", lambda found: bytes.fromhex(found[0].replace("_", "")).decode(errors="replace"), word)
+    return re.sub(
+        r"(?:_[0-9a-f]{2})+", lambda found: bytes.fromhex(found[0].replace("_", "")).decode(errors="replace"), word
+    )
 
 
 def _name(tags: Tags, rank: int) -> str:

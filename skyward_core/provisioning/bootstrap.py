@@ -1,8 +1,9 @@
 """One instance to one ready node: the shell text that prepares it, and the reading of what that text says.
 
-A node's script prints a line `::skyward phase NAME` when it enters a phase and `::skyward failed ...` when it dies in one; everything else it prints is
-told only when it fails. At its end stands the node's supervisor, which takes the script's place; the head's scheduler prints
-`::skyward head GENERATION ADDRESS`, and whoever listens on a spot machine `::skyward notice JSON`.
+A node's script prints a line `::skyward phase NAME` when it enters a phase and `::skyward failed ...` when it dies in
+one; everything else it prints is told only when it fails. At its end stands the node's supervisor, which takes the
+script's place; the head's scheduler prints `::skyward head GENERATION ADDRESS`, and whoever listens on a spot machine
+`::skyward notice JSON`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ POLL_SECONDS = 0.01
 LOOK_SECONDS = 0.5
 LAST_PHASE = "server"
 
-# Until the supervisor watches, this does: a client killed while packages are being installed must not leave the installation running.
+# Until the supervisor watches, this does: a client killed while packages are being installed must not leave the
+# installation running.
 WATCHER = """\
 (
   owner_pid="${SKYWARD_OWNER%%:*}"
@@ -62,9 +64,11 @@ export SKYWARD_BOOT_WATCHER=$!
 
 
 def startup_script(spec: PoolSpec, provider: Provider, paid_seconds: float | None = None) -> str:
-    """Return what the provider has a machine run when it comes up: the guard, or on this machine all that makes it a node.
+    """Return what the provider has a machine run when it comes up: the guard, or on this machine all that makes it a
+    node.
 
-    `paid_seconds` is how long it may live by its own clock until somebody says for how long it is paid; on this machine it is told that before it is a node.
+    `paid_seconds` is how long it may live by its own clock until somebody says for how long it is paid; on this machine
+    it is told that before it is a node.
     """
     if not provider.is_here:
         return guard_script(spec.lease_seconds, spec.max_lifetime, provider.end_command, paid_seconds)
@@ -87,18 +91,30 @@ def _for_installing(installation: str) -> list[str]:
 
 
 def node_script(spec: PoolSpec) -> str:
-    """Return the bash text that makes a machine reached over SSH a node: environment, our package, volumes, partitions of GPUs, supervisor."""
+    """Return the bash text that makes a machine reached over SSH a node: environment, our package, volumes, partitions
+    of GPUs, supervisor.
+    """
     return spec.image.bootstrap() + "\n" + _server(spec, f'"$SKYWARD_HOME/ship/{shipped_archive().name}"')
 
 
 def node_script_in_two(spec: PoolSpec) -> tuple[str, str]:
-    """Return the same in two pieces. The first one installs the packages, and holds nothing that is secret; it waits, in phase KEEP_PHASE, for the other one.
+    """Return the same in two pieces. The first one installs the packages, and holds nothing that is secret; it waits,
+    in phase KEEP_PHASE, for the other one.
 
-    The node finds the second piece in its directory, as REST, and before that the image's `env` as IMAGE_ENV, if it has one.
+    The node finds the second piece in its directory, as REST, and before that the image's `env` as IMAGE_ENV, if it has
+    one.
     """
     packages = spec.image.model_copy(update={"env": FrozenEnv()})
-    first = ["#!/usr/bin/env bash", _awaited(IMAGE_ENV) if spec.image.env else "", packages.bootstrap(), "skyward_run sync", f"skyward_phase {KEEP_PHASE}"]
-    return "\n".join([*(line for line in first if line), _awaited(REST)]), _server(spec, f'"$SKYWARD_HOME/ship/{shipped_archive().name}"')
+    first = [
+        "#!/usr/bin/env bash",
+        _awaited(IMAGE_ENV) if spec.image.env else "",
+        packages.bootstrap(),
+        "skyward_run sync",
+        f"skyward_phase {KEEP_PHASE}",
+    ]
+    return "\n".join([*(line for line in first if line), _awaited(REST)]), _server(
+        spec, f'"$SKYWARD_HOME/ship/{shipped_archive().name}"'
+    )
 
 
 def _awaited(name: str) -> str:
@@ -123,9 +139,11 @@ def _server(spec: PoolSpec, package: str, *, is_kept: bool = False) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A node's place in the pool, told anew when the head was lost: `generation` counts how often. `scheduler` is None for the head, which starts it.
+    """A node's place in the pool, told anew when the head was lost: `generation` counts how often. `scheduler` is None
+    for the head, which starts it.
 
-    `host` is where the node listens; with `ports` (the scheduler's, then one for each worker) it listens on those and not on any that are free.
+    `host` is where the node listens; with `ports` (the scheduler's, then one for each worker) it listens on those and
+    not on any that are free.
     """
 
     rank: int
@@ -148,7 +166,10 @@ def settings_of(
     *,
     is_simulated: bool = False,
 ) -> NodeSettings:
-    """Return what a node is told. `accelerator` is what its calls may use (`PoolSpec.accelerator_on`), or, with `is_simulated`, what they take for it."""
+    """Return what a node is told.
+
+    `accelerator` is what its calls may use (`PoolSpec.accelerator_on`), or, with `is_simulated`, what they take for it.
+    """
     limit = memory_gb(spec.memory) if spec.memory is not None else None
     chips = 0 if accelerator is None else 1 if accelerator.mig else accelerator.count
     return NodeSettings(
@@ -222,7 +243,10 @@ class Preparation:
         self.reach.write("settings.json", settings.to_json())
 
     def follow(self) -> None:
-        """Read on in the log: emit the phases entered. Raises BootstrapFailed if the script says that it has failed, or that it has ended."""
+        """Read on in the log: emit the phases entered.
+
+        Raises BootstrapFailed if the script says that it has failed, or that it has ended.
+        """
         for line in self.reach.new_lines():
             kind, _, rest = line.removeprefix(MARK).partition(" ")
             if not line.startswith(MARK):
@@ -253,7 +277,8 @@ class Preparation:
         told = "\n".join(f"  {line}" for line in self._tail)
         code = fields.get("exit", "")
         return BootstrapFailed(
-            f"node {self.rank} ({self.instance.id}) could not be prepared, phase {self.phase or 'start'}: {what}\n{told}",
+            f"node {self.rank} ({self.instance.id}) could not be prepared, phase {self.phase or 'start'}:"
+            f" {what}\n{told}",
             node=self.rank,
             phase=self.phase,
             exit_code=int(code) if code.isdigit() else None,
@@ -263,11 +288,16 @@ class Preparation:
     @property
     def last_words(self) -> str:
         """What the node's guard or supervisor has said last."""
-        return next((line.removeprefix("skyward: ") for line in reversed(self._tail) if line.startswith("skyward: ")), "")
+        return next(
+            (line.removeprefix("skyward: ") for line in reversed(self._tail) if line.startswith("skyward: ")), ""
+        )
 
 
-def await_scheduler(head: Preparation, preparations: Sequence[Preparation], check: Callable[[], None], deadline: float) -> str:
-    """Wait until the head's scheduler listens; return its address, as the nodes see it. `check` is called now and then and raises if a node will not come.
+def await_scheduler(
+    head: Preparation, preparations: Sequence[Preparation], check: Callable[[], None], deadline: float
+) -> str:
+    """Wait until the head's scheduler listens; return its address, as the nodes see it. `check` is called now and then
+    and raises if a node will not come.
 
     Raises BootstrapFailed for a node that fails on the way, ProvisioningTimeout at the deadline (of time.monotonic).
     """
@@ -277,7 +307,10 @@ def await_scheduler(head: Preparation, preparations: Sequence[Preparation], chec
             preparation.follow()
         if time.monotonic() > deadline:
             phases = ", ".join(f"node {p.rank} in phase {p.phase or 'start'}" for p in preparations)
-            raise ProvisioningTimeout(f"the pool was not ready in time: {phases}. Raise provision_timeout if the image takes that long to install")
+            raise ProvisioningTimeout(
+                f"the pool was not ready in time: {phases}. Raise provision_timeout if the image takes that long to"
+                " install"
+            )
         if time.monotonic() - looked > LOOK_SECONDS:
             looked = time.monotonic()
             check()

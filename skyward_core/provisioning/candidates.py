@@ -1,8 +1,10 @@
 """Where a pool's machines may come from: what several providers sell, made into candidates, the cheapest first.
 
-    providers --ask--> what each sells, or why it could not be asked --candidates--> candidates and refusals --order--> those that failed of late go later
+    providers --ask--> what each sells, or why it could not be asked --candidates--> candidates and refusals --order-->
+    those that failed of late go later
 
-A candidate is one provider, region and type for all machines of the pool, on-demand ones at the lower ranks if it is mixed. Only `ask` has effects.
+A candidate is one provider, region and type for all machines of the pool, on-demand ones at the lower ranks if it is
+mixed. Only `ask` has effects.
 """
 
 from __future__ import annotations
@@ -38,11 +40,15 @@ MOST_TOLD = 20
 FAILURES_TO_REST = 3
 """So many pools in a row at which a candidate has failed, and it is put aside."""
 COUNTED = frozenset(kind.__name__ for kind in (NoCapacity, QuotaExceeded, RateLimited, ProviderFailed))
-"""What says something to the next who asks: wrong wishes and credentials, and money that is out, are the asker's own; an offer that is gone is one of many."""
+"""What says something to the next who asks: wrong wishes and credentials, and money that is out, are the asker's own;
+an offer that is gone is one of many.
+"""
 SAME_TO_BE_OURS = 3
 """So many candidates refuse with the same words that may be about the request: the others would say the same."""
 WORTH_A_REST = 1.5
-"""What rests goes behind what costs at most so many times as much: to ask in vain costs a second, a dearer machine costs money for as long as it runs."""
+"""What rests goes behind what costs at most so many times as much: to ask in vain costs a second, a dearer machine
+costs money for as long as it runs.
+"""
 FIRST_REST_SECONDS, LONGEST_REST_SECONDS = 60.0, 1800.0
 MEMORY_SECONDS = 3600.0
 """How far back attempts are looked at."""
@@ -111,7 +117,8 @@ def key_of(thing: Offer | Attempt) -> Key:
 def ask(providers: Sequence[Provider], want: Requirements, clock: Callable[[], float] = time.monotonic) -> list[Sold]:
     """Ask all providers at once what they sell, and whose account it is; the answers in the order of the providers.
 
-    An error of ours that is about one provider is kept with it, to hide no other: an outage, refused credentials, a wish or a setting that it cannot do.
+    An error of ours that is about one provider is kept with it, to hide no other: an outage, refused credentials, a
+    wish or a setting that it cannot do.
     """
     return side_by_side(lambda provider: _asked(provider, want, clock), providers, "skyward-offers", len(providers))
 
@@ -121,16 +128,23 @@ def _asked(provider: Provider, want: Requirements, clock: Callable[[], float]) -
     try:
         account = provider.account()
         offers = provider.offers(want)
-        return Sold(provider, tuple(offers), account, seconds=clock() - began, unasked=offers.unasked if isinstance(offers, Sale) else {})
+        return Sold(
+            provider,
+            tuple(offers),
+            account,
+            seconds=clock() - began,
+            unasked=offers.unasked if isinstance(offers, Sale) else {},
+        )
     except (BadRequest, CredentialsError, NoCapacity, ProviderFailed) as error:
         return Sold(provider, error=error, seconds=clock() - began)
 
 
 def candidates(spec: PoolSpec, sold: Iterable[Sold]) -> tuple[list[Candidate], list[Refusal]]:
-    """Return the ways to rent what the spec asks for, cheapest first and then the smallest, and for each provider that has none the reason.
+    """Return the ways to rent what the spec asks for, cheapest first and then the smallest, and for each provider that
+    has none the reason.
 
-    Without a strategy, and with "if-available", a type that is sold both ways is a candidate both ways. Raises BadRequest if spot is demanded, all have
-    answered, and nobody ever sells it.
+    Without a strategy, and with "if-available", a type that is sold both ways is a candidate both ways. Raises
+    BadRequest if spot is demanded, all have answered, and nobody ever sells it.
     """
     want = spec.requirements
     found: list[Candidate] = []
@@ -148,10 +162,15 @@ def candidates(spec: PoolSpec, sold: Iterable[Sold]) -> tuple[list[Candidate], l
         else:
             has_offers = True
             ways = _of_one_size(_ways(spec, _groups(good)), want)
-            found += [Candidate(one.provider, one.account, _parts(group, *counts)) for group, counts in nsmallest(MOST_CANDIDATES, ways, key=_weight)]
+            found += [
+                Candidate(one.provider, one.account, _parts(group, *counts))
+                for group, counts in nsmallest(MOST_CANDIDATES, ways, key=_weight)
+            ]
             if not ways:
                 why = "it has no spot machine free" if one.provider.may_sell_spot(want) else "it sells no spot machine"
-                refusals.append(refusal(one.provider, None, NoCapacity(f"{why} that fits {describe(want)}"), one.seconds))
+                refusals.append(
+                    refusal(one.provider, None, NoCapacity(f"{why} that fits {describe(want)}"), one.seconds)
+                )
     if has_offers and not found and not may_be_sold:
         spot.split(spec.spot, spec.nodes, spot_sold=False)
     return sorted(found, key=lambda candidate: _total(candidate.parts))[:MOST_CANDIDATES], refusals
@@ -162,7 +181,9 @@ type _Group = Mapping[bool, Offer]
 
 
 def _groups(offers: Iterable[Offer]) -> list[_Group]:
-    """The cheapest of each type and region together, and each dearer one alone: a market has one type at many prices, and few machines at each."""
+    """The cheapest of each type and region together, and each dearer one alone: a market has one type at many prices,
+    and few machines at each.
+    """
     groups: dict[tuple[str, str], dict[bool, Offer]] = {}
     dearer: list[_Group] = []
     for offer in offers:
@@ -201,7 +222,8 @@ def _counts(spec: PoolSpec, *, has_spot: bool) -> list[tuple[int, int]]:
 
 
 def _of_one_size(ways: list[_Way], want: Requirements) -> list[_Way]:
-    """Leave out what has more chips than the fewest that one provider sells, unless it costs no more: who asks for one H100 does not want to pay for eight.
+    """Leave out what has more chips than the fewest that one provider sells, unless it costs no more: who asks for one
+    H100 does not want to pay for eight.
 
     A type that is asked for by its name is what it is.
     """
@@ -218,11 +240,16 @@ def _of_one_size(ways: list[_Way], want: Requirements) -> list[_Way]:
 def _price(way: _Way) -> float:
     """What all machines cost: no more than a product or two, for there may be fifty thousand."""
     group, (on_demand, spot_nodes) = way
-    return (group[False].total_per_hour * on_demand if on_demand else 0.0) + (group[True].total_per_hour * spot_nodes if spot_nodes else 0.0)
+    return (group[False].total_per_hour * on_demand if on_demand else 0.0) + (
+        group[True].total_per_hour * spot_nodes if spot_nodes else 0.0
+    )
 
 
 def _parts(group: _Group, on_demand: int, spot_nodes: int) -> tuple[Part, ...]:
-    parts = (Part(group[False], on_demand, 0) if on_demand else None, Part(group[True], spot_nodes, on_demand) if spot_nodes else None)
+    parts = (
+        Part(group[False], on_demand, 0) if on_demand else None,
+        Part(group[True], spot_nodes, on_demand) if spot_nodes else None,
+    )
     return tuple(part for part in parts if part is not None)
 
 
@@ -236,16 +263,20 @@ def _weight(way: _Way) -> tuple[float, float, float]:
 
 
 def _total(parts: Iterable[Part]) -> tuple[float, float, float]:
-    columns = ((part.offer.total_per_hour * part.count, part.offer.vcpus * part.count, part.offer.memory_gb * part.count) for part in parts)
+    columns = (
+        (part.offer.total_per_hour * part.count, part.offer.vcpus * part.count, part.offer.memory_gb * part.count)
+        for part in parts
+    )
     price, vcpus, memory = (sum(column) for column in zip(*columns, strict=True))
     return price, vcpus, memory
 
 
 def resting(attempts: Iterable[Attempt], now: datetime, nodes: int = 1) -> dict[Key, datetime]:
-    """Return until when each candidate that has failed again and again is put aside: from its last failure on, twice as long with each further one.
+    """Return until when each candidate that has failed again and again is put aside: from its last failure on, twice as
+    long with each further one.
 
-    Attempts in any order. Each pool counts once, however stubbornly it asks, and only if it wanted no more than `nodes` machines: that sixty-four are not to be
-    had says nothing of one. A success of anybody ends it.
+    Attempts in any order. Each pool counts once, however stubbornly it asks, and only if it wanted no more than `nodes`
+    machines: that sixty-four are not to be had says nothing of one. A success of anybody ends it.
     """
     failures: dict[Key, dict[str, datetime]] = {}
     for attempt in sorted(attempts, key=lambda attempt: attempt.at):
@@ -254,7 +285,8 @@ def resting(attempts: Iterable[Attempt], now: datetime, nodes: int = 1) -> dict[
         elif attempt.error in COUNTED and attempt.nodes <= nodes:
             failures.setdefault(key_of(attempt), {})[attempt.pool_id] = attempt.at
     ends = {
-        key: max(times.values()) + timedelta(seconds=min(FIRST_REST_SECONDS * 2 ** (len(times) - FAILURES_TO_REST), LONGEST_REST_SECONDS))
+        key: max(times.values())
+        + timedelta(seconds=min(FIRST_REST_SECONDS * 2 ** (len(times) - FAILURES_TO_REST), LONGEST_REST_SECONDS))
         for key, times in failures.items()
         if len(times) >= FAILURES_TO_REST
     }
@@ -262,7 +294,9 @@ def resting(attempts: Iterable[Attempt], now: datetime, nodes: int = 1) -> dict[
 
 
 def order(found: Sequence[Candidate], rest: Mapping[Key, datetime]) -> list[Candidate]:
-    """Put those that rest, in their own order, behind what costs little more (WORTH_A_REST): they are not left out, for somebody wants these machines now."""
+    """Put those that rest, in their own order, behind what costs little more (WORTH_A_REST): they are not left out, for
+    somebody wants these machines now.
+    """
 
     def rank(candidate: Candidate) -> tuple[float, bool]:
         rests = bool(candidate.keys & rest.keys())
@@ -271,17 +305,28 @@ def order(found: Sequence[Candidate], rest: Mapping[Key, datetime]) -> list[Cand
     return sorted(found, key=rank) if rest else list(found)
 
 
-def may_come(providers: Iterable[Provider], found: Sequence[Candidate], want: Requirements, errors: Iterable[SkywardError]) -> bool:
-    """Whether it is worth asking again in a moment: somebody had none or did not answer, or would list spot machines if one were free."""
+def may_come(
+    providers: Iterable[Provider], found: Sequence[Candidate], want: Requirements, errors: Iterable[SkywardError]
+) -> bool:
+    """Whether it is worth asking again in a moment: somebody had none or did not answer, or would list spot machines if
+    one were free.
+    """
     if any(isinstance(error, (NoCapacity, ProviderFailed, OfferGone)) for error in errors):
         return True
-    return any(provider.may_sell_spot(want) and all(one.provider is not provider for one in found) for provider in providers)
+    return any(
+        provider.may_sell_spot(want) and all(one.provider is not provider for one in found) for provider in providers
+    )
 
 
 def is_sold_as_spot(one: Candidate, found: Iterable[Candidate]) -> bool:
     """Whether the same type in the same region is among the candidates as a spot machine too, or is one."""
     kinds = {key_of(part.offer)[:3] for part in one.parts}
-    return any(key_of(part.offer)[:3] in kinds and part.offer.is_spot for other in found if other.provider is one.provider for part in other.parts)
+    return any(
+        key_of(part.offer)[:3] in kinds and part.offer.is_spot
+        for other in found
+        if other.provider is one.provider
+        for part in other.parts
+    )
 
 
 def refusal(provider: Provider, offer: Offer | None, error: SkywardError, seconds: float) -> Refusal:
@@ -301,11 +346,20 @@ def refusal(provider: Provider, offer: Offer | None, error: SkywardError, second
 def not_asked(one: Sold) -> list[Refusal]:
     """Return what is kept of a provider that could not be asked, or of regions of it."""
     whole = [] if one.error is None else [refusal(one.provider, None, one.error, one.seconds)]
-    return [*(replace(refusal(one.provider, None, error, one.seconds), region=region) for region, error in one.unasked.items()), *whole]
+    return [
+        *(
+            replace(refusal(one.provider, None, error, one.seconds), region=region)
+            for region, error in one.unasked.items()
+        ),
+        *whole,
+    ]
 
 
-def none_left(want: Requirements, nodes: int, refusals: Sequence[Refusal], errors: Sequence[SkywardError]) -> SkywardError:
-    """Return what to raise when all candidates have refused: the error of one that was alone, the kind that all have, or NoCapacity; with all reasons.
+def none_left(
+    want: Requirements, nodes: int, refusals: Sequence[Refusal], errors: Sequence[SkywardError]
+) -> SkywardError:
+    """Return what to raise when all candidates have refused: the error of one that was alone, the kind that all have,
+    or NoCapacity; with all reasons.
 
     BudgetExceeded if nothing but the money is in the way of whatever fits.
     """
@@ -314,7 +368,9 @@ def none_left(want: Requirements, nodes: int, refusals: Sequence[Refusal], error
     else:
         told = [str(one) for one in refusals[:MOST_TOLD]]
         more = [f"and {len(refusals) - MOST_TOLD} others"] if len(refusals) > MOST_TOLD else []
-        error = _all_of_a_kind(f"nobody rents out {nodes} x {describe(want)}:\n  " + "\n  ".join([*told, *more]), errors, len(refusals))
+        error = _all_of_a_kind(
+            f"nobody rents out {nodes} x {describe(want)}:\n  " + "\n  ".join([*told, *more]), errors, len(refusals)
+        )
         error.code = errors[-1].code if errors else ""
     if isinstance(error, NoCapacity):
         error.refusals = tuple(refusals)
@@ -322,12 +378,16 @@ def none_left(want: Requirements, nodes: int, refusals: Sequence[Refusal], error
 
 
 def own_mistake(errors: Sequence[SkywardError], least: int = SAME_TO_BE_OURS) -> BadRequest | None:
-    """Return what to raise if the last refusals, so many, are the same one and may be about the request (`NoCapacity.mistake`): then they are about that."""
+    """Return what to raise if the last refusals, so many, are the same one and may be about the request
+    (`NoCapacity.mistake`): then they are about that.
+    """
     last = errors[-least:]
     mistakes = {error.mistake if isinstance(error, NoCapacity) else "" for error in last}
     if not last or len(last) < least or len(mistakes) > 1 or "" in mistakes:
         return None
-    return BadRequest(f"said of {len(last)} offers that are in stock, so it is the request: {last[-1]}").coded(last[-1].code)
+    return BadRequest(f"said of {len(last)} offers that are in stock, so it is the request: {last[-1]}").coded(
+        last[-1].code
+    )
 
 
 def _all_of_a_kind(message: str, errors: Sequence[SkywardError], refusals: int) -> SkywardError:
@@ -338,5 +398,11 @@ def _all_of_a_kind(message: str, errors: Sequence[SkywardError], refusals: int) 
         return BudgetExceeded(message, last.account, last.left_usd)
     if last is None or len(errors) < refusals:
         return NoCapacity(message)
-    kind = type(last) if len(kinds) == 1 else BadRequest if all(isinstance(error, BadRequest) for error in errors) else NoCapacity
+    kind = (
+        type(last)
+        if len(kinds) == 1
+        else BadRequest
+        if all(isinstance(error, BadRequest) for error in errors)
+        else NoCapacity
+    )
     return kind(message)

@@ -1,12 +1,14 @@
-"""How nodes learn that they live without their client from now on; and that they do not, if one could not be told, or the ledger not be written.
+"""How nodes learn that they live without their client from now on; and that they do not, if one could not be told, or
+the ledger not be written.
 
 States of a pool that is detached, and what a kill between two lines leaves:
 
     attended -> paid for -> the nodes are told -> the ledger is told -> the reaper is told -> let go of
-    └──────────── an attended pool ───────────┘   └─ a detached one, whose nodes and money last as long as its lease says ─┘
+    └──────────── an attended pool ───────────┘   └─ a detached one, whose nodes and money last as long as its lease
+    says ─┘
 
-Up to the ledger's word the pool is its owner's: the reaper, and every sweep, ends it when the owner dies, whatever lease its nodes have by then. So the
-nodes are told first, and the ledger, by which all others go, last.
+Up to the ledger's word the pool is its owner's: the reaper, and every sweep, ends it when the owner dies, whatever
+lease its nodes have by then. So the nodes are told first, and the ledger, by which all others go, last.
 """
 
 from __future__ import annotations
@@ -28,12 +30,15 @@ _log = logging.getLogger("skyward")
 
 @contextlib.contextmanager
 def living_alone(machines: Machines, seconds: float, usual_seconds: float) -> Generator[None]:
-    """Let all nodes live for so many seconds from now, with or without this client. If that fails, or what is done within, they are told again: as before.
+    """Let all nodes live for so many seconds from now, with or without this client. If that fails, or what is done
+    within, they are told again: as before.
 
-    Nodes of this machine that had no lease have one of `usual_seconds` then. Raises Unreachable if one cannot be told, BadRequest if they need this client.
+    Nodes of this machine that had no lease have one of `usual_seconds` then. Raises Unreachable if one cannot be told,
+    BadRequest if they need this client.
     """
     nodes = machines.reaches.all()
-    before = side_by_side(_lease_of, nodes, "skyward-nodes", ALL_AT_ONCE)  # asked before told: most that cannot be told are found here, with nothing to undo
+    # asked before told: most that cannot be told are found here, with nothing to undo
+    before = side_by_side(_lease_of, nodes, "skyward-nodes", ALL_AT_ONCE)
     try:
         machines.extend_leases(seconds)
         for reach in machines.reaches.here():
@@ -45,7 +50,9 @@ def living_alone(machines: Machines, seconds: float, usual_seconds: float) -> Ge
 
 
 def _lease_of(reach: Reach) -> str:
-    """Until when a node lives, in its own words; "" for one that has no lease, as those of this machine that live as long as their client."""
+    """Until when a node lives, in its own words; "" for one that has no lease, as those of this machine that live as
+    long as their client.
+    """
     try:
         return reach.read(LEASE)
     except (FileNotFoundError, CommandFailed):
@@ -53,7 +60,9 @@ def _lease_of(reach: Reach) -> str:
 
 
 def _take_back(nodes: Sequence[Reach], before: Sequence[str], usual_seconds: float) -> None:
-    """Whoever else keeps the nodes' leases lengthens them again with his next sign of life, and so does this client, which lives."""
+    """Whoever else keeps the nodes' leases lengthens them again with his next sign of life, and so does this client,
+    which lives.
+    """
 
     def take_back(told: tuple[Reach, str]) -> None:
         reach, lease = told
@@ -63,7 +72,11 @@ def _take_back(nodes: Sequence[Reach], before: Sequence[str], usual_seconds: flo
             elif lease and reach.is_connected:  # if not, it was most probably not told either, and would be waited for
                 reach.write(LEASE, lease)
         except (SkywardError, OSError, ValueError) as error:
-            _log.warning("%s could not be told that its pool is not detached; its own lease may be longer than it should: %s", reach.instance.id, error)
+            _log.warning(
+                "%s could not be told that its pool is not detached; its own lease may be longer than it should: %s",
+                reach.instance.id,
+                error,
+            )
 
     side_by_side(take_back, list(zip(nodes, before, strict=True)), "skyward-nodes", ALL_AT_ONCE)
 

@@ -1,19 +1,22 @@
-"""The guard of a node on a machine of its own: the shell script that holds before there is a Python on the machine, and after that Python has died.
+"""The guard of a node on a machine of its own: the shell script that holds before there is a Python on the machine, and
+after that Python has died.
 
-Run as the provider's `startup`, with SKYWARD_INSTANCE_ID and SKYWARD_INSTANCE_DIRECTORY in its environment, it keeps these files in that directory:
+Run as the provider's `startup`, with SKYWARD_INSTANCE_ID and SKYWARD_INSTANCE_DIRECTORY in its environment, it keeps
+these files in that directory:
 
-    lease       read     the machine's uptime in seconds at which the lease runs out, one line; the guard writes the first one
-    paid        read     the machine's uptime in seconds until which it is paid for, one line; without it what the guard was started with holds
-    guard       written  its pid, once it watches
+    lease       read     the machine's uptime in seconds at which the lease runs out, one line; the guard writes the
+    first one paid        read     the machine's uptime in seconds until which it is paid for, one line; without it what
+    the guard was started with holds guard       written  its pid, once it watches
     supervisor  read     the pid of the node's supervisor: when that process is gone, so is the node
     ended       read     why somebody says that the node has ended, one line
     group       read     the folder of the node's control group, one line; without it the node has none
     mounts      read     what the node has mounted, one mount point a line
     log         written  why the node ends, at the end of what others say there
 
-The end of a node: the reason in its log, SIGKILL to all that carries its tag, to all below such a process and to all in its control group, its keepers last
-(`worker/keeper.py`), mounts undone, its folders in memory and on disk removed (the latter is kept if SKYWARD_KEEP_DIRECTORY is set), and the command with which
-the machine ends itself. Docs: decisions/0006 and 0011.
+The end of a node: the reason in its log, SIGKILL to all that carries its tag, to all below such a process and to all in
+its control group, its keepers last (`worker/keeper.py`), mounts undone, its folders in memory and on disk removed (the
+latter is kept if SKYWARD_KEEP_DIRECTORY is set), and the command with which the machine ends itself. Docs:
+decisions/0006 and 0011.
 """
 
 from __future__ import annotations
@@ -28,14 +31,18 @@ PAUSE_SECONDS = 1.0
 """Between two looks."""
 
 
-def guard_script(lease_seconds: float, max_lifetime_seconds: float | None, end_command: str = "", paid_seconds: float | None = None) -> str:
+def guard_script(
+    lease_seconds: float, max_lifetime_seconds: float | None, end_command: str = "", paid_seconds: float | None = None
+) -> str:
     """Return the POSIX sh text of a guard.
 
     Args:
-        lease_seconds: how long the node lives without a sign of life, counted from now; whoever extends the lease writes the file `lease`.
+        lease_seconds: how long the node lives without a sign of life, counted from now; whoever extends the lease
+            writes the file `lease`.
         max_lifetime_seconds: how long it lives at most; None: no end.
         end_command: shell text that is run when the node has ended; empty where the machine lives on without us.
-        paid_seconds: for how long it is paid, counted from now, as long as nobody has said anything else (the file `paid`); None: no such limit.
+        paid_seconds: for how long it is paid, counted from now, as long as nobody has said anything else (the file
+            `paid`); None: no such limit.
     """
     values = {
         "skyward_lease_seconds": str(math.ceil(lease_seconds)),
@@ -44,7 +51,8 @@ def guard_script(lease_seconds: float, max_lifetime_seconds: float | None, end_c
         "skyward_pause": f"{PAUSE_SECONDS:g}",
         "skyward_end_command": end_command,
     }
-    program = re.sub(r"(?m)^ +", "", ENDING + GUARD)  # user data has little room: 16 KiB on AWS, in which a line end and a quote count twice
+    # user data has little room: 16 KiB on AWS, in which a line end and a quote count twice
+    program = re.sub(r"(?m)^ +", "", ENDING + GUARD)
     return "\n".join(["#!/bin/sh", *(f"{name}={shlex.quote(value)}" for name, value in values.items()), program])
 
 
@@ -140,5 +148,8 @@ while ! skyward_verdict; do
   skyward_sleep=''
 done
 skyward_end "$skyward_reason"
+"""  # noqa: E501
+"""The program, after ENDING and the five values.
+
+One `sleep` a look is all that it starts; `wait`, unlike a command, is cut short by a signal.
 """
-"""The program, after ENDING and the five values. One `sleep` a look is all that it starts; `wait`, unlike a command, is cut short by a signal."""

@@ -1,9 +1,11 @@
 """Gives a pool another head when its head is lost.
 
-    lost ─┬─ a node that is left may be the head ─> it becomes the head ──────────────────────┬─> its scheduler listens ─> all other nodes get its address
+    lost ─┬─ a node that is left may be the head ─> it becomes the head ──────────────────────┬─> its scheduler listens
+    ─> all other nodes get its address
           └─ none is left ─> machines are rented again, the first one becomes the head ───────┘
 
-Nodes that do not get it are given back, and their ranks are vacant: `replacement` fills them. Killed between two lines, the pool's machines are found by tag.
+Nodes that do not get it are given back, and their ranks are vacant: `replacement` fills them. Killed between two lines,
+the pool's machines are found by tag.
 
 All of it runs under `Nodes.settings_lock`, which `restart` takes.
 """
@@ -29,7 +31,8 @@ from skyward_core.spec import PoolSpec
 HEIR_SECONDS = 60.0  # for a node that is left to become the head: its scheduler listens in two
 LIVES_AGAIN_SECONDS = 2.0
 BEGIN_SECONDS = 20.0  # for the other nodes to begin, when the head is up
-END_FIRST_SECONDS = 10.0  # for the end of nodes whose processes have died, before others are started on the same machines
+# for the end of nodes whose processes have died, before others are started on the same machines
+END_FIRST_SECONDS = 10.0
 
 _log = logging.getLogger("skyward")
 
@@ -44,11 +47,13 @@ class HeadRestart:
         self._nodes = nodes
 
     def restart(self, heirs: Collection[str], dead: Collection[str]) -> Lease:
-        """The head is lost: make a node that is left the head, tell every node anew. Returns the new lease; ranks that are missing in it are vacant.
+        """The head is lost: make a node that is left the head, tell every node anew. Returns the new lease; ranks that
+        are missing in it are vacant.
 
-        `heirs` are the ids of those that may become the head. `dead` are those whose processes have died while their machines answer (`lives`), the head among
-        them if it is one: they are given back. Where there is no heir, as many machines are rented anew, all at once; where an instance is nothing but its
-        processes (`Local`, `Hosts`) these are the same machines, for they are free again by then. Without either a machine is rented for the head.
+        `heirs` are the ids of those that may become the head. `dead` are those whose processes have died while their
+        machines answer (`lives`), the head among them if it is one: they are given back. Where there is no heir, as
+        many machines are rented anew, all at once; where an instance is nothing but its processes (`Local`, `Hosts`)
+        these are the same machines, for they are free again by then. Without either a machine is rented for the head.
         """
         with self._nodes.settings_lock:  # a machine that is being prepared gets its settings later, with the new head
             return self._restart(frozenset(heirs), frozenset(dead))
@@ -64,10 +69,15 @@ class HeadRestart:
             return self._succeed(nodes.pop(left[0]))
         is_head_dead = lost is not None and lost.instance.id in dead
         ranks = [0] if is_head_dead or not fallen else []
-        return self._begin_anew([*ranks, *(node.rank for node in fallen)], endings, is_end_awaited=bool(fallen) or is_head_dead)
+        return self._begin_anew(
+            [*ranks, *(node.rank for node in fallen)], endings, is_end_awaited=bool(fallen) or is_head_dead
+        )
 
     def _succeed(self, heir: Preparation) -> Lease:
-        """Make a node that is left the head. It has all that it needs; if it does not come up, the caller may try another one."""
+        """Make a node that is left the head.
+
+        It has all that it needs; if it does not come up, the caller may try another one.
+        """
         self._nodes.all[0] = heir
         deadline = time.monotonic() + min(HEIR_SECONDS, self._spec.provision_timeout)
         asked_at = time.monotonic()
@@ -87,19 +97,27 @@ class HeadRestart:
         return self._nodes.lease
 
     def _begin_anew(self, ranks: Sequence[int], endings: Mapping[int, Ending], *, is_end_awaited: bool) -> Lease:
-        """Rent machines for these ranks, make the first of them the head, and have all become nodes at the same time. Ranks whose node fails are vacant."""
+        """Rent machines for these ranks, make the first of them the head, and have all become nodes at the same time.
+
+        Ranks whose node fails are vacant.
+        """
         provider = self._rental.provider
         deadline = time.monotonic() + self._spec.provision_timeout
         if is_end_awaited and (provider.is_here or provider.terminate_confirms):  # then the machines are free
             until = time.monotonic() + END_FIRST_SECONDS
             for ending in endings.values():
                 ending.over.wait(max(0.0, until - time.monotonic()))
-        nodes = [self._nodes.preparation_of(instance, instance.rank) for instance in self._selection.rent_again(ranks, endings)]
+        nodes = [
+            self._nodes.preparation_of(instance, instance.rank)
+            for instance in self._selection.rent_again(ranks, endings)
+        ]
         self._nodes.all |= {node.rank: node for node in nodes}
         head = self._nodes.all[0] = self._nodes.all.pop(nodes[0].rank)
         self._choose_ports()
         threads = Threads("skyward-anew")
-        begun = [(node, threads.submit(node.start, self._nodes.script(), self._spec.provision_timeout)) for node in nodes]
+        begun = [
+            (node, threads.submit(node.start, self._nodes.script(), self._spec.provision_timeout)) for node in nodes
+        ]
 
         def look() -> None:
             self._rental.go_on_until(deadline, "the new head did not come up in time")
@@ -126,10 +144,20 @@ class HeadRestart:
             while not future.done() and time.monotonic() < until:
                 self._rental.go_on_until(deadline, "the nodes did not begin in time")
             if (not future.done() or future.exception() is not None) and self._nodes.drop(node.rank, node):
-                _log.warning("node %d could not begin anew, and is replaced: %s", node.rank, future.exception() if future.done() else "it takes too long")
+                _log.warning(
+                    "node %d could not begin anew, and is replaced: %s",
+                    node.rank,
+                    future.exception() if future.done() else "it takes too long",
+                )
                 self._rental.end_aside(node)
 
-    def _go_on_under(self, head: Preparation, look: Callable[[], None], deadline: float, before_others: Callable[[], None] = lambda: None) -> None:
+    def _go_on_under(
+        self,
+        head: Preparation,
+        look: Callable[[], None],
+        deadline: float,
+        before_others: Callable[[], None] = lambda: None,
+    ) -> None:
         """Tell a node that it is the head, wait for its scheduler, and tell all the others."""
         head.tell(self._nodes.settings(head, 0, None))
         self._nodes.scheduler = await_scheduler(head, [head], look, deadline)

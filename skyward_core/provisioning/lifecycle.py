@@ -8,9 +8,9 @@ States of a pool's machines, and which code undoes what when the client is stopp
 `Machines` is what the session and `engine.recovery` see. It has no state of its own; its parts have:
 
     rental          the provider that rents, launches, ends, and what may be left     no lock; see there
-    selection       what each rank is rented as, and what may replace it              written while the pool opens, then only read
-    nodes           ranks, scheduler, generation, ports                               `settings_lock`, the only lock
-    startup         from machines to nodes, while the pool opens                      one thread
+    selection       what each rank is rented as, and what may replace it              written while the pool opens, then
+    only read nodes           ranks, scheduler, generation, ports                               `settings_lock`, the
+    only lock startup         from machines to nodes, while the pool opens                      one thread
     replacement     machines that stand by; one node is replaced                      one thread for each rank
     head_restart    another head                                                      under `nodes.settings_lock`
 
@@ -55,7 +55,8 @@ _log = logging.getLogger("skyward")
 class Machines:
     """The machines of one opening of a pool: rents them, makes them nodes, replaces lost ones, gives them back.
 
-    `acquire` first, `release` last; between them `stand_by` and `replace` (one thread for each rank) and `restart` may be called at the same time.
+    `acquire` first, `release` last; between them `stand_by` and `replace` (one thread for each rank) and `restart` may
+    be called at the same time.
     """
 
     def __init__(
@@ -87,8 +88,9 @@ class Machines:
     def acquire(self, undo: ExitStack) -> Lease:
         """Rent and prepare what the spec asks for; return the lease with the address of its scheduler.
 
-        The giving back is pushed on `undo` before anything is launched, and stays there: no interrupt can fall between this function's care and its caller's.
-        Raises NoCapacity, BootstrapFailed, ProvisioningTimeout and whatever the provider raises; InstancesLeft, from the undo, says which machines may be left.
+        The giving back is pushed on `undo` before anything is launched, and stays there: no interrupt can fall between
+        this function's care and its caller's. Raises NoCapacity, BootstrapFailed, ProvisioningTimeout and whatever the
+        provider raises; InstancesLeft, from the undo, says which machines may be left.
         """
         self._emit(InfraCreating(self._pool_id, self._book.work))
         self._nodes.created_at = datetime.now(UTC)
@@ -98,7 +100,10 @@ class Machines:
         instances = self._selection.rent_all(deadline)
         provider = self._rental.provider
         if self._spec.image.cache and not provider.keeps_images:
-            _log.info("%s cannot keep the disks of machines: the image's packages are installed as if it had no cache=True", provider.name)
+            _log.info(
+                "%s cannot keep the disks of machines: the image's packages are installed as if it had no cache=True",
+                provider.name,
+            )
         self._nodes.head_port = _free_port() if provider.is_here else random.choice(PORTS)  # noqa: S311 - a port, no secret
         self._nodes.all = {instance.rank: self._nodes.preparation_of(instance, instance.rank) for instance in instances}
         self._startup.prepare(deadline)
@@ -113,7 +118,10 @@ class Machines:
         self._rental.launch_no_more()
 
     def end_now(self) -> None:
-        """Ask once for the end of all machines, and wait for nothing: for a pool without a reaper. Errors are left to `release`."""
+        """Ask once for the end of all machines, and wait for nothing: for a pool without a reaper.
+
+        Errors are left to `release`.
+        """
         self._rental.end_now()
 
     def stop(self) -> None:
@@ -121,13 +129,19 @@ class Machines:
         self._rental.stop()
 
     def release(self) -> None:
-        """Give the pool's machines back and make sure. May be called again. Raises InstancesLeft if some could not be confirmed gone."""
+        """Give the pool's machines back and make sure.
+
+        May be called again. Raises InstancesLeft if some could not be confirmed gone.
+        """
         self.stop()
         self._rental.give_back()
 
     @property
     def may_be_left(self) -> bool:
-        """Whether something was asked for that is not known to be gone. If the giving back was cut off, another process must go on with it."""
+        """Whether something was asked for that is not known to be gone.
+
+        If the giving back was cut off, another process must go on with it.
+        """
         return self._rental.may_be_left
 
     @property
@@ -153,7 +167,10 @@ class Machines:
         return self._nodes.scheduler_from_here
 
     def extend_leases(self, seconds: float) -> None:
-        """Let all nodes live for so many seconds from now. Raises Unreachable if one does not answer, BadRequest if they need this client."""
+        """Let all nodes live for so many seconds from now.
+
+        Raises Unreachable if one does not answer, BadRequest if they need this client.
+        """
         self._nodes.extend_leases(seconds)
 
     def living(self) -> set[str]:
@@ -199,7 +216,9 @@ class Machines:
         self._replacement.retire(rank, instance_id)
 
     def replace(self, rank: int, is_there: Callable[[], bool]) -> None:
-        """Put another machine in the place of a lost one, and wait until its workers have joined (`Replacement.replace`)."""
+        """Put another machine in the place of a lost one, and wait until its workers have joined
+        (`Replacement.replace`).
+        """
         self._replacement.replace(rank, is_there)
 
     def restart(self, heirs: Collection[str], dead: Collection[str]) -> Lease:

@@ -3,10 +3,12 @@
 `Nodes` is the one shared value of a pool's machines. `startup`, `replacement` and `head_restart` change it:
 
     nodes, scheduler, generation, ports    while the pool opens by its thread alone; then under `settings_lock`
-    removal of one rank                    by the thread that replaces this rank, without the lock (recovery has one such thread for each rank)
+    removal of one rank                    by the thread that replaces this rank, without the lock (recovery has one
+    such thread for each rank)
 
-`settings_lock` is held while nodes get the address of the head: no node gets that of a head which another thread replaces. It is the only lock here, and
-nothing that is called under it takes it again. Under it the locks of journal, budget and transport may be taken, and never the other way round.
+`settings_lock` is held while nodes get the address of the head: no node gets that of a head which another thread
+replaces. It is the only lock here, and nothing that is called under it takes it again. Under it the locks of journal,
+budget and transport may be taken, and never the other way round.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ LIVES_SECONDS = 4.0  # for the answer whether a node's supervisor lives
 class Nodes:
     """What is known of the nodes, what they are asked, and their settings."""
 
-    def __init__(self, spec: PoolSpec, pool_id: str, rental: Rental, certificate: Future[PoolCertificate], emit: Emit) -> None:
+    def __init__(
+        self, spec: PoolSpec, pool_id: str, rental: Rental, certificate: Future[PoolCertificate], emit: Emit
+    ) -> None:
         self._spec = spec
         self._pool_id = pool_id
         self._rental = rental
@@ -58,7 +62,10 @@ class Nodes:
         self.created_at = datetime.now(UTC)
 
     def drop(self, rank: int, node: Preparation) -> bool:
-        """Count a node as lost; False if it is not at that rank any more. A replacement and a restart may both find that it is."""
+        """Count a node as lost; False if it is not at that rank any more.
+
+        A replacement and a restart may both find that it is.
+        """
         if self.all.get(rank) is not node:
             return False
         return self.all.pop(rank, None) is not None
@@ -73,7 +80,9 @@ class Nodes:
             for rank, node in sorted(self.all.items())
         )
         provider = self._rental.provider.to_json()
-        return Lease(pool_id=self._pool_id, provider=provider, nodes=nodes, scheduler=self.scheduler, created_at=self.created_at)
+        return Lease(
+            pool_id=self._pool_id, provider=provider, nodes=nodes, scheduler=self.scheduler, created_at=self.created_at
+        )
 
     @property
     def scheduler_from_here(self) -> str:
@@ -81,10 +90,17 @@ class Nodes:
         return self.all[0].reach.address(self.scheduler)
 
     def extend_leases(self, seconds: float) -> None:
-        """Let all nodes live for so many seconds from now. Raises Unreachable if one does not answer, BadRequest if they need this client."""
+        """Let all nodes live for so many seconds from now.
+
+        Raises Unreachable if one does not answer, BadRequest if they need this client.
+        """
         if self.forwarding.is_on:
-            raise BadRequest("the nodes do not see each other, and talk through this client: the pool cannot be left alone")
-        side_by_side(lambda node: node.reach.extend_lease(seconds), list(self.all.values()), "skyward-nodes", ALL_AT_ONCE)
+            raise BadRequest(
+                "the nodes do not see each other, and talk through this client: the pool cannot be left alone"
+            )
+        side_by_side(
+            lambda node: node.reach.extend_lease(seconds), list(self.all.values()), "skyward-nodes", ALL_AT_ONCE
+        )
 
     # ── settings of a node ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -104,10 +120,20 @@ class Nodes:
         role = Role(rank, self.generation, host, head_host, self.head_port, scheduler, forwarding.ports_of(rank))
         certificate = self._certificate.result()
         if isinstance(node.reach, LocalReach):
-            node.reach.say_busy()  # for how long it is paid: it learns this from nothing else before it can do without us
+            # for how long it is paid: it learns this from nothing else before it can do without us
+            node.reach.say_busy()
         accelerator, lifetime = self._rental.accelerator_of(node.instance.id), self._spec.max_lifetime
         is_simulated = self._rental.provider.simulates
-        return settings_of(node.reach, role, self._spec, certificate, accelerator, lifetime, self.notice_url(node), is_simulated=is_simulated)
+        return settings_of(
+            node.reach,
+            role,
+            self._spec,
+            certificate,
+            accelerator,
+            lifetime,
+            self.notice_url(node),
+            is_simulated=is_simulated,
+        )
 
     def connect(self) -> None:
         """Forward ports between the nodes where they do not see each other."""
@@ -153,7 +179,8 @@ class Nodes:
         return not self._rental.provider.is_here or node.instance.id in self._rental.living()
 
     def lives(self, ranks: Collection[int]) -> dict[int, bool]:
-        """Ask these nodes, all at once, whether their supervisors live. False: the machine answers, and its supervisor has died. No answer: not in the result.
+        """Ask these nodes, all at once, whether their supervisors live. False: the machine answers, and its supervisor
+        has died. No answer: not in the result.
 
         Takes LIVES_SECONDS at most.
         """
@@ -166,10 +193,17 @@ class Nodes:
                 return rank, None
 
         nodes = [(rank, node) for rank in ranks if (node := self.all.get(rank)) is not None]
-        return {rank: lives for rank, lives in side_by_side(ask_one, nodes, "skyward-lives", ALL_AT_ONCE) if lives is not None}
+        return {
+            rank: lives
+            for rank, lives in side_by_side(ask_one, nodes, "skyward-lives", ALL_AT_ONCE)
+            if lives is not None
+        }
 
     def rouse(self, rank: int, workers: Sequence[int]) -> None:
-        """Have a node kill those of its workers and start them anew: they stay away, though it is there. Raises what a `Reach` raises."""
+        """Have a node kill those of its workers and start them anew: they stay away, though it is there.
+
+        Raises what a `Reach` raises.
+        """
         node = self.all.get(rank)
         if node is not None:
             node.reach.write(MISSED, " ".join(map(str, workers)))

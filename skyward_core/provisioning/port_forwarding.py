@@ -1,4 +1,5 @@
-"""Ports of nodes that cannot reach each other: each node listens on loopback, and this client forwards the ports between them.
+"""Ports of nodes that cannot reach each other: each node listens on loopback, and this client forwards the ports
+between them.
 
 `PortForwarding` owns the ports. Its callers change them while they hold `Nodes.settings_lock`, or while the pool opens.
 """
@@ -53,7 +54,10 @@ class PortForwarding:
         wanted = [(nodes[rank], port) for rank, ports in self._ports.items() if rank in nodes for port in ports]
         if self._ports:
             wanted.append((nodes[0], head_port))
-        ways = [(target, port, urlsplit(target.reach.address(f"tls://127.0.0.1:{port}")).port or 0) for target, port in wanted]
+        ways = [
+            (target, port, urlsplit(target.reach.address(f"tls://127.0.0.1:{port}")).port or 0)
+            for target, port in wanted
+        ]
 
         def forward(node: Preparation) -> None:
             for target, port, local in ways:

@@ -1,7 +1,8 @@
 """What several providers sell now, ranked, and how old that is: for `sky.offers` and `skyward offers`.
 
-A provider is asked for all that it sells and the answer is kept in a file of this user's cache for some minutes: one that asks for H100s after one that has
-asked for CPUs asks nobody. Of a market, which tells only what is near a wish, each wish has an answer of its own. Pools do not look here: they ask.
+A provider is asked for all that it sells and the answer is kept in a file of this user's cache for some minutes: one
+that asks for H100s after one that has asked for CPUs asks nobody. Of a market, which tells only what is near a wish,
+each wish has an answer of its own. Pools do not look here: they ask.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Page(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class PriceList:
-    """Offers that fit, cheapest first, then the smallest; `refusals` are the providers that have none or could not be asked, with the reasons.
+    """Offers that fit, cheapest first, then the smallest; `refusals` are the providers that have none or could not be
+    asked, with the reasons.
 
     `asked_at` is when the oldest of the answers was given, None if there is none. Iterating gives the offers.
     """
@@ -75,7 +77,15 @@ def price_list(
     places = [_path(folder, provider, wish) for provider, wish in zip(providers, wishes, strict=True)]
     pages = [_young(_kept(place), clock(), max_age_seconds) for place in places]
     missing = [index for index, page in enumerate(pages) if page is None]
-    answers = dict(zip(missing, side_by_side(lambda index: ask([providers[index]], wishes[index])[0], missing, "skyward-prices", len(missing)), strict=True))
+    answers = dict(
+        zip(
+            missing,
+            side_by_side(
+                lambda index: ask([providers[index]], wishes[index])[0], missing, "skyward-prices", len(missing)
+            ),
+            strict=True,
+        )
+    )
     wrong = [answer.error for answer in answers.values() if isinstance(answer.error, BadRequest)]
     if wrong and len(wrong) == len(providers):
         raise wrong[0]
@@ -86,7 +96,10 @@ def price_list(
                 _keep(places[index], page)
     told = [page for page in pages if page is not None]
     found = [offer for page in told for offer in page.offers if matches(offer, want) is None]
-    reasons = [_why_none(provider, want, page, answers.get(index)) for index, (provider, page) in enumerate(zip(providers, pages, strict=True))]
+    reasons = [
+        _why_none(provider, want, page, answers.get(index))
+        for index, (provider, page) in enumerate(zip(providers, pages, strict=True))
+    ]
     return PriceList(
         tuple(sorted(found, key=lambda offer: (offer.total_per_hour, offer.vcpus, offer.memory_gb))),
         tuple(reason for reasons_of_one in reasons for reason in reasons_of_one),
@@ -104,7 +117,10 @@ def _why_none(provider: Provider, want: Requirements, page: Page | None, answer:
     offers = () if page is None else page.offers
     if (answer is not None and answer.error is not None) or any(matches(offer, want) is None for offer in offers):
         return reasons
-    return [*reasons, refusal(provider, None, NoCapacity(why_none(offers, want)), 0.0 if answer is None else answer.seconds)]
+    return [
+        *reasons,
+        refusal(provider, None, NoCapacity(why_none(offers, want)), 0.0 if answer is None else answer.seconds),
+    ]
 
 
 # ── what is kept ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -3,13 +3,15 @@
 States of a launch, and what is left when the client is killed between two lines:
 
     granted money -> intended (ledger) -> asked for -> bound (ledger), counted by the meter
-                  nothing is rented    └─ a machine that has our tags: the ledger's intent, or a listing by tag, finds it
+                  nothing is rented    └─ a machine that has our tags: the ledger's intent, or a listing by tag, finds
+                  it
 
-A launch that fails may have made machines. So the money of such a launch stays set aside, and `end_all` asks the provider by tag. It never trusts a list that
-is kept here.
+A launch that fails may have made machines. So the money of such a launch stays set aside, and `end_all` asks the
+provider by tag. It never trusts a list that is kept here.
 
-`Rental` owns the provider that rents, and the answer to two questions: may more be rented (`is_closing`), and may something be left (`may_be_left`). It has no
-lock. Launches and ends of several ranks run at the same time in several threads; journal, budget and `Endings` have their own locks.
+`Rental` owns the provider that rents, and the answer to two questions: may more be rented (`is_closing`), and may
+something be left (`may_be_left`). It has no lock. Launches and ends of several ranks run at the same time in several
+threads; journal, budget and `Endings` have their own locks.
 """
 
 from __future__ import annotations
@@ -43,9 +45,14 @@ type Emit = Callable[[SkywardEvent], object]
 
 
 class Rental:
-    """Launches machines and ends them. One provider rents at a time; another one only when the first has no machine of the pool."""
+    """Launches machines and ends them.
 
-    def __init__(self, spec: PoolSpec, provider: Provider, pool_id: str, *, emit: Emit, meter: Meter, book: Book, purse: Purse) -> None:
+    One provider rents at a time; another one only when the first has no machine of the pool.
+    """
+
+    def __init__(
+        self, spec: PoolSpec, provider: Provider, pool_id: str, *, emit: Emit, meter: Meter, book: Book, purse: Purse
+    ) -> None:
         self._spec = spec
         self._provider = provider
         self._pool_id = pool_id
@@ -62,13 +69,18 @@ class Rental:
         """When the last launch was answered, or has failed."""
         self._launched_at = 0.0
         self._is_launch_unsure = False
-        """True once a launch was asked for and its answer was lost: there may be machines that this process does not know."""
+        """True once a launch was asked for and its answer was lost: there may be machines that this process does not
+        know.
+        """
         self._unsure = set[Grant]()
         """What such launches were granted, until a listing that came late enough has no machine of the pool."""
         self._has_asked = False
         """Whether any launch was begun at all."""
         self.may_be_left = False
-        """Whether something was asked for that is not known to be gone. If the giving back was cut off, another process must go on with it."""
+        """Whether something was asked for that is not known to be gone.
+
+        If the giving back was cut off, another process must go on with it.
+        """
         self._closing = threading.Event()
         self._is_closing = False
 
@@ -81,7 +93,8 @@ class Rental:
         """Rent from this provider from now on. The one before has no machine of the pool."""
         self._book.turn_to(provider, account)
         if provider != self._provider:
-            self._is_launch_unsure = False  # that was about the one before, which was asked and has none of our machines
+            # that was about the one before, which was asked and has none of our machines
+            self._is_launch_unsure = False
             self._launched_at = 0.0
         self._provider = provider
 
@@ -96,17 +109,24 @@ class Rental:
     # ── launch ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def launch(self, offer: Offer, count: int, first_rank: int, along: Sequence[Part] = ()) -> list[Instance]:
-        """Rent machines, as `launch_up_to`. Raises NoCapacity if fewer came than were asked for: its caller gives them back."""
+        """Rent machines, as `launch_up_to`.
+
+        Raises NoCapacity if fewer came than were asked for: its caller gives them back.
+        """
         began = time.monotonic()
         instances = self.launch_up_to(offer, count, first_rank, along)
         if len(instances) < count:
-            few = NoCapacity(f"{self._provider.name} had {len(instances)} of {count} x {offer.instance_type} in {offer.region}; they have been given back")
+            few = NoCapacity(
+                f"{self._provider.name} had {len(instances)} of {count} x {offer.instance_type} in {offer.region}; they"
+                " have been given back"
+            )
             self._book.tried(offer, time.monotonic() - began, few)
             raise few
         return instances
 
     def launch_up_to(self, offer: Offer, count: int, first_rank: int, along: Sequence[Part] = ()) -> list[Instance]:
-        """Rent machines, one at least; the meter counts from the moment they are asked for. Raises what `Provider.launch` raises, BudgetExceeded, PoolClosed.
+        """Rent machines, one at least; the meter counts from the moment they are asked for. Raises what
+        `Provider.launch` raises, BudgetExceeded, PoolClosed.
 
         `along` are the parts of the same candidate that are asked for next: the money has to be enough for all of them.
         """
@@ -134,8 +154,11 @@ class Rental:
         except BaseException as error:
             if isinstance(error, SkywardError):
                 self._book.tried(offer, time.monotonic() - began, error)
-            self._is_launch_unsure = is_unsure = True  # never taken back: another launch that went well says nothing of this one
-            raise  # the money stays set aside: what was launched lives as long as it was granted, or until it is known to be gone
+            # never taken back: another launch that went well says nothing of this one
+            self._is_launch_unsure = is_unsure = True
+            # the money stays set aside: what was launched lives as long as it was granted, or until it is known to be
+            # gone
+            raise
         finally:
             self.answered_at = time.monotonic()
             if not is_refused:
@@ -155,14 +178,22 @@ class Rental:
         return instances
 
     def _granted(self, offer: Offer, count: int, along: Sequence[Part]) -> tuple[Grant, Accelerator | None]:
-        """Set money aside for these machines; return the grant, and what calls on the machines may use. Raises BadRequest, BudgetExceeded."""
+        """Set money aside for these machines; return the grant, and what calls on the machines may use.
+
+        Raises BadRequest, BudgetExceeded.
+        """
         began = time.monotonic()
         try:
             accelerator = self._spec.accelerator_on(offer)
-            self._spec.neuron_cores_of(accelerator)  # refuses before the machine is paid for what would be refused after it
+            # refuses before the machine is paid for what would be refused after it
+            self._spec.neuron_cores_of(accelerator)
             prices = [(part.count, price_of(part.offer, self._provider)) for part in along]
             grant = self._purse.grant(
-                count, price_of(offer, self._provider), along=prices, ending_seconds=self._provider.ending_seconds, tell=self.reaches.tell_paid
+                count,
+                price_of(offer, self._provider),
+                along=prices,
+                ending_seconds=self._provider.ending_seconds,
+                tell=self.reaches.tell_paid,
             )
         except (BadRequest, BudgetExceeded) as error:
             self._book.tried(offer, time.monotonic() - began, error)
@@ -173,7 +204,9 @@ class Rental:
 
     def end_aside(self, node: Preparation) -> Ending:
         """Give back a lost machine in a thread of its own: one that does not answer takes its time."""
-        return self._endings.end_aside(node.instance.id, self._provider, f"skyward-end-{node.rank}", lambda: self._let_go(node))
+        return self._endings.end_aside(
+            node.instance.id, self._provider, f"skyward-end-{node.rank}", lambda: self._let_go(node)
+        )
 
     def end(self, node: Preparation) -> None:
         """Give back a lost machine. What cannot be done now is tried again, and done in any case when the pool ends."""
@@ -203,14 +236,21 @@ class Rental:
         self._endings.stop()
 
     def go_on_until(self, deadline: float, what: str, pause_seconds: float = 0.05) -> None:
-        """Pause. Raises PoolClosed after `stop`, and SkywardError with the words of `what` after the deadline, which `time.monotonic` counts."""
+        """Pause.
+
+        Raises PoolClosed after `stop`, and SkywardError with the words of `what` after the deadline, which
+        `time.monotonic` counts.
+        """
         if self._closing.wait(pause_seconds):
             raise PoolClosed("the pool is closing")
         if time.monotonic() > deadline:
             raise SkywardError(what)
 
     def give_back_or_warn(self) -> None:
-        """Give back what an opening that fails has rented. For machines that cost nothing this only warns: the error of the opening is raised, not this one."""
+        """Give back what an opening that fails has rented.
+
+        For machines that cost nothing this only warns: the error of the opening is raised, not this one.
+        """
         try:
             self.give_back()
         except InstancesLeft as error:
@@ -225,13 +265,20 @@ class Rental:
         over = time.monotonic() - self._spec.lease_seconds - GUARD_GRACE_SECONDS
         ended = frozenset(machine for machine, since in self._lost_at.items() if since < over)
         for machine in ended & self._meter.rented():
-            _log.warning("%s has been silent for longer than its lease: its guard has ended it there, if it lives at all", machine)
+            _log.warning(
+                "%s has been silent for longer than its lease: its guard has ended it there, if it lives at all",
+                machine,
+            )
         self.end_all(ended)
 
     def end_all(self, presumed_gone: frozenset[str] = frozenset()) -> None:
-        """End all machines that the provider lists under the pool's tags. Raises InstancesLeft. Money of unsure launches is free after it."""
+        """End all machines that the provider lists under the pool's tags.
+
+        Raises InstancesLeft. Money of unsure launches is free after it.
+        """
         lag = self._provider.listing_lag_seconds
-        over = set(self._unsure)  # before the listing: a launch that another thread asks for meanwhile may come after it
+        # before the listing: a launch that another thread asks for meanwhile may come after it
+        over = set(self._unsure)
         give_back(
             self._provider,
             self._pool_id,
@@ -247,7 +294,10 @@ class Rental:
         self._unsure -= over
 
     def end_now(self) -> None:
-        """Ask once for the end of all machines, and wait for nothing: for a pool without a reaper. Errors are left to `give_back`."""
+        """Ask once for the end of all machines, and wait for nothing: for a pool without a reaper.
+
+        Errors are left to `give_back`.
+        """
         asked = set[str]()
         for known in (self._meter.rented, self.living):  # those that are known first: a listing may fail
             try:
@@ -271,6 +321,8 @@ def _provisioned(instance: Instance) -> InstanceProvisioned:
         provider=instance.provider,
         ip=instance.ip,
         instance_type=instance.instance_type,
-        price_on_demand=None if instance.on_demand_price_per_hour is None else instance.on_demand_price_per_hour + beside,
+        price_on_demand=(
+            None if instance.on_demand_price_per_hour is None else instance.on_demand_price_per_hour + beside
+        ),
         price_spot=instance.price_per_hour + beside if instance.is_spot else None,
     )

@@ -3,7 +3,8 @@
     lost ──────────────> rented ─> started ─┬─> has its settings ─> its workers have joined: a node
     about to be lost ─> rented ─> started ──┴─> stands by, until the next `replace` of its rank takes it
 
-A machine that fails on this way is given back at once (`Rental.end`). One that stands by has the pool's tags: if the process dies, it is found and given back.
+A machine that fails on this way is given back at once (`Rental.end`). One that stands by has the pool's tags: if the
+process dies, it is found and given back.
 
 `Replacement` owns the machines that stand by. Each rank has one thread at a time (`engine.recovery`).
 """
@@ -37,7 +38,10 @@ class Replacement:
         """Machines that are prepared to take the place of one that is still there."""
 
     def replace(self, rank: int, is_there: Callable[[], bool]) -> None:
-        """Put another machine in the place of a lost one, and wait until its workers have joined (`is_there`). Raises what `acquire` raises, PoolClosed."""
+        """Put another machine in the place of a lost one, and wait until its workers have joined (`is_there`).
+
+        Raises what `acquire` raises, PoolClosed.
+        """
         nodes = self._nodes
         lost = nodes.all.pop(rank, None)
         ending = self._rental.end_aside(lost) if lost is not None else None
@@ -65,9 +69,11 @@ class Replacement:
             raise
 
     def stand_by(self, rank: int) -> None:
-        """Prepare a machine that the next `replace` of this rank will take; nothing to do if there is one. Raises what `acquire` raises, PoolClosed.
+        """Prepare a machine that the next `replace` of this rank will take; nothing to do if there is one. Raises what
+        `acquire` raises, PoolClosed.
 
-        It waits for its settings, and gives up without (`supervisor.SETTINGS_DEADLINE_SECONDS`): then `replace` fails, and rents another one the next time.
+        It waits for its settings, and gives up without (`supervisor.SETTINGS_DEADLINE_SECONDS`): then `replace` fails,
+        and rents another one the next time.
         """
         if rank in self._standing_by:
             return
@@ -93,11 +99,16 @@ class Replacement:
             self._rental.end_aside(node)
 
     def retire(self, rank: int, instance_id: str) -> None:
-        """Have a node end its workers for good, if it still is this machine; `replace` gives it back. What runs there is lost. Raises what a `Reach` raises."""
+        """Have a node end its workers for good, if it still is this machine; `replace` gives it back.
+
+        What runs there is lost. Raises what a `Reach` raises.
+        """
         with self._nodes.settings_lock:
             node = self._nodes.all.get(rank)
             if node is not None and node.instance.id == instance_id:
-                settings = replace(self._nodes.settings(node, rank, self._nodes.scheduler), workers=(), generation=RETIRED)
+                settings = replace(
+                    self._nodes.settings(node, rank, self._nodes.scheduler), workers=(), generation=RETIRED
+                )
                 node.reach.write("settings.json", settings.to_json())
 
     def _rent_instead(self, rank: int, ending: Ending | None) -> Preparation:
@@ -112,7 +123,9 @@ class Replacement:
 
     def _raise_if_cut_off(self, node: Preparation) -> None:
         if not self._nodes.forwarding.is_on and not self._nodes.sees_the_head(node):
-            raise node.failure(f"it does not get through to the head at {self._nodes.scheduler}, and the other nodes do")
+            raise node.failure(
+                f"it does not get through to the head at {self._nodes.scheduler}, and the other nodes do"
+            )
 
     def _raise_if_dropped(self, rank: int, node: Preparation) -> None:
         if self._nodes.all.get(rank) is not node:

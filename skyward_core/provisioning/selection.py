@@ -48,15 +48,22 @@ from skyward_core.provisioning.termination import Ending
 from skyward_core.spec import PoolSpec
 
 ON_TO_THE_NEXT = (NoCapacity, CredentialsError, ProviderFailed, OfferGone, BudgetExceeded, BadRequest)
-"""Errors of one candidate after which the next one is tried. Not InstancesLeft: no other provider is asked while machines may be there."""
+"""Errors of one candidate after which the next one is tried.
+
+Not InstancesLeft: no other provider is asked while machines may be there.
+"""
 
 _log = logging.getLogger("skyward")
 
 
 class Selection:
-    """Rents from the first candidate that has all machines, and later from offers that may stand for a lost machine's."""
+    """Rents from the first candidate that has all machines, and later from offers that may stand for a lost
+    machine's.
+    """
 
-    def __init__(self, spec: PoolSpec, providers: Sequence[Provider], rental: Rental, *, emit: Emit, book: Book) -> None:
+    def __init__(
+        self, spec: PoolSpec, providers: Sequence[Provider], rental: Rental, *, emit: Emit, book: Book
+    ) -> None:
         self._spec = spec
         self._providers = tuple(providers)
         self._rental = rental
@@ -70,11 +77,12 @@ class Selection:
     # ── all machines of a pool that opens ────────────────────────────────────────────────────────────────────────────
 
     def rent_all(self, deadline: float) -> list[Instance]:
-        """Rent all machines from the first candidate that has them. Each refusal is emitted, written into the ledger and kept.
+        """Rent all machines from the first candidate that has them. Each refusal is emitted, written into the ledger
+        and kept.
 
-        If only some of a candidate's machines came, they are given back and known to be gone before the next one is asked. Raises NoCapacity with the
-        refusals, or the error itself if all have refused for the same reason; BadRequest if no provider can do what is asked for, BudgetExceeded if only the
-        money is missing.
+        If only some of a candidate's machines came, they are given back and known to be gone before the next one is
+        asked. Raises NoCapacity with the refusals, or the error itself if all have refused for the same reason;
+        BadRequest if no provider can do what is asked for, BudgetExceeded if only the money is missing.
         """
         providers = able(self._spec, self._providers)
         warn(self._spec, providers)
@@ -95,7 +103,8 @@ class Selection:
                     if self._rental.is_closing or time.monotonic() > deadline:
                         raise
                     ours = own_mistake([*errors, error])
-                    if isinstance(error, BadRequest) or ours:  # usually a setting of this provider: its other machines would answer the same
+                    # usually a setting of this provider: its other machines would answer the same
+                    if isinstance(error, BadRequest) or ours:
                         if len(providers) == 1 and ours:
                             raise ours from error
                         if len(providers) == 1:
@@ -116,13 +125,24 @@ class Selection:
         for one in refusals:
             self._emit(_refused(one))
             self._book.was_refused(one)
-        rest = resting(self._book.recent_attempts(MEMORY_SECONDS), datetime.now(UTC), self._spec.nodes) if len(found) > 1 else {}
+        rest = (
+            resting(self._book.recent_attempts(MEMORY_SECONDS), datetime.now(UTC), self._spec.nodes)
+            if len(found) > 1
+            else {}
+        )
         for key in {key for candidate in found for key in candidate.keys} & rest.keys():
-            _log.info("%s failed again and again, and is asked later until %s", "/".join(map(str, key[:3])), rest[key].isoformat(timespec="seconds"))
+            _log.info(
+                "%s failed again and again, and is asked later until %s",
+                "/".join(map(str, key[:3])),
+                rest[key].isoformat(timespec="seconds"),
+            )
         return order(found, rest), refusals, [error for one in sold for error in one.errors]
 
     def _rent_from(self, candidate: Candidate, refusals: list[Refusal]) -> list[Instance]:
-        """Rent all machines of a candidate. A refusal is emitted and kept under the name of the part that refused: a mixed candidate has two."""
+        """Rent all machines of a candidate.
+
+        A refusal is emitted and kept under the name of the part that refused: a mixed candidate has two.
+        """
         self._rental.turn_to(candidate.provider, candidate.account)
         self._emit(InfraCreated(candidate.region))
         instances: list[Instance] = []
@@ -142,7 +162,9 @@ class Selection:
         return refused
 
     def _settle_for(self, candidate: Candidate, found: Sequence[Candidate]) -> None:
-        """The machines are this candidate's: remember what may replace them, and log it if the user left spot to us and no spot offer is sold."""
+        """The machines are this candidate's: remember what may replace them, and log it if the user left spot to us and
+        no spot offer is sold.
+        """
         near = [other for other in found if other.provider is candidate.provider and other.region == candidate.region]
         self.others = [part.offer for other in near for part in other.parts]
         is_free = self._spec.spot is None or isinstance(self._spec.spot, spot.IfAvailable)
@@ -170,7 +192,9 @@ class Selection:
         return self._rental.launch(own, 1, rank)[0]
 
     def _may_stand_for(self, other: Offer, own: Offer) -> bool:
-        """With a share of spot machines a spot machine replaces only spot ones; otherwise the strategy allows every candidate."""
+        """With a share of spot machines a spot machine replaces only spot ones; otherwise the strategy allows every
+        candidate.
+        """
         return other.is_spot == own.is_spot or not isinstance(self._spec.spot, spot.Percent)
 
     def rent_again(self, ranks: Sequence[int], endings: Mapping[int, Ending]) -> list[Instance]:
@@ -222,7 +246,11 @@ def refuse(spec: PoolSpec, provider: Provider) -> None:
 
 def warn(spec: PoolSpec, providers: Sequence[Provider]) -> None:
     """Log what may fail only after machines have been paid for."""
-    if spec.accelerator is not None and needs_reset(spec.accelerator) and any(provider.end_command for provider in providers):
+    if (
+        spec.accelerator is not None
+        and needs_reset(spec.accelerator)
+        and any(provider.end_command for provider in providers)
+    ):
         _log.warning("%s: %s", spec.accelerator, RESET_MAY_BE_REFUSED)
 
 

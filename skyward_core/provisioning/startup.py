@@ -1,8 +1,10 @@
-"""Makes nodes of the machines of a pool that opens: prepares all at once, checks them, and waits for the head's scheduler.
+"""Makes nodes of the machines of a pool that opens: prepares all at once, checks them, and waits for the head's
+scheduler.
 
     started -> the head gets its settings -> its scheduler listens -> the other nodes get its address -> opened
 
-`Startup` owns what is known of machines that do not answer. One thread uses it: the one that opens the pool. It ends the threads that it starts.
+`Startup` owns what is known of machines that do not answer. One thread uses it: the one that opens the pool. It ends
+the threads that it starts.
 """
 
 from __future__ import annotations
@@ -38,13 +40,18 @@ class Startup:
         self._has_failed = threading.Event()
 
     def prepare(self, deadline: float) -> None:
-        """Turn instances into nodes that look for their scheduler. All are prepared at once, the head's address is the only wait."""
+        """Turn instances into nodes that look for their scheduler.
+
+        All are prepared at once, the head's address is the only wait.
+        """
         nodes = list(self._nodes.all.values())
         head, *others = nodes
         threads = ThreadPoolExecutor(len(nodes), thread_name_prefix="skyward-prepare")
         try:
             started = {node.rank: threads.submit(self._start, node, deadline) for node in nodes}
-            self._nodes.scheduler = await_scheduler(head, nodes, lambda: self._check_all(nodes, list(started.values())), deadline)
+            self._nodes.scheduler = await_scheduler(
+                head, nodes, lambda: self._check_all(nodes, list(started.values())), deadline
+            )
             for node in others:
                 while not started[node.rank].done():
                     self._check_all(nodes, list(started.values()))
@@ -94,13 +101,19 @@ class Startup:
         self._raise_if_gone(nodes)
 
     def _raise_if_gone(self, nodes: Sequence[Preparation]) -> None:
-        """Over SSH the provider is asked only about nodes that do not answer, and not all the time: asking may cost seconds."""
+        """Over SSH the provider is asked only about nodes that do not answer, and not all the time: asking may cost
+        seconds.
+        """
         silent = list(nodes)
         is_here = self._rental.provider.is_here
         if not is_here:
             silent = [node for node in nodes if not node.reach.is_connected]
             self._silent = {node.instance.id: self._silent.get(node.instance.id, time.monotonic()) for node in silent}
-            lease_over = {machine for machine, since in self._silent.items() if time.monotonic() - since > self._spec.lease_seconds}
+            lease_over = {
+                machine
+                for machine, since in self._silent.items()
+                if time.monotonic() - since > self._spec.lease_seconds
+            }
             raise_if_gone(silent, lease_over)  # its guard has ended it, if it lives at all
             if not silent or time.monotonic() < max(self._asked_at, self._rental.answered_at) + ASK_SECONDS:
                 return
@@ -112,11 +125,14 @@ class Startup:
                 raise
             return  # an outage says nothing of the machines
         missing = {node.instance.id for node in silent} - living
-        gone, self._missed = missing if is_here else missing & self._missed, missing  # a cloud may list a new machine some seconds late
+        # a cloud may list a new machine some seconds late
+        gone, self._missed = missing if is_here else missing & self._missed, missing
         raise_if_gone(silent, gone)
 
     def _go_through_the_client(self, nodes: Sequence[Preparation], deadline: float) -> None:
-        """Let every node listen on loopback, at ports of its own to which this client forwards from every other node."""
+        """Let every node listen on loopback, at ports of its own to which this client forwards from every other
+        node.
+        """
         for left in reversed(range(PORT_TRIES)):
             self._nodes.forwarding.choose()
             try:

@@ -1,7 +1,7 @@
 """Giving machines back: the one function that every exit calls, the pool's own, its reaper's and a sweep's.
 
-It asks for the end of what is known and of what the provider lists, asks again, and believes nothing but a listing, or a provider whose `terminate` confirms.
-An outage is waited out, and never taken for absence.
+It asks for the end of what is known and of what the provider lists, asks again, and believes nothing but a listing, or
+a provider whose `terminate` confirms. An outage is waited out, and never taken for absence.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 2.0
 
 
 class Witness(Protocol):
-    """Who keeps book of what is rented: told before termination is asked for and after it, and when a machine is known to be gone."""
+    """Who keeps book of what is rented: told before termination is asked for and after it, and when a machine is known
+    to be gone.
+    """
 
     def rented(self) -> set[str]:
         """Return the ids of the machines that are not known to be gone."""
@@ -34,7 +36,10 @@ class Witness(Protocol):
         ...
 
     def ending(self, instance_ids: Iterable[str]) -> None:
-        """Termination of these will be asked for now, for the first time. Must wait for nothing: they run on meanwhile."""
+        """Termination of these will be asked for now, for the first time.
+
+        Must wait for nothing: they run on meanwhile.
+        """
         ...
 
     def asked(self, instance_ids: Iterable[str]) -> None:
@@ -71,16 +76,19 @@ def give_back(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Terminate the machines of a pool, those that the witness knows and those that the provider lists, until none is left. May be called again.
+    """Terminate the machines of a pool, those that the witness knows and those that the provider lists, until none is
+    left. May be called again.
 
     Args:
         provider: who rents them.
         pool_id: whose they are.
         witness: is told what is asked for and what is gone.
-        are_all_known: no machine can exist that the witness does not know, so a provider whose `terminate` confirms need not be asked for others.
-        presumed_gone: ids that the provider need not confirm: they have ended by their own lease, and what carries them does not answer.
-        unsure_until: a machine may exist that the provider does not list before this time on `clock`: what a listing lacks that was asked for earlier says
-            nothing.
+        are_all_known: no machine can exist that the witness does not know, so a provider whose `terminate` confirms
+            need not be asked for others.
+        presumed_gone: ids that the provider need not confirm: they have ended by their own lease, and what carries them
+            does not answer.
+        unsure_until: a machine may exist that the provider does not list before this time on `clock`: what a listing
+            lacks that was asked for earlier says nothing.
         clock: counts seconds.
         pause: waits for so many seconds.
 
@@ -116,7 +124,9 @@ def give_back(
 
 
 def _believed(state: _Round, missing: set[str], *, was_heard: bool) -> set[str]:
-    """Which of those that a listing lacks are gone: all, or if their termination has just failed, those that the listing before it lacked too."""
+    """Which of those that a listing lacks are gone: all, or if their termination has just failed, those that the
+    listing before it lacked too.
+    """
     gone = missing if was_heard else missing & state.missing
     state.missing = missing
     return gone
@@ -135,7 +145,9 @@ def _listed(provider: Provider, pool_id: str, state: _Round, witness: Witness) -
 
 
 def _terminate(provider: Provider, state: _Round, witness: Witness) -> set[str] | None:
-    """Ask for the end of these machines; return those that the provider could not end, or None if it does not say which."""
+    """Ask for the end of these machines; return those that the provider could not end, or None if it does not say
+    which.
+    """
     new = sorted(state.left - state.told)
     state.told.update(new)
     if new:
@@ -159,7 +171,9 @@ def _asked(provider: Provider, state: _Round) -> set[str] | None:
     return set()
 
 
-def _tell_confirmed(provider: Provider, state: _Round, witness: Witness, unconfirmed: set[str], presumed_gone: AbstractSet[str]) -> None:
+def _tell_confirmed(
+    provider: Provider, state: _Round, witness: Witness, unconfirmed: set[str], presumed_gone: AbstractSet[str]
+) -> None:
     """A provider whose `terminate` confirms has named what it could not end: all else that it was asked for is gone."""
     rented = witness.rented()
     if confirmed := (state.left - unconfirmed) & rented:
@@ -172,10 +186,15 @@ def _tell_confirmed(provider: Provider, state: _Round, witness: Witness, unconfi
 def _left(provider: Provider, state: _Round, patience: float) -> InstancesLeft:
     left = sorted(state.left)
     ids = ", ".join(left) or "its machines"
-    places = [url for instance_id in left if (instance := state.seen.get(instance_id)) and (url := provider.console_url(instance))]
+    places = [
+        url
+        for instance_id in left
+        if (instance := state.seen.get(instance_id)) and (url := provider.console_url(instance))
+    ]
     look = f"Look at {', '.join(places)}" if places else "Look at its console"
     error = InstancesLeft(
-        f"{provider.name} was asked to terminate {ids}; after {patience:.0f} s they are not confirmed gone. {look}; `skyward sweep` asks again",
+        f"{provider.name} was asked to terminate {ids}; after {patience:.0f} s they are not confirmed gone. {look};"
+        " `skyward sweep` asks again",
         left,
     )
     error.__cause__ = state.trouble[-1] if state.trouble else None

@@ -1,14 +1,19 @@
-"""Machines of an open pool that are to end while the pool goes on: those that are lost, and those that did not become a node.
+"""Machines of an open pool that are to end while the pool goes on: those that are lost, and those that did not become a
+node.
 
-States of such a machine; whoever asks first does so in a thread of its own (one that does not answer takes its time), what is left over then is this file's:
+States of such a machine; whoever asks first does so in a thread of its own (one that does not answer takes its time),
+what is left over then is this file's:
 
-    lost ──asked to end──▶ asked, and still listed ──listed no more, or its provider confirms──▶ gone (the book is told, its money is free)
+    lost ──asked to end──▶ asked, and still listed ──listed no more, or its provider confirms──▶ gone (the book is told,
+    its money is free)
       └──the request failed──▶ asked again, with growing pauses ──┘
 
-One thread repeats request and listing for all that are left over, begins with the first of them and ends with the last, or with the pool. What has not come
-that far by then stays in the book as rented: closing the pool ends it and does not let go (`teardown`), and so does a sweep after a kill.
+One thread repeats request and listing for all that are left over, begins with the first of them and ends with the last,
+or with the pool. What has not come that far by then stays in the book as rented: closing the pool ends it and does not
+let go (`teardown`), and so does a sweep after a kill.
 
-Only ids are asked for that the pool has rented itself. A listing is believed once a request for the machine's end was accepted; an outage says nothing.
+Only ids are asked for that the pool has rented itself. A listing is believed once a request for the machine's end was
+accepted; an outage says nothing.
 """
 
 from __future__ import annotations
@@ -150,9 +155,17 @@ class Endings:
             ending.was_accepted = ending.was_accepted or ending.instance_id not in refused
         asked = [ending for ending in endings if ending.was_accepted]
         if provider.terminate_confirms:
-            self._are_gone([ending for ending in asked if ending.instance_id not in refused], f"{provider.name} confirmed its termination", proofs)
+            self._are_gone(
+                [ending for ending in asked if ending.instance_id not in refused],
+                f"{provider.name} confirmed its termination",
+                proofs,
+            )
         elif asked and (listed := self._listed(provider)) is not None:
-            self._are_gone([ending for ending in asked if ending.instance_id not in listed], f"{provider.name} lists it no more", proofs)
+            self._are_gone(
+                [ending for ending in asked if ending.instance_id not in listed],
+                f"{provider.name} lists it no more",
+                proofs,
+            )
 
     def _listed(self, provider: Rents) -> set[str] | None:
         try:
@@ -182,7 +195,9 @@ def tell_gone(witness: Witness, gone: AbstractSet[str], evidence: str, proofs: M
 
 
 def _refused(provider: Rents, ids: Sequence[str]) -> tuple[AbstractSet[str], Mapping[str, str]]:
-    """Ask for the end of these; return those for which the request was not accepted, and how the provider knows that others are gone."""
+    """Ask for the end of these; return those for which the request was not accepted, and how the provider knows that
+    others are gone.
+    """
     try:
         return frozenset(), provider.terminate(ids) or {}
     except InstancesLeft as error:

@@ -1,4 +1,6 @@
-"""What an exception of a call is told to its reader with (PEP 678): the cure of what is missing on a node and is there on the client."""
+"""What an exception of a call is told to its reader with (PEP 678): the cure of what is missing on a node and is there
+on the client.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from importlib.metadata import packages_distributions
 
 
 def note_for(error: BaseException) -> str | None:
-    """Return what to do about an exception that a call has raised on a node, None where we know nothing. Asks what is installed here."""
+    """Return what to do about an exception that a call has raised on a node, None where we know nothing.
+
+    Asks what is installed here.
+    """
     if isinstance(error, ModuleNotFoundError) and error.name:
         return _missing_module(error.name)
     if isinstance(error, FileNotFoundError) and error.errno == errno.ENOENT:
@@ -26,13 +31,20 @@ def _missing_module(name: str) -> str | None:
     distributions = sorted(set(packages_distributions().get(top, ())))
     if not distributions and (file := _own_file(top)) is not None:
         if file.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)):
-            return f"{top!r} is compiled ({file}), and machine code does not travel with a call: build a wheel of it and list that in Image(pip=[...])"
+            return (
+                f"{top!r} is compiled ({file}), and machine code does not travel with a call: build a wheel of it and"
+                " list that in Image(pip=[...])"
+            )
         return (
-            f"{top!r} is a module of your own ({file}) that travels if an `import` statement names it: write one in the function, or at the head of its module"
+            f"{top!r} is a module of your own ({file}) that travels if an `import` statement names it: write one in the"
+            " function, or at the head of its module"
         )
     wanted = " or ".join(f'"{one}"' for one in distributions or [top])
     if top != name:
-        return f"the node has {top!r}, but no {name!r} in it: name the version that you use here in Image(pip=[...]), for {wanted}"
+        return (
+            f"the node has {top!r}, but no {name!r} in it: name the version that you use here in Image(pip=[...]), for"
+            f" {wanted}"
+        )
     return f"the module {name!r} is not installed on the node: list it in Image(pip=[...]), as {wanted}"
 
 
@@ -51,6 +63,7 @@ def _missing_file(path: object) -> str | None:
     if not isinstance(path, str) or not path or os.path.isabs(path):
         return None
     return (
-        f"{path!r} is a relative path, and the working directory of a call is the node's own: the files beside your program are not there. "
-        "Pass the content as an argument, or name an absolute path on the node, such as that of a volume"
+        f"{path!r} is a relative path, and the working directory of a call is the node's own: the files beside your"
+        " program are not there. Pass the content as an argument, or name an absolute path on the node, such as that"
+        " of a volume"
     )

@@ -1,7 +1,8 @@
 """Exceptions made without running their `__init__`: from their class, their arguments and their attributes.
 
-Python pickles an exception as its class and `args`, and calls the class with these. That fails, or gives another message, wherever `__init__` takes other
-arguments than it hands on, and it forgets what C code keeps beside `__dict__` (the `name` of a NameError).
+Python pickles an exception as its class and `args`, and calls the class with these. That fails, or gives another
+message, wherever `__init__` takes other arguments than it hands on, and it forgets what C code keeps beside `__dict__`
+(the `name` of a NameError).
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that a program has made, and
 _WAYS = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
 _DATA = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _NO_FIELDS = {"args", "characters_written"}
-"""What is set apart from the fields of C, and what cannot be read where there is none; no name with two underscores is a field either."""
+"""What is set apart from the fields of C, and what cannot be read where there is none; no name with two underscores is
+a field either.
+"""
 
 
 class State(NamedTuple):
@@ -32,7 +35,8 @@ def has_own_way(kind: type[BaseException]) -> bool:
     """Tell whether a class says itself how it is pickled, by a method or in `copyreg`."""
     base: Any = _static_base(kind)
     registered = getattr(copyreg.dispatch_table.get(kind), "__module__", None)
-    is_registered = registered is not None and not registered.startswith("tblib")  # which Dask has take over every exception there is
+    # which Dask has take over every exception there is
+    is_registered = registered is not None and not registered.startswith("tblib")
     return is_registered or any(getattr(kind, way, None) is not getattr(base, way, None) for way in _WAYS)
 
 
@@ -42,7 +46,10 @@ def is_from_python(kind: type[BaseException]) -> bool:
 
 
 def make(kind: type[BaseException], message: str = "", members: Iterable[BaseException] | None = None) -> BaseException:
-    """Return an empty exception of this class; `members` are those of a group. Raises TypeError for a class of C that wants to be called."""
+    """Return an empty exception of this class; `members` are those of a group.
+
+    Raises TypeError for a class of C that wants to be called.
+    """
     base: Any = _static_base(kind)
     return base.__new__(kind) if members is None else base.__new__(kind, message, list(members))
 
@@ -56,7 +63,8 @@ def state_of(error: BaseException) -> State:
     for name, descriptor in _descriptors(type(error)).items():
         with suppress(AttributeError):  # an empty slot
             value = descriptor.__get__(error, type(error))
-            if value is not None or is_from_python(descriptor.__objclass__):  # None is a value of a slot, and nothing in a field of C
+            # None is a value of a slot, and nothing in a field of C
+            if value is not None or is_from_python(descriptor.__objclass__):
                 fields[name] = value
     return State(error.args, attributes, fields, texts)
 
@@ -68,7 +76,8 @@ def fill(error: BaseException, state: State) -> None:
     attributes.update(state.attributes)
     descriptors = _descriptors(type(error))
     for name, value in state.fields.items():
-        with suppress(AttributeError, TypeError, ValueError):  # the members of a group are set already; a class may have lost a slot
+        # the members of a group are set already; a class may have lost a slot
+        with suppress(AttributeError, TypeError, ValueError):
             descriptors[name].__set__(error, value)
     if state.notes:
         attributes["__notes__"] = [*state.notes]
@@ -80,7 +89,9 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def reduced(error: BaseException) -> Any:
-    """Return how to pickle an exception whose class leaves that to Python; NotImplemented where Python's way is the right one."""
+    """Return how to pickle an exception whose class leaves that to Python; NotImplemented where Python's way is the
+    right one.
+    """
     kind = type(error)
     if not is_from_python(kind) or has_own_way(kind):
         return NotImplemented

@@ -1,10 +1,12 @@
 """How an exception travels from a node to its caller: as its own class, with all that can travel of it.
 
-Each part is pickled by itself: the class, each argument, each attribute. A socket among them stays where it is, and a tensor that cannot be loaded here
-is left out; a note of the exception names both. It is made here without running its `__init__`, unless its class says how it is pickled. Its cause,
-its context and the members of a group travel in the same way.
+Each part is pickled by itself: the class, each argument, each attribute. A socket among them stays where it is, and a
+tensor that cannot be loaded here is left out; a note of the exception names both. It is made here without running its
+`__init__`, unless its class says how it is pickled. Its cause, its context and the members of a group travel in the
+same way.
 
-What remains is `RemoteError`: for a class that cannot be loaded here, and for those that would end or cancel the caller's own program.
+What remains is `RemoteError`: for a class that cannot be loaded here, and for those that would end or cancel the
+caller's own program.
 """
 
 from __future__ import annotations
@@ -53,7 +55,11 @@ type Piece = Pickled | Link | Absent
 
 
 class Raised(NamedTuple):
-    """One exception in parts. `kind` is its class, `own` the whole of it in its class's own way, if it has one that works; `members` are those of a group."""
+    """One exception in parts.
+
+    `kind` is its class, `own` the whole of it in its class's own way, if it has one that works; `members` are those of
+    a group.
+    """
 
     name: str
     message: str
@@ -79,7 +85,10 @@ class Carried(NamedTuple):
 
 
 def pack(error: BaseException, clean: Callable[[Any], Any] = lambda value: value) -> Pickled:
-    """Pickle an exception and what it refers to; what cannot travel is left out. `clean` takes what must not travel out of a text or a collection."""
+    """Pickle an exception and what it refers to; what cannot travel is left out.
+
+    `clean` takes what must not travel out of a text or a collection.
+    """
     packing = _Packing(clean)
     packing.place_of(error)
     buffers: list[pickle.PickleBuffer] = []
@@ -100,7 +109,11 @@ class _Packing:
             place = self._places[id(error)] = len(self.table)
             self.table.append(None)
             self._depth += 1
-            self.table[place] = self._raised(error) if self._depth <= DEEPEST else Raised(name_of(type(error)), text_of(error, self._clean), None)
+            self.table[place] = (
+                self._raised(error)
+                if self._depth <= DEEPEST
+                else Raised(name_of(type(error)), text_of(error, self._clean), None)
+            )
             self._depth -= 1
         return self._places[id(error)]
 
@@ -118,7 +131,11 @@ class _Packing:
             self._in_its_own_way(error),
             tuple(map(self._piece, state.args)),
             {name: self._piece(value) for name, value in state.attributes.items()},
-            {name: self._piece(value) for name, value in state.fields.items() if not (members and name in ("message", "exceptions"))},
+            {
+                name: self._piece(value)
+                for name, value in state.fields.items()
+                if not (members and name in ("message", "exceptions"))
+            },
             tuple(map(self._clean, state.notes)),
             members,
             None if error.__cause__ is None else self.place_of(error.__cause__),
@@ -129,7 +146,9 @@ class _Packing:
     def _in_its_own_way(self, error: BaseException) -> Pickled | None:
         """Pickle an exception as its class says; None if it says nothing, or if that does not work."""
         kind = type(error)
-        if not exception_state.is_from_python(kind) or not (exception_state.has_own_way(kind) or not _can_be_bare(error)):
+        if not exception_state.is_from_python(kind) or not (
+            exception_state.has_own_way(kind) or not _can_be_bare(error)
+        ):
             return None
         with suppress(Exception):
             pickled = pickling.dumps_or_raise(error)
@@ -170,7 +189,10 @@ def _can_be_bare(error: BaseException) -> bool:
 
 
 def unpack(data: Any, buffers: Sequence[Any], node: int, text: str) -> BaseException:
-    """Rebuild an exception that was raised on a node, whose traceback there is `text`. Raises whatever is wrong with the data."""
+    """Rebuild an exception that was raised on a node, whose traceback there is `text`.
+
+    Raises whatever is wrong with the data.
+    """
     carried = pickling.loads(data, buffers)
     return _Rebuilding(cast(Carried, carried).table, node, text).result()
 
@@ -199,11 +221,19 @@ class _Rebuilding:
             self._fill(place, raised)
         error, raised = self._made[0], self._table[0]
         if isinstance(error, CONTROL):
-            return remote_error(self._node, self._text, raised.name, raised.message, "it is not raised here, where it would end the program that waits")
+            return remote_error(
+                self._node,
+                self._text,
+                raised.name,
+                raised.message,
+                "it is not raised here, where it would end the program that waits",
+            )
         if isinstance(error, RemoteError) and 0 in self._is_whole and raised.name != name_of(RemoteError):
             return error
         _set(_first_cause(error), "__cause__", RemoteTraceback(self._text))
-        exception_state.add_note(error, f"raised on node {self._node} of the pool; its traceback there is the cause shown above")
+        exception_state.add_note(
+            error, f"raised on node {self._node} of the pool; its traceback there is the cause shown above"
+        )
         return error
 
     def _make(self, place: int) -> BaseException:
@@ -232,8 +262,13 @@ class _Rebuilding:
         error = self._made[place]
         losses: list[str] = []
         if place not in self._is_whole:
-            args = tuple(self._value(f"args[{index}]", piece, losses, in_its_place=_text_in_place_of(piece)) for index, piece in enumerate(raised.args))
-            exception_state.fill(error, State(args, self._values(raised.attributes, losses), self._values(raised.fields, losses), ()))
+            args = tuple(
+                self._value(f"args[{index}]", piece, losses, in_its_place=_text_in_place_of(piece))
+                for index, piece in enumerate(raised.args)
+            )
+            exception_state.fill(
+                error, State(args, self._values(raised.attributes, losses), self._values(raised.fields, losses), ())
+            )
         for note in raised.notes:
             if note not in object.__getattribute__(error, "__dict__").get("__notes__", ()):
                 exception_state.add_note(error, note)
@@ -286,11 +321,15 @@ def _text_in_place_of(piece: Piece) -> str:
 
 def name_of(kind: type) -> str:
     """Return the name of a class, with its module unless everybody has it."""
-    return kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    return (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
 
 
 def text_of(error: BaseException, clean: Callable[[str], str] = lambda text: text) -> str:
-    """Return what an exception says, whatever its class makes of it; `clean` before it is cut, so that no half of a secret is left."""
+    """Return what an exception says, whatever its class makes of it; `clean` before it is cut, so that no half of a
+    secret is left.
+    """
     return clean(_safely(str, error))[:MESSAGE_CHARACTERS]
 
 

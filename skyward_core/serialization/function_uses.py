@@ -72,13 +72,22 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Of a code object: each outer name with the attributes read from it (empty: used as a value), and the names that class bodies read."""
+    """Of a code object: each outer name with the attributes read from it (empty: used as a value), and the names that
+    class bodies read.
+    """
 
     chains: frozenset[tuple[str, tuple[str, ...]]]
     in_class_bodies: frozenset[str]
 
 
-_READS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_GLOBALS", "LOAD_FROM_DICT_OR_DEREF"}
+_READS = {
+    "LOAD_GLOBAL",
+    "LOAD_NAME",
+    "LOAD_DEREF",
+    "LOAD_CLASSDEREF",
+    "LOAD_FROM_DICT_OR_GLOBALS",
+    "LOAD_FROM_DICT_OR_DEREF",
+}
 _CLASS_BODY_READS = {"LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 _ATTRIBUTE_READS = {"LOAD_ATTR", "LOAD_METHOD"}
 _ATTRIBUTE_WRITES = {"STORE_ATTR", "DELETE_ATTR"}
@@ -118,16 +127,26 @@ def _read_names(code: types.CodeType) -> Names:
 
 
 def class_body_globals(function: types.FunctionType) -> dict[str, Any]:
-    """Globals that only the body of a class inside the function reads: cloudpickle 3.1 overlooks them (it knows LOAD_GLOBAL alone)."""
+    """Globals that only the body of a class inside the function reads: cloudpickle 3.1 overlooks them (it knows
+    LOAD_GLOBAL alone).
+    """
     names = names_used(function.__code__).in_class_bodies
-    return {name: function.__globals__[name] for name in sorted(names) if name in function.__globals__ and name != "__name__"}
+    return {
+        name: function.__globals__[name]
+        for name in sorted(names)
+        if name in function.__globals__ and name != "__name__"
+    }
 
 
 def portable_annotation(hint: Any) -> Any:
-    """Return the annotation, or its text if it mentions an installed distribution: a hint must not force a node to import pandas."""
+    """Return the annotation, or its text if it mentions an installed distribution: a hint must not force a node to
+    import pandas.
+    """
     if not _is_foreign(hint):
         return hint
-    return f"{hint.__module__}.{hint.__qualname__}" if isinstance(hint, type) and not typing.get_args(hint) else repr(hint)
+    return (
+        f"{hint.__module__}.{hint.__qualname__}" if isinstance(hint, type) and not typing.get_args(hint) else repr(hint)
+    )
 
 
 def _is_foreign(hint: Any) -> bool:
@@ -136,4 +155,9 @@ def _is_foreign(hint: Any) -> bool:
     if not isinstance(hint, type):
         return False
     top = hint.__module__.partition(".")[0]
-    return top not in sys.stdlib_module_names and top != "__main__" and hint.__module__ in sys.modules and home_module(hint) is None
+    return (
+        top not in sys.stdlib_module_names
+        and top != "__main__"
+        and hint.__module__ in sys.modules
+        and home_module(hint) is None
+    )

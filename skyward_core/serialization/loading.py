@@ -1,4 +1,6 @@
-"""What a pickle of `pickling.py` calls when it is loaded: stand-ins for the user's modules, classes, cached functions."""
+"""What a pickle of `pickling.py` calls when it is loaded: stand-ins for the user's modules, classes, cached
+functions.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 served_modules: set[str] = set()
-"""On a node: names of the modules whose source came with the present call. Their classes are the node's own, also if they come by value."""
+"""On a node: names of the modules whose source came with the present call.
+
+Their classes are the node's own, also if they come by value.
+"""
 _original_classes: weakref.WeakSet[type] = weakref.WeakSet()
 _carried_classes: weakref.WeakSet[type] = weakref.WeakSet()
 
@@ -84,7 +89,8 @@ def served_class(module: str, qualname: str, make: Callable[..., type], args: tu
         return make(*args)
     try:
         cls = functools.reduce(getattr, qualname.split("."), cast(Any, importlib.import_module(module)))
-    except Exception:  # importing runs the user's code; if a body needs the module, its own import raises the same, in the right place
+    # importing runs the user's code; if a body needs the module, its own import raises the same, in the right place
+    except Exception:
         served_modules.discard(module)
         return make(*args)
     if not isinstance(cls, type):
@@ -100,7 +106,9 @@ def note_original(cls: type) -> None:
 
 
 def fill_class(cls: type, state: tuple[Callable[[type, Any], Any], Any]) -> None:
-    """Give a class its contents, unless it is this process's own: cloudpickle alone would replace its methods by copies."""
+    """Give a class its contents, unless it is this process's own: cloudpickle alone would replace its methods by
+    copies.
+    """
     if cls not in _original_classes:
         set_state, contents = state
         set_state(cls, contents)

@@ -21,8 +21,9 @@ _EXTENSIONS = tuple(importlib.machinery.EXTENSION_SUFFIXES)
 def belongs_to_user(module: types.ModuleType) -> bool:
     """Whether a module is part of the user's own project, and so travels by value.
 
-    A module without a file, made by a program rather than read (a notebook's `__main__`, an Airflow DAG), is the user's unless
-    it calls itself a part of an installed package, as `torch.ops` does. On a node, a module that came as source is not the user's: the client has it.
+    A module without a file, made by a program rather than read (a notebook's `__main__`, an Airflow DAG), is the user's
+    unless it calls itself a part of an installed package, as `torch.ops` does. On a node, a module that came as source
+    is not the user's: the client has it.
     """
     if getattr(getattr(module, "__loader__", None), "client_has_it", False):
         return False

@@ -1,18 +1,19 @@
 """Values to bytes and back, between a client that has the user's project and nodes that do not.
 
-What belongs to the user's own project travels by value: functions, classes, and what they use of its modules. What is installed travels
-by reference: the standard library, all that lies in a site-packages or dist-packages directory or beside a `*.dist-info`, extension
-modules, and `skyward_core` itself. So a script, a DAG file or a notebook runs on a bare node, and a new version of it needs no new node.
+What belongs to the user's own project travels by value: functions, classes, and what they use of its modules. What is
+installed travels by reference: the standard library, all that lies in a site-packages or dist-packages directory or
+beside a `*.dist-info`, extension modules, and `skyward_core` itself. So a script, a DAG file or a notebook runs on a
+bare node, and a new version of it needs no new node.
 
-A module of the user's project becomes a stand-in on the node. Functions name what they use of it: from `helpers.f(x)` and `pkg.sub.CONST`,
-read off the bytecode, exactly `helpers.f` and `pkg.sub.CONST` travel, with the values they have now; a lock or a client beside them stays
-at home. Where a function does something else with a module (`getattr(helpers, name)`, `run(helpers)`), or a module is itself an argument,
-all of its globals travel that can; reading one that could not raises an AttributeError that says why. Functions of one module share its
-globals on the node as they do here.
+A module of the user's project becomes a stand-in on the node. Functions name what they use of it: from `helpers.f(x)`
+and `pkg.sub.CONST`, read off the bytecode, exactly `helpers.f` and `pkg.sub.CONST` travel, with the values they have
+now; a lock or a client beside them stays at home. Where a function does something else with a module (`getattr(helpers,
+name)`, `run(helpers)`), or a module is itself an argument, all of its globals travel that can; reading one that could
+not raises an AttributeError that says why. Functions of one module share its globals on the node as they do here.
 
-Classes come back as themselves: an instance returned from a node is an instance of the client's own class, which a result never alters.
-What a function imports inside its body travels as source text: see `sources.py`. Such modules the node names to the client, which has them, and
-a class of theirs that comes by value becomes the node's own.
+Classes come back as themselves: an instance returned from a node is an instance of the client's own class, which a
+result never alters. What a function imports inside its body travels as source text: see `sources.py`. Such modules the
+node names to the client, which has them, and a class of theirs that comes by value becomes the node's own.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -36,7 +37,13 @@ from typing import Any, cast
 import cloudpickle
 
 from skyward_core.serialization import exception_state
-from skyward_core.serialization.function_uses import Scope, class_body_globals, module_uses, names_used, portable_annotation
+from skyward_core.serialization.function_uses import (
+    Scope,
+    class_body_globals,
+    module_uses,
+    names_used,
+    portable_annotation,
+)
 from skyward_core.serialization.loading import (
     StandInGlobals,
     StandInPart,
@@ -66,8 +73,9 @@ type Replace = Callable[[Any], Any]
 class Pickled:
     """A value as bytes: `data` is the pickle, `buffers` are its large contiguous parts, in order.
 
-    The buffers are views of the caller's own memory, not copies: send them before the arrays change. A `Pickled` pickles with protocol 5
-    and hands its buffers on out of band, so that a transport which knows that protocol copies nothing either.
+    The buffers are views of the caller's own memory, not copies: send them before the arrays change. A `Pickled`
+    pickles with protocol 5 and hands its buffers on out of band, so that a transport which knows that protocol copies
+    nothing either.
     """
 
     data: bytes
@@ -83,14 +91,23 @@ class Pickled:
         return Pickled, (self.data, tuple(wrap(buffer) for buffer in self.buffers))
 
 
-def dumps(obj: Any, *, label: str | tuple[str, ...] = "value", replace: Replace | None = None, carried: list[types.FunctionType] | None = None) -> Pickled:
-    """Pickle a value for a process that has the installed distributions but not the user's project; see the head of this file for the rule.
+def dumps(
+    obj: Any,
+    *,
+    label: str | tuple[str, ...] = "value",
+    replace: Replace | None = None,
+    carried: list[types.FunctionType] | None = None,
+) -> Pickled:
+    """Pickle a value for a process that has the installed distributions but not the user's project; see the head of
+    this file for the rule.
 
-    `label` is what an error calls the value: "result", "args"; for a tuple it may be a tuple of one name for each item. `replace` is asked
-    for each object met, plain scalars and containers aside, whether to pickle another one in its place: for a Prefect task, its function.
-    Functions that travel by value, methods among them, are appended to `carried`.
-    Nothing is left registered with cloudpickle, and what a user has registered stays so. Raises `NotPicklable`, whose `path` names the part
-    that cannot travel, such as `args[0].client.lock`, `train.<closure>.db` or `train.<global> CONNECTION`.
+    `label` is what an error calls the value: "result", "args"; for a tuple it may be a tuple of one name for each item.
+    `replace` is asked for each object met, plain scalars and containers aside, whether to pickle another one in its
+    place: for a Prefect task, its function. Functions that travel by value, methods among them, are appended to
+    `carried`.
+    Nothing is left registered with cloudpickle, and what a user has registered stays so. Raises `NotPicklable`, whose
+    `path` names the part that cannot travel, such as `args[0].client.lock`, `train.<closure>.db` or `train.<global>
+    CONNECTION`.
 
     >>> loads(dumps({"lr": 0.1}))
     {'lr': 0.1}
@@ -105,21 +122,28 @@ def dumps(obj: Any, *, label: str | tuple[str, ...] = "value", replace: Replace 
 
 
 def dumps_or_raise(obj: Any) -> Pickled:
-    """Pickle a value as `dumps` does; raises whatever is in the way, at once: nothing is looked for in the value's parts."""
+    """Pickle a value as `dumps` does; raises whatever is in the way, at once: nothing is looked for in the value's
+    parts.
+    """
     return _dumped(obj, _Trials(None), None)
 
 
 def _dumped(obj: Any, trials: _Trials, carried: list[types.FunctionType] | None) -> Pickled:
     views: list[memoryview] = []
     if _is_plain(obj, [_PLAIN_ITEMS], 0):
-        return Pickled(pickle.dumps(obj, protocol=5, buffer_callback=functools.partial(_keep_in_band, views)), tuple(views))
+        return Pickled(
+            pickle.dumps(obj, protocol=5, buffer_callback=functools.partial(_keep_in_band, views)), tuple(views)
+        )
     file = io.BytesIO()
     _Pickler(file, trials, functools.partial(_keep_in_band, views), carried=carried).dump(obj)
     return Pickled(file.getvalue(), tuple(views))
 
 
 def loads(pickled: Pickled | bytes | bytearray | memoryview, buffers: Iterable[Any] = ()) -> Any:
-    """Rebuild what `dumps` pickled. Large arrays are views of their buffers, so they are writable if and only if the buffers are."""
+    """Rebuild what `dumps` pickled.
+
+    Large arrays are views of their buffers, so they are writable if and only if the buffers are.
+    """
     if isinstance(pickled, Pickled):
         return pickle.loads(pickled.data, buffers=pickled.buffers)
     return pickle.loads(pickled, buffers=buffers)
@@ -165,7 +189,9 @@ def _keep_in_band(views: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
 
 _registration = threading.RLock()
 # no fork while another thread is inside: the child would inherit a held lock and a module registered for good
-os.register_at_fork(before=_registration.acquire, after_in_parent=_registration.release, after_in_child=_registration.release)
+os.register_at_fork(
+    before=_registration.acquire, after_in_parent=_registration.release, after_in_child=_registration.release
+)
 
 
 @contextmanager
@@ -204,7 +230,8 @@ class _Pickler(cloudpickle.Pickler):
         self._trials = trials
         self._shallow = shallow
         self._carried = carried
-        self._stand_ins: dict[str, Any] = {}  # pickled empty, once: on loading, one dictionary of the stand-ins made so far
+        # pickled empty, once: on loading, one dictionary of the stand-ins made so far
+        self._stand_ins: dict[str, Any] = {}
         self._references: dict[str, StandInReference] = {}
         self._namespaces: dict[str, StandInGlobals] = {}
         self._sent: set[tuple[str, str]] = set()
@@ -253,11 +280,14 @@ class _Pickler(cloudpickle.Pickler):
             base = self._namespaces.setdefault(home.__name__, StandInGlobals(self._reference(home), base))
         slots["__annotations__"] = {name: portable_annotation(hint) for name, hint in slots["__annotations__"].items()}
         outer = {**class_body_globals(function), **slots["__globals__"]}
-        slots["__globals__"] = {name: self._reference(value) if is_user_module(value) else value for name, value in outer.items()}
+        slots["__globals__"] = {
+            name: self._reference(value) if is_user_module(value) else value for name, value in outer.items()
+        }
         if slots["__closure__"]:
             slots["__closure__"] = tuple(self._cell(cell) for cell in slots["__closure__"])
         installed = [module for module in slots["_cloudpickle_submodules"] if not is_user_module(module)]
-        # cloudpickle loads this list for its effect and forgets it: the right place for what must be in the stand-ins before a call
+        # cloudpickle loads this list for its effect and forgets it: the right place for what must be in the stand-ins
+        # before a call
         slots["_cloudpickle_submodules"] = [*installed, *self._parts(function)]
         return make, (code, base, *rest), (attributes, slots), None, None, set_state
 
@@ -268,7 +298,9 @@ class _Pickler(cloudpickle.Pickler):
             new = {name: value for name, value in use.values.items() if (use.module.__name__, name) not in self._sent}
             self._sent.update((use.module.__name__, name) for name in new)
             if new:
-                carried = {name: self._reference(value) if is_user_module(value) else value for name, value in new.items()}
+                carried = {
+                    name: self._reference(value) if is_user_module(value) else value for name, value in new.items()
+                }
                 yield StandInPart(self._reference(use.module), carried)
 
     def _cell(self, cell: types.CellType) -> types.CellType:
@@ -297,10 +329,23 @@ class _Pickler(cloudpickle.Pickler):
         return *make, (carried, absent), None, None, fill_module
 
     def _reduce_cached(self, wrapper: Any) -> Any:
-        """`functools.lru_cache` pickles by name alone; a recursive one refers to itself, so it is made first and filled after."""
-        reduced: Any = self._reduce_function(wrapper.__wrapped__) if type(wrapper.__wrapped__) is types.FunctionType else NotImplemented
+        """`functools.lru_cache` pickles by name alone; a recursive one refers to itself, so it is made first and filled
+        after.
+        """
+        reduced: Any = (
+            self._reduce_function(wrapper.__wrapped__)
+            if type(wrapper.__wrapped__) is types.FunctionType
+            else NotImplemented
+        )
         if reduced is NotImplemented:
-            return make_cached, (wrapper.cache_parameters(), itself, (wrapper.__wrapped__,)), (set_nothing, None), None, None, fill_cached
+            return (
+                make_cached,
+                (wrapper.cache_parameters(), itself, (wrapper.__wrapped__,)),
+                (set_nothing, None),
+                None,
+                None,
+                fill_cached,
+            )
         make, args, state, _, _, set_state = cast("tuple[Any, ...]", reduced)
         return make_cached, (wrapper.cache_parameters(), make, args), (set_state, state), None, None, fill_cached
 
@@ -336,7 +381,10 @@ _TYPE_REDUCERS: dict[type, Callable[[_Pickler, Any], Any]] = {
 
 
 class _Trials:
-    """Says of a value whether it can be pickled by itself. `replace` is the caller's; the answers for module globals are kept."""
+    """Says of a value whether it can be pickled by itself.
+
+    `replace` is the caller's; the answers for module globals are kept.
+    """
 
     def __init__(self, replace: Replace | None) -> None:
         self.replace = replace
@@ -375,14 +423,21 @@ def _parts_of_function(function: types.FunctionType) -> Generator[tuple[str, Any
     for name in function.__code__.co_freevars:
         yield f".<closure>.{name}", scope.get(name)
     for name in sorted({name for name, _ in names_used(function.__code__).chains}):
-        if name not in function.__code__.co_freevars and name in function.__globals__ and not is_user_module(function.__globals__[name]):
+        if (
+            name not in function.__code__.co_freevars
+            and name in function.__globals__
+            and not is_user_module(function.__globals__[name])
+        ):
             yield f".<global> {name}", function.__globals__[name]
     for use in module_uses(function):
         for name, value in use.values.items():
             yield f".<global> {use.module.__name__}.{name}", value
     arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
     defaults = function.__defaults__ or ()
-    for name, value in [*zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True), *(function.__kwdefaults__ or {}).items()]:
+    for name, value in [
+        *zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True),
+        *(function.__kwdefaults__ or {}).items(),
+    ]:
         yield f".<default> {name}", value
     for name, value in vars(function).items():
         yield f".{name}", value

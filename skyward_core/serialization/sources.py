@@ -1,12 +1,15 @@
-"""What functions import inside their bodies: modules of the user's project, as source text, found on the client and imported on a node.
+"""What functions import inside their bodies: modules of the user's project, as source text, found on the client and
+imported on a node.
 
-`pickling` carries by value what a function reads of modules that are imported already. An import inside a body is a name only, and nothing is
-known of the module before it runs: so its text travels, and that of all the project's modules it imports in turn, at its head or inside bodies,
-each with the packages it lies in. Found are names that stand in an import statement; no module is imported in order to find another.
+`pickling` carries by value what a function reads of modules that are imported already. An import inside a body is a
+name only, and nothing is known of the module before it runs: so its text travels, and that of all the project's modules
+it imports in turn, at its head or inside bodies, each with the packages it lies in. Found are names that stand in an
+import statement; no module is imported in order to find another.
 
-On the node such a module is imported afresh, once in each runner, when the body's import runs: what the client has changed in the module's globals
-since it imported the module itself is not seen. What is installed on the node goes before a text of the same name. An instance of its classes comes
-back as an instance of the client's, which imports the module if it has not. Files beside the modules, and extension modules, do not travel.
+On the node such a module is imported afresh, once in each runner, when the body's import runs: what the client has
+changed in the module's globals since it imported the module itself is not seen. What is installed on the node goes
+before a text of the same name. An instance of its classes comes back as an instance of the client's, which imports the
+module if it has not. Files beside the modules, and extension modules, do not travel.
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ from skyward_core.serialization.pickling import Pickled, Replace
 
 
 class Source(NamedTuple):
-    """A module as text. `file` is where the client has it, for tracebacks; None for a folder without an `__init__.py`."""
+    """A module as text.
+
+    `file` is where the client has it, for tracebacks; None for a folder without an `__init__.py`.
+    """
 
     name: str
     text: str
@@ -48,7 +54,10 @@ class Loaded(NamedTuple):
 
 
 def pack(obj: Any, *, label: str | tuple[str, ...] = "value", replace: Replace | None = None) -> Pickled:
-    """Pickle a value as `pickling.dumps` does, together with the sources that its functions need. Raises NotPicklable."""
+    """Pickle a value as `pickling.dumps` does, together with the sources that its functions need.
+
+    Raises NotPicklable.
+    """
     functions: list[types.FunctionType] = []
     pickled = pickling.dumps(obj, label=label, replace=replace, carried=functions)
     sources = collect(functions) if functions else ()
@@ -77,7 +86,9 @@ class _Packed(NamedTuple):
 
 
 def collect(functions: Iterable[types.FunctionType]) -> tuple[Source, ...]:
-    """Return the modules of the user's project that importing in the bodies of these functions can reach, in the order of their names."""
+    """Return the modules of the user's project that importing in the bodies of these functions can reach, in the order
+    of their names.
+    """
     names: set[str] = set()
     for function in functions:
         if imports := _imports_in_code(function.__code__):
@@ -199,7 +210,9 @@ _NOWHERE: _Place = (None, None)
 
 
 def _locate(name: str, parent_folders: Sequence[str] | None) -> _Place:
-    """Return the source file of a module of the user's project and the folders of its submodules (None: not a package), without importing it."""
+    """Return the source file of a module of the user's project and the folders of its submodules (None: not a package),
+    without importing it.
+    """
     module = sys.modules.get(name)
     if isinstance(module, types.ModuleType):
         file, folders = getattr(module, "__file__", None), getattr(module, "__path__", None)
@@ -250,7 +263,8 @@ def _read(file: str) -> _Text | None:
 def _imports_in_text(text: str) -> Iterator[_Import]:
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError):  # it travels all the same: importing it raises the error, with the line
+    # it travels all the same: importing it raises the error, with the line
+    except (SyntaxError, ValueError, RecursionError):
         return
     for statement in ast.walk(tree):
         if isinstance(statement, ast.Import):
@@ -267,7 +281,8 @@ _served: dict[str, Source] = {}
 def install(sources: Iterable[Source]) -> None:
     """Make these modules importable, after what the node has itself.
 
-    When a text differs from the one served so far, every module that was imported from a text is forgotten, since any of them may hold what is
+    When a text differs from the one served so far, every module that was imported from a text is forgotten, since any
+    of them may hold what is
     old: the next import gets the new one.
     """
     texts = {source.name: source for source in sources}
@@ -287,7 +302,10 @@ def install(sources: Iterable[Source]) -> None:
 
 
 def begin_call() -> None:
-    """Forget which sources came with the last call; `install` and `unpack` say which come with the next. Modules stay imported."""
+    """Forget which sources came with the last call; `install` and `unpack` say which come with the next.
+
+    Modules stay imported.
+    """
     loading.served_modules.clear()
 
 
@@ -298,18 +316,26 @@ def _forget_modules() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Stands first and asks all others: what they find is taken, but for folders without `__init__.py`, for any directory may hold one of that name."""
+    """Stands first and asks all others: what they find is taken, but for folders without `__init__.py`, for any
+    directory may hold one of that name.
+    """
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None, /) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None, /
+    ) -> importlib.machinery.ModuleSpec | None:
         source = _served.get(fullname)
         if source is None:
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(fullname, path, target)
-            if spec is not None and (source.file is None or not isinstance(spec.loader, importlib.machinery.NamespaceLoader | None)):
+            if spec is not None and (
+                source.file is None or not isinstance(spec.loader, importlib.machinery.NamespaceLoader | None)
+            ):
                 return spec
         # A package's search path stays empty: that some nodes see the client's disk must make no difference.
-        spec = importlib.machinery.ModuleSpec(fullname, _Loader(source), origin=source.file, is_package=source.is_package)
+        spec = importlib.machinery.ModuleSpec(
+            fullname, _Loader(source), origin=source.file, is_package=source.is_package
+        )
         spec.has_location = source.file is not None
         return spec
 

@@ -1,7 +1,7 @@
 """What was it that could not travel: the walk from a value that fails to the part of it that is at fault.
 
-It knows nothing of how values are pickled: `Ask` hands in the trial (does this part fail by itself?) and the parts of what only the pickler can
-look into (functions, cached functions, what it replaces).
+It knows nothing of how values are pickled: `Ask` hands in the trial (does this part fail by itself?) and the parts of
+what only the pickler can look into (functions, cached functions, what it replaces).
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ type Parts = Iterable[tuple[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What the pickler answers: why a value cannot be pickled (None: it can), and the parts of those values it alone knows (None: not one of them)."""
+    """What the pickler answers: why a value cannot be pickled (None: it can), and the parts of those values it alone
+    knows (None: not one of them).
+    """
 
     error_of: Callable[[Any], Exception | None]
     parts_of: Callable[[Any], Parts | None]
@@ -40,7 +42,8 @@ _MAX_ITEMS = 1_000  # of one container; what lies beyond is told by naming the c
 def diagnose(obj: Any, label: str | tuple[str, ...], error: Exception, ask: Ask) -> NotPicklable:
     """Name the part that fails by itself: it cannot be pickled although each of its own parts can.
 
-    `label` is what the value is called, or for a tuple the names of its items. The error's `path` leads from there to the part.
+    `label` is what the value is called, or for a tuple the names of its items. The error's `path` leads from there to
+    the part.
     """
     search = _Search(ask)
     if isinstance(label, tuple):
@@ -62,7 +65,9 @@ class _Search:
         self._depth = 0
 
     def within(self, path: str, obj: Any, error: Exception) -> tuple[str, Any, Exception] | None:
-        """Return the culprit at or below this object, which fails; None if it fails only because of what it is itself a part of."""
+        """Return the culprit at or below this object, which fails; None if it fails only because of what it is itself a
+        part of.
+        """
         self._failing[id(obj)] = obj
         blames_a_part = False
         self._depth += 1
@@ -90,7 +95,8 @@ class _Search:
         return self._ask.error_of(part)
 
     def _parts(self, obj: Any) -> Generator[tuple[str, Any]]:
-        with suppress(Exception):  # a user's __getstate__, __getattr__ or iterator may raise: then the object itself is the culprit
+        # a user's __getstate__, __getattr__ or iterator may raise: then the object itself is the culprit
+        with suppress(Exception):
             known = self._ask.parts_of(obj)
             yield from _parts_of(obj) if known is None else known
 
@@ -155,15 +161,23 @@ def _parts_of_state(obj: Any, state: Any) -> Parts:
         case (dict() | None, dict()):  # the attributes, and those in slots
             attributes, slots = cast("tuple[dict[str, Any] | None, dict[str, Any]]", state)
             return [(f".{name}", value) for name, value in {**(attributes or {}), **slots}.items()]
-        case list() if dataclasses.is_dataclass(obj):  # dataclass(slots=True) and frozen: the values in the order of the fields
-            return [(f".{field.name}", value) for field, value in zip(dataclasses.fields(obj), cast("list[Any]", state), strict=True)]
+        # dataclass(slots=True) and frozen: the values in the order of the fields
+        case list() if dataclasses.is_dataclass(obj):
+            return [
+                (f".{field.name}", value)
+                for field, value in zip(dataclasses.fields(obj), cast("list[Any]", state), strict=True)
+            ]
         case _:
             return [(".<state>", state)]
 
 
 def _kind_of(obj: Any) -> str:
     kind = cast("type[Any]", type(obj))
-    return f"it is a {kind.__qualname__}" if kind.__module__ == "builtins" else f"it is a {kind.__module__}.{kind.__qualname__}"
+    return (
+        f"it is a {kind.__qualname__}"
+        if kind.__module__ == "builtins"
+        else f"it is a {kind.__module__}.{kind.__qualname__}"
+    )
 
 
 def one_line(error: Exception, clean: Callable[[str], str] = lambda text: text) -> str:

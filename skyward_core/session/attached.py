@@ -1,4 +1,6 @@
-"""A pool that somebody else has opened: used, kept alive and left, but neither replaced in part nor paid for from here."""
+"""A pool that somebody else has opened: used, kept alive and left, but neither replaced in part nor paid for from
+here.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,15 @@ from skyward_core.concurrency.periodic import Beat
 from skyward_core.concurrency.threads import side_by_side
 from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.engine.user_client import UserClient, user_client
-from skyward_core.errors import CommandFailed, CredentialsError, HostKeyChanged, LeaseLost, LedgerError, NodeLost, SkywardError
+from skyward_core.errors import (
+    CommandFailed,
+    CredentialsError,
+    HostKeyChanged,
+    LeaseLost,
+    LedgerError,
+    NodeLost,
+    SkywardError,
+)
 from skyward_core.events.events import CostFinal, SkywardEvent
 from skyward_core.events.queue import EventQueue
 from skyward_core.machines.instances import Lease, Node
@@ -46,7 +56,10 @@ ENDED = frozenset({"ended", "cancelled", "lost"})
 
 
 class Attached:
-    """One attachment to an open pool; the counterpart of what the opener has. `start` and `stop` belong to the pool object."""
+    """One attachment to an open pool; the counterpart of what the opener has.
+
+    `start` and `stop` belong to the pool object.
+    """
 
     final: CostFinal | None = None
     receipt: Mapping[str, Any] | None = None
@@ -70,7 +83,11 @@ class Attached:
         self._entry = KeptEntry(lease.pool_id, lease_seconds, events.log)
         self._beats = [
             Beat(name, min(MOST_BEAT_SECONDS, lease_seconds / 6), step, self._on_trouble)
-            for name, step in (("skyward-node-lease", self._keep_here), ("skyward-lease", self._entry.renew), ("skyward-clock", self._look))
+            for name, step in (
+                ("skyward-node-lease", self._keep_here),
+                ("skyward-lease", self._entry.renew),
+                ("skyward-clock", self._look),
+            )
         ]
         """One thread each: a scheduler that does not answer, or a ledger, holds up no sign of life for the nodes."""
 
@@ -79,7 +96,8 @@ class Attached:
         return self.events.put(event)
 
     def start(self, timeout_seconds: float) -> None:
-        """Reach the nodes and connect; without those that are not there, but for the head, which has the scheduler and what it keeps.
+        """Reach the nodes and connect; without those that are not there, but for the head, which has the scheduler and
+        what it keeps.
 
         Raises Unreachable, CredentialsError, HostKeyChanged or NodeLost; then nothing is left open.
         """
@@ -92,9 +110,21 @@ class Attached:
             certificate = PoolCertificate(settings["tls_certificate"], settings["tls_key"])
             module = importlib.import_module("skyward_core.engine.cluster")
             self.cluster = cluster = cast(
-                "Cluster", module.Cluster(self.lease, certificate, self._reaches, self.emit, self._retries, None, None, lambda: self.events.told)
+                "Cluster",
+                module.Cluster(
+                    self.lease,
+                    certificate,
+                    self._reaches,
+                    self.emit,
+                    self._retries,
+                    None,
+                    None,
+                    lambda: self.events.told,
+                ),
             )
-            cluster.start(head.address(self.lease.scheduler), deadline, lambda: None, min(JOIN_SECONDS, self._lease_seconds / 2))
+            cluster.start(
+                head.address(self.lease.scheduler), deadline, lambda: None, min(JOIN_SECONDS, self._lease_seconds / 2)
+            )
             for node in self.lease.nodes:
                 if node.rank and len(cluster.missing(node.rank)) == node.workers:
                     cluster.forget(node.rank)
@@ -102,19 +132,27 @@ class Attached:
             for reach in self._reaches.all():
                 reach.opened()
             cluster.watch(self)
-            self.user_client = user_client(lambda: head.address(self.lease.scheduler), certificate, lambda: cluster.client)
+            self.user_client = user_client(
+                lambda: head.address(self.lease.scheduler), certificate, lambda: cluster.client
+            )
             self.is_running = True
         except BaseException as error:
             self._leave("the pool could not be attached to")
             if isinstance(error, NodeLost):
-                raise NodeLost(f"pool {self.lease.pool_id} is not there any more, or has another head than its lease tells of: {error}") from error
+                raise NodeLost(
+                    f"pool {self.lease.pool_id} is not there any more, or has another head than its lease tells of:"
+                    f" {error}"
+                ) from error
             raise
         self._entry.renew()
         for beat in self._beats:
             beat.start()
 
     def _key_path(self, key: str) -> str:
-        """Return the path of a key that is given by its path or its text. The text stays in this process's memory: a kill leaves nothing of it on a disk."""
+        """Return the path of a key that is given by its path or its text.
+
+        The text stays in this process's memory: a kill leaves nothing of it on a disk.
+        """
         if KEY_BEGINS not in key:
             return key
         self._key_in_memory = os.memfd_create("skyward-key")
@@ -135,11 +173,19 @@ class Attached:
             settings = json.loads(self._reaches.to(head.instance).read("settings.json"))
             _refuse_anothers(head, settings)
         except NotPrivate as error:
-            raise CredentialsError(f"the lease leads to a folder that another user can change, and is not followed: {error}") from error
+            raise CredentialsError(
+                f"the lease leads to a folder that another user can change, and is not followed: {error}"
+            ) from error
         except (CommandFailed, OSError) as error:
-            raise NodeLost("its head has ended, for the pool was closed, its lease has run out, or the head alone was lost") from error
+            raise NodeLost(
+                "its head has ended, for the pool was closed, its lease has run out, or the head alone was lost"
+            ) from error
         seconds = (deadline - time.monotonic()) / 2  # what is left then is the scheduler's
-        for node, failure in zip(others, side_by_side(lambda node: self._why_out_of_reach(node, seconds), others, "skyward-attach", ALL_AT_ONCE), strict=True):
+        for node, failure in zip(
+            others,
+            side_by_side(lambda node: self._why_out_of_reach(node, seconds), others, "skyward-attach", ALL_AT_ONCE),
+            strict=True,
+        ):
             if failure is not None:
                 self._go_on_without(node, str(failure))
         self._keep_here()
@@ -151,21 +197,34 @@ class Attached:
         self._reaches.to(node.instance).join(timeout_seconds=max(1.0, seconds), guard_seconds=GUARD_SECONDS)
 
     def _why_out_of_reach(self, node: Node, seconds: float) -> Exception | None:
-        """Reach a node that is not the head; return why it cannot be reached. Raises what is wrong with our key, or with the host's."""
+        """Reach a node that is not the head; return why it cannot be reached.
+
+        Raises what is wrong with our key, or with the host's.
+        """
         try:
             self._reach(node, seconds)
         except (CredentialsError, HostKeyChanged):
             raise
         except NotPrivate as error:
-            raise CredentialsError(f"the lease leads to a folder that another user can change, and is not followed: {error}") from error
+            raise CredentialsError(
+                f"the lease leads to a folder that another user can change, and is not followed: {error}"
+            ) from error
         except (SkywardError, OSError) as error:
             self._reaches.forget(node.instance)
             return error
         return None
 
     def _go_on_without(self, node: Node, why: str) -> None:
-        _log.warning("node %d of pool %s (%s) is not there, and the pool is attached to without it: %s", node.rank, self.lease.pool_id, node.instance.id, why)
-        self.lease = self.lease.model_copy(update={"nodes": tuple(other for other in self.lease.nodes if other is not node)})
+        _log.warning(
+            "node %d of pool %s (%s) is not there, and the pool is attached to without it: %s",
+            node.rank,
+            self.lease.pool_id,
+            node.instance.id,
+            why,
+        )
+        self.lease = self.lease.model_copy(
+            update={"nodes": tuple(other for other in self.lease.nodes if other is not node)}
+        )
 
     def stop(self, reason: str) -> None:
         """Leave; the pool lives on until its lease runs out."""
@@ -196,7 +255,9 @@ class Attached:
             self.events.close()
 
     def _on_trouble(self, error: Exception) -> None:
-        self.events.log(logging.ERROR, "pool %s could not be kept alive; it is tried again", self.lease.pool_id, error=error)
+        self.events.log(
+            logging.ERROR, "pool %s could not be kept alive; it is tried again", self.lease.pool_id, error=error
+        )
 
     def _look(self) -> None:
         """Let the nodes know whether there are calls, and give up waiting for a lost node whose place stays empty."""
@@ -223,7 +284,9 @@ class Attached:
         """A broadcast waits for the node in the place of a lost one, which only the opener can get: not without end."""
         for rank, since in list(self._away.items()):
             if self.cluster is not None and time.monotonic() - since > REPLACED_SECONDS:
-                self.cluster.give_up(NodeLost(f"node {rank} is lost, and the pool's opener has put none in its place"), rank)
+                self.cluster.give_up(
+                    NodeLost(f"node {rank} is lost, and the pool's opener has put none in its place"), rank
+                )
 
     def cut(self) -> None:
         """The scheduler is out of reach: try to reach it again as long as the lease may live."""
@@ -241,7 +304,10 @@ class Attached:
                     return
                 except (SkywardError, OSError) as failure:
                     error = failure
-        lost = NodeLost("the head of the pool is gone: its opener may have brought the cluster up anew, attach with the pool's present lease")
+        lost = NodeLost(
+            "the head of the pool is gone: its opener may have brought the cluster up anew, attach with the pool's"
+            " present lease"
+        )
         lost.__cause__ = error
         self.cluster.give_up(lost)
         self._ended.set()
@@ -251,7 +317,10 @@ class Attached:
 
 
 def _verify_folder(node: Node) -> None:
-    """Refuse a node of this machine whose folder another user could have made or changed. Raises NotPrivate, or another OSError if it is not there."""
+    """Refuse a node of this machine whose folder another user could have made or changed.
+
+    Raises NotPrivate, or another OSError if it is not there.
+    """
     directory, instance_id = Path(node.instance.directory or ""), node.instance.id
     if not directory.is_absolute() or directory.name != instance_id:
         raise NotPrivate(f"{str(directory)!r} is not the folder of {instance_id!r}")
@@ -264,7 +333,10 @@ def _refuse_anothers(head: Node, settings: Mapping[str, Any]) -> None:
 
 
 class DetachedCall[R]:
-    """A call that runs whether or not anybody waits for it. Made by `ComputePool.start_detached` and `detached_call`; safe to use from several processes."""
+    """A call that runs whether or not anybody waits for it.
+
+    Made by `ComputePool.start_detached` and `detached_call`; safe to use from several processes.
+    """
 
     def __init__(self, call_id: str, cluster: Callable[[], Cluster]) -> None:
         self.call_id = call_id
@@ -281,7 +353,9 @@ class DetachedCall[R]:
 
     @property
     def state(self) -> str:
-        """One of "waiting", "running", "ended" (with a result or an exception), "cancelled" and "lost" (with its node)."""
+        """One of "waiting", "running", "ended" (with a result or an exception), "cancelled" and "lost" (with its
+        node).
+        """
         state = str(self._look()["state"])
         return "cancelled" if state == "ended" and self._is_cancelled else state
 
@@ -291,15 +365,18 @@ class DetachedCall[R]:
         return self._outcome is not None and self._outcome.ending is Ending.CANCELLED
 
     def log(self, offset: int = 0) -> list[str]:
-        """Return the lines that the call has written so far, from line number `offset` on. Those of an attempt that was lost stay."""
+        """Return the lines that the call has written so far, from line number `offset` on.
+
+        Those of an attempt that was lost stay.
+        """
         self._look()
         return self._lines[offset:]
 
     def result(self, timeout: float | None = None) -> R:
         """Wait for the call to end; return its result or raise its exception. May be asked again, and by others.
 
-        Raises TimeoutError, NodeLost (its node was lost under it, or took the result along), CallCrashed, ResultNotLoaded, and
-        `concurrent.futures.CancelledError` if somebody has cancelled it.
+        Raises TimeoutError, NodeLost (its node was lost under it, or took the result along), CallCrashed,
+        ResultNotLoaded, and `concurrent.futures.CancelledError` if somebody has cancelled it.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         pause = FIRST_POLL_SECONDS
@@ -343,7 +420,8 @@ class DetachedCall[R]:
 class KeptEntry:
     """The pool's entry in this process's ledger: whoever uses a pool keeps a sweep from taking it for dead.
 
-    A ledger that cannot be used is asked again at each beat; only its answer that it has no such pool, or that nobody may spend for it any more, is believed.
+    A ledger that cannot be used is asked again at each beat; only its answer that it has no such pool, or that nobody
+    may spend for it any more, is believed.
     """
 
     def __init__(self, pool_id: str, lease_seconds: float, log: Callable[..., object] = _log.log) -> None:
@@ -375,10 +453,16 @@ class KeptEntry:
             self.close()
         except LedgerError as error:  # the next beat tries again
             level = logging.DEBUG if was_known or self._is_told else logging.WARNING
-            self._log(level, "pool %s is not kept alive in the ledger, and a sweep may take it for dead: %s", self._pool_id, error)
+            self._log(
+                level,
+                "pool %s is not kept alive in the ledger, and a sweep may take it for dead: %s",
+                self._pool_id,
+                error,
+            )
             self._is_told = True
         finally:
-            if self._is_over and self._ledger is not None:  # closed meanwhile, by who could not see what was being opened
+            # closed meanwhile, by who could not see what was being opened
+            if self._is_over and self._ledger is not None:
                 self._ledger.close()
 
     def _opened(self) -> Ledger:

@@ -3,7 +3,8 @@
     opened ──> the pool is in the ledger ──> its end is written ──> the ledger is closed
                                              └─ refused: written anew by the next `close_book`, or by the reaper
 
-SQLAlchemy is loaded when the ledger is opened, and not with this module. `Ledger`, `Book` and `Purse` have their own locks.
+SQLAlchemy is loaded when the ledger is opened, and not with this module. `Ledger`, `Book` and `Purse` have their own
+locks.
 """
 
 from __future__ import annotations
@@ -54,20 +55,30 @@ class Bookkeeping:
         """Whether the ledger has refused some of the pool's end."""
         return self._refusal is not None
 
-    def open_ledger(self, undo: ExitStack, spec: PoolSpec, provider: Provider, emit: Callable[[SkywardEvent], object], work: Work) -> tuple[str, Book, Purse]:
+    def open_ledger(
+        self, undo: ExitStack, spec: PoolSpec, provider: Provider, emit: Callable[[SkywardEvent], object], work: Work
+    ) -> tuple[str, Book, Purse]:
         """Connect to the ledger; return its URL, and the pool's journal and budget. Nothing is written yet."""
         ledger_module = importlib.import_module("skyward_core.ledger.ledger")
         url = ledger_module.default_url(must_last=spec.budget is not None)
         self._ledger = ledger = ledger_module.Ledger(url, busy_timeout_seconds=LEDGER_BUSY_SECONDS)
         undo.callback(ledger.close)
         self.book = book = Book(ledger, self._pool_id, spec, provider, self._meter, emit, work=work)
-        self.purse = purse = Purse(self._pool_id, self._meter, max_cost=spec.max_cost, account=spec.budget, accounts=ledger, lease_seconds=spec.lease_seconds)
+        self.purse = purse = Purse(
+            self._pool_id,
+            self._meter,
+            max_cost=spec.max_cost,
+            account=spec.budget,
+            accounts=ledger,
+            lease_seconds=spec.lease_seconds,
+        )
         self._usual_seconds = 2 * spec.lease_seconds
         return url, book, purse
 
     @contextlib.contextmanager
     def paid_for(self, seconds: float) -> Generator[float]:
-        """Reserve for a lease of so many seconds; yield for how many of them the machines are paid: `max_cost` may end them earlier.
+        """Reserve for a lease of so many seconds; yield for how many of them the machines are paid: `max_cost` may end
+        them earlier.
 
         If what is done within fails, as much is reserved again as an attended pool needs.
         """
@@ -77,7 +88,10 @@ class Bookkeeping:
         except BudgetExceeded as error:
             rate = self._meter.rate()
             lasts = int(error.left_usd * SECONDS_PER_HOUR / rate) if rate else 0
-            words = f"the pool was not detached: {error} That pays for {lasts} s: detach(lease_seconds=...) for less, or raise the account's limit"
+            words = (
+                f"the pool was not detached: {error} That pays for {lasts} s: detach(lease_seconds=...) for less, or"
+                " raise the account's limit"
+            )
             raise BudgetExceeded(words, error.account, error.left_usd) from error
         try:
             paid = self.purse.paid_seconds()
@@ -88,7 +102,8 @@ class Bookkeeping:
             raise
 
     def close_book(self) -> None:
-        """Write down the end of the pool, and take its receipt. Raises LedgerError if the ledger still refuses some of it; the machines are gone.
+        """Write down the end of the pool, and take its receipt. Raises LedgerError if the ledger still refuses some of
+        it; the machines are gone.
 
         May be called again then. What was refused is written anew.
         """
@@ -107,16 +122,26 @@ class Bookkeeping:
             self.take_receipt()  # what the ledger has refused is raised already
 
     def _write_anew(self, book: Book, ledger: Ledger, refusal: LedgerError) -> None:
-        """Write down the end of all that is open in the ledger still: it is gone, and the meter knows since when. Raises `refusal` if it cannot."""
+        """Write down the end of all that is open in the ledger still: it is gone, and the meter knows since when.
+
+        Raises `refusal` if it cannot.
+        """
         try:
-            open_still = [intent.id for intent in ledger.open_intents(pool_id=self._pool_id) if intent.kind is ResourceKind.INSTANCE]
+            open_still = [
+                intent.id
+                for intent in ledger.open_intents(pool_id=self._pool_id)
+                if intent.kind is ResourceKind.INSTANCE
+            ]
             if open_still:
                 ledger.close_all(open_still, GONE_EVIDENCE)
-            book.note()  # after that: seconds that are noted take the place of those that another process has filled in meanwhile
+            # after that: seconds that are noted take the place of those that another process has filled in meanwhile
+            book.note()
             book.close()
         except LedgerError as error:
             raise refusal from (None if error is refusal else error)
-        self._log(logging.WARNING, "the ledger had refused some of the end of %s, and has it now: %s", self._pool_id, refusal)
+        self._log(
+            logging.WARNING, "the ledger had refused some of the end of %s, and has it now: %s", self._pool_id, refusal
+        )
 
     def take_receipt(self) -> None:
         """Read the receipt, if the ledger can be read. Reaper and sweeps do without this process where it cannot."""

@@ -1,4 +1,5 @@
-"""The clock of an open pool: the thread "skyward-clock", which does several small things again and again until the pool ends.
+"""The clock of an open pool: the thread "skyward-clock", which does several small things again and again until the pool
+ends.
 
 It waits for no callback, and logs nothing to a terminal: a terminal may take nothing.
 """
@@ -20,12 +21,21 @@ type Stop = Callable[[str, SkywardError | None], None]
 
 
 class Clock:
-    """Takes some steps at each look, and others every few seconds. A step that fails is logged once, keeps no other from being taken, and is tried again.
+    """Takes some steps at each look, and others every few seconds. A step that fails is logged once, keeps no other
+    from being taken, and is tried again.
 
     A step that raises LeaseLost stops the pool. Times are of `time.monotonic`, in seconds.
     """
 
-    def __init__(self, pool_id: str, often: Sequence[Step], seldom: Sequence[Step], stop: Stop, log: Callable[..., object], now: float) -> None:
+    def __init__(
+        self,
+        pool_id: str,
+        often: Sequence[Step],
+        seldom: Sequence[Step],
+        stop: Stop,
+        log: Callable[..., object],
+        now: float,
+    ) -> None:
         self._pool_id = pool_id
         self._often = list(often)
         self._seldom = list(seldom)

@@ -1,7 +1,7 @@
 """The limits of one session: money, lifetime and idle time. A pool that is over one of them ends itself.
 
-`OpeningLimits` looks while the pool opens, in the thread "skyward-opening". `Limits` looks while it is open, in the clock's thread. Each is used by its one
-thread, and has no lock.
+`OpeningLimits` looks while the pool opens, in the thread "skyward-opening". `Limits` looks while it is open, in the
+clock's thread. Each is used by its one thread, and has no lock.
 """
 
 from __future__ import annotations
@@ -28,9 +28,19 @@ ASK_SECONDS = 5.0
 
 
 class OpeningLimits:
-    """Looks at the money and the lease while machines come up, which may take half an hour. `end` ends the thread, and waits for it."""
+    """Looks at the money and the lease while machines come up, which may take half an hour.
 
-    def __init__(self, spec: PoolSpec, purse: Purse, renewal: Renewal, give_up: Callable[[SkywardError], None], log: Callable[..., object]) -> None:
+    `end` ends the thread, and waits for it.
+    """
+
+    def __init__(
+        self,
+        spec: PoolSpec,
+        purse: Purse,
+        renewal: Renewal,
+        give_up: Callable[[SkywardError], None],
+        log: Callable[..., object],
+    ) -> None:
         self._account = spec.budget or ""
         self._purse = purse
         self._renewal = renewal
@@ -53,12 +63,18 @@ class OpeningLimits:
             try:
                 fill, reason = self._purse.turn()
             except Exception as error:  # whatever it is: no other thread looks at the money
-                self._log(logging.ERROR, "the money of a pool that opens could not be looked after, and is again in a moment", error=error)
+                self._log(
+                    logging.ERROR,
+                    "the money of a pool that opens could not be looked after, and is again in a moment",
+                    error=error,
+                )
                 continue
             if self._renewal.lost is not None:
                 self._give_up(self._renewal.lost)
             elif fill >= Fill.USED_UP:
-                self._give_up(BudgetExceeded(f"{reason}, and it was not open yet: its machines are given back", self._account))
+                self._give_up(
+                    BudgetExceeded(f"{reason}, and it was not open yet: its machines are given back", self._account)
+                )
             else:
                 continue
             return
@@ -107,14 +123,17 @@ class Limits:
             self._log(logging.WARNING, "%s", error)
             self._stop(str(error), error)
         elif fill >= Fill.DRAINED:
-            self._cluster.drain(BudgetExceeded(f"{reason}: calls that run may end, others are not begun any more", account))
+            self._cluster.drain(
+                BudgetExceeded(f"{reason}: calls that run may end, others are not begun any more", account)
+            )
         elif before >= Fill.DRAINED:
             self._cluster.drain(None)
 
     def check_work(self) -> None:
         """Let the nodes know whether there are calls; end the pool if it is too old, or was idle for too long.
 
-        `busy_at` is read after `is_idle`: the cluster alone writes it, when work comes, and when the last has ended, before it is idle.
+        `busy_at` is read after `is_idle`: the cluster alone writes it, when work comes, and when the last has ended,
+        before it is idle.
         """
         now = time.monotonic()
         max_lifetime, timeout = self._spec.max_lifetime, self._spec.timeout
@@ -123,7 +142,10 @@ class Limits:
             self._reaches.is_busy = self._is_busy
         if max_lifetime is not None and now - self._began > max_lifetime:
             self._log(logging.WARNING, "the pool has lived for %.0f s (max_lifetime) and ends itself", max_lifetime)
-            self._stop(f"the pool has lived for {max_lifetime:.0f} s (ComputePool(max_lifetime=...)) and has ended itself", None)
+            self._stop(
+                f"the pool has lived for {max_lifetime:.0f} s (ComputePool(max_lifetime=...)) and has ended itself",
+                None,
+            )
         elif self._is_busy:
             self._busy_at = now
         elif now - max(self._busy_at, self._cluster.busy_at) > timeout:

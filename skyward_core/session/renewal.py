@@ -1,7 +1,7 @@
 """Renews the leases of one session: each in a separate thread, so that nothing else can delay a renewal.
 
-"skyward-lease" renews the pool's lease in the ledger. "skyward-node-lease" renews those of nodes of this machine. None of them waits for a callback, or logs to
-a terminal: a terminal may take nothing.
+"skyward-lease" renews the pool's lease in the ledger. "skyward-node-lease" renews those of nodes of this machine. None
+of them waits for a callback, or logs to a terminal: a terminal may take nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class Renewal:
         return self._lost
 
     def begin(self, name: str, step: Callable[[], object]) -> None:
-        """Start a thread that does this six times in each lease, and at least every few seconds, until the pool ends."""
+        """Start a thread that does this six times in each lease, and at least every few seconds, until the pool
+        ends.
+        """
         troubles: set[str] = set()
 
         def on_error(error: Exception) -> None:

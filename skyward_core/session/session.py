@@ -1,7 +1,9 @@
-"""One session of a pool, from `open` to `close`: composes machines, cluster, recovery, ledger, reaper and clock, and undoes them in the right order.
+"""One session of a pool, from `open` to `close`: composes machines, cluster, recovery, ledger, reaper and clock, and
+undoes them in the right order.
 
-The states, and who may change them: `state.py`. `start` undoes everything if it fails; `stop` and `release` may be called again. Between any two lines the
-process may be killed: the reaper, which is started before anything is asked for, then does what `release` would have done.
+The states, and who may change them: `state.py`. `start` undoes everything if it fails; `stop` and `release` may be
+called again. Between any two lines the process may be killed: the reaper, which is started before anything is asked
+for, then does what `release` would have done.
 
     state             the states, and the claims to stop and to detach      one lock, under which nothing else is called
     bookkeeping       ledger, journal, budget, receipt
@@ -9,10 +11,11 @@ process may be killed: the reaper, which is started before anything is asked for
     renewal           threads "skyward-lease" and "skyward-node-lease"
     limits, clock     money, lifetime, idle time; threads "skyward-opening" and "skyward-clock"
 
-The thread "skyward-events" calls callbacks and displays. No other thread waits for a callback, or logs to a terminal: a terminal may take nothing.
+The thread "skyward-events" calls callbacks and displays. No other thread waits for a callback, or logs to a terminal: a
+terminal may take nothing.
 
-In a fork of the process no object owns the session: its threads, its reaper and its machines are those of the process that has opened it. Whatever would end
-them does nothing in a fork, however the fork ends.
+In a fork of the process no object owns the session: its threads, its reaper and its machines are those of the process
+that has opened it. Whatever would end them does nothing in a fork, however the fork ends.
 """
 
 from __future__ import annotations
@@ -77,14 +80,18 @@ if TYPE_CHECKING:
 
 
 class _Undo(ExitStack[None]):
-    """Undoes what was begun, but not when it is left in a fork, which a callback or a signal handler has made: its parent goes on."""
+    """Undoes what was begun, but not when it is left in a fork, which a callback or a signal handler has made: its
+    parent goes on.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._process = os.getpid()
 
     @override
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if os.getpid() != self._process:
             self.pop_all()
         super().__exit__(kind, error, trace)
@@ -94,7 +101,12 @@ class Opening:
     """One opening of a pool. Knows nothing of the pool object, so that a forgotten pool can be collected."""
 
     def __init__(
-        self, spec: PoolSpec, providers: Sequence[Provider], on_event: Callback | None, work: Work = NO_WORK, secrets: SecretValues | None = None
+        self,
+        spec: PoolSpec,
+        providers: Sequence[Provider],
+        on_event: Callback | None,
+        work: Work = NO_WORK,
+        secrets: SecretValues | None = None,
     ) -> None:
         self.pool_id = f"sky-{uuid.uuid4().hex[:12]}"
         self.spec = spec
@@ -157,17 +169,27 @@ class Opening:
         started = time.monotonic()
         deadline = started + self.spec.provision_timeout
         certificate: Future[PoolCertificate] = Future()
-        dask = threading.Thread(target=_make_ready, args=(self.pool_id, certificate), name="skyward-import", daemon=True)
+        dask = threading.Thread(
+            target=_make_ready, args=(self.pool_id, certificate), name="skyward-import", daemon=True
+        )
         try:
             with _Undo() as undo:
                 undo.callback(self._settle_bill)
                 undo.push(self._tell_error)
                 dask.start()  # half a second that passes while the nodes come up
                 if (image := self.spec.image.locked()) is not self.spec.image:
-                    self.spec = self.spec.with_(image=image)  # before anything is rented, and the same for every machine that is rented later
+                    # before anything is rented, and the same for every machine that is rented later
+                    self.spec = self.spec.with_(image=image)
                 book, purse = self._open_books(undo)
                 self.machines = machines = lifecycle.Machines(
-                    self.spec, self.providers, self.pool_id, certificate, emit=self.emit, meter=self.meter, book=book, purse=purse
+                    self.spec,
+                    self.providers,
+                    self.pool_id,
+                    certificate,
+                    emit=self.emit,
+                    meter=self.meter,
+                    book=book,
+                    purse=purse,
                 )
                 if self._claims.is_to_end:  # the other half of this is in `terminate_now`
                     machines.launch_no_more()
@@ -176,19 +198,38 @@ class Opening:
                 dask.join()
                 cluster_module = importlib.import_module("skyward_core.engine.cluster")
                 self.cluster = cluster = cluster_module.Cluster(
-                    lease, certificate.result(), machines.reaches, self.emit, self.spec.retries, self.meter, self._secrets, lambda: self.events.told
+                    lease,
+                    certificate.result(),
+                    machines.reaches,
+                    self.emit,
+                    self.spec.retries,
+                    self.meter,
+                    self._secrets,
+                    lambda: self.events.told,
                 )
                 undo.callback(cluster.close, PoolClosed("the pool could not be opened"))
                 cluster.start(machines.scheduler, deadline, machines.check)
-                self.recovery = recovery = Recovery(machines, cluster, self.spec.nodes, self.spec.lease_seconds, self.emit)
+                self.recovery = recovery = Recovery(
+                    machines, cluster, self.spec.nodes, self.spec.lease_seconds, self.emit
+                )
                 cluster.watch(recovery)
                 self.user_client = user_client(lambda: machines.scheduler, certificate.result(), lambda: cluster.client)
                 self._limits = limits = Limits(
-                    self.spec, cluster, machines.reaches, purse, self.meter, emit=self.emit, stop=self.stop, log=self.events.log, began=started
+                    self.spec,
+                    cluster,
+                    machines.reaches,
+                    purse,
+                    self.meter,
+                    emit=self.emit,
+                    stop=self.stop,
+                    log=self.events.log,
+                    began=started,
                 )
                 opening.end()
                 self._raise_if_given_up()
-                self._claims.state = State.OPEN  # before the undo is let go: an asynchronous exception may come between any two lines: then `stop` undoes
+                # before the undo is let go: an asynchronous exception may come between any two lines: then `stop`
+                # undoes
+                self._claims.state = State.OPEN
                 undo.pop_all()
         except BaseException as error:
             self.events.close()
@@ -200,17 +241,24 @@ class Opening:
         book.note()  # from here on a node without noted seconds was idle, not launching
         self.emit(PoolReady(self.pool_id, len(lease.nodes), cluster.slots, time.monotonic() - started))
         self._renewal.begin("skyward-node-lease", self._keep_here)
-        threading.Thread(target=self._clock(limits, book).run, args=(self._ended,), name="skyward-clock", daemon=True).start()
+        threading.Thread(
+            target=self._clock(limits, book).run, args=(self._ended,), name="skyward-clock", daemon=True
+        ).start()
 
     def _raise_if_given_up(self) -> None:
-        """Raise if the money or the lease was lost in the last moment of `start`, whose undo gives the machines back."""
+        """Raise if the money or the lease was lost in the last moment of `start`, whose undo gives the machines
+        back.
+        """
         if self.why_ended is not None:
             raise PoolClosed("the pool was given up while it opened")
 
     def _open_books(self, undo: ExitStack) -> tuple[Book, Purse]:
-        """Write the pool into the ledger, and give it a reaper: after a kill from here on, reaper and sweeps know of all that is left."""
+        """Write the pool into the ledger, and give it a reaper: after a kill from here on, reaper and sweeps know of
+        all that is left.
+        """
         url, book, purse = self._bookkeeping.open_ledger(undo, self.spec, self.providers[0], self.emit, self.work)
-        undo.callback(self._leave_reaper_or_hang_up)  # after the book is closed: killed in between, the reaper finds that the pool has ended
+        # after the book is closed: killed in between, the reaper finds that the pool has ended
+        undo.callback(self._leave_reaper_or_hang_up)
         self._reaper.start(self.providers, url)
         book.open()  # after the reaper is there: it ends what is written down here, from the first entry on
         undo.callback(self._close_book_unless_left)
@@ -219,7 +267,8 @@ class Opening:
         return book, purse
 
     def _leave_reaper_or_hang_up(self) -> None:
-        """After a start that has left machines, or books that are open, the reaper goes on as if this process were gone: such a pool cannot be closed again.
+        """After a start that has left machines, or books that are open, the reaper goes on as if this process were
+        gone: such a pool cannot be closed again.
 
         It may be InstancesLeft that has left machines, or a second interrupt that has cut off the giving back.
         """
@@ -236,7 +285,9 @@ class Opening:
     def _are_machines_left(self) -> bool:
         return self.machines is not None and self.machines.may_be_left
 
-    def _keep_while_opening(self, undo: ExitStack, machines: lifecycle.Machines, book: Book, purse: Purse) -> OpeningLimits:
+    def _keep_while_opening(
+        self, undo: ExitStack, machines: lifecycle.Machines, book: Book, purse: Purse
+    ) -> OpeningLimits:
         """Renew the lease, and what is reserved, while the machines come up; return what does the latter."""
 
         def give_up(error: SkywardError) -> None:
@@ -251,13 +302,21 @@ class Opening:
         return opening
 
     def _clock(self, limits: Limits, book: Book) -> Clock:
-        """Look at lease, money and work each second; at the reaper, and at what the ledger and the callbacks are told of the cost, every few seconds."""
+        """Look at lease, money and work each second; at the reaper, and at what the ledger and the callbacks are told
+        of the cost, every few seconds.
+        """
         often = [self._renewal.raise_if_lost, limits.check_money, limits.check_work]
-        seldom = [lambda: self._reaper.restart_if_gone(lambda: self.is_running), book.note, lambda: self.emit(self.meter.update())]
+        seldom = [
+            lambda: self._reaper.restart_if_gone(lambda: self.is_running),
+            book.note,
+            lambda: self.emit(self.meter.update()),
+        ]
         return Clock(self.pool_id, often, seldom, self.stop, self.events.log, time.monotonic())
 
     def _keep_here(self) -> None:
-        """Signs of life for nodes of this machine: that the pool is busy, and, once a call was started detached, a lease that outlives this process."""
+        """Signs of life for nodes of this machine: that the pool is busy, and, once a call was started detached, a
+        lease that outlives this process.
+        """
         assert self.machines is not None
         for reach in self.machines.reaches.here():
             with contextlib.suppress(OSError):  # it is lost, which is noticed elsewhere
@@ -271,9 +330,10 @@ class Opening:
     def stop(self, reason: str, error: SkywardError | None = None) -> None:
         """Close everything, in the order cluster, machines, bill; each is tried whatever happened to the one before.
 
-        Calls that have not ended raise `error`, or PoolClosed with the reason. If another thread is stopping the pool (the clock, when the money has run out),
-        this waits for it, so that bill and receipt are there. If another thread detaches the pool, that one stops it, as long as it can; this one does
-        nothing. Nor does it in a fork: the pool is its parent's, which goes on to use it.
+        Calls that have not ended raise `error`, or PoolClosed with the reason. If another thread is stopping the pool
+        (the clock, when the money has run out), this waits for it, so that bill and receipt are there. If another
+        thread detaches the pool, that one stops it, as long as it can; this one does nothing. Nor does it in a fork:
+        the pool is its parent's, which goes on to use it.
         """
         if self.is_fork or not self._claims.claim_stop(reason, error):
             return
@@ -301,8 +361,9 @@ class Opening:
     def release(self) -> None:
         """Give the machines back and write that down, unless that was done; nothing in a fork.
 
-        Called again, by `close` or at the interpreter's end, if a second interrupt has cut it off; and by `close` if the ledger has refused something: the
-        reaper tries to write it down too, for two minutes. Machines that cannot be confirmed gone raise InstancesLeft, unless they cost nothing and end
+        Called again, by `close` or at the interpreter's end, if a second interrupt has cut it off; and by `close` if
+        the ledger has refused something: the reaper tries to write it down too, for two minutes. Machines that cannot
+        be confirmed gone raise InstancesLeft, unless they cost nothing and end
         themselves: those are left to the reaper, with a warning.
         """
         if self.recovery is None or self.machines is None or self.is_running or self.is_fork:
@@ -331,9 +392,11 @@ class Opening:
             self._close_ledger()
 
     def hand_over(self, left: InstancesLeft) -> None:
-        """Leave machines that could not be confirmed gone to the reaper, as if this process were gone: it asks again, for half an hour, and sweeps do after it.
+        """Leave machines that could not be confirmed gone to the reaper, as if this process were gone: it asks again,
+        for half an hour, and sweeps do after it.
 
-        Their entries stay open, and so does the pool's. Killed between any two lines, the pool is one whose owner is dead: the same two end it.
+        Their entries stay open, and so does the pool's. Killed between any two lines, the pool is one whose owner is
+        dead: the same two end it.
         """
         book = self._bookkeeping.book
         if self.is_released or self.machines is None or book is None:
@@ -352,13 +415,16 @@ class Opening:
         self._bookkeeping.close_ledger()
 
     def terminate_now(self) -> None:
-        """Have another process end the machines, and rent none from now on, if the pool is only about to open. Waits for nothing.
+        """Have another process end the machines, and rent none from now on, if the pool is only about to open. Waits
+        for nothing.
 
-        Does nothing in a fork, which inherits its parent's signal handlers: a signal that ends a forked helper does not mean the pool.
+        Does nothing in a fork, which inherits its parent's signal handlers: a signal that ends a forked helper does not
+        mean the pool.
         """
         if self.is_fork:
             return
-        self._claims.is_to_end = True  # first: `start` makes the machines, then looks at this, so that one of the two sees the other
+        # first: `start` makes the machines, then looks at this, so that one of the two sees the other
+        self._claims.is_to_end = True
         if self.machines is not None:
             self.machines.launch_no_more()
         if not self._reaper.terminate_now() and self.machines is not None:
@@ -369,7 +435,10 @@ class Opening:
             self.stop("the interpreter ends")
             self.release()
         except Exception as error:  # the interpreter would print its traceback, which does not say what to do
-            words = "%s could not be closed at the program's end: %s. Its reaper tries again, and so does `skyward sweep`; `skyward ps` tells what is left"
+            words = (
+                "%s could not be closed at the program's end: %s. Its reaper tries again, and so does `skyward sweep`;"
+                " `skyward ps` tells what is left"
+            )
             self.events.log(logging.ERROR, words, self.pool_id, error)
         finally:
             with contextlib.suppress(SystemExit):  # of a callback: the program ends already
@@ -388,17 +457,22 @@ class Opening:
     def detach(self, lease_seconds: float) -> Lease:
         """Let the machines live on under their lease, and let go of them; after an error the pool is open as before.
 
-        Killed between any two lines it is a pool that its reaper ends, or one that lives as long as its lease says (`provisioning.detach`). Raises
-        Unreachable, BadRequest, LedgerError, LeaseLost, and BudgetExceeded if its account does not pay for the whole lease. If the pool has ended itself, or
-        wants to before the ledger is written, it is stopped, and what its calls raise is raised: BudgetExceeded, LeaseLost or PoolClosed.
+        Killed between any two lines it is a pool that its reaper ends, or one that lives as long as its lease says
+        (`provisioning.detach`). Raises Unreachable, BadRequest, LedgerError, LeaseLost, and BudgetExceeded if its
+        account does not pay for the whole lease. If the pool has ended itself, or wants to before the ledger is
+        written, it is stopped, and what its calls raise is raised: BudgetExceeded, LeaseLost or PoolClosed.
         """
         assert self.machines is not None
         assert self._bookkeeping.book is not None
-        longest = max(lease_seconds, self.spec.lease_seconds)  # a lease is never shortened: another process may be attached
+        # a lease is never shortened: another process may be attached
+        longest = max(lease_seconds, self.spec.lease_seconds)
         now = datetime.now(UTC)
         try:
             self._claims.claim_detach()
-            with self._bookkeeping.paid_for(longest) as paid_seconds, living_alone(self.machines, longest, self.spec.lease_seconds):
+            with (
+                self._bookkeeping.paid_for(longest) as paid_seconds,
+                living_alone(self.machines, longest, self.spec.lease_seconds),
+            ):
                 self._claims.begin_to_leave()
                 self._bookkeeping.book.live_by_lease(paid_seconds)
             self._claims.let_go()
@@ -437,9 +511,11 @@ class Opening:
     # ── events and the bill ──────────────────────────────────────────────────────────────────────────────────────────
 
     def emit(self, event: SkywardEvent) -> int:
-        """Count one event, and put it on its way to the callbacks; return its number in `events`. Waits for no callback, but for the first event's.
+        """Count one event, and put it on its way to the callbacks; return its number in `events`. Waits for no
+        callback, but for the first event's.
 
-        That one, `InfraCreating`, is told before anything is rented: who writes the pool's id down has it then, whatever happens to this process.
+        That one, `InfraCreating`, is told before anything is rented: who writes the pool's id down has it then,
+        whatever happens to this process.
         """
         self._count(event)
         number = self.events.put(event)
@@ -460,7 +536,9 @@ class Opening:
             case _:
                 pass
 
-    def _tell_error(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def _tell_error(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if isinstance(error, SkywardError):
             self.emit(Error(str(error)))
 

@@ -1,4 +1,6 @@
-"""The reaper of one session, as this process sees it: starts before anything is rented, gets a message when the pool ends, starts again if it was killed."""
+"""The reaper of one session, as this process sees it: starts before anything is rented, gets a message when the pool
+ends, starts again if it was killed.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class SessionReaper:
         self._reaper: Reaper | None = None
         self._charge: Charge | None = None
         self.has_detached = False
-        """Whether a call was started detached: then the pool lives by its lease, and a reaper that is started again gets that message."""
+        """Whether a call was started detached: then the pool lives by its lease, and a reaper that is started again
+        gets that message.
+        """
 
     @property
     def reaper(self) -> Reaper | None:
@@ -32,11 +36,17 @@ class SessionReaper:
             self._charge = Charge.of(providers, self._pool_id, ledger_url)
             self._reaper = Reaper.start(self._charge)
         except NotPicklable as error:
-            words = "the pool has no reaper, for its provider cannot travel to another process (%s): after a kill, `skyward sweep` ends it"
+            words = (
+                "the pool has no reaper, for its provider cannot travel to another process (%s): after a kill, `skyward"
+                " sweep` ends it"
+            )
             self._log(logging.WARNING, words, error)
 
     def restart_if_gone(self, is_running: Callable[[], bool]) -> None:
-        """Start another reaper if this one was killed and the pool is open. In this order: a pool that is stopped lets its reaper go afterwards."""
+        """Start another reaper if this one was killed and the pool is open.
+
+        In this order: a pool that is stopped lets its reaper go afterwards.
+        """
         if self._reaper is not None and self._charge is not None and not self._reaper.is_alive and is_running():
             self._log(logging.WARNING, "the pool's reaper is gone: another one is started")
             self._reaper.leave()

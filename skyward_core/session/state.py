@@ -4,7 +4,8 @@
      │                │ ^                             (by `release`, which is called again where it has failed)
      └─ all undone    │ └──── an error, or asked to stop: nodes and budget are as before; then stopped, if asked
                       └─ detach ──> detaching ──> leaving ──> detached
-                         (the nodes get a lease)   (the ledger is written: from here on no request to stop the pool has an effect)
+                         (the nodes get a lease)   (the ledger is written: from here on no request to stop the pool has
+                         an effect)
 
 Two threads may want to end a pool in different ways: one to stop it, one to detach it. The first one wins.
 """
@@ -17,7 +18,10 @@ from enum import Enum, auto
 from skyward_core.errors import PoolClosed, SkywardError
 
 JOIN_SECONDS = 10.0
-"""How long `stop` waits for another thread that is stopping the pool. Not for ever: that thread may wait for a callback in which this one is."""
+"""How long `stop` waits for another thread that is stopping the pool.
+
+Not for ever: that thread may wait for a callback in which this one is.
+"""
 
 
 class State(Enum):
@@ -26,9 +30,15 @@ class State(Enum):
     NEW = auto()
     OPEN = auto()
     DETACHING = auto()
-    """Still open: the nodes get the lease by which they live. A request to stop the pool has an effect until the ledger is written."""
+    """Still open: the nodes get the lease by which they live.
+
+    A request to stop the pool has an effect until the ledger is written.
+    """
     LEAVING = auto()
-    """Still open: the ledger is being written. If that succeeds the pool is detached, whatever was asked for meanwhile."""
+    """Still open: the ledger is being written.
+
+    If that succeeds the pool is detached, whatever was asked for meanwhile.
+    """
     DETACHED = auto()
     STOPPED = auto()
     """By `stop`, which may still be running."""
@@ -37,7 +47,8 @@ class State(Enum):
 class Claims:
     """The state of a session, and the claims to stop or to detach it.
 
-    It owns one lock, which guards the changes. Nothing but these fields is touched under it, so it has no order with other locks.
+    It owns one lock, which guards the changes. Nothing but these fields is touched under it, so it has no order with
+    other locks.
     """
 
     def __init__(self) -> None:
@@ -72,7 +83,8 @@ class Claims:
     def claim_stop(self, reason: str, error: SkywardError | None) -> bool:
         """Begin to stop, and tell whether this thread is the one that has to do it; it calls `end_stop` afterwards.
 
-        If another thread stops the pool, wait for it. If another thread detaches the pool, leave the request to that one, as long as it can hear it.
+        If another thread stops the pool, wait for it. If another thread detaches the pool, leave the request to that
+        one, as long as it can hear it.
         """
         with self._changing:
             # An interrupt may have cut the detaching off, in this thread: then it is open.
@@ -108,7 +120,10 @@ class Claims:
             raise PoolClosed("the pool has ended, or is being detached: there is nothing to detach")
 
     def begin_to_leave(self) -> None:
-        """Take the step after which no thread can stop the pool any more, unless the ledger refuses. Raises what was asked for before it."""
+        """Take the step after which no thread can stop the pool any more, unless the ledger refuses.
+
+        Raises what was asked for before it.
+        """
         with self._changing:
             asked = self._asked_to_stop
             if asked is None and self.is_to_end:
@@ -128,7 +143,10 @@ class Claims:
             self.is_released = self.is_written_down = True
 
     def go_on(self) -> tuple[str, SkywardError | None] | None:
-        """The pool was not detached and is open as before. Returns the request to stop it that came meanwhile, if there was one."""
+        """The pool was not detached and is open as before.
+
+        Returns the request to stop it that came meanwhile, if there was one.
+        """
         with self._changing:
             if self.state not in (State.DETACHING, State.LEAVING) or self._detacher != threading.get_ident():
                 return None

@@ -1,6 +1,8 @@
-"""What the nodes are sent: a copy of our own package, as this client runs it, so that both sides always speak the same language; and uv where there is none.
+"""What the nodes are sent: a copy of our own package, as this client runs it, so that both sides always speak the same
+language; and uv where there is none.
 
-This client's own uv is sent where it runs, elsewhere one of `image.uv_wheels`, which our uv fetches from the client's own index and checks by its hash.
+This client's own uv is sent where it runs, elsewhere one of `image.uv_wheels`, which our uv fetches from the client's
+own index and checks by its hash.
 """
 
 from __future__ import annotations
@@ -50,19 +52,26 @@ class Packed:
 
 
 _making = threading.Lock()
-"""Threads that ask at once wait for the first: `cache` alone has each of them make it, and 64 nodes are prepared in 64 threads."""
+"""Threads that ask at once wait for the first: `cache` alone has each of them make it, and 64 nodes are prepared in 64
+threads.
+"""
 
 
 def shipped_archive() -> Archive:
-    """Return `shipped_package()` as an archive for another machine. Made once for each content, under the user's cache."""
+    """Return `shipped_package()` as an archive for another machine.
+
+    Made once for each content, under the user's cache.
+    """
     with _making:
         return _archive()
 
 
 def shipped_uv(system: str, machine: str, *, is_musl: bool = False) -> Packed | None:
-    """Return the uv for a machine that `uname` calls so, compressed with gzip to less than half. Made once for each uv, under the user's cache.
+    """Return the uv for a machine that `uname` calls so, compressed with gzip to less than half. Made once for each uv,
+    under the user's cache.
 
-    None for a kind of machine that we know no uv for. Raises OSError or SubprocessError if it has to be fetched first and cannot be.
+    None for a kind of machine that we know no uv for. Raises OSError or SubprocessError if it has to be fetched first
+    and cannot be.
     """
     with _making:
         if (system, machine) == ("Linux", platform.machine()) and platform.system() == "Linux" and not is_musl:
@@ -71,7 +80,10 @@ def shipped_uv(system: str, machine: str, *, is_musl: bool = False) -> Packed | 
 
 
 def shipped_package() -> Path:
-    """Return a directory that holds a copy of our package and nothing else, for PYTHONPATH. Made once for each content, under the user's cache."""
+    """Return a directory that holds a copy of our package and nothing else, for PYTHONPATH.
+
+    Made once for each content, under the user's cache.
+    """
     with _making:
         return _package()
 
@@ -119,13 +131,43 @@ def _fetched_uv(machine: str) -> Packed:
 
 
 def _fetch(wheel: Wheel, folder: Path) -> None:
-    """Unpack a wheel that is not for this machine; our uv knows the client's index, proxy and certificates, and refuses what has another hash."""
+    """Unpack a wheel that is not for this machine; our uv knows the client's index, proxy and certificates, and refuses
+    what has another hash.
+    """
     requirements = folder / "uv.txt"
     requirements.write_text(f"{wheel.requirement}\n")
-    what = ("--no-deps", "--only-binary", ":all:", "--require-hashes", "--python-platform", wheel.uv_platform, "--requirements", str(requirements))
-    command = (uv.find_uv_bin(), "pip", "install", "--quiet", "--no-progress", "--python", sys.executable, "--target", str(folder), *what)
+    what = (
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--require-hashes",
+        "--python-platform",
+        wheel.uv_platform,
+        "--requirements",
+        str(requirements),
+    )
+    command = (
+        uv.find_uv_bin(),
+        "pip",
+        "install",
+        "--quiet",
+        "--no-progress",
+        "--python",
+        sys.executable,
+        "--target",
+        str(folder),
+        *what,
+    )
     environment = {name: value for name, value in os.environ.items() if name != "UV_NO_VERIFY_HASHES"}
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=FETCH_SECONDS, stdin=subprocess.DEVNULL, env=environment)
+    subprocess.run(
+        command,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=FETCH_SECONDS,
+        stdin=subprocess.DEVNULL,
+        env=environment,
+    )
 
 
 def _compress(binary: Path, path: Path) -> None:

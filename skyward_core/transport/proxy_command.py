@@ -1,11 +1,14 @@
-"""A command that is the way to a machine, as OpenSSH's ProxyCommand: it is started, listened to, and ended with the connection that it carries.
+"""A command that is the way to a machine, as OpenSSH's ProxyCommand: it is started, listened to, and ended with the
+connection that it carries.
 
     started ──our end of its socket is closed──▶ ending ──it exits, or is killed CLOSE_SECONDS later──▶ ended
 
-Its stdin and stdout are one end of a pair of sockets; the other end is given to asyncssh. asyncssh's own `proxy_command` is not used: it takes what a command
-says on stderr for words of the machine, in the middle of the stream, and kills the command without a chance to say goodbye.
+Its stdin and stdout are one end of a pair of sockets; the other end is given to asyncssh. asyncssh's own
+`proxy_command` is not used: it takes what a command says on stderr for words of the machine, in the middle of the
+stream, and kills the command without a chance to say goodbye.
 
-Whoever starts one owns it and ends it. If this process is killed, the kernel closes our end: a command that reads the end of its input has to end by itself.
+Whoever starts one owns it and ends it. If this process is killed, the kernel closes our end: a command that reads the
+end of its input has to end by itself.
 """
 
 from __future__ import annotations
@@ -23,9 +26,13 @@ from typing import Self, cast
 from skyward_core.errors import BadRequest, CredentialsError, SkywardError
 
 PYTHON = "{python}"
-"""As a word of a command: the interpreter of the process that connects, which need not be where the one was that wrote the endpoint."""
+"""As a word of a command: the interpreter of the process that connects, which need not be where the one was that wrote
+the endpoint.
+"""
 REFUSED, WRONG = os.EX_NOPERM, os.EX_CONFIG
-"""Exit codes that trying again does not mend, from sysexits.h: credentials are refused, or what was asked for cannot be."""
+"""Exit codes that trying again does not mend, from sysexits.h: credentials are refused, or what was asked for cannot
+be.
+"""
 CLOSE_SECONDS = 1.0
 KILL_SECONDS = 2.0
 TAIL_BYTES = 4096
@@ -49,18 +56,29 @@ class Proxy(asyncio.SubprocessProtocol):
         proxy = cls(ours)
         try:
             loop = asyncio.get_running_loop()
-            await loop.subprocess_exec(lambda: proxy, *words, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=PIPE, start_new_session=True)
+            await loop.subprocess_exec(
+                lambda: proxy,
+                *words,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=PIPE,
+                start_new_session=True,
+            )
         except BaseException as error:
             ours.close()
             if isinstance(error, OSError):
-                raise BadRequest(f"{words[0]}, the command that leads to the machine, cannot be started: {error}") from error
+                raise BadRequest(
+                    f"{words[0]}, the command that leads to the machine, cannot be started: {error}"
+                ) from error
             raise
         finally:
             theirs.close()
         return proxy
 
     async def end(self) -> None:
-        """Close its socket, whose connection is at its end, and wait until it has exited; kill it, with what it has started, if that takes too long."""
+        """Close its socket, whose connection is at its end, and wait until it has exited; kill it, with what it has
+        started, if that takes too long.
+        """
         self.socket.close()
         try:
             with contextlib.suppress(TimeoutError):

@@ -18,7 +18,9 @@ from skyward_core.transport.ssh_loop import Loop
 
 
 class LoopCalls:
-    """Runs coroutines of a connection on its loop, for callers of other threads; `close` cancels them and closes the link."""
+    """Runs coroutines of a connection on its loop, for callers of other threads; `close` cancels them and closes the
+    link.
+    """
 
     def __init__(self, endpoint: Endpoint, link: SSHLink, loop: Loop | None) -> None:
         self.is_closed = True  # for `__del__`, if no loop can be made
@@ -30,18 +32,34 @@ class LoopCalls:
         self.is_closed = False
 
     def call[T](self, coroutine: Coroutine[Any, Any, T], timeout_seconds: float | None = None) -> T:
-        """Run a coroutine on the loop and return its result. Raises Unreachable once this is closed, TimeoutError after `timeout_seconds`."""
+        """Run a coroutine on the loop and return its result.
+
+        Raises Unreachable once this is closed, TimeoutError after `timeout_seconds`.
+        """
         if self.is_closed:
             coroutine.close()
             raise Unreachable(f"the SSH connection to {self.endpoint} is closed")
         return self._loop.call(self._watched(coroutine), timeout_seconds)
 
-    def call_command[T](self, deadline: float | None, coroutine: Coroutine[Any, Any, T], command: str, text: Text, *, begun: bool = False) -> T:
-        """`call` for a step of a command that has a deadline, of `time.monotonic`. Raises CommandTimedOut after it, with the output so far."""
+    def call_command[T](
+        self,
+        deadline: float | None,
+        coroutine: Coroutine[Any, Any, T],
+        command: str,
+        text: Text,
+        *,
+        begun: bool = False,
+    ) -> T:
+        """`call` for a step of a command that has a deadline, of `time.monotonic`.
+
+        Raises CommandTimedOut after it, with the output so far.
+        """
         try:
             return self.call(coroutine, None if deadline is None else max(0.0, deadline - time.monotonic()))
         except TimeoutError as error:
-            raise CommandTimedOut(f"still running on {self.endpoint} at its deadline: {short(command)}", output=text.whole) from error
+            raise CommandTimedOut(
+                f"still running on {self.endpoint} at its deadline: {short(command)}", output=text.whole
+            ) from error
         except Unreachable as error:
             if begun and not isinstance(error, ConnectionLost):  # closed while this thread was in `on_line`
                 raise ConnectionLost(f"{error}, under: {short(command)}") from error
@@ -74,7 +92,9 @@ class LoopCalls:
 
     def __del__(self) -> None:
         if not getattr(self, "is_closed", True):
-            warnings.warn(f"the SSH connection to {self.endpoint} was never closed", ResourceWarning, source=self, stacklevel=1)
+            warnings.warn(
+                f"the SSH connection to {self.endpoint} was never closed", ResourceWarning, source=self, stacklevel=1
+            )
             if self._owns_loop:
                 self._loop.close()
 
@@ -88,7 +108,8 @@ class LoopCalls:
         except (asyncssh.Error, asyncssh.ChannelListenError, OSError) as error:
             if isinstance(error, asyncssh.ChannelOpenError | asyncssh.ChannelListenError) and self._link.ssh:
                 raise Unreachable(f"{self.endpoint} refuses: {error}") from error
-            if isinstance(error, asyncssh.Error | ConnectionError) or self._link.ssh is None:  # ETIMEDOUT too ends a connection, and is a TimeoutError
+            # ETIMEDOUT too ends a connection, and is a TimeoutError
+            if isinstance(error, asyncssh.Error | ConnectionError) or self._link.ssh is None:
                 raise ConnectionLost(f"the SSH connection to {self.endpoint} is gone: {error}") from error
             raise
         finally:

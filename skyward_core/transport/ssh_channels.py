@@ -1,7 +1,8 @@
-"""What runs on one SSH connection at a time: a command's bytes in and out, as asyncssh's callbacks tell of them. Part of `ssh_connection.py`.
+"""What runs on one SSH connection at a time: a command's bytes in and out, as asyncssh's callbacks tell of them. Part
+of `ssh_connection.py`.
 
-Bytes go from the caller's buffers into the channel and from the channel into one buffer of the right size; `ssh_connection.py` says why asyncssh's streams are
-left out.
+Bytes go from the caller's buffers into the channel and from the channel into one buffer of the right size;
+`ssh_connection.py` says why asyncssh's streams are left out.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ LARGE_BYTES = 4 << 20  # from here on memory comes in pages of its own, given ba
 
 
 class Session(asyncssh.SSHClientSession[bytes]):
-    """A command on the machine, as asyncssh tells of it. Its callbacks must not raise: that would end the connection."""
+    """A command on the machine, as asyncssh tells of it.
+
+    Its callbacks must not raise: that would end the connection.
+    """
 
     channel: asyncssh.SSHClientChannel[bytes]
 
@@ -117,7 +121,9 @@ class Inbox(Session):
         return whole
 
     async def read_until(self, mark: bytes) -> tuple[bytes, int | None]:
-        """Return what comes before a mark and the number after it, up to the end of that line; None if the end comes first."""
+        """Return what comes before a mark and the number after it, up to the end of that line; None if the end comes
+        first.
+        """
         said, seen = bytearray(), 0
         while piece := await self.read():
             said += piece
@@ -201,7 +207,10 @@ class Download(Session):
 
 
 def memory(size: int) -> memoryview:
-    """Return new, writable memory. In huge pages where the kernel has them: touching 100 MiB for the first time then takes 15 ms, not 70."""
+    """Return new, writable memory.
+
+    In huge pages where the kernel has them: touching 100 MiB for the first time then takes 15 ms, not 70.
+    """
     if size < LARGE_BYTES:
         return memoryview(bytearray(size))
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

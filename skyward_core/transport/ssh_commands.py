@@ -1,4 +1,7 @@
-"""Commands on a machine, over the link of a connection; `Shell` for many of them in a row. Part of `ssh_connection.py`."""
+"""Commands on a machine, over the link of a connection; `Shell` for many of them in a row.
+
+Part of `ssh_connection.py`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ from skyward_core.transport.ssh_channels import Inbox, Session, Text
 from skyward_core.transport.ssh_link import SSHLink, attempts
 
 KILL_SECONDS = 2.0
-REFUSED_SECONDS = 5.0  # sshd counts a session a moment longer than we do; where its MaxSessions is smaller, one of ours may end soon
+# sshd counts a session a moment longer than we do; where its MaxSessions is smaller, one of ours may end soon
+REFUSED_SECONDS = 5.0
 SESSIONS = 10
 """Commands at once on one connection; further ones wait. OpenSSH's default for MaxSessions, sshd_config(5)."""
 
@@ -32,7 +36,9 @@ KILL = """\
 leader=$(cat /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n' | sed -n "s/^SKYWARD_COMMAND=$1[.]//p" | head -n 1)
 [ -z "$leader" ] || kill -KILL "-$leader"
 """
-"""OpenSSH 9.2 ends the processes of a session when asked to, but not of one that runs as root: there, commands carry a name and the pid of their group."""
+"""OpenSSH 9.2 ends the processes of a session when asked to, but not of one that runs as root: there, commands carry a
+name and the pid of their group.
+"""
 
 SHELL_LINE = "(eval {command}) </dev/null 2>&1; printf '\\n%s %s\\n' {mark} $?\n"
 """In a subshell of its own: a syntax error, or `exit`, ends a shell that reads its commands from stdin."""
@@ -40,7 +46,8 @@ SHELL_LINE = "(eval {command}) </dev/null 2>&1; printf '\\n%s %s\\n' {mark} $?\n
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """How a command ended. `exit_code` as in `subprocess` (negative: the signal); `output` is stdout and stderr in the order of arrival.
+    """How a command ended. `exit_code` as in `subprocess` (negative: the signal); `output` is stdout and stderr in the
+    order of arrival.
 
     With `on_line`, for commands that may run for days, `output` is only the end: 64 Ki characters or some more.
     """
@@ -50,7 +57,10 @@ class Completed:
 
 
 class Commands:
-    """Starts commands in sessions of the link and ends them, at most SESSIONS at once. To be used on the loop's thread only."""
+    """Starts commands in sessions of the link and ends them, at most SESSIONS at once.
+
+    To be used on the loop's thread only.
+    """
 
     def __init__(self, endpoint: Endpoint, link: SSHLink) -> None:
         self.endpoint = endpoint
@@ -58,7 +68,9 @@ class Commands:
         self._sessions = asyncio.Semaphore(SESSIONS)
 
     async def start(self, command: str, content: bytes | Path | None, *, stays: bool = False) -> Inbox:
-        """Start a command and send its input, in the background; without `content` it reads the end of file, unless it `stays`."""
+        """Start a command and send its input, in the background; without `content` it reads the end of file, unless it
+        `stays`.
+        """
         inbox = Inbox()
         await self.open(command, inbox)
         if content is not None:
@@ -68,7 +80,9 @@ class Commands:
         return inbox
 
     @asynccontextmanager
-    async def running[S: Session](self, command: str, session: S, *, window: int | None = None, is_killed: bool = True) -> AsyncGenerator[S, None]:
+    async def running[S: Session](
+        self, command: str, session: S, *, window: int | None = None, is_killed: bool = True
+    ) -> AsyncGenerator[S, None]:
         """Start a command; afterwards it has ended, or is killed, or at least sees the end of its input."""
         ended = False
         await self.open(command, session, window=window)
@@ -94,9 +108,13 @@ class Commands:
                 session.channel.close()
             raise
 
-    async def _create(self, ssh: asyncssh.SSHClientConnection, command: str, session: Session, window: int | None) -> None:
+    async def _create(
+        self, ssh: asyncssh.SSHClientConnection, command: str, session: Session, window: int | None
+    ) -> None:
         """Start a command on the machine, trying again for REFUSED_SECONDS while it takes no further one."""
-        arguments: dict[str, Any] = {"encoding": None, "request_pty": False, "x11_forwarding": False} | ({"window": window} if window else {})
+        arguments: dict[str, Any] = {"encoding": None, "request_pty": False, "x11_forwarding": False} | (
+            {"window": window} if window else {}
+        )
         refusal: asyncssh.ChannelOpenError | None = None
         async for _ in attempts(asyncio.get_running_loop().time(), REFUSED_SECONDS):
             try:
@@ -112,11 +130,16 @@ class Commands:
         raise refusal
 
     async def exit_code(self, session: Session, command: str) -> int:
-        """Wait for the end of a command and return its exit code. Raises ConnectionLost if the connection ended instead."""
+        """Wait for the end of a command and return its exit code.
+
+        Raises ConnectionLost if the connection ended instead.
+        """
         await session.ended.wait()
         exit_code = session.channel.get_returncode()
         if exit_code is None:  # asyncssh reports a connection that died like this too, whatever `check` says
-            raise ConnectionLost(f"{self.endpoint} went away under: {short(command)}" + f" ({self._link.lost})" * bool(self._link.lost))
+            raise ConnectionLost(
+                f"{self.endpoint} went away under: {short(command)}" + f" ({self._link.lost})" * bool(self._link.lost)
+            )
         return exit_code
 
     async def leave(self, session: Session, *, kill: bool) -> None:
@@ -149,9 +172,11 @@ class Commands:
 
 
 class Shell:
-    """A `sh` on the machine that stays: a command costs one round trip and no login, an eighth of the time of `Connection.run`.
+    """A `sh` on the machine that stays: a command costs one round trip and no login, an eighth of the time of
+    `Connection.run`.
 
-    It may be used from many threads, which take turns. It holds one of the connection's SESSIONS from its first command until `close`.
+    It may be used from many threads, which take turns. It holds one of the connection's SESSIONS from its first command
+    until `close`.
     """
 
     def __init__(self, calls: LoopCalls, commands: Commands) -> None:
@@ -165,13 +190,16 @@ class Shell:
     def run(self, command: str, *, timeout_seconds: float | None = None) -> Completed:
         """Run a command of POSIX sh in the user's home and return how it ended, whatever its exit code.
 
-        Each command runs in a subshell and reads the end of file. A process that it leaves running writes into the output of the next command.
-        Raises CommandTimedOut after `timeout_seconds`, waiting for its turn included, ConnectionLost if the connection dies first, and CommandFailed if the
-        command killed the shell. Then the next command starts another shell.
+        Each command runs in a subshell and reads the end of file. A process that it leaves running writes into the
+        output of the next command. Raises CommandTimedOut after `timeout_seconds`, waiting for its turn included,
+        ConnectionLost if the connection dies first, and CommandFailed if the command killed the shell. Then the next
+        command starts another shell.
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         if not self._turn.acquire(timeout=-1 if timeout_seconds is None else timeout_seconds):
-            raise CommandTimedOut(f"the shell on {self._commands.endpoint} was busy until the deadline of: {short(command)}", output="")
+            raise CommandTimedOut(
+                f"the shell on {self._commands.endpoint} was busy until the deadline of: {short(command)}", output=""
+            )
         try:
             return self._calls.call_command(deadline, self._ask(command), command, Text(None))
         finally:
@@ -187,7 +215,9 @@ class Shell:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     async def _ask(self, command: str) -> Completed:
@@ -205,7 +235,11 @@ class Shell:
             said, exit_code = await inbox.read_until(f"\n{mark} ".encode())
             if exit_code is None:
                 exit_code = await commands.exit_code(inbox, command)
-                raise CommandFailed(f"the shell on {commands.endpoint} ended under: {short(command)}", exit_code, said.decode(errors="replace"))
+                raise CommandFailed(
+                    f"the shell on {commands.endpoint} ended under: {short(command)}",
+                    exit_code,
+                    said.decode(errors="replace"),
+                )
             answered = True
             return Completed(exit_code, said.decode(errors="replace"))
         finally:

@@ -15,7 +15,9 @@ from skyward_core.transport.ssh_channels import Download, Inbox
 from skyward_core.transport.ssh_commands import Commands
 
 FETCH_WINDOW_BYTES = 16 << 20
-"""What the machine may send before we acknowledge some: 16 MiB fill 1 Gbit/s over 130 ms. asyncssh's own 2 MiB are enough for lines."""
+"""What the machine may send before we acknowledge some: 16 MiB fill 1 Gbit/s over 130 ms. asyncssh's own 2 MiB are
+enough for lines.
+"""
 
 PUT = """\
 set -e
@@ -48,7 +50,10 @@ exec >&- 2>&-
 read -r _
 rm -f -- "$1"
 """
-"""Writes a line with the size of the file $1, after the word $2, and the file. With $3 it removes the file once somebody says, on stdin, that it has it."""
+"""Writes a line with the size of the file $1, after the word $2, and the file.
+
+With $3 it removes the file once somebody says, on stdin, that it has it.
+"""
 
 
 class Files:
@@ -58,20 +63,48 @@ class Files:
         self._calls = calls
         self._commands = commands
 
-    def put(self, source: Path | Buffer | Sequence[Buffer], remote: str, *, mode: int, unpacked_bytes: int | None, timeout_seconds: float | None) -> None:
+    def put(
+        self,
+        source: Path | Buffer | Sequence[Buffer],
+        remote: str,
+        *,
+        mode: int,
+        unpacked_bytes: int | None,
+        timeout_seconds: float | None,
+    ) -> None:
         """See `Connection.put`."""
-        content = source if isinstance(source, Path) else [memoryview(one).cast("B") for one in ([source] if isinstance(source, Buffer) else source)]
+        content = (
+            source
+            if isinstance(source, Path)
+            else [memoryview(one).cast("B") for one in ([source] if isinstance(source, Buffer) else source)]
+        )
         size = content.stat().st_size if isinstance(content, Path) else sum(len(one) for one in content)
         is_packed = unpacked_bytes is not None
-        words = [remote, str(unpacked_bytes if is_packed else size), f"{mode:o}", posixpath.dirname(remote) or ".", "gzip" * is_packed]
+        words = [
+            remote,
+            str(unpacked_bytes if is_packed else size),
+            f"{mode:o}",
+            posixpath.dirname(remote) or ".",
+            "gzip" * is_packed,
+        ]
         command = shlex.join(["sh", "-c", PUT, "put", *words])
         failed = f"{remote} could not be written on {self._commands.endpoint}"
-        self._calls.call_transfer(self._put(command, content, failed), f"{remote} was not written on {self._commands.endpoint}", timeout_seconds)
+        self._calls.call_transfer(
+            self._put(command, content, failed),
+            f"{remote} was not written on {self._commands.endpoint}",
+            timeout_seconds,
+        )
 
-    def fetch(self, remote: str, *, into: bytearray | memoryview | None, remove: bool, timeout_seconds: float | None) -> memoryview:
+    def fetch(
+        self, remote: str, *, into: bytearray | memoryview | None, remove: bool, timeout_seconds: float | None
+    ) -> memoryview:
         """See `Connection.fetch`."""
         room = None if into is None else memoryview(into).cast("B")
-        return self._calls.call_transfer(self._fetch(remote, room, remove=remove), f"{remote} was not read from {self._commands.endpoint}", timeout_seconds)
+        return self._calls.call_transfer(
+            self._fetch(remote, room, remove=remove),
+            f"{remote} was not read from {self._commands.endpoint}",
+            timeout_seconds,
+        )
 
     async def _put(self, command: str, content: Path | Sequence[memoryview], failed: str) -> None:
         async with self._commands.running(

@@ -31,7 +31,9 @@ class Forwards:
         self._forwards: list[Forward] = []
 
     async def add(self, wanted: Forward) -> int:
-        """Open a forward and return the port that it listens on; `open_all` opens it again after a loss, on the same port."""
+        """Open a forward and return the port that it listens on; `open_all` opens it again after a loss, on the same
+        port.
+        """
         port = await self._open(self._link.living(), wanted)
         self._forwards.append(Forward(wanted.is_remote, wanted.listen_host, port, wanted.host, wanted.port))
         return port

@@ -1,4 +1,7 @@
-"""The SSH link to one machine: connect, reconnect, notice the loss, drop. Part of `ssh_connection.py`, which describes the states."""
+"""The SSH link to one machine: connect, reconnect, notice the loss, drop.
+
+Part of `ssh_connection.py`, which describes the states.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +20,27 @@ from skyward_core.transport.ssh_login import LoginCallbacks, host_key_of, key_te
 
 NOT_CONNECTED = "not connected yet"
 NO_FORWARDING = (
-    "refuses to forward ports (AllowTcpForwarding no, PermitOpen, or a key with `restrict` or `no-port-forwarding`): a pool reaches its nodes through one."
-    " Set `AllowTcpForwarding yes` in its sshd_config"
+    "refuses to forward ports (AllowTcpForwarding no, PermitOpen, or a key with `restrict` or `no-port-forwarding`): a"
+    " pool reaches its nodes through one. Set `AllowTcpForwarding yes` in its sshd_config"
 )
 OPEN_PROHIBITED = 1  # "administratively prohibited", RFC 4254, 5.1
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 1.0
-FIRST_DIAL_SECONDS, LONGEST_DIAL_SECONDS = 3.0, 15.0  # the kernel repeats a lost SYN after 1, 3, 7 s: dialling anew finds a machine that just came up sooner
+# the kernel repeats a lost SYN after 1, 3, 7 s: dialling anew finds a machine that just came up sooner
+FIRST_DIAL_SECONDS, LONGEST_DIAL_SECONDS = 3.0, 15.0
 LOGIN_SECONDS = 30.0  # an sshd that looks up names without a name server answers after 10 to 20 s
 CLOSE_SECONDS = 1.0
-VERDICTS = (asyncssh.PermissionDenied, asyncssh.HostKeyNotVerifiable, asyncssh.KeyExchangeFailed, asyncssh.IllegalUserName)
+VERDICTS = (
+    asyncssh.PermissionDenied,
+    asyncssh.HostKeyNotVerifiable,
+    asyncssh.KeyExchangeFailed,
+    asyncssh.IllegalUserName,
+)
 """Errors by which the machine refuses us, or we refuse the machine: no fault of the proxy command."""
 
 
 class SSHLink:
-    """The present connection to a machine, or why there is none, and the proxy command that carries it. To be used on the loop's thread only.
+    """The present connection to a machine, or why there is none, and the proxy command that carries it. To be used on
+    the loop's thread only.
 
     `on_lost` is called once for each loss, with the reason, and must not wait.
     """
@@ -53,7 +63,10 @@ class SSHLink:
         return key_text(self._pinned) if self._pinned else None
 
     async def connect(self, timeout: float, grace: float, *, anew: bool, then: Callable[[], Awaitable[None]]) -> None:
-        """Connect and await `then`, trying again until `timeout`; on a living link do nothing unless `anew`. Raises as `Connection.connect` does."""
+        """Connect and await `then`, trying again until `timeout`; on a living link do nothing unless `anew`.
+
+        Raises as `Connection.connect` does.
+        """
         async with self._dialling:
             if self.ssh and not anew:
                 return
@@ -70,16 +83,26 @@ class SSHLink:
                     return
                 except asyncssh.PermissionDenied as error:
                     refused_at = refused_at or asyncio.get_running_loop().time()
-                    if asyncio.get_running_loop().time() - (refused_at if self._endpoint.proxy_command else started) >= grace:
-                        raise CredentialsError(f"{self._endpoint} refuses our keys: {error}. Check the user, the key and the agent.") from error
+                    if (
+                        asyncio.get_running_loop().time() - (refused_at if self._endpoint.proxy_command else started)
+                        >= grace
+                    ):
+                        raise CredentialsError(
+                            f"{self._endpoint} refuses our keys: {error}. Check the user, the key and the agent."
+                        ) from error
                     problem = error
                 except HostKeyChanged as error:
                     answered_at = answered_at or asyncio.get_running_loop().time()
-                    if not grace or asyncio.get_running_loop().time() - answered_at >= self._endpoint.host_key_grace_seconds:
+                    if (
+                        not grace
+                        or asyncio.get_running_loop().time() - answered_at >= self._endpoint.host_key_grace_seconds
+                    ):
                         raise
                     problem = error
                 except (asyncssh.HostKeyNotVerifiable, asyncssh.KeyExchangeFailed, asyncssh.IllegalUserName) as error:
-                    raise Unreachable(f"{self._endpoint}, or a jump host before it, cannot be trusted: {error}") from error
+                    raise Unreachable(
+                        f"{self._endpoint}, or a jump host before it, cannot be trusted: {error}"
+                    ) from error
                 except asyncssh.ChannelOpenError as error:
                     if error.code == OPEN_PROHIBITED:  # by the jump host: nothing else is opened on the way
                         raise Unreachable(f"the jump host before {self._endpoint} {NO_FORWARDING}") from error
@@ -93,7 +116,10 @@ class SSHLink:
                 except (asyncssh.Error, asyncssh.ChannelListenError, OSError) as error:
                     problem = error
                 await self.drop("its forwards could not be opened")
-            raise Unreachable(f"no SSH connection to {self._endpoint} within {timeout:g} s; the last try ended with: {_words(problem)}") from problem
+            raise Unreachable(
+                f"no SSH connection to {self._endpoint} within {timeout:g} s; the last try ended with:"
+                f" {_words(problem)}"
+            ) from problem
 
     def living(self) -> asyncssh.SSHClientConnection:
         """Return the present connection; raises Unreachable or ConnectionLost if there is none."""
@@ -124,16 +150,20 @@ class SSHLink:
             await asyncio.wait(self._ending_proxies)
 
     async def _dial(self, options: dict[str, Any], dial_seconds: float, login_seconds: float) -> None:
-        """One attempt, through the proxy command if there is one: `dial_seconds` for the machine to pick up, `login_seconds` for all of it.
+        """One attempt, through the proxy command if there is one: `dial_seconds` for the machine to pick up,
+        `login_seconds` for all of it.
 
-        Raises what the proxy refuses for good. Any other failure includes the proxy's last words, unless the machine itself refuses us.
+        Raises what the proxy refuses for good. Any other failure includes the proxy's last words, unless the machine
+        itself refuses us.
         """
         if self._endpoint.proxy_command is None:
             await self._log_in(options, dial_seconds, login_seconds)
             return
         proxy = self._proxy = await Proxy.start(self._endpoint.proxy_command)
         try:
-            await self._log_in(options | {"sock": proxy.socket, "tunnel": None, "proxy_command": None}, dial_seconds, login_seconds)
+            await self._log_in(
+                options | {"sock": proxy.socket, "tunnel": None, "proxy_command": None}, dial_seconds, login_seconds
+            )
         except BaseException as error:
             self._proxy = None
             await self._end_now(proxy)
@@ -146,7 +176,9 @@ class SSHLink:
             raise _SilenceError(f"{_words(error)}; the command that leads there said nothing") from error
 
     async def _log_in(self, options: dict[str, Any], dial_seconds: float, login_seconds: float) -> None:
-        ssh, callbacks = await log_in(options, self._endpoint, self._pinned, self._note_loss, dial_seconds, login_seconds)
+        ssh, callbacks = await log_in(
+            options, self._endpoint, self._pinned, self._note_loss, dial_seconds, login_seconds
+        )
         self._pinned = self._pinned or ssh.get_server_host_key()
         self.ssh, self.lost = ssh, ""
         if ssh.is_closed():
@@ -174,7 +206,10 @@ class SSHLink:
         return ending
 
     async def _end_now(self, proxy: Proxy) -> None:
-        """End a proxy whose connection came to nothing. If this is cancelled, the proxy still ends, and `close` waits for it."""
+        """End a proxy whose connection came to nothing.
+
+        If this is cancelled, the proxy still ends, and `close` waits for it.
+        """
         await asyncio.wait([self._end(proxy)])
 
 
@@ -183,7 +218,9 @@ class _SilenceError(ConnectionError):
 
 
 async def attempts(started: float, timeout: float) -> AsyncIterator[tuple[float, float]]:
-    """Yield (seconds left, seconds to wait for the machine to pick up) for each attempt, with a pause between them that grows; at least one."""
+    """Yield (seconds left, seconds to wait for the machine to pick up) for each attempt, with a pause between them that
+    grows; at least one.
+    """
     clock = asyncio.get_running_loop().time
     pause, patience = FIRST_PAUSE_SECONDS, FIRST_DIAL_SECONDS
     while True:
@@ -197,4 +234,8 @@ async def attempts(started: float, timeout: float) -> AsyncIterator[tuple[float,
 
 
 def _words(error: BaseException | None) -> str:
-    return "no answer" if error is None or (isinstance(error, TimeoutError) and not str(error)) else str(error) or type(error).__name__
+    return (
+        "no answer"
+        if error is None or (isinstance(error, TimeoutError) and not str(error))
+        else str(error) or type(error).__name__
+    )

@@ -1,4 +1,7 @@
-"""Log in over SSH once: options of asyncssh, accepted host keys, jump hosts. Part of `ssh_connection.py`, which describes the rules."""
+"""Log in over SSH once: options of asyncssh, accepted host keys, jump hosts.
+
+Part of `ssh_connection.py`, which describes the rules.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ from skyward_core.errors import BadRequest, CredentialsError, HostKeyChanged
 from skyward_core.machines.instances import Endpoint
 
 CIPHERS = "^aes128-gcm@openssh.com,aes256-gcm@openssh.com"
-"""Preferred where ~/.ssh/config has no opinion: with AES in the processor two to three times faster than chacha20 (shared/facts/testbed.md, section 3)."""
+"""Preferred where ~/.ssh/config has no opinion: with AES in the processor two to three times faster than chacha20
+(shared/facts/testbed.md, section 3).
+"""
 
 type LossCallback = Callable[[LoginCallbacks, Exception | None], None]
 
@@ -27,7 +32,9 @@ def host_key_of(endpoint: Endpoint) -> asyncssh.SSHKey | None:
     try:
         return asyncssh.import_public_key(endpoint.host_key) if endpoint.host_key else None
     except asyncssh.KeyImportError as error:
-        raise BadRequest(f"the host key of {endpoint} must be text as in a .pub file, not {endpoint.host_key!r}") from error
+        raise BadRequest(
+            f"the host key of {endpoint} must be text as in a .pub file, not {endpoint.host_key!r}"
+        ) from error
 
 
 def key_text(key: asyncssh.SSHKey) -> str:
@@ -36,23 +43,37 @@ def key_text(key: asyncssh.SSHKey) -> str:
 
 
 async def login_options(endpoint: Endpoint, keepalive_seconds: float, keepalive_count: int) -> dict[str, Any]:
-    """Return the arguments of asyncssh.connect, and `jumps`. Reads the user's files before the first packet, so that their errors are not the network's."""
+    """Return the arguments of asyncssh.connect, and `jumps`.
+
+    Reads the user's files before the first packet, so that their errors are not the network's.
+    """
     named: dict[str, Any] = {"host": endpoint.host, "config": [endpoint.config] if endpoint.config else ()}
-    named |= {name: value for name, value in (("port", endpoint.port), ("username", endpoint.user)) if value is not None}
+    named |= {
+        name: value for name, value in (("port", endpoint.port), ("username", endpoint.user)) if value is not None
+    }
     try:
         base = await asyncssh.SSHClientConnectionOptions.construct(client_keys=None, **named)
         identities = [os.path.expanduser(str(path)) for path in _listed(base.config.get("IdentityFile"))]
         if endpoint.key:
             keys = asyncssh.load_keypairs([Path(endpoint.key).expanduser()], ignore_encrypted=True)
             if not keys:
-                raise CredentialsError(f"the key {endpoint.key} has a passphrase: add it to your agent and leave `key` out")
+                raise CredentialsError(
+                    f"the key {endpoint.key} has a passphrase: add it to your agent and leave `key` out"
+                )
             named |= {"client_keys": keys, "agent_path": None}
         elif identities:
-            named |= {"client_keys": [path for path in identities if os.path.exists(path)], "ignore_encrypted": True}  # as OpenSSH does
+            # as OpenSSH does
+            named |= {"client_keys": [path for path in identities if os.path.exists(path)], "ignore_encrypted": True}
     except (asyncssh.KeyImportError, OSError, ValueError) as error:
         raise BadRequest(f"cannot prepare a connection to {endpoint}: {error}") from error
     # asyncssh says None for "UserKnownHostsFile none" and an empty list where the user has not said anything.
-    files = [endpoint.known_hosts] if endpoint.known_hosts else [] if base.known_hosts is None else _listed(base.known_hosts) or ["~/.ssh/known_hosts"]
+    files = (
+        [endpoint.known_hosts]
+        if endpoint.known_hosts
+        else []
+        if base.known_hosts is None
+        else _listed(base.known_hosts) or ["~/.ssh/known_hosts"]
+    )
     if endpoint.known_hosts and not endpoint.proxy_command and isinstance(base.tunnel, str):
         named["jumps"] = base.tunnel.split(",")
     return named | {
@@ -67,23 +88,37 @@ async def login_options(endpoint: Endpoint, keepalive_seconds: float, keepalive_
 
 
 async def log_in(
-    options: dict[str, Any], endpoint: Endpoint, pinned: asyncssh.SSHKey | None, on_lost: LossCallback, dial_seconds: float, login_seconds: float
+    options: dict[str, Any],
+    endpoint: Endpoint,
+    pinned: asyncssh.SSHKey | None,
+    on_lost: LossCallback,
+    dial_seconds: float,
+    login_seconds: float,
 ) -> tuple[asyncssh.SSHClientConnection, LoginCallbacks]:
     """Connect and log in once: `dial_seconds` for the machine to answer, `login_seconds` for all of it.
 
     Raises HostKeyChanged if the machine shows another key than the known one, else what asyncssh raises.
     """
-    callbacks = LoginCallbacks(endpoint, pinned, [path for path in options["known_hosts"] if os.access(path, os.R_OK)], on_lost)
+    callbacks = LoginCallbacks(
+        endpoint, pinned, [path for path in options["known_hosts"] if os.access(path, os.R_OK)], on_lost
+    )
     jumps = _JumpHosts(options.get("jumps", ()), options["config"], options["known_hosts"])
     plain = {name: value for name, value in options.items() if name != "jumps"}
-    arguments = plain | {"known_hosts": callbacks.trusted, "client_factory": lambda: callbacks, "login_timeout": login_seconds}
-    if pinned:  # other kinds of keys stay on offer, so that a machine that has none of this kind is told from a broken one
+    arguments = plain | {
+        "known_hosts": callbacks.trusted,
+        "client_factory": lambda: callbacks,
+        "login_timeout": login_seconds,
+    }
+    # other kinds of keys stay on offer, so that a machine that has none of this kind is told from a broken one
+    if pinned:
         arguments["server_host_key_algs"] = _unique([*pinned.sig_algorithms, *get_default_public_key_algs()])
     deadline = asyncio.get_running_loop().time() + login_seconds
     connecting = asyncio.ensure_future(_connect(arguments, jumps))
     try:
         async with asyncio.timeout(dial_seconds):
-            await asyncio.wait([connecting, asyncio.ensure_future(callbacks.answered.wait())], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                [connecting, asyncio.ensure_future(callbacks.answered.wait())], return_when=asyncio.FIRST_COMPLETED
+            )
         async with asyncio.timeout_at(deadline):
             ssh = await connecting
     except asyncssh.HostKeyNotVerifiable:
@@ -99,12 +134,16 @@ async def log_in(
 
 
 class LoginCallbacks(asyncssh.SSHClient):
-    """What asyncssh reports of one attempt to connect: when the machine answers, which host key it shows, when and why the connection ends.
+    """What asyncssh reports of one attempt to connect: when the machine answers, which host key it shows, when and why
+    the connection ends.
 
-    `pinned` is the host key that the machine must show; without one, a key of the known_hosts `files`, or else any. `on_lost` gets this object and the error.
+    `pinned` is the host key that the machine must show; without one, a key of the known_hosts `files`, or else any.
+    `on_lost` gets this object and the error.
     """
 
-    def __init__(self, endpoint: Endpoint, pinned: asyncssh.SSHKey | None, files: list[str], on_lost: LossCallback) -> None:
+    def __init__(
+        self, endpoint: Endpoint, pinned: asyncssh.SSHKey | None, files: list[str], on_lost: LossCallback
+    ) -> None:
         self.answered = asyncio.Event()
         self.refused = ""
         self.ssh: asyncssh.SSHClientConnection | None = None
@@ -115,7 +154,9 @@ class LoginCallbacks(asyncssh.SSHClient):
         self._knows_some = False
 
     def trusted(self, host: str, address: str, port: int | None) -> Sequence[Any]:
-        """Return the keys that the machine may show, in the form of asyncssh's `known_hosts`; without any, it may show any key."""
+        """Return the keys that the machine may show, in the form of asyncssh's `known_hosts`; without any, it may show
+        any key.
+        """
         if self._pinned:
             found: Sequence[Any] = ([self._pinned], [], [], [], [], [], [])
         elif self._files:
@@ -134,7 +175,10 @@ class LoginCallbacks(asyncssh.SSHClient):
         if self._knows_some:
             known = key_text(self._pinned) if self._pinned else f"the one in {' or '.join(self._files)}"
             shown = key_text(key)
-            self.refused = f"{self._endpoint} shows the host key {shown}, and not the known one, {known}: another machine may be answering"
+            self.refused = (
+                f"{self._endpoint} shows the host key {shown}, and not the known one, {known}: another machine may be"
+                " answering"
+            )
         return not self._knows_some
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -143,7 +187,9 @@ class LoginCallbacks(asyncssh.SSHClient):
 
 @dataclass(frozen=True, slots=True)
 class _JumpHosts:
-    """Jump hosts, each `[user@]host[:port]` as in ProxyJump, the configuration that names them, and the known_hosts files with their keys."""
+    """Jump hosts, each `[user@]host[:port]` as in ProxyJump, the configuration that names them, and the known_hosts
+    files with their keys.
+    """
 
     names: Sequence[str]
     config: Any
@@ -167,11 +213,19 @@ async def _connect(arguments: dict[str, Any], jumps: _JumpHosts) -> asyncssh.SSH
     return ssh
 
 
-async def _connect_jump_host(name: str, jumps: _JumpHosts, tunnel: asyncssh.SSHClientConnection | None) -> asyncssh.SSHClientConnection:
-    """Connect to a jump host, whose key must be in the named file or, if that has none for it, where the configuration says that keys are."""
+async def _connect_jump_host(
+    name: str, jumps: _JumpHosts, tunnel: asyncssh.SSHClientConnection | None
+) -> asyncssh.SSHClientConnection:
+    """Connect to a jump host, whose key must be in the named file or, if that has none for it, where the configuration
+    says that keys are.
+    """
     user, _, place = name.strip().rpartition("@")
     host, _, port = place.rpartition(":") if ":" in place else (place, "", "")
-    named: dict[str, Any] = {"host": host, "config": jumps.config} | ({"username": user} if user else {}) | ({"port": int(port)} if port else {})
+    named: dict[str, Any] = (
+        {"host": host, "config": jumps.config}
+        | ({"username": user} if user else {})
+        | ({"port": int(port)} if port else {})
+    )
     usual = (await asyncssh.SSHClientConnectionOptions.construct(client_keys=None, **named)).known_hosts
     files = [] if usual is None else _listed(usual) or [os.path.expanduser("~/.ssh/known_hosts")]
     ours = [path for path in jumps.files if os.access(path, os.R_OK)]

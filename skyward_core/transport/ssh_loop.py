@@ -27,11 +27,17 @@ class Loop:
         self._thread.start()
 
     def call[T](self, coroutine: Coroutine[Any, Any, T], timeout_seconds: float | None = None) -> T:
-        """Run a coroutine on the loop and return its result; raises TimeoutError, with the coroutine cancelled, when it takes longer."""
+        """Run a coroutine on the loop and return its result; raises TimeoutError, with the coroutine cancelled, when it
+        takes longer.
+        """
         with self._lock:
             if self._closed or threading.current_thread() is self._thread:
                 coroutine.close()
-                raise Unreachable("the SSH loop is closed" if self._closed else "a callback of an SSH connection must not wait for SSH")
+                raise Unreachable(
+                    "the SSH loop is closed"
+                    if self._closed
+                    else "a callback of an SSH connection must not wait for SSH"
+                )
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result(timeout_seconds)
@@ -52,7 +58,9 @@ class Loop:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -60,7 +68,8 @@ def _turn(loop: asyncio.AbstractEventLoop) -> None:
     """The life of the loop's thread. Knows the loop alone, so that an abandoned `Loop` can be collected."""
     log = logging.getLogger("asyncssh")
     if log.level == logging.NOTSET:
-        log.setLevel(logging.WARNING)  # it tells each connection and channel at INFO, into the task logs of orchestrators
+        # it tells each connection and channel at INFO, into the task logs of orchestrators
+        log.setLevel(logging.WARNING)
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()

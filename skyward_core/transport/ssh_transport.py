@@ -5,11 +5,12 @@ States of a `RemoteReach`, and who moves it on:
     new ──start / join──▶ connected ──keepalive──▶ silent ──keeper thread──▶ connected
      └───────────────────────┴──────── close ────────┴──────────────────────▶ closed
 
-Two threads belong to it once it is connected: the keeper extends the lease and connects again after a loss, the follower reads the node's log. Both end
-with `close`, which does not touch the node: that ends when its lease does.
+Two threads belong to it once it is connected: the keeper extends the lease and connects again after a loss, the
+follower reads the node's log. Both end with `close`, which does not touch the node: that ends when its lease does.
 
-How long it may take to do what a node is asked: until the node is `opened`, as long as the pool has to open, for a machine that installs packages is slow; then
-COMMAND_SECONDS. A connection that is lost is waited for PATIENCE_SECONDS, and meanwhile for as long as the node's lease, if the pool has that long.
+How long it may take to do what a node is asked: until the node is `opened`, as long as the pool has to open, for a
+machine that installs packages is slow; then COMMAND_SECONDS. A connection that is lost is waited for PATIENCE_SECONDS,
+and meanwhile for as long as the node's lease, if the pool has that long.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ from skyward_core.worker.wire import Parcel
 _log = logging.getLogger("skyward")
 AUTH_GRACE_SECONDS = 60.0  # cloud-init may install our key after sshd has begun to answer
 RECONNECT_SECONDS, KEEPALIVE_SECONDS = 5.0, 5.0
-PROXIED_RECONNECT_SECONDS = 30.0  # a proxy command has to be started, and to find the machine, before the first word is said
-PROXIED_KEEPALIVE_SECONDS = 10.0  # three of them: so long a sign of life may stand behind 2 MiB of a file, on its way through Session Manager
+# a proxy command has to be started, and to find the machine, before the first word is said
+PROXIED_RECONNECT_SECONDS = 30.0
+# three of them: so long a sign of life may stand behind 2 MiB of a file, on its way through Session Manager
+PROXIED_KEEPALIVE_SECONDS = 10.0
 AGAIN_SECONDS = 1.0
 COMMAND_SECONDS = 20.0
 LONGEST_BEAT_SECONDS = 10.0
@@ -48,7 +51,9 @@ LINES_KEPT = 10_000
 SENDING_UV = "::skyward phase uv"
 """Told as the node's log tells its phases: whoever reads them knows then in which one the sending has failed."""
 PATIENCE_SECONDS = 10.0
-LOOK_AGAIN_SECONDS = 0.05  # where inotify does not work, as on overlay file systems, `tail` looks again and again: every second if not told otherwise
+# where inotify does not work, as on overlay file systems, `tail` looks again and again: every second if not told
+# otherwise
+LOOK_AGAIN_SECONDS = 0.05
 
 LEASE = """\
 cd "$1" || exit 3
@@ -61,9 +66,10 @@ old=0
 [ -z "$3" ] || { echo "$now" >"busy.$$" && mv -f "busy.$$" busy; }
 [ -z "$4" ] || { echo "$((${now%.*} + $4))" >"paid.$$" && mv -f "paid.$$" paid; }
 """
-"""Extends a lease to $2 seconds from now, on the node's own clock; never shortens it, for which clients take turns (as in `watchdog.write_lease`; one that
-cannot have its turn goes ahead, for the node is to live). With $3, says that the pool has calls to run; with $4, for how many seconds from now the node is
-paid for, which may be less than before."""
+"""Extends a lease to $2 seconds from now, on the node's own clock; never shortens it, for which clients take turns (as
+in `watchdog.write_lease`; one that cannot have its turn goes ahead, for the node is to live). With $3, says that the
+pool has calls to run; with $4, for how many seconds from now the node is paid for, which may be less than before.
+"""
 
 LOOK = """\
 i=0
@@ -82,18 +88,21 @@ if [ -n "$3" ] && [ ! -e "$1/memory" ] && memory=$(mktemp -d --suffix="-$4" /dev
   { echo "$memory" >"$1/memory.$$" && mv -f "$1/memory.$$" "$1/memory"; } || rmdir "$memory"
 fi
 if [ -s "$1/memory" ]; then echo "memory $(cat "$1/memory")"; fi
-"""
+"""  # noqa: E501
 """Waits until the node's guard is up ($2 tenths of a second), then tells what is there.
 
-Asked by who starts the node (with $3), it makes the folder in memory, under a name that nobody can guess: another user of the machine sees the node's id in
-the list of processes, and could make a folder of a known name first."""
+Asked by who starts the node (with $3), it makes the folder in memory, under a name that nobody can guess: another user
+of the machine sees the node's id in the list of processes, and could make a folder of a known name first.
+"""
 
 PLACE = """\
 above=${parent%/*}
 if grep -qsw memory "$above/cgroup.subtree_control" && [ -w "$above" ] && [ -w "$above/cgroup.procs" ] &&
   ! (cd "$parent" && cat memory.max memory.high pids.max cpu.max cpuset.cpus io.max 2>/dev/null | grep -qvE '^(max( 100000)?)?$'); then parent=$above; fi
+"""  # noqa: E501
+"""Where the node's control group is made, from $parent, the group of this process: as `control_groups` does it on the
+client's computer.
 """
-"""Where the node's control group is made, from $parent, the group of this process: as `control_groups` does it on the client's computer."""
 
 START = (
     """\
@@ -127,7 +136,7 @@ case $point:$own in
   :* | *:/..* | *:) ;;
   *)
     parent="${point%/}${own%/}"
-"""
+"""  # noqa: E501
     + PLACE
     + """    group="$parent/skyward.$SKYWARD_INSTANCE_ID"
     echo "$group" >group
@@ -136,20 +145,23 @@ case $point:$own in
 esac
 setsid sh -c '[ -z "$0" ] || { echo 0 >"$0/cgroup.procs"; } 2>/dev/null || rm -f group
 bash ./bootstrap.sh; code=$?; rm -f reserve; [ -z "$(tail -c 1 log)" ] || echo; echo "::skyward exited $code"' "$group" </dev/null >>log 2>&1 &
-"""
+"""  # noqa: E501
 )
-"""Takes the bootstrap script from stdin and starts it, cut loose from this connection, once however often it is asked. Asked again, it leaves a script that
-runs as it is: bash reads the file while it runs, and one cut short under it would end with 0. It carries the tag that the guard carries, which can end it; that
-need not be the cloud's id, which not every machine can tell. Where this user may make a control group (cgroup v2) it runs in one, which the file `group` names.
-What it says of a full disk finds room in the log because the reserve is given up first."""
+"""Takes the bootstrap script from stdin and starts it, cut loose from this connection, once however often it is asked.
+Asked again, it leaves a script that runs as it is: bash reads the file while it runs, and one cut short under it would
+end with 0. It carries the tag that the guard carries, which can end it; that need not be the cloud's id, which not
+every machine can tell. Where this user may make a control group (cgroup v2) it runs in one, which the file `group`
+names. What it says of a full disk finds room in the log because the reserve is given up first.
+"""
 
 
 LIVES = """\
 [ -d "$1" ] || { echo "::skyward dead"; exit 0; }
 { read -r pid rest <"$1/supervisor"; } 2>/dev/null || exit 0
 { tr '\\0' '\\n' <"/proc/$pid/environ"; } 2>/dev/null | grep -qxF -e "SKYWARD_INSTANCE_DIRECTORY=$1" && echo "::skyward lives" || echo "::skyward dead"
-"""
-"""Tells whether the node's supervisor lives, by what it was started with, for its pid may be somebody else's by now. Of a zombie nothing can be read.
+"""  # noqa: E501
+"""Tells whether the node's supervisor lives, by what it was started with, for its pid may be somebody else's by now. Of
+a zombie nothing can be read.
 
 Says nothing if it has not begun yet."""
 
@@ -157,14 +169,20 @@ Says nothing if it has not begun yet."""
 FOLLOW = """\
 exec tail --pid="$2" -n "+$3" -s "$4" -F "$1/log" 2>/dev/null
 """
-"""Tells the node's log from line $3 on, for as long as its guard lives; what `tail` has to say itself would be taken for lines of the log."""
+"""Tells the node's log from line $3 on, for as long as its guard lives; what `tail` has to say itself would be taken
+for lines of the log.
+"""
 
 
 class Wires:
     """What the SSH connections of a pool share: the thread that they run on."""
 
     def __init__(
-        self, lease_seconds: float, emit: Callable[[SkywardEvent], object], is_busy: Callable[[], bool], paid_seconds: Callable[[], float | None]
+        self,
+        lease_seconds: float,
+        emit: Callable[[SkywardEvent], object],
+        is_busy: Callable[[], bool],
+        paid_seconds: Callable[[], float | None],
     ) -> None:
         self._loop = Loop()
         self._lease_seconds = lease_seconds
@@ -182,7 +200,9 @@ class Wires:
 
 
 class RemoteReach:
-    """The way to a node over SSH; see the head of this file for its states, and `transport.Reach` for what the methods promise."""
+    """The way to a node over SSH; see the head of this file for its states, and `transport.Reach` for what the methods
+    promise.
+    """
 
     is_here = False
 
@@ -204,13 +224,17 @@ class RemoteReach:
         self._is_busy = is_busy
         self._paid_seconds = paid_seconds
         self._telling = threading.Lock()
-        """Held from asking for how long the node is paid until it is told: what was asked for later is what stands there."""
+        """Held from asking for how long the node is paid until it is told: what was asked for later is what stands
+        there.
+        """
         self._wake = threading.Event()
         self._closed = threading.Event()
         is_direct = instance.endpoint.proxy_command is None
         self._reconnect_seconds = RECONNECT_SECONDS if is_direct else PROXIED_RECONNECT_SECONDS
         keepalive_seconds = KEEPALIVE_SECONDS if is_direct else PROXIED_KEEPALIVE_SECONDS
-        self._connection = Connection(instance.endpoint, loop=loop, keepalive_seconds=keepalive_seconds, on_lost=lambda _: self._wake.set())
+        self._connection = Connection(
+            instance.endpoint, loop=loop, keepalive_seconds=keepalive_seconds, on_lost=lambda _: self._wake.set()
+        )
         self._memory: str | None = None
         """The node's folder in its memory; None if there is none, or it is not known yet."""
         self._opening_until = 0.0
@@ -229,13 +253,23 @@ class RemoteReach:
         found = self.join(timeout_seconds=timeout_seconds, archive=archive.name)
         self._again(lambda: self._send_what_is_missing(found), deadline)
         part = f"{self._directory}/ship"
-        words = [self._directory, self.instance.id, self.instance.pool_id, str(self.instance.rank), str(len(script.encode())), part, archive.name]
+        words = [
+            self._directory,
+            self.instance.id,
+            self.instance.pool_id,
+            str(self.instance.rank),
+            str(len(script.encode())),
+            part,
+            archive.name,
+        ]
         self._again(lambda: self._command(START, words, stdin=script), deadline)
 
     def join(self, *, timeout_seconds: float, guard_seconds: float | None = None, archive: str = "") -> set[str]:
-        """Connect, wait for the node's guard, and begin to keep its lease and to follow its log. Returns what LOOK has found, a line each.
+        """Connect, wait for the node's guard, and begin to keep its lease and to follow its log. Returns what LOOK has
+        found, a line each.
 
-        `guard_seconds` is how long to wait for the guard of a node that should have one; None: as long as for all of it.
+        `guard_seconds` is how long to wait for the guard of a node that should have one; None: as long as for all of
+        it.
         """
         deadline = self._opening_until = time.monotonic() + timeout_seconds
         self._connection.connect(timeout_seconds, auth_grace_seconds=min(AUTH_GRACE_SECONDS, timeout_seconds))
@@ -264,16 +298,24 @@ class RemoteReach:
         return self._connection.is_connected
 
     def _begin(self, work: Callable[[], None]) -> None:
-        thread = threading.Thread(target=work, name=f"skyward-{work.__name__.strip('_')}-{self.instance.rank}", daemon=True)
+        thread = threading.Thread(
+            target=work, name=f"skyward-{work.__name__.strip('_')}-{self.instance.rank}", daemon=True
+        )
         self._threads.append(thread)
         thread.start()
 
     def _look(self, archive: str, deadline: float) -> str:
         left = max(1.0, deadline - time.monotonic())
-        return self._command(LOOK, [self._directory, str(int(left * 10)), archive, self.instance.id], timeout_seconds=left + COMMAND_SECONDS)
+        return self._command(
+            LOOK,
+            [self._directory, str(int(left * 10)), archive, self.instance.id],
+            timeout_seconds=left + COMMAND_SECONDS,
+        )
 
     def _again[T](self, ask: Callable[[], T], deadline: float) -> T:
-        """Ask for something that may be asked for twice; once more if the connection was lost under it, as soon as the keeper has made a new one."""
+        """Ask for something that may be asked for twice; once more if the connection was lost under it, as soon as the
+        keeper has made a new one.
+        """
         while True:
             try:
                 return ask()
@@ -300,13 +342,19 @@ class RemoteReach:
         return (self._directory,) if self._memory is None else (self._memory, self._directory)
 
     def write(self, name: str, text: str) -> None:
-        self._patiently(lambda: self._connection.put(text.encode(), f"{self._directory}/{name}", mode=0o600, timeout_seconds=self._command_seconds))
+        self._patiently(
+            lambda: self._connection.put(
+                text.encode(), f"{self._directory}/{name}", mode=0o600, timeout_seconds=self._command_seconds
+            )
+        )
 
     def write_in_memory(self, name: str, text: str) -> str | None:
         if self._memory is None:
             return None
         path = f"{self._memory}/{name}"
-        self._patiently(lambda: self._connection.put(text.encode(), path, mode=0o600, timeout_seconds=self._command_seconds))
+        self._patiently(
+            lambda: self._connection.put(text.encode(), path, mode=0o600, timeout_seconds=self._command_seconds)
+        )
         return path
 
     def read(self, name: str) -> str:
@@ -331,13 +379,16 @@ class RemoteReach:
 
     def can_reach(self, host: str, port: int) -> bool:
         command = shlex.join(["timeout", str(REACH_SECONDS), "bash", "-c", 'exec 3<>"/dev/tcp/$0/$1"', host, str(port)])
-        return self._patiently(lambda: self._connection.run(command, timeout_seconds=self._command_seconds)).exit_code == 0
+        return (
+            self._patiently(lambda: self._connection.run(command, timeout_seconds=self._command_seconds)).exit_code == 0
+        )
 
     def lead(self, port: int, to_local_port: int) -> None:
         self._patiently(lambda: self._connection.forward_remote("127.0.0.1", to_local_port, remote_port=port))
 
     def lives(self, timeout_seconds: float) -> bool | None:
-        told = self._command(LIVES, [self._directory], timeout_seconds=timeout_seconds).splitlines()  # a login shell may have said more
+        # a login shell may have said more
+        told = self._command(LIVES, [self._directory], timeout_seconds=timeout_seconds).splitlines()
         return None if not {"::skyward lives", "::skyward dead"} & set(told) else "::skyward lives" in told
 
     # ── large values ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -371,7 +422,12 @@ class RemoteReach:
     def extend_lease(self, seconds: float) -> None:
         with self._telling:
             paid = self._paid_seconds()
-            words = [self._directory, str(math.ceil(seconds)), "busy" if self._is_busy() else "", "" if paid is None else str(math.floor(paid))]
+            words = [
+                self._directory,
+                str(math.ceil(seconds)),
+                "busy" if self._is_busy() else "",
+                "" if paid is None else str(math.floor(paid)),
+            ]
             # a node that is slow must not be asked anew for ever: the first answer would be good for the whole lease
             self._command(LEASE, words, timeout_seconds=max(COMMAND_SECONDS, self._lease_seconds / 2))
 
@@ -393,10 +449,15 @@ class RemoteReach:
             except Exception as error:  # whatever it is: the node would end when nobody keeps its lease
                 if not is_told and not isinstance(error, SkywardError):
                     is_told = True
-                    _log.exception("the lease of node %d could not be extended; it is tried again and again", self.instance.rank)
+                    _log.exception(
+                        "the lease of node %d could not be extended; it is tried again and again", self.instance.rank
+                    )
                 pause = AGAIN_SECONDS
-                if time.monotonic() < self._opening_until:  # a machine that installs packages may need longer for a login
-                    reconnect_seconds = max(self._reconnect_seconds, min(2 * reconnect_seconds, self._lease_seconds / 4))
+                # a machine that installs packages may need longer for a login
+                if time.monotonic() < self._opening_until:
+                    reconnect_seconds = max(
+                        self._reconnect_seconds, min(2 * reconnect_seconds, self._lease_seconds / 4)
+                    )
                 if silent_since is None and not self._closed.is_set() and not self._connection.is_connected:
                     silent_since = time.monotonic()
                     self._emit(ContactLost(self.instance.id, self.instance.rank, str(error)))
@@ -426,20 +487,37 @@ class RemoteReach:
             self._connection.put(shipped_archive().path, f"{self._directory}/ship.tar.gz")
 
     def _uv_for(self, found: set[str]) -> Packed | None:
-        """Return the uv that runs on the node; None if there is none to be had here: then the node has to find one itself."""
+        """Return the uv that runs on the node; None if there is none to be had here: then the node has to find one
+        itself.
+        """
         _, system, machine = next(line for line in found if line.startswith("system ")).split()
         self._lines.append(SENDING_UV)
         try:
             return shipped_uv(system, machine, is_musl="musl" in found)
         except (OSError, subprocess.SubprocessError) as error:
             why = str(getattr(error, "stderr", None) or error).strip()
-            _log.warning("uv for %s on %s could not be fetched here, and node %d has to fetch it itself: %s", system, machine, self.instance.rank, why)
+            _log.warning(
+                "uv for %s on %s could not be fetched here, and node %d has to fetch it itself: %s",
+                system,
+                machine,
+                self.instance.rank,
+                why,
+            )
             return None
 
-    def _command(self, text: str, words: list[str], *, stdin: str | None = None, timeout_seconds: float | None = None) -> str:
-        """Run a few lines of sh with these arguments, whatever the user's login shell is; return what they print. Raises CommandFailed."""
+    def _command(
+        self, text: str, words: list[str], *, stdin: str | None = None, timeout_seconds: float | None = None
+    ) -> str:
+        """Run a few lines of sh with these arguments, whatever the user's login shell is; return what they print.
+
+        Raises CommandFailed.
+        """
         seconds = self._command_seconds if timeout_seconds is None else timeout_seconds
-        done = self._connection.run(shlex.join(["sh", "-c", text, "skyward", *words]), stdin=stdin, timeout_seconds=seconds)
+        done = self._connection.run(
+            shlex.join(["sh", "-c", text, "skyward", *words]), stdin=stdin, timeout_seconds=seconds
+        )
         if done.exit_code:
-            raise CommandFailed(f"{self._connection.endpoint} could not do what it was asked", done.exit_code, done.output)
+            raise CommandFailed(
+                f"{self._connection.endpoint} could not do what it was asked", done.exit_code, done.output
+            )
         return done.output

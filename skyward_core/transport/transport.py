@@ -1,7 +1,8 @@
-"""What a client needs of a node: write a file of its directory, follow its log, large values there and back, a sign of life.
+"""What a client needs of a node: write a file of its directory, follow its log, large values there and back, a sign of
+life.
 
-`LocalReach` is for nodes that are processes of this machine and does all of it with files; `ssh_transport.RemoteReach` goes over SSH. `Reaches` holds those of
-one pool: the pool opens it and closes it.
+`LocalReach` is for nodes that are processes of this machine and does all of it with files; `ssh_transport.RemoteReach`
+goes over SSH. `Reaches` holds those of one pool: the pool opens it and closes it.
 """
 
 from __future__ import annotations
@@ -22,11 +23,16 @@ from skyward_core.worker.watchdog import uptime, write_busy, write_lease, write_
 from skyward_core.worker.wire import Parcel
 
 REMOTE_HOME = "skyward_core.transport.ssh_transport"
-"""Where `RemoteReach` lives: imported when the first node is reached over SSH, for asyncssh costs a quarter of a second that `Local` need not pay."""
+"""Where `RemoteReach` lives: imported when the first node is reached over SSH, for asyncssh costs a quarter of a second
+that `Local` need not pay.
+"""
 
 
 class Reach(Protocol):
-    """The way to one node. Methods block; they may be called from any thread, and raise Unreachable (ConnectionLost) when the way is cut."""
+    """The way to one node.
+
+    Methods block; they may be called from any thread, and raise Unreachable (ConnectionLost) when the way is cut.
+    """
 
     instance: Instance
     is_here: bool
@@ -47,11 +53,16 @@ class Reach(Protocol):
         ...
 
     def join(self, *, timeout_seconds: float, guard_seconds: float | None = None) -> object:
-        """Reach a node that somebody else has started, and keep its lease from now on. Raises CommandFailed if it has ended."""
+        """Reach a node that somebody else has started, and keep its lease from now on.
+
+        Raises CommandFailed if it has ended.
+        """
         ...
 
     def opened(self) -> None:
-        """The node is a part of the pool: what it is asked from now on has its own limit of time, and no longer that of `start` or `join`."""
+        """The node is a part of the pool: what it is asked from now on has its own limit of time, and no longer that of
+        `start` or `join`.
+        """
         ...
 
     def read(self, name: str) -> str:
@@ -63,7 +74,10 @@ class Reach(Protocol):
         ...
 
     def write_in_memory(self, name: str, text: str) -> str | None:
-        """Write a private file into the node's memory, which no copy of its disk has; return its path. None if it has no such place: nothing is written."""
+        """Write a private file into the node's memory, which no copy of its disk has; return its path.
+
+        None if it has no such place: nothing is written.
+        """
         ...
 
     def new_lines(self) -> list[str]:
@@ -83,15 +97,24 @@ class Reach(Protocol):
         ...
 
     def lives(self, timeout_seconds: float) -> bool | None:
-        """Tell whether the node's supervisor lives; None if it has not begun yet. Raises CommandTimedOut or ConnectionLost if the machine does not say."""
+        """Tell whether the node's supervisor lives; None if it has not begun yet.
+
+        Raises CommandTimedOut or ConnectionLost if the machine does not say.
+        """
         ...
 
     def put(self, parcel: Parcel) -> Parcel:
-        """Put a parcel into a file in the node's memory, or where it has room; return it as the node sees it. Raises OSError or CommandFailed without room."""
+        """Put a parcel into a file in the node's memory, or where it has room; return it as the node sees it.
+
+        Raises OSError or CommandFailed without room.
+        """
         ...
 
     def take(self, parcel: Parcel, *, keep: bool = False) -> Parcel:
-        """Return a parcel that lies in a file of the node in a form that this process can read. The file is gone then, or with `release`, unless `keep`."""
+        """Return a parcel that lies in a file of the node in a form that this process can read.
+
+        The file is gone then, or with `release`, unless `keep`.
+        """
         ...
 
     def release(self, parcel: Parcel) -> None:
@@ -99,7 +122,9 @@ class Reach(Protocol):
         ...
 
     def extend_lease(self, seconds: float) -> None:
-        """Let the node's lease run for so many seconds from now, unless it runs longer already; say so too if the pool has calls to run."""
+        """Let the node's lease run for so many seconds from now, unless it runs longer already; say so too if the pool
+        has calls to run.
+        """
         ...
 
     def close(self) -> None:
@@ -113,7 +138,9 @@ class LocalReach:
     is_here = True
     is_connected = True
 
-    def __init__(self, instance: Instance, is_busy: Callable[[], bool], paid_seconds: Callable[[], float | None]) -> None:
+    def __init__(
+        self, instance: Instance, is_busy: Callable[[], bool], paid_seconds: Callable[[], float | None]
+    ) -> None:
         assert instance.directory is not None
         self.instance = instance
         self._is_busy = is_busy
@@ -122,7 +149,9 @@ class LocalReach:
         memory = memory_directory(instance.id)
         self.value_directories = (memory, str(self._directory)) if is_private(Path(memory)) else (str(self._directory),)
         self._telling = threading.Lock()
-        """Held from asking for how long the node is paid until it is told: what was asked for later is what stands there."""
+        """Held from asking for how long the node is paid until it is told: what was asked for later is what stands
+        there.
+        """
         self._read = 0
         self._partial = b""
 
@@ -174,7 +203,8 @@ class LocalReach:
             environ = Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:
             return False
-        return f"SKYWARD_INSTANCE_DIRECTORY={self._directory}".encode() in environ.split(b"\0")  # nothing can be read of a zombie
+        # nothing can be read of a zombie
+        return f"SKYWARD_INSTANCE_DIRECTORY={self._directory}".encode() in environ.split(b"\0")
 
     def put(self, parcel: Parcel) -> Parcel:
         return parcel.put_aside(self.value_directories)
@@ -193,7 +223,9 @@ class LocalReach:
         self.say_busy()
 
     def say_busy(self) -> None:
-        """Let the node know until when it is paid for, and that the pool has calls to run, if it has: other nodes' count for this one's `timeout` too."""
+        """Let the node know until when it is paid for, and that the pool has calls to run, if it has: other nodes'
+        count for this one's `timeout` too.
+        """
         with self._telling:
             if (paid := self._paid_seconds()) is not None:
                 write_paid(self._directory, uptime() + paid)
@@ -207,7 +239,12 @@ class LocalReach:
 class Reaches:
     """The ways to the nodes of one pool, by instance id. `close` ends them all."""
 
-    def __init__(self, lease_seconds: float, emit: Callable[[SkywardEvent], object], paid_seconds: Callable[[], float | None] = lambda: None) -> None:
+    def __init__(
+        self,
+        lease_seconds: float,
+        emit: Callable[[SkywardEvent], object],
+        paid_seconds: Callable[[], float | None] = lambda: None,
+    ) -> None:
         self._lease_seconds = lease_seconds
         self._emit = emit
         self._paid_seconds = paid_seconds
@@ -225,7 +262,9 @@ class Reaches:
             if self._is_closed:
                 raise RuntimeError("the pool is closing")
             if instance.id not in self._reaches:
-                self._reaches[instance.id] = self._remote().reach(instance) if instance.endpoint is not None else self._local(instance)
+                self._reaches[instance.id] = (
+                    self._remote().reach(instance) if instance.endpoint is not None else self._local(instance)
+                )
             return self._reaches[instance.id]
 
     def here(self) -> list[LocalReach]:
@@ -272,7 +311,8 @@ class Reaches:
             self._is_closed = True
             reaches, self._reaches = list(self._reaches.values()), {}
             wires, self._wires = self._wires, None
-        side_by_side(lambda reach: reach.close(), reaches, "skyward-close", len(reaches))  # one that is silent takes its time
+        # one that is silent takes its time
+        side_by_side(lambda reach: reach.close(), reaches, "skyward-close", len(reaches))
         if wires is not None:
             wires.close()
 
@@ -281,7 +321,12 @@ class Reaches:
 
     def _remote(self) -> Wires:
         if self._wires is None:
-            self._wires = cast("Wires", importlib.import_module(REMOTE_HOME).Wires(self._lease_seconds, self._emit, lambda: self.is_busy, self._paid_seconds))
+            self._wires = cast(
+                "Wires",
+                importlib.import_module(REMOTE_HOME).Wires(
+                    self._lease_seconds, self._emit, lambda: self.is_busy, self._paid_seconds
+                ),
+            )
         return self._wires
 
 

@@ -1,13 +1,17 @@
-"""Limits of memory that the kernel keeps: a control group (cgroup v2) for each process of calls, where the node has a group that may hand `memory` down.
+"""Limits of memory that the kernel keeps: a control group (cgroup v2) for each process of calls, where the node has a
+group that may hand `memory` down.
 
-A group that hands a controller down holds no process itself (cgroups(7), "no internal processes"). So the node's group (docs/decisions/0011) is divided:
+A group that hands a controller down holds no process itself (cgroups(7), "no internal processes"). So the node's group
+(docs/decisions/0011) is divided:
 
     skyward.INSTANCE...    the node's own, made at its launch; killed, found and removed as a whole
     ├── node               keepers, supervisor, workers and all else
-    └── calls-N            one process of calls with all that these start: memory.max is the limit, no swap, and who goes over it is killed with the rest
+    └── calls-N            one process of calls with all that these start: memory.max is the limit, no swap, and who
+    goes over it is killed with the rest
 
-Nothing here is needed: where a step fails, a node is as without it, and the worker's own watch (`slot.MEMORY_CHECK_SECONDS`) bounds the process of a call.
-That one goes on beside the groups. It sees the process of the call alone, ten times a second; the kernel sees each page, and what the call has started too.
+Nothing here is needed: where a step fails, a node is as without it, and the worker's own watch
+(`slot.MEMORY_CHECK_SECONDS`) bounds the process of a call. That one goes on beside the groups. It sees the process of
+the call alone, ten times a second; the kernel sees each page, and what the call has started too.
 """
 
 from __future__ import annotations
@@ -47,7 +51,9 @@ class CallGroups:
         return path
 
     def end(self, path: Path) -> bool:
-        """Tell whether the kernel has killed what was in a group because it took too much memory; the group is removed once it is empty."""
+        """Tell whether the kernel has killed what was in a group because it took too much memory; the group is removed
+        once it is empty.
+        """
         was_killed = _count(path / "memory.events", "oom_kill") > 0
         self._over.add(path)
         for old in list(self._over):
@@ -59,7 +65,9 @@ class CallGroups:
 
 
 def call_groups(instance_id: str, limit_bytes: int | None) -> CallGroups | None:
-    """Divide the control group of this node, in which this process is; None without a limit, or where the kernel keeps none."""
+    """Divide the control group of this node, in which this process is; None without a limit, or where the kernel keeps
+    none.
+    """
     own = None if limit_bytes is None else own_group()
     if limit_bytes is None or own is None:
         return None
@@ -98,7 +106,9 @@ def enter(group: Path) -> bool:
 
 
 class Room:
-    """The limit of this process's own group, made larger by the results that it has put into memory: the kernel counts these as the process's."""
+    """The limit of this process's own group, made larger by the results that it has put into memory: the kernel counts
+    these as the process's.
+    """
 
     def __init__(self, group: Path, limit_bytes: int) -> None:
         self._group = group
@@ -125,7 +135,9 @@ def own_group() -> Path | None:
     """The folder of this process's control group; None if it is not to be seen here."""
     found = mount()
     with contextlib.suppress(OSError):
-        own = next((line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")), None)
+        own = next(
+            (line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")), None
+        )
         if found is not None and own is not None and not own.startswith("/.."):  # above the root of a namespace
             root, point = found
             inside = Path(own)

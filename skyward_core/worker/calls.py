@@ -1,12 +1,13 @@
 """The scheduler's memory of calls: calls outlive the connection of their client, and detached calls outlive the client.
 
-The scheduler keeps a client's topic from its first `resume` on. The n-th message on it has the number n, is kept as bytes, and is dropped when the client
-acknowledges it. On a new connection the client asks for the messages after the last number that it has handled (`resume`). The answer travels in the same
-stream as live messages, so no message is missed, doubled or out of order.
+The scheduler keeps a client's topic from its first `resume` on. The n-th message on it has the number n, is kept as
+bytes, and is dropped when the client acknowledges it. On a new connection the client asks for the messages after the
+last number that it has handled (`resume`). The answer travels in the same stream as live messages, so no message is
+missed, doubled or out of order.
 
-KEEP, a client without a connection, also wants each task whose key begins with "skyward-". It releases the task when the client that sent it (or the one that
-has resumed its topic) releases it, leaves, or stays away too long. A detached call stays until `skyward_forget`; its topic and its task are both named
-`detached_key(call_id)`.
+KEEP, a client without a connection, also wants each task whose key begins with "skyward-". It releases the task when
+the client that sent it (or the one that has resumed its topic) releases it, leaves, or stays away too long. A detached
+call stays until `skyward_forget`; its topic and its task are both named `detached_key(call_id)`.
 """
 
 from __future__ import annotations
@@ -32,13 +33,17 @@ RESUME, ACKNOWLEDGE, LEAVE, CANCEL = "skyward-resume", "skyward-acknowledge", "s
 """Operations on a client's stream to the scheduler; CANCEL also on the scheduler's to a worker."""
 
 RETRIES, NAME = "skyward_retries", "skyward_name"
-"""Annotations (`dask.annotate`) of a detached call's task: how often it may run again after the loss of its worker (0), and its function's name."""
+"""Annotations (`dask.annotate`) of a detached call's task: how often it may run again after the loss of its worker (0),
+and its function's name.
+"""
 
 RAN = "skyward_ran"
 """Name of the workers' metric, and of the scheduler's operation that returns all of them."""
 
 type Ran = tuple[str, str, float]
-"""How long a worker's slots were busy, in seconds, since its process began: the id of its instance, a name of the process, the sum over its slots."""
+"""How long a worker's slots were busy, in seconds, since its process began: the id of its instance, a name of the
+process, the sum over its slots.
+"""
 
 TOPIC_LIMIT_BYTES = 64 << 20
 PREFIX = "skyward-"
@@ -52,12 +57,17 @@ def cancel(call_ids: Collection[str]) -> dict[str, Any]:
 
 
 def tell_kept() -> dict[str, Any]:
-    """Return the message that makes every worker announce the calls that it keeps, and repeat their reports. A client sends it after `resume`."""
+    """Return the message that makes every worker announce the calls that it keeps, and repeat their reports.
+
+    A client sends it after `resume`.
+    """
     return {"op": TELL_KEPT}
 
 
 def release(call_ids: Collection[str]) -> dict[str, Any]:
-    """Return the message that lets workers forget calls that have outlived their head: their outcomes have arrived, or have no caller any more."""
+    """Return the message that lets workers forget calls that have outlived their head: their outcomes have arrived, or
+    have no caller any more.
+    """
     return {"op": RELEASE, "calls": list(call_ids)}
 
 
@@ -70,9 +80,11 @@ def detached_key(call_id: str) -> str:
 
 
 def resume(client_id: str, topic: str, after: int, asked: int) -> dict[str, Any]:
-    """Return the message that makes this client the owner of the topic and its tasks, and asks for the topic's messages after number `after`.
+    """Return the message that makes this client the owner of the topic and its tasks, and asks for the topic's messages
+    after number `after`.
 
-    The answer is an event of the topic: a mapping with the number `asked`, and the fields of `scheduler_messages.Resumed`.
+    The answer is an event of the topic: a mapping with the number `asked`, and the fields of
+    `scheduler_messages.Resumed`.
     """
     return {"op": RESUME, "client": client_id, "topic": topic, "after": after, "asked": asked}
 
@@ -83,7 +95,10 @@ def acknowledge(topic: str, number: int) -> dict[str, Any]:
 
 
 def leave(topic: str) -> dict[str, Any]:
-    """Return the message that makes the scheduler drop a topic and its owner's tasks. A client sends it before it closes for good."""
+    """Return the message that makes the scheduler drop a topic and its owner's tasks.
+
+    A client sends it before it closes for good.
+    """
     return {"op": LEAVE, "topic": topic}
 
 
@@ -126,9 +141,11 @@ class Topic:
 
 @dataclass(slots=True)
 class Detached:
-    """The record of a detached call. `state` is "waiting", "running", "ended" (its outcome is among its messages), "cancelled" or "lost" (see `reason`).
+    """The record of a detached call. `state` is "waiting", "running", "ended" (its outcome is among its messages),
+    "cancelled" or "lost" (see `reason`).
 
-    `worker` is the name (RANK-INDEX) of the last worker that got it, `runs` how often a worker got it, `submitted_at` the head's clock.
+    `worker` is the name (RANK-INDEX) of the last worker that got it, `runs` how often a worker got it, `submitted_at`
+    the head's clock.
     """
 
     call_id: str
@@ -157,7 +174,10 @@ class Calls(SchedulerPlugin):
         self._keys: dict[str, set[str]] = {}  # of tasks kept, by the id of their client
         self._absent: dict[str, asyncio.TimerHandle] = {}
         self._abandoned: dict[str, int] = {}
-        """By topic: how often it was dropped with the tasks of its owner. Kept for ever: the answer with this number may be lost."""
+        """By topic: how often it was dropped with the tasks of its owner.
+
+        Kept for ever: the answer with this number may be lost.
+        """
         self._asked: dict[str, int] = {}
         """By topic: the number of the last `resume` that was answered."""
         self._replaced: set[str] = set()
@@ -179,8 +199,16 @@ class Calls(SchedulerPlugin):
                 "client-releases-keys": self._client_releases_keys,
             }
         )
-        scheduler.handlers.update({"skyward_calls": self.skyward_calls, "skyward_call": self.skyward_call, "skyward_forget": self.skyward_forget})
-        scheduler.handlers.update({"skyward_busy": self.skyward_busy, RAN: self.skyward_ran, "skyward_load": self.skyward_load})
+        scheduler.handlers.update(
+            {
+                "skyward_calls": self.skyward_calls,
+                "skyward_call": self.skyward_call,
+                "skyward_forget": self.skyward_forget,
+            }
+        )
+        scheduler.handlers.update(
+            {"skyward_busy": self.skyward_busy, RAN: self.skyward_ran, "skyward_load": self.skyward_load}
+        )
         scheduler.handlers.update({"skyward_cancel": self.skyward_cancel})
 
     async def close(self) -> None:
@@ -198,7 +226,9 @@ class Calls(SchedulerPlugin):
             kept.add(msg)
 
     def _resume(self, client: str, topic: str, after: int, asked: int) -> None:
-        """Send a client the messages that it has missed and subscribe it, in one turn of the event loop: no message can come in between."""
+        """Send a client the messages that it has missed and subscribe it, in one turn of the event loop: no message can
+        come in between.
+        """
         if asked < self._asked.get(topic, 0):  # a later connection of the same client was faster
             self._replaced.add(client)
             return
@@ -221,14 +251,17 @@ class Calls(SchedulerPlugin):
             "tasks": tasks,
             "gone": gone,
             "last": number + len(messages),
-            "workers": {worker.address: (str(worker.name), worker.status.name) for worker in self._scheduler.workers.values()},
+            "workers": {
+                worker.address: (str(worker.name), worker.status.name) for worker in self._scheduler.workers.values()
+            },
         }
         now = time.time()
         events = [{"op": "event", "topic": topic, "event": (now, content)} for content in (answer, *messages)]
         self._scheduler.send_all({client: events}, {})
         self._scheduler.subscribe_topic(topic, client)
         if tasks:
-            self._scheduler.client_desires_keys(list(tasks), client)  # Dask then sends it, after the messages above, the ends of these tasks
+            # Dask then sends it, after the messages above, the ends of these tasks
+            self._scheduler.client_desires_keys(list(tasks), client)
 
     def _give(self, topic: str, client: str) -> None:
         """Make a client the owner of a topic, and of its owner's tasks."""
@@ -257,10 +290,22 @@ class Calls(SchedulerPlugin):
     # ── tasks ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def is_replaced(self, client: str) -> bool:
-        """Tell whether another client has resumed this one's topic: that client knows which batches had come by then, and sends the others again."""
+        """Tell whether another client has resumed this one's topic: that client knows which batches had come by then,
+        and sends the others again.
+        """
         return client in self._replaced
 
-    def update_graph(self, scheduler: Scheduler, *, client: str, tasks: Any, keys: Collection[Any], annotations: Any, priority: Any, **_: Any) -> None:
+    def update_graph(
+        self,
+        scheduler: Scheduler,
+        *,
+        client: str,
+        tasks: Any,
+        keys: Collection[Any],
+        annotations: Any,
+        priority: Any,
+        **_: Any,
+    ) -> None:
         """Let KEEP want our tasks from the moment that Dask has them."""
         ours = [key for key in keys if isinstance(key, str) and key.startswith(PREFIX)]
         if not ours:
@@ -273,7 +318,10 @@ class Calls(SchedulerPlugin):
             self._keys.setdefault(client, set()).update(regular)
 
     def transition(self, key: Any, start: str, finish: str, *_: Any, **news: Any) -> None:
-        """Make sure that Dask does not run an ended task again, and follow detached calls. Dask calls this several times for every task."""
+        """Make sure that Dask does not run an ended task again, and follow detached calls.
+
+        Dask calls this several times for every task.
+        """
         if not isinstance(key, str) or not key.startswith(PREFIX):
             return
         if finish == "memory":
@@ -291,7 +339,8 @@ class Calls(SchedulerPlugin):
             self._absent[client] = asyncio.get_running_loop().call_later(self._abandoned_seconds, self._abandon, client)
 
     def _client_releases_keys(self, keys: Iterable[str], client: str, **rest: Any) -> None:
-        """Release for KEEP too the tasks that a client releases by this operation of its stream. Dask does not call it when the stream breaks.
+        """Release for KEEP too the tasks that a client releases by this operation of its stream. Dask does not call it
+        when the stream breaks.
 
         A client that has reconnected releases its earlier futures; it wants no tasks by then, and the tasks stay.
         """
@@ -301,7 +350,8 @@ class Calls(SchedulerPlugin):
             wanted, keeper = self._scheduler.clients[client].wants_what, self._scheduler.clients[KEEP]
             for key in kept.intersection(keys):
                 task = self._scheduler.tasks.get(key)
-                if task in wanted:  # so that the transitions follow from the client's release, below, and not from KEEP's
+                # so that the transitions follow from the client's release, below, and not from KEEP's
+                if task in wanted:
                     keeper.wants_what.discard(task)
                     task.who_wants.discard(keeper)
                 if task is None or task in wanted:
@@ -327,7 +377,8 @@ class Calls(SchedulerPlugin):
             self._scheduler.unsubscribe_topic(topic, client)
             del self._owners[topic], self._topics[topic], self._asked[topic]
             self._abandoned[topic] = self._abandoned.get(topic, 0) + 1
-        stop = {"op": CANCEL, "calls": topics}  # else running calls would keep their slots, and no client could stop them
+        # else running calls would keep their slots, and no client could stop them
+        stop = {"op": CANCEL, "calls": topics}
         self._scheduler.send_all({}, {worker: [stop] for worker in self._scheduler.workers})
         self._let_go(client, list(self._keys.get(client, ())))
 
@@ -350,7 +401,11 @@ class Calls(SchedulerPlugin):
     def skyward_busy(self) -> bool:
         """Tell whether any task of any client runs or waits."""
         scheduler = self._scheduler
-        return bool(scheduler.unrunnable or scheduler.queued or any(worker.processing or worker.metrics.get(OLDER) for worker in scheduler.workers.values()))
+        return bool(
+            scheduler.unrunnable
+            or scheduler.queued
+            or any(worker.processing or worker.metrics.get(OLDER) for worker in scheduler.workers.values())
+        )
 
     def skyward_ran(self) -> list[Ran]:
         """Return how long the slots of each worker were busy, as of its last heartbeat."""
@@ -358,7 +413,10 @@ class Calls(SchedulerPlugin):
 
     def skyward_load(self) -> dict[str, list[str]]:
         """Return the keys of the unended tasks of all clients that each worker has, by the workers' names."""
-        return {str(worker.name): [str(task.key) for task in worker.processing] for worker in self._scheduler.workers.values()}
+        return {
+            str(worker.name): [str(task.key) for task in worker.processing]
+            for worker in self._scheduler.workers.values()
+        }
 
     def skyward_cancel(self, call_id: str) -> None:
         """Stop a call as CANCEL does, for a client that needs an answer."""
@@ -371,7 +429,8 @@ class Calls(SchedulerPlugin):
     def skyward_call(self, call_id: str, after: int = 0) -> dict[str, Any] | None:
         """Return the record of a detached call and its messages after this number; None if there is none of this id.
 
-        `number` is the number of the message before the first of `messages`; `missed` is how many messages before it were dropped.
+        `number` is the number of the message before the first of `messages`; `missed` is how many messages before it
+        were dropped.
         """
         call = self._detached.get(detached_key(call_id))
         if call is None:
@@ -380,7 +439,10 @@ class Calls(SchedulerPlugin):
         return {**self._record(call), "number": number, "missed": max(0, number - after), "messages": messages}
 
     def skyward_forget(self, call_id: str) -> bool:
-        """Drop the record and the result of a detached call; False if there is none of this id. This does not stop a call that runs."""
+        """Drop the record and the result of a detached call; False if there is none of this id.
+
+        This does not stop a call that runs.
+        """
         key = detached_key(call_id)
         call = self._detached.pop(key, None)
         if call is None:
@@ -392,7 +454,8 @@ class Calls(SchedulerPlugin):
     def _take_in(self, key: str) -> None:
         task = self._scheduler.tasks[key]
         annotations = task.annotations or {}
-        # Dask fails a task after the deaths of more than `allowed-failures` (none here) of its workers: the count of this one starts below zero.
+        # Dask fails a task after the deaths of more than `allowed-failures` (none here) of its workers: the count of
+        # this one starts below zero.
         task.suspicious = -int(annotations.get(RETRIES, 0))
         topic = self._topics[key] = Topic(self._topic_limit_bytes)
         self._detached[key] = Detached(key.removeprefix(_DETACHED), str(annotations.get(NAME, "")), topic)
@@ -413,7 +476,11 @@ class Calls(SchedulerPlugin):
 
     def _record(self, call: Detached) -> dict[str, Any]:
         task = self._scheduler.tasks.get(detached_key(call.call_id))
-        is_running = task is not None and task.processing_on is not None and (task in task.processing_on.executing or call.topic.number > 0)
+        is_running = (
+            task is not None
+            and task.processing_on is not None
+            and (task in task.processing_on.executing or call.topic.number > 0)
+        )
         return {
             "call_id": call.call_id,
             "name": call.name,
@@ -436,5 +503,9 @@ class Calls(SchedulerPlugin):
         if task.processing_on is not None:
             return  # a worker has it: its slots get the same message to stop it
         call.state = "cancelled"
-        self._scheduler.log_event(key, pickle.dumps(Report(-1, "", (Outcome(call.call_id, Ending.CANCELLED),)), protocol=5))
-        self._scheduler.stimulus_cancel([key], client=KEEP, force=True, reason="skyward-cancel", msg="the call was cancelled")
+        self._scheduler.log_event(
+            key, pickle.dumps(Report(-1, "", (Outcome(call.call_id, Ending.CANCELLED),)), protocol=5)
+        )
+        self._scheduler.stimulus_cancel(
+            [key], client=KEEP, force=True, reason="skyward-cancel", msg="the call was cancelled"
+        )

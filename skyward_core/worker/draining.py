@@ -1,7 +1,8 @@
 """Nodes that are to be given no more calls, in the scheduler: what runs there, or waits there already, goes on.
 
-For Dask such a worker is paused; the worker itself is not told, for then it would begin none of the calls that it has. A worker process that comes back has
-another address and is not held: whoever wants it held asks again, as for the number of calls left, every now and then.
+For Dask such a worker is paused; the worker itself is not told, for then it would begin none of the calls that it has.
+A worker process that comes back has another address and is not held: whoever wants it held asks again, as for the
+number of calls left, every now and then.
 """
 
 from __future__ import annotations
@@ -35,8 +36,12 @@ class Holding(SchedulerPlugin):
         scheduler.handlers[HOLD] = self.hold
 
     def hold(self, rank: int) -> int:
-        """Give the workers of a node no more calls; return how many batches of calls, of whichever client, they have left. May be asked again."""
-        workers = [worker for worker in self._scheduler.workers.values() if str(worker.name).partition("-")[0] == str(rank)]
+        """Give the workers of a node no more calls; return how many batches of calls, of whichever client, they have
+        left. May be asked again.
+        """
+        workers = [
+            worker for worker in self._scheduler.workers.values() if str(worker.name).partition("-")[0] == str(rank)
+        ]
         for worker in workers:
             self._scheduler.handle_worker_status_change(Status.paused, worker, f"skyward-hold-{rank}")
             left = self._left_at(worker)

@@ -1,7 +1,8 @@
 """An environment variable that a process sets over and over without growing.
 
-setenv(3), and so `os.environ[name] = value`, keeps every text that it was ever given: glibc never frees one, since a caller may still point to it. A runner
-that named each of its calls that way grew by 272 bytes a call (measured: 54 to 68 MB after 50,000 calls).
+setenv(3), and so `os.environ[name] = value`, keeps every text that it was ever given: glibc never frees one, since a
+caller may still point to it. A runner that named each of its calls that way grew by 272 bytes a call (measured: 54 to
+68 MB after 50,000 calls).
 """
 
 import ctypes
@@ -16,10 +17,11 @@ _libc.putenv.argtypes = (ctypes.c_void_p,)
 
 
 class RewrittenVariable:
-    """One variable of this process's environment, in memory that is written again for each value; what it holds is padded with blanks at its end.
+    """One variable of this process's environment, in memory that is written again for each value; what it holds is
+    padded with blanks at its end.
 
-    `set` is called from one thread. Processes that are started later see the value, as with `os.environ`. The memory is never freed, for the environment
-    points to it: make one for the life of the process.
+    `set` is called from one thread. Processes that are started later see the value, as with `os.environ`. The memory is
+    never freed, for the environment points to it: make one for the life of the process.
     """
 
     def __init__(self, name: str) -> None:
@@ -39,7 +41,9 @@ class RewrittenVariable:
             raise MemoryError(f"no room for {len(text)} bytes")
         padded = text.ljust(self._room)
         ctypes.memmove(self._memory, padded, self._room)
-        if _libc.putenv(self._memory):  # the pointer itself becomes the entry: setenv would copy. Again each time, for a call may have removed the variable
+        # the pointer itself becomes the entry: setenv would copy. Again each time, for a call may have removed the
+        # variable
+        if _libc.putenv(self._memory):
             raise OSError(ctypes.get_errno(), "putenv")
         _python_side()[self._name] = padded[len(self._name) + 1 :]
 

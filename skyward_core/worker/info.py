@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass, field
 from skyward_core.errors import BadRequest
 
 ENV = "SKYWARD_INSTANCE_INFO"
-"""The environment variable that carries an `InstanceInfo` as JSON, so that processes started by a call (torchrun) see it too."""
+"""The environment variable that carries an `InstanceInfo` as JSON, so that processes started by a call (torchrun) see
+it too.
+"""
 
 _DEFAULT_HEAD_PORT = 29500  # torch.distributed's own default, see the torchrun manual, --master-port
 
@@ -16,12 +18,13 @@ _DEFAULT_HEAD_PORT = 29500  # torch.distributed's own default, see the torchrun 
 class InstanceInfo:
     """The surroundings of one call.
 
-    `node` counts from 0 (the head) to `total_nodes - 1`, `worker` from 0 to `workers_per_node - 1` on its node. `accelerators` are the
-    names of what this worker may use, one per device. `head_addr` and `head_port` are where the workers of this call can meet: an
-    address that all nodes reach and a port that is free on the head. `job_id` is the same on all workers of one broadcast, and
-    different for each call. `neuron_cores` are the numbers of the NeuronCores (Trainium, Inferentia) that this process may use, also told to AWS's
-    runtime as NEURON_RT_VISIBLE_CORES: a part of the node's if calls run there at once. Empty elsewhere, and where the runtime is left the choice.
-    `is_simulated` says that there are no such accelerators: `Local` stands in for a machine that has them.
+    `node` counts from 0 (the head) to `total_nodes - 1`, `worker` from 0 to `workers_per_node - 1` on its node.
+    `accelerators` are the names of what this worker may use, one per device. `head_addr` and `head_port` are where the
+    workers of this call can meet: an address that all nodes reach and a port that is free on the head. `job_id` is the
+    same on all workers of one broadcast, and different for each call. `neuron_cores` are the numbers of the NeuronCores
+    (Trainium, Inferentia) that this process may use, also told to AWS's runtime as NEURON_RT_VISIBLE_CORES: a part of
+    the node's if calls run there at once. Empty elsewhere, and where the runtime is left the choice. `is_simulated`
+    says that there are no such accelerators: `Local` stands in for a machine that has them.
     """
 
     node: int
@@ -61,7 +64,9 @@ def instance_info() -> InstanceInfo:
     try:
         return InstanceInfo(**json.loads(text))
     except (ValueError, TypeError) as error:
-        raise BadRequest(f"{ENV} is set, but not to what skyward writes there ({error}): unset it outside a pool") from error
+        raise BadRequest(
+            f"{ENV} is set, but not to what skyward writes there ({error}): unset it outside a pool"
+        ) from error
 
 
 def to_env(info: InstanceInfo) -> str:

@@ -1,19 +1,23 @@
-"""The keeper of a node: the parent of everything that the node starts, so that its end takes all of it along, tagged or not.
+"""The keeper of a node: the parent of everything that the node starts, so that its end takes all of it along, tagged or
+not.
 
-Run as a script, `python -I -S keeper.py [--group PATH] [--remove PATH] ... -- COMMAND ...`, it is up within milliseconds: it imports nothing of this package.
-It becomes a child subreaper (prctl(2)). Whatever a call starts, in whatever session, with whatever environment and as whatever user, stays below it in the
-process tree when its parent dies. Two processes of it stand above the command:
+Run as a script, `python -I -S keeper.py [--group PATH] [--remove PATH] ... -- COMMAND ...`, it is up within
+milliseconds: it imports nothing of this package. It becomes a child subreaper (prctl(2)). Whatever a call starts, in
+whatever session, with whatever environment and as whatever user, stays below it in the process tree when its parent
+dies. Two processes of it stand above the command:
 
     keeper ── second keeper ── command (the startup shell, then the supervisor) ── workers, runners ── what calls start
 
     the command ends or is killed      the second keeper kills all that is below it, and exits; then the first one exits
-    the second keeper is killed        its children become children of the first, which kills all that is below it, and exits
-    the first keeper is killed         the second one goes on: it has everything below it already
-    both are killed at once            what was below them gets other parents: it is found by its tag or by the node's control group, if it has one of them
+    the second keeper is killed        its children become children of the first, which kills all that is below it, and
+    exits the first keeper is killed         the second one goes on: it has everything below it already
+    both are killed at once            what was below them gets other parents: it is found by its tag or by the node's
+    control group, if it has one of them
 
-A keeper exits when the kernel says that it has no child left. For a subreaper this means: no descendant. It then writes the file `kept` into the node's
-directory. It spares one kind of process: the reaper of a pool that a call has opened, which ends by itself. A process that it may not kill (one that has become
-root by sudo) is waited for, without a limit: the node is still listed then, since the keeper carries its tag.
+A keeper exits when the kernel says that it has no child left. For a subreaper this means: no descendant. It then writes
+the file `kept` into the node's directory. It spares one kind of process: the reaper of a pool that a call has opened,
+which ends by itself. A process that it may not kill (one that has become root by sudo) is waited for, without a limit:
+the node is still listed then, since the keeper carries its tag.
 """
 
 from __future__ import annotations
@@ -40,7 +44,9 @@ LONGEST_PAUSE_SECONDS = 0.2
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent dies (prctl(2), PR_SET_CHILD_SUBREAPER): what a call leaves behind stays in sight."""
+    """Become the parent of every descendant whose own parent dies (prctl(2), PR_SET_CHILD_SUBREAPER): what a call
+    leaves behind stays in sight.
+    """
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -60,7 +66,9 @@ def name_of(pid: int) -> str:
 
 
 def start_of(pid: int) -> str:
-    """Return a process's start time in clock ticks since boot (field 22 of proc(5) stat), "" if it is gone, a zombie or hidden."""
+    """Return a process's start time in clock ticks since boot (field 22 of proc(5) stat), "" if it is gone, a zombie or
+    hidden.
+    """
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as stat:
             state, *rest = stat.read().rpartition(") ")[2].split()
@@ -109,7 +117,9 @@ def kill_all(pids: Iterable[int]) -> None:
 
 
 def end_all_below() -> None:
-    """Kill and reap everything below this process, which adopts orphans, until the kernel says that it has no child left but reapers."""
+    """Kill and reap everything below this process, which adopts orphans, until the kernel says that it has no child
+    left but reapers.
+    """
     pause, rounds_without = 0.0005, 0
     while True:
         kill_all(children_of(os.getpid()))
@@ -127,7 +137,10 @@ def end_all_below() -> None:
 
 
 def keep(become: Callable[[], object]) -> None:
-    """Fork, have the child become what it is to be, and return when it has ended and nothing is left below. Passes SIGTERM on to it."""
+    """Fork, have the child become what it is to be, and return when it has ended and nothing is left below.
+
+    Passes SIGTERM on to it.
+    """
     adopt_orphans()
     child = 0
     signal.signal(signal.SIGTERM, lambda *_: _pass_on(child))
@@ -184,7 +197,10 @@ def _is_alone(directory: str) -> bool:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run as a script; see the head of this file. `--group` is the control group to enter, `--remove` what to remove at the end if the owner is gone."""
+    """Run as a script; see the head of this file.
+
+    `--group` is the control group to enter, `--remove` what to remove at the end if the owner is gone.
+    """
     options, command = list(arguments[: arguments.index("--")]), arguments[arguments.index("--") + 1 :]
     call_oneself(KEEPER)
     how, to_remove = BY_TREE, list[str]()
@@ -204,9 +220,13 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _finish(how: str, to_remove: Sequence[str]) -> None:
-    """Say that nothing of the node runs, and remove what it leaves if nobody else will. Each keeper does it: either may be the only one left."""
+    """Say that nothing of the node runs, and remove what it leaves if nobody else will.
+
+    Each keeper does it: either may be the only one left.
+    """
     directory = os.environ.get("SKYWARD_INSTANCE_DIRECTORY", "")
-    with contextlib.suppress(OSError), open(os.path.join(directory, KEPT), "w") as kept:  # its folder may be gone by now
+    # its folder may be gone by now
+    with contextlib.suppress(OSError), open(os.path.join(directory, KEPT), "w") as kept:
         kept.write(f"{how}\n")
     if to_remove and _is_alone(directory):
         for path in to_remove:

@@ -1,7 +1,9 @@
-"""Log records of calls keep their level and their lines: what a `logging.StreamHandler` writes to stdout or stderr travels as one record.
+"""Log records of calls keep their level and their lines: what a `logging.StreamHandler` writes to stdout or stderr
+travels as one record.
 
-A record is one line of the runner's output, `MARK:LEVEL "TEXT"`, with its text as JSON, so that a traceback has no line ends on its way. MARK is the secret
-that ends the output of a call: no call can forge it. What is written in any other way stays lines without a level.
+A record is one line of the runner's output, `MARK:LEVEL "TEXT"`, with its text as JSON, so that a traceback has no line
+ends on its way. MARK is the secret that ends the output of a call: no call can forge it. What is written in any other
+way stays lines without a level.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from typing import NamedTuple, TextIO
 
 
 class Lines(NamedTuple):
-    """Lines of one stream that follow each other; `level` (of `logging`) where each is a log record, which may hold line ends."""
+    """Lines of one stream that follow each other; `level` (of `logging`) where each is a log record, which may hold
+    line ends.
+    """
 
     level: int | None
     texts: tuple[str, ...]
@@ -23,7 +27,8 @@ class Lines(NamedTuple):
 def keep_levels(mark: bytes, streams: tuple[TextIO, TextIO]) -> None:
     """Have each log handler of this process that writes to one of `streams` write whole records from now on.
 
-    It changes `logging.StreamHandler` itself: the handlers are the calls' own (`logging.basicConfig()`), or Python's last resort, and need not exist yet.
+    It changes `logging.StreamHandler` itself: the handlers are the calls' own (`logging.basicConfig()`), or Python's
+    last resort, and need not exist yet.
     """
     start = _start_of(mark)
     write_plainly = logging.StreamHandler.emit

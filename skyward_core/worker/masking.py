@@ -1,6 +1,7 @@
 """Secret values in text: replaced by MASK wherever they stand, as they are or as others quote them.
 
-It helps against accidents. Code that has a value can print it in a form that nobody looks for: reversed, encrypted, in pieces.
+It helps against accidents. Code that has a value can print it in a form that nobody looks for: reversed, encrypted, in
+pieces.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ SHORTEST_IN_BASE64 = 8
 DEEPEST = 6
 _URLSAFE = str.maketrans("+/", "-_")
 _SAFE_IN_URL = ("", "/", "!'()*~", "!$&'()*+,;=:~", "!$&'()*+,;=:~/")
-"""Beside letters and digits: what Python leaves as it is by default, JavaScript's encodeURIComponent, and what may stand in user information (RFC 3986)."""
+"""Beside letters and digits: what Python leaves as it is by default, JavaScript's encodeURIComponent, and what may
+stand in user information (RFC 3986).
+"""
 _APOSTROPHES_IN_SHELL = ("'\"'\"'", r"'\''")
 
 
@@ -38,7 +41,8 @@ class SecretValues(dict[str, str]):
 
     __str__ = __repr__
     __sentry_repr__ = __repr__
-    """Sentry sends the variables of frames, and takes a mapping apart whatever its `__repr__` says, unless it has this."""
+    """Sentry sends the variables of frames, and takes a mapping apart whatever its `__repr__` says, unless it has this.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SecretValues, (dict(self),)
@@ -60,7 +64,10 @@ class Mask:
 
     @cached_property
     def _raw(self) -> re.Pattern[bytes] | None:
-        """The spellings as bytes. Made when an exception is the first to need it: of a key with many lines that takes tenths of a second."""
+        """The spellings as bytes.
+
+        Made when an exception is the first to need it: of a key with many lines that takes tenths of a second.
+        """
         return self._of_bytes(SHORTEST)
 
     @cached_property
@@ -68,7 +75,11 @@ class Mask:
         return self._of_bytes(SHORTEST_IN_PICKLE)
 
     def _of_bytes(self, shortest: int) -> re.Pattern[bytes] | None:
-        raw = [raw for spelling in self._spellings for raw in {spelling.encode(errors=errors) for errors in ("surrogateescape", "surrogatepass")}]
+        raw = [
+            raw
+            for spelling in self._spellings
+            for raw in {spelling.encode(errors=errors) for errors in ("surrogateescape", "surrogatepass")}
+        ]
         patterns = [re.escape(one) for one in raw if len(one) >= shortest]
         return re.compile(b"|".join(patterns)) if patterns else None
 
@@ -77,7 +88,9 @@ class Mask:
         return text if self._pattern is None else self._pattern.sub(MASK, text)
 
     def error(self, error: BaseException) -> None:
-        """Take the values out of an exception, and of all that come with it: arguments, attributes, notes, causes, the exceptions of a group."""
+        """Take the values out of an exception, and of all that come with it: arguments, attributes, notes, causes, the
+        exceptions of a group.
+        """
         seen = set[int]()
         left: list[BaseException | None] = [error] if self._pattern is not None else []
         while left:
@@ -86,10 +99,16 @@ class Mask:
                 continue
             seen.add(id(one))
             self._mask_one(one)
-            left += [one.__cause__, one.__context__, *(cast("BaseExceptionGroup[Any]", one).exceptions if isinstance(one, BaseExceptionGroup) else ())]
+            left += [
+                one.__cause__,
+                one.__context__,
+                *(cast("BaseExceptionGroup[Any]", one).exceptions if isinstance(one, BaseExceptionGroup) else ()),
+            ]
 
     def pickle(self, data: bytes) -> bytes:
-        """Return a pickle, or a buffer of one, in which the values, where they still stand, are as many stars: its lengths stay right."""
+        """Return a pickle, or a buffer of one, in which the values, where they still stand, are as many stars: its
+        lengths stay right.
+        """
         return data if self._in_pickle is None else self._in_pickle.sub(lambda found: b"*" * len(found[0]), data)
 
     def _mask_one(self, error: BaseException) -> None:
@@ -97,12 +116,16 @@ class Mask:
             if (args := self.value(error.args)) is not error.args:
                 error.args = args
             attributes = vars(error)
-            attributes.update({name: masked for name, value in list(attributes.items()) if (masked := self.value(value)) is not value})
+            attributes.update(
+                {name: masked for name, value in list(attributes.items()) if (masked := self.value(value)) is not value}
+            )
         except Exception:  # noqa: S110 - a class of the user's that does not let itself be changed; the pickle is looked through after this
             pass
 
     def value(self, value: Any, depth: int = 0) -> Any:
-        """Return a text, or a collection with texts, without the values; itself if it has none of them that can be seen from here."""
+        """Return a text, or a collection with texts, without the values; itself if it has none of them that can be seen
+        from here.
+        """
         if self._pattern is None:
             return value
         if isinstance(value, str):
@@ -125,12 +148,17 @@ class Mask:
 def spellings(secret: str) -> Iterator[str]:
     """Return a secret as it is and as others quote it, and without the white space around it.
 
-    In a URL, JSON, HTML, a shell, base64, hexadecimal and UTF-16, as Python shows text and bytes, and as what is no UTF-8 is escaped.
+    In a URL, JSON, HTML, a shell, base64, hexadecimal and UTF-16, as Python shows text and bytes, and as what is no
+    UTF-8 is escaped.
     """
     for text in (secret, secret.strip()):
         if text:
             encoded = text.encode(errors="surrogateescape")
-            yield from (text, text.encode(errors="backslashreplace").decode(), encoded.decode(errors="backslashreplace"))
+            yield from (
+                text,
+                text.encode(errors="backslashreplace").decode(),
+                encoded.decode(errors="backslashreplace"),
+            )
             yield from (repr(text)[1:-1], ascii(text)[1:-1], repr(encoded)[2:-1])
             yield from (json.dumps(text, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False))
             yield from (html.escape(text), html.escape(text, quote=False))
@@ -150,7 +178,9 @@ def _lines(value: str) -> list[str]:
 
 
 def _in_base64(value: bytes) -> Iterator[str]:
-    """Return what base64 makes of a value, alone or within a longer text (`user:password` of HTTP): the characters that the text around it does not change."""
+    """Return what base64 makes of a value, alone or within a longer text (`user:password` of HTTP): the characters that
+    the text around it does not change.
+    """
     yield b64encode(value).decode()
     for before in range(3):
         encoded = b64encode(b"\0" * before + value)

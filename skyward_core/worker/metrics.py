@@ -1,6 +1,7 @@
 """Samples of a node: processor and memory through psutil, GPUs through NVML where there is one.
 
-A sample is a dict of the fields of `events.Metrics`, which the client makes of it: importing all events would cost every node's start ten milliseconds.
+A sample is a dict of the fields of `events.Metrics`, which the client makes of it: importing all events would cost
+every node's start ten milliseconds.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Sampler:
 
     def _run(self) -> None:
         gpus = _nvml_handles()
-        sample(self._instance_id, self._node, gpus)  # psutil measures the processor between two calls; the first one says nothing
+        # psutil measures the processor between two calls; the first one says nothing
+        sample(self._instance_id, self._node, gpus)
         while not self._stopped.wait(self._interval_seconds):
             self._tell(sample(self._instance_id, self._node, gpus))
 
@@ -60,7 +62,9 @@ def sample(instance_id: str, node: int, gpus: list[Any]) -> Sample:
 
 
 def gpus_here() -> tuple[tuple[str, float], ...]:
-    """Return name, as the driver gives it, and memory in GB of this machine's NVIDIA GPUs, in NVML's order; empty without a driver."""
+    """Return name, as the driver gives it, and memory in GB of this machine's NVIDIA GPUs, in NVML's order; empty
+    without a driver.
+    """
     import pynvml
 
     try:
@@ -69,7 +73,10 @@ def gpus_here() -> tuple[tuple[str, float], ...]:
         return ()
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return tuple((str(pynvml.nvmlDeviceGetName(handle)), float(pynvml.nvmlDeviceGetMemoryInfo(handle).total) / GB) for handle in handles)
+        return tuple(
+            (str(pynvml.nvmlDeviceGetName(handle)), float(pynvml.nvmlDeviceGetMemoryInfo(handle).total) / GB)
+            for handle in handles
+        )
     finally:
         pynvml.nvmlShutdown()
 
@@ -85,14 +92,25 @@ def _nvml_handles() -> list[Any]:
 
 
 def _gpu_values(gpus: list[Any]) -> dict[str, float]:
-    """Means over the GPUs (temperature: the highest). What NVML does not tell, as utilisation of one that is partitioned, is left out."""
+    """Means over the GPUs (temperature: the highest).
+
+    What NVML does not tell, as utilisation of one that is partitioned, is left out.
+    """
     import pynvml
 
     ways: dict[str, Callable[[], float]] = {
-        "gpu_utilization": lambda: sum(float(pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu) for gpu in gpus) / len(gpus),
-        "gpu_memory_used_mb": lambda: sum(float(pynvml.nvmlDeviceGetMemoryInfo(gpu).used) for gpu in gpus) / MB / len(gpus),
-        "gpu_memory_total_mb": lambda: sum(float(pynvml.nvmlDeviceGetMemoryInfo(gpu).total) for gpu in gpus) / MB / len(gpus),
-        "gpu_temperature": lambda: max(float(pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)) for gpu in gpus),
+        "gpu_utilization": lambda: (
+            sum(float(pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu) for gpu in gpus) / len(gpus)
+        ),
+        "gpu_memory_used_mb": lambda: (
+            sum(float(pynvml.nvmlDeviceGetMemoryInfo(gpu).used) for gpu in gpus) / MB / len(gpus)
+        ),
+        "gpu_memory_total_mb": lambda: (
+            sum(float(pynvml.nvmlDeviceGetMemoryInfo(gpu).total) for gpu in gpus) / MB / len(gpus)
+        ),
+        "gpu_temperature": lambda: max(
+            float(pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)) for gpu in gpus
+        ),
     }
     values: dict[str, float] = {}
     for name, way in ways.items() if gpus else ():

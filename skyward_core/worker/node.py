@@ -1,7 +1,8 @@
 """Dask on a node: its scheduler, and its workers with the slots behind their threads.
 
-A Dask worker stands for one worker of the pool (a MIG partition, or the whole node) and has one thread for each slot. The thread does not run the
-user's code: it drives a runner process, so that neither a crash nor code that holds the interpreter lock can stall Dask.
+A Dask worker stands for one worker of the pool (a MIG partition, or the whole node) and has one thread for each slot.
+The thread does not run the user's code: it drives a runner process, so that neither a crash nor code that holds the
+interpreter lock can stall Dask.
 """
 
 from __future__ import annotations
@@ -50,10 +51,12 @@ START_DETACHED = "skyward_start_detached"
 """The operation that makes a batch a detached call; see `PoolScheduler.start_detached`."""
 
 SILENT_SECONDS = 14.0  # a worker that is silent for longer is lost; after a cut of 12 s TCP sends again at 12.6 s
-STALLED_SECONDS = 120.0  # the same for a worker with tasks of Dask's own: its event loop imports the packages that they need
+# the same for a worker with tasks of Dask's own: its event loop imports the packages that they need
+STALLED_SECONDS = 120.0
 SILENCE_CHECK_SECONDS = 1.0
 LEFT = 72  # exit code of a worker without calls, when its node moves to another head
-ASK_SECONDS, ASK_AGAIN_SECONDS = 5.0, 1.0  # for a worker with calls: how long it asks its lost scheduler for an answer, and how often
+# for a worker with calls: how long it asks its lost scheduler for an answer, and how often
+ASK_SECONDS, ASK_AGAIN_SECONDS = 5.0, 1.0
 LEAVE_SECONDS = 10.0
 
 DASK_CONFIG: dict[str, Any] = {
@@ -63,21 +66,24 @@ DASK_CONFIG: dict[str, Any] = {
     "distributed.scheduler.http.routes": [],
     "distributed.worker.http.routes": [],
     "distributed.worker.profile.enabled": False,
-    "distributed.diagnostics.nvml": False,  # metrics.py asks the GPUs, once for each node; NVML refuses much for a MIG partition, which would end the worker
+    # metrics.py asks the GPUs, once for each node; NVML refuses much for a MIG partition, which would end the worker
+    "distributed.diagnostics.nvml": False,
     "distributed.worker.memory.target": False,
     "distributed.worker.memory.spill": False,
     "distributed.worker.memory.pause": False,
     "distributed.worker.memory.terminate": False,
     "distributed.admin.tick.limit": "30s",  # late ticks are normal on a busy two-core machine
     "distributed.comm.retry.count": 0,
-    # A worker that is cut off must notice, end and join again, but only after the scheduler has removed it (SILENT_SECONDS): its name is in use until
-    # then. Below 11 s Dask refuses every connection.
+    # A worker that is cut off must notice, end and join again, but only after the scheduler has removed it
+    # (SILENT_SECONDS): its name is in use until then. Below 11 s Dask refuses every connection.
     "distributed.comm.timeouts.tcp": "17s",
-    "distributed.comm.timeouts.connect": "10s",  # else an attempt just before the wire heals waits up to 16 s for TCP's next retry
+    # else an attempt just before the wire heals waits up to 16 s for TCP's next retry
+    "distributed.comm.timeouts.connect": "10s",
     "distributed.scheduler.worker-ttl": f"{SILENT_SECONDS}s",
 }
 
-# A worker with a long import reads nothing either, and TCP must not end its connection. A worker that is cut off is noticed by its silence anyway.
+# A worker with a long import reads nothing either, and TCP must not end its connection. A worker that is cut off is
+# noticed by its silence anyway.
 SCHEDULER_CONFIG = DASK_CONFIG | {"distributed.comm.timeouts.tcp": f"{STALLED_SECONDS:.0f}s"}
 
 
@@ -97,7 +103,10 @@ def security(settings: NodeSettings) -> Security:
 
 
 def run_scheduler(directory: Path, settings: NodeSettings) -> NoReturn:
-    """Run the pool's scheduler in this process until it is killed. It writes its address to `head.json` when it listens."""
+    """Run the pool's scheduler in this process until it is killed.
+
+    It writes its address to `head.json` when it listens.
+    """
 
     async def main() -> None:
         scheduler = PoolScheduler(
@@ -112,7 +121,8 @@ def run_scheduler(directory: Path, settings: NodeSettings) -> NoReturn:
         )
         async with scheduler:
             write_atomically(directory / "head.json", str(scheduler.address))
-            print(f"::skyward head {settings.generation} {scheduler.address}", flush=True)  # for the client, which follows the node's log
+            # for the client, which follows the node's log
+            print(f"::skyward head {settings.generation} {scheduler.address}", flush=True)
             await scheduler.finished()
 
     with dask.config.set(SCHEDULER_CONFIG):
@@ -121,7 +131,9 @@ def run_scheduler(directory: Path, settings: NodeSettings) -> NoReturn:
 
 
 def run_worker(directory: Path, settings: NodeSettings, index: int, control: socket.socket) -> NoReturn:
-    """Run one worker of the node in this process until it is killed, or the scheduler is gone and the worker has no calls for the next one."""
+    """Run one worker of the node in this process until it is killed, or the scheduler is gone and the worker has no
+    calls for the next one.
+    """
     slots = Slots(settings, index, control)
     os.environ.update(settings.workers[index])
     with dask.config.set(DASK_CONFIG):
@@ -141,7 +153,8 @@ async def _work(directory: Path, slots: Slots) -> None:
         if not moved.done() and here.exception() is not None:
             if not slots.kept.calls:
                 here.result()
-            await asyncio.wait({moved}, timeout=ASK_AGAIN_SECONDS)  # it could not join or stay: try again here, or at another head
+            # it could not join or stay: try again here, or at another head
+            await asyncio.wait({moved}, timeout=ASK_AGAIN_SECONDS)
         elif not moved.done():  # a process without calls has ended by now
             await _await_place(slots, moved)
         await _leave(slots, here)
@@ -149,7 +162,11 @@ async def _work(directory: Path, slots: Slots) -> None:
             moved.cancel()
             continue
         slots.move(moved.result())
-        print(f"skyward: worker {settings.rank}-{slots.index} goes to another head as {slots.settings.rank}-{slots.index}", flush=True)
+        print(
+            f"skyward: worker {settings.rank}-{slots.index} goes to another head as"
+            f" {slots.settings.rank}-{slots.index}",
+            flush=True,
+        )
 
 
 async def _be_member(directory: Path, slots: Slots) -> None:
@@ -177,7 +194,10 @@ async def _be_member(directory: Path, slots: Slots) -> None:
 
 
 async def _await_place(slots: Slots, moved: asyncio.Task[NodeSettings]) -> None:
-    """Wait for the node's next head. End the process if none comes within a lease, or if the scheduler lives after all: it has removed this worker."""
+    """Wait for the node's next head.
+
+    End the process if none comes within a lease, or if the scheduler lives after all: it has removed this worker.
+    """
     address = slots.worker.scheduler.address if slots.worker is not None else ""
     deadline = time.monotonic() + slots.settings.lease_seconds
     while not moved.done():
@@ -189,7 +209,10 @@ async def _await_place(slots: Slots, moved: asyncio.Task[NodeSettings]) -> None:
 
 async def _is_there(address: str, settings: NodeSettings) -> bool:
     try:
-        async with asyncio.timeout(ASK_SECONDS), rpc(address, connection_args=security(settings).get_connection_args("worker")) as scheduler:
+        async with (
+            asyncio.timeout(ASK_SECONDS),
+            rpc(address, connection_args=security(settings).get_connection_args("worker")) as scheduler,
+        ):
             await cast(Any, scheduler).identity()
     except (OSError, TimeoutError):  # distributed.CommClosedError is an OSError
         return False
@@ -221,16 +244,21 @@ async def _head_address(directory: Path) -> str:
 
 
 class Silence:
-    """How long workers have been silent, counted in checks and not by a clock: a pause of the scheduler itself makes no worker silent."""
+    """How long workers have been silent, counted in checks and not by a clock: a pause of the scheduler itself makes no
+    worker silent.
+    """
 
     def __init__(self) -> None:
         self._silent: dict[str, tuple[object, float]] = {}
 
-    def check(self, last_seen: Mapping[str, object], elapsed_seconds: float, limit_seconds: Mapping[str, float]) -> list[str]:
-        """Return the workers that have been silent for longer than their limit. `last_seen`: a value for each that changes with each sign of life.
+    def check(
+        self, last_seen: Mapping[str, object], elapsed_seconds: float, limit_seconds: Mapping[str, float]
+    ) -> list[str]:
+        """Return the workers that have been silent for longer than their limit. `last_seen`: a value for each that
+        changes with each sign of life.
 
-        Of the time since the last check at most twice the interval counts: the scheduler may have slept (a laptop, a machine that is moved), and then
-        the signs of life of that time are unread.
+        Of the time since the last check at most twice the interval counts: the scheduler may have slept (a laptop, a
+        machine that is moved), and then the signs of life of that time are unread.
         """
         counted = min(elapsed_seconds, 2 * SILENCE_CHECK_SECONDS)
         before = self._silent
@@ -238,7 +266,9 @@ class Silence:
         for worker, seen in last_seen.items():
             was_seen, silent_seconds = before.get(worker, (seen, -counted))
             self._silent[worker] = (seen, silent_seconds + counted if seen == was_seen else 0.0)
-        return [worker for worker, (_, silent_seconds) in self._silent.items() if silent_seconds > limit_seconds[worker]]
+        return [
+            worker for worker, (_, silent_seconds) in self._silent.items() if silent_seconds > limit_seconds[worker]
+        ]
 
 
 class NoSpans:
@@ -255,10 +285,12 @@ class NoSpans:
 
 
 class PoolScheduler(Scheduler):
-    """Dask's scheduler, with three changes: it takes batches without a graph, does not compare packages, and removes silent workers sooner.
+    """Dask's scheduler, with three changes: it takes batches without a graph, does not compare packages, and removes
+    silent workers sooner.
 
-    Dask warns of each package that differs, such as a client's pandas that is not in the image; the bootstrap of a node already makes those that matter
-    (Python, Dask, cloudpickle) the same. And Dask checks for silent workers only once in `worker-ttl`, and lets fifty of them be silent for 20 s.
+    Dask warns of each package that differs, such as a client's pandas that is not in the image; the bootstrap of a node
+    already makes those that matter (Python, Dask, cloudpickle) the same. And Dask checks for silent workers only once
+    in `worker-ttl`, and lets fifty of them be silent for 20 s.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -271,10 +303,12 @@ class PoolScheduler(Scheduler):
             check.callback_time = SILENCE_CHECK_SECONDS * 1000
 
     def take_batch(self, client: str, key: str, batch: bytes, annotations: dict[str, Any]) -> None:
-        """Make a pickled batch a task of this key, wanted by the client, as `Client.submit` would. An error becomes the error of the task.
+        """Make a pickled batch a task of this key, wanted by the client, as `Client.submit` would. An error becomes the
+        error of the task.
 
-        A graph of one task costs more than all the rest of a tiny call: Dask builds, pickles, unpickles and checks it in another thread.
-        A batch of a client that another one has replaced is refused: the answer to that one's `resume` was without it.
+        A graph of one task costs more than all the rest of a tiny call: Dask builds, pickles, unpickles and checks it
+        in another thread. A batch of a client that another one has replaced is refused: the answer to that one's
+        `resume` was without it.
         """
         calls = self.plugins.get(Calls.name)
         if isinstance(calls, Calls) and calls.is_replaced(client):
@@ -285,10 +319,16 @@ class PoolScheduler(Scheduler):
             if key in self.tasks:
                 self.client_desires_keys([key], client)  # a half-made task ends when the client releases it
             message = error_message(error)
-            self.report({"op": "task-erred", "key": key, "exception": message["exception"], "traceback": message["traceback"]}, client=client)
+            self.report(
+                {"op": "task-erred", "key": key, "exception": message["exception"], "traceback": message["traceback"]},
+                client=client,
+            )
 
     def start_detached(self, call_id: str, batch: bytes, annotations: dict[str, Any]) -> None:
-        """Make a pickled batch a detached call of this id. Idempotent: a client that has not got the answer asks again."""
+        """Make a pickled batch a detached call of this id.
+
+        Idempotent: a client that has not got the answer asks again.
+        """
         if cast(Calls, self.plugins[Calls.name]).skyward_call(call_id) is None:
             self._make_task(KEEP, detached_key(call_id), batch, annotations)
 
@@ -309,21 +349,24 @@ class PoolScheduler(Scheduler):
     async def update_graph(self, client: str, expr_ser: Any, *args: Any, **kwargs: Any) -> None:
         """Take a graph of Dask's own, after another thread has imported the packages that it needs.
 
-        Dask imports them in its event loop, and does not answer meanwhile: on a busy machine for longer than clients wait. It then loads the graph again.
+        Dask imports them in its event loop, and does not answer meanwhile: on a busy machine for longer than clients
+        wait. It then loads the graph again.
         """
         with contextlib.suppress(Exception):  # Dask reports the error to the client
             await offload(deserialize, expr_ser.header, expr_ser.frames)
         await super().update_graph(client, expr_ser, *args, **kwargs)
 
     async def check_worker_ttl(self) -> None:
-        """Remove the workers that have been silent for SILENT_SECONDS, or for three heartbeats in a large pool, where these are rarer.
+        """Remove the workers that have been silent for SILENT_SECONDS, or for three heartbeats in a large pool, where
+        these are rarer.
 
         A worker with a task of Dask's own may be silent for STALLED_SECONDS.
         """
         now = time.monotonic()
         elapsed_seconds, self._checked_at = now - self._checked_at, now
         may_stall = {address: any(map(_is_dasks_own, worker.processing)) for address, worker in self.workers.items()}
-        last_seen = {address: (worker.last_seen, may_stall[address]) for address, worker in self.workers.items()}  # the end of such a task is a sign of life
+        # the end of such a task is a sign of life
+        last_seen = {address: (worker.last_seen, may_stall[address]) for address, worker in self.workers.items()}
         usual = max(SILENT_SECONDS, 3 * heartbeat_interval(len(last_seen)))
         limits = {address: max(usual, STALLED_SECONDS) if may_stall[address] else usual for address in may_stall}
         for address in self._silence.check(last_seen, elapsed_seconds, limits):
@@ -340,10 +383,11 @@ def _is_dasks_own(task: Any) -> bool:
 
 
 class PoolWorker(Worker):
-    """Dask's worker. Its process ends with it, unless it keeps calls; the supervisor starts another, which joins the pool again.
+    """Dask's worker. Its process ends with it, unless it keeps calls; the supervisor starts another, which joins the
+    pool again.
 
-    Dask's worker waits up to 30 s for running calls. This one ends them, or lets them run on and reports them to another head. It is paused from the start
-    while its slots have calls from an earlier head.
+    Dask's worker waits up to 30 s for running calls. This one ends them, or lets them run on and reports them to
+    another head. It is paused from the start while its slots have calls from an earlier head.
     """
 
     is_leaving = False
@@ -357,7 +401,11 @@ class PoolWorker(Worker):
             return await super().close(*args, **kwargs)
         slots = cast(Slots, self.plugins[PLUGIN])
         is_to_stay = self.is_leaving or bool(slots.settings.keeps_calls and slots.kept.calls)
-        print(f"skyward: worker {self.name} {'has lost its scheduler' if is_to_stay else 'ends'}: {kwargs.get('reason', 'asked to')}", flush=True)
+        print(
+            f"skyward: worker {self.name} {'has lost its scheduler' if is_to_stay else 'ends'}:"
+            f" {kwargs.get('reason', 'asked to')}",
+            flush=True,
+        )
         if is_to_stay:
             slots.detach()
             return await super().close(timeout=1, executor_wait=False, nanny=False, reason=kwargs.get("reason", ""))
@@ -377,7 +425,9 @@ class PoolWorker(Worker):
 
 
 class Prompt(SchedulerPlugin):
-    """Sends messages at once that Dask would collect for some milliseconds (our calls are grouped already), and reports workers that join and leave."""
+    """Sends messages at once that Dask would collect for some milliseconds (our calls are grouped already), and reports
+    workers that join and leave.
+    """
 
     name = "skyward-prompt"
 
@@ -420,14 +470,19 @@ class Slots(WorkerPlugin):
         """Keys of the batches from an earlier head that still have slots."""
         self.worker: PoolWorker | None = None
         self.kept_is_attached = False
-        """Whether Dask's tasks belong to the present scheduler. A worker that closes frees tasks too, without a client's request."""
+        """Whether Dask's tasks belong to the present scheduler.
+
+        A worker that closes frees tasks too, without a client's request.
+        """
         self.kept = Kept(f"{settings.instance_id}/{index}-{os.getpid()}", keeps=settings.keeps_calls)
 
     def setup(self, worker: Worker) -> None:
         """Start the runners, if this is the first scheduler, and begin to sample."""
         if self._loop is None:
             self._loop = loop = asyncio.get_running_loop()
-            factory = RunnerFactory(self._control, lambda settings: loop.call_soon_threadsafe(self._next_settings.put_nowait, settings))
+            factory = RunnerFactory(
+                self._control, lambda settings: loop.call_soon_threadsafe(self._next_settings.put_nowait, settings)
+            )
             for _ in range(self.settings.slots):
                 slot = Slot(factory, self.settings.value_directories, self.settings.memory_limit_bytes)
                 self._all.append(slot)
@@ -441,7 +496,12 @@ class Slots(WorkerPlugin):
         interval = self.settings.metrics_interval_seconds
         if self.index == 0 and interval is not None:
             settings = self.settings
-            self._sampler = Sampler(lambda sample: worker.log_event(POOL_TOPIC, pickle.dumps(sample)), settings.instance_id, settings.rank, interval)
+            self._sampler = Sampler(
+                lambda sample: worker.log_event(POOL_TOPIC, pickle.dumps(sample)),
+                settings.instance_id,
+                settings.rank,
+                interval,
+            )
             self._sampler.start()
 
     def teardown(self, worker: Worker) -> None:
@@ -512,11 +572,16 @@ class Slots(WorkerPlugin):
             worker.log_event(POOL_TOPIC, pickle.dumps(WorkerFree(str(worker.name), worker.address)))
 
     def furnish(self, worker: Worker) -> None:
-        """Get the pool's secrets before a call runs, in a thread of the worker. Raises LookupError or OSError if that fails."""
+        """Get the pool's secrets before a call runs, in a thread of the worker.
+
+        Raises LookupError or OSError if that fails.
+        """
         with self._furnishing:
             if self._is_furnished:
                 return
-            asking = asyncio.run_coroutine_threadsafe(ask_for(worker.scheduler, self.settings.secret_names), cast(Any, worker.loop).asyncio_loop)
+            asking = asyncio.run_coroutine_threadsafe(
+                ask_for(worker.scheduler, self.settings.secret_names), cast(Any, worker.loop).asyncio_loop
+            )
             secrets = asking.result()
             for slot in self._all:
                 slot.furnish(secrets)
@@ -530,7 +595,9 @@ class Slots(WorkerPlugin):
                 slot.cancel(call_id)
 
     def ran(self, _: Worker) -> Ran:
-        """Return how long calls have kept the slots busy, running ones included; each heartbeat sends it to the scheduler."""
+        """Return how long calls have kept the slots busy, running ones included; each heartbeat sends it to the
+        scheduler.
+        """
         return self.settings.instance_id, f"{self.index}-{os.getpid()}", sum(slot.ran_seconds for slot in self._all)
 
     @contextlib.contextmanager
@@ -544,7 +611,10 @@ class Slots(WorkerPlugin):
 
 
 def run_batch(sealed: Sealed) -> Mapping[str, Outcome]:
-    """The Dask task: run a batch in a slot of this worker, reporting as it goes. Returns the outcomes too, for a client that missed a report."""
+    """The Dask task: run a batch in a slot of this worker, reporting as it goes.
+
+    Returns the outcomes too, for a client that missed a report.
+    """
     batch = cast(Batch, pickle.loads(sealed.data))
     worker = get_worker()
     slots = cast(Slots, worker.plugins[PLUGIN])

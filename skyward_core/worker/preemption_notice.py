@@ -1,12 +1,14 @@
 """The notice before a spot machine is taken back, asked for on the machine itself.
 
-EC2 tells it at the machine's metadata service (IMDSv2; facts: AWS's user guide, "Spot Instance interruption notices" and "rebalance recommendations"):
-`spot/instance-action` is 404 until about two minutes before the machine is taken, then JSON with action and time, on a best effort basis;
-`events/recommendations/rebalance` may say earlier that the risk has grown. AWS recommends to ask every five seconds.
+EC2 tells it at the machine's metadata service (IMDSv2; facts: AWS's user guide, "Spot Instance interruption notices"
+and "rebalance recommendations"): `spot/instance-action` is 404 until about two minutes before the machine is taken,
+then JSON with action and time, on a best effort basis; `events/recommendations/rebalance` may say earlier that the risk
+has grown. AWS recommends to ask every five seconds.
 
-The asking is a process of its own, forked by the node's supervisor: a service that hangs holds up nothing, and it ends with the supervisor. What it
-hears it prints, a line `::skyward notice JSON` of the node's log, which the client follows: that way does not lead through the head. A failure to ask is
-no notice. It is printed once, without the mark of the node's last words.
+The asking is a process of its own, forked by the node's supervisor: a service that hangs holds up nothing, and it ends
+with the supervisor. What it hears it prints, a line `::skyward notice JSON` of the node's log, which the client
+follows: that way does not lead through the head. A failure to ask is no notice. It is printed once, without the mark of
+the node's last words.
 """
 
 from __future__ import annotations
@@ -50,10 +52,11 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What a machine was told. `action` is what will be done with it ("terminate", "stop", "hibernate"; "" if nothing is said).
+    """What a machine was told. `action` is what will be done with it ("terminate", "stop", "hibernate"; "" if nothing
+    is said).
 
-    `at` is when, in seconds since 1970 (of a recommendation: when it was made), `seconds_left` how long that was off when it was heard, by the metadata
-    service's own clock: 0 to NOTICE_SECONDS.
+    `at` is when, in seconds since 1970 (of a recommendation: when it was made), `seconds_left` how long that was off
+    when it was heard, by the metadata service's own clock: 0 to NOTICE_SECONDS.
     """
 
     kind: Kind
@@ -70,13 +73,21 @@ class Notice:
         """Rebuild a notice. Raises ValueError for any other text."""
         try:
             fields = dict(json.loads(text))
-            return cls(Kind(fields["kind"]), str(fields["action"]), float(fields["at"]), _within_a_notice(float(fields["seconds_left"])))
+            return cls(
+                Kind(fields["kind"]),
+                str(fields["action"]),
+                float(fields["at"]),
+                _within_a_notice(float(fields["seconds_left"])),
+            )
         except (KeyError, TypeError) as error:
             raise ValueError(f"no notice: {text!r}") from error
 
 
 class Metadata:
-    """A metadata service in the manner of EC2's, at an address such as `http://169.254.169.254`. Follows no proxy. One caller at a time."""
+    """A metadata service in the manner of EC2's, at an address such as `http://169.254.169.254`.
+
+    Follows no proxy. One caller at a time.
+    """
 
     def __init__(self, url: str, answer_seconds: float = ANSWER_SECONDS) -> None:
         parts = urlsplit(url)
@@ -85,7 +96,10 @@ class Metadata:
         self._token = ""
 
     def interruption(self) -> Notice | None:
-        """Return whether the machine is to be taken back. Raises OSError, HTTPException or ValueError for any answer that does not tell."""
+        """Return whether the machine is to be taken back.
+
+        Raises OSError, HTTPException or ValueError for any answer that does not tell.
+        """
         told = self._told(INTERRUPTION)
         return None if told is None else _interruption(*told)
 
@@ -122,7 +136,10 @@ class Metadata:
 
 
 class Listener:
-    """Asks a metadata service, and tells each notice once. `complain` is told of the first failure to ask, and of no other."""
+    """Asks a metadata service, and tells each notice once.
+
+    `complain` is told of the first failure to ask, and of no other.
+    """
 
     def __init__(self, metadata: Metadata, tell: Callable[[Notice], object], complain: Callable[[str], object]) -> None:
         self._metadata = metadata
@@ -132,14 +149,20 @@ class Listener:
         self._has_complained = False
 
     def look(self) -> None:
-        """Ask once for each kind: that one cannot be had hides nothing of the other. Raises nothing but what `tell` and `complain` raise."""
+        """Ask once for each kind: that one cannot be had hides nothing of the other.
+
+        Raises nothing but what `tell` and `complain` raise.
+        """
         for ask in (self._metadata.interruption, self._metadata.rebalance):
             try:
                 notice = ask()
             except (OSError, HTTPException, ValueError) as error:
                 if not self._has_complained:
                     self._has_complained = True
-                    self._complain(f"spot notices: the metadata service does not tell ({error!r}); it is asked again every {ASK_EVERY_SECONDS:g} s")
+                    self._complain(
+                        f"spot notices: the metadata service does not tell ({error!r}); it is asked again every"
+                        f" {ASK_EVERY_SECONDS:g} s"
+                    )
                 continue
             if notice is not None and (mark := (notice.kind, notice.action, notice.at)) not in self._told:
                 self._tell(notice)
@@ -148,14 +171,17 @@ class Listener:
 
 def listen(url: str) -> NoReturn:
     """Ask for ever, and print what is told: the main function of a process that dies with its parent."""
-    listener = Listener(Metadata(url), lambda notice: print(MARK + notice.to_text(), flush=True), lambda text: print(text, flush=True))
+    listener = Listener(
+        Metadata(url), lambda notice: print(MARK + notice.to_text(), flush=True), lambda text: print(text, flush=True)
+    )
     while True:
         listener.look()
         time.sleep(ASK_EVERY_SECONDS)
 
 
 def _interruption(body: bytes, now: float) -> Notice:
-    """Read `{"action": "terminate", "time": "2026-11-21T08:22:00Z"}`. One that does not say when counts as far off as AWS promises.
+    """Read `{"action": "terminate", "time": "2026-11-21T08:22:00Z"}`. One that does not say when counts as far off as
+    AWS promises.
 
     Raises ValueError for what is no such thing.
     """
@@ -164,7 +190,12 @@ def _interruption(body: bytes, now: float) -> Notice:
     if action not in ACTIONS:
         raise ValueError(f"{INTERRUPTION}: {body[:200]!r}")
     at = _seconds_since_1970(told.get("time"))
-    return Notice(Kind.INTERRUPTION, action, now + NOTICE_SECONDS if at is None else at, NOTICE_SECONDS if at is None else _within_a_notice(at - now))
+    return Notice(
+        Kind.INTERRUPTION,
+        action,
+        now + NOTICE_SECONDS if at is None else at,
+        NOTICE_SECONDS if at is None else _within_a_notice(at - now),
+    )
 
 
 def _rebalance(body: bytes) -> Notice:
@@ -198,7 +229,10 @@ def _within_a_notice(seconds: float) -> float:
 
 
 def _time_of(response: HTTPResponse) -> float:
-    """What the service says that time it is: the machine's own clock may be wrong. The machine's own if it says nothing."""
+    """What the service says that time it is: the machine's own clock may be wrong.
+
+    The machine's own if it says nothing.
+    """
     try:
         return parsedate_to_datetime(str(response.getheader("Date"))).timestamp()
     except ValueError:

@@ -1,8 +1,8 @@
 """Folders that no other user can read, change, rename or replace.
 
-A folder is private if it belongs to this user, has mode 0700, and every folder above it belongs to root or to this user and lets nobody else rename what
-is in it: it is not writable by others, or it has the sticky bit, as /tmp has. The path is walked with open descriptors and without following symlinks, so
-that what was checked is what is opened.
+A folder is private if it belongs to this user, has mode 0700, and every folder above it belongs to root or to this user
+and lets nobody else rename what is in it: it is not writable by others, or it has the sticky bit, as /tmp has. The path
+is walked with open descriptors and without following symlinks, so that what was checked is what is opened.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ class NotPrivate(PermissionError):
 
 @contextlib.contextmanager
 def opened_private(path: Path, *, make: bool = False) -> Generator[int]:
-    """Open a private folder; with `make`, make it where it is missing, and those above it (mode 0700). Its descriptor serves `dir_fd=` and `os.fchdir`.
+    """Open a private folder; with `make`, make it where it is missing, and those above it (mode 0700). Its descriptor
+    serves `dir_fd=` and `os.fchdir`.
 
-    A folder of this user that others may only read is closed to them; one that others may write to is refused, for they may have put something there.
-    Raises NotPrivate, or another OSError where it cannot be opened or made.
+    A folder of this user that others may only read is closed to them; one that others may write to is refused, for they
+    may have put something there. Raises NotPrivate, or another OSError where it cannot be opened or made.
     """
     path = real_path(path)
     with contextlib.ExitStack() as open_folders:
@@ -60,14 +61,18 @@ def opened_private(path: Path, *, make: bool = False) -> Generator[int]:
 
 
 def make_private(path: Path) -> Path:
-    """Make a private folder, or check the one that is there; return its path, without symlinks. Raises NotPrivate or another OSError."""
+    """Make a private folder, or check the one that is there; return its path, without symlinks.
+
+    Raises NotPrivate or another OSError.
+    """
     path = real_path(path)
     with opened_private(path, make=True):
         return path
 
 
 def real_path(path: Path) -> Path:
-    """Return where a private folder of this path is: the path without symlinks above it, of which nobody else can exchange a part. It need not be there.
+    """Return where a private folder of this path is: the path without symlinks above it, of which nobody else can
+    exchange a part. It need not be there.
 
     Raises NotPrivate for a symlink of another user.
     """
@@ -75,7 +80,9 @@ def real_path(path: Path) -> Path:
 
 
 def make_file(path: Path, content: bytes = b"") -> None:
-    """Make a file that is this user's alone (mode 0600), whole or not at all; one that is there already, another process's perhaps, stays as it is."""
+    """Make a file that is this user's alone (mode 0600), whole or not at all; one that is there already, another
+    process's perhaps, stays as it is.
+    """
     descriptor, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -89,7 +96,8 @@ def make_file(path: Path, content: bytes = b"") -> None:
 def check_private(path: Path) -> None:
     """Raise NotPrivate, or another OSError, for what is no private folder.
 
-    So is a path with `..`: it leads through folders that are not looked at, and another user can exchange one of them for a symlink afterwards.
+    So is a path with `..`: it leads through folders that are not looked at, and another user can exchange one of them
+    for a symlink afterwards.
     """
     if ".." in path.parts:
         raise NotPrivate(f"{path} has '..' in it: give the path that it stands for")
@@ -107,14 +115,20 @@ def is_private(path: Path) -> bool:
 
 
 def other_writers(status: os.stat_result) -> str:
-    """Return who beside the owner may write to what this is the status of; "" if that is nobody but root and the owner's own group."""
+    """Return who beside the owner may write to what this is the status of; "" if that is nobody but root and the
+    owner's own group.
+    """
     if status.st_mode & stat.S_IWOTH:
         return "everybody"
     return f"group {status.st_gid}" if status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid) else ""
 
 
 def _without_links(path: Path) -> Path:
-    """Return where a path leads. Raises NotPrivate for a symlink of another user: /run may be one, and a home, but not what somebody has put into /tmp."""
+    """Return where a path leads.
+
+    Raises NotPrivate for a symlink of another user: /run may be one, and a home, but not what somebody has put into
+    /tmp.
+    """
     found, left, links = Path("/"), list(reversed(path.parts[1:])), 0
     while left:
         part = left.pop()
@@ -145,7 +159,11 @@ def _entered(name: str, parent: int, flags: int, path: Path, *, make: bool) -> i
     try:
         return os.open(name, flags, dir_fd=parent)
     except OSError as error:
-        status = os.stat(name, dir_fd=parent, follow_symlinks=False) if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EACCES) else None
+        status = (
+            os.stat(name, dir_fd=parent, follow_symlinks=False)
+            if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EACCES)
+            else None
+        )
         if status is None:
             raise type(error)(error.errno, error.strerror, str(path)) from None
         if stat.S_ISLNK(status.st_mode):
@@ -159,7 +177,10 @@ def _refuse_parent(path: Path, status: os.stat_result) -> None:
     if status.st_uid not in (os.geteuid(), *_roots()):
         raise NotPrivate(f"{path} belongs to {_name(status.st_uid)}, who could exchange what is in it")
     if not status.st_mode & stat.S_ISVTX and (others := other_writers(status)):
-        raise NotPrivate(f"{path} may be written to by {others} (mode {stat.S_IMODE(status.st_mode):04o}), who could exchange what is in it")
+        raise NotPrivate(
+            f"{path} may be written to by {others} (mode {stat.S_IMODE(status.st_mode):04o}), who could exchange what"
+            " is in it"
+        )
 
 
 def _close_to_others(path: Path, folder: int) -> None:
@@ -167,7 +188,10 @@ def _close_to_others(path: Path, folder: int) -> None:
     if status.st_uid != os.geteuid():
         raise NotPrivate(_belongs(path, status))
     if others := other_writers(status):
-        raise NotPrivate(f"{path} may be written to by {others} (mode {stat.S_IMODE(status.st_mode):04o}), who may have put something there: remove it")
+        raise NotPrivate(
+            f"{path} may be written to by {others} (mode {stat.S_IMODE(status.st_mode):04o}), who may have put"
+            " something there: remove it"
+        )
     if status.st_mode & 0o077:
         os.fchmod(folder, 0o700)
 
@@ -177,7 +201,8 @@ def _belongs(path: Path, status: os.stat_result) -> str:
 
 
 def _is_own_group(gid: int) -> bool:
-    """Whether a group is root's, or that of this user alone, as Debian makes one for each user (and its sshd's StrictModes accepts it).
+    """Whether a group is root's, or that of this user alone, as Debian makes one for each user (and its sshd's
+    StrictModes accepts it).
 
     Root's is the group of all users of a container whose image is made for any user id, as Airflow's is.
     """
@@ -191,7 +216,9 @@ def _is_own_group(gid: int) -> bool:
 
 
 def _roots() -> tuple[int, ...]:
-    """Root; and the user that stands for all others where root is none of this user namespace's (Apptainer, rootless containers): / is root's there too."""
+    """Root; and the user that stands for all others where root is none of this user namespace's (Apptainer, rootless
+    containers): / is root's there too.
+    """
     try:
         ranges = [tuple(map(int, line.split())) for line in UID_MAP.read_text().splitlines()]
         if any(inside == 0 for inside, _, _ in ranges):

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-STOP_SECONDS = 1.0  # the time that a runner has to stop: later it is in the kernel, and takes the signal before all else
+# the time that a runner has to stop: later it is in the kernel, and takes the signal before all else
+STOP_SECONDS = 1.0
 STOP_LOOK_SECONDS = 0.0002
 
 

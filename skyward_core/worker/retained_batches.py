@@ -1,7 +1,9 @@
-"""The calls and reports that a worker keeps until the client has their outcomes, so that it can repeat them to another head.
+"""The calls and reports that a worker keeps until the client has their outcomes, so that it can repeat them to another
+head.
 
-A batch is kept from the moment that a slot takes it. It is released when Dask frees its task, at the client's request. If the head that knew the task is gone,
-the client releases its calls one by one (RELEASE). Reports are numbered: the client recognises one that comes twice.
+A batch is kept from the moment that a slot takes it. It is released when Dask frees its task, at the client's request.
+If the head that knew the task is gone, the client releases its calls one by one (RELEASE). Reports are numbered: the
+client recognises one that comes twice.
 """
 
 from __future__ import annotations
@@ -14,15 +16,21 @@ from dataclasses import dataclass, field
 from skyward_core.worker.wire import Outcome, Output, Report
 
 TELL_KEPT, RELEASE = "skyward-tell-kept", "skyward-release"
-"""Operations on a client's stream to the scheduler, and on the scheduler's to every worker: repeat all that is kept; these calls' outcomes have arrived."""
+"""Operations on a client's stream to the scheduler, and on the scheduler's to every worker: repeat all that is kept;
+these calls' outcomes have arrived.
+"""
 OLDER = "skyward_older"
-"""Name of the workers' metric: how many batches their slots have from an earlier head. Dask has no tasks of them, and would take the workers for idle."""
+"""Name of the workers' metric: how many batches their slots have from an earlier head.
+
+Dask has no tasks of them, and would take the workers for idle.
+"""
 KEPT_LIMIT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerKept:
-    """A worker announces its calls: those that run or wait in its slots, and those that have ended and were not released. Their reports follow.
+    """A worker announces its calls: those that run or wait in its slots, and those that have ended and were not
+    released. Their reports follow.
 
     `keys` are the keys of their batches: a call may be in two, of which the first has handed it back.
     `is_paused`: it takes no other calls until those from before it joined this scheduler have ended (`WorkerFree`).
@@ -60,8 +68,9 @@ class _Kept:
 class Kept:
     """The batches of one worker process, by key. Used from any thread; reports go out in the order of their numbers.
 
-    `process` names the worker process in the origins of reports. Between `attach` and `detach` reports go to a scheduler; otherwise they are only kept.
-    Without `keeps` a report is sent and forgotten. If the reports exceed `limit_bytes`, output is dropped first, then batches that have ended.
+    `process` names the worker process in the origins of reports. Between `attach` and `detach` reports go to a
+    scheduler; otherwise they are only kept. Without `keeps` a report is sent and forgotten. If the reports exceed
+    `limit_bytes`, output is dropped first, then batches that have ended.
     """
 
     def __init__(self, process: str, *, keeps: bool, limit_bytes: int = KEPT_LIMIT_BYTES) -> None:
@@ -91,7 +100,8 @@ class Kept:
     def begin(self, key: str, topic: str, calls: Iterable[str], epoch: int) -> None:
         """A slot takes a batch, which came from the scheduler of this epoch.
 
-        Raises ConnectionError if the process has left that scheduler: the batch must not begin, since the announcement to the next one may be without it.
+        Raises ConnectionError if the process has left that scheduler: the batch must not begin, since the announcement
+        to the next one may be without it.
         """
         with self._lock:
             if epoch != self.epoch:
@@ -138,12 +148,20 @@ class Kept:
                     if not batch.calls and not batch.is_running:
                         self._forget(key)
 
-    def attach(self, name: str, address: str, topic: str, send: Callable[[str, bytes], object], *, is_paused: bool = False) -> None:
-        """Announce the kept calls on `topic`, send all kept reports, and send new ones from now on. A second call repeats this."""
+    def attach(
+        self, name: str, address: str, topic: str, send: Callable[[str, bytes], object], *, is_paused: bool = False
+    ) -> None:
+        """Announce the kept calls on `topic`, send all kept reports, and send new ones from now on.
+
+        A second call repeats this.
+        """
         with self._lock:
             self._send = send
             if self._keeps:
-                send(topic, pickle.dumps(WorkerKept(name, address, self.calls, is_paused, tuple(self._batches)), protocol=5))
+                send(
+                    topic,
+                    pickle.dumps(WorkerKept(name, address, self.calls, is_paused, tuple(self._batches)), protocol=5),
+                )
                 for batch in self._batches.values():
                     for message in batch.messages:
                         send(batch.topic, message)

@@ -1,7 +1,7 @@
 """The process in which calls run: one call at a time, in its main thread, until its worker closes the line.
 
-It owns nothing that must be undone. It may die at any line: the worker that watches it knows from the packets it has taken and the outcomes it
-has sent which call it was busy with.
+It owns nothing that must be undone. It may die at any line: the worker that watches it knows from the packets it has
+taken and the outcomes it has sent which call it was busy with.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ _libc = ctypes.CDLL(None)
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """The runner's ends of its lines to the worker: packets of calls come in, packets of outcomes go out, what calls write goes to two pipes.
+    """The runner's ends of its lines to the worker: packets of calls come in, packets of outcomes go out, what calls
+    write goes to two pipes.
 
-    `info` is the text of the instance's information (`info.to_env`) with JOB_PLACE in it. `mark` separates the output of one call from the next one's; it
-    is secret, so that no call can forge it. `room` is set where the kernel bounds this process's memory.
+    `info` is the text of the instance's information (`info.to_env`) with JOB_PLACE in it. `mark` separates the output
+    of one call from the next one's; it is secret, so that no call can forge it. `room` is set where the kernel bounds
+    this process's memory.
     """
 
     calls: socket.socket
@@ -53,10 +55,11 @@ class Line:
 
 
 class Packet(NamedTuple):
-    """What travels to a runner: a call, and its function unless this runner has seen it; `fresh` lets it forget all it has seen.
+    """What travels to a runner: a call, and its function unless this runner has seen it; `fresh` lets it forget all it
+    has seen.
 
-    `may_reuse`: the file of the arguments is the client's, and the result may take it over. `secrets` come with the first call that a runner gets;
-    `needs_secrets` stands in each packet where there are any.
+    `may_reuse`: the file of the arguments is the client's, and the result may take it over. `secrets` come with the
+    first call that a runner gets; `needs_secrets` stands in each packet where there are any.
     """
 
     call: Call
@@ -82,7 +85,11 @@ def run_calls(line: Line) -> NoReturn:
         if request.secrets is not None:
             os.environ.update(request.secrets)
             mask, is_furnished = Mask(request.secrets.values()), True
-        outcome, spent = _run(request, functions, mask) if _is_complete(request, functions, is_furnished) else (_returned(request), None)
+        outcome, spent = (
+            _run(request, functions, mask)
+            if _is_complete(request, functions, is_furnished)
+            else (_returned(request), None)
+        )
         if os.getpid() != pid:
             _end_child(outcome)
         _end_output(line)
@@ -92,7 +99,10 @@ def run_calls(line: Line) -> NoReturn:
 
 
 def _end_child(outcome: Outcome) -> NoReturn:
-    """End a process that a call has forked and that has left the call as its parent does. It must not answer: the parent answers for the call."""
+    """End a process that a call has forked and that has left the call as its parent does.
+
+    It must not answer: the parent answers for the call.
+    """
     with contextlib.suppress(Exception):
         if outcome.ending is Ending.ERROR:
             sys.stderr.write(outcome.text)
@@ -104,9 +114,12 @@ def _end_child(outcome: Outcome) -> NoReturn:
 def _is_complete(request: Packet, functions: dict[str, sources.Loaded], is_furnished: bool) -> bool:
     """Tell whether this runner has all that the call needs.
 
-    The slot takes packets back while the runner takes them: it may get the one with the function, or with the secrets, and the runner one that stood behind it.
+    The slot takes packets back while the runner takes them: it may get the one with the function, or with the secrets,
+    and the runner one that stood behind it.
     """
-    return (request.function is not None or request.call.function in functions) and (is_furnished or not request.needs_secrets)
+    return (request.function is not None or request.call.function in functions) and (
+        is_furnished or not request.needs_secrets
+    )
 
 
 def _returned(request: Packet) -> Outcome:
@@ -134,12 +147,19 @@ def _run(packet: Packet, functions: dict[str, sources.Loaded], mask: Mask) -> tu
     try:
         value, memory = _invoke(packet, functions)
         spent = (call.arguments.path, memory) if call.arguments.path and memory and packet.may_reuse else None
-        return Outcome(call.call_id, Ending.RESULT, _parcel(value, "result"), seconds=time.perf_counter() - started), spent
+        return (
+            Outcome(call.call_id, Ending.RESULT, _parcel(value, "result"), seconds=time.perf_counter() - started),
+            spent,
+        )
     except SystemExit as error:
-        # sys.exit in a call must end neither this runner's other calls nor, once it is re-raised there, the client's program.
+        # sys.exit in a call must end neither this runner's other calls nor, once it is re-raised there, the client's
+        # program.
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
         text = mask.text(f"the call ended its process with sys.exit({error.code!r})")
-        return Outcome(call.call_id, Ending.CRASH, text=text, exit_code=code, seconds=time.perf_counter() - started), None
+        return (
+            Outcome(call.call_id, Ending.CRASH, text=text, exit_code=code, seconds=time.perf_counter() - started),
+            None,
+        )
     except BaseException as error:
         return _failed(call.call_id, error, time.perf_counter() - started, mask), None
 
@@ -165,12 +185,17 @@ def _invoke(packet: Packet, functions: dict[str, sources.Loaded]) -> tuple[Any, 
 
 
 def _refuse_pending(value: Any) -> None:
-    """Raise TypeError for a result that is a call not made, or a container that begins with one. Known by its attribute: `compute` stands above this."""
+    """Raise TypeError for a result that is a call not made, or a container that begins with one.
+
+    Known by its attribute: `compute` stands above this.
+    """
     one = value
     if type(value) in (list, tuple, dict) and value:
         one = next(iter(value.values() if type(value) is dict else value))
     if isinstance(reason := getattr(type(one), "why_no_result", None), property):
-        where = "the function has returned" if one is value else f"the function has returned a {type(value).__name__} with"
+        where = (
+            "the function has returned" if one is value else f"the function has returned a {type(value).__name__} with"
+        )
         raise TypeError(f"{where} {one!r}; {cast(Any, reason).fget(one)}")
 
 
@@ -180,7 +205,10 @@ def _failed(call_id: str, error: BaseException, seconds: float, mask: Mask) -> O
         text = "".join(traceback.format_exception(error.with_traceback(_below_invoke(error))))
         pickled = exceptions.pack(error, mask.value)
     except Exception:  # the exception's own code has run, which may raise anything
-        text, pickled = f"{exceptions.name_of(type(error))}: {exceptions.text_of(error, mask.text)}", pickling.Pickled(b"")
+        text, pickled = (
+            f"{exceptions.name_of(type(error))}: {exceptions.text_of(error, mask.text)}",
+            pickling.Pickled(b""),
+        )
     error.with_traceback(None)  # its frames, and what lies in their variables
     return Outcome(
         call_id,
@@ -206,7 +234,9 @@ def _parcel(value: Any, label: str) -> Parcel:
 
 def _fit(outcome: Outcome, line: Line, spent: Spent) -> Outcome:
     """Return an outcome that fits into a packet: a large parcel goes to a file, a long text loses its middle."""
-    text = outcome.text if len(outcome.text) < INLINE_BYTES else f"{outcome.text[:20_000]}\n ...\n{outcome.text[-20_000:]}"
+    text = (
+        outcome.text if len(outcome.text) < INLINE_BYTES else f"{outcome.text[:20_000]}\n ...\n{outcome.text[-20_000:]}"
+    )
     if outcome.parcel.nbytes + len(text) < INLINE_BYTES and not outcome.parcel.buffers:
         return outcome._replace(text=text)
     if line.room is not None:
@@ -218,8 +248,17 @@ def _fit(outcome: Outcome, line: Line, spent: Spent) -> Outcome:
             line.room.keep(parcel.path, outcome.parcel.nbytes)
         return outcome._replace(parcel=parcel, text=text)
     except OSError as error:
-        note = f"the {outcome.ending} of {outcome.parcel.nbytes} bytes found no room in {', '.join(line.value_directories)}: {error}"
-        return Outcome(outcome.call_id, Ending.ERROR, Parcel(exceptions.pack(NotPicklable(note)).data), text=note, seconds=outcome.seconds)
+        note = (
+            f"the {outcome.ending} of {outcome.parcel.nbytes} bytes found no room in"
+            f" {', '.join(line.value_directories)}: {error}"
+        )
+        return Outcome(
+            outcome.call_id,
+            Ending.ERROR,
+            Parcel(exceptions.pack(NotPicklable(note)).data),
+            text=note,
+            seconds=outcome.seconds,
+        )
 
 
 def _end_output(line: Line) -> None:

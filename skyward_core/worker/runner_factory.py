@@ -1,4 +1,6 @@
-"""A worker asks its node's supervisor for runners: the requests, the supervisor's answers and its reports of how runners ended."""
+"""A worker asks its node's supervisor for runners: the requests, the supervisor's answers and its reports of how
+runners ended.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ MESSAGE_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class RunnerExit:
-    """The end of a runner: its pid; its exit code, negative for a signal, as in `subprocess`; whether the kernel has killed it because it was out of memory."""
+    """The end of a runner: its pid; its exit code, negative for a signal, as in `subprocess`; whether the kernel has
+    killed it because it was out of memory.
+    """
 
     pid: int
     code: int
@@ -45,10 +49,13 @@ class Reassigned:
 class RunnerFactory:
     """The worker's socket to the supervisor, which forks runners on request and reports how they ended.
 
-    Requests are numbered. A runner that comes after its request has timed out is killed: it must not count as that of a later request.
+    Requests are numbered. A runner that comes after its request has timed out is killed: it must not count as that of a
+    later request.
     """
 
-    def __init__(self, control: socket.socket, on_reassigned: Callable[[NodeSettings], object] = lambda _: None) -> None:
+    def __init__(
+        self, control: socket.socket, on_reassigned: Callable[[NodeSettings], object] = lambda _: None
+    ) -> None:
         self._control = control
         self._on_reassigned = on_reassigned
         self._exits: dict[int, RunnerExit] = {}
@@ -64,7 +71,10 @@ class RunnerFactory:
         threading.Thread(target=self._listen, name="skyward-runner-factory", daemon=True).start()
 
     def fork(self, descriptors: list[int], mark: bytes) -> int:
-        """Let the supervisor fork a runner with these descriptors (calls, outcomes, stdout, stderr); return its pid. Raises ConnectionError without one."""
+        """Let the supervisor fork a runner with these descriptors (calls, outcomes, stdout, stderr); return its pid.
+
+        Raises ConnectionError without one.
+        """
         with self._requests:
             with self._changed:
                 self._request, self._is_awaited, self._forked = self._request + 1, True, 0

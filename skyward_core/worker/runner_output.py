@@ -13,7 +13,10 @@ READ_BYTES = 1 << 16
 
 @dataclass(slots=True)
 class Stream:
-    """One of a runner's output pipes, cut into lines and, at the mark, into calls. Carriage returns end lines too (progress bars)."""
+    """One of a runner's output pipes, cut into lines and, at the mark, into calls.
+
+    Carriage returns end lines too (progress bars).
+    """
 
     name: str
     descriptor: int
@@ -32,7 +35,9 @@ class Stream:
         return bool(chunk)
 
     def lines(self, *, flush: bool = False) -> Iterator[tuple[int, tuple[str, ...]]]:
-        """Yield the lines read, as pairs of the number of marks before them and the lines; an unfinished line waits unless `flush`."""
+        """Yield the lines read, as pairs of the number of marks before them and the lines; an unfinished line waits
+        unless `flush`.
+        """
         while (cut := self.rest.find(self.mark)) >= 0:
             part, self.rest = self.rest[:cut], self.rest[cut + len(self.mark) :]
             yield self.marks_seen, self._remember(_split(part))

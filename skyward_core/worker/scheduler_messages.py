@@ -1,4 +1,7 @@
-"""Messages of the scheduler to clients: workers that join and leave, and the tasks of a client that reconnects. Both sides use them; they need no Dask."""
+"""Messages of the scheduler to clients: workers that join and leave, and the tasks of a client that reconnects.
+
+Both sides use them; they need no Dask.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ class WorkerLeft:
 
 @dataclass(frozen=True, slots=True)
 class WorkerHeld:
-    """A worker gets no more calls and has `left` of them. Sent to every client, at first and whenever that number changes."""
+    """A worker gets no more calls and has `left` of them.
+
+    Sent to every client, at first and whenever that number changes.
+    """
 
     address: str
     left: int
@@ -35,14 +41,17 @@ class WorkerHeld:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The scheduler's answer to `resume`. The messages after `number` follow: those up to `last` at once, then live ones.
+    """The scheduler's answer to `resume`. The messages after `number` follow: those up to `last` at once, then live
+    ones.
 
-    `missed`: how many messages before them were dropped for lack of room. `is_known`: whether the scheduler knew the topic; a new head does not.
-    `tasks`: the client's tasks that the scheduler keeps, and Dask's names of their states ("processing", "memory", "erred"); all others are lost. From now on
-    the new client wants them: it makes a future of each at once (`distributed.Future(key, client)`).
-    `gone`: keys that have arrived and have no task any more. If the topic is known, a key in neither has not arrived and will not: the scheduler refuses
-    messages of the earlier client that are in transit. `workers`: by address, the names of present workers and Dask's names of their states.
-    `abandoned`: how often the scheduler has dropped the topic and stopped its calls, because the client was away too long.
+    `missed`: how many messages before them were dropped for lack of room. `is_known`: whether the scheduler knew the
+    topic; a new head does not. `tasks`: the client's tasks that the scheduler keeps, and Dask's names of their states
+    ("processing", "memory", "erred"); all others are lost. From now on the new client wants them: it makes a future of
+    each at once (`distributed.Future(key, client)`).
+    `gone`: keys that have arrived and have no task any more. If the topic is known, a key in neither has not arrived
+    and will not: the scheduler refuses messages of the earlier client that are in transit. `workers`: by address, the
+    names of present workers and Dask's names of their states. `abandoned`: how often the scheduler has dropped the
+    topic and stopped its calls, because the client was away too long.
     """
 
     number: int

@@ -1,8 +1,10 @@
-"""The values of a pool's secrets on its nodes: in memory, from the scheduler to the workers to the processes of calls, over the pool's TLS.
+"""The values of a pool's secrets on its nodes: in memory, from the scheduler to the workers to the processes of calls,
+over the pool's TLS.
 
-The pool's opener tells the scheduler on each connection that it makes to one, before the first call. A worker asks the scheduler before its first batch
-and gives them to each runner with its first call. So a replaced node, a worker that begins anew and a new head have them like the first ones, and a client
-that attaches needs none. Nothing here is written: neither to a file nor to the environment of a process that is being started.
+The pool's opener tells the scheduler on each connection that it makes to one, before the first call. A worker asks the
+scheduler before its first batch and gives them to each runner with its first call. So a replaced node, a worker that
+begins anew and a new head have them like the first ones, and a client that attaches needs none. Nothing here is
+written: neither to a file nor to the environment of a process that is being started.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ PUT_SECRETS = "skyward-put-secrets"
 GET_SECRETS = "skyward_get_secrets"
 """The operation that waits for them."""
 PATIENCE_SECONDS = 60.0
-"""For how long a worker waits for a pool's opener that is to come: after a change of the head somebody else's call may be there first."""
+"""For how long a worker waits for a pool's opener that is to come: after a change of the head somebody else's call may
+be there first.
+"""
 
 
 class Keeping(SchedulerPlugin):

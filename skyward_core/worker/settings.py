@@ -1,4 +1,6 @@
-"""What a node is told: one JSON file, written by the client, read when the node starts and again when the client has written another."""
+"""What a node is told: one JSON file, written by the client, read when the node starts and again when the client has
+written another.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The client process that must outlive the node: its pid and start time (clock ticks since boot), which together never repeat."""
+    """The client process that must outlive the node: its pid and start time (clock ticks since boot), which together
+    never repeat.
+    """
 
     pid: int
     started: str
@@ -28,20 +32,23 @@ class Owner:
 class NodeSettings:
     """All that a node needs to know.
 
-    `workers` holds one mapping of environment variables for each worker of the node (a MIG partition is a worker: `with_partitions`), `slots` is how many
-    calls each of them runs at once, `accelerators` are those that one worker may use. `scheduler` is the address of the pool's scheduler; None on the head,
-    which starts it. `value_directories` are folders for large values, the first in this machine's memory; the node makes and removes it. The client takes
+    `workers` holds one mapping of environment variables for each worker of the node (a MIG partition is a worker:
+    `with_partitions`), `slots` is how many calls each of them runs at once, `accelerators` are those that one worker
+    may use. `scheduler` is the address of the pool's scheduler; None on the head, which starts it. `value_directories`
+    are folders for large values, the first in this machine's memory; the node makes and removes it. The client takes
     them from there. `tls_certificate` and `tls_key` are PEM texts. `memory_limit_bytes` bounds the process of a call.
     `neuron_cores` are the NeuronCores of each slot; empty without any, and where Neuron's runtime is left the choice.
 
-    `timeout_seconds` is how long the node lives without a running call, `max_lifetime_seconds` how long at most (None: no end), `lease_seconds` how long
-    after its start without a sign of life from a client, unless one lengthens it (`watchdog.write_lease`). `is_guarded` says that a guard runs beside
-    the supervisor, which ends the node then by writing the file `ended`. `scheduler_port` and `worker_ports`, one for each worker, are where to listen;
-    0 and empty: wherever there is room. A client that writes settings with another `generation` has the node begin anew with them.
-    `secret_names` are the variables that calls find beside their environment: their values never stand here (`worker/secret_values.py`).
-    `notice_url` is where it asks whether its machine is to be taken back (`worker/preemption_notice.py`); empty: it does not ask. Without `workers` it runs no
-    calls.
-    `is_simulated`: its accelerators are not there. `keeps_calls`: its workers outlive their scheduler while they have calls, and take them along to the next.
+    `timeout_seconds` is how long the node lives without a running call, `max_lifetime_seconds` how long at most (None:
+    no end), `lease_seconds` how long after its start without a sign of life from a client, unless one lengthens it
+    (`watchdog.write_lease`). `is_guarded` says that a guard runs beside the supervisor, which ends the node then by
+    writing the file `ended`. `scheduler_port` and `worker_ports`, one for each worker, are where to listen; 0 and
+    empty: wherever there is room. A client that writes settings with another `generation` has the node begin anew with
+    them. `secret_names` are the variables that calls find beside their environment: their values never stand here
+    (`worker/secret_values.py`). `notice_url` is where it asks whether its machine is to be taken back
+    (`worker/preemption_notice.py`); empty: it does not ask. Without `workers` it runs no calls.
+    `is_simulated`: its accelerators are not there. `keeps_calls`: its workers outlive their scheduler while they have
+    calls, and take them along to the next.
     """
 
     pool_id: str
@@ -79,15 +86,39 @@ class NodeSettings:
         return self.neuron_cores[slot] if self.neuron_cores else ()
 
     def environment_of(self, worker: int, slot: int) -> dict[str, str]:
-        """Return what the processes of calls in this slot of this worker find in their environment, beside what the whole node has."""
+        """Return what the processes of calls in this slot of this worker find in their environment, beside what the
+        whole node has.
+        """
         cores = self.cores_of(slot)
         return self.workers[worker] | ({"NEURON_RT_VISIBLE_CORES": _ranges(cores)} if cores else {})
 
     def may_become(self, other: NodeSettings) -> bool:
-        """Tell whether living workers may go on under other settings: only their place in the pool is another one, and they are to keep their calls."""
-        theirs = (other.slots, other.workers, other.value_directories, other.memory_limit_bytes, other.tls_certificate, other.tls_key, other.secret_names)
-        ours = (self.slots, self.workers, self.value_directories, self.memory_limit_bytes, self.tls_certificate, self.tls_key, self.secret_names)
-        is_same = (self.instance_id, self.neuron_cores, self.accelerators) == (other.instance_id, other.neuron_cores, other.accelerators)
+        """Tell whether living workers may go on under other settings: only their place in the pool is another one, and
+        they are to keep their calls.
+        """
+        theirs = (
+            other.slots,
+            other.workers,
+            other.value_directories,
+            other.memory_limit_bytes,
+            other.tls_certificate,
+            other.tls_key,
+            other.secret_names,
+        )
+        ours = (
+            self.slots,
+            self.workers,
+            self.value_directories,
+            self.memory_limit_bytes,
+            self.tls_certificate,
+            self.tls_key,
+            self.secret_names,
+        )
+        is_same = (self.instance_id, self.neuron_cores, self.accelerators) == (
+            other.instance_id,
+            other.neuron_cores,
+            other.accelerators,
+        )
         return self.keeps_calls and other.keeps_calls and is_same and ours == theirs
 
     def to_json(self) -> str:
@@ -106,7 +137,8 @@ class NodeSettings:
 
 
 def with_partitions(settings: NodeSettings, text: str) -> NodeSettings:
-    """Return settings that show each worker one partition of a GPU: the first worker the first UUID of a text of one a line, and so on.
+    """Return settings that show each worker one partition of a GPU: the first worker the first UUID of a text of one a
+    line, and so on.
 
     Raises ValueError if there are not as many partitions as workers, unless the node is to have no workers any more.
     """
@@ -115,12 +147,17 @@ def with_partitions(settings: NodeSettings, text: str) -> NodeSettings:
     partitions = text.split()
     if len(partitions) != len(settings.workers):
         raise ValueError(f"the node has {len(partitions)} partitions of GPUs for {len(settings.workers)} workers")
-    shown = ({**worker, "CUDA_VISIBLE_DEVICES": partition} for worker, partition in zip(settings.workers, partitions, strict=True))
+    shown = (
+        {**worker, "CUDA_VISIBLE_DEVICES": partition}
+        for worker, partition in zip(settings.workers, partitions, strict=True)
+    )
     return dataclasses.replace(settings, workers=tuple(shown))
 
 
 def _ranges(cores: Sequence[int]) -> str:
-    """Write numbers as Neuron's runtime reads them: "0-3,6", and a range alone where it is one, which is all that its older versions read."""
+    """Write numbers as Neuron's runtime reads them: "0-3,6", and a range alone where it is one, which is all that its
+    older versions read.
+    """
     runs: list[list[int]] = []
     for core in cores:
         if runs and core == runs[-1][-1] + 1:

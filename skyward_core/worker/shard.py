@@ -26,13 +26,15 @@ def shard(*arrays: Any, shuffle: bool = False, seed: int | None = None) -> Any: 
 def shard(*arrays: Any, shuffle: bool = False, seed: int | None = None) -> Any:
     """Return this worker's share of each array, along its first axis: one array for one array, a tuple for several.
 
-    With n rows and w workers, worker r gets rows r, r + w, r + 2w, ...: ⌈n/w⌉ or ⌊n/w⌋ of them, never padded. With `shuffle` the rows
-    are put into a random order first, the same for all arrays and on all workers. Without `seed` that order hangs on the call's `job_id`,
-    which all workers of one broadcast share: it differs from broadcast to broadcast. Give `seed` for the same order each time, and
-    wherever two calls of `shard` in different broadcasts must agree.
+    With n rows and w workers, worker r gets rows r, r + w, r + 2w, ...: ⌈n/w⌉ or ⌊n/w⌋ of them, never padded. With
+    `shuffle` the rows are put into a random order first, the same for all arrays and on all workers. Without `seed`
+    that order hangs on the call's `job_id`, which all workers of one broadcast share: it differs from broadcast to
+    broadcast. Give `seed` for the same order each time, and wherever two calls of `shard` in different broadcasts must
+    agree.
 
-    Takes lists, tuples, ranges, NumPy arrays, torch tensors, pandas frames and series, and returns the same type (a shuffled range
-    becomes a list); other sequences become lists. Without `shuffle`, arrays and tensors come back as views where slicing makes them.
+    Takes lists, tuples, ranges, NumPy arrays, torch tensors, pandas frames and series, and returns the same type (a
+    shuffled range becomes a list); other sequences become lists. Without `shuffle`, arrays and tensors come back as
+    views where slicing makes them.
 
     Raises `BadRequest`, a ValueError, if the arrays differ in length, if there are none, and for what has no rows.
 
@@ -59,11 +61,13 @@ def _common_length(arrays: tuple[Any, ...]) -> int:
 def _length(array: Any) -> int:
     if not _has_rows(array):
         raise BadRequest(
-            f"shard() cannot split a {type(array).__name__}: it takes lists, tuples, ranges, NumPy arrays, torch tensors and pandas frames"
-            " (for anything else that can be iterated over: shard(list(...)))"
+            f"shard() cannot split a {type(array).__name__}: it takes lists, tuples, ranges, NumPy arrays, torch"
+            " tensors and pandas frames (for anything else that can be iterated over: shard(list(...)))"
         )
     if _is_tensor(array) and len(array.shape) == 0:
-        raise BadRequest("shard() splits along the first axis, and an array without axes has none: give it shape (n,) or (n, d)")
+        raise BadRequest(
+            "shard() splits along the first axis, and an array without axes has none: give it shape (n,) or (n, d)"
+        )
     return len(array)
 
 
@@ -81,10 +85,12 @@ def _seed_of(job_id: str) -> int:
 
 
 def _permutation(rows: int, seed: int) -> Sequence[int]:
-    """Return 0 ... rows - 1 in an order that depends on the arguments alone: the same on all machines, with NumPy or without.
+    """Return 0 ... rows - 1 in an order that depends on the arguments alone: the same on all machines, with NumPy or
+    without.
 
-    Both ways are the Fisher-Yates shuffle on the same Mersenne Twister. NumPy's `RandomState` stream is frozen (NEP 19), and it is
-    seeded here as CPython seeds `random.Random` (Modules/_randommodule.c, random_seed: 32-bit words, lowest first).
+    Both ways are the Fisher-Yates shuffle on the same Mersenne Twister. NumPy's `RandomState` stream is frozen (NEP
+    19), and it is seeded here as CPython seeds `random.Random` (Modules/_randommodule.c, random_seed: 32-bit words,
+    lowest first).
     """
     if find_spec("numpy") is None:
         return _permutation_in_python(rows, seed)

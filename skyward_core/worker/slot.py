@@ -1,12 +1,13 @@
 """One slot of a worker: it drives a runner, the process in which calls run, and survives it.
 
-Slot and runner share a queue of packets (a Unix socket whose receiving end both have), so the kernel decides whether a call has begun: it has not if the slot
-can take its packet back. All else follows: a crash takes one call, a cancelled call stops alone, and calls behind a long one are handed back to run
-elsewhere. No call runs twice.
+Slot and runner share a queue of packets (a Unix socket whose receiving end both have), so the kernel decides whether a
+call has begun: it has not if the slot can take its packet back. All else follows: a crash takes one call, a cancelled
+call stops alone, and calls behind a long one are handed back to run elsewhere. No call runs twice.
 
-The slot's knowledge of the running call may be out of date: its outcome may be unread, and the runner may have begun the next call. So the slot kills a runner
-because of its call only while the runner is stopped (SIGSTOP), after it has taken back the queue and read the outcomes. Then it knows the runner's call, and
-the runner begins no other. If this process dies while a runner is stopped, the supervisor kills the runner, like all runners of a dead worker.
+The slot's knowledge of the running call may be out of date: its outcome may be unread, and the runner may have begun
+the next call. So the slot kills a runner because of its call only while the runner is stopped (SIGSTOP), after it has
+taken back the queue and read the outcomes. Then it knows the runner's call, and the runner begins no other. If this
+process dies while a runner is stopped, the supervisor kills the runner, like all runners of a dead worker.
 """
 
 from __future__ import annotations
@@ -47,13 +48,18 @@ type News = Outcome | Output
 class Slot:
     """Runs batches, one at a time. It owns the runner and the descriptors to it; `close` ends both."""
 
-    def __init__(self, factory: RunnerFactory, value_directories: tuple[str, ...], memory_limit_bytes: int | None = None) -> None:
+    def __init__(
+        self, factory: RunnerFactory, value_directories: tuple[str, ...], memory_limit_bytes: int | None = None
+    ) -> None:
         self.factory = factory
         self.value_directories = value_directories
         self.memory_limit_bytes = memory_limit_bytes
         self.send: socket.socket | None = None
         self.take: socket.socket | None = None
-        """The two ends of this runner's queue. The next runner gets another queue: a runner that was given up finds its queue closed, and ends."""
+        """The two ends of this runner's queue.
+
+        The next runner gets another queue: a runner that was given up finds its queue closed, and ends.
+        """
         self.wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.lock = threading.Lock()
         self.cancelled: set[str] = set()
@@ -79,7 +85,10 @@ class Slot:
         self.start()
 
     def start(self) -> None:
-        """Get a runner from the supervisor. Raises ConnectionError if none comes: then the slot has none, and `run` tries again."""
+        """Get a runner from the supervisor.
+
+        Raises ConnectionError if none comes: then the slot has none, and `run` tries again.
+        """
         send, take = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         outcomes, runner_outcomes = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         mark = b"\x1e" + secrets.token_hex(8).encode() + b"\x1e"
@@ -103,7 +112,10 @@ class Slot:
                 os.close(write)
 
     def make_ready(self) -> None:
-        """Make sure that there is a runner, forked for the node's present rank and head. Raises ConnectionError if none comes."""
+        """Make sure that there is a runner, forked for the node's present rank and head.
+
+        Raises ConnectionError if none comes.
+        """
         if self.pid and self.is_outdated:
             pid = self.pid
             kill_group(pid)
@@ -117,7 +129,8 @@ class Slot:
         self.secrets, self.secrecy = secrets, Mask(secrets.values())
 
     def cancel(self, call_id: str) -> None:
-        """Stop a call of the running batch, or do not begin it; with a topic in place of its id, stop all calls that report on that topic.
+        """Stop a call of the running batch, or do not begin it; with a topic in place of its id, stop all calls that
+        report on that topic.
 
         Called from any thread; unknown ids are ignored.
         """
@@ -133,12 +146,14 @@ class Slot:
     @property
     def ran_seconds(self) -> float:
         """How long calls have kept this slot busy, the running one included. Called from any thread."""
-        ended_seconds = self.ended_seconds  # first: a call that ends meanwhile is then missing rather than counted twice
+        # first: a call that ends meanwhile is then missing rather than counted twice
+        ended_seconds = self.ended_seconds
         busy_since = self.busy_since
         return ended_seconds + (0.0 if busy_since is None else time.monotonic() - busy_since)
 
     def run(self, batch: Batch, tell: Callable[[list[News]], None]) -> None:
-        """Run the calls of a batch in their order, and pass news to `tell` in order; return when each call has an outcome.
+        """Run the calls of a batch in their order, and pass news to `tell` in order; return when each call has an
+        outcome.
 
         Calls behind one that runs longer than PATIENCE_SECONDS get the outcome RETURNED, unless they have begun.
         """
@@ -169,7 +184,10 @@ class Slot:
 
 
 class _BatchRun:
-    """One batch in one slot. Every call is in exactly one state: `waiting` (here), `sent` (in the queue or the runner), or reported."""
+    """One batch in one slot.
+
+    Every call is in exactly one state: `waiting` (here), `sent` (in the queue or the runner), or reported.
+    """
 
     def __init__(self, slot: Slot, batch: Batch, tell: Callable[[list[News]], None]) -> None:
         self.slot = slot
@@ -206,7 +224,10 @@ class _BatchRun:
 
     @property
     def _is_runner_doomed(self) -> bool:
-        """Whether the runner got a signal that ends it. Its call may have ended before, but it must get no other: that one would die with it."""
+        """Whether the runner got a signal that ends it.
+
+        Its call may have ended before, but it must get no other: that one would die with it.
+        """
         return self.slot.killed_for is not None
 
     @property
@@ -245,7 +266,14 @@ class _BatchRun:
         may_reuse = call.arguments.path is not None and call.arguments.path not in own
         secrets = None if self.slot.is_furnished else self.slot.secrets
         is_fresh = function is not None and len(self.slot.known) >= KNOWN_FUNCTIONS
-        return Packet(call, function, may_reuse=may_reuse, fresh=is_fresh, secrets=secrets, needs_secrets=self.slot.secrets is not None)
+        return Packet(
+            call,
+            function,
+            may_reuse=may_reuse,
+            fresh=is_fresh,
+            secrets=secrets,
+            needs_secrets=self.slot.secrets is not None,
+        )
 
     def _put_aside(self, parcel: Parcel) -> Parcel:
         aside = parcel.put_aside(self.slot.value_directories)
@@ -275,7 +303,9 @@ class _BatchRun:
         slot = self.slot
         assert slot.outcomes is not None
         sources: list[int] = [slot.outcomes.fileno(), slot.wake_read, *(stream.descriptor for stream in slot.streams)]
-        ready, _, _ = select.select(sources, [self._queue_end] if self._waiting and not self._is_runner_doomed else [], [], self._wait_seconds())
+        ready, _, _ = select.select(
+            sources, [self._queue_end] if self._waiting and not self._is_runner_doomed else [], [], self._wait_seconds()
+        )
         if slot.wake_read in ready:
             os.read(slot.wake_read, READ_BYTES)
         self._read_output()
@@ -316,7 +346,9 @@ class _BatchRun:
             self._news.append(outcome._replace(output=last_lines) if outcome.ending is Ending.CRASH else outcome)
 
     def _await_marks(self) -> None:
-        """Read the output of the call that has just ended, to its mark: the runner writes the marks before the outcome, so they are in the pipes."""
+        """Read the output of the call that has just ended, to its mark: the runner writes the marks before the outcome,
+        so they are in the pipes.
+        """
         for stream in self.slot.streams:
             while stream.marks_seen <= self.slot.ended and stream.read():
                 self._cut(stream)
@@ -332,11 +364,19 @@ class _BatchRun:
                 position = mark - self.slot.ended
                 call_id = self._sent[position].call_id if 0 <= position < len(self._sent) else None
                 now, mask = time.time(), self.slot.secrecy.text
-                self._news.extend(Output(call_id, stream.name, tuple(map(mask, texts)), now, level) for level, texts in split_records(stream.mark, lines))
+                self._news.extend(
+                    Output(call_id, stream.name, tuple(map(mask, texts)), now, level)
+                    for level, texts in split_records(stream.mark, lines)
+                )
 
     def _last_lines(self) -> tuple[str, ...]:
         """Return the last lines of the call that has just ended or died."""
-        lines = (text for stream in self.slot.streams for _, texts in split_records(stream.mark, stream.forget(self.slot.ended)) for text in texts)
+        lines = (
+            text
+            for stream in self.slot.streams
+            for _, texts in split_records(stream.mark, stream.forget(self.slot.ended))
+            for text in texts
+        )
         return tuple(line for text in lines for line in self.slot.secrecy.text(text).split("\n"))[-LAST_LINES:]
 
     # ── runners that die, or must ────────────────────────────────────────────────────────────────────────────────────
@@ -354,8 +394,11 @@ class _BatchRun:
         end = slot.factory.exit_of(pid)
         is_by_kernel = slot.killed_for is None and end is not None and end.is_out_of_memory
         ending, text = (Ending.OUT_OF_MEMORY, BY_KERNEL) if is_by_kernel else (slot.killed_for or Ending.CRASH, "")
-        for call in self._sent:  # at most one: a runner takes the next call after it has reported the outcome of the last
-            self._news.append(Outcome(call.call_id, ending, text=text, exit_code=end and end.code, output=output, seconds=ran_seconds))
+        # at most one: a runner takes the next call after it has reported the outcome of the last
+        for call in self._sent:
+            self._news.append(
+                Outcome(call.call_id, ending, text=text, exit_code=end and end.code, output=output, seconds=ran_seconds)
+            )
             slot.busy_since = None
             slot.ended_seconds += ran_seconds
         self._sent.clear()
@@ -374,7 +417,9 @@ class _BatchRun:
         if wanted & {call.call_id for call in self._sent} and not self._is_runner_doomed:
             self._kill_if(Ending.CANCELLED, signal.SIGTERM, lambda running: running.call_id in wanted)
         if wanted:
-            self._news.extend(Outcome(call.call_id, Ending.CANCELLED) for call in self._waiting if call.call_id in wanted)
+            self._news.extend(
+                Outcome(call.call_id, Ending.CANCELLED) for call in self._waiting if call.call_id in wanted
+            )
             self._waiting = deque(call for call in self._waiting if call.call_id not in wanted)
         if slot.kill_at is not None and time.monotonic() > slot.kill_at:
             self._kill(Ending.CANCELLED, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """Dask's batched streams, made for calls that somebody waits for.
 
-A message costs each side some 0.2 ms, mostly in the kernel, and Dask exchanges eight of them for a task, of which four are on the way of a call. The others
-are told when there is something else to tell.
+A message costs each side some 0.2 ms, mostly in the kernel, and Dask exchanges eight of them for a task, of which four
+are on the way of a call. The others are told when there is something else to tell.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _CAN_WAIT = {"free-keys", "release-worker-data", "client-releases-keys", ACKNOWL
 
 
 class Told(UserDict[str, Outcome]):
-    """The outcomes of a batch whose reports have told all there is: nobody is in a hurry for them. Not a dict: Dask looks through those for their size.
+    """The outcomes of a batch whose reports have told all there is: nobody is in a hurry for them. Not a dict: Dask
+    looks through those for their size.
 
     `node` and `instance_id` are of the node that ran it.
     """
@@ -36,7 +37,10 @@ _TOLD = dump_type(Told)
 
 
 class PromptStream(BatchedSend):
-    """Sends at once, but for what nobody waits for: that goes with the next message, or after CAN_WAIT_SECONDS. The order stays as it is."""
+    """Sends at once, but for what nobody waits for: that goes with the next message, or after CAN_WAIT_SECONDS.
+
+    The order stays as it is.
+    """
 
     _is_due = False
 
@@ -67,7 +71,8 @@ def send_at_once(stream: Any) -> None:
     """Make one of Dask's streams a prompt one, which it remains."""
     stream.__class__ = PromptStream
     if stream.comm is not None:
-        stream.comm.allow_offload = False  # else each message is measured, at the cost of sending it, only to find that it is small
+        # else each message is measured, at the cost of sending it, only to find that it is small
+        stream.comm.allow_offload = False
 
 
 def _can_wait(message: dict[str, Any]) -> bool:

@@ -1,14 +1,17 @@
 """The first process of a node: `python -m skyward_core.worker.supervisor DIRECTORY`.
 
-It imports Dask once and forks everything else from there: the scheduler (on the head), the workers, the runners in which calls run, and on spot machines
-who listens for the notice that they are taken back. So a node starts with one import instead of one for each process, and a crashed runner is replaced
-within milliseconds. It stays single-threaded (forking is only safe so), never runs a user's code, reaps the dead, and is the node's watchdog: when its
-owner is gone, or one of its clocks has run out, it takes the whole node down.
+It imports Dask once and forks everything else from there: the scheduler (on the head), the workers, the runners in
+which calls run, and on spot machines who listens for the notice that they are taken back. So a node starts with one
+import instead of one for each process, and a crashed runner is replaced within milliseconds. It stays single-threaded
+(forking is only safe so), never runs a user's code, reaps the dead, and is the node's watchdog: when its owner is gone,
+or one of its clocks has run out, it takes the whole node down.
 
-Files of DIRECTORY: `settings.json` is written by the client, and written again to have the node begin anew as another; `lease` is written by whoever
-may lengthen it; `partitions`, if there is one, by the bootstrap script, and names the GPU of each worker; `supervisor` holds this process's pid;
-`head.json` is written by the head when its scheduler listens; `ended` says to the guard, where there is one, why the node ends. The supervisor may be
-started before `settings.json` is there. `missed` is written by the client when workers stay away from the scheduler, and taken away when they are dead.
+Files of DIRECTORY: `settings.json` is written by the client, and written again to have the node begin anew as another;
+`lease` is written by whoever may lengthen it; `partitions`, if there is one, by the bootstrap script, and names the GPU
+of each worker; `supervisor` holds this process's pid; `head.json` is written by the head when its scheduler listens;
+`ended` says to the guard, where there is one, why the node ends. The supervisor may be started before `settings.json`
+is there. `missed` is written by the client when workers stay away from the scheduler, and taken away when they are
+dead.
 """
 
 from __future__ import annotations
@@ -69,7 +72,8 @@ HELD_SIGNALS = (signal.SIGCHLD, signal.SIGTERM)
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """A process for calls: the worker that it belongs to, which of that worker's slots it serves, and the mark that says whether it has a call.
+    """A process for calls: the worker that it belongs to, which of that worker's slots it serves, and the mark that
+    says whether it has a call.
 
     `group` is its control group, where the kernel bounds its memory.
     """
@@ -81,7 +85,10 @@ class Runner:
 
 
 class CallQueue(socket.socket):
-    """A runner's end of the queue of its calls. While it waits there for the next one it is not busy, and else it is."""
+    """A runner's end of the queue of its calls.
+
+    While it waits there for the next one it is not busy, and else it is.
+    """
 
     def __init__(self, fileno: int, busy: Busy) -> None:
         super().__init__(fileno=fileno)
@@ -119,8 +126,8 @@ class Deaths:
 class Supervisor:
     """Forks, reaps, watches.
 
-    `_workers` maps the pid of each worker process to its index, `_runners` that of each runner to what belongs to it, `_due` the index of a worker
-    process that has died to the time (time.monotonic) at which the next one is started.
+    `_workers` maps the pid of each worker process to its index, `_runners` that of each runner to what belongs to it,
+    `_due` the index of a worker process that has died to the time (time.monotonic) at which the next one is started.
     """
 
     def __init__(self, directory: Path, settings: NodeSettings, watch: Watch) -> None:
@@ -180,7 +187,10 @@ class Supervisor:
         self._groups = call_groups(self._settings.instance_id, limit)
         if limit is not None:
             kernel = "by the kernel, with all that they start (control group)"
-            self._log(f"the memory of calls is bounded {kernel if self._groups is not None else 'by their worker, which looks ten times a second'}")
+            self._log(
+                "the memory of calls is bounded"
+                f" {kernel if self._groups is not None else 'by their worker, which looks ten times a second'}"
+            )
 
     def _start_due(self) -> None:
         now = time.monotonic()
@@ -231,13 +241,16 @@ class Supervisor:
     def _free_slot(self, index: int) -> int:
         """Return the first slot of a worker that no process serves.
 
-        A worker asks for another process when it was told that the one before has ended. If that could not be told in time, because one is stuck in the
-        kernel, there may be no free slot: then it is the one with the fewest processes, and what they hold is not to be had.
+        A worker asks for another process when it was told that the one before has ended. If that could not be told in
+        time, because one is stuck in the kernel, there may be no free slot: then it is the one with the fewest
+        processes, and what they hold is not to be had.
         """
         held = Counter(runner.slot for runner in self._runners.values() if runner.index == index)
         return min(range(self._settings.slots), key=lambda slot: held[slot])
 
-    def _become_runner(self, index: int, slot: int, mark: bytes, descriptors: list[int], busy: Busy, group: Path | None) -> NoReturn:
+    def _become_runner(
+        self, index: int, slot: int, mark: bytes, descriptors: list[int], busy: Busy, group: Path | None
+    ) -> NoReturn:
         os.setpgid(0, 0)
         calls, outcomes, stdout, stderr = descriptors
         settings = self._settings
@@ -264,14 +277,19 @@ class Supervisor:
                 to_env(info),
                 settings.value_directories,
                 settings.environment_of(index, slot),
-                Room(group, settings.memory_limit_bytes) if group is not None and settings.memory_limit_bytes is not None and enter(group) else None,
+                (
+                    Room(group, settings.memory_limit_bytes)
+                    if group is not None and settings.memory_limit_bytes is not None and enter(group)
+                    else None
+                ),
             )
         )
 
     def _fork(self, main: Callable[[], NoReturn]) -> int:
         """Fork a child that keeps none of the supervisor's lines open and dies with it.
 
-        Signals are held back meanwhile: one that is meant for the child must not find the supervisor's way of taking it there, which ends the node.
+        Signals are held back meanwhile: one that is meant for the child must not find the supervisor's way of taking it
+        there, which ends the node.
         """
         supervisor = os.getpid()
         signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
@@ -309,7 +327,9 @@ class Supervisor:
                 if runner.busy.look():
                     self._watch.note_call()
                 was_too_large = self._was_too_large(runner)
-                self._say(runner.index, RunnerExit(pid, code, is_out_of_memory=was_too_large and code == -signal.SIGKILL))
+                self._say(
+                    runner.index, RunnerExit(pid, code, is_out_of_memory=was_too_large and code == -signal.SIGKILL)
+                )
             elif pid in self._workers:
                 self._bury_worker(self._workers.pop(pid), code)
             elif pid == self._listener_pid:
@@ -325,7 +345,8 @@ class Supervisor:
     def _bury_worker(self, index: int, code: int) -> None:
         """A worker process is gone, and with it whoever waits for its calls. The next one is started after a pause.
 
-        On the head, dying again and again is the worker's own fault. Elsewhere it may only mean that there is no scheduler, while a new head is found.
+        On the head, dying again and again is the worker's own fault. Elsewhere it may only mean that there is no
+        scheduler, while a new head is found.
         """
         if index in self._controls:
             self._controls.pop(index).close()
@@ -340,7 +361,9 @@ class Supervisor:
         deaths = self._deaths[index] = self._deaths[index].and_at(now)
         self._log(f"worker {index} died with {code}")
         if self._settings.rank == 0 and deaths.is_loop:
-            self._end(f"worker {index} died {len(deaths.times)} times within {CRASH_LOOP_SECONDS:g} s, last with {code}")
+            self._end(
+                f"worker {index} died {len(deaths.times)} times within {CRASH_LOOP_SECONDS:g} s, last with {code}"
+            )
         self._due[index] = now + deaths.pause_seconds
 
     def _say(self, index: int, message: object) -> None:
@@ -354,7 +377,10 @@ class Supervisor:
             self._end(reason)
 
     def _look_at_settings(self) -> None:
-        """Begin anew if the client has written settings of another generation. What cannot be read is told and passed over."""
+        """Begin anew if the client has written settings of another generation.
+
+        What cannot be read is told and passed over.
+        """
         path = self._directory / "settings.json"
         try:
             stat = path.stat()
@@ -375,7 +401,10 @@ class Supervisor:
             self._begin_anew(settings)
 
     def _look_for_missed(self) -> None:
-        """Kill workers that the client misses: one that stands still does nothing, and does not die. Their successors come as after any death."""
+        """Kill workers that the client misses: one that stands still does nothing, and does not die.
+
+        Their successors come as after any death.
+        """
         path = self._directory / MISSED
         try:
             missed = path.read_text().split()
@@ -391,7 +420,10 @@ class Supervisor:
                     os.kill(pid, signal.SIGKILL)
 
     def _carry_on(self, settings: NodeSettings) -> None:
-        """Tell living workers the node's new place: they go there with their calls, or end at once if they have none. The head was another node."""
+        """Tell living workers the node's new place: they go there with their calls, or end at once if they have none.
+
+        The head was another node.
+        """
         (self._directory / "head.json").unlink(missing_ok=True)
         self._settings = settings
         self._watch.note_call()  # the client is there
@@ -404,7 +436,10 @@ class Supervisor:
         self._due = dict.fromkeys(self._due, time.monotonic())
 
     def _begin_anew(self, settings: NodeSettings) -> None:
-        """Kill all that has been forked, forget it, and start with other settings: another rank, another head. Dask stays imported."""
+        """Kill all that has been forked, forget it, and start with other settings: another rank, another head.
+
+        Dask stays imported.
+        """
         began = time.monotonic()
         for control in self._controls.values():
             control.close()
@@ -434,14 +469,16 @@ class Supervisor:
 
 
 def end_node(settings: NodeSettings, directory: Path | None = None) -> NoReturn:
-    """Kill every process of the node and remove what it keeps in memory, and its directory if that is given; the caller last.
+    """Kill every process of the node and remove what it keeps in memory, and its directory if that is given; the caller
+    last.
 
     Its keepers are left: they end when the caller does, and take along what may have slipped by.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while not all(members(settings.instance_id).values()):
         kill_instance(settings.instance_id)
-        time.sleep(0.01)  # until the kernel has taken them down; a process that forks meanwhile is found in the next round
+        # until the kernel has taken them down; a process that forks meanwhile is found in the next round
+        time.sleep(0.01)
         reap_all()
     _remove_memory(settings)
     if directory is not None:  # nobody is left to read it
@@ -450,7 +487,9 @@ def end_node(settings: NodeSettings, directory: Path | None = None) -> NoReturn:
 
 
 def end_guarded_node(directory: Path, settings: NodeSettings, reason: str, spared: frozenset[Birth]) -> NoReturn:
-    """Tell the guard why the node ends, unless somebody has done so already, and kill what the caller has forked, then itself. The guard does the rest."""
+    """Tell the guard why the node ends, unless somebody has done so already, and kill what the caller has forked, then
+    itself. The guard does the rest.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if not (directory / "ended").exists():
         with contextlib.suppress(OSError):  # a full disk: the guard sees that this process is gone
@@ -478,7 +517,10 @@ def await_settings(directory: Path, owner: Owner | None) -> NodeSettings:
 
 
 def read_settings(directory: Path) -> NodeSettings:
-    """Return what the client has written, and what this machine has found about its GPUs. Raises OSError, ValueError, KeyError or TypeError."""
+    """Return what the client has written, and what this machine has found about its GPUs.
+
+    Raises OSError, ValueError, KeyError or TypeError.
+    """
     settings = NodeSettings.from_json((directory / "settings.json").read_text())
     try:
         partitions = (directory / "partitions").read_text()

@@ -1,10 +1,11 @@
 """The node's own end: what belongs to it, when it must stop, and how it takes everything along.
 
-A local instance is the set of processes that carry its tag in the environment they were started with. The tag is there from the
-creating call on, is inherited, and cannot be lost with a file.
+A local instance is the set of processes that carry its tag in the environment they were started with. The tag is there
+from the creating call on, is inherited, and cannot be lost with a file.
 
-Four clocks end a node: `timeout` since the last running call, `max_lifetime` since its start, the lease, which a client lengthens as long as it
-lives, and the time until which it is paid for, which the pool's opener tells. All of them are read off /proc/uptime: the time of day may be wrong and may jump.
+Four clocks end a node: `timeout` since the last running call, `max_lifetime` since its start, the lease, which a client
+lengthens as long as it lives, and the time until which it is paid for, which the pool's opener tells. All of them are
+read off /proc/uptime: the time of day may be wrong and may jump.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def tagged_processes() -> Iterator[tuple[int, dict[str, str]]]:
 
 
 def members(instance_id: str) -> dict[int, bool]:
-    """Return the living processes of an instance but the calling one, each with whether it is a keeper: those with its tag, and all that is below them."""
+    """Return the living processes of an instance but the calling one, each with whether it is a keeper: those with its
+    tag, and all that is below them.
+    """
     tagged = {pid for pid, environ in tagged_processes() if environ.get(INSTANCE_TAG) == instance_id}
     if not tagged:
         return {}
@@ -73,9 +76,11 @@ def members(instance_id: str) -> dict[int, bool]:
 
 
 def kill_instance(instance_id: str, sig: int = signal.SIGKILL) -> int:
-    """Send a signal to every process of an instance but the calling one; return how many there were. Call again until it says 0: a fork may slip by.
+    """Send a signal to every process of an instance but the calling one; return how many there were. Call again until
+    it says 0: a fork may slip by.
 
-    SIGKILL spares the keepers as long as there is anything else: below a living keeper nothing gets lost. Processes that it may not kill count too.
+    SIGKILL spares the keepers as long as there is anything else: below a living keeper nothing gets lost. Processes
+    that it may not kill count too.
     """
     alive = members(instance_id)
     others = {pid for pid, is_keeper in alive.items() if not is_keeper}
@@ -86,7 +91,9 @@ def kill_instance(instance_id: str, sig: int = signal.SIGKILL) -> int:
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent dies (prctl(2), PR_SET_PDEATHSIG); if the parent is gone already, die now."""
+    """Ask the kernel to kill this process when its parent dies (prctl(2), PR_SET_PDEATHSIG); if the parent is gone
+    already, die now.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:
         os._exit(0)
@@ -100,12 +107,18 @@ class Birth(NamedTuple):
 
 
 def descendants(spared: AbstractSet[Birth] = frozenset()) -> set[Birth]:
-    """Return the living processes that come from this one; nothing of those that are spared, and no reapers: those of pools that calls have opened."""
+    """Return the living processes that come from this one; nothing of those that are spared, and no reapers: those of
+    pools that calls have opened.
+    """
     children = _children()
     found: set[Birth] = set()
     parents = [os.getpid()]
     while parents:
-        new = {birth for birth in children.get(parents.pop(), ()) if birth not in spared and birth not in found and name_of(birth.pid) != REAPER}
+        new = {
+            birth
+            for birth in children.get(parents.pop(), ())
+            if birth not in spared and birth not in found and name_of(birth.pid) != REAPER
+        }
         found |= new
         parents += [birth.pid for birth in new]
     return found
@@ -125,7 +138,8 @@ def _children() -> dict[int, list[Birth]]:
 
 
 def kill_descendants(spared: AbstractSet[Birth], deadline_seconds: float) -> set[Birth]:
-    """Kill, and reap, all that comes from this process but what is spared; return what still lives at the deadline (stuck in the kernel).
+    """Kill, and reap, all that comes from this process but what is spared; return what still lives at the deadline
+    (stuck in the kernel).
 
     Sees what was orphaned on the way only if this process adopts orphans.
     """
@@ -137,7 +151,8 @@ def kill_descendants(spared: AbstractSet[Birth], deadline_seconds: float) -> set
             with contextlib.suppress(ProcessLookupError):
                 os.kill(birth.pid, signal.SIGKILL)
         reap_all()
-        time.sleep(0.002)  # until the kernel has taken them down; a process that forked meanwhile is found in the next round
+        # until the kernel has taken them down; a process that forked meanwhile is found in the next round
+        time.sleep(0.002)
     reap_all()
     return set()
 
@@ -155,18 +170,22 @@ def reap_all() -> None:
 def uptime() -> float:
     """Return the seconds since this machine was started, as the guard sees them.
 
-    Read from the file and not from CLOCK_BOOTTIME: in containers with lxcfs the two differ, and a shell script has only the file.
+    Read from the file and not from CLOCK_BOOTTIME: in containers with lxcfs the two differ, and a shell script has only
+    the file.
     """
     return float(Path("/proc/uptime").read_text().split()[0])
 
 
 def read_lease(directory: Path) -> float | None:
-    """Return the uptime in seconds at which the lease of a node runs out; None if there is no lease, or none that can be read."""
+    """Return the uptime in seconds at which the lease of a node runs out; None if there is no lease, or none that can
+    be read.
+    """
     return _read_uptime(directory / LEASE)
 
 
 def write_lease(directory: Path, until: float, *, may_shorten: bool = False) -> None:
-    """Let a node's lease run until this uptime of its machine, in seconds, unless it runs longer already. Several clients may do so at once.
+    """Let a node's lease run until this uptime of its machine, in seconds, unless it runs longer already. Several
+    clients may do so at once.
 
     `may_shorten` takes back what was said in error: it runs until then even if it ran longer.
     Raises ValueError for what is not a point in time, OSError if the node's directory is gone.
@@ -223,7 +242,10 @@ def _read_uptime(path: Path) -> float | None:
 
 
 class Busy:
-    """Whether a runner has a call: one number in memory that it shares with the supervisor, odd while a call runs. Made before the fork."""
+    """Whether a runner has a call: one number in memory that it shares with the supervisor, odd while a call runs.
+
+    Made before the fork.
+    """
 
     def __init__(self) -> None:
         self._count = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("Q")
@@ -250,8 +272,13 @@ class Clocks:
     timeout_seconds: float
     max_lifetime_seconds: float | None = None
 
-    def verdict(self, now: float, started: float, busy_at: float, lease_until: float | None, paid_until: float | None = None) -> str | None:
-        """Return why the node must end now, or None. All are uptimes: `busy_at` when a call ran last, the last two None where there is no such limit."""
+    def verdict(
+        self, now: float, started: float, busy_at: float, lease_until: float | None, paid_until: float | None = None
+    ) -> str | None:
+        """Return why the node must end now, or None.
+
+        All are uptimes: `busy_at` when a call ran last, the last two None where there is no such limit.
+        """
         if self.max_lifetime_seconds is not None and now - started >= self.max_lifetime_seconds:
             return f"alive for {self.max_lifetime_seconds:g} s (max_lifetime)"
         if paid_until is not None and now >= paid_until:
@@ -264,7 +291,9 @@ class Clocks:
 
 
 class Watch:
-    """The clocks of one node as they stand: when it started, when a call ran last, and the last lease that could be read."""
+    """The clocks of one node as they stand: when it started, when a call ran last, and the last lease that could be
+    read.
+    """
 
     def __init__(self, directory: Path, clock: Callable[[], float]) -> None:
         self._directory = directory
@@ -280,7 +309,8 @@ class Watch:
     def verdict(self, settings: NodeSettings, marks: Iterable[Busy]) -> str | None:
         """Look at the marks of all runners, the lease and the clocks; return why the node must end now, or None.
 
-        A client process of this machine stands for the lease as long as it lives; when it has gone, and left no lease, so must the node.
+        A client process of this machine stands for the lease as long as it lives; when it has gone, and left no lease,
+        so must the node.
         """
         now = self._clock()
         looks = [mark.look() for mark in marks]  # at every mark, not only up to the first that is busy
@@ -298,7 +328,9 @@ class Watch:
             lease_until = None
         elif lease_until is None:
             return "its client is gone"
-        return Clocks(settings.timeout_seconds, settings.max_lifetime_seconds).verdict(now, self._started, self._busy_at, lease_until, self._paid_until)
+        return Clocks(settings.timeout_seconds, settings.max_lifetime_seconds).verdict(
+            now, self._started, self._busy_at, lease_until, self._paid_until
+        )
 
 
 def _is_zombie(pid: str) -> bool:

@@ -1,7 +1,8 @@
 """How a call and its outcome look between client, worker and runner.
 
-A `Parcel` is a pickled value whose large buffers are kept apart: inline, or in one file of a folder in memory (`/dev/shm`) that both ends see.
-Named tuples, not dataclasses: thousands of them are pickled in a second, and the C pickler knows tuples.
+A `Parcel` is a pickled value whose large buffers are kept apart: inline, or in one file of a folder in memory
+(`/dev/shm`) that both ends see. Named tuples, not dataclasses: thousands of them are pickled in a second, and the C
+pickler knows tuples.
 
 Whoever puts a parcel into a file owns it until it is handed over; `release` is the undo and may be called twice.
 """
@@ -21,17 +22,23 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 INLINE_BYTES = 64 * 1024
-"""Parcels up to this size travel inside messages; one packet between worker and runner must hold them (a socket buffer is 208 KiB)."""
+"""Parcels up to this size travel inside messages; one packet between worker and runner must hold them (a socket buffer
+is 208 KiB).
+"""
 
 
 KEEPS_NO_DESCRIPTOR: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-"""Arguments of `mmap.mmap` for a mapping that keeps no file descriptor. A program may hold a thousand results, and the usual limit is 1,024 descriptors."""
+"""Arguments of `mmap.mmap` for a mapping that keeps no file descriptor.
+
+A program may hold a thousand results, and the usual limit is 1,024 descriptors.
+"""
 READ_WHOLE_BYTES = 16 << 20
 """Where a mapping must keep one (Python 3.12): files up to this size are read instead."""
 
 
 class Parcel(NamedTuple):
-    """A pickled value on its way: `data` is the pickle, `buffers` its out-of-band parts, or `path` a file with `spans` (offset, size) of bytes that hold them.
+    """A pickled value on its way: `data` is the pickle, `buffers` its out-of-band parts, or `path` a file with `spans`
+    (offset, size) of bytes that hold them.
 
     When `path` is set and `data` is empty, the first span holds the pickle itself.
     """
@@ -52,7 +59,10 @@ class Parcel(NamedTuple):
         return len(self.data) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
 
     def put_aside(self, directories: Sequence[str]) -> Parcel:
-        """Return the same parcel with everything in one new file, in the first of the directories that has room. Raises OSError when none has."""
+        """Return the same parcel with everything in one new file, in the first of the directories that has room.
+
+        Raises OSError when none has.
+        """
         *others, last = directories
         for directory in others:
             with contextlib.suppress(OSError):
@@ -60,10 +70,12 @@ class Parcel(NamedTuple):
         return self._written(Path(last) / uuid.uuid4().hex, os.O_EXCL)
 
     def put_into(self, path: str, memory: mmap.mmap) -> tuple[Parcel, bool]:
-        """Put the parcel into a file that came with other values, now spent, whose mapping is `memory`; return it, and whether that could be done.
+        """Put the parcel into a file that came with other values, now spent, whose mapping is `memory`; return it, and
+        whether that could be done.
 
-        Fresh pages cost more than copying does: a value that lies in the file already stays where it is, another is written over what was there. Neither
-        may be done while anything still refers to the old values; the parcel returned then has views of them, to be put aside as usual.
+        Fresh pages cost more than copying does: a value that lies in the file already stays where it is, another is
+        written over what was there. Neither may be done while anything still refers to the old values; the parcel
+        returned then has views of them, to be put aside as usual.
         """
         inside = [_span_within(memory, memoryview(buffer)) for buffer in self.buffers]
         if not any(inside):
@@ -80,14 +92,22 @@ class Parcel(NamedTuple):
         view = memoryview(memory)
         return Parcel(self.data, tuple(view[start : start + size] for start, size in spans)), False
 
-    def open(self, *, is_last_reader: bool = True) -> tuple[mmap.mmap | None, bytes | memoryview, tuple[bytearray | memoryview, ...]]:
+    def open(
+        self, *, is_last_reader: bool = True
+    ) -> tuple[mmap.mmap | None, bytes | memoryview, tuple[bytearray | memoryview, ...]]:
         """Return the mapping of the file, if there is one, the pickle and its buffers, which are writable.
 
-        The last reader gets the file's own pages; others get a private mapping, whose pages are copied when they are written to. Memory is given back
-        with the last user of the values, once the file is released.
+        The last reader gets the file's own pages; others get a private mapping, whose pages are copied when they are
+        written to. Memory is given back with the last user of the values, once the file is released.
         """
         if self.path is None:
-            return None, self.data, tuple(bytearray(buffer) if memoryview(buffer).readonly else memoryview(buffer) for buffer in self.buffers)
+            return (
+                None,
+                self.data,
+                tuple(
+                    bytearray(buffer) if memoryview(buffer).readonly else memoryview(buffer) for buffer in self.buffers
+                ),
+            )
         with open(self.path, "r+b") as file:
             if not KEEPS_NO_DESCRIPTOR and os.fstat(file.fileno()).st_size <= READ_WHOLE_BYTES:
                 memory, view = None, memoryview(bytearray(file.read()))
@@ -110,12 +130,19 @@ class Parcel(NamedTuple):
                 os.unlink(self.path)
 
     def laid_out(self, path: str) -> tuple[Parcel, tuple[bytes | bytearray | memoryview, ...]]:
-        """Return the parcel as it is once `path` holds these pieces, one after another: for a file that somebody else writes, on another machine."""
+        """Return the parcel as it is once `path` holds these pieces, one after another: for a file that somebody else
+        writes, on another machine.
+        """
         parts: Sequence[bytes | bytearray | memoryview] = (self.data, *self.buffers)
         spans = _spans(memoryview(part).nbytes for part in parts)
         ends = [start + size for start, size in spans]
         paddings = [start - end for end, (start, _) in zip(ends, spans[1:], strict=False)]
-        pieces = [piece for part, padding in zip(parts, (*paddings, 0), strict=True) for piece in (part, bytes(padding)) if len(piece)]
+        pieces = [
+            piece
+            for part, padding in zip(parts, (*paddings, 0), strict=True)
+            for piece in (part, bytes(padding))
+            if len(piece)
+        ]
         return Parcel(b"", (), path, spans), tuple(pieces)
 
     def cut(self, content: memoryview) -> Parcel:
@@ -142,7 +169,10 @@ class Parcel(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call on its way to a slot. `function` names an entry of the batch's functions, `job_id` is shared by the calls of one broadcast."""
+    """One call on its way to a slot.
+
+    `function` names an entry of the batch's functions, `job_id` is shared by the calls of one broadcast.
+    """
 
     call_id: str
     function: str
@@ -151,7 +181,9 @@ class Call(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Calls that one slot runs in turn, the pickles of their functions by name, and the topic on which the client listens."""
+    """Calls that one slot runs in turn, the pickles of their functions by name, and the topic on which the client
+    listens.
+    """
 
     topic: str
     calls: tuple[Call, ...]
@@ -160,13 +192,16 @@ class Batch(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Size in bytes of what a message would have to carry."""
-        return sum(call.arguments.nbytes for call in self.calls) + sum(function.nbytes for function in self.functions.values())
+        return sum(call.arguments.nbytes for call in self.calls) + sum(
+            function.nbytes for function in self.functions.values()
+        )
 
 
 class Sealed(NamedTuple):
     """A pickled batch on its way through the scheduler, which looks at it no more than at any buffer.
 
-    Dask searches what it pickles for the name of the main module, which by-value functions mention, and pickles such a thing a second time, slowly.
+    Dask searches what it pickles for the name of the main module, which by-value functions mention, and pickles such a
+    thing a second time, slowly.
     """
 
     data: bytes | memoryview
@@ -188,9 +223,11 @@ class Ending(StrEnum):
 
 
 class Outcome(NamedTuple):
-    """The end of one call: for RESULT the value, for ERROR the exception (either may be empty: see `text`), for a crash its exit code and last lines.
+    """The end of one call: for RESULT the value, for ERROR the exception (either may be empty: see `text`), for a crash
+    its exit code and last lines.
 
-    `text` says for OUT_OF_MEMORY who has killed it, if not its worker. `seconds`: for how long it kept its slot busy, however it ended.
+    `text` says for OUT_OF_MEMORY who has killed it, if not its worker. `seconds`: for how long it kept its slot busy,
+    however it ended.
     """
 
     call_id: str
@@ -218,8 +255,9 @@ class Output(NamedTuple):
 class Report(NamedTuple):
     """What a worker tells a client, in the order in which it happened.
 
-    `origin` names the batch and the worker process that had it, `number` counts its reports from 1 on. What is told again, to a client that has found another
-    head, bears the same number; numbers may be missing, where output was dropped for want of room.
+    `origin` names the batch and the worker process that had it, `number` counts its reports from 1 on. What is told
+    again, to a client that has found another head, bears the same number; numbers may be missing, where output was
+    dropped for want of room.
     """
 
     node: int

@@ -1,7 +1,8 @@
-"""Models of the dispatcher's surroundings: wires, the scheduler with its memory of calls, workers with their slots, and the memory of machines.
+"""Models of the dispatcher's surroundings: wires, the scheduler with its memory of calls, workers with their slots, and
+the memory of machines.
 
-They behave like `worker/calls.py`, `worker/node.py`, `worker/slot.py` and Dask, as seen by a client. They have no threads and no clock: a wire holds its
-messages until the simulation delivers them.
+They behave like `worker/calls.py`, `worker/node.py`, `worker/slot.py` and Dask, as seen by a client. They have no
+threads and no clock: a wire holds its messages until the simulation delivers them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ SECONDS = {"short": 0.0005, "long": 1.0}
 def node_of(serial: int, rank: int, workers: int, slots: int) -> Node:
     """Return the node of a rank on the machine of this number."""
     name = machine_id(serial)
-    instance = Instance(id=name, provider="model", pool_id="pool", rank=rank, state=InstanceState.RUNNING, region="", instance_type="")
+    instance = Instance(
+        id=name, provider="model", pool_id="pool", rank=rank, state=InstanceState.RUNNING, region="", instance_type=""
+    )
     return Node(instance=instance, rank=rank, workers=workers, slots=slots)
 
 
@@ -41,7 +44,10 @@ def machine_id(serial: int) -> str:
 
 
 class Wire:
-    """Messages in one direction, in order. After a cut it delivers some of the messages in transit, and takes no more."""
+    """Messages in one direction, in order.
+
+    After a cut it delivers some of the messages in transit, and takes no more.
+    """
 
     __slots__ = ("deliver", "is_open", "queue")
 
@@ -56,7 +62,10 @@ class Wire:
             self.queue.append(message)
 
     def cut(self, rng: Random, last: Any = None) -> None:
-        """Take no more messages, and lose the last ones in transit. `last` is the message by which the other side notices the cut."""
+        """Take no more messages, and lose the last ones in transit.
+
+        `last` is the message by which the other side notices the cut.
+        """
         if self.is_open:
             for _ in range(rng.randint(0, len(self.queue))):
                 self.queue.pop()
@@ -106,9 +115,11 @@ class Kept:
 
 
 class Worker:
-    """A worker process: batches that wait for a slot, and its slots. It outlives its scheduler while it has calls, and joins the next one with them.
+    """A worker process: batches that wait for a slot, and its slots. It outlives its scheduler while it has calls, and
+    joins the next one with them.
 
-    `is_cut_off`: the scheduler cannot reach it, or it has none. `is_moving`: it knows of another scheduler, and has not joined it.
+    `is_cut_off`: the scheduler cannot reach it, or it has none. `is_moving`: it knows of another scheduler, and has not
+    joined it.
     """
 
     def __init__(self, world: World, node: Node, machine: Machine, index: int) -> None:
@@ -126,7 +137,11 @@ class Worker:
 
     def join(self, scheduler: Scheduler) -> None:
         """Join the pool with the kept calls."""
-        self.scheduler, self.name, self.address = scheduler, f"{self.node.rank}-{self.index}", f"tls://{self.machine.id}:{next(self.world.ids)}"
+        self.scheduler, self.name, self.address = (
+            scheduler,
+            f"{self.node.rank}-{self.index}",
+            f"tls://{self.machine.id}:{next(self.world.ids)}",
+        )
         self.is_cut_off = self.is_moving = False
         self.joined_at = self.world.now
         self.down = self.world.wire(self.receive)
@@ -147,7 +162,10 @@ class Worker:
         self._free()
 
     def lose_scheduler(self, rng: Random) -> None:
-        """The scheduler is gone: begin none of its batches. Wait for another one with the calls that run or are not released; or end."""
+        """The scheduler is gone: begin none of its batches.
+
+        Wait for another one with the calls that run or are not released; or end.
+        """
         self.ready.clear()
         self.is_cut_off = True
         self.up.cut(rng)
@@ -174,7 +192,9 @@ class Worker:
     def has(self, call_id: str) -> bool:
         """Whether a call runs or waits here."""
         at_work = [slot.batch for slot in self.slots if slot is not None and call_id not in slot.outcomes]
-        return any(call.call_id == call_id for batch in (*at_work, *(batch for _, batch in self.ready)) for call in batch.calls)
+        return any(
+            call.call_id == call_id for batch in (*at_work, *(batch for _, batch in self.ready)) for call in batch.calls
+        )
 
     def receive(self, message: Any) -> None:
         """Take a message of the scheduler's."""
@@ -358,7 +378,9 @@ class Task:
 
 
 class Connection:
-    """A client's connection: a wire in each direction, and Dask's futures, by key: whether each has ended, and its batch's number once it is followed."""
+    """A client's connection: a wire in each direction, and Dask's futures, by key: whether each has ended, and its
+    batch's number once it is followed.
+    """
 
     def __init__(self, world: World, scheduler: Scheduler, topic: str) -> None:
         self.world, self.scheduler, self.topic = world, scheduler, topic
@@ -404,7 +426,13 @@ class Connection:
             self._post_end(key)
 
     def _post_end(self, key: str) -> None:
-        self.world.post("task_ended", self.epoch, self.numbers[key], is_finished=self.ends[key], reason="the worker that ran it is gone")
+        self.world.post(
+            "task_ended",
+            self.epoch,
+            self.numbers[key],
+            is_finished=self.ends[key],
+            reason="the worker that ran it is gone",
+        )
 
     def release(self, keys: Iterable[str]) -> None:
         """Let the scheduler forget tasks."""
@@ -506,10 +534,21 @@ class Scheduler:
         keys = self.keys.get(client, set())
         tasks = {key: self.tasks[key].state for key in sorted(keys) if key in self.tasks}
         gone = frozenset(keys - tasks.keys())
-        workers = {worker.address: (worker.name, HELD if worker.address in self.held else "running") for worker in self.workers.values()}
+        workers = {
+            worker.address: (worker.name, HELD if worker.address in self.held else "running")
+            for worker in self.workers.values()
+        }
         last = number + len(messages)
         self.world.missed += max(0, number - after)
-        client.down.send(("event", topic, Resumed(number, max(0, number - after), is_known, tasks, gone, last, workers, self.abandoned.get(topic, 0))))
+        client.down.send(
+            (
+                "event",
+                topic,
+                Resumed(
+                    number, max(0, number - after), is_known, tasks, gone, last, workers, self.abandoned.get(topic, 0)
+                ),
+            )
+        )
         for message in messages:
             client.down.send(("event", topic, message))
         self._subscribe(topic, client)
@@ -555,7 +594,10 @@ class Scheduler:
     def load(self) -> dict[str, list[str]]:
         """Return the keys of the tasks that each worker has."""
         return {
-            worker.name: [task.key for task in self.tasks.values() if task.worker is worker and task.state == "processing"] for worker in self.workers.values()
+            worker.name: [
+                task.key for task in self.tasks.values() if task.worker is worker and task.state == "processing"
+            ]
+            for worker in self.workers.values()
         }
 
     # ── tasks ────────────────────────────────────────────────────────────────────────────────────────────────────────

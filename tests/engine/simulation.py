@@ -1,8 +1,10 @@
-"""Deterministic simulation of the dispatcher. Each seed is one history of calls and losses; messages come late, in another order, twice or never.
+"""Deterministic simulation of the dispatcher. Each seed is one history of calls and losses; messages come late, in
+another order, twice or never.
 
-`World` is the dispatcher's surroundings: its owner, the connection, scheduler, workers and machines (`model.py`), recovery, and callers. It has no thread, clock
-or socket; `random.Random(seed)` draws the next event. The invariants are checked after each message, and at the end, when all is repaired and at rest. The
-first that does not hold raises `Violation`.
+`World` is the dispatcher's surroundings: its owner, the connection, scheduler, workers and machines (`model.py`),
+recovery, and callers. It has no thread, clock or socket; `random.Random(seed)` draws the next event. The invariants are
+checked after each message, and at the end, when all is repaired and at rest. The first that does not hold raises
+`Violation`.
 
     python -m tests.engine.simulation --seed 17                       one history, printed step by step
     python -m tests.engine.simulation --histories 100000 --from 0     many, in two processes
@@ -33,11 +35,23 @@ from skyward_core.errors import NodeLost, PoolClosed
 from skyward_core.events.events import CallProgress, CallRetrying, LogLine
 from skyward_core.machines.instances import Node
 from skyward_core.worker.wire import Call, Ending, Outcome, Parcel, Report
-from tests.engine.model import FUNCTION_SPANS, LARGE, SPANS, Connection, Machine, Scheduler, Wire, Worker, machine_id, node_of
+from tests.engine.model import (
+    FUNCTION_SPANS,
+    LARGE,
+    SPANS,
+    Connection,
+    Machine,
+    Scheduler,
+    Wire,
+    Worker,
+    machine_id,
+    node_of,
+)
 
 MOST_CALLS = 60
 ROUNDS = 40  # of repairs and waiting, after which a history must be at rest
-PRINTED_OF_A_KIND, WORDS, LONGEST = 3, 60, 600  # failures of one kind, characters that make a kind, characters that are printed
+# failures of one kind, characters that make a kind, characters that are printed
+PRINTED_OF_A_KIND, WORDS, LONGEST = 3, 60, 600
 NOT_FETCHED = "its result could not be fetched"
 SMALL = Parcel(b"small")
 FUNCTIONS = ("short-a", "short-b", "long-a", "short-big", "long-big")
@@ -75,7 +89,9 @@ class Caller:
 class World:
     """One history. `run` runs it; `make` makes the dispatcher, which may be a broken one."""
 
-    def __init__(self, seed: int, make: Callable[..., Dispatcher] = Dispatcher, trace: Callable[[str], object] | None = None) -> None:
+    def __init__(
+        self, seed: int, make: Callable[..., Dispatcher] = Dispatcher, trace: Callable[[str], object] | None = None
+    ) -> None:
         rng = self.rng = Random(seed)
         self.seed, self.trace = seed, trace
         self.now = 0.0
@@ -116,7 +132,9 @@ class World:
             do.Stop: lambda action: self._tell(action.epoch, ("cancel", action.call_ids)),
             do.TellKept: lambda action: self._tell(action.epoch, ("tell kept", None)),
             do.ReleaseKept: lambda action: self._tell(action.epoch, ("release kept", action.call_ids)),
-            do.Acknowledge: lambda action: self._tell(action.epoch, ("acknowledge", (self.dispatcher.topic, action.number))),
+            do.Acknowledge: lambda action: self._tell(
+                action.epoch, ("acknowledge", (self.dispatcher.topic, action.number))
+            ),
             do.AskLoad: lambda action: self.under_way.append(self._ask_load(action)),
             do.Ping: lambda action: self.under_way.append(self._ping(action)),
             do.Upload: lambda action: self.under_way.append(self._upload(action)),
@@ -273,7 +291,11 @@ class World:
         if args and args[0] == dispatcher.epoch and dispatcher.is_live:
             if name == "report":
                 outcomes = args[1].news
-            elif name == "gathered" and (out := dispatcher.outs.get(args[1])) is not None and out.phase is Phase.GATHERING:
+            elif (
+                name == "gathered"
+                and (out := dispatcher.outs.get(args[1])) is not None
+                and out.phase is Phase.GATHERING
+            ):
                 outcomes = args[2].values()
         self.heard.update(item.parcel.path for item in outcomes if isinstance(item, Outcome) and item.parcel.path)
 
@@ -295,7 +317,9 @@ class World:
 
     def _send(self, action: do.Send) -> None:
         connection = self.connection
-        self._require(not self.is_over and not self.is_drained, "a batch goes out on a pool that begins no calls", action.key)
+        self._require(
+            not self.is_over and not self.is_drained, "a batch goes out on a pool that begins no calls", action.key
+        )
         if connection is None or connection.epoch != action.epoch:
             return
         if connection.is_closed:
@@ -358,7 +382,9 @@ class World:
         is_its_fault = self.has_own_faults and self.rng.random() < 0.1
         if is_its_fault or not (machine.is_alive and machine.is_reachable):
             yield
-            self.post("upload_failed", action.number, action.instance_id, names, OSError("no way"), is_its_fault=is_its_fault)
+            self.post(
+                "upload_failed", action.number, action.instance_id, names, OSError("no way"), is_its_fault=is_its_fault
+            )
             return
         arguments = dict[str, Parcel]()
         functions = dict[str, Parcel | None]()
@@ -402,7 +428,8 @@ class World:
     def _drop_file(self, parcel: Parcel) -> str | None:
         return self.machine_at(parcel.path).files.pop(parcel.path, None) if parcel.path is not None else None
 
-    # ── ends of calls, and events ───────────────────────────────────────────────────────────────────────────────────────
+    # ── ends of calls, and events
+    # ───────────────────────────────────────────────────────────────────────────────────────
 
     def _finish(self, action: do.Finish) -> None:
         caller = self._end(action.call_id, "finished")
@@ -410,11 +437,19 @@ class World:
         if outcome.ending is Ending.RESULT:
             self._check_value(action)
         is_stopped = outcome.ending is Ending.CANCELLED
-        self._require(not is_stopped or caller.is_cancelled or self.was_abandoned, "a call ends as cancelled without a cancel of its caller", caller)
+        self._require(
+            not is_stopped or caller.is_cancelled or self.was_abandoned,
+            "a call ends as cancelled without a cancel of its caller",
+            caller,
+        )
         self._require(outcome.ending is not Ending.RETURNED, "a call ends as handed back", caller)
         if outcome.text and not self.missed:
             caller.finished_run = int(outcome.text)
-            self._require(caller.lines.issuperset(caller.printed.get(caller.finished_run, ())), "a result comes before lines of its call", caller)
+            self._require(
+                caller.lines.issuperset(caller.printed.get(caller.finished_run, ())),
+                "a result comes before lines of its call",
+                caller,
+            )
         self._drop_file(action.arguments)
 
     def _check_value(self, action: do.Finish) -> None:
@@ -425,42 +460,84 @@ class World:
             value = self._drop_file(parcel)
             if value is None and not self.machine_at(parcel.path).is_alive:
                 return
-        self._require(value is not None and value.startswith(f"{action.call_id}/"), "a call ends with another value", action.call_id, value)
+        self._require(
+            value is not None and value.startswith(f"{action.call_id}/"),
+            "a call ends with another value",
+            action.call_id,
+            value,
+        )
 
     def _fail(self, action: do.Fail) -> None:
         caller = self._end(action.call_id, "failed")
-        is_of_arguments = action.arguments.path is not None and action.arguments.path not in self.machine_at(action.arguments.path).files
+        is_of_arguments = (
+            action.arguments.path is not None
+            and action.arguments.path not in self.machine_at(action.arguments.path).files
+        )
         is_lost = (
-            isinstance(action.error, NodeLost) and not self.is_over and "given up" not in str(action.error) and "could not be sent" not in str(action.error)
+            isinstance(action.error, NodeLost)
+            and not self.is_over
+            and "given up" not in str(action.error)
+            and "could not be sent" not in str(action.error)
         )
         is_final = self.is_drained or action.arguments.path is not None
-        self._require(not is_lost or is_final or caller.sends > self.retries, "a call is lost that was not sent often enough", caller)
+        self._require(
+            not is_lost or is_final or caller.sends > self.retries,
+            "a call is lost that was not sent often enough",
+            caller,
+        )
         if is_lost and not self.retries:
             self._check_loss(action.call_id, str(action.error))
         self._require(not is_lost or caller.sends > 0 or is_of_arguments, "a call is lost that was never sent", caller)
         self._drop_file(action.arguments)
 
     def _check_loss(self, call_id: str, reason: str) -> None:
-        """A call is lost for the first time: it must not be at a worker that the scheduler reaches, and its outcome must not be in transit."""
+        """A call is lost for the first time: it must not be at a worker that the scheduler reaches, and its outcome
+        must not be in transit.
+        """
         is_too_late = reason.startswith(HEAD_LOST) and self.now >= self.resumed_at + DECIDED_SECONDS
         if is_too_late or NOT_FETCHED in reason:
             return
-        messages = [message[2] for message in self.connection.down.queue if message[0] == "event"] if self.connection is not None else []
+        messages = (
+            [message[2] for message in self.connection.down.queue if message[0] == "event"]
+            if self.connection is not None
+            else []
+        )
         messages += [args[1] for name, args, _ in self.mailbox if name == "report" and args[0] == self.dispatcher.epoch]
         news = [item for message in messages if isinstance(message, Report) for item in message.news]
-        is_reported = any(isinstance(item, Outcome) and item.call_id == call_id and item.ending is not Ending.RETURNED for item in news)
-        self._require(not is_reported or not self.dispatcher.is_live or self.was_abandoned, "a call is lost whose outcome is in transit", call_id)
+        is_reported = any(
+            isinstance(item, Outcome) and item.call_id == call_id and item.ending is not Ending.RETURNED
+            for item in news
+        )
+        self._require(
+            not is_reported or not self.dispatcher.is_live or self.was_abandoned,
+            "a call is lost whose outcome is in transit",
+            call_id,
+        )
         if self.scheduler.is_alive:
             for worker in self.scheduler.workers.values():
                 is_reached = worker.is_alive and not worker.is_cut_off
-                self._require(not is_reached or not worker.has(call_id), "a call is lost that is at a worker", call_id, worker.address)
+                self._require(
+                    not is_reached or not worker.has(call_id),
+                    "a call is lost that is at a worker",
+                    call_id,
+                    worker.address,
+                )
             is_asked = self.connection is not None and self.connection.carries and self.dispatcher.is_live
             for task in self.scheduler.tasks.values() if is_asked else ():
-                outcome = task.worker.results.get(task.key, {}).get(call_id) if task.worker is not None and task.worker.is_alive else None
+                outcome = (
+                    task.worker.results.get(task.key, {}).get(call_id)
+                    if task.worker is not None and task.worker.is_alive
+                    else None
+                )
                 is_result = task.state == "memory" and outcome is not None and outcome.ending is not Ending.RETURNED
                 self._require(not is_result, "a call is lost whose result the scheduler has", call_id)
         for worker in self.workers:
-            is_kept = worker.is_alive and worker.is_moving and worker.has(call_id) and self.now < self.resumed_at + DECIDED_SECONDS
+            is_kept = (
+                worker.is_alive
+                and worker.is_moving
+                and worker.has(call_id)
+                and self.now < self.resumed_at + DECIDED_SECONDS
+            )
             self._require(not is_kept, "a call is lost that a worker takes to the next head", call_id, worker.process)
 
     def _cancelled(self, action: do.Cancelled) -> None:
@@ -483,7 +560,9 @@ class World:
         elif isinstance(event, LogLine) and event.call_id is not None:
             caller = self.callers[event.call_id]
             self._require(event.line not in caller.lines, "a line is emitted twice", event.line)
-            self._require(f"/{caller.finished_run}:" not in event.line, "a line comes after the result of its call", event.line)
+            self._require(
+                f"/{caller.finished_run}:" not in event.line, "a line comes after the result of its call", event.line
+            )
             caller.lines.add(event.line)
 
     def _ran(self, action: do.Ran) -> None:
@@ -498,14 +577,22 @@ class World:
         caller.printed[run] = []
         is_reached = not worker.is_cut_off and not self.is_over and caller.ended_at >= worker.joined_at
         self.say("    begins", call.call_id, "run", run)
-        self._require(caller.begins <= self.retries + 1, f"a call begins {caller.begins} times with retries={self.retries}", caller)
-        self._require(caller.state != "failed" or not is_reached, "a call begins after its caller has seen NodeLost", caller)
+        self._require(
+            caller.begins <= self.retries + 1,
+            f"a call begins {caller.begins} times with retries={self.retries}",
+            caller,
+        )
+        self._require(
+            caller.state != "failed" or not is_reached, "a call begins after its caller has seen NodeLost", caller
+        )
         entry = self.dispatcher.entries.get(call.call_id)
         if entry is not None and is_reached:
             self._require(caller.begins <= entry.losses + 1, "a call begins again that was not lost", caller)
             for parcel in (call.arguments, function):
                 if parcel.path is not None and (machine := self.machine_at(parcel.path)).is_alive:
-                    self._require(parcel.path in machine.files, "a file that a call needs is missing", caller, parcel.path)
+                    self._require(
+                        parcel.path in machine.files, "a file that a call needs is missing", caller, parcel.path
+                    )
         return run
 
     def printed(self, call_id: str, run: int) -> str:
@@ -539,7 +626,9 @@ class World:
             call_id = f"call-{len(self.callers)}"
             arguments = self._arguments(call_id) if is_large else SMALL
             call = Call(call_id, function, arguments, "job")
-            entries.append(Entry(call, LARGE if function in LARGE_FUNCTIONS else SMALL, names[index] if is_pinned else None))
+            entries.append(
+                Entry(call, LARGE if function in LARGE_FUNCTIONS else SMALL, names[index] if is_pinned else None)
+            )
             self.callers[call_id] = Caller(call_id, function)
         self.say("submit", count, function, "pinned" if is_pinned else "", "large" if is_large else "")
         self.post("submit", entries)
@@ -604,7 +693,9 @@ class World:
 
     def duplicate(self) -> None:
         """A message comes a second time: one of an earlier connection, or of a task or transfer that has ended."""
-        late = [message for message in self.before if message[0] not in OF_STREAM or message[1][0] != self.dispatcher.epoch]
+        late = [
+            message for message in self.before if message[0] not in OF_STREAM or message[1][0] != self.dispatcher.epoch
+        ]
         if late:
             self.mailbox.append(self.rng.choice(late))
 
@@ -651,7 +742,11 @@ class World:
 
     def _restart(self) -> None:
         """Another machine becomes the head. Workers with calls join it, except those of the old head."""
-        left = {rank: node for rank, node in self.nodes.items() if (machine := self._machine(rank)).is_alive and machine.is_reachable}
+        left = {
+            rank: node
+            for rank, node in self.nodes.items()
+            if (machine := self._machine(rank)).is_alive and machine.is_reachable
+        }
         heir = self.rng.choice(sorted(left)) if left else None
         serials = {rank: self._machine(rank).serial for rank in left if rank not in (heir, 0)}
         serials[0] = self._machine(heir).serial if heir is not None else None
@@ -718,7 +813,9 @@ class World:
         if any(worker.name == name for worker in self.scheduler.workers.values()):
             return  # its name is in use
         machine = self._machine(rank)
-        here = [worker for worker in self.workers if worker.machine is machine and worker.index == index and worker.is_alive]
+        here = [
+            worker for worker in self.workers if worker.machine is machine and worker.index == index and worker.is_alive
+        ]
         worker = next((worker for worker in here if worker.is_moving), None)
         for other in here:
             if other is not worker:
@@ -730,9 +827,16 @@ class World:
         self.say("joins", worker.name, worker.address, sorted(worker.kept))
 
     def _missing(self) -> list[tuple[int, int]]:
-        there = {(worker.machine.id, worker.index) for worker in self.workers if worker.is_alive and not worker.is_cut_off}
+        there = {
+            (worker.machine.id, worker.index) for worker in self.workers if worker.is_alive and not worker.is_cut_off
+        }
         ranks = [rank for rank in self.nodes if self._machine(rank).is_alive]
-        return [(rank, index) for rank in ranks for index in range(self.workers_per_node) if (self._machine(rank).id, index) not in there]
+        return [
+            (rank, index)
+            for rank in ranks
+            for index in range(self.workers_per_node)
+            if (self._machine(rank).id, index) not in there
+        ]
 
     def rejoin(self) -> None:
         """A worker that is away joins, in a new process or with its kept calls."""
@@ -794,7 +898,9 @@ class World:
         """A vacant rank is filled with a new machine."""
         if not self.scheduler.is_alive:
             return
-        if vacant := [rank for rank in range(1, self.ranks) if rank not in self.nodes or not self._machine(rank).is_alive]:
+        if vacant := [
+            rank for rank in range(1, self.ranks) if rank not in self.nodes or not self._machine(rank).is_alive
+        ]:
             rank = self.rng.choice(vacant)
             self.nodes[rank] = self._new_node(rank)
             self.given_up.discard(rank)
@@ -818,7 +924,8 @@ class World:
             self.retiring.update(f"{rank}-{index}" for index in range(self.workers_per_node))
             self.scheduler.hold(rank)
 
-    # ── the end of a history ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the end of a history
+    # ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _settle(self) -> None:
         """Repair everything, and go on until the world is at rest."""
@@ -848,7 +955,9 @@ class World:
         self.open_ways()
         for worker in self.workers:
             is_lost = worker.is_cut_off and not worker.is_moving and self.scheduler.is_alive
-            if worker.is_alive and (is_lost or (worker.name in self.retiring and worker.address in self.scheduler.held)):
+            if worker.is_alive and (
+                is_lost or (worker.name in self.retiring and worker.address in self.scheduler.held)
+            ):
                 worker.die(self.rng)
         self.reconnect()
         self.pump()
@@ -857,7 +966,10 @@ class World:
         for rank in sorted(self.given_up):
             self.post("give_up", NodeLost("given up"), rank)
         for _ in range(self.ranks):
-            if any(rank not in self.given_up and (rank not in self.nodes or not self._machine(rank).is_alive) for rank in range(1, self.ranks)):
+            if any(
+                rank not in self.given_up and (rank not in self.nodes or not self._machine(rank).is_alive)
+                for rank in range(1, self.ranks)
+            ):
                 self.replace()
         for rank, index in self._missing():
             self._start_worker(rank, index)
@@ -890,7 +1002,13 @@ class World:
     @property
     def _is_at_rest(self) -> bool:
         dispatcher = self.dispatcher
-        is_left = dispatcher.entries or dispatcher.outs or dispatcher.fetching or dispatcher._queue._out or any(worker.is_busy for worker in self.workers)
+        is_left = (
+            dispatcher.entries
+            or dispatcher.outs
+            or dispatcher.fetching
+            or dispatcher._queue._out
+            or any(worker.is_busy for worker in self.workers)
+        )
         is_connected = self.is_over or (self.connection is not None and self.connection.carries and dispatcher.is_live)
         return not is_left and is_connected
 
@@ -909,7 +1027,10 @@ class World:
 
     def _check_queue(self, name: str) -> None:
         if self.is_over or self.is_drained:
-            self._require(not any(True for _ in self.dispatcher._queue._all_waiting), f"after {name} calls wait on a pool that begins none")
+            self._require(
+                not any(True for _ in self.dispatcher._queue._all_waiting),
+                f"after {name} calls wait on a pool that begins none",
+            )
 
     def _check_cancelled(self) -> None:
         if self.is_over or not self.dispatcher.is_live:
@@ -918,25 +1039,47 @@ class World:
             for slot in worker.slots:
                 if slot is not None and slot.running is not None and worker.is_alive and not worker.is_cut_off:
                     caller = self.callers[slot.running.call_id]
-                    self._require(caller.state not in ("cancelled", "failed"), "a call runs on that is cancelled or lost", caller)
+                    self._require(
+                        caller.state not in ("cancelled", "failed"), "a call runs on that is cancelled or lost", caller
+                    )
 
     def _check_end(self) -> None:
         waiting = [caller for caller in self.callers.values() if caller.state == "waiting"]
         self._require(not waiting, "calls do not end", waiting[:3])
         self._check_counts()
         dispatcher = self.dispatcher
-        parts = {"entries": dispatcher, "outs": dispatcher, "fetching": dispatcher, "_unheard": dispatcher._losses, "_to_stop": dispatcher._calls}
+        parts = {
+            "entries": dispatcher,
+            "outs": dispatcher,
+            "fetching": dispatcher,
+            "_unheard": dispatcher._losses,
+            "_to_stop": dispatcher._calls,
+        }
         for name, part in parts.items():
             self._require(not getattr(part, name), f"{name} is not empty at the end", getattr(part, name))
-        self._require(not dispatcher._queue._out and not dispatcher._queue._shipments and not dispatcher._queue._suspects, "the queue is not empty at the end")
-        self._require(self.counted_seconds <= self.ran_seconds + 1e-6, "more time is counted than calls ran", self.counted_seconds, self.ran_seconds)
+        self._require(
+            not dispatcher._queue._out and not dispatcher._queue._shipments and not dispatcher._queue._suspects,
+            "the queue is not empty at the end",
+        )
+        self._require(
+            self.counted_seconds <= self.ran_seconds + 1e-6,
+            "more time is counted than calls ran",
+            self.counted_seconds,
+            self.ran_seconds,
+        )
         if not self.is_over:
             self._require(not self.scheduler.tasks, "tasks are not released", list(self.scheduler.tasks))
             for node in self.nodes.values():
                 self._check_memory(self.machines[node.instance.id])
             for worker in self.workers:
-                self._require(not worker.kept or not worker.is_alive, "a worker keeps calls at the end", worker.name, worker.kept)
-            self._require(not dispatcher._kept.batches and not dispatcher._kept.at, "kept calls are not forgotten", dispatcher._kept)
+                self._require(
+                    not worker.kept or not worker.is_alive, "a worker keeps calls at the end", worker.name, worker.kept
+                )
+            self._require(
+                not dispatcher._kept.batches and not dispatcher._kept.at,
+                "kept calls are not forgotten",
+                dispatcher._kept,
+            )
 
     def _check_counts(self) -> None:
         states = Counter(caller.state for caller in self.callers.values())
@@ -945,15 +1088,26 @@ class World:
         progress = self.progress
         assert progress is not None
         counts = (progress.submitted, progress.done, progress.cancelled)
-        self._require(counts == (len(self.callers), states["finished"] + states["failed"], states["cancelled"]), "the progress is wrong", progress, states)
+        self._require(
+            counts == (len(self.callers), states["finished"] + states["failed"], states["cancelled"]),
+            "the progress is wrong",
+            progress,
+            states,
+        )
         self._require(progress.failed >= states["failed"], "the failed ones are not counted", progress, states)
 
     def _check_memory(self, machine: Machine) -> None:
         for path, content in machine.files.items():
             is_known = not content.startswith("call-") or path in self.heard
-            self._require(content.startswith("function") or not is_known, "a file is left in the memory of a node", path, content)
+            self._require(
+                content.startswith("function") or not is_known, "a file is left in the memory of a node", path, content
+            )
         functions = sum(content.startswith("function") for content in machine.files.values())
-        self._require(functions * FUNCTION_SPANS[0][1] <= LIMIT_BYTES, "too many functions are left in the memory of a node", machine.files)
+        self._require(
+            functions * FUNCTION_SPANS[0][1] <= LIMIT_BYTES,
+            "too many functions are left in the memory of a node",
+            machine.files,
+        )
 
 
 # ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -970,7 +1124,9 @@ def explore(seed: int, make: Callable[..., Dispatcher] = Dispatcher) -> str | No
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Explore many histories, or print one."""
-    parser = argparse.ArgumentParser(prog="python -m tests.engine.simulation", description="Explore histories of the dispatcher.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.engine.simulation", description="Explore histories of the dispatcher."
+    )
     parser.add_argument("--seed", type=int, help="print this history step by step")
     parser.add_argument("--histories", type=int, default=2000)
     parser.add_argument("--from", type=int, default=0, dest="first", help="the first seed")
@@ -987,7 +1143,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failures[what] += 1
         if failures[what] <= PRINTED_OF_A_KIND:
             print(failure[:LONGEST], flush=True)
-    print(f"{len(seeds)} histories from seed {wishes.first} in {time.monotonic() - began:.0f} s, {failures.total()} failed")
+    print(
+        f"{len(seeds)} histories from seed {wishes.first} in {time.monotonic() - began:.0f} s, {failures.total()} failed"
+    )
     for what, count in failures.most_common():
         print(f"{count:7} {what}")
     return 1 if failures else 0

@@ -20,7 +20,9 @@ TOPIC = "skyward-topic"
 ADDRESSES = {"0-0": "tls://zero", "1-0": "tls://one"}
 
 
-def entry(call_id: str, *, arguments: Parcel = SMALL, function: str = "f", is_large: bool = False, worker: str | None = None) -> Entry:
+def entry(
+    call_id: str, *, arguments: Parcel = SMALL, function: str = "f", is_large: bool = False, worker: str | None = None
+) -> Entry:
     return Entry(Call(call_id, function, arguments, "job"), LARGE if is_large else SMALL, worker)
 
 
@@ -40,12 +42,26 @@ class Pool:
         self.number = 0
         self.connect()
 
-    def connect(self, *, is_known: bool = False, tasks: Mapping[str, str] | None = None, gone: Sequence[str] = (), last: int | None = None) -> None:
+    def connect(
+        self,
+        *,
+        is_known: bool = False,
+        tasks: Mapping[str, str] | None = None,
+        gone: Sequence[str] = (),
+        last: int | None = None,
+    ) -> None:
         """Connect; the scheduler answers at once."""
         self.epoch = self.dispatcher.connected(0.0)
         self.answer(is_known=is_known, tasks=tasks, gone=gone, last=last)
 
-    def answer(self, *, is_known: bool = False, tasks: Mapping[str, str] | None = None, gone: Sequence[str] = (), last: int | None = None) -> None:
+    def answer(
+        self,
+        *,
+        is_known: bool = False,
+        tasks: Mapping[str, str] | None = None,
+        gone: Sequence[str] = (),
+        last: int | None = None,
+    ) -> None:
         workers = {ADDRESSES[name]: (name, "running") for name in self.workers}
         number = self.dispatcher.heard
         resumed = Resumed(number, 0, is_known, tasks or {}, frozenset(gone), number if last is None else last, workers)
@@ -78,7 +94,9 @@ class Pool:
         """An upload succeeds."""
         place = f"/dev/shm/{action.instance_id}"
         arguments = {call_id: Parcel(b"", (), f"{place}/{path}-{call_id}", SPANS) for call_id, _ in action.arguments}
-        functions: dict[str, Parcel | None] = {name: Parcel(b"", (), f"{place}/{name}", FUNCTION_SPANS) for name, _ in action.functions}
+        functions: dict[str, Parcel | None] = {
+            name: Parcel(b"", (), f"{place}/{name}", FUNCTION_SPANS) for name, _ in action.functions
+        }
         self.dispatcher.uploaded(action.number, action.instance_id, arguments, functions)
         self.go_on()
 
@@ -125,11 +143,18 @@ def test_a_call_that_has_gone_out_is_lost_with_the_head() -> None:
 
 
 def test_all_calls_end_when_the_pool_closes() -> None:
-    """In every state: waiting, being uploaded, blocked by another upload, in flight, or being fetched. Values that arrive later are removed."""
+    """In every state: waiting, being uploaded, blocked by another upload, in flight, or being fetched.
+
+    Values that arrive later are removed.
+    """
     pool = Pool()
     pool.submit(entry("out"), entry("fetched"))
     pool.report(value("fetched", "/dev/shm/machine-000/x"))
-    pool.submit(entry("uploading", arguments=LARGE, is_large=True, worker="0-0"), entry("blocked", is_large=True, worker="0-0"), *map(entry, "abc"))
+    pool.submit(
+        entry("uploading", arguments=LARGE, is_large=True, worker="0-0"),
+        entry("blocked", is_large=True, worker="0-0"),
+        *map(entry, "abc"),
+    )
     (upload,) = pool.take(do.Upload)
     pool.dispatcher.close(PoolClosed("closed"))
     assert set(pool.errors()) == {"out", "fetched", "uploading", "blocked", "a", "b", "c"}
@@ -146,7 +171,9 @@ def test_all_calls_end_when_the_pool_closes() -> None:
 
 
 def test_a_call_is_lost_though_another_one_prints() -> None:
-    """The task is gone when the scheduler answers again, and two messages were missed: the call is lost with the second one."""
+    """The task is gone when the scheduler answers again, and two messages were missed: the call is lost with the second
+    one.
+    """
     pool = Pool()
     pool.submit(entry("lost"), entry("prints"))
     key = pool.dispatcher.key
@@ -476,9 +503,14 @@ def test_a_call_runs_again_as_often_as_retries_allows() -> None:
 
 
 def test_a_pool_that_drains_begins_nothing() -> None:
-    """Calls that wait, come back or are being uploaded raise; calls in flight may end. After the drain it begins calls again."""
+    """Calls that wait, come back or are being uploaded raise; calls in flight may end.
+
+    After the drain it begins calls again.
+    """
     pool = Pool()
-    pool.submit(entry("out", worker="0-0"), entry("back", worker="0-0"), entry("uploading", arguments=LARGE, worker="1-0"))
+    pool.submit(
+        entry("out", worker="0-0"), entry("back", worker="0-0"), entry("uploading", arguments=LARGE, worker="1-0")
+    )
     pool.submit(entry("waits", worker="7-0"))
     pool.dispatcher.drain(PoolClosed("draining"))
     assert set(pool.errors()) == {"uploading", "waits"}
@@ -498,7 +530,10 @@ def test_a_call_that_is_lost_on_a_pool_that_drains_is_not_run_again() -> None:
 
 
 def test_a_held_worker_takes_no_place() -> None:
-    """Its calls are in flight, and the other worker's slot is still free. A call for the held worker waits for its successor."""
+    """Its calls are in flight, and the other worker's slot is still free.
+
+    A call for the held worker waits for its successor.
+    """
     pool = Pool()
     assert len(pool.submit(entry("a"), entry("b"))) == 2
     pool.dispatcher.pool_news(pool.epoch, WorkerHeld(ADDRESSES["1-0"], 1), 0.0)
@@ -512,7 +547,9 @@ def test_a_held_worker_takes_no_place() -> None:
 def test_a_worker_that_is_held_when_the_scheduler_answers_is_held() -> None:
     pool = Pool(workers=[])
     pool.epoch = pool.dispatcher.connected(0.0)
-    pool.dispatcher.resumed(pool.epoch, Resumed(0, 0, is_known=True, tasks={}, workers={"tls://zero": ("0-0", HELD)}), 0.0)
+    pool.dispatcher.resumed(
+        pool.epoch, Resumed(0, 0, is_known=True, tasks={}, workers={"tls://zero": ("0-0", HELD)}), 0.0
+    )
     assert pool.dispatcher.members.free == []
     assert pool.submit(entry("a")) == []
 
@@ -523,7 +560,9 @@ def test_a_worker_that_was_freed_during_a_cut_is_given_calls_again() -> None:
     pool.dispatcher.pool_news(pool.epoch, WorkerHeld(ADDRESSES["0-0"], 1), 0.0)
     assert pool.submit(entry("a")) == []
     pool.epoch = pool.dispatcher.connected(0.0)
-    pool.dispatcher.resumed(pool.epoch, Resumed(0, 0, is_known=True, tasks={}, workers={ADDRESSES["0-0"]: ("0-0", "running")}), 0.0)
+    pool.dispatcher.resumed(
+        pool.epoch, Resumed(0, 0, is_known=True, tasks={}, workers={ADDRESSES["0-0"]: ("0-0", "running")}), 0.0
+    )
     pool.dispatcher.flush(0.0)
     assert [action.address for action in pool.take(do.Send)] == [None]
 
@@ -540,7 +579,8 @@ def test_a_file_is_looked_for_on_its_own_node() -> None:
     """Ids of Vast.ai are numbers: one may be the beginning of another."""
     nodes = [node_of(rank, rank, 1, 1) for rank in range(2)]
     short, long = (
-        node.model_copy(update={"instance": node.instance.model_copy(update={"id": name})}) for node, name in zip(nodes, ("1234", "12345"), strict=True)
+        node.model_copy(update={"instance": node.instance.model_copy(update={"id": name})})
+        for node, name in zip(nodes, ("1234", "12345"), strict=True)
     )
     for order in ([short, long], [long, short]):
         members = Dispatcher(order, TOPIC, 0, is_here=False).members

@@ -1,4 +1,6 @@
-"""The simulation of the dispatcher: histories that must hold all invariants, and broken dispatchers in which it must find the fault."""
+"""The simulation of the dispatcher: histories that must hold all invariants, and broken dispatchers in which it must
+find the fault.
+"""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -74,7 +76,9 @@ class LosesWhatHasEnded(Shipments):
         out = self._at(epoch, number, Phase.SENT)
         if out is not None:
             self._do(do.Release(epoch, (self.key(number),)))
-            self._calls.lose([call.call_id for call in out.shipment.batch.calls if call.call_id in self._calls.entries], reason)
+            self._calls.lose(
+                [call.call_id for call in out.shipment.batch.calls if call.call_id in self._calls.entries], reason
+            )
             self.forget(out)
 
 
@@ -89,7 +93,9 @@ class MiscountsLosses(Calls):
     """A call may run once more than `retries` allows."""
 
     def _may_run_again(self, entry: Any) -> bool:
-        return super()._may_run_again(entry) or (entry.losses == self._retries + 1 and self._drained is None and self._ended is None)
+        return super()._may_run_again(entry) or (
+            entry.losses == self._retries + 1 and self._drained is None and self._ended is None
+        )
 
 
 class CountsWhatWasNotSent(Dispatcher):
@@ -226,7 +232,9 @@ class MiscountsProgress(Calls):
 class UploadsTwice(Placement):
     """A function that is being uploaded to a node is uploaded once more, and the first file forgotten."""
 
-    def uploaded(self, number: int, instance_id: str, arguments: Mapping[str, Parcel], functions: Mapping[str, Parcel | None]) -> None:
+    def uploaded(
+        self, number: int, instance_id: str, arguments: Mapping[str, Parcel], functions: Mapping[str, Parcel | None]
+    ) -> None:
         for name in functions:
             self._functions.at(instance_id)._files.pop(name, None)
         super().uploaded(number, instance_id, arguments, functions)
@@ -239,12 +247,19 @@ class UploadsTwice(Placement):
 class ForgetsFailedUploads(Placement):
     """A function whose upload has failed counts as coming for ever."""
 
-    def upload_failed(self, number: int, instance_id: str, functions: Collection[str], error: Exception, *, is_its_fault: bool) -> None:
+    def upload_failed(
+        self, number: int, instance_id: str, functions: Collection[str], error: Exception, *, is_its_fault: bool
+    ) -> None:
         super().upload_failed(number, instance_id, (), error, is_its_fault=is_its_fault)
 
 
 PARTS = (Calls, ConnectionState, FunctionsOnNodes, Losses, Placement, Shipments)
-BROKEN = [kind for part in (*PARTS, Dispatcher) for kind in part.__subclasses__() if kind.__module__ == __name__ and kind.__doc__]
+BROKEN = [
+    kind
+    for part in (*PARTS, Dispatcher)
+    for kind in part.__subclasses__()
+    if kind.__module__ == __name__ and kind.__doc__
+]
 
 
 def first_found(broken: type, monkeypatch: pytest.MonkeyPatch) -> int | None:

@@ -1,6 +1,8 @@
-"""Airflow, for real: DAGs run by `dag.test()` on SQLite in a process of their own, so that Airflow's logging and settings stay out of this one.
+"""Airflow, for real: DAGs run by `dag.test()` on SQLite in a process of their own, so that Airflow's logging and
+settings stay out of this one.
 
-This file is also that process's program: `python test_airflow.py host` runs DAGs and expressions that the tests send it, `... kill` is a task to be killed.
+This file is also that process's program: `python test_airflow.py host` runs DAGs and expressions that the tests send
+it, `... kill` is a task to be killed.
 """
 
 import ast
@@ -78,11 +80,19 @@ class Airflow:
     def start(self, role: str) -> subprocess.Popen[str]:
         """Start this file as a program, in a process group of its own, as Airflow's supervisor starts tasks."""
         return subprocess.Popen(
-            [sys.executable, __file__, role], env=self.environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            [sys.executable, __file__, role],
+            env=self.environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
 
     def evaluate(self, code: str) -> Any:
-        """Run code in the Airflow process, after HEAD; return what it leaves in `answer`. An exception there is raised here as RuntimeError."""
+        """Run code in the Airflow process, after HEAD; return what it leaves in `answer`.
+
+        An exception there is raised here as RuntimeError.
+        """
         return self._ask({"code": HEAD + textwrap.dedent(code)})[0]
 
     def run(self, name: str, source: str, head: str = HEAD) -> Ran:
@@ -157,7 +167,9 @@ def slowness() -> float:
 
 def left_by(pid: int) -> list[int]:
     """Processes of the nodes that the process has started."""
-    return [node for node, environ in tagged_processes() if environ.get("SKYWARD_OWNER", "").partition(":")[0] == str(pid)]
+    return [
+        node for node, environ in tagged_processes() if environ.get("SKYWARD_OWNER", "").partition(":")[0] == str(pid)
+    ]
 
 
 # ── the provider ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -174,19 +186,25 @@ def test_the_provider_info_is_what_airflow_asks_for() -> None:
     info = airflow_provider_skyward.get_provider_info()
     jsonschema.validate(info, schema)
     assert info["package-name"] == re.search(r'^name = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
-    assert info["task-decorators"] == [{"name": "skyward", "class-name": "airflow_provider_skyward.decorators.skyward_task"}]
+    assert info["task-decorators"] == [
+        {"name": "skyward", "class-name": "airflow_provider_skyward.decorators.skyward_task"}
+    ]
 
 
 def test_importing_the_provider_imports_nothing() -> None:
     """Airflow asks every process for the provider's info; that brings neither Airflow's SDK nor our core along."""
     code = "import sys, airflow_provider_skyward as p; p.get_provider_info(); print([m for m in ('airflow', 'skyward_core', 'pydantic') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "[]"
+    )
 
 
 @pytest.mark.slow
 def test_airflow_lists_the_provider(airflow: Airflow) -> None:
     """`airflow providers list` shows the distribution."""
-    assert "skyward-core" in [provider["package_name"] for provider in json.loads(airflow.cli("providers", "list", "-o", "json"))]
+    assert "skyward-core" in [
+        provider["package_name"] for provider in json.loads(airflow.cli("providers", "list", "-o", "json"))
+    ]
 
 
 # ── while a DAG is parsed ────────────────────────────────────────────────────────────────────────────────────────────
@@ -201,7 +219,9 @@ CALL_RETRIES = "call_retries=1"
 
 @pytest.mark.slow
 def test_every_keyword_survives_the_serialisation_of_the_dag(airflow: Airflow) -> None:
-    """What a task asks for is plain data: it reaches the serialised DAG as JSON that makes the same PoolSpec again, the same at every parse."""
+    """What a task asks for is plain data: it reaches the serialised DAG as JSON that makes the same PoolSpec again, the
+    same at every parse.
+    """
     answer = airflow.evaluate(f"""
         from airflow.serialization.serialized_objects import DagSerialization
         def serialized():
@@ -298,7 +318,9 @@ def test_secrets_come_from_connections_and_variables_when_the_task_runs(airflow:
 
 @pytest.mark.slow
 def test_airflow_itself_masks_what_its_store_has_given(airflow: Airflow) -> None:
-    """A variable whose name says nothing is not masked by Airflow; once it is a secret of a pool, whatever the task's own process logs shows none of it."""
+    """A variable whose name says nothing is not masked by Airflow; once it is a secret of a pool, whatever the task's
+    own process logs shows none of it.
+    """
     answer = airflow.evaluate("""
         import os
         from airflow.sdk._shared.secrets_masker import redact
@@ -313,7 +335,9 @@ def test_airflow_itself_masks_what_its_store_has_given(airflow: Airflow) -> None
 
 @pytest.mark.slow
 def test_no_keyword_of_the_pool_is_a_name_of_airflows(airflow: Airflow) -> None:
-    """A keyword of the pool that BaseOperator has too, as argument or attribute, would silently change what the task is."""
+    """A keyword of the pool that BaseOperator has too, as argument or attribute, would silently change what the task
+    is.
+    """
     code = """
         from airflow.sdk import BaseOperator
         from airflow_provider_skyward.operators import POOL_KEYWORDS
@@ -326,7 +350,9 @@ def test_no_keyword_of_the_pool_is_a_name_of_airflows(airflow: Airflow) -> None:
 
 @pytest.mark.slow
 def test_templates_are_rendered_before_the_pool_is_asked_for(airflow: Airflow) -> None:
-    """Keywords may be templates, whole or in part, and mean what a literal would mean; a wrong one is refused once it is known."""
+    """Keywords may be templates, whole or in part, and mean what a literal would mean; a wrong one is refused once it
+    is known.
+    """
     code = """
         op = SkywardOperator(task_id="t", python_callable=len, op_args=["{{ ds }}"], accelerator="{{ params.gpu }}", nodes="{{ params.nodes }}",
                              spot="{{ params.spot }}", image={"pip": ["torch=={{ params.torch }}"]}, env={"DAY": "{{ ds }}"}, provider=LOCAL)
@@ -377,14 +403,23 @@ def test_defaults_of_the_dag_and_a_shared_spec_are_overridden_by_keywords(airflo
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        ("SkywardOperator(task_id='t', python_callable=len, acelerator='A100')", "no keyword 'acelerator'; did you mean 'accelerator'?"),
-        ("SkywardOperator(task_id='t', python_callable=len, retires=2)", "no keyword 'retires'; did you mean 'retries'?"),
+        (
+            "SkywardOperator(task_id='t', python_callable=len, acelerator='A100')",
+            "no keyword 'acelerator'; did you mean 'accelerator'?",
+        ),
+        (
+            "SkywardOperator(task_id='t', python_callable=len, retires=2)",
+            "no keyword 'retires'; did you mean 'retries'?",
+        ),
         ("SkywardOperator(task_id='t', python_callable=len, nodes=0)", "nodes=0"),
         ("SkywardOperator(task_id='t', python_callable=len, memory='32 gigs')", "32 gigs"),
         ("SkywardOperator(task_id='t', python_callable='len')", "python_callable='len' is no function"),
         ("task.skyward(nodes=0)(lambda: 1).override(task_id='t')()", "nodes=0"),
         ("task.skyward()(lambda x, ti, dag_run=None: 1).override(task_id='t')(1)", "asks for 'dag_run', 'ti'"),
-        ("task.skyward(map_over='candidat')(lambda candidate: 1).override(task_id='t')([1])", "did you mean 'candidate'?"),
+        (
+            "task.skyward(map_over='candidat')(lambda candidate: 1).override(task_id='t')([1])",
+            "did you mean 'candidate'?",
+        ),
         ("exec('async def f(): pass', globals()) or task.skyward(f)()", "f is async"),
     ],
 )
@@ -398,7 +433,9 @@ def test_a_wrong_task_is_refused_while_the_dag_is_parsed(airflow: Airflow, task:
 
 @pytest.mark.slow
 def test_parsing_a_dag_is_quick_and_asks_nobody(airflow: Airflow) -> None:
-    """Making four hundred tasks imports no engine and no SDK, opens no connection, never reads what is installed, and checks each one's wishes once."""
+    """Making four hundred tasks imports no engine and no SDK, opens no connection, never reads what is installed, and
+    checks each one's wishes once.
+    """
     code = """
         import sys
         dag("first", schedule=None)(lambda: None)()  # Airflow itself starts a process when its first DAG is made
@@ -420,13 +457,21 @@ def test_parsing_a_dag_is_quick_and_asks_nobody(airflow: Airflow) -> None:
         assert len(d().tasks) == 400
         print("answer", len(made), opened, [m for m in ("distributed", "dask", "boto3", "torch", "skyward_core.pool") if m in sys.modules])
     """
-    done = subprocess.run([sys.executable, "-c", HEAD + textwrap.dedent(code)], env=airflow.environ, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", HEAD + textwrap.dedent(code)],
+        env=airflow.environ,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout.splitlines()[-1] == "answer 400 [] []"
 
 
 @pytest.mark.slow
 def test_a_task_holds_and_shows_what_was_asked_for_alone(airflow: Airflow) -> None:
-    """Airflow looks at each attribute that is set and at each templated field, at every parse, and stores and shows the fields of every run."""
+    """Airflow looks at each attribute that is set and at each templated field, at every parse, and stores and shows the
+    fields of every run.
+    """
     code = """
         from airflow_provider_skyward.operators import POOL_KEYWORDS
         class Mine(SkywardOperator):
@@ -447,7 +492,11 @@ def test_a_task_holds_and_shows_what_was_asked_for_alone(airflow: Airflow) -> No
     """
     shown, held, nodes, cpu, of_mapped = airflow.evaluate(code)
     call = ["op_args", "op_kwargs"]
-    assert shown == [["call_retries", "nodes", *call, "provider"], ["env", "nodes", *call], ["accelerator", "bucket", "nodes", *call]]
+    assert shown == [
+        ["call_retries", "nodes", *call, "provider"],
+        ["env", "nodes", *call],
+        ["accelerator", "bucket", "nodes", *call],
+    ]
     assert held == [["call_retries", "nodes", "provider"], ["env", "nodes"], ["accelerator", "nodes"], ["nodes"]]
     assert (nodes, cpu) == (2, None)
     assert of_mapped > 20, "which of them a mapped task sets is known when it runs"
@@ -458,7 +507,9 @@ def test_a_task_holds_and_shows_what_was_asked_for_alone(airflow: Airflow) -> No
 
 @pytest.mark.slow
 def test_a_task_runs_on_a_pool_of_its_own_and_tells_what_it_cost(airflow: Airflow) -> None:
-    """The result and the bill are XComs, the nodes' lines are in the task log, and functions of the DAG file travel along."""
+    """The result and the bill are XComs, the nodes' lines are in the task log, and functions of the DAG file travel
+    along.
+    """
     ran = airflow.run(
         "single",
         """
@@ -498,14 +549,17 @@ def test_a_task_runs_on_a_pool_of_its_own_and_tells_what_it_cost(airflow: Airflo
     assert bill["pool_id"].startswith("sky-")
     assert (bill["nodes"], bill["hourly_rate"], bill["provider"], bill["calls"]) == (2, 72.0, "local", 1)
     assert bill["seconds"] == round(bill["seconds"], 3), "for people to read"
-    second = 2 * 36.0 / 3600  # begun seconds are paid whole, from the launch on; `seconds` begin with the search for machines
+    # begun seconds are paid whole, from the launch on; `seconds` begin with the search for machines
+    second = 2 * 36.0 / 3600
     assert second <= bill["cost_usd"] <= second * (bill["seconds"] + 1)
     assert ran.bill("classic")["nodes"] == 1
 
 
 @pytest.mark.slow
 def test_mapped_tasks_have_a_pool_each_and_map_over_shares_one(airflow: Airflow) -> None:
-    """`expand` makes a pool for each item, `map_over` one for all; results of mapped tasks are values when they arrive on a node."""
+    """`expand` makes a pool for each item, `map_over` one for all; results of mapped tasks are values when they arrive
+    on a node.
+    """
     ran = airflow.run(
         "mapped",
         """
@@ -540,7 +594,9 @@ def test_mapped_tasks_have_a_pool_each_and_map_over_shares_one(airflow: Airflow)
 
 @pytest.mark.slow
 def test_a_task_that_fails_has_closed_its_pool_and_tells_its_cost(airflow: Airflow) -> None:
-    """A function's exception, a crash, an unsuitable argument and the task's time limit all end the pool; what was spent is told."""
+    """A function's exception, a crash, an unsuitable argument and the task's time limit all end the pool; what was
+    spent is told.
+    """
     ran = airflow.run(
         "failing",
         """
@@ -580,7 +636,9 @@ def test_a_task_that_fails_has_closed_its_pool_and_tells_its_cost(airflow: Airfl
 
 @pytest.mark.slow
 def test_a_result_that_xcom_cannot_take_fails_with_advice(airflow: Airflow) -> None:
-    """A result that is too large for the database, or no data at all, fails the task without a retry and says what to do."""
+    """A result that is too large for the database, or no data at all, fails the task without a retry and says what to
+    do.
+    """
     ran = airflow.run(
         "large",
         """
@@ -597,7 +655,10 @@ def test_a_result_that_xcom_cannot_take_fails_with_advice(airflow: Airflow) -> N
         """,
     )
     assert ran.state == "failed"
-    assert re.search(r"the result takes 2,000,00\d bytes as XCom, more than 1,000,000 \(max_xcom_bytes\): write it to storage", ran.log)
+    assert re.search(
+        r"the result takes 2,000,00\d bytes as XCom, more than 1,000,000 \(max_xcom_bytes\): write it to storage",
+        ran.log,
+    )
     assert "the result, a function, is nothing that XCom can store" in ran.log
     assert len(ran.xcoms["unlimited", -1, "return_value"]) == 2_000_000
     assert {task for task, _, key in ran.xcoms if key == "skyward_cost"} == {"produce", "code", "unlimited", "kept"}
@@ -607,7 +668,9 @@ def test_a_result_that_xcom_cannot_take_fails_with_advice(airflow: Airflow) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["launching 2 x local", "] working"])
 def test_a_killed_task_ends_its_pool_before_airflow_sends_sigkill(airflow: Airflow, moment: str) -> None:
-    """SIGTERM to the task's process group, while machines come up or while the function runs: `execute` raises and all nodes are gone in time."""
+    """SIGTERM to the task's process group, while machines come up or while the function runs: `execute` raises and all
+    nodes are gone in time.
+    """
     process = airflow.start("kill")
     assert process.stdout is not None
     try:
@@ -628,7 +691,10 @@ def test_a_killed_task_ends_its_pool_before_airflow_sends_sigkill(airflow: Airfl
 
 @pytest.mark.slow
 def test_a_killed_task_whose_provider_does_not_answer_leaves_its_machines_to_the_reaper(airflow: Airflow) -> None:
-    """While the killed task hangs in giving its machines back, they go: the reaper has them. SIGKILL to the task's process group does not change that."""
+    """While the killed task hangs in giving its machines back, they go: the reaper has them.
+
+    SIGKILL to the task's process group does not change that.
+    """
     process = airflow.start("hang")
     assert process.stdout is not None
     try:
@@ -650,7 +716,9 @@ def test_a_killed_task_whose_provider_does_not_answer_leaves_its_machines_to_the
 
 @pytest.mark.slow
 def test_a_try_that_was_killed_outright_is_in_the_bill_of_the_next(airflow: Airflow, tmp_path: Path) -> None:
-    """SIGKILL, with no time for anything: the pool's id had been told before anything was rented, the reaper ends machines and account, the next try adds up."""
+    """SIGKILL, with no time for anything: the pool's id had been told before anything was rented, the reaper ends
+    machines and account, the next try adds up.
+    """
     environ = {**airflow.environ, "SKYWARD_LEDGER": f"sqlite:///{tmp_path}/ledger.db", "RUN": "run-1"}
     airflow = replace_environ(airflow, environ)
     first = airflow.start("kill")
@@ -664,7 +732,8 @@ def test_a_try_that_was_killed_outright_is_in_the_bill_of_the_next(airflow: Airf
     text = "".join(told)
     (pool,) = re.findall(r"`skyward receipt (sky-\w+)` tells", text)
     assert text.index("pushed skyward_pool") < text.index("launching")
-    while left_by(first.pid) or not [row for row in ps(environ) if row["ended_at"]]:  # the reaper's work; a limit is the test's own
+    # the reaper's work; a limit is the test's own
+    while left_by(first.pid) or not [row for row in ps(environ) if row["ended_at"]]:
         time.sleep(0.1)
     ((killed, cost),) = ((row["pool"], row["cost_usd"]) for row in ps(environ))
     assert (killed, cost > 0) == (pool, True)
@@ -693,7 +762,9 @@ def replace_environ(airflow: Airflow, environ: dict[str, str]) -> Airflow:
 
 
 def skyward(environ: dict[str, str], *arguments: str) -> str:
-    return subprocess.run([sys.executable, "-m", "skyward_core.cli", *arguments], env=environ, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        [sys.executable, "-m", "skyward_core.cli", *arguments], env=environ, check=True, capture_output=True, text=True
+    ).stdout
 
 
 def ps(environ: dict[str, str]) -> list[dict[str, Any]]:
@@ -702,7 +773,9 @@ def ps(environ: dict[str, str]) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_task_that_is_tried_again_adds_up_its_cost(airflow: Airflow) -> None:
-    """Each try has a pool of its own; log and XCom tell this one and all of them, and a mapped task's index keeps it apart from the others."""
+    """Each try has a pool of its own; log and XCom tell this one and all of them, and a mapped task's index keeps it
+    apart from the others.
+    """
     ran = airflow.run(
         "tried",
         """
@@ -728,13 +801,21 @@ def test_a_task_that_is_tried_again_adds_up_its_cost(airflow: Airflow) -> None:
     assert pool["earlier_pools"] == [one for one in twice["pools"] if one != pool["pool_id"]]
     assert pool["earlier_tries_usd"] == pytest.approx(twice["all_tries_usd"] - twice["cost_usd"])
     work = pool["work"]
-    assert (work["system"], work["workflow"], work["task"], work["task_run"], work["attempt"]) == ("airflow", "tried", "unlucky", "1", "2")
+    assert (work["system"], work["workflow"], work["task"], work["task_run"], work["attempt"]) == (
+        "airflow",
+        "tried",
+        "unlucky",
+        "1",
+        "2",
+    )
     assert re.search(r"skyward receipt sky-\w+` tells.*launching", ran.log, re.DOTALL)
 
 
 @pytest.mark.slow
 def test_a_retry_policy_sees_the_function_s_own_exception(airflow: Airflow) -> None:
-    """Its class, of an exception that pickle alone cannot rebuild: the rule that names it matches, and the task is not tried again."""
+    """Its class, of an exception that pickle alone cannot rebuild: the rule that names it matches, and the task is not
+    tried again.
+    """
     ran = airflow.run(
         "policy",
         """
@@ -762,7 +843,9 @@ def test_a_retry_policy_sees_the_function_s_own_exception(airflow: Airflow) -> N
 
 @pytest.mark.slow
 def test_a_task_without_money_fails_without_another_try(airflow: Airflow) -> None:
-    """What the first minute would cost more than allowed is refused; the task is not tried again, says why, and nothing was rented."""
+    """What the first minute would cost more than allowed is refused; the task is not tried again, says why, and nothing
+    was rented.
+    """
     ran = airflow.run(
         "poor",
         """
@@ -794,7 +877,9 @@ def test_the_how_to_is_a_dag_that_runs(airflow: Airflow) -> None:
 
 
 def _host() -> None:
-    """Answer one request for each line of stdin; whatever is printed meanwhile goes to the file that the request names."""
+    """Answer one request for each line of stdin; whatever is printed meanwhile goes to the file that the request
+    names.
+    """
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     for line in sys.stdin:
         request = json.loads(line)
@@ -826,11 +911,16 @@ def _run_dag(file: str) -> dict[str, Any]:
     run = dag.test()
     session = Session()
     rows = session.query(XComModel).filter(XComModel.run_id == run.run_id, XComModel.dag_id == dag.dag_id).all()
-    return {"state": run.state, "xcoms": [[row.task_id, row.map_index, row.key, XComModel.deserialize_value(row)] for row in rows]}
+    return {
+        "state": run.state,
+        "xcoms": [[row.task_id, row.map_index, row.key, XComModel.deserialize_value(row)] for row in rows],
+    }
 
 
 def _hang() -> None:
-    """As `_kill`, with a provider that never answers once the task is killed, and word of when the machines were handed over."""
+    """As `_kill`, with a provider that never answers once the task is killed, and word of when the machines were handed
+    over.
+    """
     import threading
 
     import skyward_core as sky
@@ -851,7 +941,9 @@ def _hang() -> None:
 
 
 def _kill() -> None:
-    """Run a task that works for ever, with SIGTERM wired as Airflow's task runner wires it (`_run_task_and_map_outcome`)."""
+    """Run a task that works for ever, with SIGTERM wired as Airflow's task runner wires it
+    (`_run_task_and_map_outcome`).
+    """
     from airflow.sdk.exceptions import AirflowException
 
     import skyward_core as sky

@@ -29,12 +29,19 @@ PRICE = 36.0
 
 def owned_processes(pid=None):
     """Processes of the local nodes that this process, or another one, has started."""
-    return [found for found, environ in tagged_processes() if environ.get("SKYWARD_OWNER", "").split(":")[0] == str(pid or os.getpid())]
+    return [
+        found
+        for found, environ in tagged_processes()
+        if environ.get("SKYWARD_OWNER", "").split(":")[0] == str(pid or os.getpid())
+    ]
 
 
 @pytest.fixture(autouse=True)
 def new_processes():
-    """Processes of the local nodes of this test; after it there is none, and no thread of ours. A pool that tests share may be open beside it."""
+    """Processes of the local nodes of this test; after it there is none, and no thread of ours.
+
+    A pool that tests share may be open beside it.
+    """
     nodes, threads = set(owned_processes()), set(threading.enumerate())
 
     def new():
@@ -43,7 +50,9 @@ def new_processes():
     yield new
     assert new() == []
     deadline = time.monotonic() + 10
-    while left := [thread.name for thread in threading.enumerate() if thread not in threads and thread.name.startswith("skyward")]:
+    while left := [
+        thread.name for thread in threading.enumerate() if thread not in threads and thread.name.startswith("skyward")
+    ]:
         assert time.monotonic() < deadline, left
         threading.Event().wait(0.05)
 
@@ -63,11 +72,20 @@ def materialize(assets, compute, instance, **more):
 
 
 def metadata_of(result, key):
-    return next(event.materialization.metadata for event in result.get_asset_materialization_events() if event.asset_key == dg.AssetKey(key))
+    return next(
+        event.materialization.metadata
+        for event in result.get_asset_materialization_events()
+        if event.asset_key == dg.AssetKey(key)
+    )
 
 
 def messages(instance, result, step):
-    return [line for entry in instance.all_logs(result.run_id) if entry.step_key == step for line in entry.user_message.splitlines()]
+    return [
+        line
+        for entry in instance.all_logs(result.run_id)
+        if entry.step_key == step
+        for line in entry.user_message.splitlines()
+    ]
 
 
 def chatter(lines):
@@ -106,7 +124,9 @@ def spread(context: dg.AssetExecutionContext, compute: SkywardResource):
 
 
 def test_two_assets_share_one_pool_and_each_tells_its_lines_its_cost_and_its_time(instance):
-    """In one process two assets use one pool; values, all of the printed lines, and the shares of the bill are where they belong."""
+    """In one process two assets use one pool; values, all of the printed lines, and the shares of the bill are where
+    they belong.
+    """
     result = materialize([talkative, spread], resource(nodes=2, display="quiet"), instance)
 
     assert result.output_for_node("talkative")[0] in {0, 1}
@@ -125,17 +145,24 @@ def test_two_assets_share_one_pool_and_each_tells_its_lines_its_cost_and_its_tim
     assert any(line.startswith("launching 2 x local") for line in told)
     assert any(line.startswith("the pool is ready after") and "2 nodes" in line for line in told)
     assert not any(line.startswith("launching") for line in messages(instance, result, "spread"))
-    bills = [line for entry in instance.all_logs(result.run_id) for line in entry.user_message.splitlines() if line.startswith("done: ")]
+    bills = [
+        line
+        for entry in instance.all_logs(result.run_id)
+        for line in entry.user_message.splitlines()
+        if line.startswith("done: ")
+    ]
     assert len(bills) == 1
 
     for key in ("talkative", "spread"):
         metadata = metadata_of(result, key)
         assert isinstance(metadata[COST_USD], dg.FloatMetadataValue)
         assert isinstance(metadata[SECONDS], dg.FloatMetadataValue)
-        assert (metadata[SECONDS].value, metadata[COST_USD].value) == (round(metadata[SECONDS].value, 3), round(metadata[COST_USD].value, 9)), (
-            "for people to read"
-        )
-        # Machines are paid from when they are asked for, by begun seconds: a step may cost less than its own time, and at most one second more.
+        assert (metadata[SECONDS].value, metadata[COST_USD].value) == (
+            round(metadata[SECONDS].value, 3),
+            round(metadata[COST_USD].value, 9),
+        ), "for people to read"
+        # Machines are paid from when they are asked for, by begun seconds: a step may cost less than its own time, and
+        # at most one second more.
         assert metadata[COST_USD].value <= (metadata[SECONDS].value + 1) * 2 * PRICE / 3600
         assert metadata[NODES] == dg.IntMetadataValue(2)
         assert metadata[ACCELERATOR] == dg.TextMetadataValue("none")
@@ -170,14 +197,20 @@ def test_a_failing_asset_raises_its_own_error_and_closes_the_pool(instance, new_
 
 @pytest.mark.slow
 def test_machines_that_may_be_left_fail_no_step(instance, monkeypatch):
-    """The work is done: the run succeeds, its log has an error that names the machine, and the pool's reaper ends it."""
+    """The work is done: the run succeeds, its log has an error that names the machine, and the pool's reaper ends
+    it.
+    """
     monkeypatch.setattr("skyward_core.provisioning.teardown.DEADLINE_SECONDS", 0.3)
     monkeypatch.setattr(sky.Local, "terminate", lambda *_: {})
     result = materialize([alone], resource(), instance)
     assert result.success
     machine, pool_id = result.output_for_node("alone")[1:]
-    told = [(entry.level, line) for entry in instance.all_logs(result.run_id) for line in entry.user_message.splitlines()]
-    assert [machine in line for level, line in told if level == logging.ERROR and "NOT CONFIRMED GONE" in line] == [True]
+    told = [
+        (entry.level, line) for entry in instance.all_logs(result.run_id) for line in entry.user_message.splitlines()
+    ]
+    assert [machine in line for level, line in told if level == logging.ERROR and "NOT CONFIRMED GONE" in line] == [
+        True
+    ]
     deadline = time.monotonic() + 60
     while sky.Local().instances(pool_id):  # until the reaper has ended it
         assert time.monotonic() < deadline
@@ -190,7 +223,9 @@ def alone(context: dg.AssetExecutionContext, compute: SkywardResource):
 
 
 def test_an_interrupt_in_the_step_closes_the_pool(instance, new_processes):
-    """What Dagster raises when a run is terminated is no Exception; the pool is closed all the same, and it is raised on."""
+    """What Dagster raises when a run is terminated is no Exception; the pool is closed all the same, and it is raised
+    on.
+    """
     with pytest.raises(dg.DagsterExecutionInterruptedError):
         materialize([interrupted], resource(), instance)
     assert new_processes() == []
@@ -199,11 +234,17 @@ def test_an_interrupt_in_the_step_closes_the_pool(instance, new_processes):
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [dg.DagsterExecutionInterruptedError, LookupError])
 def test_a_step_that_is_stopped_hands_its_machines_to_the_reaper_first(error, instance, monkeypatch):
-    """Being terminated hands the machines over before anything that may hang; the step's own failure does not: others may use the pool after it."""
+    """Being terminated hands the machines over before anything that may hang; the step's own failure does not: others
+    may use the pool after it.
+    """
     order = []
     terminate_now, close = sky.ComputePool.terminate_now, sky.ComputePool.close
-    monkeypatch.setattr(sky.ComputePool, "terminate_now", lambda pool: (order.append("handed over"), terminate_now(pool))[1])
-    monkeypatch.setattr(sky.ComputePool, "close", lambda pool: (order.append("closed") if pool.is_active else None, close(pool))[1])
+    monkeypatch.setattr(
+        sky.ComputePool, "terminate_now", lambda pool: (order.append("handed over"), terminate_now(pool))[1]
+    )
+    monkeypatch.setattr(
+        sky.ComputePool, "close", lambda pool: (order.append("closed") if pool.is_active else None, close(pool))[1]
+    )
 
     @dg.asset
     def stopped(context: dg.AssetExecutionContext, compute: SkywardResource):
@@ -216,7 +257,9 @@ def test_a_step_that_is_stopped_hands_its_machines_to_the_reaper_first(error, in
 
 
 def test_money_is_a_field_like_others_and_its_end_a_failure_with_words(instance):
-    """`max_cost` and `budget` reach the spec, also from the run's config; what the first minute alone would overspend fails the step with what to do."""
+    """`max_cost` and `budget` reach the spec, also from the run's config; what the first minute alone would overspend
+    fails the step with what to do.
+    """
     assert resource(max_cost=2.5, budget="team-a").spec == sky.PoolSpec.of(
         provider=sky.Local(price_per_hour=PRICE), max_cost=2.5, budget="team-a", display="quiet"
     )
@@ -251,7 +294,11 @@ def test_an_op_has_its_cost_on_its_output(instance):
 
     assert result.output_for_node("work") == 36
     assert result.output_for_node("spread_out") == {"1": 1, "4": 4}
-    outputs = {event.node_name: event.step_output_data.metadata for event in result.all_events if event.event_type_value == "STEP_OUTPUT"}
+    outputs = {
+        event.node_name: event.step_output_data.metadata
+        for event in result.all_events
+        if event.event_type_value == "STEP_OUTPUT"
+    }
     assert outputs["work"][COST_USD].value >= 0  # the bill grows by whole seconds, and the step may have taken less
     assert outputs["work"][SECONDS].value > 0
     assert outputs["work"][NODES] == dg.IntMetadataValue(1)
@@ -273,7 +320,9 @@ def checked(context: dg.AssetCheckExecutionContext, compute: SkywardResource) ->
 
 @pytest.mark.slow
 def test_assets_made_together_share_the_cost_and_a_check_runs_too(instance):
-    """Each of two assets of a step carries half of the cost known when it was yielded, beside its own metadata; a check has no place for it."""
+    """Each of two assets of a step carries half of the cost known when it was yielded, beside its own metadata; a check
+    has no place for it.
+    """
     result = materialize([both, checked], resource(), instance)
 
     left, right = metadata_of(result, "left"), metadata_of(result, ["deep", "right"])
@@ -284,7 +333,9 @@ def test_assets_made_together_share_the_cost_and_a_check_runs_too(instance):
 
 @pytest.mark.slow
 def test_an_asset_is_invoked_directly(new_processes):
-    """A test may call an asset with a context of its own making: the pool lives as long as the context, and the metadata can be read there."""
+    """A test may call an asset with a context of its own making: the pool lives as long as the context, and the
+    metadata can be read there.
+    """
     with dg.build_asset_context() as context:
         places, squares, five = spread(context, compute=resource())
 
@@ -304,7 +355,9 @@ def test_outside_of_a_run_a_pool_lives_for_the_call(new_processes):
 
 @pytest.mark.slow
 def test_helpers_of_an_asset_module_travel(tmp_path, instance):
-    """Functions, dataclasses and globals of a module that the nodes cannot import are there when the payload runs; the result is of the module's own class."""
+    """Functions, dataclasses and globals of a module that the nodes cannot import are there when the payload runs; the
+    result is of the module's own class.
+    """
     path = tmp_path / "asset_module.py"
     path.write_text(
         textwrap.dedent("""
@@ -356,7 +409,11 @@ def told_costs(instance, run_id):
     for kind in (dg.DagsterEventType.ASSET_MATERIALIZATION, dg.DagsterEventType.ASSET_OBSERVATION):
         for entry in instance.all_logs(run_id, of_type=kind):
             event = entry.dagster_event
-            data = event.step_materialization_data.materialization if kind.value == "ASSET_MATERIALIZATION" else event.asset_observation_data.asset_observation
+            data = (
+                event.step_materialization_data.materialization
+                if kind.value == "ASSET_MATERIALIZATION"
+                else event.asset_observation_data.asset_observation
+            )
             key = COST_USD if kind.value == "ASSET_MATERIALIZATION" else OTHER_COST_USD
             if key in data.metadata:
                 name = event.asset_key.to_user_string()
@@ -413,11 +470,14 @@ def after_pause(context: dg.AssetExecutionContext, compute: SkywardResource):
 
 @pytest.mark.slow
 def test_the_shares_add_up_to_the_bill_whatever_the_steps_are(instance):
-    """Graphs of ops, generators, checks, outputs that are not made and steps that fail: materializations and observations are the bill, and the ledger agrees.
+    """Graphs of ops, generators, checks, outputs that are not made and steps that fail: materializations and
+    observations are the bill, and the ledger agrees.
 
     So it is with a pool that nobody uses for a while.
     """
-    result = materialize([graphic, both, checked, optional, failing_late, pause, after_pause], resource(), instance, raise_on_error=False)
+    result = materialize(
+        [graphic, both, checked, optional, failing_late, pause, after_pause], resource(), instance, raise_on_error=False
+    )
 
     assert not result.success
     costs, (pool,) = told_costs(instance, result.run_id)
@@ -425,8 +485,12 @@ def test_the_shares_add_up_to_the_bill_whatever_the_steps_are(instance):
     assert set(costs) == {"graphic", "left", "deep/right", "made", "failing_late", "after_pause"}
     assert all(cost > 0 for cost in costs.values())
     assert sum(costs.values()) == pytest.approx(bill, abs=1e-5)
-    assert {name: cost for name, cost in costs_by_asset(pool).items() if cost > 1e-5} == {name: pytest.approx(cost, abs=1e-5) for name, cost in costs.items()}
-    assert "the shares of the bill could not" not in "".join(entry.user_message for entry in instance.all_logs(result.run_id))
+    assert {name: cost for name, cost in costs_by_asset(pool).items() if cost > 1e-5} == {
+        name: pytest.approx(cost, abs=1e-5) for name, cost in costs.items()
+    }
+    assert "the shares of the bill could not" not in "".join(
+        entry.user_message for entry in instance.all_logs(result.run_id)
+    )
 
 
 @dg.asset(retry_policy=dg.RetryPolicy(max_retries=1))
@@ -464,12 +528,28 @@ def test_pool_run_job_step_asset_and_partition_are_in_metadata_ledger_and_tags(i
     metadata = metadata_of(result, "daily")
     said = {name: metadata[f"skyward/{name}"].value for name in ("pool_id", "run", "job", "step", "asset", "partition")}
     pool = said.pop("pool_id")
-    assert said == {"run": result.run_id, "job": result.job_def.name, "step": "daily", "asset": "daily", "partition": "tue|sday"}
-    work = sky.Work(system="dagster", workflow=said["job"], run=said["run"], task="daily", attempt="1", asset="daily", partition="tue|sday")
+    assert said == {
+        "run": result.run_id,
+        "job": result.job_def.name,
+        "step": "daily",
+        "asset": "daily",
+        "partition": "tue|sday",
+    }
+    work = sky.Work(
+        system="dagster",
+        workflow=said["job"],
+        run=said["run"],
+        task="daily",
+        attempt="1",
+        asset="daily",
+        partition="tue|sday",
+    )
     with Ledger(default_url()) as ledger:
         assert ledger.pool(pool).work == work
     tags = result.output_for_node("daily")
-    assert {name.removeprefix("skyward-work-"): value for name, value in tags.items() if name.startswith("skyward-work-")} == {
+    assert {
+        name.removeprefix("skyward-work-"): value for name, value in tags.items() if name.startswith("skyward-work-")
+    } == {
         **{name: value for name, value in work.labels().items() if name != "partition"},
         "partition": "tue_sday",
     }
@@ -487,7 +567,9 @@ def captures(context: dg.AssetExecutionContext, compute: SkywardResource):
 
 
 def test_a_captured_context_is_named_with_the_cure(instance):
-    """A function that uses the step's context fails with what it is and what to write, not with the first thread lock in it."""
+    """A function that uses the step's context fails with what it is and what to write, not with the first thread lock
+    in it.
+    """
     result = materialize([captures], resource(), instance, raise_on_error=False)
 
     error = result.failure_data_for_node("captures").error.to_string()
@@ -517,7 +599,9 @@ def test_metadata_may_be_added_in_any_order_where_an_asset_is_invoked_directly(o
 
 
 def test_a_variable_called_env_is_no_reference_to_the_environment(instance, monkeypatch):
-    """`Image(env={"env": "prod"})` and `env={"env": "prod"}` mean what they say; values of such mappings may still come from the environment."""
+    """`Image(env={"env": "prod"})` and `env={"env": "prod"}` mean what they say; values of such mappings may still come
+    from the environment.
+    """
     monkeypatch.delenv("prod", raising=False)
     monkeypatch.setenv("TEST_STAGE", "staging")
     seen = {}
@@ -561,7 +645,9 @@ defs = dg.Definitions(assets=[endless], jobs=[dg.define_asset_job("orphan")], re
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["the run's process is killed", "the run is marked as canceled"])
 def test_a_step_whose_run_is_gone_ends_its_pool(tmp_path, how):
-    """Under the multiprocess executor a killed run process leaves its step processes alone, and they would pay until the payload ends: here for ten minutes."""
+    """Under the multiprocess executor a killed run process leaves its step processes alone, and they would pay until
+    the payload ends: here for ten minutes.
+    """
     (tmp_path / "dagster.yaml").write_text("telemetry: {enabled: false}\n")
     script = tmp_path / "orphan.py"
     script.write_text(ORPHAN)
@@ -626,10 +712,18 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["launching 1 x local", "[node 0] the payload runs"])
 def test_a_signal_during_provisioning_or_payload_leaves_nothing(tmp_path, moment):
-    """SIGINT, which is what Dagster's terminate sends, ends the run at once: the call is stopped, the pool closed, the bill told."""
+    """SIGINT, which is what Dagster's terminate sends, ends the run at once: the call is stopped, the pool closed, the
+    bill told.
+    """
     script = tmp_path / "endless.py"
     script.write_text(SCRIPT)
-    process = subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, text=True, cwd=tmp_path, env={**os.environ, "DAGSTER_HOME": ""})
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "DAGSTER_HOME": ""},
+    )
     try:
         told = []
         for line in process.stderr:
@@ -652,10 +746,20 @@ def test_a_signal_during_provisioning_or_payload_leaves_nothing(tmp_path, moment
 
 
 def test_the_keywords_become_plain_data_and_the_same_spec():
-    """Values given as objects and as their plain forms make equal resources, whose JSON and spec are those of the core."""
-    objects = resource(nodes=2, image=sky.Image(pip=["torch"]), accelerator="A100", spot=0.8, env={"A": "1"}, timeout=60)
+    """Values given as objects and as their plain forms make equal resources, whose JSON and spec are those of the
+    core.
+    """
+    objects = resource(
+        nodes=2, image=sky.Image(pip=["torch"]), accelerator="A100", spot=0.8, env={"A": "1"}, timeout=60
+    )
     plain = SkywardResource(
-        provider={"name": "local", "price_per_hour": PRICE}, nodes=2, image={"pip": ["torch"]}, accelerator="A100", spot=0.8, env={"A": "1"}, timeout=60
+        provider={"name": "local", "price_per_hour": PRICE},
+        nodes=2,
+        image={"pip": ["torch"]},
+        accelerator="A100",
+        spot=0.8,
+        env={"A": "1"},
+        timeout=60,
     )
 
     assert objects == plain
@@ -696,7 +800,9 @@ def test_each_knob_is_a_config_field_with_its_description():
     ],
 )
 def test_a_wrong_wish_is_refused_when_the_resource_is_made(wishes, message):
-    """The error is the core's, and says what to do, before Dagster has anything to run; also for what is left to the launch."""
+    """The error is the core's, and says what to do, before Dagster has anything to run; also for what is left to the
+    launch.
+    """
     with pytest.raises(sky.BadRequest) as error:
         SkywardResource(**wishes)
     assert message in str(error.value)
@@ -707,7 +813,9 @@ def test_a_wrong_wish_is_refused_when_the_resource_is_made(wishes, message):
 def test_environment_variables_are_read_when_the_run_starts(instance, monkeypatch):
     """EnvVar works for text and whole numbers and inside plain data; the definition keeps the name, not the value."""
     compute = SkywardResource(
-        provider={"name": "local", "price_per_hour": dg.EnvVar("TEST_PRICE")}, nodes=dg.EnvVar.int("TEST_NODES"), env={"GREETING": dg.EnvVar("TEST_GREETING")}
+        provider={"name": "local", "price_per_hour": dg.EnvVar("TEST_PRICE")},
+        nodes=dg.EnvVar.int("TEST_NODES"),
+        env={"GREETING": dg.EnvVar("TEST_GREETING")},
     )
     with pytest.raises(sky.BadRequest, match="TEST_"):
         _ = compute.spec
@@ -732,7 +840,9 @@ def backwards():
 
 
 def test_secrets_are_read_from_the_environment_when_the_step_opens_the_pool(instance, monkeypatch):
-    """EnvVar among `secrets`, and names; neither the definition, nor the run's events and configuration, nor its metadata hold a value."""
+    """EnvVar among `secrets`, and names; neither the definition, nor the run's events and configuration, nor its
+    metadata hold a value.
+    """
     compute = resource(secrets={"HF_TOKEN": dg.EnvVar("TEST_SECRET"), "B_TOKEN": sky.Secret.from_env("TEST_OTHER")})
     assert compute == resource(secrets={"HF_TOKEN": {"env": "TEST_SECRET"}, "B_TOKEN": dg.EnvVar("TEST_OTHER")})
     assert resource(secrets=[dg.EnvVar("TEST_SECRET")]).spec == resource(secrets=("TEST_SECRET",)).spec
@@ -747,7 +857,12 @@ def test_secrets_are_read_from_the_environment_when_the_step_opens_the_pool(inst
     assert result.output_for_node("read") == ["9876543210-vne", "9876543210-rehto"]
     lines = messages(instance, result, "read")
     assert any("they are *** ***" in line for line in lines)
-    written = [json.dumps(dict(compute)), repr(compute), str(instance.all_logs(result.run_id)), str(instance.get_run_by_id(result.run_id))]
+    written = [
+        json.dumps(dict(compute)),
+        repr(compute),
+        str(instance.all_logs(result.run_id)),
+        str(instance.get_run_by_id(result.run_id)),
+    ]
     job = dg.Definitions(assets=[read], resources={"compute": compute}).resolve_implicit_global_asset_job_def()
     written.append(str(job.get_job_snapshot() if hasattr(job, "get_job_snapshot") else job.job_snapshot))
     assert [text[:100] for text in written if "0123456789" in text] == []
@@ -782,10 +897,17 @@ def test_the_run_config_decides_what_was_left_to_the_launch(instance):
         seen["spec"] = compute.spec
 
     compute = SkywardResource.configure_at_launch(provider=sky.Local(price_per_hour=PRICE), nodes=3)
-    config = {"resources": {"compute": {"config": {"nodes": 2, "spot": "never", "image": {"pip": ["torch"]}, "timeout": 90}}}}
+    config = {
+        "resources": {"compute": {"config": {"nodes": 2, "spot": "never", "image": {"pip": ["torch"]}, "timeout": 90}}}
+    }
     assert materialize([look], compute, instance, run_config=config).success
     assert seen["spec"] == sky.PoolSpec.of(
-        provider=sky.Local(price_per_hour=PRICE), nodes=2, spot="never", image=sky.Image(pip=["torch"]), timeout=90, display="quiet"
+        provider=sky.Local(price_per_hour=PRICE),
+        nodes=2,
+        spot="never",
+        image=sky.Image(pip=["torch"]),
+        timeout=90,
+        display="quiet",
     )
 
 

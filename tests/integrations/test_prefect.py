@@ -108,7 +108,9 @@ def logs(flow_run_id: UUID) -> list[Any]:
         records: list[Any] = []
         while True:
             body = {
-                "logs": LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run_id])).model_dump(mode="json", exclude_unset=True),
+                "logs": LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run_id])).model_dump(
+                    mode="json", exclude_unset=True
+                ),
                 "sort": "TIMESTAMP_ASC",
                 "limit": 200,
                 "offset": len(records),
@@ -116,7 +118,8 @@ def logs(flow_run_id: UUID) -> list[Any]:
             page = client._client.post("/logs/filter", json=body).json()
             records += page
             if len(page) < 200:
-                return list({record["id"]: record for record in records}.values())  # a batch that came between two pages shifts the second
+                # a batch that came between two pages shifts the second
+                return list({record["id"]: record for record in records}.values())
 
 
 # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -125,7 +128,12 @@ def logs(flow_run_id: UUID) -> list[Any]:
 @task
 def where() -> dict[str, Any]:
     info = sky.instance_info()
-    return {"pid": os.getpid(), "engine": "prefect" in sys.modules, "tag": os.environ.get("SKYWARD_POOL_ID"), "node": info.node if info else None}
+    return {
+        "pid": os.getpid(),
+        "engine": "prefect" in sys.modules,
+        "tag": os.environ.get("SKYWARD_POOL_ID"),
+        "node": info.node if info else None,
+    }
 
 
 @task
@@ -151,7 +159,9 @@ async def endless() -> Any:
 
 
 def test_functions_run_on_nodes_and_futures_and_dependencies_are_resolved_here(events: list[Any]) -> None:
-    """Submit, map, futures as inputs, `wait_for`, generators and asynchronous tasks work; the node sees the function and no Prefect."""
+    """Submit, map, futures as inputs, `wait_for`, generators and asynchronous tasks work; the node sees the function
+    and no Prefect.
+    """
 
     @flow(task_runner=runner(events, nodes=2))
     def every_way() -> dict[str, Any]:
@@ -196,7 +206,9 @@ async def long_nap(seconds: float) -> float:
 
 @pytest.mark.slow
 def test_the_ledger_knows_the_flow_run_and_what_each_task_has_cost(events: list[Any]) -> None:
-    """The pool is the flow run's, from before anything is rented; each task run has its share, and all that is left is the flow run's."""
+    """The pool is the flow run's, from before anything is rented; each task run has its share, and all that is left is
+    the flow run's.
+    """
 
     @flow(name="naps", task_runner=runner(events))
     def naps() -> str:
@@ -217,7 +229,9 @@ def test_the_ledger_knows_the_flow_run_and_what_each_task_has_cost(events: list[
     assert set(by_task) == {"prefect:naps/nap", "prefect:naps/doze", "(no task)"}
     assert all(by_task[key] >= 1.0 * 36 / 3600 for key in by_task if key != "(no task)")
     assert sum(by_task.values()) == pytest.approx(bill)
-    assert bill == pytest.approx(next(event.total_cost for event in events if isinstance(event, sky.CostFinal)), abs=1e-5)
+    assert bill == pytest.approx(
+        next(event.total_cost for event in events if isinstance(event, sky.CostFinal)), abs=1e-5
+    )
 
 
 def test_an_asynchronous_flow_submits_as_well(events: list[Any]) -> None:
@@ -244,7 +258,9 @@ def test_an_asynchronous_generator_is_refused(events: list[Any]) -> None:
 
 
 def test_a_direct_call_stays_here_and_no_pool_opens(events: list[Any]) -> None:
-    """`task(x)` never reaches a task runner: it runs in the flow's process, and a flow without a submit rents nothing."""
+    """`task(x)` never reaches a task runner: it runs in the flow's process, and a flow without a submit rents
+    nothing.
+    """
 
     @flow(task_runner=runner(events))
     def direct() -> tuple[int, float]:
@@ -294,7 +310,9 @@ def halved(x: float) -> float:
 
 
 def test_what_the_function_uses_travels_along(events: list[Any]) -> None:
-    """Helpers, dataclasses, globals, other tasks (as functions), methods, `@sky.compute` functions and `get_run_logger` work on a bare node."""
+    """Helpers, dataclasses, globals, other tasks (as functions), methods, `@sky.compute` functions and `get_run_logger`
+    work on a bare node.
+    """
 
     @flow(task_runner=runner(events))
     def travel() -> tuple[Any, ...]:
@@ -304,7 +322,13 @@ def test_what_the_function_uses_travels_along(events: list[Any]) -> None:
     assert state.result() == (Point(21, 42), 15, 1.5)
     assert type(state.result()[0]) is Point
     flow_run_id = state.state_details.flow_run_id
-    wait_for(lambda: [record for record in logs(flow_run_id) if (record["level"], record["message"]) == (30, "[node 0] shifting Point(x=1, y=2) twice")])
+    wait_for(
+        lambda: [
+            record
+            for record in logs(flow_run_id)
+            if (record["level"], record["message"]) == (30, "[node 0] shifting Point(x=1, y=2) twice")
+        ]
+    )
 
 
 # ── failures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -372,7 +396,9 @@ def busy(path: Path) -> None:
 
 
 def test_a_retry_condition_sees_the_function_s_own_exception(events: list[Any], tmp_path: Path) -> None:
-    """Its class and what it holds, of an exception that pickle alone cannot rebuild: tried again twice, and then no more."""
+    """Its class and what it holds, of an exception that pickle alone cannot rebuild: tried again twice, and then no
+    more.
+    """
 
     @flow(task_runner=runner(events))
     def trying() -> None:
@@ -415,7 +441,10 @@ async def async_weights(folder: Path) -> Any:
 
 
 def test_work_whose_result_cannot_be_loaded_here_is_not_done_again(events: list[Any], tmp_path: Path) -> None:
-    """The payload has succeeded and is paid for; another try would end here again. The error keeps the result, and the run's log says why."""
+    """The payload has succeeded and is paid for; another try would end here again.
+
+    The error keeps the result, and the run's log says why.
+    """
 
     @flow(task_runner=runner(events))
     def weighing() -> UUID:
@@ -430,7 +459,9 @@ def test_work_whose_result_cannot_be_loaded_here_is_not_done_again(events: list[
 
     flow_run_id = weighing()
     assert sorted(path.name.partition("-")[0] for path in tmp_path.iterdir()) == ["async", "picky", "plain"]
-    wait_for(lambda: len([r for r in logs(flow_run_id) if r["level"] == 40 and "is not tried again" in r["message"]]) == 3)
+    wait_for(
+        lambda: len([r for r in logs(flow_run_id) if r["level"] == 40 and "is not tried again" in r["message"]]) == 3
+    )
 
 
 @task(timeout_seconds=4, cache_policy=NO_CACHE)  # so long may it take to begin
@@ -453,7 +484,9 @@ def is_alive(pid: int) -> bool:
 
 
 def test_a_timeout_stops_the_work_on_the_node(events: list[Any], tmp_path: Path) -> None:
-    """`timeout_seconds` ends the task run and the remote process, of plain and asynchronous tasks; the slot then takes other calls."""
+    """`timeout_seconds` ends the task run and the remote process, of plain and asynchronous tasks; the slot then takes
+    other calls.
+    """
 
     @flow(task_runner=runner(events))
     def impatient() -> int:
@@ -476,7 +509,9 @@ def hang(path: Path) -> None:
 
 
 def test_a_failing_flow_stops_its_calls_and_closes_its_pool(events: list[Any], tmp_path: Path) -> None:
-    """When the flow's body raises, calls in flight are stopped rather than waited for, their runs are cancelled, and the machines are gone."""
+    """When the flow's body raises, calls in flight are stopped rather than waited for, their runs are cancelled, and
+    the machines are gone.
+    """
     futures = []
 
     @flow(task_runner=runner(events))
@@ -488,18 +523,26 @@ def test_a_failing_flow_stops_its_calls_and_closes_its_pool(events: list[Any], t
     started = time.monotonic()
     with pytest.raises(LookupError, match="the flow itself"):
         broken()
-    assert time.monotonic() - started < 60  # of the 600 s that the call sleeps; a test's own timeout would be swallowed by Prefect here
-    futures[0].wait()  # it has ended; one that nobody has waited for asks the server, with a client that it never closes
+    # of the 600 s that the call sleeps; a test's own timeout would be swallowed by Prefect here
+    assert time.monotonic() - started < 60
+    # it has ended; one that nobody has waited for asks the server, with a client that it never closes
+    futures[0].wait()
     assert futures[0].state.name == "Cancelled"
     assert not is_alive(int((tmp_path / "pid").read_text()))
     assert processes_of({event.pool_id for event in events if isinstance(event, sky.PoolReady)}) == []
 
 
-def test_a_flow_that_is_stopped_hands_its_machines_to_the_reaper_first(events: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal hands the machines over before anything that may hang; a failure of the flow's own does not: its machines are given back right here."""
+def test_a_flow_that_is_stopped_hands_its_machines_to_the_reaper_first(
+    events: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal hands the machines over before anything that may hang; a failure of the flow's own does not: its
+    machines are given back right here.
+    """
     order: list[str] = []
     terminate_now, close = sky.ComputePool.terminate_now, sky.ComputePool.close
-    monkeypatch.setattr(sky.ComputePool, "terminate_now", lambda pool: (order.append("handed over"), terminate_now(pool))[1])
+    monkeypatch.setattr(
+        sky.ComputePool, "terminate_now", lambda pool: (order.append("handed over"), terminate_now(pool))[1]
+    )
     monkeypatch.setattr(sky.ComputePool, "close", lambda pool: (order.append("closed"), close(pool))[1])
 
     @flow(task_runner=runner(events))
@@ -517,7 +560,9 @@ def test_a_flow_that_is_stopped_hands_its_machines_to_the_reaper_first(events: l
 
 
 def test_money_is_a_wish_like_others_and_its_end_a_failure_with_words() -> None:
-    """`max_cost` and `budget` reach the pool; what the first minute alone would overspend fails the flow with what to do, and nothing is rented."""
+    """`max_cost` and `budget` reach the pool; what the first minute alone would overspend fails the flow with what to
+    do, and nothing is rented.
+    """
     events: list[Any] = []
     assert SkywardTaskRunner(max_cost=2.5, budget="team-a").spec == sky.PoolSpec.of(max_cost=2.5, budget="team-a")
 
@@ -543,7 +588,9 @@ class Gated(sky.Local):
 
 
 def test_the_first_submit_does_not_wait_for_machines(events: list[Any]) -> None:
-    """The flow goes on while they are rented, and may do something meanwhile; a task's timeout begins when they are there."""
+    """The flow goes on while they are rented, and may do something meanwhile; a task's timeout begins when they are
+    there.
+    """
     provider = Gated()
 
     @task(timeout_seconds=2)
@@ -620,7 +667,9 @@ def test_a_pool_that_cannot_be_opened_fails_the_task_runs_and_their_retries_ask_
 
 
 def test_machines_are_given_back_before_a_flow_is_tried_again(events: list[Any], tmp_path: Path) -> None:
-    """Prefect sleeps for `retry_delay_seconds` before it leaves the runner: nothing is billed meanwhile, and what the failed attempt began is stopped."""
+    """Prefect sleeps for `retry_delay_seconds` before it leaves the runner: nothing is billed meanwhile, and what the
+    failed attempt began is stopped.
+    """
     bodies: list[float] = []
     finals: list[float] = []
     ids = []
@@ -649,7 +698,9 @@ def test_machines_are_given_back_before_a_flow_is_tried_again(events: list[Any],
     assert wait_for(lambda: [r for r in logs(ids[0]) if "machines of this attempt are given back" in r["message"]])
 
 
-def test_a_flow_that_is_tried_again_at_once_stops_what_the_first_attempt_began(events: list[Any], tmp_path: Path) -> None:
+def test_a_flow_that_is_tried_again_at_once_stops_what_the_first_attempt_began(
+    events: list[Any], tmp_path: Path
+) -> None:
     bodies: list[int] = []
 
     @flow(task_runner=runner(events), retries=1)
@@ -698,7 +749,9 @@ class Clinging(sky.Local):
 
 
 def test_machines_that_may_be_left_are_told(events: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """If closing cannot confirm that the machines are gone, the flow's work is done all the same; its log and its artifact say so."""
+    """If closing cannot confirm that the machines are gone, the flow's work is done all the same; its log and its
+    artifact say so.
+    """
     monkeypatch.setattr("skyward_core.provisioning.teardown.DEADLINE_SECONDS", 0.5)
     ids = []
 
@@ -721,7 +774,11 @@ def test_machines_that_may_be_left_are_told(events: list[Any], monkeypatch: pyte
     assert wait_for(lambda: [r for r in logs(ids[0]) if r["level"] == 40 and "NOT CONFIRMED GONE" in r["message"]])
     (machine,) = pools[0].unconfirmed.ids
     assert (
-        Bill().after(sky.InstancesUnconfirmed((machine,), "", is_free=False)).to_markdown().splitlines()[-1].startswith(f"| **Not confirmed gone** | {machine}")
+        Bill()
+        .after(sky.InstancesUnconfirmed((machine,), "", is_free=False))
+        .to_markdown()
+        .splitlines()[-1]
+        .startswith(f"| **Not confirmed gone** | {machine}")
     )
 
 
@@ -735,7 +792,9 @@ def chatter(name: str, lines: int) -> None:
 
 
 def test_every_line_of_a_task_is_in_its_log(events: list[Any]) -> None:
-    """Each of 200 lines of each of three tasks arrives, once and in order, in the log of its own task run; the machines' news is the flow run's."""
+    """Each of 200 lines of each of three tasks arrives, once and in order, in the log of its own task run; the
+    machines' news is the flow run's.
+    """
     names = {}
 
     @flow(task_runner=runner(events, nodes=2))
@@ -759,7 +818,8 @@ def test_every_line_of_a_task_is_in_its_log(events: list[Any]) -> None:
     def news() -> list[str]:
         return [record["message"] for record in logs(flow_run_id) if record["task_run_id"] is None]
 
-    # Prefect sends logs in batches from a thread of its own: the calls' lines and the pool's last line may come in different ones.
+    # Prefect sends logs in batches from a thread of its own: the calls' lines and the pool's last line may come in
+    # different ones.
     wait_for(lambda: sum(map(len, lines().values())) >= 600 and any("done: " in message for message in news()))
     assert lines() == {name: [f"{name} {i}" for i in range(200)] for name in "abc"}
     of_flow = news()
@@ -797,7 +857,11 @@ def test_log_records_of_a_node_keep_their_level_and_their_traceback(events: list
     talk()
 
     def from_the_node() -> list[tuple[int, str]]:
-        return [(r["level"], r["message"]) for r in logs(ids[0]) if r["task_run_id"] and r["message"].startswith("[node 0] ")]
+        return [
+            (r["level"], r["message"])
+            for r in logs(ids[0])
+            if r["task_run_id"] and r["message"].startswith("[node 0] ")
+        ]
 
     found = wait_for(lambda: found if len(found := from_the_node()) >= 4 else None)
     assert sorted(found)[0] == (20, "[node 0] only printed")
@@ -832,7 +896,9 @@ def publish() -> None:
 
 
 @pytest.mark.parametrize("use", [set_variable, limit, publish], ids=lambda use: use.name)
-def test_prefect_s_api_in_a_task_fails_at_once_and_starts_no_server(use: Any, events: list[Any], tmp_path: Path) -> None:
+def test_prefect_s_api_in_a_task_fails_at_once_and_starts_no_server(
+    use: Any, events: list[Any], tmp_path: Path
+) -> None:
     """It would start one on the node, with a database in the home directory."""
 
     @flow(task_runner=runner(events, env={"HOME": str(tmp_path)}))
@@ -845,7 +911,9 @@ def test_prefect_s_api_in_a_task_fails_at_once_and_starts_no_server(use: Any, ev
 
 
 def test_a_line_that_comes_before_its_call_is_known_is_not_lost() -> None:
-    """A node may be quicker than `submit` returns: such a line waits, and goes to the task run; a line of nobody's call goes to the flow run."""
+    """A node may be quicker than `submit` returns: such a line waits, and goes to the task run; a line of nobody's call
+    goes to the flow run.
+    """
 
     @task
     def quick() -> str:
@@ -868,7 +936,12 @@ def test_a_line_that_comes_before_its_call_is_known_is_not_lost() -> None:
         return quick()
 
     state = waiting(return_state=True)
-    found = wait_for(lambda: len(lines := [r for r in logs(state.state_details.flow_run_id) if "[node 0]" in r["message"]]) == 4 and lines)
+    found = wait_for(
+        lambda: (
+            len(lines := [r for r in logs(state.state_details.flow_run_id) if "[node 0]" in r["message"]]) == 4
+            and lines
+        )
+    )
     assert {(record["message"], record["task_run_id"]) for record in found} == {
         ("[node 0] early line of call-1", state.result()),
         ("[node 0] later line", state.result()),
@@ -887,7 +960,9 @@ def test_the_bill_is_an_artifact_of_the_flow_run(events: list[Any]) -> None:
 
     state = spend(return_state=True)
     with get_client(sync_client=True) as client:
-        found = client.read_artifacts(artifact_filter=ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[state.state_details.flow_run_id])))
+        found = client.read_artifacts(
+            artifact_filter=ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[state.state_details.flow_run_id]))
+        )
     (artifact,) = found
     (final,) = [event for event in events if isinstance(event, sky.CostFinal)]
     (creating,) = [event for event in events if isinstance(event, sky.InfraCreating)]
@@ -912,7 +987,9 @@ def counted(path: Path) -> int:
 
 
 def test_results_are_cached_here(events: list[Any], tmp_path: Path) -> None:
-    """Caching works as without the runner, and its keys know the user's code: another function of the same name is another entry."""
+    """Caching works as without the runner, and its keys know the user's code: another function of the same name is
+    another entry.
+    """
 
     def renamed(path: Path) -> int:
         return -counted.fn(path)
@@ -922,7 +999,11 @@ def test_results_are_cached_here(events: list[Any], tmp_path: Path) -> None:
 
     @flow(task_runner=runner(events))
     def twice() -> list[int]:
-        return [counted.submit(tmp_path / "n").result(), counted.submit(tmp_path / "n").result(), other.submit(tmp_path / "n").result()]
+        return [
+            counted.submit(tmp_path / "n").result(),
+            counted.submit(tmp_path / "n").result(),
+            other.submit(tmp_path / "n").result(),
+        ]
 
     assert twice() == [1, 1, -2]
 
@@ -939,11 +1020,17 @@ def reads_secrets() -> list[str]:
 
 @pytest.mark.slow
 def test_secrets_come_from_blocks_when_the_pool_opens(events: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By name, by the block itself or from the environment; the run's log masks them, and the server's database holds none in plain text."""
+    """By name, by the block itself or from the environment; the run's log masks them, and the server's database holds
+    none in plain text.
+    """
     Secret(value="block-0123456789").save("hf-token", overwrite=True)
     Secret(value={"token": "part-0123456789"}).save("user", overwrite=True)
     monkeypatch.setenv("OF_THE_WORKER", "env-0123456789")
-    secrets = {"HF_TOKEN": Secret.load("hf-token"), "OTHER": sky.Secret.from_env("OF_THE_WORKER"), "USER_TOKEN": sky.Secret.from_store("user", "token")}
+    secrets = {
+        "HF_TOKEN": Secret.load("hf-token"),
+        "OTHER": sky.Secret.from_env("OF_THE_WORKER"),
+        "USER_TOKEN": sky.Secret.from_store("user", "token"),
+    }
     made = runner(events, secrets=secrets)
     assert made == runner(events, secrets={**secrets, "HF_TOKEN": sky.Secret.from_store("hf-token")})
 
@@ -962,12 +1049,20 @@ def test_secrets_come_from_blocks_when_the_pool_opens(events: list[Any], monkeyp
     database = Path(str(PREFECT_API_DATABASE_CONNECTION_URL.value()).partition(":///")[2])
     files = [path.read_bytes().decode(errors="replace") for path in database.parent.glob(f"{database.name}*")]
     assert files
-    spoken = [repr(made.spec), made.spec.model_dump_json(), repr(events), repr(pickle.dumps(made)), str([record["message"] for record in logs(flow_run_id)])]
+    spoken = [
+        repr(made.spec),
+        made.spec.model_dump_json(),
+        repr(events),
+        repr(pickle.dumps(made)),
+        str([record["message"] for record in logs(flow_run_id)]),
+    ]
     assert [text[:100] for text in (*files, *spoken) for value in values if value in text] == []
 
 
 def test_a_block_that_is_not_there_is_named() -> None:
-    """One that was not saved where the runner is made, one that does not exist when its pool opens; nothing is rented."""
+    """One that was not saved where the runner is made, one that does not exist when its pool opens; nothing is
+    rented.
+    """
     with pytest.raises(sky.BadRequest, match="HF_TOKEN"):
         SkywardTaskRunner(secrets={"HF_TOKEN": Secret(value="block-0123456789")})
     with pytest.raises(sky.BadRequest, match="the secret HF_TOKEN is to be Prefect's Secret block 'no-such-block'"):
@@ -1032,7 +1127,9 @@ def test_submitting_to_a_runner_that_is_not_started_is_an_error() -> None:
 def test_importing_the_package_is_light() -> None:
     """Prefect's server imports each collection: ours loads neither Prefect nor pydantic until a name is used."""
     code = "import sys, prefect_skyward; print([m for m in ('prefect', 'pydantic', 'distributed') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
 
 
 # ── a run that is cancelled ──────────────────────────────────────────────────────────────────────────────────────────
@@ -1063,7 +1160,10 @@ def test_a_cancelled_run_leaves_nothing(api: str, tmp_path: Path) -> None:
     (tmp_path / "served.py").write_text(SERVED)
     marker = tmp_path / "began"
     environ = {**os.environ, "PREFECT_API_URL": api}
-    with subprocess.Popen([sys.executable, "served.py"], cwd=tmp_path, env=environ) as server, get_client(sync_client=True) as client:
+    with (
+        subprocess.Popen([sys.executable, "served.py"], cwd=tmp_path, env=environ) as server,
+        get_client(sync_client=True) as client,
+    ):
         try:
             deployment = wait_for(lambda: next(iter(client.read_deployments()), None), 60)
             run = client.create_flow_run_from_deployment(deployment.id, parameters={"path": str(marker)})

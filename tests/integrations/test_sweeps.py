@@ -1,4 +1,6 @@
-"""The sweeps of dags/ and flows/, each run as its orchestrator runs it: a machine whose owner is dead goes, a dry run ends nothing, and a failure is red."""
+"""The sweeps of dags/ and flows/, each run as its orchestrator runs it: a machine whose owner is dead goes, a dry run
+ends nothing, and a failure is red.
+"""
 
 import os
 import subprocess
@@ -24,11 +26,25 @@ DAY_SECONDS = 86_400
 ORCHESTRATORS = {
     "airflow": [str(BIN / "airflow"), "dags", "test", "skyward_sweep"],
     "prefect": [sys.executable, "flows/sweep.py"],
-    "dagster": [sys.executable, "-m", "dagster", "job", "execute", "-f", "flows/dagster_definitions.py", "-j", "skyward_sweep"],
+    "dagster": [
+        sys.executable,
+        "-m",
+        "dagster",
+        "job",
+        "execute",
+        "-f",
+        "flows/dagster_definitions.py",
+        "-j",
+        "skyward_sweep",
+    ],
 }
 DRY = {
     "airflow": [*ORCHESTRATORS["airflow"], "-c", '{"dry_run": true}'],
-    "prefect": [sys.executable, "-c", "import sys; sys.path.insert(0, 'flows'); import sweep; sweep.skyward_sweep(is_dry_run=True)"],
+    "prefect": [
+        sys.executable,
+        "-c",
+        "import sys; sys.path.insert(0, 'flows'); import sweep; sweep.skyward_sweep(is_dry_run=True)",
+    ],
     "dagster": [
         sys.executable,
         "-c",
@@ -82,7 +98,16 @@ OWNER = "from skyward_core.machines.owner import Owner; owner = Owner.here(); pr
 
 
 def run(command: list[str], environ: dict[str, str]) -> tuple[int, str]:
-    done = subprocess.run(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=170)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=170,
+    )
     return done.returncode, done.stdout
 
 
@@ -113,12 +138,20 @@ sky.Local.instances = blind
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("orchestrator", ORCHESTRATORS)
-def test_a_sweep_that_could_not_see_everything_is_red(orchestrator: str, environ: dict[str, str], forgotten: sky.Instance, tmp_path: Path) -> None:
-    """When a provider of the settings does not answer, the run fails with its words, and nothing of it was ended. All that they name are asked."""
+def test_a_sweep_that_could_not_see_everything_is_red(
+    orchestrator: str, environ: dict[str, str], forgotten: sky.Instance, tmp_path: Path
+) -> None:
+    """When a provider of the settings does not answer, the run fails with its words, and nothing of it was ended.
+
+    All that they name are asked.
+    """
     environ = {name: value for name, value in environ.items() if not name.startswith("DIGITALOCEAN")}
     environ |= {"SKYWARD_PROVIDER": '["local", "digitalocean"]', "XDG_CONFIG_HOME": str(tmp_path)}
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(BLIND))
-    code, said = run(ORCHESTRATORS[orchestrator], environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"})
+    code, said = run(
+        ORCHESTRATORS[orchestrator],
+        environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+    )
     assert FAILURE in said
     assert "503 from the listing" in said
     assert "DIGITALOCEAN_TOKEN" in said  # there is none

@@ -1,4 +1,6 @@
-"""`python -m tests.kill [--points N] [--reaped N] [--seed N]`: kill at generated points, print the matrix; exit 1 if anything was left, or wrong."""
+"""`python -m tests.kill [--points N] [--reaped N] [--seed N]`: kill at generated points, print the matrix; exit 1 if
+anything was left, or wrong.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,13 @@ TOLD_EVERY = 250
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.kill", description="Kill -9 at generated points, and look at what is left alive.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.kill", description="Kill -9 at generated points, and look at what is left alive."
+    )
     parser.add_argument("--points", type=int, default=1000, help="how many points in all, without those of the reaper")
-    parser.add_argument("--reaped", type=int, default=None, help="how many more points are left to a real reaper (default: a fortieth)")
+    parser.add_argument(
+        "--reaped", type=int, default=None, help="how many more points are left to a real reaper (default: a fortieth)"
+    )
     parser.add_argument("--seed", type=int, default=SEED, help="of the scenarios")
     wishes = parser.parse_args()
     console = Console(width=180) if not sys.stdout.isatty() else Console()

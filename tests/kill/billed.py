@@ -1,6 +1,8 @@
-"""A provider whose nodes are real processes of this machine, and whose bill is a file for each: it goes on when they are dead, until somebody terminates them.
+"""A provider whose nodes are real processes of this machine, and whose bill is a file for each: it goes on when they
+are dead, until somebody terminates them.
 
-Faults are files in its folder, made by the test: each makes one call hang for ever and is then called `NAME.met`; `is-down` fails every call while it lies there.
+Faults are files in its folder, made by the test: each makes one call hang for ever and is then called `NAME.met`;
+`is-down` fails every call while it lies there.
 """
 
 from __future__ import annotations
@@ -12,7 +14,12 @@ from typing import ClassVar
 
 from skyward_core import Instance, Local, Offer
 
-LAUNCH_HANGS, ANSWER_HANGS, LISTING_HANGS, TERMINATE_HANGS = "launch-hangs", "answer-hangs", "listing-hangs", "terminate-hangs"
+LAUNCH_HANGS, ANSWER_HANGS, LISTING_HANGS, TERMINATE_HANGS = (
+    "launch-hangs",
+    "answer-hangs",
+    "listing-hangs",
+    "terminate-hangs",
+)
 """A launch that never comes to anything, one that is never answered, a listing and a termination that never return."""
 IS_DOWN = "is-down"
 

@@ -1,4 +1,6 @@
-"""Where a process may be killed: before, inside and after each transaction that writes to the ledger, and before, during and after each request to the provider."""
+"""Where a process may be killed: before, inside and after each transaction that writes to the ledger, and before,
+during and after each request to the provider.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ PHASES = list(Phase)
 
 
 class Boundaries:
-    """Counts the boundaries that a process comes to, and kills it at the one that it is armed for. What it has counted outlives it, for its parent to read."""
+    """Counts the boundaries that a process comes to, and kills it at the one that it is armed for.
+
+    What it has counted outlives it, for its parent to read.
+    """
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, _SHAPE.size)  # shared with every fork
@@ -131,7 +136,10 @@ def _verb_above() -> str:
 
 
 def _next(phase: Phase, label: str) -> Phase:
-    """How far the pool has come when it is at this boundary. A replacement is one phase, with all that it asks for and ends."""
+    """How far the pool has come when it is at this boundary.
+
+    A replacement is one phase, with all that it asks for and ends.
+    """
     if phase is Phase.REPLACING:
         return phase
     match label:

@@ -15,13 +15,20 @@ _SHAPE = struct.Struct("d")
 _real_monotonic, _real_time, _real_sleep = time.monotonic, time.time, time.sleep
 
 LAZINESS = 8
-"""A sleep that turns the clock takes so much longer than was asked for, as it may on a busy machine: a minute of polling is an eighth of the requests."""
+"""A sleep that turns the clock takes so much longer than was asked for, as it may on a busy machine: a minute of
+polling is an eighth of the requests.
+"""
 REAL_SLEEP_SECONDS = 0.1
-"""Shorter sleeps wait for another thread or process, which needs the time; longer ones only wait for the clock, and turn it."""
+"""Shorter sleeps wait for another thread or process, which needs the time; longer ones only wait for the clock, and
+turn it.
+"""
 
 
 class SharedClock:
-    """Real time and the offset in a file, which is made if it is not there. Safe to use from several threads and across a fork; `close` it at the end."""
+    """Real time and the offset in a file, which is made if it is not there.
+
+    Safe to use from several threads and across a fork; `close` it at the end.
+    """
 
     def __init__(self, path: Path) -> None:
         if not path.exists():

@@ -1,4 +1,6 @@
-"""The operator's side of the rental service, for tests: starts it in a process of its own, breaks it, and sees all that it sees."""
+"""The operator's side of the rental service, for tests: starts it in a process of its own, breaks it, and sees all that
+it sees.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ REPOSITORY = Path(__file__).parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the console shows: every machine that ever was, and every request. `customers`: how many were still connected, killed or hung."""
+    """What the console shows: every machine that ever was, and every request.
+
+    `customers`: how many were still connected, killed or hung.
+    """
 
     machines: tuple[dict[str, Any], ...]
     requests: tuple[dict[str, Any], ...]
@@ -27,7 +32,11 @@ class Seen:
 
     def billed(self, pool_id: str | None = None) -> set[str]:
         """Ids of the machines that are paid for now."""
-        return {machine["id"] for machine in self.machines if machine["is_billed"] and pool_id in (None, machine["tags"].get("skyward-pool"))}
+        return {
+            machine["id"]
+            for machine in self.machines
+            if machine["is_billed"] and pool_id in (None, machine["tags"].get("skyward-pool"))
+        }
 
     def of(self, pool_id: str) -> list[dict[str, Any]]:
         """All machines that a pool ever had."""
@@ -35,7 +44,12 @@ class Seen:
 
     def touched(self) -> set[str]:
         """Ids whose end was ever asked for, by whomever."""
-        return {machine_id for request in self.requests if request["verb"] in ("terminate", "shutdown") for machine_id in request["ids"]}
+        return {
+            machine_id
+            for request in self.requests
+            if request["verb"] in ("terminate", "shutdown")
+            for machine_id in request["ids"]
+        }
 
     def count(self, verb: str) -> int:
         """How often something was asked for."""
@@ -43,14 +57,21 @@ class Seen:
 
 
 class RunningService:
-    """A rental service in a process of its own, its machines' files in a folder. A context manager; one connection for its operator."""
+    """A rental service in a process of its own, its machines' files in a folder.
+
+    A context manager; one connection for its operator.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.clock = SharedClock(folder / "clock")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.kill.service", str(folder)], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "tests.kill.service", str(folder)],
+            cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self._process.stdout is not None
         self.port = int(self._process.stdout.readline())
@@ -61,7 +82,9 @@ class RunningService:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:

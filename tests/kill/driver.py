@@ -1,7 +1,9 @@
-"""What is killed: a process that opens a pool on the rental service, loses and replaces nodes, and ends it, all in milliseconds.
+"""What is killed: a process that opens a pool on the rental service, loses and replaces nodes, and ends it, all in
+milliseconds.
 
-Everything that spends is the real thing: ComputePool, its opening, its book, purse and machines, the ledger, the provider's requests. Stand-ins are the nodes
-(their "software" is `BootingReach`), the Dask cluster among them, and, unless the reaper is what is tested, the reaper.
+Everything that spends is the real thing: ComputePool, its opening, its book, purse and machines, the ledger, the
+provider's requests. Stand-ins are the nodes (their "software" is `BootingReach`), the Dask cluster among them, and,
+unless the reaper is what is tested, the reaper.
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ class Ends(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What a driver does until it is killed. `faults` are there from the beginning, `late_faults` from when the pool is open. `lost` are ranks to replace."""
+    """What a driver does until it is killed.
+
+    `faults` are there from the beginning, `late_faults` from when the pool is open. `lost` are ranks to replace.
+    """
 
     number: int = 0
     nodes: int = 2
@@ -117,7 +122,11 @@ def scenarios(seed: int) -> Iterator[Scenario]:
         number += 1
         nodes = chance.randint(1, 4)
         faults, late_faults = chance.choice(EARLY), chance.choice(LATE)
-        needs_lag = bool(faults.get("create_lag_seconds") or late_faults.get("create_lag_seconds") or late_faults.get("hide_listings"))
+        needs_lag = bool(
+            faults.get("create_lag_seconds")
+            or late_faults.get("create_lag_seconds")
+            or late_faults.get("hide_listings")
+        )
         kinds = [HttpRental.name, HttpRentalHere.name] if needs_lag else list(KINDS)
         yield Scenario(
             number=number,
@@ -138,9 +147,13 @@ def scenarios(seed: int) -> Iterator[Scenario]:
 
 REAPED = (
     Scenario(number=1, nodes=2, kind=PromptRental.name, lost=(1,), is_loss_silent=True, budget=ACCOUNT),
-    Scenario(number=2, nodes=3, kind=PromptRental.name, faults={"lose_create_answers": 1}, is_spot=True, ends=Ends.RAISED),
+    Scenario(
+        number=2, nodes=3, kind=PromptRental.name, faults={"lose_create_answers": 1}, is_spot=True, ends=Ends.RAISED
+    ),
     Scenario(number=3, nodes=4, kind=PromptRental.name, late_faults={"ignore_terminations": 3}, max_cost=5.0),
-    Scenario(number=4, nodes=1, kind=PromptRental.name, late_faults={"verb": "terminate", "errors": 1}, ends=Ends.TERMINATED),
+    Scenario(
+        number=4, nodes=1, kind=PromptRental.name, late_faults={"verb": "terminate", "errors": 1}, ends=Ends.TERMINATED
+    ),
     Scenario(number=5, nodes=2, kind=PromptRental.name, late_faults={"stop_instead": 2}, is_head_lost=True),
     Scenario(number=6, nodes=2, kind=PromptRental.name, ends=Ends.DETACHED),
 )
@@ -148,8 +161,12 @@ REAPED = (
 
 
 def faulty() -> Iterator[Scenario]:
-    """Yield one scenario for each fault alone, from the beginning or from when the pool is open, and for those that only do harm together."""
-    early, late = [[dict(its) for its in {tuple(sorted(faults.items())) for faults in menu if faults}] for menu in (EARLY, LATE)]
+    """Yield one scenario for each fault alone, from the beginning or from when the pool is open, and for those that
+    only do harm together.
+    """
+    early, late = [
+        [dict(its) for its in {tuple(sorted(faults.items())) for faults in menu if faults}] for menu in (EARLY, LATE)
+    ]
     for faults in sorted(early, key=str):
         yield Scenario(faults=faults, beats=1)
     for late_faults in YOUNG:
@@ -158,18 +175,27 @@ def faulty() -> Iterator[Scenario]:
         yield Scenario(late_faults=faults, beats=1, lost=(1,), is_loss_silent=True)
 
 
-YOUNG: tuple[dict[str, Any], ...] = ({"verb": "terminate", "errors": 1}, {"ignore_terminations": 4}, {"stop_instead": 2})
+YOUNG: tuple[dict[str, Any], ...] = (
+    {"verb": "terminate", "errors": 1},
+    {"ignore_terminations": 4},
+    {"stop_instead": 2},
+)
 """Terminations that fail while no listing shows the machines yet: what a listing lacks then says nothing."""
 TOGETHER: tuple[dict[str, Any], ...] = (
     {"hide_listings": 3, "ignore_terminations": 9},
     {"hide_listings": 2, "verb": "terminate", "errors": 2},
     {"hide_listings": 1, "stop_instead": 3},
 )
-"""A termination that does nothing, or fails, and a listing that shows nothing: whoever sees this once must take the machines for gone. A later sweep sees them."""
+"""A termination that does nothing, or fails, and a listing that shows nothing: whoever sees this once must take the
+machines for gone. A later sweep sees them.
+"""
 
 
 def drive(scenario: Scenario, url: str, boundaries: Boundaries, clock: SharedClock) -> None:
-    """Run a scenario to its end. What the faults may lead to, errors of ours and of the wire, is part of it; anything else is raised."""
+    """Run a scenario to its end.
+
+    What the faults may lead to, errors of ours and of the wire, is part of it; anything else is raised.
+    """
     from skyward_core.errors import SkywardError
     from skyward_core.pool import ComputePool
     from skyward_core.spec import PoolSpec
@@ -253,7 +279,9 @@ def _beat(scenario: Scenario, opened: Any) -> None:
 
 
 class Operator:
-    """The service's operator, for a forked process: a connection for each wish, so that it shares none with its parent."""
+    """The service's operator, for a forked process: a connection for each wish, so that it shares none with its
+    parent.
+    """
 
     def __init__(self, url: str) -> None:
         self._place = urlsplit(url).netloc
@@ -343,7 +371,9 @@ class _Cluster:
     is_idle = True
     busy_at = 0.0
 
-    def __init__(self, lease: Any, certificate: object, reaches: object, emit: Callable[[Any], object], *_: object) -> None:
+    def __init__(
+        self, lease: Any, certificate: object, reaches: object, emit: Callable[[Any], object], *_: object
+    ) -> None:
         from skyward_core.events.events import BootstrapCompleted
 
         for node in lease.nodes:

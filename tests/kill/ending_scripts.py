@@ -1,4 +1,6 @@
-"""What the programs of `test_endings.py` begin with: a pool on machines that are billed, a call that does not end, and signals as a shell leaves them."""
+"""What the programs of `test_endings.py` begin with: a pool on machines that are billed, a call that does not end, and
+signals as a shell leaves them.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +43,7 @@ def say(word: str) -> None:
     sys.stdout.flush()
 
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may ignore some, and that is inherited
+# whoever started the tests may ignore some, and that is inherited
+signal.signal(signal.SIGINT, signal.default_int_handler)
 for usual in (signal.SIGTERM, signal.SIGHUP):
     signal.signal(usual, signal.SIG_DFL)

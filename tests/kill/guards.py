@@ -19,7 +19,9 @@ PAUSE = "0.05"
 
 
 def left_alone(service: RunningService, machines: Sequence[dict[str, Any]], lease_seconds: float) -> list[str]:
-    """Start the guards of these machines as they were when they booted, and turn their clock: just before the lease all live, just after it none does."""
+    """Start the guards of these machines as they were when they booted, and turn their clock: just before the lease all
+    live, just after it none does.
+    """
     if not machines:
         return []
     began = float(Path("/proc/uptime").read_text().split()[0])

@@ -29,8 +29,12 @@ COLUMNS = (
 """Who is killed, by whom the rope is held, and how both are told."""
 
 
-def work_off(seed: int, points: int, reaped: int, told: Callable[[dict[str, Any]], object] = lambda point: None) -> list[dict[str, Any]]:
-    """Run so many points, and `reaped` more that are left to a reaper; return them as plain data, in the order of their ends. Errors as of `run`."""
+def work_off(
+    seed: int, points: int, reaped: int, told: Callable[[dict[str, Any]], object] = lambda point: None
+) -> list[dict[str, Any]]:
+    """Run so many points, and `reaped` more that are left to a reaper; return them as plain data, in the order of their
+    ends. Errors as of `run`.
+    """
     shares = [points // WORKERS + (number < points % WORKERS) for number in range(WORKERS)]
     arguments: list[list[object]] = [["sweep", seed, number, WORKERS, share] for number, share in enumerate(shares)]
     if reaped:
@@ -38,7 +42,9 @@ def work_off(seed: int, points: int, reaped: int, told: Callable[[dict[str, Any]
     return run(arguments, told)
 
 
-def run(arguments: Sequence[Sequence[object]], told: Callable[[dict[str, Any]], object] = lambda point: None) -> list[dict[str, Any]]:
+def run(
+    arguments: Sequence[Sequence[object]], told: Callable[[dict[str, Any]], object] = lambda point: None
+) -> list[dict[str, Any]]:
     """Run workers with these arguments at once; return their points. Raises RuntimeError if one fails.
 
     Each has a service, a ledger and folders of its own, in memory.
@@ -46,7 +52,10 @@ def run(arguments: Sequence[Sequence[object]], told: Callable[[dict[str, Any]], 
     found: list[dict[str, Any]] = []
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="skyward-kill-", dir=memory if memory.is_dir() else None) as folder:
-        workers = [_Worker(Path(folder) / str(number), list(map(str, its)), found, told) for number, its in enumerate(arguments)]
+        workers = [
+            _Worker(Path(folder) / str(number), list(map(str, its)), found, told)
+            for number, its in enumerate(arguments)
+        ]
         try:
             for worker in workers:
                 worker.join()
@@ -61,7 +70,13 @@ def run(arguments: Sequence[Sequence[object]], told: Callable[[dict[str, Any]], 
 class _Worker:
     """A process, and the thread that reads what it says."""
 
-    def __init__(self, folder: Path, arguments: Sequence[str], found: list[dict[str, Any]], told: Callable[[dict[str, Any]], object]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        arguments: Sequence[str],
+        found: list[dict[str, Any]],
+        told: Callable[[dict[str, Any]], object],
+    ) -> None:
         folder.mkdir()
         self.trouble = ""
         self._found = found
@@ -69,7 +84,9 @@ class _Worker:
         self._errors = folder / "errors"
         with self._errors.open("wb") as errors:
             command = [sys.executable, "-m", "tests.kill.worker", str(folder), *arguments]
-            self._process = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True)
+            self._process = subprocess.Popen(
+                command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
         self._reader = threading.Thread(target=self._read, name=f"kill-{folder.name}")
         self._reader.start()
 
@@ -110,7 +127,9 @@ def wrong(points: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def table(points: Sequence[dict[str, Any]]) -> Table:
-    """Phase by who is killed and which rope recovers: points, machines that the kill has left, machines alive after the rope."""
+    """Phase by who is killed and which rope recovers: points, machines that the kill has left, machines alive after the
+    rope.
+    """
     shown = Table(title="points / machines that the kill has left running / alive after the rope", title_justify="left")
     shown.add_column("killed in the phase")
     for _, _, name in COLUMNS:
@@ -123,7 +142,11 @@ def table(points: Sequence[dict[str, Any]]) -> Table:
 
 
 def _cell(points: Sequence[dict[str, Any]], killed: str, rope: str, phase: str | None) -> str:
-    its = [point for point in points if (point["killed"], point["rope"]) == (killed, rope) and phase in (None, point["phase"])]
+    its = [
+        point
+        for point in points
+        if (point["killed"], point["rope"]) == (killed, rope) and phase in (None, point["phase"])
+    ]
     if not its:
         return ""
     alive = sum(point["alive"] for point in its)

@@ -1,4 +1,6 @@
-"""One point: a driver is killed at a boundary, one rope recovers, and what is found alive is compared with what may live."""
+"""One point: a driver is killed at a boundary, one rope recovers, and what is found alive is compared with what may
+live.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,10 @@ class Rope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What became of one point. `alive_before` machines of the pool were paid for after the kill, `alive` that should not be after the rope."""
+    """What became of one point.
+
+    `alive_before` machines of the pool were paid for after the kill, `alive` that should not be after the rope.
+    """
 
     scenario: str
     boundary: int
@@ -75,7 +80,9 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """Pools and machines of others, which nobody must touch: the service's records of them, and the ledger that tells of those that it tells of."""
+    """Pools and machines of others, which nobody must touch: the service's records of them, and the ledger that tells
+    of those that it tells of.
+    """
 
     machines: Sequence[dict[str, Any]]
     ledger: Path
@@ -85,7 +92,9 @@ class Others:
 
 @dataclass(slots=True)
 class Round:
-    """A worker's tools: the service, a folder, and what is killed in forks of this process, which must have one thread."""
+    """A worker's tools: the service, a folder, and what is killed in forks of this process, which must have one
+    thread.
+    """
 
     service: RunningService
     folder: Path
@@ -94,7 +103,10 @@ class Round:
 
     def warm_up(self) -> None:
         """Do everything once in this process, so that forks of it find it loaded."""
-        for scenario in (Scenario(lost=(1,), is_head_lost=True, beats=1, max_cost=5.0, budget=driver.ACCOUNT), Scenario(ends=Ends.DETACHED)):
+        for scenario in (
+            Scenario(lost=(1,), is_head_lost=True, beats=1, max_cost=5.0, budget=driver.ACCOUNT),
+            Scenario(ends=Ends.DETACHED),
+        ):
             self.boundaries.arm(0)
             provider = self._begin(scenario)
             self._drive(scenario)
@@ -107,7 +119,9 @@ class Round:
     # ── the points of a scenario ─────────────────────────────────────────────────────────────────────────────────────
 
     def points(self, scenario: Scenario) -> Iterator[Point]:
-        """Yield the points of a scenario: boundaries of the driver, and some of them with other ropes too, or with whoever recovers killed in turn."""
+        """Yield the points of a scenario: boundaries of the driver, and some of them with other ropes too, or with
+        whoever recovers killed in turn.
+        """
         yield self.unharmed(scenario)
         for boundary in self._boundaries():
             if (point := self.swept(scenario, boundary)) is None:
@@ -126,14 +140,18 @@ class Round:
                     pass
 
     def _boundaries(self) -> list[int]:
-        """The boundaries of the run before; of those that are alike, for a provider is asked again and again, the first, the last and one between."""
+        """The boundaries of the run before; of those that are alike, for a provider is asked again and again, the
+        first, the last and one between.
+        """
         alike: dict[tuple[str, str], list[int]] = {}
         for boundary, passed in enumerate(json.loads((self.folder / "passed").read_text()), 1):
             alike.setdefault(tuple(passed), []).append(boundary)
         return sorted({boundary for its in alike.values() for boundary in (its[0], its[len(its) // 2], its[-1])})
 
     def _killed_in_turn(self, scenario: Scenario, boundary: int, killed: Killed) -> Iterator[Point]:
-        """Kill the driver, then whoever recovers: at its first boundaries, at its last ones, and at some between them, each time from the same scene."""
+        """Kill the driver, then whoever recovers: at its first boundaries, at its last ones, and at some between them,
+        each time from the same scene.
+        """
         provider = self._begin(scenario)
         if (died := self._fork(lambda: self._drive(scenario), boundary)) != signal.SIGKILL:
             yield from _some(self._no_point(scenario, boundary, killed, Rope.SWEEP, died))
@@ -144,7 +162,13 @@ class Round:
         self._save()
         self._fork(lambda: work(scenario, provider), 0)
         count, third = self.boundaries.count, MOST_IN_TURN // 3
-        for then in sorted({*range(1, min(count, third) + 1), *range(max(1, count - third + 1), count + 1), *range(1, count + 1, count // third + 1)}):
+        for then in sorted(
+            {
+                *range(1, min(count, third) + 1),
+                *range(max(1, count - third + 1), count + 1),
+                *range(1, count + 1, count // third + 1),
+            }
+        ):
             self._restore()
             if (died := self._fork(lambda: work(scenario, provider), then)) != signal.SIGKILL:
                 yield from _some(self._no_point(scenario, boundary, killed, Rope.SWEEP, died))
@@ -200,15 +224,23 @@ class Round:
             return self._no_point(scenario, boundary, Killed.DRIVER, Rope.NODE, died)
         phase = self.boundaries.phase
         others = self.others[self._key(provider)]
-        machines = [machine for machine in self.service.look().machines if machine["is_billed"] and machine["id"] not in others.ids]
+        machines = [
+            machine
+            for machine in self.service.look().machines
+            if machine["is_billed"] and machine["id"] not in others.ids
+        ]
         problems = guards.left_alone(self.service, machines, LEASE_SECONDS)
         alive = len(self.service.look().billed() - others.ids)
         problems += self._recover(scenario, provider, Rope.SWEEP)
         _, more = self._judge(provider)
-        return Point(str(scenario), boundary, 0, Killed.DRIVER, Rope.NODE, phase, len(machines), alive, tuple(problems + more))
+        return Point(
+            str(scenario), boundary, 0, Killed.DRIVER, Rope.NODE, phase, len(machines), alive, tuple(problems + more)
+        )
 
     def faulty(self, scenario: Scenario) -> Iterator[Point]:
-        """Yield two points of a scenario: nobody is killed, and the pool closes; the driver is killed just before that, and a sweep recovers."""
+        """Yield two points of a scenario: nobody is killed, and the pool closes; the driver is killed just before that,
+        and a sweep recovers.
+        """
         yield self.unharmed(scenario)
         yield from _some(self.swept(replace(scenario, ends=Ends.KILLED), NEVER))
 
@@ -230,11 +262,15 @@ class Round:
         problems = self._await_orphans()
         if live := self._live(provider):
             left = self._alive_of_victims(provider)
-            problems += [] if left == len(live) else [f"the reaper has touched a detached pool: {left} of {len(live)} are left"]
+            problems += (
+                [] if left == len(live) else [f"the reaper has touched a detached pool: {left} of {len(live)} are left"]
+            )
             self._sweep(scenario, provider)
             return Point(str(scenario), boundary, 0, Killed.DRIVER, Rope.REAPER, phase, before, 0, tuple(problems))
         alive, more = self._judge(provider)
-        return Point(str(scenario), boundary, 0, Killed.DRIVER, Rope.REAPER, phase, before, alive, tuple(problems + more))
+        return Point(
+            str(scenario), boundary, 0, Killed.DRIVER, Rope.REAPER, phase, before, alive, tuple(problems + more)
+        )
 
     def _no_point(self, scenario: Scenario, boundary: int, killed: Killed, rope: Rope, died: int) -> Point | None:
         """There was no such boundary; if the process failed by itself, that is a problem."""
@@ -249,7 +285,9 @@ class Round:
     # ── what runs in forks ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _fork(self, work: Callable[[], object], kill_at: int) -> int:
-        """Run something in a fork that dies at a boundary; return 0, the signal that ended it, or minus its exit status."""
+        """Run something in a fork that dies at a boundary; return 0, the signal that ended it, or minus its exit
+        status.
+        """
         assert threading.active_count() == 1, threading.enumerate()
         (self.folder / "crash").unlink(missing_ok=True)
         self.boundaries.arm(kill_at)
@@ -305,7 +343,9 @@ class Round:
         provider = scenario.provider(self.service.url)
         if self._key(provider) not in self.others:
             self.service.reset()
-            self.others[self._key(provider)] = self._make_others(provider, self.folder / f"others-{len(self.others)}.db")
+            self.others[self._key(provider)] = self._make_others(
+                provider, self.folder / f"others-{len(self.others)}.db"
+            )
         others = self.others[self._key(provider)]
         self.service.reset(list(others.machines))
         for path in self.folder.glob(f"{self._path.name}*"):
@@ -314,7 +354,9 @@ class Round:
         return provider
 
     def _make_others(self, provider: HttpRental, path: Path) -> Others:
-        """Rent machines for a pool of this living process, for one of another host whose lease is long, and for one that the ledger does not know."""
+        """Rent machines for a pool of this living process, for one of another host whose lease is long, and for one
+        that the ledger does not know.
+        """
         from skyward_core.ledger.ledger import Ledger
         from skyward_core.ledger.rows import Account, Period, Price, ResourceKind, Wish
         from skyward_core.machines.owner import Owner
@@ -324,7 +366,11 @@ class Round:
         clock = self.service.clock.utc
         with Ledger(f"sqlite:///{path}", clock=clock) as ledger:
             ledger.set_account(Account(driver.ACCOUNT, Decimal(1000), Period.RUN))
-            for pool_id, owner, is_written in (("sky-mine", here, True), ("sky-theirs", elsewhere, True), ("sky-strange", elsewhere, False)):
+            for pool_id, owner, is_written in (
+                ("sky-mine", here, True),
+                ("sky-theirs", elsewhere, True),
+                ("sky-strange", elsewhere, False),
+            ):
                 tags = {
                     "skyward-pool": pool_id,
                     "skyward-rank": "0",
@@ -335,7 +381,13 @@ class Round:
                 }
                 machines = provider.launch(provider.offers(_anything())[0], 2, tags, "")
                 if is_written:
-                    ledger.open_pool(pool_id, owner=owner, provider=provider.to_json(), spec_json="{}", lease_expires_at=clock() + LONG)
+                    ledger.open_pool(
+                        pool_id,
+                        owner=owner,
+                        provider=provider.to_json(),
+                        spec_json="{}",
+                        lease_expires_at=clock() + LONG,
+                    )
                     wishes = [
                         Wish(
                             ResourceKind.INSTANCE, provider.name, "here-1", f"{pool_id}-{rank}", f"{pool_id}-1-{rank}", tags | {"skyward-rank": str(rank)},
@@ -346,7 +398,9 @@ class Round:
                     intents = ledger.intend_all(pool_id, wishes)
                     ledger.bind_all({intent.id: machine.id for intent, machine in zip(intents, machines, strict=True)})
         seen = self.service.look()
-        return Others(seen.machines, path, frozenset({"sky-mine", "sky-theirs", "sky-strange"}), frozenset(seen.billed()))
+        return Others(
+            seen.machines, path, frozenset({"sky-mine", "sky-theirs", "sky-strange"}), frozenset(seen.billed())
+        )
 
     def _key(self, provider: HttpRental) -> str:
         return repr(provider.to_json())
@@ -367,7 +421,9 @@ class Round:
     # ── recovery ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _recover(self, scenario: Scenario, provider: HttpRental, rope: Rope) -> list[str]:
-        """Sweep until there is nothing to do, a minute apart; a detached pool must be left alone until its lease is over. Returns what was wrong."""
+        """Sweep until there is nothing to do, a minute apart; a detached pool must be left alone until its lease is
+        over. Returns what was wrong.
+        """
         problems: list[str] = []
         live = self._live(provider)
         if live:
@@ -387,7 +443,11 @@ class Round:
     def _live(self, provider: HttpRental) -> set[str]:
         """Machines of a pool that lives on by its lease."""
         with self._ledger() as ledger:
-            entries = [entry for entry in ledger.pools() if entry.id not in self.others[self._key(provider)].pools and entry.lives_by_lease]
+            entries = [
+                entry
+                for entry in ledger.pools()
+                if entry.id not in self.others[self._key(provider)].pools and entry.lives_by_lease
+            ]
             if not entries:
                 return set()
             assert entries[0].lease_expires_at > self.service.clock.utc()
@@ -415,7 +475,9 @@ class Round:
         """Whether the ledger has nothing open of the victim. What is alive is looked at afterwards."""
         others = self.others[self._key(provider)].pools
         with self._ledger() as ledger:
-            return all(intent.pool_id in others for intent in ledger.open_intents()) and all(entry.id in others for entry in ledger.pools())
+            return all(intent.pool_id in others for intent in ledger.open_intents()) and all(
+                entry.id in others for entry in ledger.pools()
+            )
 
     def _sweeps_idly(self, provider: HttpRental) -> list[str]:
         """Another sweep finds nothing to do, and asks for no end of anything."""
@@ -426,7 +488,9 @@ class Round:
         with self._ledger() as ledger:
             report = sweep(ledger, [provider], is_dry_run=False, clock=self.service.clock.utc)
         busy = [finding for finding in report.findings if finding.action not in ("leave",)]
-        problems = [f"another sweep still finds {finding}" for finding in busy] + [f"another sweep fails: {failure}" for failure in report.failures]
+        problems = [f"another sweep still finds {finding}" for finding in busy] + [
+            f"another sweep fails: {failure}" for failure in report.failures
+        ]
         if self.service.look().count("terminate") != asked:
             problems.append("another sweep has terminated something")
         return problems
@@ -445,7 +509,9 @@ class Round:
     # ── what is found ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _judge(self, provider: HttpRental) -> tuple[int, list[str]]:
-        """Compare what lives with what may live, and the ledger with what the service knows; return how many machines were left, and what is wrong."""
+        """Compare what lives with what may live, and the ledger with what the service knows; return how many machines
+        were left, and what is wrong.
+        """
         others = self.others[self._key(provider)]
         seen = self.service.look()
         problems: list[str] = []
@@ -490,7 +556,8 @@ def _audit(ledger: Any, seen: Seen, others: frozenset[str]) -> Iterator[str]:
 def _audit_machine(machine: dict[str, Any], intent: Any) -> Iterator[str]:
     """What is wrong with what the ledger says of one machine."""
     if intent is None:
-        if machine["ended_by"] != "shutdown":  # it has ended itself before anybody saw it: nobody can know of it, nor what it cost
+        # it has ended itself before anybody saw it: nobody can know of it, nor what it cost
+        if machine["ended_by"] != "shutdown":
             yield f"the ledger does not know {machine['id']}"
         return
     if intent.gone_at is None or machine["ended_at"] is None:

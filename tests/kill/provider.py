@@ -17,11 +17,16 @@ from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, Provider, Tags
 WIRE = "tests.kill.wire"
 """By name: a module that is referred to would travel to the reaper by value, with the kill points in it."""
 STATES = {"running": InstanceState.RUNNING, "stopped": InstanceState.STOPPING, "terminated": InstanceState.GONE}
-"""A stopped machine is on its way to nowhere, and paid for: it is as good as one that is stopping, and is terminated again."""
+"""A stopped machine is on its way to nowhere, and paid for: it is as good as one that is stopping, and is terminated
+again.
+"""
 
 
 class HttpRental(Provider):
-    """Rents machines of the service at `url`. They are reached through their files on this machine, and have a guard, as those of a cloud have."""
+    """Rents machines of the service at `url`.
+
+    They are reached through their files on this machine, and have a guard, as those of a cloud have.
+    """
 
     name: ClassVar[str] = "http-rental"
     end_command: ClassVar[str] = """exec bash -c 'exec 9<>"/dev/tcp/127.0.0.1/$RENTAL_PORT"
@@ -38,7 +43,14 @@ printf "POST /machines/%s/shutdown HTTP/1.1\\r\\n\\r\\n" "$SKYWARD_INSTANCE_ID" 
         return [offer for machine in sold for offer in self._both(machine)]
 
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
-        wish = {"count": count, "type": offer.instance_type, "is_spot": offer.is_spot, "tags": dict(tags), "startup": startup, "token": tags[LAUNCH_TAG]}
+        wish = {
+            "count": count,
+            "type": offer.instance_type,
+            "is_spot": offer.is_spot,
+            "tags": dict(tags),
+            "startup": startup,
+            "token": tags[LAUNCH_TAG],
+        }
         return [self._instance(machine) for machine in self._ask("POST", "/machines", wish)["machines"]]
 
     def instances(self, pool_id: str | None = None) -> list[Instance]:
@@ -57,10 +69,13 @@ printf "POST /machines/%s/shutdown HTTP/1.1\\r\\n\\r\\n" "$SKYWARD_INSTANCE_ID" 
         if len(ids) == 1:
             with self._client() as client:
                 answer = client.delete(f"/machines/{ids[0]}")
-                if answer.status_code != HTTPStatus.NOT_FOUND:  # which means, by the service's own documentation, that it is gone or never was
+                # which means, by the service's own documentation, that it is gone or never was
+                if answer.status_code != HTTPStatus.NOT_FOUND:
                     self._told(answer)
         elif ids:
-            left = self._ask("DELETE", f"/machines?{httpx.QueryParams([('id', machine_id) for machine_id in ids])}")["left"]
+            left = self._ask("DELETE", f"/machines?{httpx.QueryParams([('id', machine_id) for machine_id in ids])}")[
+                "left"
+            ]
             if left:
                 raise InstancesLeft(f"the rental service could not end {', '.join(left)}", left)
 
@@ -72,7 +87,12 @@ printf "POST /machines/%s/shutdown HTTP/1.1\\r\\n\\r\\n" "$SKYWARD_INSTANCE_ID" 
             return self._told(client.request(method, path, json=body))
 
     def _client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=self.timeout_seconds, transport=importlib.import_module(WIRE).transport(), trust_env=False)
+        return httpx.Client(
+            base_url=self.url,
+            timeout=self.timeout_seconds,
+            transport=importlib.import_module(WIRE).transport(),
+            trust_env=False,
+        )
 
     def _told(self, answer: httpx.Response) -> Any:
         """What the service says. Raises CredentialsError and NoCapacity, and whatever else is no success as it is."""
@@ -84,9 +104,18 @@ printf "POST /machines/%s/shutdown HTTP/1.1\\r\\n\\r\\n" "$SKYWARD_INSTANCE_ID" 
 
     def _both(self, machine: Mapping[str, Any]) -> list[Offer]:
         on_demand = Offer(
-            provider=self.name, instance_type=machine["type"], region=machine["region"], price_per_hour=machine["price_per_hour"], vcpus=4, memory_gb=16
+            provider=self.name,
+            instance_type=machine["type"],
+            region=machine["region"],
+            price_per_hour=machine["price_per_hour"],
+            vcpus=4,
+            memory_gb=16,
         )
-        spot = {"is_spot": True, "price_per_hour": machine["spot_price_per_hour"], "on_demand_price_per_hour": machine["price_per_hour"]}
+        spot = {
+            "is_spot": True,
+            "price_per_hour": machine["spot_price_per_hour"],
+            "on_demand_price_per_hour": machine["price_per_hour"],
+        }
         return [on_demand, on_demand.model_copy(update=spot)]
 
     def _instance(self, machine: Mapping[str, Any]) -> Instance:
@@ -107,7 +136,9 @@ printf "POST /machines/%s/shutdown HTTP/1.1\\r\\n\\r\\n" "$SKYWARD_INSTANCE_ID" 
 
 
 class HttpRentalHere(HttpRental):
-    """The same with machines that run the whole bootstrap as their startup script, and are asked for in every listing, as processes of this machine are."""
+    """The same with machines that run the whole bootstrap as their startup script, and are asked for in every listing,
+    as processes of this machine are.
+    """
 
     name: ClassVar[str] = "http-rental-here"
     is_here: ClassVar[bool] = True

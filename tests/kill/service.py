@@ -1,19 +1,21 @@
-"""A rental cloud as an HTTP service on this machine, with faults on demand: `python -m tests.kill.service FOLDER` prints its port, and goes when its stdin ends.
+"""A rental cloud as an HTTP service on this machine, with faults on demand: `python -m tests.kill.service FOLDER`
+prints its port, and goes when its stdin ends.
 
     GET    /offers                        what is sold
-    POST   /machines                      {count, type, is_spot, tags, startup, token} -> {machines}; the same token: the same machines
-    GET    /machines?tag=NAME:VALUE&page=N  -> {machines, next}; without a tag all machines
+    POST   /machines                      {count, type, is_spot, tags, startup, token} -> {machines}; the same token:
+    the same machines GET    /machines?tag=NAME:VALUE&page=N  -> {machines, next}; without a tag all machines
     DELETE /machines/ID                   404: it is gone, or never was
-    DELETE /machines?id=A&id=B            -> {left, unknown}: ids that could not be ended, ids that are gone or never were
-    POST   /machines/ID/shutdown          the machine ends itself
+    DELETE /machines?id=A&id=B            -> {left, unknown}: ids that could not be ended, ids that are gone or never
+    were POST   /machines/ID/shutdown          the machine ends itself
 
-    GET    /admin/console                 all machines with what became of them, and every request; waits until nobody else is connected
-    POST   /admin/faults                  the fields of `Faults`, all at once
+    GET    /admin/console                 all machines with what became of them, and every request; waits until nobody
+    else is connected POST   /admin/faults                  the fields of `Faults`, all at once
     POST   /admin/save, /admin/restore    keep everything as it is, and have it so again
-    POST   /admin/reset                   forget everything; {machines: [...]} are there from then on, as another test has left them
+    POST   /admin/reset                   forget everything; {machines: [...]} are there from then on, as another test
+    has left them
 
-A machine is alive while it is billed: until it is terminated, and in the state "stopped" too. Its clock is that of FOLDER/clock; its files are FOLDER/ID.
-Stdlib only: it starts in a tenth of a second.
+A machine is alive while it is billed: until it is terminated, and in the state "stopped" too. Its clock is that of
+FOLDER/clock; its files are FOLDER/ID. Stdlib only: it starts in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -44,7 +46,11 @@ QUIET_SECONDS = 5.0
 
 @dataclass(slots=True)
 class Faults:
-    """What is wrong with the service. Numbers count down with each time; `verb` is whom the general ones concern: "offers", "create", "list", "terminate", ""."""
+    """What is wrong with the service.
+
+    Numbers count down with each time; `verb` is whom the general ones concern: "offers", "create", "list", "terminate",
+    "".
+    """
 
     lose_create_answers: int = 0
     """Creating calls that take effect and whose connection is then reset."""
@@ -126,7 +132,13 @@ class Rental:
         """Do what is asked for, unless a fault comes in between; every request is noted."""
         verb = verb_of(method, path)
         ids = [value for name, value in query if name == "id"] or ([path.split("/")[2]] if path.count("/") > 1 else [])
-        noted: dict[str, Any] = {"at": self._now(), "verb": verb, "ids": ids, "token": body.get("token", ""), "status": 0}
+        noted: dict[str, Any] = {
+            "at": self._now(),
+            "verb": verb,
+            "ids": ids,
+            "token": body.get("token", ""),
+            "status": 0,
+        }
         self._requests.append(noted)
         answer = self._fault(verb) or self._do(verb, ids, query, body)
         if self._is_meant(verb) and self.faults.hangs_after:
@@ -143,7 +155,16 @@ class Rental:
         match verb:
             case "offers":
                 return Answer(
-                    body={"offers": [{"type": "rental.1", "region": "here-1", "price_per_hour": PRICE_PER_HOUR, "spot_price_per_hour": SPOT_PRICE_PER_HOUR}]}
+                    body={
+                        "offers": [
+                            {
+                                "type": "rental.1",
+                                "region": "here-1",
+                                "price_per_hour": PRICE_PER_HOUR,
+                                "spot_price_per_hour": SPOT_PRICE_PER_HOUR,
+                            }
+                        ]
+                    }
                 )
             case "create":
                 return self._create(body)
@@ -204,7 +225,9 @@ class Rental:
         page = int(query.get("page", "0"))
         hidden = self.faults.hide_listings > 0
         wanted = [machine for machine in self._machines.values() if not name or machine.tags.get(name) == value]
-        listed = [machine for machine in wanted if machine.listed_from <= self._now() and not (hidden and machine.is_billed)]
+        listed = [
+            machine for machine in wanted if machine.listed_from <= self._now() and not (hidden and machine.is_billed)
+        ]
         shown = listed[page * PAGE_SIZE : (page + 1) * PAGE_SIZE]
         is_last = (page + 1) * PAGE_SIZE >= len(listed)
         if hidden and is_last:
@@ -212,7 +235,11 @@ class Rental:
         return Answer(body={"machines": [_shown(machine) for machine in shown], "next": None if is_last else page + 1})
 
     def _terminate(self, ids: list[str], *, is_single: bool) -> Answer:
-        unknown = [machine_id for machine_id in ids if machine_id not in self._machines or not self._machines[machine_id].is_billed]
+        unknown = [
+            machine_id
+            for machine_id in ids
+            if machine_id not in self._machines or not self._machines[machine_id].is_billed
+        ]
         for machine_id in ids:
             if machine_id not in unknown:
                 self._end_or_pretend(self._machines[machine_id])
@@ -265,7 +292,10 @@ class Rental:
 
     def console(self) -> dict[str, Any]:
         """All that there is to know."""
-        return {"machines": [{**asdict(machine), "is_billed": machine.is_billed} for machine in self._machines.values()], "requests": self._requests}
+        return {
+            "machines": [{**asdict(machine), "is_billed": machine.is_billed} for machine in self._machines.values()],
+            "requests": self._requests,
+        }
 
     def reset(self, machines: list[dict[str, Any]]) -> None:
         """Begin anew, with these machines as `console` has shown them."""
@@ -273,7 +303,10 @@ class Rental:
             shutil.rmtree(machine.directory, ignore_errors=True)
         self.break_down({})
         self._requests, self._by_token = [], {}
-        self._machines = {fields["id"]: Machine(**{name: value for name, value in fields.items() if name != "is_billed"}) for fields in machines}
+        self._machines = {
+            fields["id"]: Machine(**{name: value for name, value in fields.items() if name != "is_billed"})
+            for fields in machines
+        }
         for machine in self._machines.values():
             Path(machine.directory).mkdir(exist_ok=True)
 
@@ -347,7 +380,9 @@ class Server:
                     await reader.read()
                     return
                 if answer.is_lost:
-                    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    writer.get_extra_info("socket").setsockopt(
+                        socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                    )
                     writer.transport.abort()
                     return
                 writer.write(_written(answer))

@@ -1,7 +1,9 @@
-"""Every way for a program to end, on purpose or not, ends without a living machine, and something true is said about it.
+"""Every way for a program to end, on purpose or not, ends without a living machine, and something true is said about
+it.
 
-Each test runs a program of its own that opens a real pool. Its nodes are processes of this machine, and its bill is a folder of files that outlives them
-(`billed.py`): a machine lives as long as either is there. Whoever cleans up, the program itself or its reaper, the ledger then has nothing open.
+Each test runs a program of its own that opens a real pool. Its nodes are processes of this machine, and its bill is a
+folder of files that outlives them (`billed.py`): a machine lives as long as either is there. Whoever cleans up, the
+program itself or its reaper, the ledger then has nothing open.
 """
 
 from __future__ import annotations
@@ -146,12 +148,20 @@ class Program:
         return process.returncode
 
     def wait_for(self, condition: Callable[[], object], what: str, seconds: float = DEADLINE_SECONDS) -> None:
-        """Wait until the condition holds; fail, with all that was said, when it does not in time, or the program ends before it comes to its point."""
+        """Wait until the condition holds; fail, with all that was said, when it does not in time, or the program ends
+        before it comes to its point.
+        """
         deadline = time.monotonic() + seconds
         while not condition():
-            is_over = self._process is not None and self._process.poll() is not None and what.startswith("the program to come")
+            is_over = (
+                self._process is not None
+                and self._process.poll() is not None
+                and what.startswith("the program to come")
+            )
             if is_over or time.monotonic() > deadline:
-                pytest.fail(f"waited {seconds} s for {what}\n{self.stdout}\n{self.stderr}\n{self.reaper_log}\nliving: {self.living()}")
+                pytest.fail(
+                    f"waited {seconds} s for {what}\n{self.stdout}\n{self.stderr}\n{self.reaper_log}\nliving: {self.living()}"
+                )
             time.sleep(0.01)
 
     def come_to(self, condition: Callable[[], object]) -> Program:
@@ -162,12 +172,17 @@ class Program:
     def living(self) -> list[str]:
         """What is on the bill, and what lives: nodes, reapers, the program itself."""
         mine = str(self.home / "state")
-        return sorted(file.name for file in self.bill.glob("local-*")) + [f"process {pid}" for pid, home in processes_by_tag("XDG_STATE_HOME") if home == mine]
+        return sorted(file.name for file in self.bill.glob("local-*")) + [
+            f"process {pid}" for pid, home in processes_by_tag("XDG_STATE_HOME") if home == mine
+        ]
 
     def nodes(self) -> list[int]:
         """The processes of its nodes."""
         mine = str(self.home / "state")
-        return sorted({pid for pid, home in processes_by_tag("XDG_STATE_HOME") if home == mine} & {pid for pid, _ in processes_by_tag("SKYWARD_INSTANCE_ID")})
+        return sorted(
+            {pid for pid, home in processes_by_tag("XDG_STATE_HOME") if home == mine}
+            & {pid for pid, _ in processes_by_tag("SKYWARD_INSTANCE_ID")}
+        )
 
     def leaves_nothing(self) -> None:
         """Wait until no machine, process or reaper is left; the ledger then has nothing open."""
@@ -179,7 +194,12 @@ class Program:
     def machines(self) -> list[str]:
         """Return the ids of all machines that the ledger has ever heard of."""
         with Ledger(self.ledger_url) as ledger:
-            return [intent.cloud_id for entry in ledger.pools(include_ended=True) for intent in ledger.intents(pool_id=entry.id) if intent.cloud_id is not None]
+            return [
+                intent.cloud_id
+                for entry in ledger.pools(include_ended=True)
+                for intent in ledger.intents(pool_id=entry.id)
+                if intent.cloud_id is not None
+            ]
 
     def is_clean(self) -> bool:
         """Whether the machines have left no folder either, after they were terminated."""
@@ -256,7 +276,9 @@ def test_an_exit_that_runs_no_clean_up(program: Program) -> None:
 
 
 def test_an_orchestrator_that_does_not_wait_for_the_clean_up(program: Program) -> None:
-    """Told to stop, the program hands over to its reaper in a signal handler; then its whole group is killed, as Airflow does after some seconds."""
+    """Told to stop, the program hands over to its reaper in a signal handler; then its whole group is killed, as
+    Airflow does after some seconds.
+    """
     program.start("""
 p = pool().open()
 signal.signal(signal.SIGTERM, lambda *_: (p.terminate_now(), say("handed over")))
@@ -279,7 +301,9 @@ while True:
     ("text", "status", "words"),
     [
         pytest.param(CALLS, INTERRUPTED, "KeyboardInterrupt", id="Ctrl-C"),
-        pytest.param(f"signal.signal(signal.SIGINT, lambda *_: sys.exit(143)){CALLS}", 143, "", id="a handler that exits"),
+        pytest.param(
+            f"signal.signal(signal.SIGINT, lambda *_: sys.exit(143)){CALLS}", 143, "", id="a handler that exits"
+        ),
     ],
 )
 def test_an_interrupt(program: Program, text: str, status: int, words: str) -> None:
@@ -294,7 +318,9 @@ def test_an_interrupt(program: Program, text: str, status: int, words: str) -> N
 @pytest.mark.parametrize(
     ("text", "status", "words"),
     [
-        pytest.param("with pool() as p:\n    quick_call() >> p\n    1 / 0", 1, "ZeroDivisionError", id="an exception in the body"),
+        pytest.param(
+            "with pool() as p:\n    quick_call() >> p\n    1 / 0", 1, "ZeroDivisionError", id="an exception in the body"
+        ),
         pytest.param("p = pool().open()\nquick_call() >> p", 0, "", id="never closed"),
         pytest.param(
             "def fails(event): raise ValueError(f'no {type(event).__name__} for me')\nwith pool(on_event=fails) as p: print(quick_call() >> p)",
@@ -318,7 +344,9 @@ def test_an_interrupt(program: Program, text: str, status: int, words: str) -> N
     ],
 )
 def test_an_end_of_its_own(program: Program, text: str, status: int, words: str) -> None:
-    """However Python leaves the program, the machines are gone before its process is, and its own error is what is said."""
+    """However Python leaves the program, the machines are gone before its process is, and its own error is what is
+    said.
+    """
     assert program.start(text).status(OPEN_SECONDS) == status, program.stderr
     tidied(program)
     assert words in program.stderr
@@ -332,7 +360,9 @@ OPENS = "pool().open()"
 @pytest.mark.parametrize("fault", [billed.LAUNCH_HANGS, billed.ANSWER_HANGS])
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGINT])
 def test_the_middle_of_a_launch(program: Program, fault: str, sig: signal.Signals) -> None:
-    """A launch that never answers, whether it has rented something or not: what it has rented ends, though nobody was ever told its id."""
+    """A launch that never answers, whether it has rented something or not: what it has rented ends, though nobody was
+    ever told its id.
+    """
     program.lay(fault).start(OPENS).come_to(lambda: program.has_met(fault))
     assert len(list(program.bill.glob("local-*"))) == (fault == billed.ANSWER_HANGS)
     os.kill(program.pid, sig)
@@ -347,7 +377,9 @@ def test_the_middle_of_a_launch(program: Program, fault: str, sig: signal.Signal
 
 def test_an_interrupt_while_the_machines_come_up(program: Program) -> None:
     """Ctrl-C during the bootstrap undoes the opening."""
-    program.start("pool(on_event=lambda event: say(type(event).__name__)).open()").come_to(lambda: program.has_said("BootstrapProgress"))
+    program.start("pool(on_event=lambda event: say(type(event).__name__)).open()").come_to(
+        lambda: program.has_said("BootstrapProgress")
+    )
     os.kill(program.pid, signal.SIGINT)
     assert program.status() == INTERRUPTED
     tidied(program)
@@ -357,7 +389,9 @@ def test_an_interrupt_while_the_machines_come_up(program: Program) -> None:
 
 def test_an_impatient_user_while_the_pool_opens(program: Program) -> None:
     """Ctrl-C undoes the opening, a second one cuts the undoing off: what is left then is the reaper's."""
-    program.lay(billed.ANSWER_HANGS, billed.TERMINATE_HANGS).start(OPENS).come_to(lambda: program.has_met(billed.ANSWER_HANGS))
+    program.lay(billed.ANSWER_HANGS, billed.TERMINATE_HANGS).start(OPENS).come_to(
+        lambda: program.has_met(billed.ANSWER_HANGS)
+    )
     os.kill(program.pid, signal.SIGINT)
     program.wait_for(lambda: program.has_met(billed.TERMINATE_HANGS), "a termination to hang")
     os.kill(program.pid, signal.SIGINT)
@@ -368,7 +402,9 @@ def test_an_impatient_user_while_the_pool_opens(program: Program) -> None:
 
 @pytest.mark.parametrize("hanging", [1, 2])
 def test_an_impatient_user_and_a_termination_that_hangs(program: Program, hanging: int) -> None:
-    """Each Ctrl-C cuts one try off: the next is made when the interpreter ends, and the one after that by the reaper."""
+    """Each Ctrl-C cuts one try off: the next is made when the interpreter ends, and the one after that by the
+    reaper.
+    """
     faults = [f"{billed.TERMINATE_HANGS}-{number}" for number in range(hanging)]
     program.lay(*faults).start(CALLS).come_to(program.is_running_a_call)
     os.kill(program.pid, signal.SIGINT)
@@ -385,8 +421,12 @@ def test_an_impatient_user_and_a_termination_that_hangs(program: Program, hangin
 
 @pytest.mark.parametrize("point", ["a call runs", "the pool opens"])
 def test_a_burst_of_interrupts(program: Program, point: str) -> None:
-    """Ctrl-C again and again, wherever the program is by then: in the call, in the opening, in the closing, at its end."""
-    program.start(CALLS).come_to(program.is_running_a_call if point == "a call runs" else lambda: list(program.bill.glob("local-*.json")))
+    """Ctrl-C again and again, wherever the program is by then: in the call, in the opening, in the closing, at its
+    end.
+    """
+    program.start(CALLS).come_to(
+        program.is_running_a_call if point == "a call runs" else lambda: list(program.bill.glob("local-*.json"))
+    )
     for _ in range(40):
         with contextlib.suppress(ProcessLookupError):
             os.kill(program.pid, signal.SIGINT)
@@ -398,7 +438,9 @@ def test_a_burst_of_interrupts(program: Program, point: str) -> None:
 
 
 def test_a_provider_that_is_down_when_the_pool_closes(program: Program) -> None:
-    """`__exit__` says which machines are left and what asks again; the reaper does ask again, after the program has ended, until the provider is back."""
+    """`__exit__` says which machines are left and what asks again; the reaper does ask again, after the program has
+    ended, until the provider is back.
+    """
     program.start("""
 with pool() as p:
     quick_call() >> p
@@ -461,7 +503,9 @@ def test_a_ledger_that_cannot_be_used_when_the_pool_opens(program: Program, trou
 
 
 def test_a_disk_that_is_full_while_the_pool_is_open(program: Program) -> None:
-    """The machines are given back all the same; that this could not be written down is told afterwards, and the reaper, which has room, writes it down."""
+    """The machines are given back all the same; that this could not be written down is told afterwards, and the reaper,
+    which has room, writes it down.
+    """
     program.start(f"{WAITS}p.close()").come_to(lambda: program.has_said("ready"))
     resource.prlimit(program.pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
     program.go_on()
@@ -473,7 +517,10 @@ def test_a_disk_that_is_full_while_the_pool_is_open(program: Program) -> None:
 
 
 def test_a_ledger_that_is_damaged_while_the_pool_is_open(program: Program) -> None:
-    """The machines are given back all the same. SQLite trusts what it has in memory and notices nothing; whoever opens the ledger next is told."""
+    """The machines are given back all the same.
+
+    SQLite trusts what it has in memory and notices nothing; whoever opens the ledger next is told.
+    """
     program.start(f"{WAITS}p.close()").come_to(lambda: program.has_said("ready"))
     damage(program)
     program.go_on()
@@ -495,7 +542,9 @@ def test_a_lock_that_does_not_go(program: Program) -> None:
 
 
 def test_a_lock_does_not_keep_the_machines(program: Program) -> None:
-    """The machines are ended first, however long the ledger would be waited for; when the lock goes it is all written down."""
+    """The machines are ended first, however long the ledger would be waited for; when the lock goes it is all written
+    down.
+    """
     program.start(f"{WAITS_FOR.format(seconds=600)}{WAITS}p.close()").come_to(lambda: program.has_said("ready"))
     with locked(program):
         program.go_on()
@@ -510,7 +559,9 @@ def test_a_kill_and_a_damaged_ledger(program: Program) -> None:
     damage(program)
     os.kill(program.pid, signal.SIGKILL)
     program.wait_for(lambda: not list(program.bill.glob("local-*")) and not program.nodes(), "the machines to end")
-    program.wait_for(lambda: "its machines are gone; the ledger cannot be used" in program.reaper_log, "the reaper to say so")
+    program.wait_for(
+        lambda: "its machines are gone; the ledger cannot be used" in program.reaper_log, "the reaper to say so"
+    )
     assert DAMAGED in program.reaper_log
     for file in program.home.glob("ledger.db*"):
         file.unlink()
@@ -560,10 +611,14 @@ with p:
 
 
 def test_forks_of_a_program_that_end(program: Program) -> None:
-    """A helper that was forked while a pool is open may be killed, close the pool, forget it or exit: the pool is its parent's, and a call there says so."""
+    """A helper that was forked while a pool is open may be killed, close the pool, forget it or exit: the pool is its
+    parent's, and a call there says so.
+    """
     assert program.start(FORKS).status(OPEN_SECONDS) == 0, program.stderr
     *told, last = program.stdout.splitlines()
-    assert any("a fork calls: process" in line and "is a fork of the one that has opened the pool" in line for line in told)
+    assert any(
+        "a fork calls: process" in line and "is a fork of the one that has opened the pool" in line for line in told
+    )
     assert "a fork looks: False" in told
     assert last == "done by 1, active: True"
     assert len(program.machines()) == 1
@@ -594,7 +649,9 @@ say(json.dumps({{
 
 
 def test_the_money_runs_out(program: Program) -> None:
-    """A pool warns, ends its calls with BudgetExceeded and closes before it has cost more than it may; bill and receipt say the same."""
+    """A pool warns, ends its calls with BudgetExceeded and closes before it has cost more than it may; bill and receipt
+    say the same.
+    """
     assert program.start(SPENDS.format(max_cost=20)).status(OPEN_SECONDS) == 0, program.stderr
     *refusals, story = program.stdout.splitlines()
     told = json.loads(story)
@@ -608,7 +665,10 @@ def test_the_money_runs_out(program: Program) -> None:
 
 
 def test_the_money_of_a_program_that_stands_still_runs_out(program: Program) -> None:
-    """A stopped client renews nothing and ends nothing: its machine ends itself on its own clock. When the client goes on it finds that out and closes."""
+    """A stopped client renews nothing and ends nothing: its machine ends itself on its own clock.
+
+    When the client goes on it finds that out and closes.
+    """
     program.start(SPENDS.format(max_cost=20)).come_to(program.is_running_a_call)
     began = min((file.stat().st_mtime for file in program.bill.glob("local-*")), default=time.time())
     os.kill(program.pid, signal.SIGSTOP)

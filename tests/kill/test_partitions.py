@@ -1,4 +1,6 @@
-"""A healthy pool that loses its client for 30 seconds at a time, again and again, for hours: nobody ends it, replaces any of it, or takes it for dead."""
+"""A healthy pool that loses its client for 30 seconds at a time, again and again, for hours: nobody ends it, replaces
+any of it, or takes it for dead.
+"""
 
 import random
 from collections.abc import Iterator
@@ -17,7 +19,9 @@ from tests.test_recovery import World
 HOURS = 6
 CUT_SECONDS = 30.0
 RECONNECT_SECONDS = 6.0
-"""How long after the wire has healed a node may still be silent: one try to connect that began too early, and the next one."""
+"""How long after the wire has healed a node may still be silent: one try to connect that began too early, and the next
+one.
+"""
 LEASE_SECONDS, BEAT_SECONDS = 120.0, 10.0
 ELSEWHERE = replace(Owner.here(), host="elsewhere")
 
@@ -32,7 +36,9 @@ def cuts(seed: int) -> Iterator[tuple[float, float]]:
 
 
 def beats(seed: int) -> Iterator[float]:
-    """Yield the moments at which a client gets through, as its keeper does: every few seconds, and soon after the wire has healed."""
+    """Yield the moments at which a client gets through, as its keeper does: every few seconds, and soon after the wire
+    has healed.
+    """
     now = 0.0
     for cut, healed in cuts(seed):
         while now < cut:
@@ -44,7 +50,9 @@ def beats(seed: int) -> Iterator[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_the_client_waits_for_its_head(seed: int) -> None:
-    """Six hours with the head out of the client's reach every other minute: the cluster is not started anew, nothing is replaced, and nobody is told lost."""
+    """Six hours with the head out of the client's reach every other minute: the cluster is not started anew, nothing is
+    replaced, and nobody is told lost.
+    """
     world = World(lease_seconds=LEASE_SECONDS)
     for cut, healed in cuts(seed):
         world.go_on(cut - world.now, step=1.0)
@@ -60,7 +68,9 @@ def test_the_client_waits_for_its_head(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_the_node_waits_for_its_client(seed: int, tmp_path: Path) -> None:
-    """Six hours of a node whose client gets through only between the cuts: its watchdog looks once a second, and never has a reason to end it."""
+    """Six hours of a node whose client gets through only between the cuts: its watchdog looks once a second, and never
+    has a reason to end it.
+    """
     clock = [0.0]
     watch = Watch(tmp_path, lambda: clock[0])
     settings = node_settings()
@@ -76,11 +86,19 @@ def test_the_node_waits_for_its_client(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_no_sweep_takes_it_for_dead(tmp_path: Path) -> None:
-    """Six hours of a pool whose owner cannot reach the ledger during the cuts, looked at from elsewhere every 20 seconds: it is always live."""
+    """Six hours of a pool whose owner cannot reach the ledger during the cuts, looked at from elsewhere every 20
+    seconds: it is always live.
+    """
     now = [datetime(2026, 11, 21, tzinfo=UTC)]
     began = now[0]
     with Ledger(f"sqlite:///{tmp_path / 'ledger.db'}", clock=lambda: now[0]) as ledger:
-        ledger.open_pool("sky-1", owner=ELSEWHERE, provider={"name": "local"}, spec_json="{}", lease_expires_at=began + timedelta(seconds=LEASE_SECONDS))
+        ledger.open_pool(
+            "sky-1",
+            owner=ELSEWHERE,
+            provider={"name": "local"},
+            spec_json="{}",
+            lease_expires_at=began + timedelta(seconds=LEASE_SECONDS),
+        )
         for beat in beats(0):
             while now[0] < began + timedelta(seconds=beat):
                 now[0] += timedelta(seconds=20)

@@ -1,4 +1,6 @@
-"""Kill -9 at generated points, a thousand in `make long`: after recovery nothing lives but what may, and nothing of anybody else was touched."""
+"""Kill -9 at generated points, a thousand in `make long`: after recovery nothing lives but what may, and nothing of
+anybody else was touched.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ POINTS, REAPED = examples(1000), 18
 @pytest.mark.generated
 @pytest.mark.timeout(900)
 def test_whoever_is_killed_wherever_nothing_is_left() -> None:
-    """Kills over all phases, by every rope: no machine of the dead is alive, none of the living was asked to end, and the ledger's books are closed."""
+    """Kills over all phases, by every rope: no machine of the dead is alive, none of the living was asked to end, and
+    the ledger's books are closed.
+    """
     points = matrix.work_off(SEED, POINTS, REAPED)
     assert matrix.wrong(points) == []
     kills = [point for point in points if matrix.is_kill(point)]
@@ -27,4 +31,6 @@ def test_whoever_is_killed_wherever_nothing_is_left() -> None:
     assert set(phases) == {phase.value for phase in PHASES}
     ropes = {(point["killed"], point["rope"]) for point in points}
     assert ropes == {(killed, rope) for killed, rope, _ in matrix.COLUMNS}
-    assert sum(point["alive_before"] for point in kills) > POINTS // 2, "the kills must leave machines running, or nothing is shown"
+    assert sum(point["alive_before"] for point in kills) > POINTS // 2, (
+        "the kills must leave machines running, or nothing is shown"
+    )

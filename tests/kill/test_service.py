@@ -61,7 +61,9 @@ def test_the_same_token_gives_the_same_machines(rental: RunningService) -> None:
 
 
 def test_a_new_machine_is_listed_only_after_the_lag(rental: RunningService) -> None:
-    """It exists, is billed and can be terminated before any listing shows it; the lag passes on the service's own clock."""
+    """It exists, is billed and can be terminated before any listing shows it; the lag passes on the service's own
+    clock.
+    """
     provider = HttpRental(url=rental.url)
     rental.break_down(create_lag_seconds=60)
     first, second = provider.launch(offer(provider), 2, tags(), "")
@@ -85,7 +87,9 @@ def test_fewer_machines_than_asked_for(rental: RunningService) -> None:
 
 
 def test_a_termination_may_do_nothing_or_only_stop(rental: RunningService) -> None:
-    """Both are answered with OK, and the machine is billed on: one that was ignored runs, one that was stopped is listed as stopping; asking again ends it."""
+    """Both are answered with OK, and the machine is billed on: one that was ignored runs, one that was stopped is
+    listed as stopping; asking again ends it.
+    """
     provider = HttpRental(url=rental.url)
     (machine,) = provider.launch(offer(provider), 1, tags(), "")
     rental.break_down(ignore_terminations=1, stop_instead=1)

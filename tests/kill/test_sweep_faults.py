@@ -1,4 +1,6 @@
-"""Each fault of the rental service: closing leaves nothing, or says what it leaves; and when the driver was killed, a sweep leaves nothing."""
+"""Each fault of the rental service: closing leaves nothing, or says what it leaves; and when the driver was killed, a
+sweep leaves nothing.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def points() -> dict[tuple[str, str], dict[str, Any]]:
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=NAMES)
 def test_closing_under_a_fault_leaves_nothing(points: dict[tuple[str, str], dict[str, Any]], scenario: Any) -> None:
-    """Closing alone ends every machine, waiting out what is wrong; only after an outage of five minutes, or a listing that lies, something is left for a sweep."""
+    """Closing alone ends every machine, waiting out what is wrong; only after an outage of five minutes, or a listing
+    that lies, something is left for a sweep.
+    """
     point = points[str(scenario), "nobody"]
     assert point["alive"] == 0
     assert _unexpected(point, scenario) == []
@@ -35,7 +39,9 @@ def test_closing_under_a_fault_leaves_nothing(points: dict[tuple[str, str], dict
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=NAMES)
 def test_sweeping_under_a_fault_leaves_nothing(points: dict[tuple[str, str], dict[str, Any]], scenario: Any) -> None:
-    """When the driver was killed under the fault, sweeps end every machine of its pool, none of anybody else's, and close the ledger's entries."""
+    """When the driver was killed under the fault, sweeps end every machine of its pool, none of anybody else's, and
+    close the ledger's entries.
+    """
     killed = str(scenario).replace(f"ends={Ends.CLOSED}", f"ends={Ends.KILLED}")
     point = points.get((killed, "driver"))
     if point is None:
@@ -46,5 +52,11 @@ def test_sweeping_under_a_fault_leaves_nothing(points: dict[tuple[str, str], dic
 
 
 def _unexpected(point: dict[str, Any], scenario: Any) -> list[str]:
-    """What went wrong. Where a listing has shown nothing of machines that live, the ledger was told that they were gone, and counts them anew from then on."""
-    return [problem for problem in point["problems"] if not (scenario.late_faults in TOGETHER and problem.startswith("m-"))]
+    """What went wrong.
+
+    Where a listing has shown nothing of machines that live, the ledger was told that they were gone, and counts them
+    anew from then on.
+    """
+    return [
+        problem for problem in point["problems"] if not (scenario.late_faults in TOGETHER and problem.startswith("m-"))
+    ]

@@ -1,4 +1,7 @@
-"""What carries the provider's requests. A module of its own, so that kill points can stand in its way while the provider travels to a reaper without them."""
+"""What carries the provider's requests.
+
+A module of its own, so that kill points can stand in its way while the provider travels to a reaper without them.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A process that works off points: `python -m tests.kill.worker FOLDER sweep SEED SHARE OF POINTS`, `... FOLDER faults`,
-or `... FOLDER reaper POINTS`; a line of JSON for each.
+"""A process that works off points: `python -m tests.kill.worker FOLDER sweep SEED SHARE OF POINTS`, `... FOLDER
+faults`, or `... FOLDER reaper POINTS`; a line of JSON for each.
 
-Its clock is turned before the code under test is loaded, so that waiting for a minute takes no time; but for the reaper, which has a process of its own.
+Its clock is turned before the code under test is loaded, so that waiting for a minute takes no time; but for the
+reaper, which has a process of its own.
 """
 
 from __future__ import annotations
@@ -82,8 +83,19 @@ def _prepare(service: RunningService) -> None:
     from tests.kill import driver
 
     adopt_orphans()
-    base.entry_points = lambda group: [EntryPoint(name, f"tests.kill.provider:{kind.__name__}", group) for name, kind in driver.KINDS.items()]  # type: ignore[assignment,misc]
-    for name in ("pool", "session.session", "ledger.ledger", "ledger.receipt", "cleanup.sweep", "provisioning.lifecycle", "transport.transport", "spec"):
+    base.entry_points = lambda group: [
+        EntryPoint(name, f"tests.kill.provider:{kind.__name__}", group) for name, kind in driver.KINDS.items()
+    ]  # type: ignore[assignment,misc]
+    for name in (
+        "pool",
+        "session.session",
+        "ledger.ledger",
+        "ledger.receipt",
+        "cleanup.sweep",
+        "provisioning.lifecycle",
+        "transport.transport",
+        "spec",
+    ):
         importlib.import_module(f"skyward_core.{name}")
     driver.prepare_process()
     _turn_dates(service)
@@ -101,7 +113,12 @@ def _turn_dates(service: RunningService) -> None:
             return datetime.fromtimestamp(service.clock.time(), tz)
 
     for name, module in list(sys.modules.items()):
-        if name.startswith("skyward_core") and getattr(module, "datetime", None) is datetime and "ledger.rows" not in name and "spec" not in name:
+        if (
+            name.startswith("skyward_core")
+            and getattr(module, "datetime", None) is datetime
+            and "ledger.rows" not in name
+            and "spec" not in name
+        ):
             module.datetime = Turned  # type: ignore[attr-defined]
 
 

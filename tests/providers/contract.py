@@ -1,4 +1,5 @@
-"""What every cloud's provider keeps to: `ProviderContract`, inherited by each one's test file, which says how to do things to its fake cloud.
+"""What every cloud's provider keeps to: `ProviderContract`, inherited by each one's test file, which says how to do
+things to its fake cloud.
 
 class TestAcme(ProviderContract):
     @pytest.fixture
@@ -26,7 +27,18 @@ from skyward_core.errors import CredentialsError, InstancesLeft, NoCapacity, Pro
 from skyward_core.machines.instances import Instance, InstanceState
 from skyward_core.machines.offers import Offer, Requirements, matches
 from skyward_core.providers import _http
-from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, TYPE_TAG, WORK_TAG, Provider, load
+from skyward_core.providers.base import (
+    CREATED_TAG,
+    LAUNCH_TAG,
+    OWNER_TAG,
+    POOL_TAG,
+    PROCESS_TAG,
+    RANK_TAG,
+    TYPE_TAG,
+    WORK_TAG,
+    Provider,
+    load,
+)
 from skyward_core.providers.tagging import work_tags
 from skyward_core.work import Work
 from tests.providers.http_fake import FakeCloud, Reply
@@ -47,13 +59,15 @@ class Hands:
         refuse_credentials: from now on nobody is let in.
         no_capacity: the next creating calls find none, in the cloud's own words.
         quota: the next creating calls are over the account's limit, in the cloud's own words.
-        outage, outage_over: all requests fail with a 5xx, until they do no more; `fail_create_after` is over with it too.
+        outage, outage_over: all requests fail with a 5xx, until they do no more; `fail_create_after` is over with it
+            too.
         lose_create_answer: the next creating call takes effect, and its answer is lost.
         fail_create_after: creating calls go on failing with a 5xx after so many machines.
         throttle: the next request is refused with the cloud's way to say "too many".
         stop: a machine is stopped, powered off or outbid: there, perhaps paid for, and of no use.
         preempt: a spot machine is taken back.
-        strangers: machines that are not ours appear: same account, other names, tags and labels; enough for a second page of a listing.
+        strangers: machines that are not ours appear: same account, other names, tags and labels; enough for a second
+            page of a listing.
         lag: machines created from now on are missing in the next two listings; None where the cloud does not do that.
     """
 
@@ -104,13 +118,19 @@ class ProviderContract:
     @pytest.fixture
     def offer(self, hands: Hands) -> Offer:
         """The cheapest on-demand machine that fits."""
-        offers = [offer for offer in hands.provider().offers(hands.wish) if matches(offer, hands.wish) is None and not offer.is_spot]
+        offers = [
+            offer
+            for offer in hands.provider().offers(hands.wish)
+            if matches(offer, hands.wish) is None and not offer.is_spot
+        ]
         return min(offers, key=lambda offer: offer.price_per_hour)
 
     # ── offers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def test_offers_are_sound(self, hands: Hands) -> None:
-        """Prices are positive, memory and CPUs told; an offer with chips names them as the catalogue does, one without has none."""
+        """Prices are positive, memory and CPUs told; an offer with chips names them as the catalogue does, one without
+        has none.
+        """
         provider = hands.provider()
         offers = provider.offers(Requirements())
         assert offers
@@ -121,13 +141,18 @@ class ProviderContract:
             assert offer.vcpus > 0
             assert offer.memory_gb > 0
             assert offer.architecture in {"x86_64", "arm64"}
-            assert all(extra.name and extra.source and (extra.checked == "at launch" or date.fromisoformat(extra.checked)) for extra in offer.extras_per_hour)
+            assert all(
+                extra.name and extra.source and (extra.checked == "at launch" or date.fromisoformat(extra.checked))
+                for extra in offer.extras_per_hour
+            )
             assert (offer.accelerator is None) == (offer.accelerators == 0) == (offer.accelerator_memory_gb is None)
             if offer.accelerator is not None:
                 assert sky.accelerators.parse(offer.accelerator).name == offer.accelerator
             if offer.is_spot:
                 assert offer.on_demand_price_per_hour is None or offer.price_per_hour <= offer.on_demand_price_per_hour
-        assert len({(offer.instance_type, offer.region, offer.is_spot, offer.price_per_hour) for offer in offers}) == len(offers)
+        assert len(
+            {(offer.instance_type, offer.region, offer.is_spot, offer.price_per_hour) for offer in offers}
+        ) == len(offers)
         assert any(matches(offer, hands.wish) is None for offer in offers)
 
     # ── launch ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -149,10 +174,14 @@ class ProviderContract:
             assert not instance.is_spot
             assert instance.price_per_hour == pytest.approx(offer.price_per_hour)
             assert {name: instance.tags.get(name) for name in tags()} == {**tags(), RANK_TAG: str(instance.rank)}
-        assert {instance.id: instance.rank for instance in listed.values()} == {instance.id: instance.rank for instance in launched}
+        assert {instance.id: instance.rank for instance in listed.values()} == {
+            instance.id: instance.rank for instance in launched
+        }
 
     def test_what_the_work_is_called_keeps_no_machine_from_being_found(self, hands: Hands, offer: Offer) -> None:
-        """Names as long as they may be, with odd characters: the machine is launched and listed with the tags that it is found by, and tells its work."""
+        """Names as long as they may be, with odd characters: the machine is launched and listed with the tags that it
+        is found by, and tells its work.
+        """
         long = Work(*("Ünï/code_run: 2026-11-22T07:00:00+00:00 " * 20 for _ in fields(Work)))
         wanted = work_tags(long) | tags()
         (launched,) = hands.provider().launch(offer, 1, {**work_tags(long), **tags()}, STARTUP)
@@ -175,7 +204,13 @@ class ProviderContract:
             "provider = load(json.loads(sys.argv[1]))\n"
             "print(json.dumps([[i.id for i in provider.instances(p)] for p in (sys.argv[2], None)]))"
         )
-        done = subprocess.run([sys.executable, "-c", code, fields, POOL], capture_output=True, text=True, check=False, env=dict(os.environ))
+        done = subprocess.run(
+            [sys.executable, "-c", code, fields, POOL],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=dict(os.environ),
+        )
         assert done.returncode == 0, done.stderr
         of_pool, of_all = json.loads(done.stdout)
         assert of_pool == [mine[0].id]
@@ -186,7 +221,10 @@ class ProviderContract:
         """Two launches of the same pool, at once, add up; no machine is told twice."""
         provider = hands.provider()
         with ThreadPoolExecutor(2) as threads:
-            first, second = threads.map(lambda rank: provider.launch(offer, 1, tags(first_rank=rank, launch=f"{POOL}-{rank + 1}"), STARTUP), range(2))
+            first, second = threads.map(
+                lambda rank: provider.launch(offer, 1, tags(first_rank=rank, launch=f"{POOL}-{rank + 1}"), STARTUP),
+                range(2),
+            )
         ids = {instance.id for instance in (*first, *second)}
         assert len(ids) == 2
         assert ids == hands.alive() == {instance.id for instance in provider.instances(POOL)}
@@ -209,7 +247,9 @@ class ProviderContract:
         assert hands.alive() == set()
 
     def test_what_a_lost_answer_has_made_is_found(self, hands: Hands, offer: Offer) -> None:
-        """A creating call whose answer is lost is not repeated blindly: there is one machine at most, and the listing finds it by its tags."""
+        """A creating call whose answer is lost is not repeated blindly: there is one machine at most, and the listing
+        finds it by its tags.
+        """
         hands.lose_create_answer()
         try:
             hands.provider().launch(offer, 1, tags(), STARTUP)
@@ -219,7 +259,10 @@ class ProviderContract:
         assert {instance.id for instance in hands.provider().instances(POOL)} == hands.alive()
 
     def test_another_launch_of_a_rank_is_another_machine(self, hands: Hands, offer: Offer) -> None:
-        """Tokens of a pool begin alike. One that replaces a lost machine, and whose answer is lost, is not taken for the one that was there before."""
+        """Tokens of a pool begin alike.
+
+        One that replaces a lost machine, and whose answer is lost, is not taken for the one that was there before.
+        """
         provider = hands.provider()
         (first,) = provider.launch(offer, 1, tags(launch=f"{POOL}-1"), STARTUP)
         hands.lose_create_answer()
@@ -232,7 +275,9 @@ class ProviderContract:
         assert {instance.tags[LAUNCH_TAG] for instance in provider.instances(POOL)} == {f"{POOL}-1", f"{POOL}-2"}
 
     def test_half_a_launch_can_be_found_and_ended(self, hands: Hands, offer: Offer) -> None:
-        """An error after the first machine: it is told as fewer than asked, or raised; either way all that lives is listed, and ends."""
+        """An error after the first machine: it is told as fewer than asked, or raised; either way all that lives is
+        listed, and ends.
+        """
         hands.fail_create_after(1)
         provider = hands.provider()
         told: Sequence[Instance] | None = None
@@ -254,7 +299,11 @@ class ProviderContract:
         provider = hands.provider()
         (instance,) = provider.launch(offer, 1, tags(), STARTUP)
         hands.outage()
-        for verb in (lambda: provider.offers(hands.wish), lambda: provider.instances(POOL), lambda: provider.instances()):
+        for verb in (
+            lambda: provider.offers(hands.wish),
+            lambda: provider.instances(POOL),
+            lambda: provider.instances(),
+        ):
             with pytest.raises(ProviderFailed):
                 verb()
         with pytest.raises((ProviderFailed, InstancesLeft)):
@@ -264,7 +313,10 @@ class ProviderContract:
         assert [found.id for found in provider.instances(POOL)] == [instance.id]
 
     def test_a_machine_that_was_taken_back_is_not_listed_as_running(self, hands: Hands, offer: Offer) -> None:
-        """Neither one that is gone nor one that is stopped: the pool replaces it. A stopped one, paid for or not, is listed until it is terminated."""
+        """Neither one that is gone nor one that is stopped: the pool replaces it.
+
+        A stopped one, paid for or not, is listed until it is terminated.
+        """
         provider = hands.provider()
         preempted, stopped, runs = provider.launch(offer, 3, tags(), STARTUP)
         hands.preempt(preempted.id)
@@ -296,9 +348,14 @@ class ProviderContract:
         return machine_id[:-3] + ("000" if machine_id[-3:] != "000" else "111")
 
     def test_machines_are_ended_while_the_interpreter_ends(self, hands: Hands, offer: Offer) -> None:
-        """A pool that was left open is given back in an `atexit` callback, when the executors of concurrent.futures take nothing any more."""
+        """A pool that was left open is given back in an `atexit` callback, when the executors of concurrent.futures
+        take nothing any more.
+        """
         provider = hands.provider()
-        mine = [provider.launch(offer, 1, tags(first_rank=rank, launch=f"{POOL}-{rank + 1}"), STARTUP)[0].id for rank in range(3)]
+        mine = [
+            provider.launch(offer, 1, tags(first_rank=rank, launch=f"{POOL}-{rank + 1}"), STARTUP)[0].id
+            for rank in range(3)
+        ]
         code = (
             "import atexit, json, sys\n"
             "from concurrent.futures import ThreadPoolExecutor\n"
@@ -307,7 +364,13 @@ class ProviderContract:
             "atexit.register(lambda: print(len(provider.instances(sys.argv[2])), provider.terminate(sys.argv[3:])))\n"
         )
         fields = json.dumps(provider.to_json())
-        done = subprocess.run([sys.executable, "-c", code, fields, POOL, *mine], capture_output=True, text=True, check=False, env=dict(os.environ))
+        done = subprocess.run(
+            [sys.executable, "-c", code, fields, POOL, *mine],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=dict(os.environ),
+        )
         assert done.stdout == "3 None\n", done.stderr
         assert hands.alive() == set()
 
@@ -336,7 +399,9 @@ class ProviderContract:
                 verb()
         assert hands.alive() == set()
 
-    def test_without_credentials_it_says_what_to_set(self, hands: Hands, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    def test_without_credentials_it_says_what_to_set(
+        self, hands: Hands, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    ) -> None:
         """No variable and no file: CredentialsError, and the message names the variable."""
         monkeypatch.setenv("HOME", str(tmp_path))
         monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
@@ -349,11 +414,19 @@ class ProviderContract:
     variables: Sequence[str] = ()
     """The environment variables with its credentials, the usual one first."""
 
-    def test_no_secret_is_written_anywhere(self, hands: Hands, offer: Offer, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_no_secret_is_written_anywhere(
+        self, hands: Hands, offer: Offer, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    ) -> None:
         """Not in repr, JSON, logs, tracebacks of refusals, instances or offers."""
         caplog.set_level(logging.DEBUG)
         provider = hands.provider()
-        written = [repr(provider), str(provider), json.dumps(provider.to_json()), provider.model_dump_json(), repr(offer)]
+        written = [
+            repr(provider),
+            str(provider),
+            json.dumps(provider.to_json()),
+            provider.model_dump_json(),
+            repr(offer),
+        ]
         launched = provider.launch(offer, 1, tags(), STARTUP)
         written += [repr(launched), *(instance.model_dump_json() for instance in (*launched, *provider.instances()))]
         written.append(provider.account())
@@ -369,7 +442,9 @@ class ProviderContract:
             assert not [text for text in written if secret in text]
 
     def test_given_credentials_stay_with_the_value(self, hands: Hands) -> None:
-        """Given explicitly they are used, and leave with no JSON; the same provider read from that JSON takes them from the environment."""
+        """Given explicitly they are used, and leave with no JSON; the same provider read from that JSON takes them from
+        the environment.
+        """
         provider = hands.provider(explicit=True)
         assert load(provider.to_json()).to_json() == provider.to_json()
         text = provider.model_dump_json() + repr(provider)
@@ -407,7 +482,8 @@ SECRET = "sk-instance-0a1b2c3d4e5f"
 
 
 class RestContract(ProviderContract):
-    """What the clouds behind `_http.Api` keep to as well. A subclass has the fixture `wire`, the fake's server, and says what its calls are.
+    """What the clouds behind `_http.Api` keep to as well. A subclass has the fixture `wire`, the fake's server, and
+    says what its calls are.
 
     Attributes:
         creating: method and path of the creating call.
@@ -421,8 +497,12 @@ class RestContract(ProviderContract):
 
     @pytest.mark.parametrize("what", NO_ANSWERS)
     @pytest.mark.parametrize("is_let_in", [False, True])
-    def test_status_200_alone_is_no_answer(self, hands: Hands, wire: FakeCloud, offer: Offer, what: str, is_let_in: bool) -> None:
-        """A proxy's page, an object without what was asked for, null: of every verb ProviderFailed, which says nothing of the machines."""
+    def test_status_200_alone_is_no_answer(
+        self, hands: Hands, wire: FakeCloud, offer: Offer, what: str, is_let_in: bool
+    ) -> None:
+        """A proxy's page, an object without what was asked for, null: of every verb ProviderFailed, which says nothing
+        of the machines.
+        """
         provider = hands.provider()
         (machine,) = provider.launch(offer, 1, tags(), STARTUP)
         pattern = f"(?!{self.login}).*" if is_let_in else ""
@@ -444,11 +524,16 @@ class RestContract(ProviderContract):
         assert hands.alive() == {machine.id}
 
     @pytest.mark.parametrize("status", [404, 410])
-    def test_a_404_that_is_not_the_clouds_own_is_no_machine_gone(self, hands: Hands, wire: FakeCloud, offer: Offer, status: int) -> None:
+    def test_a_404_that_is_not_the_clouds_own_is_no_machine_gone(
+        self, hands: Hands, wire: FakeCloud, offer: Offer, status: int
+    ) -> None:
         """A proxy's page, and another service's JSON: neither says anything of the machine, which is there."""
         provider = hands.provider()
         (machine,) = provider.launch(offer, 1, tags(), STARTUP)
-        for page in (Reply(status, "<html>Not Found</html>", is_text=True), Reply(status, {"message": "no Route matched with those values"})):
+        for page in (
+            Reply(status, "<html>Not Found</html>", is_text=True),
+            Reply(status, {"message": "no Route matched with those values"}),
+        ):
             wire.fail(*self.ending, page, times=10**6)
             with pytest.raises((ProviderFailed, InstancesLeft)):
                 provider.terminate([machine.id])
@@ -456,7 +541,9 @@ class RestContract(ProviderContract):
         assert hands.alive() == {machine.id}
 
     @pytest.mark.parametrize("what", NO_ANSWERS)
-    def test_a_creating_call_without_an_answer_may_have_created(self, hands: Hands, wire: FakeCloud, offer: Offer, what: str) -> None:
+    def test_a_creating_call_without_an_answer_may_have_created(
+        self, hands: Hands, wire: FakeCloud, offer: Offer, what: str
+    ) -> None:
         """What it has made is found; if it has made nothing that is ProviderFailed, never NoCapacity."""
         provider = hands.provider()
         wire.fail(*self.creating, NO_ANSWERS[what], is_done=True)
@@ -476,7 +563,9 @@ class RestContract(ProviderContract):
             provider.terminate([machine.id])
 
     @pytest.mark.parametrize("status", [200, 400, 500])
-    def test_a_secret_in_an_answer_is_in_no_message(self, hands: Hands, wire: FakeCloud, offer: Offer, status: int, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_secret_in_an_answer_is_in_no_message(
+        self, hands: Hands, wire: FakeCloud, offer: Offer, status: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
         """A creating call may be answered with a key of the machine's own, and without success."""
         caplog.set_level(logging.DEBUG)
         body = {"success": False, "instance_api_key": SECRET, "machine": [{"root_password": SECRET}]}

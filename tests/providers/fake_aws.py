@@ -1,9 +1,10 @@
 """A fake AWS: moto's server on this machine, with what moto lacks and with faults on demand.
 
-moto knows instances, tags, subnets, security groups and types of machines. Here are added: client tokens (moto launches twice), a machine that is pending and
-gets its public address some listings later, the images' SSM parameters, spot prices by zone, the price list, a service that tells one's address, sessions of
-Session Manager with `agents` (the address of each machine's port 22 as a URL, once it has registered), and failures.
-One at a time: moto's state is the process's.
+moto knows instances, tags, subnets, security groups and types of machines. Here are added: client tokens (moto launches
+twice), a machine that is pending and gets its public address some listings later, the images' SSM parameters, spot
+prices by zone, the price list, a service that tells one's address, sessions of Session Manager with `agents` (the
+address of each machine's port 22 as a URL, once it has registered), and failures. One at a time: moto's state is the
+process's.
 """
 
 from __future__ import annotations
@@ -44,9 +45,19 @@ IMAGES = {
     "/aws/service/canonical/ubuntu/server/24.04/stable/current/amd64/hvm/ebs-gp3/ami-id": "ami-0b0700000000000x8",
     "/aws/service/canonical/ubuntu/server/24.04/stable/current/arm64/hvm/ebs-gp3/ami-id": "ami-0b0700000000000a4",
 }
-SNAPSHOT_GB = {"ami-0d1a00000000000x8": 75, "ami-0d1a0000000000a64": 75, "ami-0e0700000000000x8": 120, "ami-0b0700000000000x8": 8, "ami-0b0700000000000a4": 8}
+SNAPSHOT_GB = {
+    "ami-0d1a00000000000x8": 75,
+    "ami-0d1a0000000000a64": 75,
+    "ami-0e0700000000000x8": 120,
+    "ami-0b0700000000000x8": 8,
+    "ami-0b0700000000000a4": 8,
+}
 
-REFUSALS = {"ec2": ("AuthFailure", 401), "sts": ("InvalidClientTokenId", 403), "ssm": ("UnrecognizedClientException", 400)}
+REFUSALS = {
+    "ec2": ("AuthFailure", 401),
+    "sts": ("InvalidClientTokenId", 403),
+    "ssm": ("UnrecognizedClientException", 400),
+}
 MESSAGE = "AWS was not able to validate the provided access credentials"
 
 
@@ -62,7 +73,10 @@ class Asked:
 
 @dataclass
 class Fault:
-    """What goes wrong with the next requests of an action; without a code and a body the connection breaks off. With `is_done` it has taken effect."""
+    """What goes wrong with the next requests of an action; without a code and a body the connection breaks off.
+
+    With `is_done` it has taken effect.
+    """
 
     action: str
     code: str = ""
@@ -81,9 +95,10 @@ type Answer = tuple[int, str, bytes]
 class FakeAWS:
     """AWS on a free port of 127.0.0.1; a context manager.
 
-    `spot` are prices by type and zone, `list_prices` those of the price list by region and type; None: we may not ask for it. `pending_listings` is how many
-    listings show a new machine as pending, without its public address, and `hidden_listings` how many do not show it at all. `on_listing` is called before each.
-    `not_enabled` are regions that the account has not opted in to.
+    `spot` are prices by type and zone, `list_prices` those of the price list by region and type; None: we may not ask
+    for it. `pending_listings` is how many listings show a new machine as pending, without its public address, and
+    `hidden_listings` how many do not show it at all. `on_listing` is called before each. `not_enabled` are regions that
+    the account has not opted in to.
     """
 
     def __init__(self) -> None:
@@ -95,7 +110,10 @@ class FakeAWS:
         self.pending_listings = 1
         self.hidden_listings = 0
         self.spot: dict[tuple[str, str], float] = {}
-        self.list_prices: dict[tuple[str, str], float] | None = {("us-east-1", "g4dn.xlarge"): 0.526, ("us-east-1", "c7i.xlarge"): 0.1785}
+        self.list_prices: dict[tuple[str, str], float] | None = {
+            ("us-east-1", "g4dn.xlarge"): 0.526,
+            ("us-east-1", "c7i.xlarge"): 0.1785,
+        }
         self.address = OUR_ADDRESS
         self.not_enabled: set[str] = set()
         self.agents: dict[str, str] = {}
@@ -110,14 +128,18 @@ class FakeAWS:
 
     def __enter__(self) -> Self:
         numbers = iter(range(1, 250))  # moto makes up other people's addresses
-        self._patches.enter_context(mock.patch.object(elastic_network_interfaces, "random_public_ip", lambda: f"198.51.100.{next(numbers)}"))
+        self._patches.enter_context(
+            mock.patch.object(elastic_network_interfaces, "random_public_ip", lambda: f"198.51.100.{next(numbers)}")
+        )
 
         class Quiet(MotoRequestHandler):
             def log(self, *_: object, **__: object) -> None:
                 """Say nothing."""
 
         self._server = make_server("127.0.0.1", 0, self._serve, threaded=True, request_handler=Quiet)
-        self._thread = threading.Thread(target=lambda: self._server.serve_forever(poll_interval=0.02), name="fake-aws", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: self._server.serve_forever(poll_interval=0.02), name="fake-aws", daemon=True
+        )
         self._thread.start()
         return self
 
@@ -156,7 +178,9 @@ class FakeAWS:
     def alive(self) -> set[str]:
         """Return the ids of all machines that cost something."""
         with self._lock:
-            return {machine.id for machine in self._machines() if machine._state.name not in ("terminated", "shutting-down")}
+            return {
+                machine.id for machine in self._machines() if machine._state.name not in ("terminated", "shutting-down")
+            }
 
     def put(self, machine_id: str, state: str, code: str = "", message: str = "") -> None:
         """Put a machine into a state, with the reason for it."""
@@ -209,7 +233,14 @@ class FakeAWS:
             return _refusal(asked.service, *REFUSALS.get(asked.service, ("UnrecognizedClientException", 400)), MESSAGE)
         if self.is_out:
             return _refusal(asked.service, "Unavailable", 503, "The service is unavailable. Please try again shortly.")
-        fault = next((fault for fault in self.faults if fault.action in (asked.action, "*") and fault.times and fault.when(asked)), None)
+        fault = next(
+            (
+                fault
+                for fault in self.faults
+                if fault.action in (asked.action, "*") and fault.times and fault.when(asked)
+            ),
+            None,
+        )
         if fault is not None:
             fault.times -= 1
         answer = self._do(environ, asked) if fault is None or fault.is_done else None
@@ -233,7 +264,9 @@ class FakeAWS:
         }
         if (told := self.images.answer(asked.action, asked.words, asked.region)) is not None:
             return _refusal("ec2", told[0], 400, told[0]) if told[1] is None else _xml(asked.action, told[1])
-        told = self.fleets.answer(asked.action, asked.words, asked.region, lambda words: self._run(environ, words, asked.region))
+        told = self.fleets.answer(
+            asked.action, asked.words, asked.region, lambda words: self._run(environ, words, asked.region)
+        )
         if told is not None:
             return _refusal("ec2", told[0], 400, told[0]) if told[1] is None else _xml(asked.action, told[1])
         if asked.action in own:
@@ -242,21 +275,35 @@ class FakeAWS:
 
     def _ask_moto(self, environ: dict[str, Any], asked: Asked) -> Answer:
         told: list[Any] = []
-        content = (json.dumps(asked.words) if "HTTP_X_AMZ_TARGET" in environ else urlencode({"Action": asked.action, **asked.words})).encode()
+        content = (
+            json.dumps(asked.words)
+            if "HTTP_X_AMZ_TARGET" in environ
+            else urlencode({"Action": asked.action, **asked.words})
+        ).encode()
         given = environ | {"wsgi.input": io.BytesIO(content), "CONTENT_LENGTH": str(len(content))}
-        body = b"".join(self._moto(given, lambda status, headers, *_: told.extend((int(status[:3]), dict(headers).get("Content-Type", "")))))
+        body = b"".join(
+            self._moto(
+                given, lambda status, headers, *_: told.extend((int(status[:3]), dict(headers).get("Content-Type", "")))
+            )
+        )
         return told[0], told[1], body
 
     def _run_instances(self, environ: dict[str, Any], asked: Asked) -> Answer:
         token = asked.words["ClientToken"]
         if token in self._answers:
             words, answer = self._answers[token]
-            return answer if words == asked.words else _refusal("ec2", "IdempotentParameterMismatch", 400, "The client token was used with other words")
+            return (
+                answer
+                if words == asked.words
+                else _refusal("ec2", "IdempotentParameterMismatch", 400, "The client token was used with other words")
+            )
         count, wanted = int(asked.words["MinCount"]), asked
         if self.creates_left is not None and count > self.creates_left:
             count, self.creates_left = self.creates_left, 0
             if count:
-                wanted = Asked("ec2", "RunInstances", {**asked.words, "MinCount": str(count), "MaxCount": str(count)}, asked.region)
+                wanted = Asked(
+                    "ec2", "RunInstances", {**asked.words, "MinCount": str(count), "MaxCount": str(count)}, asked.region
+                )
                 self._make(environ, wanted)
             return _refusal("ec2", "InternalError", 500, "An internal error has occurred")
         answer = self._make(environ, wanted)
@@ -276,7 +323,9 @@ class FakeAWS:
             return _refusal("ec2", code, 400, code)
         before = {machine.id for machine in self._machines()}
         answer = self._ask_moto(environ, asked)
-        self.fleets.came_up(asked.words, asked.region, [machine for machine in self._machines() if machine.id not in before])
+        self.fleets.came_up(
+            asked.words, asked.region, [machine for machine in self._machines() if machine.id not in before]
+        )
         for machine in self._machines():
             if machine.id not in before:
                 self._young[machine.id] = [self.hidden_listings, self.pending_listings, machine.nics[0].public_ip]
@@ -291,7 +340,10 @@ class FakeAWS:
         if not (left := [machine_id for machine_id in ids if machine_id not in ended]):
             return _xml("TerminateInstances", "<instancesSet/>")
         words = {name: value for name, value in asked.words.items() if not name.startswith("InstanceId.")}
-        return self._ask_moto(environ, Asked("ec2", asked.action, words | {f"InstanceId.{n}": one for n, one in enumerate(left, 1)}, asked.region))
+        return self._ask_moto(
+            environ,
+            Asked("ec2", asked.action, words | {f"InstanceId.{n}": one for n, one in enumerate(left, 1)}, asked.region),
+        )
 
     def _describe_instances(self, environ: dict[str, Any], asked: Asked) -> Answer:
         self.on_listing()
@@ -343,16 +395,26 @@ class FakeAWS:
             for name, zone, price, stamp in entries[start : start + PAGE]
         )
         more = start + PAGE if start + PAGE < len(entries) else ""
-        return _xml("DescribeSpotPriceHistory", f"<spotPriceHistorySet>{items}</spotPriceHistorySet><nextToken>{more}</nextToken>")
+        return _xml(
+            "DescribeSpotPriceHistory",
+            f"<spotPriceHistorySet>{items}</spotPriceHistorySet><nextToken>{more}</nextToken>",
+        )
 
     def _parameter(self, _: dict[str, Any], asked: Asked) -> Answer:
         if asked.words["Name"] not in IMAGES:
             return _refusal("ssm", "ParameterNotFound", 400, "")
-        return _json({"Parameter": {"Name": asked.words["Name"], "Type": "String", "Value": IMAGES[asked.words["Name"]]}})
+        return _json(
+            {"Parameter": {"Name": asked.words["Name"], "Type": "String", "Value": IMAGES[asked.words["Name"]]}}
+        )
 
     def _start_session(self, _: dict[str, Any], asked: Asked) -> Answer:
-        if (asked.words.get("DocumentName"), asked.words.get("Parameters")) != ("AWS-StartSSHSession", {"portNumber": ["22"]}):
-            return _refusal("ssm", "InvalidDocument", 400, "Document with this name or these parameters does not exist.")
+        if (asked.words.get("DocumentName"), asked.words.get("Parameters")) != (
+            "AWS-StartSSHSession",
+            {"portNumber": ["22"]},
+        ):
+            return _refusal(
+                "ssm", "InvalidDocument", 400, "Document with this name or these parameters does not exist."
+            )
         target = asked.words["Target"]
         if (url := self.agents.get(target)) is None:
             return _refusal("ssm", "TargetNotConnected", 400, f"{target} is not connected.")
@@ -360,7 +422,9 @@ class FakeAWS:
 
     def _products(self, _: dict[str, Any], asked: Asked) -> Answer:
         if self.list_prices is None:
-            return _refusal("pricing", "AccessDeniedException", 400, "User is not authorized to perform: pricing:GetProducts")
+            return _refusal(
+                "pricing", "AccessDeniedException", 400, "User is not authorized to perform: pricing:GetProducts"
+            )
         wanted = {one["Field"]: one["Value"] for one in asked.words["Filters"]}
         products = [
             _product(name, price, place)
@@ -375,10 +439,19 @@ class FakeAWS:
 
 def _product(name: str, price: float, place: str) -> str:
     def dimensions(usd: float) -> dict[str, Any]:
-        return {"x.JRTCKXETXF": {"priceDimensions": {"x.JRTCKXETXF.6YS6EN2CT7": {"unit": "Hrs", "pricePerUnit": {"USD": f"{usd:.10f}"}}}}}
+        return {
+            "x.JRTCKXETXF": {
+                "priceDimensions": {"x.JRTCKXETXF.6YS6EN2CT7": {"unit": "Hrs", "pricePerUnit": {"USD": f"{usd:.10f}"}}}
+            }
+        }
 
     attributes = {"instanceType": name, "locationType": place, "operatingSystem": "Linux"}
-    return json.dumps({"product": {"productFamily": "Compute Instance", "attributes": attributes, "sku": "x"}, "terms": {"OnDemand": dimensions(price)}})
+    return json.dumps(
+        {
+            "product": {"productFamily": "Compute Instance", "attributes": attributes, "sku": "x"},
+            "terms": {"OnDemand": dimensions(price)},
+        }
+    )
 
 
 def _without(reservation: Any, hidden: set[str]) -> Any:

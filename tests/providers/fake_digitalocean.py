@@ -1,7 +1,8 @@
-"""A fake DigitalOcean: what the fact sheet of 2026-11-20, section 2, and DigitalOcean's OpenAPI description say of it, odd things included.
+"""A fake DigitalOcean: what the fact sheet of 2026-11-20, section 2, and DigitalOcean's OpenAPI description say of it,
+odd things included.
 
-Sizes are as recorded by gpuhunt (src/tests/providers/test_digitalocean.py) and as the fact sheet has them. A droplet comes up while it is looked at: new without
-address and tags, new with both, active.
+Sizes are as recorded by gpuhunt (src/tests/providers/test_digitalocean.py) and as the fact sheet has them. A droplet
+comes up while it is looked at: new without address and tags, new with both, active.
 """
 
 from __future__ import annotations
@@ -24,11 +25,30 @@ FIELDS = frozenset({"name", "names", "region", "size", "image", "ssh_keys", "tag
 
 
 def size(
-    slug: str, memory: int, vcpus: int, price: float | None, regions: Sequence[str], gpus: tuple[int, str, int] | None = None, **more: Any
+    slug: str,
+    memory: int,
+    vcpus: int,
+    price: float | None,
+    regions: Sequence[str],
+    gpus: tuple[int, str, int] | None = None,
+    **more: Any,
 ) -> dict[str, Any]:
     """Return a row of /v2/sizes; `gpus` are count, model, and the memory of all of them."""
-    row = {"slug": slug, "memory": memory, "vcpus": vcpus, "disk": 80, "transfer": 5.0, "price_hourly": price, "price_monthly": (price or 0) * 672}
-    row |= {"regions": list(regions), "available": True, "description": "", "disk_info": [{"type": "local", "size": {"amount": 80, "unit": "gib"}}]}
+    row = {
+        "slug": slug,
+        "memory": memory,
+        "vcpus": vcpus,
+        "disk": 80,
+        "transfer": 5.0,
+        "price_hourly": price,
+        "price_monthly": (price or 0) * 672,
+    }
+    row |= {
+        "regions": list(regions),
+        "available": True,
+        "description": "",
+        "disk_info": [{"type": "local", "size": {"amount": 80, "unit": "gib"}}],
+    }
     if gpus is not None:
         row["gpu_info"] = {"count": gpus[0], "model": gpus[1], "vram": {"amount": gpus[2], "unit": "gib"}}
     return row | more
@@ -57,7 +77,11 @@ SIZES = (
 
 def refusal(status: int, code: str, message: str, headers: dict[str, str] | None = None, **more: Any) -> Reply:
     """Return an error as the API words it."""
-    return Reply(status, {"id": code, "message": message, "request_id": "4d9d8375-3c56-4925-a3e7-eb137fed17e9", **more}, headers or {})
+    return Reply(
+        status,
+        {"id": code, "message": message, "request_id": "4d9d8375-3c56-4925-a3e7-eb137fed17e9", **more},
+        headers or {},
+    )
 
 
 def unprocessable(message: str, **more: Any) -> Reply:
@@ -97,7 +121,12 @@ class Droplet:
         place = f"{self.id >> 8 & 255}.{self.id & 255}"
         networks = [
             {"ip_address": self.ip or f"10.116.{place}", "netmask": "255.255.240.0", "gateway": "", "type": "private"},
-            {"ip_address": self.ip or f"198.51.{place}", "netmask": "255.255.240.0", "gateway": "198.51.100.1", "type": "public"},
+            {
+                "ip_address": self.ip or f"198.51.{place}",
+                "netmask": "255.255.240.0",
+                "gateway": "198.51.100.1",
+                "type": "public",
+            },
         ]
         return {
             "id": self.id,
@@ -178,7 +207,18 @@ class FakeDigitalOcean(FakeCloud):
     @route("GET", "/v2/account")
     def account(self, request: Request) -> Reply:
         team = {"team": {"uuid": TEAM, "name": "My Team"}} if self.is_of_a_team else {}
-        return Reply(200, {"account": {"droplet_limit": 25, "email": "jo@example.org", "uuid": "b6fr89dbf6d9156c", "status": "active", **team}})
+        return Reply(
+            200,
+            {
+                "account": {
+                    "droplet_limit": 25,
+                    "email": "jo@example.org",
+                    "uuid": "b6fr89dbf6d9156c",
+                    "status": "active",
+                    **team,
+                }
+            },
+        )
 
     @route("GET", "/v2/sizes")
     def list_sizes(self, request: Request) -> Reply:
@@ -186,7 +226,9 @@ class FakeDigitalOcean(FakeCloud):
 
     @route("GET", "/v2/account/keys")
     def list_keys(self, request: Request) -> Reply:
-        return refusal(429, "too_many_requests", "Too many requests: keys may be listed ten times a minute", {"retry-after": "60"})
+        return refusal(
+            429, "too_many_requests", "Too many requests: keys may be listed ten times a minute", {"retry-after": "60"}
+        )
 
     @route("POST", "/v2/account/keys")
     def add_key(self, request: Request) -> Reply:
@@ -198,7 +240,17 @@ class FakeDigitalOcean(FakeCloud):
         if fingerprint in self.keys:
             return unprocessable("SSH Key is already in use on your account")
         self.keys[fingerprint] = " ".join(words[:2])
-        return Reply(201, {"ssh_key": {"id": len(self.keys), "fingerprint": fingerprint, "public_key": self.keys[fingerprint], "name": request.body["name"]}})
+        return Reply(
+            201,
+            {
+                "ssh_key": {
+                    "id": len(self.keys),
+                    "fingerprint": fingerprint,
+                    "public_key": self.keys[fingerprint],
+                    "name": request.body["name"],
+                }
+            },
+        )
 
     # ── droplets ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -215,7 +267,9 @@ class FakeDigitalOcean(FakeCloud):
                     del self.droplets[droplet.id]
                 elif droplet.looks > droplet.hidden:
                     listed.append(droplet.row())
-        return self._paged(request, "droplets", [row for row in listed if request.query.get("tag_name") in (None, *row["tags"])])
+        return self._paged(
+            request, "droplets", [row for row in listed if request.query.get("tag_name") in (None, *row["tags"])]
+        )
 
     @route("POST", "/v2/droplets")
     def create(self, request: Request) -> Reply:
@@ -238,8 +292,14 @@ class FakeDigitalOcean(FakeCloud):
                 self.mood.stock -= 1
             created.append(self.add(name, found, request.body))
         rows = [droplet.row() for droplet in created]
-        actions = [{"id": droplet.id + 10**9, "rel": "create" if "name" in request.body else "multiple_create", "href": ""} for droplet in created]
-        return Reply(202, {**({"droplet": rows[0]} if "name" in request.body else {"droplets": rows}), "links": {"actions": actions}})
+        actions = [
+            {"id": droplet.id + 10**9, "rel": "create" if "name" in request.body else "multiple_create", "href": ""}
+            for droplet in created
+        ]
+        return Reply(
+            202,
+            {**({"droplet": rows[0]} if "name" in request.body else {"droplets": rows}), "links": {"actions": actions}},
+        )
 
     def _problem(self, body: dict[str, Any], names: list[str], found: dict[str, Any] | None) -> Reply | None:
         if unknown := body.keys() - FIELDS:
@@ -288,8 +348,20 @@ class FakeDigitalOcean(FakeCloud):
         droplet = self.droplets.get(int(request.words["id"]))
         if droplet is None:
             return refusal(404, "not_found", "The resource you were accessing could not be found.")
-        status = "errored" if droplet.is_errored and droplet.looks > 1 else "completed" if droplet.looks > droplet.slow + 1 else "in-progress"
-        kind = {"id": droplet.id + 10**9, "type": "create", "resource_id": droplet.id, "resource_type": "droplet", "region_slug": droplet.wish["region"]}
+        status = (
+            "errored"
+            if droplet.is_errored and droplet.looks > 1
+            else "completed"
+            if droplet.looks > droplet.slow + 1
+            else "in-progress"
+        )
+        kind = {
+            "id": droplet.id + 10**9,
+            "type": "create",
+            "resource_id": droplet.id,
+            "resource_type": "droplet",
+            "region_slug": droplet.wish["region"],
+        }
         return self._paged(request, "actions", [{**kind, "status": status}])
 
     @route("DELETE", "/v2/droplets/{id}")
@@ -305,7 +377,9 @@ class FakeDigitalOcean(FakeCloud):
             return refusal(400, "bad_request", "per_page must be between 1 and 200")
         shown = rows[(page - 1) * count : page * count]
         total = len(rows)
-        links = {"next": f"{self.url}{request.path}?page={page + 1}&per_page={count}"} if page * count < len(rows) else {}
+        links = (
+            {"next": f"{self.url}{request.path}?page={page + 1}&per_page={count}"} if page * count < len(rows) else {}
+        )
         if kind == "droplets" and links and page == 1 and self.mood.shrinking:
             self.mood.shrinking -= 1
             del self.droplets[shown[0]["id"]]

@@ -1,4 +1,5 @@
-"""What moto lacks of EC2 for `fake_aws`: instant fleets that choose a pool and fail with status 200, launch templates that are applied, placement groups.
+"""What moto lacks of EC2 for `fake_aws`: instant fleets that choose a pool and fail with status 200, launch templates
+that are applied, placement groups.
 
 A fleet becomes a RunInstances in the pool that is chosen, so that machines come up as all others do.
 """
@@ -33,8 +34,9 @@ class Group:
 class FakeFleets:
     """Fleets, templates and placement groups of all regions.
 
-    `refusals` says with which code and message a pool (type and zone) refuses, `untried` which ones EC2 says it has not tried; `short_of` how many machines a
-    fleet gets fewer than asked, in spite of everything; with `is_split` each of its machines comes from a call of its own, with the same index.
+    `refusals` says with which code and message a pool (type and zone) refuses, `untried` which ones EC2 says it has not
+    tried; `short_of` how many machines a fleet gets fewer than asked, in spite of everything; with `is_split` each of
+    its machines comes from a call of its own, with the same index.
     """
 
     def __init__(self, cloud: Any) -> None:
@@ -69,8 +71,15 @@ class FakeFleets:
             before, told = self._answers[token]
             return ("", told) if before == words else ("IdempotentParameterMismatch", None)
         count = int(words["TargetCapacitySpecification.TotalTargetCapacity"])
-        is_single = words.get("SpotOptions.SingleInstanceType") == words.get("SpotOptions.SingleAvailabilityZone") == "true"
-        if words["Type"] != "instant" or not is_single or words.get("SpotOptions.MinTargetCapacity") != str(count) or len(token) > 64:
+        is_single = (
+            words.get("SpotOptions.SingleInstanceType") == words.get("SpotOptions.SingleAvailabilityZone") == "true"
+        )
+        if (
+            words["Type"] != "instant"
+            or not is_single
+            or words.get("SpotOptions.MinTargetCapacity") != str(count)
+            or len(token) > 64
+        ):
             return "InvalidParameterCombination", None
         pools = list(self._pools(words, region))
         if len({(name, zone) for name, zone, _, _ in pools}) < len(pools):
@@ -80,8 +89,14 @@ class FakeFleets:
         errors: list[str] = []
         machines: list[str] = []
         chosen = ""
-        for name, zone, subnet, template in sorted(pools, key=lambda pool: self._cloud.spot.get(pool[:2], float("inf"))):
-            refusal = UNTRIED if (name, zone) in self.untried else self.refusals.get((name, zone), self.refusals.get(("*", "*")))
+        for name, zone, subnet, template in sorted(
+            pools, key=lambda pool: self._cloud.spot.get(pool[:2], float("inf"))
+        ):
+            refusal = (
+                UNTRIED
+                if (name, zone) in self.untried
+                else self.refusals.get((name, zone), self.refusals.get(("*", "*")))
+            )
             if refusal is not None:
                 errors.append(self._error(refusal, name, subnet))
                 continue
@@ -91,7 +106,16 @@ class FakeFleets:
             for part in parts:
                 machines += run({**call, "MinCount": str(part), "MaxCount": str(part)})
             if self.short_of:
-                errors.append(self._error(("InsufficientInstanceCapacity", "There is no Spot capacity available that matches your request."), name, subnet))
+                errors.append(
+                    self._error(
+                        (
+                            "InsufficientInstanceCapacity",
+                            "There is no Spot capacity available that matches your request.",
+                        ),
+                        name,
+                        subnet,
+                    )
+                )
             chosen = self._got(machines, name, subnet)
             break
         told = f"<fleetId>fleet-1</fleetId><errorSet>{'' if machines and not self.short_of else ''.join(errors)}</errorSet>"
@@ -110,8 +134,17 @@ class FakeFleets:
 
     def _run_words(self, words: Words, template: Words, name: str, subnet: str) -> dict[str, str]:
         """Return the words of RunInstances that do what the fleet says, all tags together."""
-        call = {key.removeprefix("LaunchTemplateData."): value for key, value in template.items() if key.startswith("LaunchTemplateData.")}
-        tags = {key: value for source in (call, words) for key, value in source.items() if key.startswith("TagSpecification.")}
+        call = {
+            key.removeprefix("LaunchTemplateData."): value
+            for key, value in template.items()
+            if key.startswith("LaunchTemplateData.")
+        }
+        tags = {
+            key: value
+            for source in (call, words)
+            for key, value in source.items()
+            if key.startswith("TagSpecification.")
+        }
         if len(tags) < sum(key.startswith("TagSpecification.") for source in (call, words) for key in source):
             moved = sum(bool(re.fullmatch(r"TagSpecification\.\d+\.ResourceType", key)) for key in words)
             tags = {key: value for key, value in words.items() if key.startswith("TagSpecification.")}
@@ -142,7 +175,11 @@ class FakeFleets:
     def _create_template(self, words: Words, region: str) -> Told:
         name = words["LaunchTemplateName"]
         if words["ClientToken"] in self._answers:
-            return ("", self._answers[words["ClientToken"]][1]) if self._answers[words["ClientToken"]][0] == words else ("IdempotentParameterMismatch", None)
+            return (
+                ("", self._answers[words["ClientToken"]][1])
+                if self._answers[words["ClientToken"]][0] == words
+                else ("IdempotentParameterMismatch", None)
+            )
         if not re.fullmatch(r"[A-Za-z0-9().\-/_]{3,128}", name):
             return "InvalidLaunchTemplateName.MalformedException", None
         if (region, name) in self.templates:
@@ -156,7 +193,9 @@ class FakeFleets:
         found = [(name, _tags(template)) for (place, name), template in self.templates.items() if place == region]
         found = [(name, tags) for name, tags in found if words["Filter.1.Value.1"] in tags]
         start = int(words.get("NextToken") or 0)
-        items = "".join(f"<item>{self._template(name)}{_tag_set(tags)}</item>" for name, tags in found[start : start + PAGE])
+        items = "".join(
+            f"<item>{self._template(name)}{_tag_set(tags)}</item>" for name, tags in found[start : start + PAGE]
+        )
         more = f"<nextToken>{start + PAGE}</nextToken>" if start + PAGE < len(found) else ""
         return "", f"<launchTemplates>{items}</launchTemplates>{more}"
 
@@ -178,9 +217,14 @@ class FakeFleets:
         return "", ""
 
     def _describe_groups(self, words: Words, region: str) -> Told:
-        found = [(name, group.tags) for (place, name), group in self.groups.items() if place == region and words["Filter.1.Value.1"] in group.tags]
+        found = [
+            (name, group.tags)
+            for (place, name), group in self.groups.items()
+            if place == region and words["Filter.1.Value.1"] in group.tags
+        ]
         items = "".join(
-            f"<item><groupName>{name}</groupName><strategy>cluster</strategy><state>available</state>{_tag_set(tags)}</item>" for name, tags in found
+            f"<item><groupName>{name}</groupName><strategy>cluster</strategy><state>available</state>{_tag_set(tags)}</item>"
+            for name, tags in found
         )
         return "", f"<placementGroupSet>{items}</placementGroupSet>"
 
@@ -196,8 +240,13 @@ class FakeFleets:
     # ── of every launch ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def refusal_of(self, words: Words, region: str) -> str | None:
-        """Return the code that EC2 refuses a RunInstances with, for its network interfaces, its CPU credits or its place."""
-        if "CreditSpecification.CpuCredits" in words and not INSTANCE_TYPES[words["InstanceType"]]["BurstablePerformanceSupported"]:
+        """Return the code that EC2 refuses a RunInstances with, for its network interfaces, its CPU credits or its
+        place.
+        """
+        if (
+            "CreditSpecification.CpuCredits" in words
+            and not INSTANCE_TYPES[words["InstanceType"]]["BurstablePerformanceSupported"]
+        ):
             return "InvalidParameterCombination"
         cards = {key.split(".")[1] for key in words if key.startswith("NetworkInterface.")}
         if len(cards) > 1 and any(key.endswith("AssociatePublicIpAddress") for key in words):
@@ -210,16 +259,25 @@ class FakeFleets:
             return "InvalidPlacementGroup.Unknown"
         zone = str(self._cloud.backend(region).get_subnet(words["NetworkInterface.1.SubnetId"]).availability_zone)
         there = [self._cloud.machine(machine) for machine in group.machines]
-        return "Unsupported" if any(one._state.name != "terminated" and one._placement.zone != zone for one in there) else None
+        return (
+            "Unsupported"
+            if any(one._state.name != "terminated" and one._placement.zone != zone for one in there)
+            else None
+        )
 
     def by_group(self, asked: Any) -> Any:
         """Return a DescribeInstances that moto understands: it does not know the filter for placement groups."""
         if asked.words.get("Filter.1.Name") != "placement-group-name":
             return asked
         names = {value for key, value in asked.words.items() if key.startswith("Filter.1.Value.")}
-        found = sorted({machine for (_, name), group in self.groups.items() if name in names for machine in group.machines}) or ["i-0"]
+        found = sorted(
+            {machine for (_, name), group in self.groups.items() if name in names for machine in group.machines}
+        ) or ["i-0"]
         words = {key: value for key, value in asked.words.items() if not key.startswith("Filter.")}
-        words |= {"Filter.1.Name": "instance-id", **{f"Filter.1.Value.{n}": machine for n, machine in enumerate(found, 1)}}
+        words |= {
+            "Filter.1.Name": "instance-id",
+            **{f"Filter.1.Value.{n}": machine for n, machine in enumerate(found, 1)},
+        }
         return dataclasses.replace(asked, words=words)
 
     def came_up(self, words: Words, region: str, machines: list[Any]) -> None:
@@ -240,5 +298,7 @@ def _tags(words: Words) -> dict[str, str]:
 
 
 def _tag_set(tags: Mapping[str, str]) -> str:
-    items = "".join(f"<item><key>{escape(key)}</key><value>{escape(value)}</value></item>" for key, value in tags.items())
+    items = "".join(
+        f"<item><key>{escape(key)}</key><value>{escape(value)}</value></item>" for key, value in tags.items()
+    )
     return f"<tagSet>{items}</tagSet>"

@@ -1,4 +1,5 @@
-"""The images and snapshots of a fake AWS: those of AWS by their ids, and those that its machines were made into, by owner, tags and states.
+"""The images and snapshots of a fake AWS: those of AWS by their ids, and those that its machines were made into, by
+owner, tags and states.
 
 moto has them without states, without tags of snapshots, and under any name twice.
 """
@@ -47,9 +48,11 @@ class Image:
 
 @dataclass
 class FakeImages:
-    """What an account has of images, in all regions. `public` are the sizes of everybody's, by id; `disk_of` tells a machine's root volume and its size.
+    """What an account has of images, in all regions. `public` are the sizes of everybody's, by id; `disk_of` tells a
+    machine's root volume and its size.
 
-    `on_create` is called with the machine when an image of it is asked for; `hidden_listings` is how many listings do not show the snapshot of a new one.
+    `on_create` is called with the machine when an image of it is asked for; `hidden_listings` is how many listings do
+    not show the snapshot of a new one.
     """
 
     public: Mapping[str, int]
@@ -69,11 +72,23 @@ class FakeImages:
         for snapshot in self.snapshots.values():
             snapshot.state = "completed"
 
-    def add(self, tags: Mapping[str, str], *, region: str = "us-east-1", gb: int = 100, state: str = "available", at: datetime | None = None) -> Image:
+    def add(
+        self,
+        tags: Mapping[str, str],
+        *,
+        region: str = "us-east-1",
+        gb: int = 100,
+        state: str = "available",
+        at: datetime | None = None,
+    ) -> Image:
         """Have an image in the account, with its snapshot."""
         number = next(self._numbers)
-        snapshot = Snapshot(f"snap-{number:017x}", region, f"vol-{number:017x}", gb, dict(tags), "completed", at or self.now)
-        image = Image(f"ami-{number:017x}", region, f"image {number}", "", gb, dict(tags), [snapshot.id], state, at or self.now)
+        snapshot = Snapshot(
+            f"snap-{number:017x}", region, f"vol-{number:017x}", gb, dict(tags), "completed", at or self.now
+        )
+        image = Image(
+            f"ami-{number:017x}", region, f"image {number}", "", gb, dict(tags), [snapshot.id], state, at or self.now
+        )
         self.snapshots[snapshot.id] = snapshot
         self.images[image.id] = image
         return image
@@ -101,8 +116,25 @@ class FakeImages:
         volume, gb = self.disk_of(words["InstanceId"])
         tags = _tag_specifications(words)
         number = next(self._numbers)
-        snapshot = Snapshot(f"snap-{number:017x}", region, volume, gb, tags["snapshot"], started_at=self.now, hidden=self.hidden_listings)
-        image = Image(f"ami-{number:017x}", region, words["Name"], words["InstanceId"], gb, tags["image"], [snapshot.id], created_at=self.now)
+        snapshot = Snapshot(
+            f"snap-{number:017x}",
+            region,
+            volume,
+            gb,
+            tags["snapshot"],
+            started_at=self.now,
+            hidden=self.hidden_listings,
+        )
+        image = Image(
+            f"ami-{number:017x}",
+            region,
+            words["Name"],
+            words["InstanceId"],
+            gb,
+            tags["image"],
+            [snapshot.id],
+            created_at=self.now,
+        )
         self.snapshots[snapshot.id] = snapshot
         self.images[image.id] = image
         return "", f"<imageId>{image.id}</imageId>"
@@ -113,13 +145,17 @@ class FakeImages:
                 return "", f"<imagesSet>{_image(self.images[wanted])}</imagesSet>"
             if wanted not in self.public:
                 return "InvalidAMIID.NotFound", None
-            return "", f"<imagesSet>{_image(Image(wanted, region, wanted, '', self.public[wanted], {}, [], 'available'))}</imagesSet>"
+            return (
+                "",
+                f"<imagesSet>{_image(Image(wanted, region, wanted, '', self.public[wanted], {}, [], 'available'))}</imagesSet>",
+            )
         assert words["Owner.1"] == "self"
         filters = _filters(words)
         found = [
             image
             for image in self.images.values()
-            if image.region == region and _passes(filters, image.tags, {"state": image.state, "name": image.name, "image-id": image.id})
+            if image.region == region
+            and _passes(filters, image.tags, {"state": image.state, "name": image.name, "image-id": image.id})
         ]
         return "", f"<imagesSet>{''.join(map(_image, found))}</imagesSet>"
 
@@ -127,7 +163,9 @@ class FakeImages:
         assert words["Owner.1"] == "self"
         filters, found = _filters(words), []
         for snapshot in self.snapshots.values():
-            if snapshot.region == region and _passes(filters, snapshot.tags, {"volume-id": snapshot.volume, "status": snapshot.state}):
+            if snapshot.region == region and _passes(
+                filters, snapshot.tags, {"volume-id": snapshot.volume, "status": snapshot.state}
+            ):
                 if snapshot.hidden:
                     snapshot.hidden -= 1
                 else:
@@ -143,7 +181,11 @@ class FakeImages:
         wanted = words["SnapshotId"]
         if any(wanted in image.snapshots for image in self.images.values()):
             return "InvalidSnapshot.InUse", None
-        return ("", "<return>true</return>") if self.snapshots.pop(wanted, None) is not None else ("InvalidSnapshot.NotFound", None)
+        return (
+            ("", "<return>true</return>")
+            if self.snapshots.pop(wanted, None) is not None
+            else ("InvalidSnapshot.NotFound", None)
+        )
 
     def _tag(self, words: Mapping[str, str], _: str) -> tuple[str, str | None] | None:
         ids = [value for name, value in words.items() if name.startswith("ResourceId.")]
@@ -169,18 +211,29 @@ class FakeImages:
 
 
 def _pairs(words: Mapping[str, str], prefix: str) -> dict[str, str]:
-    keys = {name.removesuffix("Key"): value for name, value in words.items() if re.fullmatch(rf"{re.escape(prefix)}\.[0-9]+\.Key", name)}
+    keys = {
+        name.removesuffix("Key"): value
+        for name, value in words.items()
+        if re.fullmatch(rf"{re.escape(prefix)}\.[0-9]+\.Key", name)
+    }
     return {key: words[f"{place}Value"] for place, key in keys.items()}
 
 
 def _tag_specifications(words: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    kinds = {name.removesuffix(".ResourceType"): value for name, value in words.items() if name.endswith(".ResourceType")}
+    kinds = {
+        name.removesuffix(".ResourceType"): value for name, value in words.items() if name.endswith(".ResourceType")
+    }
     return {kind: _pairs(words, f"{place}.Tag") for place, kind in kinds.items()}
 
 
 def _filters(words: Mapping[str, str]) -> dict[str, list[str]]:
-    names = {name.removesuffix("Name"): value for name, value in words.items() if re.fullmatch(r"Filter\.[0-9]+\.Name", name)}
-    return {name: [value for key, value in words.items() if key.startswith(f"{place}Value.")] for place, name in names.items()}
+    names = {
+        name.removesuffix("Name"): value for name, value in words.items() if re.fullmatch(r"Filter\.[0-9]+\.Name", name)
+    }
+    return {
+        name: [value for key, value in words.items() if key.startswith(f"{place}Value.")]
+        for place, name in names.items()
+    }
 
 
 def _passes(filters: Mapping[str, list[str]], tags: Mapping[str, str], fields: Mapping[str, str]) -> bool:

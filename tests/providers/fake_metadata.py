@@ -1,7 +1,8 @@
 """A fake of EC2's metadata service (IMDSv2), as far as the notices before a spot machine is taken back go.
 
-In a test: `with FakeMetadata(folder) as service:`. On a host of the test bed, as a program: `python3 fake_metadata.py FOLDER ADDRESS PORT`. What lies in the folder
-as `instance-action` or `rebalance` is served; what does not is 404. Standard library only.
+In a test: `with FakeMetadata(folder) as service:`. On a host of the test bed, as a program: `python3 fake_metadata.py
+FOLDER ADDRESS PORT`. What lies in the folder as `instance-action` or `rebalance` is served; what does not is 404.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Self
 
-PATHS = {"/latest/meta-data/spot/instance-action": "instance-action", "/latest/meta-data/events/recommendations/rebalance": "rebalance"}
+PATHS = {
+    "/latest/meta-data/spot/instance-action": "instance-action",
+    "/latest/meta-data/events/recommendations/rebalance": "rebalance",
+}
 
 
 def instance_action(seconds_left: float, action: str = "terminate") -> str:
@@ -28,7 +32,10 @@ def stamp(seconds: float) -> str:
 
 
 class FakeMetadata:
-    """A service on an address of this machine; a context manager. A test may let its tokens run out, have it hang, or fail with a status."""
+    """A service on an address of this machine; a context manager.
+
+    A test may let its tokens run out, have it hang, or fail with a status.
+    """
 
     def __init__(self, folder: Path, address: str = "127.0.0.1", port: int = 0) -> None:
         self.asked: list[str] = []
@@ -45,7 +52,10 @@ class FakeMetadata:
                 service.tokens_given += 1
                 token = f"token-{service.tokens_given}"
                 service.tokens.add(token)
-                is_right = self.path == "/latest/api/token" and 1 <= int(self.headers.get("X-aws-ec2-metadata-token-ttl-seconds", "0")) <= 21_600
+                is_right = (
+                    self.path == "/latest/api/token"
+                    and 1 <= int(self.headers.get("X-aws-ec2-metadata-token-ttl-seconds", "0")) <= 21_600
+                )
                 self.answer(*((200, token) if is_right else (400, "")))
 
             def do_GET(self) -> None:
@@ -75,7 +85,9 @@ class FakeMetadata:
 
         self._server = ThreadingHTTPServer((address, port), Handler)
         self._server.daemon_threads = False
-        self._thread = threading.Thread(target=lambda: self._server.serve_forever(poll_interval=0.02), name="fake-metadata", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: self._server.serve_forever(poll_interval=0.02), name="fake-metadata", daemon=True
+        )
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -1,6 +1,7 @@
 """RunPod's REST API v2 as a server on this machine: a catalogue with stock, and pods with all that is odd about them.
 
-The shapes are those of the fact sheet, section 5, and of the specification at docs.runpod.io as of October 2026. Pods come up a step with each listing.
+The shapes are those of the fact sheet, section 5, and of the specification at docs.runpod.io as of October 2026. Pods
+come up a step with each listing.
 """
 
 from __future__ import annotations
@@ -38,18 +39,36 @@ KNOWN_FIELDS = frozenset(
         "startJupyter",
     ]
 )
-KNOWN_GPU_FIELDS = frozenset(["id", "count", "allowedCudaVersions", "minCudaVersion", "minRamPerGpu", "minVcpuCountPerGpu"])
-LIMITS = {"RateLimit": '"minute";r=42;t=17', "RateLimit-Policy": '"minute";q=60;w=60, "hour";q=3000;w=3600, "day";q=50000;w=86400'}
-NO_CAPACITY = "There are no longer any instances available with the requested specifications. Please refresh and try again."
+KNOWN_GPU_FIELDS = frozenset(
+    ["id", "count", "allowedCudaVersions", "minCudaVersion", "minRamPerGpu", "minVcpuCountPerGpu"]
+)
+LIMITS = {
+    "RateLimit": '"minute";r=42;t=17',
+    "RateLimit-Policy": '"minute";q=60;w=60, "hour";q=3000;w=3600, "day";q=50000;w=86400',
+}
+NO_CAPACITY = (
+    "There are no longer any instances available with the requested specifications. Please refresh and try again."
+)
 
 
 def problem(status: int, detail: str, errors: list[str] | None = None, headers: dict[str, str] | None = None) -> Reply:
     """Return a refusal: there is no code beside the status."""
-    body = {"title": "Unprocessable Entity" if status == 422 else HTTPStatus(status).phrase, "status": status, "detail": detail}
+    body = {
+        "title": "Unprocessable Entity" if status == 422 else HTTPStatus(status).phrase,
+        "status": status,
+        "detail": detail,
+    }
     return Reply(status, body if errors is None else {**body, "errors": errors}, LIMITS | (headers or {}))
 
 
-def gpu(gpu_id: str, memory: int, secure: float | None, community: float | None = None, places: str = "EU-RO-1 US-TX-3", **others: Any) -> dict[str, Any]:
+def gpu(
+    gpu_id: str,
+    memory: int,
+    secure: float | None,
+    community: float | None = None,
+    places: str = "EU-RO-1 US-TX-3",
+    **others: Any,
+) -> dict[str, Any]:
     """Return a type of GPU as the catalogue tells it. A price is told for a cloud that does not sell it, too."""
     row = {
         "id": gpu_id,
@@ -78,7 +97,10 @@ def cpu(flavor: str, memory: float, price: float | None, most: int = 8) -> dict[
         "ramGbPerVcpu": memory,
         "price": {"securePerVcpu": price, "serverlessPerVcpu": 0.05},
         "availability": "HIGH",
-        "dataCenters": [{"id": "EU-RO-1", "name": "EU-RO-1", "availability": "HIGH"}, {"id": "US-WA-1", "name": "US-WA-1", "availability": "NONE"}],
+        "dataCenters": [
+            {"id": "EU-RO-1", "name": "EU-RO-1", "availability": "HIGH"},
+            {"id": "US-WA-1", "name": "US-WA-1", "availability": "NONE"},
+        ],
     }
 
 
@@ -86,9 +108,10 @@ class FakeRunPod(FakeCloud):
     """The catalogue, and the pods of one account.
 
     `gpus` and `cpus` are sold. `creates_left` is after how many creating
-    calls all others fail; `hidden` how many listings do not tell a pod that is created from now on; `becomes` what pods of a rank come to in place of
-    RUNNING; `elsewhere` where pods go that asked for another place; `undying` are pods that cannot be deleted; `page` is how many a listing tells at once,
-    None: all of them, and no word of pages, as in the summer of 2026.
+    calls all others fail; `hidden` how many listings do not tell a pod that is created from now on; `becomes` what pods
+    of a rank come to in place of RUNNING; `elsewhere` where pods go that asked for another place; `undying` are pods
+    that cannot be deleted; `page` is how many a listing tells at once, None: all of them, and no word of pages, as in
+    the summer of 2026.
     """
 
     def __init__(self) -> None:
@@ -121,7 +144,14 @@ class FakeRunPod(FakeCloud):
 
     def stranger(self, name: str) -> None:
         """Rent a pod as somebody else of the account does."""
-        pod = self._make({"name": name, "image": "vllm/vllm-openai:latest", "gpu": {"id": "NVIDIA L4", "count": 1}, "ports": ["8000/http"]})
+        pod = self._make(
+            {
+                "name": name,
+                "image": "vllm/vllm-openai:latest",
+                "gpu": {"id": "NVIDIA L4", "count": 1},
+                "ports": ["8000/http"],
+            }
+        )
         self.steps[pod] = len(STEPS)
         self.pods[pod]["status"] = "RUNNING"
 
@@ -158,11 +188,24 @@ class FakeRunPod(FakeCloud):
 
     @route("GET", "/v2/catalog/datacenters")
     def data_centers(self, request: Request) -> Reply:
-        return Reply(200, {"dataCenters": [{"id": place, "globalNetwork": place in self.networked} for place in ("EU-RO-1", "US-TX-3", "US-WA-1")]}, LIMITS)
+        return Reply(
+            200,
+            {
+                "dataCenters": [
+                    {"id": place, "globalNetwork": place in self.networked}
+                    for place in ("EU-RO-1", "US-TX-3", "US-WA-1")
+                ]
+            },
+            LIMITS,
+        )
 
     def _one(self, rows: dict[str, dict[str, Any]], request: Request) -> Reply:
         row = rows.get(unquote(request.words["id"]))
-        return problem(404, "resource not found") if row is None else self._catalogue(request, lambda: _in_cloud(row, request))
+        return (
+            problem(404, "resource not found")
+            if row is None
+            else self._catalogue(request, lambda: _in_cloud(row, request))
+        )
 
     def _catalogue(self, request: Request, answer: Any) -> Reply:
         if request.query.get("include") != "AVAILABILITY" or request.query.get("product") != "POD":
@@ -181,8 +224,17 @@ class FakeRunPod(FakeCloud):
             self.creates_left -= 1
         body = request.body
         unknown = sorted((body.keys() - KNOWN_FIELDS) | (body.get("gpu", {}).keys() - KNOWN_GPU_FIELDS))
-        if unknown or not body.get("name") or not body.get("image") or not all(isinstance(value, str) for value in body.get("env", {}).values()):
-            return problem(422, "Request validation failed.", [f"$: additional properties {name!r} not allowed" for name in unknown] or ["$: missing property"])
+        if (
+            unknown
+            or not body.get("name")
+            or not body.get("image")
+            or not all(isinstance(value, str) for value in body.get("env", {}).values())
+        ):
+            return problem(
+                422,
+                "Request validation failed.",
+                [f"$: additional properties {name!r} not allowed" for name in unknown] or ["$: missing property"],
+            )
         if wrong := self._wrong(body):
             return problem(400, wrong)
         return Reply(201, self.pods[self._make(body)], LIMITS)
@@ -220,7 +272,9 @@ class FakeRunPod(FakeCloud):
         else:
             assert card
             hardware = {"gpu": {"id": card["id"], "count": card.get("count", 1), "vcpuCount": 16, "memory": 117}}
-            cost = self.gpus[card["id"]]["price"][cloud.lower()] * card.get("count", 1) if card["id"] in self.gpus else 0.5
+            cost = (
+                self.gpus[card["id"]]["price"][cloud.lower()] * card.get("count", 1) if card["id"] in self.gpus else 0.5
+            )
         self.pods[pod] = {
             "id": pod,
             "name": body["name"],
@@ -264,7 +318,14 @@ class FakeRunPod(FakeCloud):
             return Reply(200, {"pods": rows}, LIMITS)
         more = len(rows) > self.page
         rows = rows[: self.page]
-        return Reply(200, {"pods": rows, "pagination": {"hasNextPage": more, "nextCursor": f"after:{rows[-1]['id']}" if more else None}}, LIMITS)
+        return Reply(
+            200,
+            {
+                "pods": rows,
+                "pagination": {"hasNextPage": more, "nextCursor": f"after:{rows[-1]['id']}" if more else None},
+            },
+            LIMITS,
+        )
 
     @route("GET", "/v2/pods/{id}")
     def one(self, request: Request) -> Reply:
@@ -280,15 +341,29 @@ class FakeRunPod(FakeCloud):
             step = self.steps[pod] = self.steps[pod] + 1
             if step < len(STEPS):
                 row["status"] = STEPS[step]
-            if row["status"] == "RUNNING" and (end := next((status for part, status in self.becomes.items() if part in row["name"]), None)):
+            if row["status"] == "RUNNING" and (
+                end := next((status for part, status in self.becomes.items() if part in row["name"]), None)
+            ):
                 self.halt(pod, end)
             elif step >= len(STEPS) - 1 and row["status"] != "PROVISIONING":
-                row["ssh"] = {"proxy": {"host": "ssh.runpod.io", "port": 22, "username": f"{pod}-64411eb2", "command": "ssh"}, "direct": row["ssh"]["direct"]}
+                row["ssh"] = {
+                    "proxy": {"host": "ssh.runpod.io", "port": 22, "username": f"{pod}-64411eb2", "command": "ssh"},
+                    "direct": row["ssh"]["direct"],
+                }
             if row["status"] == "RUNNING" and step >= len(STEPS) and "22/tcp" in row["ports"]:
                 port = 30000 + int(pod[1:5])
-                row["ssh"]["direct"] = {"host": self.host_of(pod), "port": port, "username": "root", "command": f"ssh root@{HOST} -p {port}"}
+                row["ssh"]["direct"] = {
+                    "host": self.host_of(pod),
+                    "port": port,
+                    "username": "root",
+                    "command": f"ssh root@{HOST} -p {port}",
+                }
             if row["globalNetworking"]["enabled"] and step > len(STEPS):
-                row["globalNetworking"] = {"enabled": True, "ip": f"10.65.1.{int(pod[1:5])}", "internalDns": f"{pod}.runpod.internal"}
+                row["globalNetworking"] = {
+                    "enabled": True,
+                    "ip": f"10.65.1.{int(pod[1:5])}",
+                    "internalDns": f"{pod}.runpod.internal",
+                }
 
     def host_of(self, pod: str) -> str:
         """Where a pod's ports are mapped."""
@@ -312,7 +387,11 @@ class FakeRunPod(FakeCloud):
 
 
 def _in_cloud(row: dict[str, Any], request: Request) -> dict[str, Any]:
-    """Stock by the cloud that was asked for: community machines are in no data centre, and some numbers of GPUs are sold out."""
+    """Stock by the cloud that was asked for: community machines are in no data centre, and some numbers of GPUs are
+    sold out.
+    """
     sold_out = row.get("sold_out_from", 100) <= int(request.query.get("count", 1))
-    told = {name: value for name, value in row.items() if name != "sold_out_from"} | ({"availability": "NONE"} if sold_out else {})
+    told = {name: value for name, value in row.items() if name != "sold_out_from"} | (
+        {"availability": "NONE"} if sold_out else {}
+    )
     return {**told, "dataCenters": []} if request.query.get("cloud") == "COMMUNITY" else told

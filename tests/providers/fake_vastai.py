@@ -1,4 +1,5 @@
-"""Vast.ai as a server on this machine: a market of asks that are gone once they are rented, and containers with all that is odd about them.
+"""Vast.ai as a server on this machine: a market of asks that are gone once they are rented, and containers with all
+that is odd about them.
 
 The shapes are those of docs.vast.ai and of the fact sheet, section 4. Containers come up a step with each listing.
 """
@@ -21,7 +22,10 @@ STEPS: tuple[dict[str, Any], ...] = (
 
 
 def ask(number: int, gpu_name: str = "RTX 4090", gpus: int = 1, price: float = 0.35, **others: Any) -> dict[str, Any]:
-    """Return an ask as the market tells it. Memory is in MB: of a GPU, and of the whole machine, of which an eighth of the CPUs for each GPU is ours."""
+    """Return an ask as the market tells it.
+
+    Memory is in MB: of a GPU, and of the whole machine, of which an eighth of the CPUs for each GPU is ours.
+    """
     row = {
         "id": number,
         "ask_contract_id": number,
@@ -56,10 +60,12 @@ def ask(number: int, gpu_name: str = "RTX 4090", gpus: int = 1, price: float = 0
 class FakeVast(FakeCloud):
     """The market and the containers of one account.
 
-    `asks` by number, `containers` by contract; `broken` are the asks whose hosts fail, with the fields of the container then; `refused` the asks that
-    answer with an error, and with a contract nevertheless. `creates_left` is after how many creating calls all others fail; `hidden` how many listings
-    do not tell a container that is created from now on; `is_sloppy` is a market that ignores what is filtered by numbers;
-    `ghosts`, if it is a dict, keeps destroyed containers in the listing; `undying` are containers that cannot be destroyed, and `is_strict_about_bulk` refuses to destroy many in a call.
+    `asks` by number, `containers` by contract; `broken` are the asks whose hosts fail, with the fields of the container
+    then; `refused` the asks that answer with an error, and with a contract nevertheless. `creates_left` is after how
+    many creating calls all others fail; `hidden` how many listings do not tell a container that is created from now on;
+    `is_sloppy` is a market that ignores what is filtered by numbers; `ghosts`, if it is a dict, keeps destroyed
+    containers in the listing; `undying` are containers that cannot be destroyed, and `is_strict_about_bulk` refuses to
+    destroy many in a call.
     """
 
     def __init__(self) -> None:
@@ -103,14 +109,23 @@ class FakeVast(FakeCloud):
         wish.pop("allocated_storage", None)
         if kind not in ("on-demand", "bid"):
             return Reply(400, {"success": False, "error": "invalid_args", "msg": f"Invalid type: {kind}"})
-        found = [row for row in self.asks.values() if all(self._fits(row, field, conditions) for field, conditions in wish.items())]
+        found = [
+            row
+            for row in self.asks.values()
+            if all(self._fits(row, field, conditions) for field, conditions in wish.items())
+        ]
         for field, direction in reversed(order):
             found.sort(key=lambda row: row[field], reverse=direction == "desc")
         return Reply(200, {"offers": found[: min(limit, 64)]})
 
     def _fits(self, row: dict[str, Any], field: str, conditions: dict[str, Any]) -> bool:
-        """Names are compared letter by letter, places by their country alone: any other spelling finds nothing, and is no error."""
-        told = {"verified": row["verification"] == "verified", "geolocation": row["geolocation"].rpartition(", ")[2]}.get(field, row.get(field))
+        """Names are compared letter by letter, places by their country alone: any other spelling finds nothing, and is
+        no error.
+        """
+        told = {
+            "verified": row["verification"] == "verified",
+            "geolocation": row["geolocation"].rpartition(", ")[2],
+        }.get(field, row.get(field))
         for op, value in conditions.items():
             match op:
                 case "eq" if told != value:
@@ -138,18 +153,36 @@ class FakeVast(FakeCloud):
             reply = self.refused[number]
             if isinstance(reply.body, dict) and "new_contract" in reply.body:
                 contract = self._contract(self.asks[number], body)
-                self.containers[contract] |= {"intended_status": "stopped", "cur_state": "stopped", "next_state": "stopped"}
+                self.containers[contract] |= {
+                    "intended_status": "stopped",
+                    "cur_state": "stopped",
+                    "next_state": "stopped",
+                }
                 return Reply(reply.status, {**reply.body, "new_contract": contract}, reply.headers)
             return reply
         if number not in self.asks:
             return Reply(
-                410, {"success": False, "error": "no_such_ask", "msg": f"error 410/3592: Instance type by id {number} is not available.", "ask_id": number}
+                410,
+                {
+                    "success": False,
+                    "error": "no_such_ask",
+                    "msg": f"error 410/3592: Instance type by id {number} is not available.",
+                    "ask_id": number,
+                },
             )
         if wrong := self._wrong(body):
             return Reply(400, {"success": False, "error": "invalid_args", "msg": wrong})
         price = body.get("price")
         if price is not None and not (0.001 <= price <= 128 and price >= self.asks[number]["min_bid"]):
-            return Reply(400, {"success": False, "error": "invalid_price", "msg": f"error 400/3513: bid {price} is below the minimum", "ask_id": number})
+            return Reply(
+                400,
+                {
+                    "success": False,
+                    "error": "invalid_price",
+                    "msg": f"error 400/3513: bid {price} is below the minimum",
+                    "ask_id": number,
+                },
+            )
         contract = self._contract(self.asks.pop(number), body)
         self.containers[contract] |= self.broken.get(number, {})
         if number in self.broken:
@@ -170,7 +203,17 @@ class FakeVast(FakeCloud):
     def _contract(self, row: dict[str, Any], body: dict[str, Any]) -> int:
         self.next_contract += 1
         contract, is_bid = self.next_contract, body.get("price") is not None
-        told = ("machine_id", "host_id", "gpu_name", "num_gpus", "gpu_ram", "cpu_cores_effective", "geolocation", "min_bid", "cluster_id")
+        told = (
+            "machine_id",
+            "host_id",
+            "gpu_name",
+            "num_gpus",
+            "gpu_ram",
+            "cpu_cores_effective",
+            "geolocation",
+            "min_bid",
+            "cluster_id",
+        )
         self.containers[contract] = {
             **{name: row[name] for name in told},
             "id": contract,
@@ -212,7 +255,16 @@ class FakeVast(FakeCloud):
         more = bool(page) and page[-1] != shown[-1]
         next_token = base64.b64encode(json.dumps({"values": {"id": page[-1]}}).encode()).decode() if more else None
         rows = [told[contract] for contract in page]
-        return Reply(200, {"success": True, "instances_found": len(rows), "total_instances": len(shown), "next_token": next_token, "instances": rows})
+        return Reply(
+            200,
+            {
+                "success": True,
+                "instances_found": len(rows),
+                "total_instances": len(shown),
+                "next_token": next_token,
+                "instances": rows,
+            },
+        )
 
     def _go_on(self) -> None:
         for contract, row in self.containers.items():
@@ -221,7 +273,10 @@ class FakeVast(FakeCloud):
             if step < len(STEPS):
                 row |= STEPS[step]
             if row["actual_status"] == "running":
-                row |= {"public_ipaddr": " 198.51.100.7\n", "ports": {"22/tcp": [{"HostIp": "0.0.0.0", "HostPort": str(20000 + contract % 1000)}]}}
+                row |= {
+                    "public_ipaddr": " 198.51.100.7\n",
+                    "ports": {"22/tcp": [{"HostIp": "0.0.0.0", "HostPort": str(20000 + contract % 1000)}]},
+                }
 
     @route("DELETE", "/api/v0/instances/")
     def destroy_many(self, request: Request) -> Reply:
@@ -242,7 +297,9 @@ class FakeVast(FakeCloud):
         if contract not in self.containers:
             return Reply(404, {"success": False, "error": "no_such_instance", "msg": f"Instance {contract} not found."})
         if request.body.get("state") != "stopped":
-            return Reply(400, {"success": False, "error": "invalid_args", "msg": "this fake stops containers, and no more"})
+            return Reply(
+                400, {"success": False, "error": "invalid_args", "msg": "this fake stops containers, and no more"}
+            )
         self.halt(contract)
         return Reply(200, {"success": True})
 
@@ -264,8 +321,15 @@ class FakeVast(FakeCloud):
     def halt(self, contract: int) -> None:
         """A container is stopped by hand, or outbid: its disk is kept and paid for."""
         self.steps[contract] = len(STEPS)
-        self.containers[contract] |= {"actual_status": "exited", "intended_status": "stopped", "cur_state": "stopped", "next_state": "stopped"}
+        self.containers[contract] |= {
+            "actual_status": "exited",
+            "intended_status": "stopped",
+            "cur_state": "stopped",
+            "next_state": "stopped",
+        }
 
     @route("GET", "/api/v0/users/current/")
     def user(self, request: Request) -> Reply:
-        return Reply(200, {"id": 4711, "username": "jo", "email": "jo@example.org", "api_key": KEY, "credit": 12.5, "balance": 0})
+        return Reply(
+            200, {"id": 4711, "username": "jo", "email": "jo@example.org", "api_key": KEY, "credit": 12.5, "balance": 0}
+        )

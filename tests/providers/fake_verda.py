@@ -1,4 +1,6 @@
-"""Verda's cloud API as its documentation and SDKs describe it, with its odd things: tokens, plain-text ids, prices as strings, objects that outlive machines."""
+"""Verda's cloud API as its documentation and SDKs describe it, with its odd things: tokens, plain-text ids, prices as
+strings, objects that outlive machines.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ CLIENT_SECRET = "s3cr3t-of-the-fake-verda-client-0001"
 STRANGE_SCRIPT = "my-own-script"
 
 
-def kind(name: str, gpu: str, chips: int, gpu_gb: int, cores: int, gb: int, price: str, spot: str | None) -> dict[str, Any]:
+def kind(
+    name: str, gpu: str, chips: int, gpu_gb: int, cores: int, gb: int, price: str, spot: str | None
+) -> dict[str, Any]:
     """Return a type as `GET /instance-types` tells it."""
     return {
         "id": str(uuid.uuid5(uuid.NAMESPACE_DNS, name)),
@@ -75,7 +79,8 @@ CPU_SLUGS = ("ubuntu-24.04-cuda-13.0-open-docker", "24.04.base", "26.04.base")
 class FakeVerda(FakeCloud):
     """The account of one team. Attributes are what a test may look at, or turn.
 
-    `path` are the statuses of a new machine, a step each time it is read; its address comes with the last. `alive` are the machines that cost.
+    `path` are the statuses of a new machine, a step each time it is read; its address comes with the last. `alive` are
+    the machines that cost.
     """
 
     def __init__(self) -> None:
@@ -89,7 +94,12 @@ class FakeVerda(FakeCloud):
         self.secrets = {CLIENT_ID: CLIENT_SECRET}
         self.path = ["ordered", "provisioning", "running"]
         self.path_of: dict[str, list[str]] = {}
-        self.sold = {("FIN-01", False): NAMES, ("FIN-03", False): NAMES[:2], ("FIN-01", True): NAMES, ("FIN-02", True): NAMES[:1]}
+        self.sold = {
+            ("FIN-01", False): NAMES,
+            ("FIN-03", False): NAMES[:2],
+            ("FIN-01", True): NAMES,
+            ("FIN-02", True): NAMES[:1],
+        }
         self.is_refusing = self.is_out = self.is_untagging = False
         self.leaves_disks = False
         self.create_failures: list[Reply] = []
@@ -101,7 +111,11 @@ class FakeVerda(FakeCloud):
     def alive(self) -> set[str]:
         """Return the ids of the machines that are not on their way out."""
         with self.lock:
-            return {machine_id for machine_id, machine in self.machines.items() if machine["status"] not in ("deleting", "discontinued")}
+            return {
+                machine_id
+                for machine_id, machine in self.machines.items()
+                if machine["status"] not in ("deleting", "discontinued")
+            }
 
     def stop(self, machine_id: str) -> None:
         """Somebody has shut it down."""
@@ -118,10 +132,23 @@ class FakeVerda(FakeCloud):
 
     def strangers(self) -> None:
         """Machines of other people of the team, some named as ours might be."""
-        names = ("web", "sky-contract-a1b2c3", "sky-contract-a1b2c3-0-abcdef12", "my-sky-contract-a1b2c3-0-abcdef12", "job-1-abcdef")
+        names = (
+            "web",
+            "sky-contract-a1b2c3",
+            "sky-contract-a1b2c3-0-abcdef12",
+            "my-sky-contract-a1b2c3-0-abcdef12",
+            "job-1-abcdef",
+        )
         for name in names:
             machine = self._add(
-                {"instance_type": "CPU.4V.16G", "location_code": "FIN-01", "hostname": name, "description": name, "tags": [{"key": "team"}]}, 50
+                {
+                    "instance_type": "CPU.4V.16G",
+                    "location_code": "FIN-01",
+                    "hostname": name,
+                    "description": name,
+                    "tags": [{"key": "team"}],
+                },
+                50,
             )
             self.path_of[machine["id"]] = ["running"]
 
@@ -153,7 +180,16 @@ class FakeVerda(FakeCloud):
             return error(400, "invalid_request", f"Invalid client id or client secret: {request.body['client_secret']}")
         token = f"token-{uuid.uuid4()}"
         self.tokens.add(token)
-        return Reply(200, {"access_token": token, "refresh_token": "r", "expires_in": 3600, "scope": "cloud-api-v1", "token_type": "Bearer"})
+        return Reply(
+            200,
+            {
+                "access_token": token,
+                "refresh_token": "r",
+                "expires_in": 3600,
+                "scope": "cloud-api-v1",
+                "token_type": "Bearer",
+            },
+        )
 
     @route("GET", "/v1/instance-types")
     def types(self, request: Request) -> Reply:
@@ -161,15 +197,34 @@ class FakeVerda(FakeCloud):
 
     @route("GET", "/v1/instance-availability")
     def availability(self, request: Request) -> Reply:
-        is_spot = request.query.get("is_spot", request.query.get("isSpot")) == "true"  # Verda's Python client and its REST documentation differ
-        return Reply(200, [{"location_code": place, "availabilities": names} for (place, spot), names in self.sold.items() if spot == is_spot])
+        # Verda's Python client and its REST documentation differ
+        is_spot = request.query.get("is_spot", request.query.get("isSpot")) == "true"
+        return Reply(
+            200,
+            [
+                {"location_code": place, "availabilities": names}
+                for (place, spot), names in self.sold.items()
+                if spot == is_spot
+            ],
+        )
 
     @route("GET", "/v1/images")
     def images(self, request: Request) -> Reply:
         of = request.query.get("instance_type", "")
         slugs = CPU_SLUGS if of.startswith("CPU") else OLD_SLUGS if "V100" in of or "A6000" in of else GPU_SLUGS
         return Reply(
-            200, [{"id": str(uuid.uuid4()), "image_type": slug, "name": slug, "is_default": False, "is_cluster": False, "details": []} for slug in slugs]
+            200,
+            [
+                {
+                    "id": str(uuid.uuid4()),
+                    "image_type": slug,
+                    "name": slug,
+                    "is_default": False,
+                    "is_cluster": False,
+                    "details": [],
+                }
+                for slug in slugs
+            ],
         )
 
     @route("GET", "/v1/balance")
@@ -204,7 +259,9 @@ class FakeVerda(FakeCloud):
 
     @route("DELETE", "/v1/scripts/{id}")
     def remove_script(self, request: Request) -> Reply:
-        return Reply(200) if self.scripts.pop(request.words["id"], None) else error(404, "not_found", "Script not found")
+        return (
+            Reply(200) if self.scripts.pop(request.words["id"], None) else error(404, "not_found", "Script not found")
+        )
 
     @route("GET", "/v1/volumes")
     def list_volumes(self, request: Request) -> Reply:
@@ -226,14 +283,22 @@ class FakeVerda(FakeCloud):
     def list_machines(self, request: Request) -> Reply:
         for machine in self.machines.values():
             self._step(machine)
-        told = [machine for machine in self.machines.values() if (machine["status"] == "discontinued") == (request.query.get("status") == "discontinued")]
+        told = [
+            machine
+            for machine in self.machines.values()
+            if (machine["status"] == "discontinued") == (request.query.get("status") == "discontinued")
+        ]
         return Reply(200, [self._told(machine) for machine in told])
 
     @route("GET", "/v1/instances/{id}")
     def machine(self, request: Request) -> Reply:
         machine = self.machines.get(request.words["id"])
         if machine is None:
-            return error(400, "invalid_request", "Invalid instance id") if len(request.words["id"]) != 36 else error(404, "not_found", "Instance not found")
+            return (
+                error(400, "invalid_request", "Invalid instance id")
+                if len(request.words["id"]) != 36
+                else error(404, "not_found", "Instance not found")
+            )
         self._step(machine)
         return Reply(200, self._told(machine))
 
@@ -274,7 +339,10 @@ class FakeVerda(FakeCloud):
             return "Invalid SSH key or startup script"
         if len(body["hostname"]) > 63 or not re.fullmatch(r"[a-z0-9-]+", body["hostname"]):
             return "Invalid hostname"
-        slugs = [one["image_type"] for one in self.images(Request("GET", "", {"instance_type": body["instance_type"]}, None, {})).body]  # type: ignore[attr-defined]
+        slugs = [
+            one["image_type"]
+            for one in self.images(Request("GET", "", {"instance_type": body["instance_type"]}, None, {})).body
+        ]  # type: ignore[attr-defined]
         if body["image"] not in slugs:
             return "Operating system is not valid for this instance type"
         if body.get("contract", "SPOT" if body.get("is_spot") else "PAY_AS_YOU_GO") not in (
@@ -313,7 +381,10 @@ class FakeVerda(FakeCloud):
             "os_volume_id": None,
             "volume_ids": [],
             "contract": "SPOT" if body.get("is_spot") else "PAY_AS_YOU_GO",
-            "tags": [{"id": str(uuid.uuid4()), "key": tag["key"].lower(), "value": tag.get("value", "")} for tag in body.get("tags", [])],
+            "tags": [
+                {"id": str(uuid.uuid4()), "key": tag["key"].lower(), "value": tag.get("value", "")}
+                for tag in body.get("tags", [])
+            ],
         }
         volume = self._volume(disk["name"], gb, machine_id, is_os=True)
         volume["on_spot_discontinue"] = disk.get("on_spot_discontinue", "keep_detached")
@@ -324,7 +395,9 @@ class FakeVerda(FakeCloud):
         self.path_of[machine_id] = list(self.path)
         return machine
 
-    def _volume(self, name: str, gb: int, machine_id: str | None, *, is_os: bool, age_seconds: float = 0.0) -> dict[str, Any]:
+    def _volume(
+        self, name: str, gb: int, machine_id: str | None, *, is_os: bool, age_seconds: float = 0.0
+    ) -> dict[str, Any]:
         volume_id = str(uuid.uuid4())
         made = datetime.fromtimestamp(time.time() - age_seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
         self.volumes[volume_id] = volume = {

@@ -1,4 +1,5 @@
-"""Machines for the fake clouds: each one that is rented becomes a host of the test bed, which comes up with what the cloud was given for it.
+"""Machines for the fake clouds: each one that is rented becomes a host of the test bed, which comes up with what the
+cloud was given for it.
 
 hosting = Hosting(fleet, prepare=mirror.configure)
 hosting.rent("123", lambda host: cloud_init(host, "123", user_data))
@@ -40,7 +41,9 @@ class Hosting:
 
     def rent(self, machine_id: str, boot: Callable[[Host], object]) -> None:
         """Bring a host up, aside, and have it boot."""
-        thread = threading.Thread(target=self._bring_up, args=(machine_id, boot), name=f"boot-{machine_id}", daemon=True)
+        thread = threading.Thread(
+            target=self._bring_up, args=(machine_id, boot), name=f"boot-{machine_id}", daemon=True
+        )
         self._threads.append(thread)
         thread.start()
 
@@ -95,7 +98,9 @@ class Hosting:
 
 
 def cloud_init(host: Host, instance_id: str, user_data: str) -> None:
-    """Do what cloud-init does with user data of ours: its id, host key and keys before anybody logs in, its commands at the end, with the environment of a boot."""
+    """Do what cloud-init does with user data of ours: its id, host key and keys before anybody logs in, its commands at
+    the end, with the environment of a boot.
+    """
     head, _, text = user_data.partition("\n")
     assert head == "#cloud-config"
     config = json.loads(text)
@@ -104,7 +109,8 @@ def cloud_init(host: Host, instance_id: str, user_data: str) -> None:
     for command in config.get("bootcmd", []):
         assert command[:2] == ["cloud-init-per", "instance"]
         as_boot(host, shlex.join(command[3:]))
-    if not (host.root / "root/.ssh/authorized_keys").exists():  # the test bed's own way in, which no cloud's machine has
+    # the test bed's own way in, which no cloud's machine has
+    if not (host.root / "root/.ssh/authorized_keys").exists():
         (host.root / "root/.ssh/authorized_keys").write_text(host.key_path.with_suffix(".pub").read_text())
     data = host.root / "var/lib/cloud/data"
     data.mkdir(parents=True, exist_ok=True)
@@ -131,15 +137,21 @@ def boot_script(host: Host, hostname: str, text: str) -> None:
 
 
 def container(host: Host, variables: Mapping[str, str], arguments: Sequence[str]) -> None:
-    """Start a container's main process, which does not return, and wait until its sshd has the key that it was given."""
+    """Start a container's main process, which does not return, and wait until its sshd has the key that it was
+    given.
+    """
     before = host_key_of(host)
     as_boot(host, f"setsid {shlex.join(arguments)} &", variables)
-    wait_until(lambda: host_key_of(host).endswith("\n") and host_key_of(host) != before, f"{host.name} to have its host key")
+    wait_until(
+        lambda: host_key_of(host).endswith("\n") and host_key_of(host) != before, f"{host.name} to have its host key"
+    )
     know(host, host_key_of(host))
 
 
 def host_key_of(host: Host) -> str:
-    """Return a host's public key as it stands, whole or in part; nothing while its boot script takes the old one away."""
+    """Return a host's public key as it stands, whole or in part; nothing while its boot script takes the old one
+    away.
+    """
     try:
         return (host.root / "etc/ssh/ssh_host_ed25519_key.pub").read_text()
     except FileNotFoundError:

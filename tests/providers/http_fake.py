@@ -1,4 +1,5 @@
-"""A fake cloud as a real HTTP server on this machine, with faults on demand. Each REST cloud's fake is a subclass with routes; see `FakeCloud`.
+"""A fake cloud as a real HTTP server on this machine, with faults on demand. Each REST cloud's fake is a subclass with
+routes; see `FakeCloud`.
 
 class FakeAcme(FakeCloud):
     @route("GET", "/v1/machines/{id}")
@@ -48,7 +49,8 @@ class Reply:
 class Fault:
     """What goes wrong with the next `times` requests of a method whose path matches a pattern.
 
-    `reply` is given in place of an answer; with `is_done`, what was asked for has been done. Without a reply the connection is reset.
+    `reply` is given in place of an answer; with `is_done`, what was asked for has been done. Without a reply the
+    connection is reset.
     """
 
     method: str
@@ -71,9 +73,9 @@ def route(method: str, path: str) -> Callable[[Handle], Handle]:
 class FakeCloud:
     """A server on a free port, a thread a request, one request's handler at a time. A context manager.
 
-    `refuse` answers before any route does, for instance a request without credentials. `requests` are all that came, faults included.
-    `delay_seconds` is how long each answer is withheld, outside of the lock: the latency of a call; `most_at_once` how many were withheld at the same time.
-    `address` is where it listens.
+    `refuse` answers before any route does, for instance a request without credentials. `requests` are all that came,
+    faults included. `delay_seconds` is how long each answer is withheld, outside of the lock: the latency of a call;
+    `most_at_once` how many were withheld at the same time. `address` is where it listens.
     """
 
     address = "127.0.0.1"
@@ -85,12 +87,18 @@ class FakeCloud:
         self.most_at_once = 0
         self.lock = threading.RLock()
         self._under_way = 0
-        self._routes = [(*handle.route, handle) for kind in reversed(type(self).__mro__) for handle in vars(kind).values() if hasattr(handle, "route")]
+        self._routes = [
+            (*handle.route, handle)
+            for kind in reversed(type(self).__mro__)
+            for handle in vars(kind).values()
+            if hasattr(handle, "route")
+        ]
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True  # head and body are two packets: the second would wait 40 ms for the first one's acknowledgement
+            # head and body are two packets: the second would wait 40 ms for the first one's acknowledgement
+            disable_nagle_algorithm = True
 
             def answer(self) -> None:
                 fake._answer(self)
@@ -107,7 +115,9 @@ class FakeCloud:
                 """Say nothing of clients that have hung up."""
 
         self._server = Server((self.address, 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, name="fake-cloud", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, name="fake-cloud", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -131,7 +141,9 @@ class FakeCloud:
         """Return what a request without the right credentials is answered with, None if it may pass."""
         return None
 
-    def fail(self, method: str, pattern: str, reply: Reply | None = None, *, is_done: bool = False, times: int = 1) -> None:
+    def fail(
+        self, method: str, pattern: str, reply: Reply | None = None, *, is_done: bool = False, times: int = 1
+    ) -> None:
         """Let the next requests of a method, whose path matches the pattern from its start, go wrong."""
         with self.lock:
             self.faults.append(Fault(method, pattern, reply, is_done, times))
@@ -139,7 +151,9 @@ class FakeCloud:
     def asked(self, method: str, pattern: str = "") -> list[Request]:
         """Return the requests of a method whose path matches the pattern from its start."""
         with self.lock:
-            return [request for request in self.requests if request.method == method and re.match(pattern, request.path)]
+            return [
+                request for request in self.requests if request.method == method and re.match(pattern, request.path)
+            ]
 
     def _answer(self, handler: BaseHTTPRequestHandler) -> None:
         content = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
@@ -148,16 +162,30 @@ class FakeCloud:
             body = json.loads(content) if content else None
         except ValueError:
             body = dict(parse_qsl(content.decode()))
-        request = Request(handler.command, parts.path, dict(parse_qsl(parts.query)), body, {name.lower(): value for name, value in handler.headers.items()})
+        request = Request(
+            handler.command,
+            parts.path,
+            dict(parse_qsl(parts.query)),
+            body,
+            {name.lower(): value for name, value in handler.headers.items()},
+        )
         with self.lock:
             self.requests.append(request)
-            fault = next((fault for fault in self.faults if fault.method == request.method and re.match(fault.pattern, request.path) and fault.times), None)
+            fault = next(
+                (
+                    fault
+                    for fault in self.faults
+                    if fault.method == request.method and re.match(fault.pattern, request.path) and fault.times
+                ),
+                None,
+            )
             if fault is not None:
                 fault.times -= 1
             reply = self._reply(request) if fault is None or fault.is_done else None
             if fault is not None:
                 reply = fault.reply
-            content = b"" if reply is None else _content(reply)  # under the lock: it may hold rows that the next request changes
+            # under the lock: it may hold rows that the next request changes
+            content = b"" if reply is None else _content(reply)
             self._under_way += 1
             self.most_at_once = max(self.most_at_once, self._under_way)
         if self.delay_seconds:
@@ -176,7 +204,12 @@ class FakeCloud:
             return refusal
         for method, pattern, handle in self._routes:
             if method == request.method and (match := pattern.fullmatch(request.path)):
-                return handle(self, Request(request.method, request.path, request.query, request.body, request.headers, match.groupdict()))
+                return handle(
+                    self,
+                    Request(
+                        request.method, request.path, request.query, request.body, request.headers, match.groupdict()
+                    ),
+                )
         return Reply(404, {"message": f"no route for {request.method} {request.path}"})
 
 

@@ -17,7 +17,15 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.accelerators import parse
-from skyward_core.errors import CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
+from skyward_core.errors import (
+    CredentialsError,
+    InstancesLeft,
+    NoCapacity,
+    ProviderFailed,
+    QuotaExceeded,
+    RateLimited,
+    SkywardError,
+)
 from skyward_core.machines.instances import InstanceState
 from skyward_core.machines.offers import Offer, Requirements, matches
 from skyward_core.providers.aws import account, offers, prices
@@ -47,7 +55,14 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def cloud(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAWS]:
     with FakeAWS() as fake:
-        for name in ("AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        for name in (
+            "AWS_SESSION_TOKEN",
+            "AWS_PROFILE",
+            "AWS_REGION",
+            "AWS_DEFAULT_REGION",
+            "AWS_CONFIG_FILE",
+            "AWS_SHARED_CREDENTIALS_FILE",
+        ):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
@@ -71,7 +86,13 @@ class TestAWS(ProviderContract):
 
         def strangers() -> None:
             cloud.backend().run_instances(
-                "ami-12c6146b", 7, None, [], instance_type="t3.micro", is_instance_type_default=False, tags={"instance": {"skyward": "no", "Name": "theirs"}}
+                "ami-12c6146b",
+                7,
+                None,
+                [],
+                instance_type="t3.micro",
+                is_instance_type_default=False,
+                tags={"instance": {"skyward": "no", "Name": "theirs"}},
             )
 
         def over() -> None:
@@ -134,7 +155,13 @@ def groups(cloud: FakeAWS, region: str = "us-east-1") -> list[Any]:
 
 def cidrs(cloud: FakeAWS) -> set[str]:
     (group,) = groups(cloud)
-    return {rule.ip_range[word] for rule in group.ingress_rules if rule.from_port is not None for word in ("CidrIp", "CidrIpv6") if rule.ip_range.get(word)}
+    return {
+        rule.ip_range[word]
+        for rule in group.ingress_rules
+        if rule.from_port is not None
+        for word in ("CidrIp", "CidrIpv6")
+        if rule.ip_range.get(word)
+    }
 
 
 # ── offers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -211,7 +238,11 @@ def test_our_own_table_is_of_types_that_there_are() -> None:
 
 def test_prices_come_from_the_price_list(cloud: FakeAWS) -> None:
     """All pages of it, of its region alone, and Local Zones cost more."""
-    cloud.list_prices = {("us-east-1", "g4dn.xlarge"): 0.5, ("us-east-1", "g4dn.2xlarge"): 0.7, ("eu-west-1", "g4dn.xlarge"): 0.6}
+    cloud.list_prices = {
+        ("us-east-1", "g4dn.xlarge"): 0.5,
+        ("us-east-1", "g4dn.2xlarge"): 0.7,
+        ("eu-west-1", "g4dn.xlarge"): 0.6,
+    }
     sold = make(cloud).offers(Requirements(accelerator=parse("T4")))
     assert {offer.instance_type: offer.price_per_hour for offer in sold} == {"g4dn.xlarge": 0.5, "g4dn.2xlarge": 0.7}
     assert all(words["Filters"] for words in cloud.words("GetProducts"))
@@ -220,7 +251,10 @@ def test_prices_come_from_the_price_list(cloud: FakeAWS) -> None:
 
 
 def test_the_disk_and_the_public_address_are_counted(cloud: FakeAWS) -> None:
-    """$0.08 per GB and month and $0.005 an hour (price pages, 2026-11-22); of a machine that is found again too. Its tags carry its own price alone."""
+    """$0.08 per GB and month and $0.005 an hour (price pages, 2026-11-22); of a machine that is found again too.
+
+    Its tags carry its own price alone.
+    """
     provider = make(cloud, disk_gb=450)
     (offer,) = (offer for offer in provider.offers(T4) if not offer.is_spot)
     assert [(extra.name, extra.usd_per_hour, bool(extra.source), extra.checked) for extra in offer.extras_per_hour] == [
@@ -231,7 +265,9 @@ def test_the_disk_and_the_public_address_are_counted(cloud: FakeAWS) -> None:
     (machine,) = provider.launch(offer, 1, tags(), STARTUP)
     assert (machine.price_per_hour, machine.extras_per_hour) == (0.526, offer.extras_per_hour)
     private = make(cloud, disk_gb=8, use_private_ip=True, ssh_cidr="10.0.0.0/8")
-    assert [(extra.name, extra.usd_per_hour) for extra in next(iter(private.offers(T4))).extras_per_hour] == [("disk", 0.011111)]
+    assert [(extra.name, extra.usd_per_hour) for extra in next(iter(private.offers(T4))).extras_per_hour] == [
+        ("disk", 0.011111)
+    ]
 
 
 def test_without_the_right_to_ask_for_prices_our_table_stands_in(cloud: FakeAWS) -> None:
@@ -246,10 +282,17 @@ def test_without_the_right_to_ask_for_prices_our_table_stands_in(cloud: FakeAWS)
 
 def test_spot_is_offered_at_each_price_that_a_zone_has_now(cloud: FakeAWS) -> None:
     """Older prices and Local Zones left out; the price on demand stands beside it."""
-    cloud.spot = {("g4dn.xlarge", "us-east-1a"): 0.3, ("g4dn.xlarge", "us-east-1c"): 0.2, ("g4dn.xlarge", "us-east-1-atl-2a"): 0.1}
+    cloud.spot = {
+        ("g4dn.xlarge", "us-east-1a"): 0.3,
+        ("g4dn.xlarge", "us-east-1c"): 0.2,
+        ("g4dn.xlarge", "us-east-1-atl-2a"): 0.1,
+    }
     spot = [offer for offer in make(cloud).offers(T4) if offer.is_spot]
     assert [(offer.price_per_hour, offer.on_demand_price_per_hour) for offer in spot] == [(0.2, 0.526), (0.3, 0.526)]
-    (words,) = {json.dumps({name: value for name, value in words.items() if name.startswith("Product")}) for words in cloud.words("DescribeSpotPriceHistory")}
+    (words,) = {
+        json.dumps({name: value for name, value in words.items() if name.startswith("Product")})
+        for words in cloud.words("DescribeSpotPriceHistory")
+    }
     assert json.loads(words) == {"ProductDescription.1": "Linux/UNIX"}
 
 
@@ -266,7 +309,10 @@ def test_spot_above_an_estimate_has_no_price_on_demand(cloud: FakeAWS) -> None:
     cloud.list_prices = None
     cloud.spot = {("g4dn.xlarge", "eu-west-1a"): 0.6, ("p5e.48xlarge", "eu-west-1a"): 20.0}
     sold = make(cloud, region="eu-west-1").offers(T4)
-    assert [(offer.is_spot, offer.price_per_hour, offer.on_demand_price_per_hour) for offer in sold] == [(False, 0.526, 0.526), (True, 0.6, None)]
+    assert [(offer.is_spot, offer.price_per_hour, offer.on_demand_price_per_hour) for offer in sold] == [
+        (False, 0.526, 0.526),
+        (True, 0.6, None),
+    ]
     sold = make(cloud, region="eu-west-1").offers(Requirements(instance_type="p5e.48xlarge"))
     assert [(offer.is_spot, offer.on_demand_price_per_hour) for offer in sold] == [(True, None)]
 
@@ -301,7 +347,9 @@ BOTH = ("us-west-2", "us-east-1")
 
 
 @pytest.mark.parametrize(("code", "status"), [("AuthFailure", 401), ("Unavailable", 503), ("", 0)])
-def test_a_region_that_cannot_be_asked_takes_no_other_with_it(cloud: FakeAWS, caplog: pytest.LogCaptureFixture, code: str, status: int) -> None:
+def test_a_region_that_cannot_be_asked_takes_no_other_with_it(
+    cloud: FakeAWS, caplog: pytest.LogCaptureFixture, code: str, status: int
+) -> None:
     """One that the account has not enabled, one that is out, and one without a place for machines: the log tells it."""
     if code:
         cloud.fail("*", code, status, times=999, when=lambda asked: asked.region == "us-west-2")
@@ -316,8 +364,12 @@ def test_a_region_that_cannot_be_asked_takes_no_other_with_it(cloud: FakeAWS, ca
     assert provider.account() == ACCOUNT
 
 
-@pytest.mark.parametrize(("code", "status", "error"), [("AuthFailure", 401, CredentialsError), ("Unavailable", 503, ProviderFailed)])
-def test_what_only_a_region_that_cannot_be_asked_may_have_is_not_told_as_sold_out(cloud: FakeAWS, code: str, status: int, error: type[SkywardError]) -> None:
+@pytest.mark.parametrize(
+    ("code", "status", "error"), [("AuthFailure", 401, CredentialsError), ("Unavailable", 503, ProviderFailed)]
+)
+def test_what_only_a_region_that_cannot_be_asked_may_have_is_not_told_as_sold_out(
+    cloud: FakeAWS, code: str, status: int, error: type[SkywardError]
+) -> None:
     """Nor when none can be asked; each of them is told."""
     cloud.list_prices = {("us-west-2", "g4dn.xlarge"): 0.6, ("us-east-1", "g4dn.12xlarge"): 3.9}
     cloud.fail("*", code, status, times=9999, when=lambda asked: asked.region == "us-west-2")
@@ -331,8 +383,13 @@ def test_what_only_a_region_that_cannot_be_asked_may_have_is_not_told_as_sold_ou
             verb()
 
 
-def test_a_region_that_the_account_has_not_enabled_keeps_no_pool_from_being_known_to_be_gone(cloud: FakeAWS, caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever asks: the pool that rented the machine, and the reaper or a sweep after it, which remember nothing. AWS itself says that it is not enabled."""
+def test_a_region_that_the_account_has_not_enabled_keeps_no_pool_from_being_known_to_be_gone(
+    cloud: FakeAWS, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever asks: the pool that rented the machine, and the reaper or a sweep after it, which remember nothing.
+
+    AWS itself says that it is not enabled.
+    """
     cloud.not_enabled = {"us-west-2"}
     provider = make(cloud, region=BOTH)
     (machine,) = provider.launch(provider.offers(T4)[0], 1, tags(), STARTUP)
@@ -357,7 +414,9 @@ def test_a_region_that_only_refuses_us_is_no_empty_one(cloud: FakeAWS, *, is_ena
 
 
 def test_a_machine_that_aws_does_not_know_yet_is_not_gone(cloud: FakeAWS) -> None:
-    """`InvalidInstanceID.NotFound` comes for seconds after RunInstances; a minute after it, and of a machine of nobody's, it is what it says."""
+    """`InvalidInstanceID.NotFound` comes for seconds after RunInstances; a minute after it, and of a machine of
+    nobody's, it is what it says.
+    """
     provider = make(cloud)
     (machine,) = provider.launch(provider.offers(T4)[0], 1, tags(), STARTUP)
     cloud.fail("TerminateInstances", "InvalidInstanceID.NotFound", times=1)
@@ -388,12 +447,16 @@ def test_regions_without_a_place_and_an_outage_are_an_outage(cloud: FakeAWS) -> 
 
 def test_a_mistake_in_a_region_is_told(cloud: FakeAWS) -> None:
     """It is no reason to leave the region out."""
-    cloud.fail("DescribeInstanceTypes", "InvalidParameterValue", times=9, when=lambda asked: asked.region == "us-west-2")
+    cloud.fail(
+        "DescribeInstanceTypes", "InvalidParameterValue", times=9, when=lambda asked: asked.region == "us-west-2"
+    )
     with pytest.raises(sky.BadRequest, match="in us-west-2"):
         make(cloud, region=BOTH).offers(T4)
 
 
-def test_without_the_right_to_ask_for_spot_prices_there_is_what_is_sold_on_demand(cloud: FakeAWS, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_the_right_to_ask_for_spot_prices_there_is_what_is_sold_on_demand(
+    cloud: FakeAWS, caplog: pytest.LogCaptureFixture
+) -> None:
     """The log names the right; any other refusal of the credentials is told."""
     cloud.spot = {("g4dn.xlarge", "us-east-1a"): 0.2}
     cloud.fail("DescribeSpotPriceHistory", "UnauthorizedOperation", 403)
@@ -413,16 +476,26 @@ def test_without_the_right_to_ask_for_spot_prices_there_is_what_is_sold_on_deman
         ({"instance_type": "t4g.nano"}, {"t4g.nano"}),
     ],
 )
-def test_who_says_nothing_of_memory_gets_enough_for_a_node(cloud: FakeAWS, wish: dict[str, Any], names: set[str]) -> None:
+def test_who_says_nothing_of_memory_gets_enough_for_a_node(
+    cloud: FakeAWS, wish: dict[str, Any], names: set[str]
+) -> None:
     """2 GB; smaller ones are there for who asks for little, or for that type."""
-    cloud.list_prices = {("us-east-1", name): price for name, price in (("t4g.nano", 0.0042), ("t3.micro", 0.01), ("t4g.small", 0.017), ("m7i.large", 0.1))}
+    cloud.list_prices = {
+        ("us-east-1", name): price
+        for name, price in (("t4g.nano", 0.0042), ("t3.micro", 0.01), ("t4g.small", 0.017), ("m7i.large", 0.1))
+    }
     assert {offer.instance_type for offer in make(cloud).offers(Requirements(**wish))} == names
 
 
 def test_a_machine_says_which_processor_it_has(cloud: FakeAWS) -> None:
-    """The cheapest for who asks for nothing has another one than most clients, and is prepared as what it is; who asks for one gets no other."""
+    """The cheapest for who asks for nothing has another one than most clients, and is prepared as what it is; who asks
+    for one gets no other.
+    """
     cloud.list_prices = {("us-east-1", name): price for name, price in (("t4g.small", 0.017), ("m7i.large", 0.1))}
-    assert {offer.instance_type: offer.architecture for offer in make(cloud).offers(Requirements())} == {"t4g.small": "arm64", "m7i.large": "x86_64"}
+    assert {offer.instance_type: offer.architecture for offer in make(cloud).offers(Requirements())} == {
+        "t4g.small": "arm64",
+        "m7i.large": "x86_64",
+    }
     for architecture, name in (("arm64", "t4g.small"), ("x86_64", "m7i.large")):
         assert {offer.instance_type for offer in make(cloud).offers(Requirements(architecture=architecture))} == {name}
 
@@ -438,7 +511,9 @@ def test_the_list_of_prices_has_what_is_asked_for_by_name(cloud: FakeAWS, tmp_pa
 
 
 def test_the_creating_call_says_it_all(cloud: FakeAWS) -> None:
-    """All machines or none, tagged in the call, gone when they power off, with a disk that goes with them; no key pair."""
+    """All machines or none, tagged in the call, gone when they power off, with a disk that goes with them; no key
+    pair.
+    """
     make(cloud, instance_profile="trainer").offers(T4)
     cloud.fail("RunInstances", "InvalidParameterValue", times=1)
     with pytest.raises(sky.BadRequest):
@@ -451,17 +526,26 @@ def test_the_creating_call_says_it_all(cloud: FakeAWS) -> None:
     assert words["NetworkInterface.1.AssociatePublicIpAddress"] == "true"
     disk = {name.rpartition(".")[2]: value for name, value in words.items() if name.startswith("BlockDeviceMapping.1.")}
     assert disk == {"DeviceName": "/dev/sda1", "VolumeSize": "100", "VolumeType": "gp3", "DeleteOnTermination": "true"}
-    assert {words[f"TagSpecification.{n}.ResourceType"] for n in (1, 2, 3)} == {"instance", "volume", "network-interface"}
+    assert {words[f"TagSpecification.{n}.ResourceType"] for n in (1, 2, 3)} == {
+        "instance",
+        "volume",
+        "network-interface",
+    }
     assert not [name for name in words if name.startswith(("KeyName", "InstanceMarketOptions", "TagSpecification.4"))]
     assert cloud.alive() == set()
 
 
 @pytest.mark.parametrize("name", ["t2.large", "t3.large", "t3a.large", "t4g.large"])
 def test_a_machine_uses_no_more_cpu_than_is_in_its_price(cloud: FakeAWS, name: str) -> None:
-    """AWS would bill what T3, T3a and T4g use beyond their credits, beside the price that the bill knows; with an image of one's own, too."""
+    """AWS would bill what T3, T3a and T4g use beyond their credits, beside the price that the bill knows; with an image
+    of one's own, too.
+    """
     make(cloud).launch(of_type(name, accelerator=None), 1, tags(), STARTUP)
     make(cloud, ami="ami-0b0700000000000x8").launch(of_type(name, accelerator=None), 1, tags(launch="L1"), STARTUP)
-    assert [words["CreditSpecification.CpuCredits"] for words in cloud.words("RunInstances")] == ["standard", "standard"]
+    assert [words["CreditSpecification.CpuCredits"] for words in cloud.words("RunInstances")] == [
+        "standard",
+        "standard",
+    ]
 
 
 def test_a_machine_without_cpu_credits_is_not_asked_for_with_them(cloud: FakeAWS) -> None:
@@ -472,7 +556,13 @@ def test_a_machine_without_cpu_credits_is_not_asked_for_with_them(cloud: FakeAWS
 
 def test_a_zone_that_is_sold_out_is_asked_once(cloud: FakeAWS) -> None:
     """Its answer is a 500, which the SDK would repeat; the next zone has them all, or none of them."""
-    cloud.fail("RunInstances", "InsufficientInstanceCapacity", 500, times=9, when=lambda asked: cloud.subnet_zone(asked) < "us-east-1c")
+    cloud.fail(
+        "RunInstances",
+        "InsufficientInstanceCapacity",
+        500,
+        times=9,
+        when=lambda asked: cloud.subnet_zone(asked) < "us-east-1c",
+    )
     launched = make(cloud).launch(OFFER, 2, tags(), STARTUP)
     assert len(launched) == 2
     assert zones_asked(cloud) == ["us-east-1a", "us-east-1b", "us-east-1c"]
@@ -483,7 +573,9 @@ def test_what_all_zones_have_said_is_told(cloud: FakeAWS) -> None:
     """The code is of one that sells such machines at all."""
     cloud.fail("RunInstances", "Unsupported", times=9, when=lambda asked: cloud.subnet_zone(asked) != "us-east-1c")
     cloud.fail("RunInstances", "InsufficientInstanceCapacity", 500, times=9)
-    with pytest.raises(NoCapacity, match=r"us-east-1c \(subnet-\w+\): InsufficientInstanceCapacity, us-east-1d") as caught:
+    with pytest.raises(
+        NoCapacity, match=r"us-east-1c \(subnet-\w+\): InsufficientInstanceCapacity, us-east-1d"
+    ) as caught:
         make(cloud).launch(OFFER, 1, tags(), STARTUP)
     assert caught.value.code == "InsufficientInstanceCapacity"
     assert zones_asked(cloud) == ZONES
@@ -549,9 +641,17 @@ def test_throttling_of_the_creating_call_is_waited_out(cloud: FakeAWS) -> None:
 def test_a_token_is_of_launch_place_and_market(cloud: FakeAWS) -> None:
     """With other words than before, EC2 refuses a token."""
     cloud.spot = {("g4dn.xlarge", "us-east-1a"): 0.2}
-    for offer, count, launch in ((OFFER, 1, "L1"), (OFFER, 1, "L2"), (SPOT, 1, "L1"), (OFFER, 2, "L1"), (of_type("g4dn.2xlarge"), 1, "L1")):
+    for offer, count, launch in (
+        (OFFER, 1, "L1"),
+        (OFFER, 1, "L2"),
+        (SPOT, 1, "L1"),
+        (OFFER, 2, "L1"),
+        (of_type("g4dn.2xlarge"), 1, "L1"),
+    ):
         make(cloud).launch(offer, count, tags(launch=launch), STARTUP)
-    assert len({words["ClientToken"] for action in ("RunInstances", "CreateFleet") for words in cloud.words(action)}) == 5
+    assert (
+        len({words["ClientToken"] for action in ("RunInstances", "CreateFleet") for words in cloud.words(action)}) == 5
+    )
 
 
 def test_many_machines_are_one_call(cloud: FakeAWS) -> None:
@@ -616,7 +716,9 @@ def test_long_user_data_is_compressed(cloud: FakeAWS) -> None:
         ("c8g.4xlarge", None, "canonical/ubuntu/server/24.04/stable/current/arm64"),
     ],
 )
-def test_the_image_is_of_the_chip_and_the_processor(cloud: FakeAWS, name: str, accelerator: str | None, parameter: str) -> None:
+def test_the_image_is_of_the_chip_and_the_processor(
+    cloud: FakeAWS, name: str, accelerator: str | None, parameter: str
+) -> None:
     """Where AWS says that its latest is."""
     make(cloud).launch(of_type(name, accelerator=accelerator), 1, tags(), STARTUP)
     (asked,) = cloud.words("GetParameter")
@@ -649,7 +751,9 @@ def test_machines_can_be_logged_in_to_from_here_and_from_each_other(cloud: FakeA
     make(cloud).launch(OFFER, 1, tags(launch="L1"), STARTUP)
     (group,) = groups(cloud)
     assert cidrs(cloud) == {f"{OUR_ADDRESS}/32"}
-    assert [pair["GroupId"] for rule in group.ingress_rules for pair in ([rule.source_group] if rule.source_group else [])] == [group.id]
+    assert [
+        pair["GroupId"] for rule in group.ingress_rules for pair in ([rule.source_group] if rule.source_group else [])
+    ] == [group.id]
     assert {words["NetworkInterface.1.SecurityGroupId.1"] for words in cloud.words("RunInstances")} == {group.id}
     assert len(cloud.words("AuthorizeSecurityGroupIngress")) == 2
 
@@ -742,7 +846,9 @@ def test_a_new_machine_is_waited_for(cloud: FakeAWS) -> None:
         ("stopped", "Server.SpotInstanceShutdown", NoCapacity, "SpotInstanceShutdown"),
     ],
 )
-def test_a_machine_that_ends_on_the_way_tells_why(cloud: FakeAWS, state: str, code: str, error: type[SkywardError], word: str) -> None:
+def test_a_machine_that_ends_on_the_way_tells_why(
+    cloud: FakeAWS, state: str, code: str, error: type[SkywardError], word: str
+) -> None:
     """In AWS's own word; one that is stopped is ended, for its disk is paid for."""
     cloud.pending_listings = 9
     cloud.on_listing = lambda: [cloud.put(machine, state, code) for machine in cloud.alive()] and None
@@ -832,7 +938,9 @@ def test_a_pattern_is_no_name_of_a_pool(cloud: FakeAWS) -> None:
 def test_one_machine_that_cannot_be_ended_keeps_no_other(cloud: FakeAWS) -> None:
     """Its id is told; the region fails the whole call because of it."""
     launched = [instance.id for instance in make(cloud).launch(OFFER, 3, tags(), STARTUP)]
-    cloud.fail("TerminateInstances", "OperationNotPermitted", times=9, when=lambda asked: launched[1] in asked.words.values())
+    cloud.fail(
+        "TerminateInstances", "OperationNotPermitted", times=9, when=lambda asked: launched[1] in asked.words.values()
+    )
     with pytest.raises(InstancesLeft) as caught:
         make(cloud).terminate(launched)
     assert caught.value.ids == (launched[1],)
@@ -845,7 +953,9 @@ def test_machines_of_several_regions_are_listed_and_ended(cloud: FakeAWS) -> Non
     east = both.launch(OFFER, 2, tags(), STARTUP)
     west = both.launch(of_type("g4dn.xlarge", "eu-west-1"), 1, tags(first_rank=2, launch="L1"), STARTUP)
     ids = [instance.id for instance in (*east, *west)]
-    assert {instance.id: instance.region for instance in both.instances(POOL)} == dict(zip(ids, ["us-east-1", "us-east-1", "eu-west-1"], strict=True))
+    assert {instance.id: instance.region for instance in both.instances(POOL)} == dict(
+        zip(ids, ["us-east-1", "us-east-1", "eu-west-1"], strict=True)
+    )
     assert {instance.id for instance in make(cloud).instances(POOL)} == set(ids[:2])
     both.terminate(ids)
     assert cloud.alive() == set()
@@ -870,7 +980,10 @@ def test_where_a_person_looks(cloud: FakeAWS) -> None:
     """The console of the machine's own region."""
     (machine,) = make(cloud).launch(OFFER, 1, tags(), STARTUP)
     url = make(cloud).console_url(machine)
-    assert url == f"https://us-east-1.console.aws.amazon.com/ec2/home?region=us-east-1#InstanceDetails:instanceId={machine.id}"
+    assert (
+        url
+        == f"https://us-east-1.console.aws.amazon.com/ec2/home?region=us-east-1#InstanceDetails:instanceId={machine.id}"
+    )
 
 
 # ── errors and credentials ───────────────────────────────────────────────────────────────────────────────────────────
@@ -943,7 +1056,9 @@ def test_a_refusal_keeps_its_cause(cloud: FakeAWS) -> None:
 
 def test_nobody_there_is_an_outage() -> None:
     """Nor does it say anything of the credentials."""
-    provider = sky.AWS(endpoint_url="http://127.0.0.1:9", access_key_id="AKIAIOSFODNN7EXAMPLE", secret_access_key=SECRET)  # type: ignore[arg-type]
+    provider = sky.AWS(
+        endpoint_url="http://127.0.0.1:9", access_key_id="AKIAIOSFODNN7EXAMPLE", secret_access_key=SECRET
+    )  # type: ignore[arg-type]
     with pytest.raises(ProviderFailed):
         provider.instances(POOL)
 
@@ -951,7 +1066,12 @@ def test_nobody_there_is_an_outage() -> None:
 def test_a_message_with_a_secret_in_it_is_told_without(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
     """SignatureDoesNotMatch repeats the request that was signed, session token and all."""
     monkeypatch.setenv("AWS_SESSION_TOKEN", "FwoGZXIvYXdzEBYaDHsession")
-    cloud.fail("DescribeInstances", "SignatureDoesNotMatch", 403, message="the string was 'x-amz-security-token:FwoGZXIvYXdzEBYaDHsession'")
+    cloud.fail(
+        "DescribeInstances",
+        "SignatureDoesNotMatch",
+        403,
+        message="the string was 'x-amz-security-token:FwoGZXIvYXdzEBYaDHsession'",
+    )
     with pytest.raises(CredentialsError, match=r"x-amz-security-token:\*\*\*") as caught:
         make(cloud).instances(POOL)
     assert caught.value.__cause__ is None
@@ -959,7 +1079,9 @@ def test_a_message_with_a_secret_in_it_is_told_without(cloud: FakeAWS, monkeypat
 
 
 @pytest.mark.parametrize("variables", [{"AWS_PROFILE": "none"}, {"AWS_ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE"}])
-def test_half_credentials_are_none(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variables: dict[str, str]) -> None:
+def test_half_credentials_are_none(
+    cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variables: dict[str, str]
+) -> None:
     """A profile that there is not, or a key without its secret."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
@@ -1022,5 +1144,10 @@ def test_what_cannot_be_is_refused(fields: dict[str, Any]) -> None:
 def test_it_is_plain_data() -> None:
     """With what was set; an address is a network of one."""
     provider = sky.AWS(region=("us-east-1", "us-gov-west-1"), ssh_cidr="203.0.113.7", use_ssm=False)
-    assert provider.to_json() == {"name": "aws", "region": ["us-east-1", "us-gov-west-1"], "ssh_cidr": "203.0.113.7/32", "use_ssm": False}
+    assert provider.to_json() == {
+        "name": "aws",
+        "region": ["us-east-1", "us-gov-west-1"],
+        "ssh_cidr": "203.0.113.7/32",
+        "use_ssm": False,
+    }
     assert load({"name": "aws", "region": "us-west-2"}) == sky.AWS(region="us-west-2")

@@ -54,7 +54,14 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def cloud(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAWS]:
     with FakeAWS() as fake:
-        for name in ("AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        for name in (
+            "AWS_SESSION_TOKEN",
+            "AWS_PROFILE",
+            "AWS_REGION",
+            "AWS_DEFAULT_REGION",
+            "AWS_CONFIG_FILE",
+            "AWS_SHARED_CREDENTIALS_FILE",
+        ):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
@@ -70,7 +77,9 @@ def account(cloud: FakeAWS) -> Iterator[Account]:
 
 
 def now() -> datetime:
-    """Return the time as of this call: the product reads its own clock too, and a run of all tests takes longer than some of these ages."""
+    """Return the time as of this call: the product reads its own clock too, and a run of all tests takes longer than
+    some of these ages.
+    """
     return datetime.now(UTC)
 
 
@@ -81,7 +90,10 @@ def spot(cloud: FakeAWS, **prices: float) -> None:
 
 def pools_asked(cloud: FakeAWS) -> list[set[tuple[str, str]]]:
     """Return of each fleet the types and zones."""
-    return [{(name, zone) for name, zone, _, _ in cloud.fleets._pools(words, "us-east-1")} for words in cloud.words("CreateFleet")]
+    return [
+        {(name, zone) for name, zone, _, _ in cloud.fleets._pools(words, "us-east-1")}
+        for words in cloud.words("CreateFleet")
+    ]
 
 
 def own_tags(cloud: FakeAWS, machine_id: str) -> dict[str, str]:
@@ -108,7 +120,10 @@ def zones_of(cloud: FakeAWS, launched: list[Instance]) -> set[str]:
     ],
 )
 def test_pools_of_about_one_price_are_sold_together(prices: list[float], share: float, sold: list[float]) -> None:
-    """At the price of the dearest: what is paid is never more than what was offered. Counted from the cheapest one, so that no chain of small steps gets dear."""
+    """At the price of the dearest: what is paid is never more than what was offered.
+
+    Counted from the cheapest one, so that no chain of small steps gets dear.
+    """
     assert offers.spread(prices, share) == sold
 
 
@@ -118,13 +133,19 @@ def test_zones_of_about_one_price_are_one_offer(cloud: FakeAWS) -> None:
     sold = [offer.price_per_hour for offer in make(cloud).offers(T4) if offer.is_spot]
     assert sold == [0.21, 0.3]
     assert [offer.price_per_hour for offer in make(cloud, spot_spread=1.0).offers(T4) if offer.is_spot] == [0.3]
-    assert [offer.price_per_hour for offer in make(cloud, spot_spread=0).offers(T4) if offer.is_spot] == [0.2, 0.21, 0.3]
+    assert [offer.price_per_hour for offer in make(cloud, spot_spread=0).offers(T4) if offer.is_spot] == [
+        0.2,
+        0.21,
+        0.3,
+    ]
     with pytest.raises(ValueError, match="spot_spread"):
         make(cloud, spot_spread=-0.1)
 
 
 def test_other_types_that_do_as_well_are_told(cloud: FakeAWS) -> None:
-    """The same chips, what was asked for of the rest, and for no more money somewhere; on demand there is one type, and with `machine=` too."""
+    """The same chips, what was asked for of the rest, and for no more money somewhere; on demand there is one type, and
+    with `machine=` too.
+    """
     cloud.spot = {
         ("g4dn.xlarge", A): 0.2,
         ("g4dn.2xlarge", B): 0.19,
@@ -140,7 +161,11 @@ def test_other_types_that_do_as_well_are_told(cloud: FakeAWS) -> None:
     assert sold["g4dn.4xlarge", True].or_types == ("g4dn.2xlarge", "g4dn.8xlarge", "g4dn.xlarge")
     assert sold["g4dn.12xlarge", True].or_types == ()
     assert sold["g4dn.xlarge", False].or_types == ()
-    larger = {offer.instance_type: offer for offer in make(cloud).offers(want.model_copy(update={"vcpus": 16})) if offer.is_spot}
+    larger = {
+        offer.instance_type: offer
+        for offer in make(cloud).offers(want.model_copy(update={"vcpus": 16}))
+        if offer.is_spot
+    }
     assert larger["g4dn.4xlarge"].or_types == ("g4dn.8xlarge",)
     assert [offer.or_types for offer in make(cloud).offers(T4) if offer.is_spot] == [()]
 
@@ -156,7 +181,11 @@ def test_with_efa_no_type_without_it_stands_for_one(cloud: FakeAWS) -> None:
     """What runs over all machines chooses one network for them; a machine that is alone has none to choose."""
     cloud.spot = {("g6.8xlarge", A): 1.0, ("g6.16xlarge", A): 0.9, ("g6.4xlarge", A): 0.8}
     for nodes, others in ((2, ("g6.16xlarge",)), (1, ("g6.4xlarge", "g6.16xlarge"))):
-        sold = {offer.instance_type: offer for offer in make(cloud).offers(Requirements(accelerator=parse("L4"), nodes=nodes)) if offer.is_spot}
+        sold = {
+            offer.instance_type: offer
+            for offer in make(cloud).offers(Requirements(accelerator=parse("L4"), nodes=nodes))
+            if offer.is_spot
+        }
         assert (sold["g6.8xlarge"].or_types, sold["g6.8xlarge"].nodes) == (others, nodes)
 
 
@@ -180,8 +209,16 @@ def test_how_many_work_together_is_in_the_wish() -> None:
 
 
 def test_a_fleet_is_asked_for_all_pools_that_cost_no_more(cloud: FakeAWS) -> None:
-    """In one call, of which EC2 chooses; all machines or none, in one zone and of one type; gone when they power off."""
-    cloud.spot = {("g4dn.xlarge", A): 0.2, ("g4dn.xlarge", B): 0.18, ("g4dn.xlarge", C): 0.21, ("g4dn.2xlarge", C): 0.2, ("g4dn.2xlarge", A): 0.3}
+    """In one call, of which EC2 chooses; all machines or none, in one zone and of one type; gone when they power
+    off.
+    """
+    cloud.spot = {
+        ("g4dn.xlarge", A): 0.2,
+        ("g4dn.xlarge", B): 0.18,
+        ("g4dn.xlarge", C): 0.21,
+        ("g4dn.2xlarge", C): 0.2,
+        ("g4dn.2xlarge", A): 0.3,
+    }
     offer = SPOT.model_copy(update={"or_types": ("g4dn.2xlarge",)})
     launched = make(cloud, ami="ami-0b0700000000000x8").launch(offer, 3, tags(first_rank=2), STARTUP)
     assert cloud.words("RunInstances") == []
@@ -203,8 +240,15 @@ def test_a_fleet_is_asked_for_all_pools_that_cost_no_more(cloud: FakeAWS) -> Non
     assert data["MetadataOptions.HttpTokens"] == "required"
     assert data["BlockDeviceMapping.1.Ebs.DeleteOnTermination"] == "true"
     assert data["NetworkInterface.1.AssociatePublicIpAddress"] == "true"
-    assert STARTUP in json.loads(base64.b64decode(data["UserData"]).decode().removeprefix("#cloud-config\n"))["runcmd"][0][2]
-    assert not [name for name in data if name.startswith(("InstanceType", "InstanceMarketOptions", "Placement", "NetworkInterface.1.SubnetId"))]
+    assert (
+        STARTUP
+        in json.loads(base64.b64decode(data["UserData"]).decode().removeprefix("#cloud-config\n"))["runcmd"][0][2]
+    )
+    assert not [
+        name
+        for name in data
+        if name.startswith(("InstanceType", "InstanceMarketOptions", "Placement", "NetworkInterface.1.SubnetId"))
+    ]
     assert zones_of(cloud, launched) == {B}
     assert sorted(instance.rank for instance in launched) == [2, 3, 4]
     cloud.fleets.refusals["*", "*"] = NONE_LEFT
@@ -216,9 +260,13 @@ def test_a_fleet_is_asked_for_all_pools_that_cost_no_more(cloud: FakeAWS) -> Non
 def test_spot_machines_use_no_more_cpu_than_is_in_their_price(cloud: FakeAWS) -> None:
     """Types with CPU credits have a template of their own: for others AWS refuses the word."""
     cloud.spot = {("t3.large", A): 0.03, ("m7i.large", A): 0.02, ("t3a.large", A): 0.04}
-    offer = of_type("t3.large", accelerator=None, is_spot=True, price_per_hour=0.05, or_types=("m7i.large", "t3a.large"))
+    offer = of_type(
+        "t3.large", accelerator=None, is_spot=True, price_per_hour=0.05, or_types=("m7i.large", "t3a.large")
+    )
     make(cloud).launch(offer, 1, tags(), STARTUP)
-    assert {words.get("LaunchTemplateData.CreditSpecification.CpuCredits") for words in cloud.words("CreateLaunchTemplate")} == {"standard", None}
+    assert {
+        words.get("LaunchTemplateData.CreditSpecification.CpuCredits") for words in cloud.words("CreateLaunchTemplate")
+    } == {"standard", None}
     (words,) = cloud.words("CreateFleet")
     templates = {name: template for name, _, _, template in cloud.fleets._pools(words, "us-east-1")}
     assert templates["t3.large"] == templates["t3a.large"] != templates["m7i.large"]
@@ -245,7 +293,11 @@ def test_each_thing_is_tagged_by_the_one_that_can(cloud: FakeAWS) -> None:
     spot(cloud, a=0.2)
     make(cloud).launch(SPOT, 1, tags(), STARTUP)
     said = {
-        action: {(name.partition("TagSpecification")[0], value) for name, value in cloud.words(action)[0].items() if name.endswith("ResourceType")}
+        action: {
+            (name.partition("TagSpecification")[0], value)
+            for name, value in cloud.words(action)[0].items()
+            if name.endswith("ResourceType")
+        }
         for action in ("CreateFleet", "CreateLaunchTemplate")
     }
     assert said["CreateFleet"] == {("", "instance"), ("", "volume")}
@@ -257,7 +309,9 @@ def test_each_thing_is_tagged_by_the_one_that_can(cloud: FakeAWS) -> None:
 
 
 def test_dearer_zones_are_not_asked(cloud: FakeAWS) -> None:
-    """The bill counts the offer's price; what has become dearer since it was made is no capacity, and nothing is left or asked."""
+    """The bill counts the offer's price; what has become dearer since it was made is no capacity, and nothing is left
+    or asked.
+    """
     spot(cloud, a=0.21, b=0.3)
     with pytest.raises(NoCapacity) as caught:
         make(cloud).launch(SPOT, 1, tags(), STARTUP)
@@ -270,7 +324,11 @@ def test_a_zone_is_asked_for_once(cloud: FakeAWS) -> None:
     spot(cloud, a=0.2)
     vpc = cloud.backend().describe_subnets()[0].vpc_id
     small = cloud.backend().create_subnet(vpc, "172.31.192.0/24", A).id
-    large = next(subnet.id for subnet in cloud.backend().describe_subnets() if subnet.availability_zone == A and subnet.id != small)
+    large = next(
+        subnet.id
+        for subnet in cloud.backend().describe_subnets()
+        if subnet.availability_zone == A and subnet.id != small
+    )
     (machine,) = make(cloud, subnet_ids=(small, large)).launch(SPOT, 1, tags(), STARTUP)
     assert cloud.machine(machine.id).subnet_id == large
     (machine,) = make(cloud, subnet_ids=(small,)).launch(SPOT, 1, tags(launch="L1"), STARTUP)
@@ -296,7 +354,9 @@ def test_templates_do_not_outlive_a_launch(cloud: FakeAWS) -> None:
     assert len({words["LaunchTemplateName"] for words in cloud.words("CreateLaunchTemplate")}) == 3
 
 
-def test_a_template_that_cannot_be_deleted_is_in_nobodys_way(cloud: FakeAWS, account: Account, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_template_that_cannot_be_deleted_is_in_nobodys_way(
+    cloud: FakeAWS, account: Account, caplog: pytest.LogCaptureFixture
+) -> None:
     """The machines are there; it is taken away later."""
     spot(cloud, a=0.2)
     cloud.fail("DeleteLaunchTemplate", "UnauthorizedOperation", 403)
@@ -316,9 +376,13 @@ def test_a_template_of_the_same_launch_is_taken(cloud: FakeAWS) -> None:
     assert len(cloud.fleets.templates) == 1
     cloud.faults.clear()
     cloud.fleets._answers = {
-        token: told for token, told in cloud.fleets._answers.items() if token in {one["ClientToken"] for one in cloud.words("CreateFleet")}
+        token: told
+        for token, told in cloud.fleets._answers.items()
+        if token in {one["ClientToken"] for one in cloud.words("CreateFleet")}
     }
-    assert [instance.id for instance in make(cloud).launch(SPOT, 1, tags(), STARTUP)] == [instance.id for instance in first]
+    assert [instance.id for instance in make(cloud).launch(SPOT, 1, tags(), STARTUP)] == [
+        instance.id for instance in first
+    ]
     assert cloud.fleets.templates == {}
     assert len(cloud.alive()) == 1
 
@@ -336,11 +400,16 @@ def test_a_template_that_cannot_be_made_is_told(cloud: FakeAWS) -> None:
 
 
 def test_what_all_pools_have_said_is_told(cloud: FakeAWS) -> None:
-    """With status 200 and no machine; those that were not tried are left out, and the code is of one that sells such machines at all."""
+    """With status 200 and no machine; those that were not tried are left out, and the code is of one that sells such
+    machines at all.
+    """
     spot(cloud, a=0.18, b=0.19, c=0.2)
     cloud.fleets.refusals = {("g4dn.xlarge", A): ("Unsupported", "no such type"), ("g4dn.xlarge", B): NONE_LEFT}
     cloud.fleets.untried = {("g4dn.xlarge", C)}
-    with pytest.raises(NoCapacity, match=r"us-east-1a \(subnet-\w+\): Unsupported, g4dn.xlarge in us-east-1b \(subnet-\w+\): InsufficientInst") as caught:
+    with pytest.raises(
+        NoCapacity,
+        match=r"us-east-1a \(subnet-\w+\): Unsupported, g4dn.xlarge in us-east-1b \(subnet-\w+\): InsufficientInst",
+    ) as caught:
         make(cloud).launch(SPOT, 2, tags(), STARTUP)
     assert caught.value.code == "InsufficientInstanceCapacity"
     assert C not in str(caught.value)
@@ -373,7 +442,10 @@ def test_a_fleets_errors_say_what_to_do_next(codes: list[str], kind: type[Skywar
 def test_throttling_that_hides_in_an_answer_is_waited_out(cloud: FakeAWS) -> None:
     """It is no lack of machines. The answer to its token stands, so another token is used."""
     spot(cloud, a=0.2, b=0.2)
-    cloud.fleets.refusals = {("g4dn.xlarge", A): NONE_LEFT, ("g4dn.xlarge", B): ("RequestLimitExceeded", "Request limit exceeded.")}
+    cloud.fleets.refusals = {
+        ("g4dn.xlarge", A): NONE_LEFT,
+        ("g4dn.xlarge", B): ("RequestLimitExceeded", "Request limit exceeded."),
+    }
 
     def mend() -> Iterator[None]:
         yield
@@ -454,8 +526,13 @@ def test_a_fleet_that_was_not_made_is_an_outage(cloud: FakeAWS) -> None:
         make(cloud).launch(SPOT, 1, tags(), STARTUP)
 
 
-@pytest.mark.parametrize(("code", "status", "kind"), [("MaxFleetCountExceeded", 400, QuotaExceeded), ("UnauthorizedOperation", 403, CredentialsError)])
-def test_a_refusal_of_the_call_is_told_as_it_is(cloud: FakeAWS, code: str, status: int, kind: type[SkywardError]) -> None:
+@pytest.mark.parametrize(
+    ("code", "status", "kind"),
+    [("MaxFleetCountExceeded", 400, QuotaExceeded), ("UnauthorizedOperation", 403, CredentialsError)],
+)
+def test_a_refusal_of_the_call_is_told_as_it_is(
+    cloud: FakeAWS, code: str, status: int, kind: type[SkywardError]
+) -> None:
     """Once: it is not about one pool."""
     spot(cloud, a=0.2)
     cloud.fail("CreateFleet", code, status, times=99)
@@ -482,7 +559,9 @@ def test_what_is_paid_is_told(cloud: FakeAWS) -> None:
     assert len(cloud.words("CreateTags")) == 1  # nothing else to say
 
 
-def test_without_the_right_to_say_so_the_price_that_was_offered_stands(cloud: FakeAWS, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_the_right_to_say_so_the_price_that_was_offered_stands(
+    cloud: FakeAWS, caplog: pytest.LogCaptureFixture
+) -> None:
     """And is told by everybody."""
     spot(cloud, a=0.2, b=0.15)
     cloud.fail("CreateTags", "UnauthorizedOperation", 403, times=9)
@@ -492,7 +571,9 @@ def test_without_the_right_to_say_so_the_price_that_was_offered_stands(cloud: Fa
 
 
 def test_machines_of_several_calls_have_ranks_of_their_own(cloud: FakeAWS) -> None:
-    """EC2 counts within one call, and a fleet may be many: the places are written down, and hold when a machine is gone."""
+    """EC2 counts within one call, and a fleet may be many: the places are written down, and hold when a machine is
+    gone.
+    """
     spot(cloud, a=0.2)
     cloud.fleets.is_split = True
     launched = make(cloud).launch(SPOT, 4, tags(first_rank=3), STARTUP)
@@ -507,21 +588,31 @@ def test_machines_of_several_calls_have_ranks_of_their_own(cloud: FakeAWS) -> No
 
 
 def test_ranks_are_told_apart_before_they_are_written_down(cloud: FakeAWS) -> None:
-    """A client was killed after the fleet had come, or may not write: whoever lists the machines finds the same ranks each time, and no rank twice."""
+    """A client was killed after the fleet had come, or may not write: whoever lists the machines finds the same ranks
+    each time, and no rank twice.
+    """
     spot(cloud, a=0.2)
     cloud.fleets.is_split = True
     cloud.fail("CreateTags", "UnauthorizedOperation", 403, times=9)
     launched = make(cloud).launch(SPOT, 4, tags(), STARTUP)
     listed = {instance.id: instance.rank for instance in make(cloud).instances(POOL)}
     assert sorted(listed.values()) == [0, 1, 2, 3]
-    assert listed == {instance.id: instance.rank for instance in launched} == {instance.id: instance.rank for instance in make(cloud).instances()}
+    assert (
+        listed
+        == {instance.id: instance.rank for instance in launched}
+        == {instance.id: instance.rank for instance in make(cloud).instances()}
+    )
     cloud.put(launched[0].id, "terminated")
     assert {instance.id: instance.rank for instance in make(cloud).instances(POOL)}.items() < listed.items()
 
 
 def listed(name: str, index: int, place: str = "", launch: str = "L") -> dict[str, Any]:
     pairs = {LAUNCH_TAG: launch, aws_fleet.PLACE_TAG: place}
-    return {"InstanceId": name, "AmiLaunchIndex": index, "Tags": [{"Key": key, "Value": value} for key, value in pairs.items() if value]}
+    return {
+        "InstanceId": name,
+        "AmiLaunchIndex": index,
+        "Tags": [{"Key": key, "Value": value} for key, value in pairs.items() if value],
+    }
 
 
 @pytest.mark.parametrize(
@@ -541,7 +632,10 @@ def listed(name: str, index: int, place: str = "", launch: str = "L") -> dict[st
 def test_no_place_is_told_twice(machines: list[tuple[Any, ...]], places: dict[str, int]) -> None:
     """A tag counts most, then what EC2 says, then the order of the ids; each launch counts for itself."""
     for order in (machines, machines[::-1]):
-        found = {machine["InstanceId"]: machine["AmiLaunchIndex"] for machine in aws_fleet.ranked([listed(*machine) for machine in order])}
+        found = {
+            machine["InstanceId"]: machine["AmiLaunchIndex"]
+            for machine in aws_fleet.ranked([listed(*machine) for machine in order])
+        }
         assert found == places
 
 
@@ -566,9 +660,18 @@ def test_which_cards_have_efa_is_told_by_aws(name: str, cards: list[int]) -> Non
 
 
 def test_machines_that_have_no_public_address_get_all_efa_interfaces() -> None:
-    """The first card carries IP besides, the others nothing else; a first card without EFA is a plain one. The word for public addresses is not said."""
+    """The first card carries IP besides, the others nothing else; a first card without EFA is a plain one.
+
+    The word for public addresses is not said.
+    """
     first, *others = cluster.interfaces("sg-1", [0, 1, 2], is_public=False)
-    assert first == {"DeviceIndex": 0, "NetworkCardIndex": 0, "InterfaceType": "efa", "Groups": ["sg-1"], "DeleteOnTermination": True}
+    assert first == {
+        "DeviceIndex": 0,
+        "NetworkCardIndex": 0,
+        "InterfaceType": "efa",
+        "Groups": ["sg-1"],
+        "DeleteOnTermination": True,
+    }
     assert [(one["NetworkCardIndex"], one["InterfaceType"], one["DeviceIndex"], one["Groups"]) for one in others] == [
         (1, "efa-only", 1, ["sg-1"]),
         (2, "efa-only", 1, ["sg-1"]),
@@ -599,8 +702,12 @@ def asked_of(cloud: FakeAWS) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("market", [0, 1])
-def test_machines_that_work_together_are_near_each_other(cloud: FakeAWS, market: int, caplog: pytest.LogCaptureFixture) -> None:
-    """With EFA, a placement group of the pool and the zone that carries the pool's tags, and a security group that lets them through both ways."""
+def test_machines_that_work_together_are_near_each_other(
+    cloud: FakeAWS, market: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With EFA, a placement group of the pool and the zone that carries the pool's tags, and a security group that lets
+    them through both ways.
+    """
     caplog.set_level(logging.INFO)
     offer = launches(cloud, TOGETHER)[market]
     launched = make(cloud).launch(offer, 2, tags(), STARTUP)
@@ -628,12 +735,18 @@ def test_a_machine_that_is_alone_has_neither(cloud: FakeAWS, market: int) -> Non
 
 @pytest.mark.parametrize("market", [0, 1])
 def test_one_machine_more_joins_the_others(cloud: FakeAWS, market: int) -> None:
-    """What replaces a lost machine, or the spot part of a pool: beside the others, in their group, with EFA as they have it."""
+    """What replaces a lost machine, or the spot part of a pool: beside the others, in their group, with EFA as they
+    have it.
+    """
     offer = launches(cloud, TOGETHER)[market]
     first = make(cloud).launch(offer, 1, tags(), STARTUP)
     (zone,) = zones_of(cloud, first)
     cloud.spot = {(offer.instance_type, name): 0.5 for name in (A, B, C)}
-    later = [instance for launch in ("L1", "L2") for instance in make(cloud).launch(offer, 1, tags(first_rank=1, launch=launch), STARTUP)]
+    later = [
+        instance
+        for launch in ("L1", "L2")
+        for instance in make(cloud).launch(offer, 1, tags(first_rank=1, launch=launch), STARTUP)
+    ]
     assert zones_of(cloud, [*first, *later]) == {zone}
     (group,) = cloud.fleets.groups.values()
     assert len(group.machines) == 3
@@ -665,7 +778,12 @@ def test_private_machines_have_an_interface_a_card(cloud: FakeAWS, market: int) 
     offer = launches(cloud, of_type("p4d.24xlarge", accelerator="A100", nodes=2))[market]
     launched = make(cloud, use_private_ip=True, ssh_cidr="10.0.0.0/8").launch(offer, 2, tags(), STARTUP)
     words = asked_of(cloud)
-    assert [words[f"NetworkInterface.{n}.InterfaceType"] for n in range(1, 5)] == ["efa", "efa-only", "efa-only", "efa-only"]
+    assert [words[f"NetworkInterface.{n}.InterfaceType"] for n in range(1, 5)] == [
+        "efa",
+        "efa-only",
+        "efa-only",
+        "efa-only",
+    ]
     assert not [name for name in words if name.endswith("AssociatePublicIpAddress")]
     assert [instance.ip for instance in launched] == [None, None]
 
@@ -674,7 +792,10 @@ def test_public_machines_say_what_they_do_without(cloud: FakeAWS, caplog: pytest
     """And how to have it."""
     caplog.set_level(logging.INFO)
     make(cloud).launch(of_type("p4d.24xlarge", accelerator="A100", nodes=2), 2, tags(), STARTUP)
-    assert "p4d.24xlarge gets 1 of its 4 EFA interfaces; machines with a public address have one network interface: use_private_ip=True" in caplog.text
+    assert (
+        "p4d.24xlarge gets 1 of its 4 EFA interfaces; machines with a public address have one network interface: use_private_ip=True"
+        in caplog.text
+    )
     assert "NetworkInterface.2.DeviceIndex" not in asked_of(cloud)
 
 
@@ -711,8 +832,12 @@ def test_groups_are_left_while_nobody_knows_where_machines_are(cloud: FakeAWS) -
 
 
 @pytest.mark.parametrize("market", [0, 1])
-@pytest.mark.parametrize(("action", "word"), [("CreatePlacementGroup", "GroupName"), ("AuthorizeSecurityGroupEgress", "InterfaceType")])
-def test_without_the_right_machines_come_without_it(cloud: FakeAWS, market: int, action: str, word: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("action", "word"), [("CreatePlacementGroup", "GroupName"), ("AuthorizeSecurityGroupEgress", "InterfaceType")]
+)
+def test_without_the_right_machines_come_without_it(
+    cloud: FakeAWS, market: int, action: str, word: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """A slower network is told in the log; no machines would be worse."""
     offer = launches(cloud, TOGETHER)[market]
     cloud.fail(action, "UnauthorizedOperation", 403, times=99)
@@ -744,7 +869,11 @@ def test_what_is_there_already_is_taken(cloud: FakeAWS) -> None:
 def leave(cloud: FakeAWS, age: timedelta, name: str) -> None:
     """Leave a template and a placement group of a pool, so old."""
     made = {POOL_TAG: f"sky-{name}", CREATED_TAG: str(int((now() - age).timestamp()))}
-    words = {f"TagSpecification.1.Tag.{n}.{part}": text for n, pair in enumerate(made.items(), 1) for part, text in zip(("Key", "Value"), pair, strict=True)}
+    words = {
+        f"TagSpecification.1.Tag.{n}.{part}": text
+        for n, pair in enumerate(made.items(), 1)
+        for part, text in zip(("Key", "Value"), pair, strict=True)
+    }
     cloud.fleets.templates["us-east-1", f"skyward-{name}"] = words
     cloud.fleets.groups["us-east-1", f"skyward-{name}-{A}"] = Group(made)
 
@@ -762,7 +891,9 @@ def test_what_is_old_is_taken_away(cloud: FakeAWS, account: Account) -> None:
         leave(cloud, OLD, f"old{n}")
     leave(cloud, YOUNG, "young")
     cloud.fleets.groups["us-east-1", "theirs"] = Group({"Name": "theirs"})
-    expected = {f"launch template skyward-old{n} in us-east-1" for n in range(4)} | {f"placement group skyward-old{n}-{A} in us-east-1" for n in range(4)}
+    expected = {f"launch template skyward-old{n} in us-east-1" for n in range(4)} | {
+        f"placement group skyward-old{n}-{A} in us-east-1" for n in range(4)
+    }
     assert set(aws_launch.prune_launches(account, "us-east-1", now(), is_dry_run=True)) == expected
     assert len(left(cloud)) == 11
     assert set(aws_launch.prune_launches(account, "us-east-1", now())) == expected
@@ -773,7 +904,9 @@ def test_what_is_old_is_taken_away(cloud: FakeAWS, account: Account) -> None:
 def test_a_sweep_takes_away_what_all_regions_have(cloud: FakeAWS) -> None:
     """By the provider's own verb."""
     leave(cloud, OLD, "old")
-    cloud.fleets.groups["eu-west-1", "skyward-west"] = Group({POOL_TAG: "sky-west", CREATED_TAG: str(int((now() - OLD).timestamp()))})
+    cloud.fleets.groups["eu-west-1", "skyward-west"] = Group(
+        {POOL_TAG: "sky-west", CREATED_TAG: str(int((now() - OLD).timestamp()))}
+    )
     both = make(cloud, region=("us-east-1", "eu-west-1"))
     told = both.prune(now(), is_dry_run=True)
     assert sorted(told) == [
@@ -797,7 +930,9 @@ def test_a_group_that_is_in_use_stays(cloud: FakeAWS, account: Account) -> None:
     for instance in launched:
         cloud.put(instance.id, "terminated")
     for is_dry_run in (True, False):
-        assert aws_launch.prune_launches(account, "us-east-1", now(), is_dry_run=is_dry_run) == [f"placement group skyward-{POOL}-{A} in us-east-1"]
+        assert aws_launch.prune_launches(account, "us-east-1", now(), is_dry_run=is_dry_run) == [
+            f"placement group skyward-{POOL}-{A} in us-east-1"
+        ]
 
 
 def test_one_that_cannot_be_taken_away_keeps_no_other(cloud: FakeAWS, account: Account) -> None:
@@ -849,7 +984,9 @@ STEPS = ["CreateLaunchTemplate", "CreateFleet", "DescribeInstances", "CreateTags
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_client_killed_at_any_step_leaves_nothing_that_is_not_found(cloud: FakeAWS, account: Account, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_killed_at_any_step_leaves_nothing_that_is_not_found(
+    cloud: FakeAWS, account: Account, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Machines by their tags, with ranks of their own and at no price too low; the rest when it is old."""
     spot(cloud, a=0.2, b=0.15)
     cloud.fleets.is_split = True
@@ -860,7 +997,9 @@ def test_a_client_killed_at_any_step_leaves_nothing_that_is_not_found(cloud: Fak
     def die(operation: str, words: dict[str, Any]) -> None:
         if is_over:
             raise Killed
-        if operation.replace("_", "") == step.lower() and not (step == "DescribeInstances" and not cloud.words("CreateFleet")):
+        if operation.replace("_", "") == step.lower() and not (
+            step == "DescribeInstances" and not cloud.words("CreateFleet")
+        ):
             is_over.append(True)
             if step != "DescribeInstances":
                 (ask if operation != "describe_instances" else pages)(account, "us-east-1", "ec2", operation, **words)
@@ -895,19 +1034,27 @@ def test_a_client_killed_at_any_step_leaves_nothing_that_is_not_found(cloud: Fak
 # ── end to end ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_pool_lives_on_a_fleet(fleet: Fleet, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # noqa: F811
-    """Spot machines of another type than the first choice, from calls of their own; nothing is left, no template either."""
+def test_a_pool_lives_on_a_fleet(fleet: Fleet, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Spot machines of another type than the first choice, from calls of their own; nothing is left, no template
+    either.
+    """
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
     hosting = Hosting(fleet, mirror.configure)
     try:
         with HostedAWS(hosting) as cloud:
-            for name, value in {"ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE", "SECRET_ACCESS_KEY": SECRET, "ENDPOINT_URL": cloud.url}.items():
+            for name, value in {
+                "ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE",
+                "SECRET_ACCESS_KEY": SECRET,
+                "ENDPOINT_URL": cloud.url,
+            }.items():
                 monkeypatch.setenv(f"AWS_{name}", value)
             cloud.fleets.is_split = True
             cloud.spot = {("c7i.xlarge", A): 0.05, ("c7i.2xlarge", B): 0.049}
             provider = sky.AWS(ssh_cidr="203.0.113.0/24")
-            with sky.ComputePool(provider=provider, nodes=2, cpu=4, spot="always", image=sky.Image(), display="log") as pool:
+            with sky.ComputePool(
+                provider=provider, nodes=2, cpu=4, spot="always", image=sky.Image(), display="log"
+            ) as pool:
                 nodes = pool.lease.nodes
                 assert [(node.rank, node.instance.instance_type, node.instance.price_per_hour) for node in nodes] == [
                     (0, "c7i.2xlarge", 0.049),

@@ -1,4 +1,6 @@
-"""Images that AWS keeps between pools: found by tag and what they were made from, made once, used, and taken away when they are of no use."""
+"""Images that AWS keeps between pools: found by tag and what they were made from, made once, used, and taken away when
+they are of no use.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from tests.providers.fake_images import NOW, Image, Snapshot
 
 HASH = "0123456789ab"
 UBUNTU = IMAGES["/aws/service/canonical/ubuntu/server/24.04/stable/current/amd64/hvm/ebs-gp3/ami-id"]
-CPU = Offer(provider="aws", instance_type="c7i.xlarge", region="us-east-1", price_per_hour=0.1785, vcpus=4, memory_gb=8.6)
+CPU = Offer(
+    provider="aws", instance_type="c7i.xlarge", region="us-east-1", price_per_hour=0.1785, vcpus=4, memory_gb=8.6
+)
 OURS = {IMAGE_TAG: HASH, images.BASE_TAG: UBUNTU}
 
 pytestmark = pytest.mark.slow
@@ -47,7 +51,14 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def cloud(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeAWS]:
     with FakeAWS() as fake:
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-        for name in ("AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        for name in (
+            "AWS_SESSION_TOKEN",
+            "AWS_PROFILE",
+            "AWS_REGION",
+            "AWS_DEFAULT_REGION",
+            "AWS_CONFIG_FILE",
+            "AWS_SHARED_CREDENTIALS_FILE",
+        ):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY")
@@ -71,14 +82,18 @@ def started_from(cloud: FakeAWS) -> list[str]:
 
 
 def tags_of(image: Image | Snapshot) -> dict[str, str]:
-    return {name: value for name, value in image.tags.items() if name not in ("Name", CREATED_TAG, EXPIRES_TAG, OWNER_TAG)}
+    return {
+        name: value for name, value in image.tags.items() if name not in ("Name", CREATED_TAG, EXPIRES_TAG, OWNER_TAG)
+    }
 
 
 # ── making one, and starting from it ─────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_machine_is_made_into_an_image_and_the_next_one_starts_from_it(cloud: FakeAWS) -> None:
-    """Without a reboot, tagged in the creating call, its snapshot too; what started from it says so, and is not made into another one."""
+    """Without a reboot, tagged in the creating call, its snapshot too; what started from it says so, and is not made
+    into another one.
+    """
     cloud.images.hidden_listings = 2
     first = launch(make())
     assert started_from(cloud) == [UBUNTU]
@@ -94,7 +109,10 @@ def test_a_machine_is_made_into_an_image_and_the_next_one_starts_from_it(cloud: 
     second = launch(make(), token="L1")
     assert started_from(cloud) == [UBUNTU, image_id]
     assert second.tags[STARTED_FROM_TAG] == image_id
-    assert {listed.id: listed.tags.get(STARTED_FROM_TAG) for listed in make().instances()} == {first.id: None, second.id: image_id}
+    assert {listed.id: listed.tags.get(STARTED_FROM_TAG) for listed in make().instances()} == {
+        first.id: None,
+        second.id: image_id,
+    }
     assert make().keep_image(second, HASH) is None
     assert len(cloud.words("CreateImage")) == 1
 
@@ -105,7 +123,9 @@ def test_the_snapshot_is_of_the_root_disk_of_that_machine(cloud: FakeAWS) -> Non
     cloud.images.snapshots["snap-x"] = Snapshot("snap-x", "us-east-1", "vol-other", 100, dict(OURS), "completed")
     make().keep_image(machine, HASH)
     volume, _ = cloud.images.disk_of(machine.id)
-    assert {(words["Filter.1.Name"], words["Filter.1.Value.1"]) for words in cloud.words("DescribeSnapshots")} == {("volume-id", volume)}
+    assert {(words["Filter.1.Name"], words["Filter.1.Value.1"]) for words in cloud.words("DescribeSnapshots")} == {
+        ("volume-id", volume)
+    }
     assert len(cloud.words("DescribeSnapshots")) == 2
 
 
@@ -121,7 +141,9 @@ def test_the_snapshot_is_of_the_root_disk_of_that_machine(cloud: FakeAWS) -> Non
     ],
     ids=["packages", "base", "pending", "failed", "larger", "region"],
 )
-def test_what_does_not_fit_is_not_used(cloud: FakeAWS, different: dict[str, str], state: str, gb: int, region: str) -> None:
+def test_what_does_not_fit_is_not_used(
+    cloud: FakeAWS, different: dict[str, str], state: str, gb: int, region: str
+) -> None:
     """Other packages, made from another image, not ready, with a larger disk than was asked for, elsewhere."""
     cloud.images.add(OURS | different, state=state, gb=gb, region=region)
     launch(make())
@@ -177,7 +199,11 @@ def test_a_disk_is_as_large_as_its_image_at_least(cloud: FakeAWS) -> None:
     launch(make(disk_gb=200), token="L1")
     launch(make(disk_gb=50), token="L2")
     assert started_from(cloud) == [kept.id, kept.id, UBUNTU]
-    assert [words["BlockDeviceMapping.1.Ebs.VolumeSize"] for words in cloud.words("RunInstances")] == ["100", "200", "50"]
+    assert [words["BlockDeviceMapping.1.Ebs.VolumeSize"] for words in cloud.words("RunInstances")] == [
+        "100",
+        "200",
+        "50",
+    ]
 
 
 @pytest.mark.parametrize("state", ["pending", "available"])
@@ -226,13 +252,19 @@ def test_spot_machines_start_from_it_too(cloud: FakeAWS) -> None:
     cloud.fleets.refusals = {("*", "*"): ("InvalidAMIID.NotFound", f"The image id '[{kept.id}]' does not exist")}
     with pytest.raises(sky.BadRequest, match="does not exist"):
         launch(make(), spot, token="L1")
-    assert [words["LaunchTemplateData.ImageId"] for words in cloud.words("CreateLaunchTemplate")] == [kept.id, kept.id, UBUNTU]
+    assert [words["LaunchTemplateData.ImageId"] for words in cloud.words("CreateLaunchTemplate")] == [
+        kept.id,
+        kept.id,
+        UBUNTU,
+    ]
 
 
 def test_a_machine_forgets_whose_disk_it_has(cloud: FakeAWS) -> None:
     """Before anybody is let in, once for each machine: who the other one was, and whose key could log in there."""
     launch(make())
-    config = json.loads(base64.b64decode(cloud.words("RunInstances")[0]["UserData"]).decode().removeprefix("#cloud-config\n"))
+    config = json.loads(
+        base64.b64decode(cloud.words("RunInstances")[0]["UserData"]).decode().removeprefix("#cloud-config\n")
+    )
     assert config["bootcmd"] == [["cloud-init-per", "instance", "skyward-forget", "sh", "-c", FORGET]]
 
 
@@ -329,7 +361,9 @@ def prune(*, is_dry_run: bool = False, **fields: Any) -> list[str]:
 
 
 def test_what_is_of_no_use_is_taken_away_with_its_snapshots(cloud: FakeAWS) -> None:
-    """One whose time is over, one that has failed, one of which a newer one is there; a dry run says the same and touches nothing."""
+    """One whose time is over, one that has failed, one of which a newer one is there; a dry run says the same and
+    touches nothing.
+    """
     over = cloud.images.add(until(-0.1) | {IMAGE_TAG: "over"})
     failed = cloud.images.add(until(9) | {IMAGE_TAG: "failed"}, state="failed")
     older = cloud.images.add(until(9), at=NOW - timedelta(days=2))
@@ -378,7 +412,9 @@ def test_the_snapshot_of_an_image_that_is_being_made_stays(cloud: FakeAWS) -> No
     """For a while nothing says that it belongs to one; and one that is not ours is none of our business."""
     image = cloud.images.add(until(9), at=NOW - timedelta(hours=23))
     del cloud.images.images[image.id]
-    stranger = Snapshot("snap-backup", "us-east-1", "vol-1", 100, {"Name": "backup"}, "completed", NOW - timedelta(days=900))
+    stranger = Snapshot(
+        "snap-backup", "us-east-1", "vol-1", 100, {"Name": "backup"}, "completed", NOW - timedelta(days=900)
+    )
     cloud.images.snapshots[stranger.id] = stranger
     assert prune() == []
     assert len(cloud.images.snapshots) == 2
@@ -420,12 +456,20 @@ def test_all_regions_are_looked_at(cloud: FakeAWS) -> None:
     assert [line.split()[1] for line in prune(region=("us-east-1", "us-west-2"))] == [here.id, there.id]
 
 
-def test_a_region_that_the_account_has_not_enabled_holds_nothing(cloud: FakeAWS, caplog: pytest.LogCaptureFixture) -> None:
-    """It is named in the log, and the others are pruned; where nobody can say that it is not enabled, its refusal is raised as ever."""
+def test_a_region_that_the_account_has_not_enabled_holds_nothing(
+    cloud: FakeAWS, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is named in the log, and the others are pruned; where nobody can say that it is not enabled, its refusal is
+    raised as ever.
+    """
     cloud.not_enabled = {"us-west-2"}
     here = cloud.images.add(until(-1))
     assert [line.split()[1] for line in prune(region=("us-east-1", "us-west-2"))] == [here.id]
-    assert [record.getMessage().split(" is not enabled")[0] for record in caplog.records if "not enabled" in record.getMessage()] == ["us-west-2"]
+    assert [
+        record.getMessage().split(" is not enabled")[0]
+        for record in caplog.records
+        if "not enabled" in record.getMessage()
+    ] == ["us-west-2"]
     with pytest.raises(CredentialsError):
         prune(region="us-west-2")
 
@@ -440,7 +484,9 @@ def test_an_outage_is_not_read_as_nothing_there(cloud: FakeAWS) -> None:
 
 
 def test_who_may_not_list_snapshots_has_kept_nothing(cloud: FakeAWS) -> None:
-    """A sweep with the credentials of one who has never used this goes well; an outage, and credentials that are no good at all, are told."""
+    """A sweep with the credentials of one who has never used this goes well; an outage, and credentials that are no
+    good at all, are told.
+    """
     cloud.images.add(until(-1))
     for code, kind in (("Unavailable", ProviderFailed), ("AuthFailure", CredentialsError)):
         fault = {"code": code, "status": 503 if kind is ProviderFailed else 401}
@@ -453,9 +499,16 @@ def test_who_may_not_list_snapshots_has_kept_nothing(cloud: FakeAWS) -> None:
 
 def test_what_launches_have_left_goes_too(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
     """Templates and groups of `prune_launches`; that one of the two fails keeps the other from nothing."""
-    monkeypatch.setattr(aws, "prune_launches", lambda _, region, now, *, is_dry_run: [f"template in {region} at {now:%H:%M}, {is_dry_run}"])
+    monkeypatch.setattr(
+        aws,
+        "prune_launches",
+        lambda _, region, now, *, is_dry_run: [f"template in {region} at {now:%H:%M}, {is_dry_run}"],
+    )
     image = cloud.images.add(until(-1))
-    assert [line.split(",")[0] for line in prune(is_dry_run=True)] == [f"image {image.id} in us-east-1", "template in us-east-1 at 12:00"]
+    assert [line.split(",")[0] for line in prune(is_dry_run=True)] == [
+        f"image {image.id} in us-east-1",
+        "template in us-east-1 at 12:00",
+    ]
 
     def fail(*_: object, **__: object) -> list[str]:
         raise ProviderFailed("out")
@@ -466,12 +519,16 @@ def test_what_launches_have_left_goes_too(cloud: FakeAWS, monkeypatch: pytest.Mo
     assert cloud.images.images == {}
 
 
-def test_the_command_tells_what_it_would_take_away(cloud: FakeAWS, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_tells_what_it_would_take_away(
+    cloud: FakeAWS, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In words and as JSON; there is something to do then (3). With --yes it does it."""
     image = cloud.images.add(OURS | {EXPIRES_TAG: "1"})
     url = f"sqlite:///{tmp_path / 'ledger.db'}"
     words = ["--ledger", url, "sweep", "--provider", '{"name": "aws"}']
-    line = f"aws: image {image.id} in us-east-1, 100 GiB with the packages of {HASH}: it has not been used for long enough"
+    line = (
+        f"aws: image {image.id} in us-east-1, 100 GiB with the packages of {HASH}: it has not been used for long enough"
+    )
     assert main(words) == 3
     assert capsys.readouterr().out == f"to be taken away: {line}\nnothing was touched; `skyward sweep --yes` does it\n"
     assert main([*words, "--json"]) == 3

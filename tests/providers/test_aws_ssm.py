@@ -1,4 +1,6 @@
-"""AWS(use_ssm=True): SSH through Session Manager, with AWS's plugin played by a script that joins what the fake's session names."""
+"""AWS(use_ssm=True): SSH through Session Manager, with AWS's plugin played by a script that joins what the fake's
+session names.
+"""
 
 from __future__ import annotations
 
@@ -90,12 +92,21 @@ class Plugin:
 
     @property
     def notes(self) -> dict[int, dict[str, Any]]:
-        return {int(path.name): json.loads(text) for path in self._notes.iterdir() if (text := path.read_text()).endswith("}")}
+        return {
+            int(path.name): json.loads(text)
+            for path in self._notes.iterdir()
+            if (text := path.read_text()).endswith("}")
+        }
 
     @property
     def living(self) -> set[int]:
         """Processes that are the proxy command or the plugin of a machine."""
-        return {pid for pid in processes() if b"i-" in (words := arguments(pid)) and (b"aws.session_manager" in words or str(self._folder).encode() in words)}
+        return {
+            pid
+            for pid in processes()
+            if b"i-" in (words := arguments(pid))
+            and (b"aws.session_manager" in words or str(self._folder).encode() in words)
+        }
 
 
 def processes() -> list[int]:
@@ -127,7 +138,14 @@ def cloud(monkeypatch: pytest.MonkeyPatch, plugin: Plugin) -> Iterator[FakeAWS]:
 
 def as_us(fake: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let AWS be the fake, and nobody's credentials but the test's be there."""
-    for name in ("AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+    for name in (
+        "AWS_SESSION_TOKEN",
+        "AWS_PROFILE",
+        "AWS_REGION",
+        "AWS_DEFAULT_REGION",
+        "AWS_CONFIG_FILE",
+        "AWS_SHARED_CREDENTIALS_FILE",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
@@ -138,15 +156,24 @@ def as_us(fake: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def endpoint(server: Server, key: str, cloud: FakeAWS) -> Endpoint:  # noqa: F811
+def endpoint(server: Server, key: str, cloud: FakeAWS) -> Endpoint:
     """The server, as a machine whose agent has registered."""
     cloud.agents["i-0a"] = f"wss://127.0.0.1:{server.port}"
     return reached_by(server, key, session_manager.command("i-0a", "us-east-1", None, None))
 
 
-def reached_by(server: Server, key: str, command: tuple[str, ...]) -> Endpoint:  # noqa: F811
+def reached_by(server: Server, key: str, command: tuple[str, ...]) -> Endpoint:
     public = server.host_key.export_public_key().decode()
-    return Endpoint(host="i-0a", port=22, user="ann", key=key, host_key=public, known_hosts="/dev/null", config="/dev/null", proxy_command=command)
+    return Endpoint(
+        host="i-0a",
+        port=22,
+        user="ann",
+        key=key,
+        host_key=public,
+        known_hosts="/dev/null",
+        config="/dev/null",
+        proxy_command=command,
+    )
 
 
 def group_of(cloud: FakeAWS, machine_id: str) -> Any:
@@ -163,9 +190,10 @@ def test_no_port_is_opened_and_nobody_is_asked_for_an_address(cloud: FakeAWS) ->
     (machine,) = sky.AWS(use_ssm=True).launch(OFFER, 1, tags(), STARTUP)
     group = group_of(cloud, machine.id)
     assert group.name == "skyward-ssm"
-    assert [(rule.ip_protocol, rule.ip_range, rule.prefix_list_id, rule.source_group["GroupId"]) for rule in group.ingress_rules] == [
-        ("-1", {}, None, group.id)
-    ]
+    assert [
+        (rule.ip_protocol, rule.ip_range, rule.prefix_list_id, rule.source_group["GroupId"])
+        for rule in group.ingress_rules
+    ] == [("-1", {}, None, group.id)]
     assert {word["GroupName"] for word in cloud.words("CreateSecurityGroup")} == {"skyward-ssh", "skyward-ssm"}
     assert cloud.words("checkip") == []
 
@@ -201,8 +229,13 @@ def test_a_machine_without_a_public_address_needs_no_network_of_ours(cloud: Fake
     assert machine.endpoint.host == machine.id
 
 
-@pytest.mark.parametrize(("version", "reason"), [(None, "needs AWS's session-manager-plugin on PATH"), ("1.2.497.0", "after 1.2.497.0"), ("what?", "after")])
-def test_without_a_plugin_that_keeps_tokens_nothing_is_launched(cloud: FakeAWS, plugin: Plugin, version: str | None, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [(None, "needs AWS's session-manager-plugin on PATH"), ("1.2.497.0", "after 1.2.497.0"), ("what?", "after")],
+)
+def test_without_a_plugin_that_keeps_tokens_nothing_is_launched(
+    cloud: FakeAWS, plugin: Plugin, version: str | None, reason: str
+) -> None:
     """Where to get it is told."""
     provider = sky.AWS(use_ssm=True)
     assert provider.offers(T4)
@@ -231,7 +264,9 @@ def test_what_does_not_go_with_it_is_refused(fields: dict[str, Any], reason: str
 # ── how they are connected to ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_commands_files_and_ports_go_through_the_plugin(endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin, echo: Echo, tmp_path: Path) -> None:  # noqa: F811
+def test_commands_files_and_ports_go_through_the_plugin(
+    endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin, echo: Echo, tmp_path: Path
+) -> None:
     """It is called as AWS's CLI calls it; no process has a secret among its arguments; none is left."""
     with Connection(endpoint).connect(30) as connection:
         assert connection.run("echo hello").output == "hello\n"
@@ -241,14 +276,27 @@ def test_commands_files_and_ports_go_through_the_plugin(endpoint: Endpoint, clou
         ((pid, called),) = plugin.notes.items()
         assert plugin.living == {pid}
         asked = {"Target": "i-0a", "DocumentName": "AWS-StartSSHSession", "Parameters": {"portNumber": ["22"]}}
-        assert called["argv"] == ["AWS_SSM_START_SESSION_RESPONSE", "us-east-1", "StartSession", "", json.dumps(asked), cloud.url]
+        assert called["argv"] == [
+            "AWS_SSM_START_SESSION_RESPONSE",
+            "us-east-1",
+            "StartSession",
+            "",
+            json.dumps(asked),
+            cloud.url,
+        ]
         assert called["answer"]["TokenValue"] == SESSION_TOKEN
-        assert not [words for words in map(arguments, processes()) if SESSION_TOKEN.encode() in words or SECRET.encode() in words]
+        assert not [
+            words
+            for words in map(arguments, processes())
+            if SESSION_TOKEN.encode() in words or SECRET.encode() in words
+        ]
     assert plugin.living == set()
     assert cloud.words("StartSession") == [asked]
 
 
-def test_a_machine_whose_agent_comes_late_is_waited_for(endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_whose_agent_comes_late_is_waited_for(
+    endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Through refusals, throttling and an outage, by one process."""
     cloud.fail("StartSession", "TargetNotConnected", message="i-0a is not connected.")
     cloud.fail("StartSession", "ThrottlingException")
@@ -262,14 +310,21 @@ def test_a_machine_whose_agent_comes_late_is_waited_for(endpoint: Endpoint, clou
 def test_a_machine_whose_agent_never_comes(endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin) -> None:
     """What is missing is told at the end, and nothing is left waiting."""
     cloud.agents.clear()
-    with Connection(endpoint) as connection, pytest.raises(Unreachable, match=r"TargetNotConnected.*AmazonSSMManagedInstanceCore.*internet"):
+    with (
+        Connection(endpoint) as connection,
+        pytest.raises(Unreachable, match=r"TargetNotConnected.*AmazonSSMManagedInstanceCore.*internet"),
+    ):
         connection.connect(4)
     assert cloud.words("StartSession")
     assert plugin.living == set()
 
 
-@pytest.mark.parametrize(("code", "kind"), [("AccessDeniedException", CredentialsError), ("InvalidDocument", BadRequest)])
-def test_what_waiting_does_not_mend_is_told_at_once(endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin, code: str, kind: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    ("code", "kind"), [("AccessDeniedException", CredentialsError), ("InvalidDocument", BadRequest)]
+)
+def test_what_waiting_does_not_mend_is_told_at_once(
+    endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin, code: str, kind: type[Exception]
+) -> None:
     """In AWS's words."""
     cloud.fail("StartSession", code, message="User ann may not do ssm:StartSession", times=99)
     with Connection(endpoint) as connection, pytest.raises(kind, match=f"{code}: User ann may not do ssm:StartSession"):
@@ -294,7 +349,9 @@ def test_a_process_without_the_plugin_cannot_attach(endpoint: Endpoint, cloud: F
     assert cloud.words("StartSession") == []
 
 
-def test_a_session_that_nobody_joins_is_ended(endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin, tmp_path: Path) -> None:
+def test_a_session_that_nobody_joins_is_ended(
+    endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin, tmp_path: Path
+) -> None:
     """The plugin tells its version, and is gone when it is to be run."""
     place = tmp_path / "plugin" / session_manager.PLUGIN
     place.write_text(f"#!/bin/sh\nrm -f {place}\necho 1.2.707.0\n")
@@ -343,7 +400,7 @@ def shell(text: str) -> tuple[str, ...]:
     return ("sh", "-c", text)
 
 
-def test_what_a_proxy_says_aside_does_not_disturb(server: Server, key: str, own_home: None) -> None:  # noqa: F811
+def test_what_a_proxy_says_aside_does_not_disturb(server: Server, key: str, own_home: None) -> None:
     """And one that does not go by itself is killed."""
     endpoint = reached_by(server, key, (PYTHON, "-c", RELAY, str(server.port), "stays"))
     before = set(processes())
@@ -356,47 +413,65 @@ def test_what_a_proxy_says_aside_does_not_disturb(server: Server, key: str, own_
     assert not [pid for pid in ours if arguments(pid)]
 
 
-def test_a_proxy_that_fails_is_tried_again(server: Server, key: str, tmp_path: Path) -> None:  # noqa: F811
+def test_a_proxy_that_fails_is_tried_again(server: Server, key: str, tmp_path: Path) -> None:
     """Its last words are told."""
     counted = f"echo x >>{tmp_path}/tries; echo no way >&2; echo through >&2; exit 1"
-    with Connection(reached_by(server, key, shell(counted))) as connection, pytest.raises(Unreachable, match=r"last try ended with: through$"):
+    with (
+        Connection(reached_by(server, key, shell(counted))) as connection,
+        pytest.raises(Unreachable, match=r"last try ended with: through$"),
+    ):
         connection.connect(1)
     assert (tmp_path / "tries").read_text().count("x") > 1
 
 
-def test_what_it_has_said_once_is_not_forgotten(server: Server, key: str, tmp_path: Path) -> None:  # noqa: F811
+def test_what_it_has_said_once_is_not_forgotten(server: Server, key: str, tmp_path: Path) -> None:
     """A last try that is cut short before it can say a word tells nothing of why."""
     text = f"[ -e {tmp_path}/tried ] || {{ touch {tmp_path}/tried; echo no agent yet >&2; exit 1; }}; exec sleep 600"
-    with Connection(reached_by(server, key, shell(text))) as connection, pytest.raises(Unreachable, match="no agent yet"):
+    with (
+        Connection(reached_by(server, key, shell(text))) as connection,
+        pytest.raises(Unreachable, match="no agent yet"),
+    ):
         connection.connect(1)
 
 
-def test_a_silent_one_is_named(server: Server, key: str) -> None:  # noqa: F811
-    with Connection(reached_by(server, key, shell("exit 0"))) as connection, pytest.raises(Unreachable, match="said nothing"):
+def test_a_silent_one_is_named(server: Server, key: str) -> None:
+    with (
+        Connection(reached_by(server, key, shell("exit 0"))) as connection,
+        pytest.raises(Unreachable, match="said nothing"),
+    ):
         connection.connect(0.5)
 
 
-def test_one_that_cannot_be_started_is_not_tried_again(server: Server, key: str) -> None:  # noqa: F811
-    with Connection(reached_by(server, key, ("/no/such/command",))) as connection, pytest.raises(BadRequest, match="/no/such/command"):
+def test_one_that_cannot_be_started_is_not_tried_again(server: Server, key: str) -> None:
+    with (
+        Connection(reached_by(server, key, ("/no/such/command",))) as connection,
+        pytest.raises(BadRequest, match="/no/such/command"),
+    ):
         connection.connect(60)
 
 
-def test_a_machine_that_shows_another_key_is_refused(server: Server, key: str) -> None:  # noqa: F811
+def test_a_machine_that_shows_another_key_is_refused(server: Server, key: str) -> None:
     """The proxy changes nothing of whom is trusted, nor who is let in."""
     command = (PYTHON, "-c", RELAY, str(server.port))
     other = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ3R1nVJ0uC1Vd9b4v2m8QkN2d1b7vYw3X0pJxv4m5sP"
-    with Connection(reached_by(server, key, command).model_copy(update={"host_key": other})) as connection, pytest.raises(sky.HostKeyChanged):
+    with (
+        Connection(reached_by(server, key, command).model_copy(update={"host_key": other})) as connection,
+        pytest.raises(sky.HostKeyChanged),
+    ):
         connection.connect(60)
     stranger = server.folder / "stranger"
     asyncssh.generate_private_key("ssh-ed25519").write_private_key(stranger)
-    with Connection(reached_by(server, str(stranger), command)) as connection, pytest.raises(CredentialsError, match="refuses our keys"):
+    with (
+        Connection(reached_by(server, str(stranger), command)) as connection,
+        pytest.raises(CredentialsError, match="refuses our keys"),
+    ):
         connection.connect(60)
 
 
 class Newborn(list[str]):
     """The users of a server that does not know any key when the first one comes."""
 
-    def __init__(self, server: Server) -> None:  # noqa: F811
+    def __init__(self, server: Server) -> None:
         super().__init__()
         self._server = server
         asyncssh.generate_private_key("ssh-ed25519").write_public_key(server.folder / "strangers")
@@ -407,7 +482,7 @@ class Newborn(list[str]):
         super().append(user)
 
 
-def test_the_grace_of_a_machine_begins_when_it_answers(server: Server, key: str, tmp_path: Path) -> None:  # noqa: F811
+def test_the_grace_of_a_machine_begins_when_it_answers(server: Server, key: str, tmp_path: Path) -> None:
     """Its agent may come later than the whole grace; without any, a refusal is final."""
     late = f"[ -e {tmp_path}/late ] || {{ touch {tmp_path}/late; sleep 1.5; }}; exec {sys.executable} -c '{RELAY}' {server.port}"
     server.users = Newborn(server)
@@ -416,10 +491,14 @@ def test_the_grace_of_a_machine_begins_when_it_answers(server: Server, key: str,
     assert len(server.users) == 2
 
 
-def test_closing_in_the_middle_leaves_no_process(server: Server, key: str, tmp_path: Path) -> None:  # noqa: F811
+def test_closing_in_the_middle_leaves_no_process(server: Server, key: str, tmp_path: Path) -> None:
     """A proxy that has not said a word, and does not listen."""
     note = tmp_path / "pid"
-    endpoint = reached_by(server, key, shell(f"trap '' TERM HUP PIPE; echo $$ >{note}.part; mv {note}.part {note}; sleep 600 & wait; sleep 600"))
+    endpoint = reached_by(
+        server,
+        key,
+        shell(f"trap '' TERM HUP PIPE; echo $$ >{note}.part; mv {note}.part {note}; sleep 600 & wait; sleep 600"),
+    )
     connection = Connection(endpoint)
     failures: list[BaseException] = []
 
@@ -437,7 +516,8 @@ def test_closing_in_the_middle_leaves_no_process(server: Server, key: str, tmp_p
     thread.join()
     assert [type(error) for error in failures] == [ConnectionLost]
     assert not arguments(pid)
-    assert not [one for one in processes() if group(one) == pid and arguments(one)]  # a dead one that nobody has buried has none
+    # a dead one that nobody has buried has none
+    assert not [one for one in processes() if group(one) == pid and arguments(one)]
 
 
 def group(pid: int) -> int | None:
@@ -452,7 +532,12 @@ def test_a_proxy_ends_when_its_client_is_killed(endpoint: Endpoint, plugin: Plug
     text = "from skyward_core.transport.ssh_connection import Connection; from skyward_core.machines.instances import Endpoint; import sys, time\n"
     text += "connection = Connection(Endpoint.model_validate_json(sys.argv[1])).connect(60); print('there', flush=True); time.sleep(600)"
     reading, writing = os.pipe()
-    pid = os.posix_spawn(sys.executable, [sys.executable, "-c", text, endpoint.model_dump_json()], os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, writing, 1)])
+    pid = os.posix_spawn(
+        sys.executable,
+        [sys.executable, "-c", text, endpoint.model_dump_json()],
+        os.environ,
+        file_actions=[(os.POSIX_SPAWN_DUP2, writing, 1)],
+    )
     os.close(writing)
     with open(reading) as told:
         assert told.readline() == "there\n"
@@ -469,34 +554,53 @@ class ManagedAWS(HostedAWS):
 
     def _start_session(self, environ: dict[str, Any], asked: Any) -> Any:
         target = asked.words["Target"]
-        if len([one for one in self.words("StartSession") if one["Target"] == target]) > 1 and (ip := self._hosting.ip(target)) is not None:
+        if (
+            len([one for one in self.words("StartSession") if one["Target"] == target]) > 1
+            and (ip := self._hosting.ip(target)) is not None
+        ):
             self.agents[target] = f"wss://{ip}:22"
         return super()._start_session(environ, asked)
 
 
 @pytest.mark.timeout(180)
 def test_a_pool_lives_behind_session_manager(
-    fleet: Fleet,  # noqa: F811
-    mirror: Mirror,  # noqa: F811
+    fleet: Fleet,
+    mirror: Mirror,
     plugin: Plugin,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """Bare machines are prepared and used through sessions alone, and nothing is left of machines, sessions or ports."""
+    """Bare machines are prepared and used through sessions alone, and nothing is left of machines, sessions or
+    ports.
+    """
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
     hosting, told = Hosting(fleet, mirror.configure), Told()
     try:
         with ManagedAWS(hosting) as cloud:
             as_us(cloud, monkeypatch)
-            with sky.ComputePool(provider=sky.AWS(use_ssm=True), nodes=2, cpu=4, image=sky.Image(), on_event=told, display="quiet", lease_seconds=30) as pool:
+            with sky.ComputePool(
+                provider=sky.AWS(use_ssm=True),
+                nodes=2,
+                cpu=4,
+                image=sky.Image(),
+                on_event=told,
+                display="quiet",
+                lease_seconds=30,
+            ) as pool:
                 assert sorted(where() @ pool) == sorted(host.name for host in hosting.hosts.values())
-                assert [future.result(60) for future in pool.submit_all([square(number) for number in range(8)])] == [number**2 for number in range(8)]
-                assert {note["argv"][4].partition("i-")[2][:17] for note in plugin.notes.values()} == {machine[2:] for machine in hosting.hosts}
+                assert [future.result(60) for future in pool.submit_all([square(number) for number in range(8)])] == [
+                    number**2 for number in range(8)
+                ]
+                assert {note["argv"][4].partition("i-")[2][:17] for note in plugin.notes.values()} == {
+                    machine[2:] for machine in hosting.hosts
+                }
                 assert len(plugin.living) == 2
                 assert all(node.instance.endpoint.host == node.instance.id for node in pool.lease.nodes)
                 written = pool.lease.model_dump_json()
-                assert not any(rule.ip_range for machine in hosting.hosts for rule in group_of(cloud, machine).ingress_rules)
+                assert not any(
+                    rule.ip_range for machine in hosting.hosts for rule in group_of(cloud, machine).ingress_rules
+                )
             assert cloud.alive() == set()
             assert cloud.words("checkip") == []
             assert plugin.living == set()

@@ -1,4 +1,7 @@
-"""DigitalOcean keeps to the contract, with GPUs and without, and copes with its own oddities. On a fake: tests/providers/fake_digitalocean.py."""
+"""DigitalOcean keeps to the contract, with GPUs and without, and copes with its own oddities.
+
+On a fake: tests/providers/fake_digitalocean.py.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,56 @@ from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 
 import skyward_core as sky
-from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited
+from skyward_core.errors import (
+    BadRequest,
+    CredentialsError,
+    InstancesLeft,
+    NoCapacity,
+    ProviderFailed,
+    QuotaExceeded,
+    RateLimited,
+)
 from skyward_core.ledger.journal import price_of
 from skyward_core.machines.instances import InstanceState
 from skyward_core.machines.offers import Offer, Requirements, matches
 from skyward_core.providers import _http, digitalocean
-from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, load
-from skyward_core.providers.digitalocean import DigitalOcean, doctl_token, from_tags, image_of, name_of, state_of, tags_of, to_offers, to_tags
+from skyward_core.providers.base import (
+    CREATED_TAG,
+    EXPIRES_TAG,
+    LAUNCH_TAG,
+    OWNER_TAG,
+    POOL_TAG,
+    PROCESS_TAG,
+    RANK_TAG,
+    load,
+)
+from skyward_core.providers.digitalocean import (
+    DigitalOcean,
+    doctl_token,
+    from_tags,
+    image_of,
+    name_of,
+    state_of,
+    tags_of,
+    to_offers,
+    to_tags,
+)
 from skyward_core.providers.ssh_keys import host_key, our_key
 from skyward_core.providers.tagging import launch_word
 from tests.providers.contract import POOL, STARTUP, Hands, RestContract, tags
-from tests.providers.fake_digitalocean import OVER_LIMIT, REGIONS, SIZES, SOLD_OUT, TEAM, TOKEN, TOO_MANY, FakeDigitalOcean, boot_of, size, unprocessable
+from tests.providers.fake_digitalocean import (
+    OVER_LIMIT,
+    REGIONS,
+    SIZES,
+    SOLD_OUT,
+    TEAM,
+    TOKEN,
+    TOO_MANY,
+    FakeDigitalOcean,
+    boot_of,
+    size,
+    unprocessable,
+)
 from tests.providers.http_fake import FakeCloud, Reply
 
 NODE_TOKEN = "dop_v1_n0den0den0den0den0de"
@@ -68,7 +110,10 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def an_offer(provider: DigitalOcean, want: Requirements = CPU) -> Offer:
-    return min((offer for offer in provider.offers(want) if matches(offer, want) is None), key=lambda offer: offer.price_per_hour)
+    return min(
+        (offer for offer in provider.offers(want) if matches(offer, want) is None),
+        key=lambda offer: offer.price_per_hour,
+    )
 
 
 def strangers(cloud: FakeDigitalOcean) -> None:
@@ -100,7 +145,9 @@ class TestDigitalOcean(RestContract):
     @pytest.fixture(params=["without GPU", "with GPU"])
     def hands(self, request: pytest.FixtureRequest, cloud: FakeDigitalOcean) -> Hands:
         def provider(*, explicit: bool = False) -> DigitalOcean:
-            return DigitalOcean(endpoint_url=cloud.url, **({"token": TOKEN, "node_token": NODE_TOKEN} if explicit else {}))
+            return DigitalOcean(
+                endpoint_url=cloud.url, **({"token": TOKEN, "node_token": NODE_TOKEN} if explicit else {})
+            )
 
         def outage_over() -> None:
             cloud.faults.clear()
@@ -149,7 +196,9 @@ def test_what_can_not_be_ordered_is_no_offer(make: Callable[..., DigitalOcean]) 
     assert not sold & {"s-8vcpu-retired", "s-priceless", "gpu-h200x1-141gb"}
 
 
-def test_a_chip_that_the_catalogue_does_not_know_is_left_out(make: Callable[..., DigitalOcean], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_chip_that_the_catalogue_does_not_know_is_left_out(
+    make: Callable[..., DigitalOcean], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG, "skyward_core.providers.digitalocean")
     assert not [offer for offer in make().offers(Requirements()) if offer.instance_type == "gpu-quantumx1"]
     assert "gpu-quantumx1" in caplog.text
@@ -158,26 +207,48 @@ def test_a_chip_that_the_catalogue_does_not_know_is_left_out(make: Callable[...,
 def test_a_spot_size_is_the_spot_offer_of_its_twin() -> None:
     """With the on-demand price of the slug without the suffix, also where that one can not be ordered."""
     spot = [offer for offer in to_offers(SIZES) if offer.is_spot]
-    assert [(offer.instance_type, offer.region, offer.price_per_hour, offer.on_demand_price_per_hour) for offer in spot] == [
+    assert [
+        (offer.instance_type, offer.region, offer.price_per_hour, offer.on_demand_price_per_hour) for offer in spot
+    ] == [
         ("gpu-mi350x1-288gb", "ric1", 2.46, 5.75),
         ("gpu-mi355x8-2304gb", "mem1", 23.76, 52.0),
     ]
     alone = to_offers([size("gpu-b300x1-288gb-lc-spot", 1, 1, 11.19, ["nyc1"], (1, "nvidia_b300", 288))])
-    assert [(offer.instance_type, offer.is_spot, offer.on_demand_price_per_hour) for offer in alone] == [("gpu-b300x1-288gb-lc", True, None)]
+    assert [(offer.instance_type, offer.is_spot, offer.on_demand_price_per_hour) for offer in alone] == [
+        ("gpu-b300x1-288gb-lc", True, None)
+    ]
 
 
-def test_a_spot_machine_is_created_and_listed_as_one(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+def test_a_spot_machine_is_created_and_listed_as_one(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
+) -> None:
     provider = make(region="ric1")
     (offer,) = provider.offers(Requirements())
     (launched,) = provider.launch(offer, 1, tags(), STARTUP)
     assert [droplet.size["slug"] for droplet in cloud.droplets.values()] == ["gpu-mi350x1-288gb-spot"]
     (listed,) = provider.instances(POOL)
-    assert (launched.is_spot, launched.instance_type, launched.price_per_hour, launched.on_demand_price_per_hour) == (True, "gpu-mi350x1-288gb", 2.46, 5.75)
-    assert (listed.is_spot, listed.instance_type, listed.price_per_hour, listed.on_demand_price_per_hour) == (True, "gpu-mi350x1-288gb", 2.46, None)
+    assert (launched.is_spot, launched.instance_type, launched.price_per_hour, launched.on_demand_price_per_hour) == (
+        True,
+        "gpu-mi350x1-288gb",
+        2.46,
+        5.75,
+    )
+    assert (listed.is_spot, listed.instance_type, listed.price_per_hour, listed.on_demand_price_per_hour) == (
+        True,
+        "gpu-mi350x1-288gb",
+        2.46,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
-    ("region", "told"), [("nyc1", {"nyc1"}), (("tor1", "ams3"), {"tor1", "ams3"}), (None, set(REGIONS) - {"atl1", "nyc2"}), ("sfo9", set())]
+    ("region", "told"),
+    [
+        ("nyc1", {"nyc1"}),
+        (("tor1", "ams3"), {"tor1", "ams3"}),
+        (None, set(REGIONS) - {"atl1", "nyc2"}),
+        ("sfo9", set()),
+    ],
 )
 def test_regions_are_one_several_or_all(make: Callable[..., DigitalOcean], region: Any, told: set[str]) -> None:
     assert {offer.region for offer in make(region=region).offers(Requirements())} == told
@@ -186,9 +257,13 @@ def test_regions_are_one_several_or_all(make: Callable[..., DigitalOcean], regio
 
 def test_a_machine_has_two_gigabytes_unless_less_is_asked_for(make: Callable[..., DigitalOcean]) -> None:
     """By an amount of memory, or by the name of a size."""
-    slugs = [{offer.instance_type for offer in make().offers(want)} for want in (Requirements(), Requirements(memory_gb=0.5))]
+    slugs = [
+        {offer.instance_type for offer in make().offers(want)} for want in (Requirements(), Requirements(memory_gb=0.5))
+    ]
     assert slugs[1] - slugs[0] == {"s-1vcpu-512mb-10gb"}
-    assert "s-1vcpu-512mb-10gb" in {offer.instance_type for offer in make().offers(Requirements(instance_type="s-1vcpu-512mb-10gb"))}
+    assert "s-1vcpu-512mb-10gb" in {
+        offer.instance_type for offer in make().offers(Requirements(instance_type="s-1vcpu-512mb-10gb"))
+    }
 
 
 def test_what_is_paid_at_least_is_the_greater_of_a_minute_and_a_cent(make: Callable[..., DigitalOcean]) -> None:
@@ -218,7 +293,14 @@ def test_all_pages_of_sizes_are_read(cloud: FakeDigitalOcean, make: Callable[...
 )
 def test_the_image_goes_with_the_size(accelerator: str | None, count: int, image: str) -> None:
     offer = Offer(
-        provider="digitalocean", instance_type="x", region="nyc1", price_per_hour=1, vcpus=1, memory_gb=1, accelerator=accelerator, accelerators=count
+        provider="digitalocean",
+        instance_type="x",
+        region="nyc1",
+        price_per_hour=1,
+        vcpus=1,
+        memory_gb=1,
+        accelerator=accelerator,
+        accelerators=count,
     )
     assert image_of(offer) == image
 
@@ -252,7 +334,9 @@ def test_sixty_four_machines_are_there_soon(cloud: FakeDigitalOcean, make: Calla
     assert 0.3 * (one_after_the_other + side_by_side / 8) + sum((1.0, 1.5)[:polls]) < 7
 
 
-def test_the_machine_gets_its_host_key_our_key_and_the_startup_script(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+def test_the_machine_gets_its_host_key_our_key_and_the_startup_script(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
+) -> None:
     """As cloud-init's user data. The same host key is in the endpoint; the directory is named by the droplet's id."""
     provider = make()
     (launched,) = provider.launch(an_offer(provider), 1, tags(), STARTUP)
@@ -294,8 +378,13 @@ def test_image_and_network_can_be_chosen(cloud: FakeDigitalOcean, make: Callable
 # ── the SSH key ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_our_key_is_registered_once_and_named_by_its_fingerprint(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
-    """So that nobody gets a root password by e-mail. The second launch is told that it is there; keys are never listed."""
+def test_our_key_is_registered_once_and_named_by_its_fingerprint(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
+) -> None:
+    """So that nobody gets a root password by e-mail.
+
+    The second launch is told that it is there; keys are never listed.
+    """
     provider = make()
     for launch in ("L1", "L2"):
         provider.launch(an_offer(provider), 1, tags(launch=launch), STARTUP)
@@ -304,7 +393,9 @@ def test_our_key_is_registered_once_and_named_by_its_fingerprint(cloud: FakeDigi
     assert cloud.keys[fingerprint] == our_key().public
     assert cloud.mails == []
     assert cloud.asked("GET", "/v2/account/keys") == []
-    told = subprocess.run(["ssh-keygen", "-l", "-E", "md5", "-f", str(our_key().path)], capture_output=True, text=True, check=False)
+    told = subprocess.run(
+        ["ssh-keygen", "-l", "-E", "md5", "-f", str(our_key().path)], capture_output=True, text=True, check=False
+    )
     assert told.returncode or f"MD5:{fingerprint}" in told.stdout
 
 
@@ -323,7 +414,9 @@ def test_a_key_that_is_refused_is_told(cloud: FakeDigitalOcean, make: Callable[.
     assert cloud.asked("POST", "/v2/droplets") == []
 
 
-def test_a_new_key_may_be_unknown_for_a_while(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_key_may_be_unknown_for_a_while(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Creating calls refuse it for some seconds; that is waited out, and not for ever."""
     provider = make()
     cloud.mood.unknown_key = 3
@@ -358,7 +451,9 @@ def test_tags_come_back_as_they_were(cloud: FakeDigitalOcean, make: Callable[...
     assert all("skyward" in droplet.wish["tags"] for droplet in cloud.droplets.values())
 
 
-def test_the_capitals_of_whoever_used_a_tag_first_change_nothing(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+def test_the_capitals_of_whoever_used_a_tag_first_change_nothing(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
+) -> None:
     """Tags are told with the capitals that they were first used with in the account."""
     cloud.mood.capitals = {tag.lower(): tag.upper() for tag in to_tags(ODD)}
     provider = make()
@@ -377,8 +472,13 @@ def test_parts_of_tags_are_no_tags() -> None:
     assert from_tags(["skyward:1-1:a:b"]) == {}
 
 
-def test_a_machine_without_tags_yet_is_known_by_its_name(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
-    """To its own pool alone, and not by the beginning of the name. There is no way to log in until it has an address."""
+def test_a_machine_without_tags_yet_is_known_by_its_name(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
+) -> None:
+    """To its own pool alone, and not by the beginning of the name.
+
+    There is no way to log in until it has an address.
+    """
     provider = make()
     cloud.mood.slow = 3
     found = cloud.add(name_of(tags(), 4), SIZES[1], {"region": "nyc1", "image": 42, "tags": to_tags(tags())})
@@ -421,7 +521,9 @@ def test_each_status_is_a_state(status: str, state: InstanceState) -> None:
     assert state_of({"status": status}) is state
 
 
-def test_both_listings_are_asked_and_no_filter_is_trusted(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+def test_both_listings_are_asked_and_no_filter_is_trusted(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
+) -> None:
     """The default listing has no GPU droplets, and whether one by tag has them nobody says."""
     provider = make()
     provider.launch(an_offer(provider, GPU), 1, tags(), STARTUP)
@@ -430,8 +532,13 @@ def test_both_listings_are_asked_and_no_filter_is_trusted(cloud: FakeDigitalOcea
     assert not [request for request in cloud.asked("GET", "/v2/droplets$") if "tag_name" in request.query]
 
 
-def test_a_listing_that_shifts_while_it_is_read_hides_no_machine(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
-    """When one of the first page is deleted, one of the second moves up, past who reads on. A listing that never stands still is no answer."""
+def test_a_listing_that_shifts_while_it_is_read_hides_no_machine(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
+) -> None:
+    """When one of the first page is deleted, one of the second moves up, past who reads on.
+
+    A listing that never stands still is no answer.
+    """
     provider = make()
     for _ in range(200):
         cloud.add("web", SIZES[1], {"region": "nyc1", "image": 42, "tags": []})
@@ -455,7 +562,9 @@ def test_machines_of_other_regions_are_listed_too(cloud: FakeDigitalOcean, make:
 # ── 202 is not success ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_machines_whose_creation_is_errored_are_given_back(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+def test_machines_whose_creation_is_errored_are_given_back(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
+) -> None:
     """And left out of what was launched."""
     provider = make()
     cloud.mood.errored = 2
@@ -490,7 +599,9 @@ def test_errored_machines_that_can_not_be_ended_are_no_mere_lack_of_capacity(
     assert len(provider.instances(POOL)) == len(cloud.droplets) == 3
 
 
-def test_a_machine_that_vanishes_while_it_is_waited_for_is_left_out(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+def test_a_machine_that_vanishes_while_it_is_waited_for_is_left_out(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
+) -> None:
     """Deleted by somebody, or a spot machine that is reclaimed: it is listed no more, and a look at it is 404."""
     provider = make()
     cloud.mood.slow = 4
@@ -501,20 +612,26 @@ def test_a_machine_that_vanishes_while_it_is_waited_for_is_left_out(cloud: FakeD
         provider.launch(an_offer(provider), 1, tags(launch="L2"), STARTUP)
 
 
-def test_a_machine_that_is_off_before_it_had_an_address_is_given_back(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+def test_a_machine_that_is_off_before_it_had_an_address_is_given_back(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
+) -> None:
     """Once its creation is over: before that it may be off for a moment."""
     rows = {"id": 1, "status": "off"}
     answers = iter(["in-progress", "completed"])
 
     class Told:
         def ask(self, *_: object, **__: object) -> Any:
-            return {"actions": [{"type": "power_off", "status": "completed"}, {"type": "create", "status": next(answers)}]}
+            return {
+                "actions": [{"type": "power_off", "status": "completed"}, {"type": "create", "status": next(answers)}]
+            }
 
     assert digitalocean._failure(Told(), rows) == ""  # type: ignore[arg-type]
     assert digitalocean._failure(Told(), rows) == "it is off"  # type: ignore[arg-type]
 
 
-def test_a_machine_without_an_address_is_given_up_at_last(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_an_address_is_given_up_at_last(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(digitalocean, "ADDRESS_SECONDS", 0.1)
     provider = make()
     cloud.mood.slow = 10**6
@@ -555,7 +672,9 @@ def test_few_actions_are_asked_for_in_one_poll(cloud: FakeDigitalOcean, make: Ca
         (unprocessable("Something new"), BadRequest),
     ],
 )
-def test_one_status_is_capacity_quota_and_validation(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], reply: Reply, kind: type[Exception]) -> None:
+def test_one_status_is_capacity_quota_and_validation(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], reply: Reply, kind: type[Exception]
+) -> None:
     provider = make()
     offer = an_offer(provider)
     cloud.fail("POST", "/v2/droplets", reply)
@@ -566,7 +685,9 @@ def test_one_status_is_capacity_quota_and_validation(cloud: FakeDigitalOcean, ma
     assert len(cloud.asked("POST", "/v2/droplets")) == 1
 
 
-def test_what_was_created_before_a_refusal_is_returned(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+def test_what_was_created_before_a_refusal_is_returned(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
+) -> None:
     """The second call of two found no room: ten are there. Nothing more is asked for."""
     provider = make()
     offer = an_offer(provider)
@@ -575,7 +696,9 @@ def test_what_was_created_before_a_refusal_is_returned(cloud: FakeDigitalOcean, 
     assert len(cloud.asked("POST", "/v2/droplets")) == 2
 
 
-def test_a_lost_answer_is_looked_up_and_not_asked_again(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+def test_a_lost_answer_is_looked_up_and_not_asked_again(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
+) -> None:
     """What has the names that were asked for is ours."""
     provider = make()
     offer = an_offer(provider, GPU)
@@ -585,7 +708,9 @@ def test_a_lost_answer_is_looked_up_and_not_asked_again(cloud: FakeDigitalOcean,
     assert len(cloud.droplets) == 3
 
 
-def test_a_lost_answer_that_can_not_be_looked_up_is_unknown(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+def test_a_lost_answer_that_can_not_be_looked_up_is_unknown(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
+) -> None:
     """A droplet may appear in listings later than that: no error says that there is none."""
     provider = make()
     offer = an_offer(provider)
@@ -599,13 +724,17 @@ def test_a_lost_answer_that_can_not_be_looked_up_is_unknown(cloud: FakeDigitalOc
     assert provider.listing_lag_seconds > 0
 
 
-def test_machines_that_are_listed_late_are_waited_for(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+def test_machines_that_are_listed_late_are_waited_for(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
+) -> None:
     provider = make()
     cloud.mood.hidden = 3
     assert len(provider.launch(an_offer(provider), 2, tags(), STARTUP)) == 2
 
 
-def test_too_many_creating_calls_are_no_unknown_outcome(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], patience: None) -> None:
+def test_too_many_creating_calls_are_no_unknown_outcome(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], patience: None
+) -> None:
     """429 is waited out; if it lasts, nothing was done and nothing is looked up."""
     provider = make()
     offer = an_offer(provider)
@@ -635,11 +764,19 @@ def test_when_the_hourly_limit_has_room_again(headers: dict[str, str], at: float
     assert digitalocean._reset(headers) == at
 
 
-def test_the_hourly_limit_is_waited_out_until_it_has_room(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hourly_limit_is_waited_out_until_it_has_room(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No Retry-After comes with it."""
     pauses: list[float] = []
-    monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=pauses.append, monotonic=lambda: sum(pauses), time=lambda: 1790000000.0))
-    cloud.fail("GET", "/v2/account", Reply(429, {"id": "too_many_requests"}, {"ratelimit-remaining": "0", "ratelimit-reset": "1790000021"}))
+    monkeypatch.setattr(
+        _http, "time", SimpleNamespace(sleep=pauses.append, monotonic=lambda: sum(pauses), time=lambda: 1790000000.0)
+    )
+    cloud.fail(
+        "GET",
+        "/v2/account",
+        Reply(429, {"id": "too_many_requests"}, {"ratelimit-remaining": "0", "ratelimit-reset": "1790000021"}),
+    )
     make().account()
     assert pauses == [21.0]
 
@@ -647,7 +784,9 @@ def test_the_hourly_limit_is_waited_out_until_it_has_room(cloud: FakeDigitalOcea
 # ── ending ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_one_machine_that_can_not_be_ended_hides_no_other(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+def test_one_machine_that_can_not_be_ended_hides_no_other(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
+) -> None:
     """All are tried, and the error names those that are left."""
     provider = make()
     ids = [instance.id for instance in provider.launch(an_offer(provider), 4, tags(), STARTUP)]
@@ -663,16 +802,24 @@ def test_ids_of_others_become_no_path(cloud: FakeDigitalOcean, make: Callable[..
     assert cloud.requests == []
 
 
-def test_one_refusal_of_many_is_no_matter_of_credentials(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+def test_one_refusal_of_many_is_no_matter_of_credentials(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
+) -> None:
     provider = make()
     ids = [instance.id for instance in provider.launch(an_offer(provider), 2, tags(), STARTUP)]
-    cloud.fail("DELETE", f"/v2/droplets/{ids[0]}", Reply(403, {"id": "forbidden", "message": "You are not authorized to perform this operation"}))
+    cloud.fail(
+        "DELETE",
+        f"/v2/droplets/{ids[0]}",
+        Reply(403, {"id": "forbidden", "message": "You are not authorized to perform this operation"}),
+    )
     with pytest.raises(InstancesLeft, match="not authorized"):
         provider.terminate(ids)
     assert set(cloud.droplets) == {int(ids[0])}
 
 
-def test_an_outage_holds_up_no_ending_for_ever(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], patience: None) -> None:
+def test_an_outage_holds_up_no_ending_for_ever(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], patience: None
+) -> None:
     """After the patience for the first ones the others are asked once each."""
     cloud.outage()
     ids = [str(number) for number in range(1000, 1064)]
@@ -694,7 +841,9 @@ TOOLS = {
 
 
 def run_end_script(script: str, folder: Path, fails: int = 0, tries: int = 0) -> list[str]:
-    """Run it with tools that only note what they are told, on a machine whose id is 4711, and which is gone within 60 s of being deleted."""
+    """Run it with tools that only note what they are told, on a machine whose id is 4711, and which is gone within 60 s
+    of being deleted.
+    """
     for name, text in TOOLS.items():
         tool = folder / name
         tool.write_text(f"#!/bin/sh\n{text}")
@@ -702,12 +851,20 @@ def run_end_script(script: str, folder: Path, fails: int = 0, tries: int = 0) ->
     told, metadata = folder / "told", folder / "metadata"
     if not metadata.exists():
         metadata.write_text("4711")
-    environ = {"PATH": f"{folder}:/usr/bin:/bin", "TOLD": str(told), "FAILS": str(fails), "TRIES": str(tries), "METADATA": str(metadata)}
+    environ = {
+        "PATH": f"{folder}:/usr/bin:/bin",
+        "TOLD": str(told),
+        "FAILS": str(fails),
+        "TRIES": str(tries),
+        "METADATA": str(metadata),
+    }
     subprocess.run(["sh", "-c", script], check=False, env=environ, start_new_session=True, timeout=60)
     return told.read_text().splitlines()
 
 
-def test_without_a_token_of_its_own_a_machine_powers_off(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], tmp_path: Path) -> None:
+def test_without_a_token_of_its_own_a_machine_powers_off(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], tmp_path: Path
+) -> None:
     """Nothing is planted that was not given for that."""
     provider = make(token=TOKEN)
     provider.launch(an_offer(provider), 1, tags(), STARTUP)
@@ -717,7 +874,9 @@ def test_without_a_token_of_its_own_a_machine_powers_off(cloud: FakeDigitalOcean
     assert "api.digitalocean.com" not in droplet.wish["user_data"]
 
 
-def test_with_a_token_of_its_own_a_machine_deletes_itself(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], tmp_path: Path) -> None:
+def test_with_a_token_of_its_own_a_machine_deletes_itself(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], tmp_path: Path
+) -> None:
     """By its id from the metadata address; the token is on no command line."""
     provider = make(node_token=NODE_TOKEN)
     provider.launch(an_offer(provider), 1, tags(), STARTUP)
@@ -734,16 +893,28 @@ def test_with_a_token_of_its_own_a_machine_deletes_itself(cloud: FakeDigitalOcea
 def test_shellcheck_finds_nothing_in_the_end_of_a_machine(make: Callable[..., DigitalOcean]) -> None:
     """Nor in how it tells its id."""
     script = f'#!/bin/sh\n{make(node_token=NODE_TOKEN)._end_script()}id=$({digitalocean.MACHINE_ID})\necho "$id"\n'
-    done = subprocess.run([str(Path(sys.executable).with_name("shellcheck")), "-"], input=script, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("shellcheck")), "-"],
+        input=script,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.stdout == ""
 
 
-def test_a_machine_that_can_not_delete_itself_tries_again_until_it_is_gone(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], tmp_path: Path) -> None:
+def test_a_machine_that_can_not_delete_itself_tries_again_until_it_is_gone(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], tmp_path: Path
+) -> None:
     """Off it would cost as much, and try no more."""
     provider = make(node_token=NODE_TOKEN)
     provider.launch(an_offer(provider), 1, tags(), STARTUP)
     (droplet,) = cloud.droplets.values()
-    end = boot_of(droplet.wish).partition("cat >/root/.cache/skyward/end <<'SKYWARD_END_OF_FILE'\n")[2].partition("\nSKYWARD_END_OF_FILE\n")[0]
+    end = (
+        boot_of(droplet.wish)
+        .partition("cat >/root/.cache/skyward/end <<'SKYWARD_END_OF_FILE'\n")[2]
+        .partition("\nSKYWARD_END_OF_FILE\n")[0]
+    )
     told = run_end_script(end, tmp_path, fails=22, tries=20)
     assert len([line for line in told if "DELETE" in line]) == 21
     assert told.count("sleep 30") == 20
@@ -753,7 +924,9 @@ def test_a_machine_that_can_not_delete_itself_tries_again_until_it_is_gone(cloud
 def test_without_an_id_nothing_is_deleted(make: Callable[..., DigitalOcean], tmp_path: Path) -> None:
     """An address without one would be that of all droplets."""
     (tmp_path / "metadata").write_text("<html>")
-    assert not [line for line in run_end_script(make(node_token=NODE_TOKEN)._end_script(), tmp_path) if "DELETE" in line]
+    assert not [
+        line for line in run_end_script(make(node_token=NODE_TOKEN)._end_script(), tmp_path) if "DELETE" in line
+    ]
 
 
 def test_the_node_token_is_in_no_message(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
@@ -771,7 +944,9 @@ def test_the_node_token_is_in_no_message(cloud: FakeDigitalOcean, make: Callable
 # ── credentials ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_where_the_token_comes_from(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_where_the_token_comes_from(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The field, then the variables in their order, then doctl's file."""
     provider = make()
     monkeypatch.setenv("DIGITALOCEAN_TOKEN", "wrong")
@@ -811,7 +986,9 @@ def test_the_account_is_the_team_s_or_the_user_s(cloud: FakeDigitalOcean, make: 
     assert make().account() == "b6fr89dbf6d9156c"
 
 
-def test_the_address_may_come_from_the_variable_of_the_cloud_s_tools(cloud: FakeDigitalOcean, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_address_may_come_from_the_variable_of_the_cloud_s_tools(
+    cloud: FakeDigitalOcean, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DIGITALOCEAN_API_URL", cloud.url + "/")
     assert DigitalOcean().account() == TEAM
 

@@ -1,4 +1,5 @@
-"""Each cloud's fake rents out hosts of the test bed: a pool comes up on them with nothing but what the provider has sent, runs, loses one, and ends.
+"""Each cloud's fake rents out hosts of the test bed: a pool comes up on them with nothing but what the provider has
+sent, runs, loses one, and ends.
 
 Credentials are looked for in everything that was written meanwhile.
 """
@@ -116,7 +117,13 @@ def digitalocean(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     with HostedDigitalOcean(hosting) as fake:
         monkeypatch.setenv("DIGITALOCEAN_TOKEN", TOKEN)
         monkeypatch.setattr("skyward_core.providers.digitalocean.POLL_SECONDS", 0.1)
-        yield Rented(sky.DigitalOcean(endpoint_url=fake.url), hosting, lambda: {str(machine) for machine in list(fake.droplets)}, fake.preempt, (TOKEN,))
+        yield Rented(
+            sky.DigitalOcean(endpoint_url=fake.url),
+            hosting,
+            lambda: {str(machine) for machine in list(fake.droplets)},
+            fake.preempt,
+            (TOKEN,),
+        )
 
 
 class HostedVerda(FakeVerda):
@@ -240,7 +247,10 @@ class HostedVast(FakeVast):
         super()._go_on()
         for contract, row in self.containers.items():
             if row["ports"] is not None:
-                row |= {"public_ipaddr": self._hosting.ip(str(contract)), "ports": {"22/tcp": [{"HostIp": "0.0.0.0", "HostPort": "22"}]}}
+                row |= {
+                    "public_ipaddr": self._hosting.ip(str(contract)),
+                    "ports": {"22/tcp": [{"HostIp": "0.0.0.0", "HostPort": "22"}]},
+                }
 
     def _destroy(self, contract: int) -> None:
         super()._destroy(contract)
@@ -261,7 +271,9 @@ def vastai(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rented
         monkeypatch.setenv("VAST_URL", fake.url)
         monkeypatch.setattr("skyward_core.providers.vastai.END", vast_module.END.replace(vast_module.URL, fake.url))
         monkeypatch.setattr("skyward_core.providers.vastai.POLL_SECONDS", 0.1)
-        yield Rented(sky.VastAI(), hosting, lambda: {str(contract) for contract in list(fake.containers)}, fake.preempt, (KEY,))
+        yield Rented(
+            sky.VastAI(), hosting, lambda: {str(contract) for contract in list(fake.containers)}, fake.preempt, (KEY,)
+        )
 
 
 class HostedRunPod(FakeRunPod):
@@ -308,21 +320,30 @@ def runpod(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rented
         fake.sell(cpu("cpu3c", 2, 0.03))
         monkeypatch.setenv("RUNPOD_API_KEY", RUNPOD_KEY)
         monkeypatch.setattr("skyward_core.providers.runpod.POLL_SECONDS", 0.1)
-        yield Rented(sky.RunPod(endpoint_url=fake.url), hosting, fake.alive, lambda pod: fake.halt(pod, "TERMINATED"), (RUNPOD_KEY,))
+        yield Rented(
+            sky.RunPod(endpoint_url=fake.url),
+            hosting,
+            fake.alive,
+            lambda pod: fake.halt(pod, "TERMINATED"),
+            (RUNPOD_KEY,),
+        )
 
 
 CLOUDS = {"aws": aws, "digitalocean": digitalocean, "runpod": runpod, "vastai": vastai, "verda": verda}
 
 
 @pytest.fixture(params=CLOUDS)
-def rented(request: pytest.FixtureRequest, fleet: Fleet, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Rented]:  # noqa: F811
+def rented(
+    request: pytest.FixtureRequest, fleet: Fleet, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Rented]:
     """A cloud of bare machines that install from the mirror."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
     hosting = Hosting(fleet, mirror.configure)
     try:
         with CLOUDS[request.param](hosting, monkeypatch) as rented:
-            # these fakes list what there is: half a minute of doubt a cloud is what the contract tests, by a clock of its own
+            # these fakes list what there is: half a minute of doubt a cloud is what the contract tests, by a clock of
+            # its own
             monkeypatch.setattr(type(rented.provider), "listing_lag_seconds", 1.0)
             yield rented
     finally:
@@ -337,7 +358,9 @@ def contents(folder: Path) -> Iterator[str]:
 
 
 def places_of(value: str, rented: Rented) -> list[str]:
-    """Where on the machines that run a value stands: files of nodes, on disk and in memory, and the start environments and arguments of all processes."""
+    """Where on the machines that run a value stands: files of nodes, on disk and in memory, and the start environments
+    and arguments of all processes.
+    """
     look = "cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline 2>/dev/null | grep -c -a -f /dev/shm/look.$$; grep -rl -f /dev/shm/look.$$"
     command = f"umask 077; cat >/dev/shm/look.$$; {look} ~/.cache /tmp /var/lib /var/log /dev/shm 2>/dev/null | grep -v /look; rm /dev/shm/look.$$"
     return [
@@ -350,9 +373,14 @@ def places_of(value: str, rented: Rented) -> list[str]:
 
 
 def test_a_pool_lives_on_a_cloud(
-    rented: Rented, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rented: Rented,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Launched, prepared over SSH with a host key that was known before, used; a machine is taken back and replaced under running calls; nothing is left.
+    """Launched, prepared over SSH with a host key that was known before, used; a machine is taken back and replaced
+    under running calls; nothing is left.
 
     Of secrets nothing is written: neither of the cloud's, nor of those of calls and of what looks like one in `env`.
     """
@@ -360,7 +388,16 @@ def test_a_pool_lives_on_a_cloud(
     token, password, told = f"tok-{uuid.uuid4().hex}", f"pw-{uuid.uuid4().hex}", Told()
     monkeypatch.setenv("HF_TOKEN", token)
     wishes: dict[str, Any] = {"secrets": ("HF_TOKEN",), "env": {"DB_PASSWORD": password}}
-    pool = sky.ComputePool(provider=rented.provider, nodes=2, cpu=4, image=sky.Image(), on_event=told, display="log", lease_seconds=30, **wishes)
+    pool = sky.ComputePool(
+        provider=rented.provider,
+        nodes=2,
+        cpu=4,
+        image=sky.Image(),
+        on_event=told,
+        display="log",
+        lease_seconds=30,
+        **wishes,
+    )
     with pool:
         assert rented.alive() == {node.instance.id for node in pool.lease.nodes}
         assert all(node.instance.endpoint.host_key for node in pool.lease.nodes)
@@ -369,12 +406,20 @@ def test_a_pool_lives_on_a_cloud(
         futures = pool.submit_all([square(number) for number in range(40)])
         rented.preempt(lost)
         assert [future.result(300) for future in futures] == [number * number for number in range(40)]
-        wait_until(lambda: len({event.instance_id for event in told.of(sky.BootstrapCompleted)}) == 3, "another machine", seconds=300)
+        wait_until(
+            lambda: len({event.instance_id for event in told.of(sky.BootstrapCompleted)}) == 3,
+            "another machine",
+            seconds=300,
+        )
         assert len(where() @ pool) == 2
         assert list(talks() @ pool) == [token[::-1]] * 2
         assert places_of(password, rented) != []  # plain text, so that the search is known to find what there is
         assert places_of(token, rented) == []
-        wait_until(lambda: rented.alive() == {node.instance.id for node in pool.lease.nodes}, "the lost one to be given back", seconds=120)
+        wait_until(
+            lambda: rented.alive() == {node.instance.id for node in pool.lease.nodes},
+            "the lost one to be given back",
+            seconds=120,
+        )
         written = pool.lease.model_dump_json() + repr(pool.lease) + repr(pool.spec) + pool.spec.model_dump_json()
     assert rented.alive() == set()
     assert not any(host.is_up for host in rented.hosting.hosts.values())
@@ -387,10 +432,17 @@ def test_a_pool_lives_on_a_cloud(
 
 
 def test_a_machine_ends_itself_when_nobody_is_left(rented: Rented, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last rope: its lease runs out, its guard runs the end command, and the cloud says so, or lists it as one to be terminated."""
+    """The last rope: its lease runs out, its guard runs the end command, and the cloud says so, or lists it as one to
+    be terminated.
+    """
     provider = rented.provider
     offer = rank(provider.offers(WISH), WISH)[0]
-    (instance,) = provider.launch(offer, 1, {**tags(), CREATED_TAG: str(int(time.time()))}, guard_script(LEASE_SECONDS, None, type(provider).end_command))
+    (instance,) = provider.launch(
+        offer,
+        1,
+        {**tags(), CREATED_TAG: str(int(time.time()))},
+        guard_script(LEASE_SECONDS, None, type(provider).end_command),
+    )
     host = rented.hosting.hosts[instance.id]
     wait_until(lambda: not host.is_up, "the machine to end itself", seconds=120)
     states = {found.id: found.state for found in provider.instances(instance.pool_id)}

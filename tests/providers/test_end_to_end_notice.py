@@ -1,4 +1,6 @@
-"""A spot machine of AWS is taken back, with the notice at its metadata address: its calls end, a machine that was prepared meanwhile takes its place."""
+"""A spot machine of AWS is taken back, with the notice at its metadata address: its calls end, a machine that was
+prepared meanwhile takes its place.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def where() -> int:
 
 
 def serve_metadata(host: Host) -> None:
-    """Give a host a metadata service at the address that EC2's machines have it at, which serves the files of /root/notices."""
+    """Give a host a metadata service at the address that EC2's machines have it at, which serves the files of
+    /root/notices.
+    """
     (host.root / NOTICES).mkdir()
     (host.root / "root/metadata.py").write_text(Path(fake_metadata.__file__).read_text())
     done = host.run(
@@ -53,7 +57,9 @@ def serve_metadata(host: Host) -> None:
 
 
 @pytest.fixture
-def cloud(fleet: Fleet, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[HostedAWS, Hosting]]:  # noqa: F811
+def cloud(
+    fleet: Fleet, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[tuple[HostedAWS, Hosting]]:
     """An AWS that sells spot machines, each of which is a host with a metadata service of its own."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
@@ -76,12 +82,22 @@ def cloud(fleet: Fleet, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_a_notice_costs_no_call(cloud: tuple[HostedAWS, Hosting]) -> None:
-    """With retries=0 nothing may be lost: what runs ends where it runs, what comes goes elsewhere, and the machine is given back before AWS takes it."""
+    """With retries=0 nothing may be lost: what runs ends where it runs, what comes goes elsewhere, and the machine is
+    given back before AWS takes it.
+    """
     aws, hosting = cloud
     told = Told()
     provider = sky.AWS(ssh_cidr="203.0.113.0/24")
     with sky.ComputePool(
-        provider=provider, nodes=2, cpu=4, image=sky.Image(), spot="always", retries=0, on_event=told, display="quiet", lease_seconds=30
+        provider=provider,
+        nodes=2,
+        cpu=4,
+        image=sky.Image(),
+        spot="always",
+        retries=0,
+        on_event=told,
+        display="quiet",
+        lease_seconds=30,
     ) as pool:
         machines = {node.rank: node.instance for node in pool.lease.nodes}
         assert all(machine.is_spot for machine in machines.values())
@@ -90,7 +106,9 @@ def test_a_notice_costs_no_call(cloud: tuple[HostedAWS, Hosting]) -> None:
         begun = {rank: [] for rank in roots}
 
         def all_began() -> bool:
-            begun.update({rank: [path.name[0] for path in (root / "root").glob("?-on-?")] for rank, root in roots.items()})
+            begun.update(
+                {rank: [path.name[0] for path in (root / "root").glob("?-on-?")] for rank, root in roots.items()}
+            )
             return all(begun.values())
 
         wait_until(all_began, "a call on each node", seconds=60)
@@ -107,7 +125,11 @@ def test_a_notice_costs_no_call(cloud: tuple[HostedAWS, Hosting]) -> None:
         (roots[1] / "root" / f"go-{begun[1][0]}").touch()
         assert sorted(future.result(60) for future in running) == [0, 1]
         wait_until(lambda: machines[1].id not in aws.alive(), "the machine to be given back", seconds=60)
-        wait_until(lambda: len({event.instance_id for event in told.of(sky.BootstrapCompleted)}) == 3, "another machine", seconds=60)
+        wait_until(
+            lambda: len({event.instance_id for event in told.of(sky.BootstrapCompleted)}) == 3,
+            "another machine",
+            seconds=60,
+        )
         assert list(where() @ pool) == [0, 1]
         assert aws.alive() == {node.instance.id for node in pool.lease.nodes}
 
@@ -115,7 +137,11 @@ def test_a_notice_costs_no_call(cloud: tuple[HostedAWS, Hosting]) -> None:
         (hosting.hosts[last].root / NOTICES / "instance-action").write_text(instance_action(SECONDS_LEFT))
         wait_until(lambda: len(told.of(sky.PreemptionNoticed)) == 2, "the next notice")
         aws.preempt(last)  # sooner than it was to be
-        wait_until(lambda: len({event.instance_id for event in told.of(sky.BootstrapCompleted)}) == 4, "one more machine", seconds=90)
+        wait_until(
+            lambda: len({event.instance_id for event in told.of(sky.BootstrapCompleted)}) == 4,
+            "one more machine",
+            seconds=90,
+        )
         assert list(where() @ pool) == [0, 1]
     assert told.of(sky.CallRetrying) == []
     assert [event.node for event in told.of(sky.InstanceLost)] == [1, 1]

@@ -38,7 +38,12 @@ def test_it_is_plain_data_both_ways() -> None:
     """What was set travels as JSON and comes back equal; copies and its text hold no more than that."""
     provider = sky.Hosts("10.0.0.5", "ubuntu@gpu-box:2222", key="~/.ssh/id", price_per_hour=1.5)
     fields = provider.to_json()
-    assert fields == {"name": "hosts", "addresses": ["10.0.0.5", "ubuntu@gpu-box:2222"], "key": "~/.ssh/id", "price_per_hour": 1.5}
+    assert fields == {
+        "name": "hosts",
+        "addresses": ["10.0.0.5", "ubuntu@gpu-box:2222"],
+        "key": "~/.ssh/id",
+        "price_per_hour": 1.5,
+    }
     assert base.load(json.loads(json.dumps(fields))) == provider
     assert sky.Hosts(addresses=["10.0.0.5"]) == sky.Hosts("10.0.0.5") != sky.Hosts("10.0.0.6")
     assert provider.model_copy() == provider
@@ -59,7 +64,11 @@ def test_a_pools_own_copy_remembers_host_keys() -> None:
     with pytest.raises(sky.HostKeyChanged, match="two host keys: key a and key b"):
         one._keys.note("gpu-1", "key b")
     provider._keys.note("gpu-1", "key b")
-    assert [(it._keys.of("gpu-1"), it._keys.of("gpu-2")) for it in (one, other, provider)] == [("key a", None), (None, None), (None, None)]
+    assert [(it._keys.of("gpu-1"), it._keys.of("gpu-2")) for it in (one, other, provider)] == [
+        ("key a", None),
+        (None, None),
+        (None, None),
+    ]
     assert pickle.loads(pickle.dumps(one))._keys.of("gpu-1") == "key a"
 
 
@@ -118,7 +127,13 @@ def test_two_ports_of_one_address_are_two_hosts() -> None:
     assert len(sky.Hosts("gate:2201", "gate:2202").addresses) == 2
 
 
-@pytest.mark.parametrize("make", [lambda: sky.Hosts("root:hunter2@gpu-box"), lambda: sky.Hosts("gpu-box", key="-----BEGIN OPENSSH PRIVATE KEY-----\nhunter2")])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: sky.Hosts("root:hunter2@gpu-box"),
+        lambda: sky.Hosts("gpu-box", key="-----BEGIN OPENSSH PRIVATE KEY-----\nhunter2"),
+    ],
+)
 def test_a_secret_in_the_wrong_place_is_not_told(make: Callable[[], object]) -> None:
     """A password in an address and a key in place of its path are refused, and the error does not repeat them."""
     with pytest.raises(ValueError) as caught:
@@ -129,9 +144,17 @@ def test_a_secret_in_the_wrong_place_is_not_told(make: Callable[[], object]) -> 
 
 @pytest.mark.parametrize("name", ["LOOK", "START", "LIST", "END", "SWEEP"])
 def test_the_scripts_are_plain_sh(name: str) -> None:
-    """Neither shellcheck nor dash finds anything in what hosts are asked; functions that a script does not use are no fault of it."""
+    """Neither shellcheck nor dash finds anything in what hosts are asked; functions that a script does not use are no
+    fault of it.
+    """
     script = getattr(hosts, name)
-    lines = subprocess.run([SHELLCHECK, "--shell=sh", "--exclude=SC2329,SC2317,SC2034", "-"], input=script, capture_output=True, text=True, check=False).stdout
+    lines = subprocess.run(
+        [SHELLCHECK, "--shell=sh", "--exclude=SC2329,SC2317,SC2034", "-"],
+        input=script,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout
     assert lines == ""
     assert subprocess.run(["dash", "-n"], input=script, capture_output=True, text=True, check=False).stderr == ""
 
@@ -139,7 +162,9 @@ def test_the_scripts_are_plain_sh(name: str) -> None:
 def test_an_id_says_which_host_it_may_be_on() -> None:
     """An id with a host's mark is asked for there alone; one of another time's host, everywhere."""
     provider = sky.Hosts("a", "b")
-    (of_a, of_b, of_nobody) = (f"host-{mark}1234567" for mark in (provider._mark("a"), provider._mark("b"), sky.Hosts("c")._mark("c")))
+    (of_a, of_b, of_nobody) = (
+        f"host-{mark}1234567" for mark in (provider._mark("a"), provider._mark("b"), sky.Hosts("c")._mark("c"))
+    )
     assert provider._possible("a", [of_a, of_b, of_nobody]) == {of_a, of_nobody}
     assert provider._possible("b", [of_a, of_b, of_nobody]) == {of_b, of_nobody}
     assert sky.Hosts("a", user="you")._mark("a") == provider._mark("a")
@@ -149,19 +174,27 @@ def test_only_hosts_without_a_price_may_be_left_to_their_lease() -> None:
     """A host that costs something is billed as long as it is not confirmed gone, and so is every machine of a cloud."""
     assert sky.Hosts("10.0.0.1").may_be_left_to_its_lease()
     assert not sky.Hosts("10.0.0.1", price_per_hour=1.5).may_be_left_to_its_lease()
-    assert not any(kind().may_be_left_to_its_lease() for kind in (sky.AWS, sky.DigitalOcean, sky.Verda, sky.VastAI, sky.RunPod))
+    assert not any(
+        kind().may_be_left_to_its_lease() for kind in (sky.AWS, sky.DigitalOcean, sky.Verda, sky.VastAI, sky.RunPod)
+    )
 
 
 def test_ids_of_others_are_nobodys_business() -> None:
     """Ids that were never ours, the beginning of one, and paths reach no host: not even a connection is tried."""
-    sky.Hosts("host.invalid").terminate(["local-000000000000", "host-00000000000", "host-", "", ".", "host-/../../../../x", "i-0123456789abcdef0"])
+    sky.Hosts("host.invalid").terminate(
+        ["local-000000000000", "host-00000000000", "host-", "", ".", "host-/../../../../x", "i-0123456789abcdef0"]
+    )
 
 
 def test_what_the_drivers_of_gpus_say() -> None:
-    """Names become the catalogue's, MiB become GB; a second kind does not count; memory may be unknown, the name too."""
+    """Names become the catalogue's, MiB become GB; a second kind does not count; memory may be unknown, the name
+    too.
+    """
 
     def host(*gpus: str) -> hosts._Host:
-        return hosts._Host.of(hosts.HostAnswer({"vcpus": ["4"], "memory_kib": ["1000000"], "machine": ["x86_64"], "gpu": list(gpus)}))
+        return hosts._Host.of(
+            hosts.HostAnswer({"vcpus": ["4"], "memory_kib": ["1000000"], "machine": ["x86_64"], "gpu": list(gpus)})
+        )
 
     four = host(*["NVIDIA A100-SXM4-80GB, 81920"] * 4)
     assert (four.accelerator, four.accelerators, four.accelerator_memory_gb) == ("A100", 4, 81920 * 1024**2 / 1e9)
@@ -202,14 +235,23 @@ def machines(fleet: Fleet) -> Iterator[Callable[[int], list[Host]]]:
 
 def provider_of(machines: list[Host], **fields: object) -> sky.Hosts:
     known = {"known_hosts": "/dev/null", "config": "/dev/null"}
-    return sky.Hosts(*(host.ip for host in machines), **{"user": "root", "key": str(machines[0].key_path), **known, **fields})
+    return sky.Hosts(
+        *(host.ip for host in machines), **{"user": "root", "key": str(machines[0].key_path), **known, **fields}
+    )
 
 
 def launch(
-    provider: sky.Hosts, count: int = 1, pool_id: str = POOL, first: int = 0, lease_seconds: float = 300, script: str | None = None
+    provider: sky.Hosts,
+    count: int = 1,
+    pool_id: str = POOL,
+    first: int = 0,
+    lease_seconds: float = 300,
+    script: str | None = None,
 ) -> list[sky.Instance]:
     (offer,) = provider.offers(ANY)
-    return provider.launch(offer, count, {"skyward-pool": pool_id, "skyward-rank": str(first)}, script or guard_script(lease_seconds, None))
+    return provider.launch(
+        offer, count, {"skyward-pool": pool_id, "skyward-rank": str(first)}, script or guard_script(lease_seconds, None)
+    )
 
 
 def said(host: Host, command: str) -> str:
@@ -238,8 +280,11 @@ REPOSITORY = Path(__file__).parents[2]
 
 def left_on(host: Host) -> list[str]:
     """What is on a host that was not there when it came up."""
-    found = said(host, "find /root /tmp /dev/shm -mindepth 1; ps -eo args= | grep -v -e sshd -e 'ps -eo' -e grep -e find || true").splitlines()
-    hidden = {str(REPOSITORY), *map(str, REPOSITORY.parents)}  # the bed hides the repository, with an empty folder in its place
+    found = said(
+        host, "find /root /tmp /dev/shm -mindepth 1; ps -eo args= | grep -v -e sshd -e 'ps -eo' -e grep -e find || true"
+    ).splitlines()
+    # the bed hides the repository, with an empty folder in its place
+    hidden = {str(REPOSITORY), *map(str, REPOSITORY.parents)}
     return [line for line in found if not line.startswith("/root/.ssh") and line not in hidden]
 
 
@@ -248,13 +293,21 @@ CACHE_ONLY = ["/root/.cache", "/root/.cache/skyward", "/root/.cache/skyward/inst
 
 @pytest.mark.slow
 def test_a_host_offers_what_it_has(machines) -> None:
-    """Processors and memory are the host's own, whatever the caller's environment says; without GPUs there is no offer of them."""
+    """Processors and memory are the host's own, whatever the caller's environment says; without GPUs there is no offer
+    of them.
+    """
     (host,) = machines(1)
     (host.root / "root/.bashrc").write_text("echo welcome; export OMP_NUM_THREADS=1\n")
     (offer,) = provider_of([host], price_per_hour=0.5).offers(ANY)
     assert offer.vcpus == len(os.sched_getaffinity(0))
     assert offer.memory_gb == pytest.approx(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, rel=0.01)
-    assert (offer.provider, offer.instance_type, offer.region, offer.price_per_hour, offer.is_spot) == ("hosts", "hosts", "hosts", 0.5, False)
+    assert (offer.provider, offer.instance_type, offer.region, offer.price_per_hour, offer.is_spot) == (
+        "hosts",
+        "hosts",
+        "hosts",
+        0.5,
+        False,
+    )
     (offer,) = provider_of([host]).offers(sky.Requirements(accelerator=parse("T4")))
     assert (offer.accelerator, offer.accelerators) == (None, 0)
 
@@ -277,11 +330,15 @@ def test_hosts_of_two_processors_are_one_offer_unless_one_is_asked_for(machines)
 
 
 def test_hosts_with_equal_gpus_are_one_offer(machines) -> None:
-    """GPUs are asked of the driver; hosts are grouped by them, and a node that wants them starts on such a host alone."""
+    """GPUs are asked of the driver; hosts are grouped by them, and a node that wants them starts on such a host
+    alone.
+    """
     plain, one, two = machines(3)
     for host in (one, two):
         smi = host.root / "usr/local/bin/nvidia-smi"
-        smi.write_text("#!/bin/sh\n[ \"$1\" = --query-gpu=name,memory.total ] && yes 'NVIDIA A100-SXM4-40GB, 40960' | head -n 2\n")
+        smi.write_text(
+            "#!/bin/sh\n[ \"$1\" = --query-gpu=name,memory.total ] && yes 'NVIDIA A100-SXM4-40GB, 40960' | head -n 2\n"
+        )
         smi.chmod(0o755)
     (plain.root / "usr/local/bin/nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'; exit 9\n")
     (plain.root / "usr/local/bin/nvidia-smi").chmod(0o755)
@@ -293,7 +350,11 @@ def test_hosts_with_equal_gpus_are_one_offer(machines) -> None:
     assert rank([without, offer], want) == [offer]
     instances = provider.launch(offer, 3, {"skyward-pool": POOL, "skyward-rank": "0"}, guard_script(300, None))
     assert [instance.ip for instance in instances] == [one.ip, two.ip]
-    assert {instance.instance_type for instance in instances} == {"2 x A100"} == {instance.instance_type for instance in provider.instances(POOL)}
+    assert (
+        {instance.instance_type for instance in instances}
+        == {"2 x A100"}
+        == {instance.instance_type for instance in provider.instances(POOL)}
+    )
     with pytest.raises(sky.NoCapacity, match=rf"{plain.ip} has no GPU; {one.ip} is held by pool {POOL}"):
         provider.launch(offer, 1, {"skyward-pool": "other", "skyward-rank": "0"}, guard_script(300, None))
     assert len(provider.offers(ANY)) == 1
@@ -305,7 +366,10 @@ def test_instances_are_found_by_tag_from_another_process(machines) -> None:
     pair = machines(2)
     provider = provider_of(pair, price_per_hour=2.5)
     launched = launch(provider, 2, first=3)
-    assert [(i.rank, i.ip, i.private_ip, i.price_per_hour) for i in launched] == [(3, pair[0].ip, pair[0].ip, 2.5), (4, pair[1].ip, pair[1].ip, 2.5)]
+    assert [(i.rank, i.ip, i.private_ip, i.price_per_hour) for i in launched] == [
+        (3, pair[0].ip, pair[0].ip, 2.5),
+        (4, pair[1].ip, pair[1].ip, 2.5),
+    ]
     for host, instance in zip(pair, launched, strict=True):
         assert instance.directory == f"/root/.cache/skyward/instances/{instance.id}"
         assert f"{host.ip} {instance.endpoint.host_key}" == host.known_hosts_line
@@ -319,7 +383,14 @@ def test_instances_are_found_by_tag_from_another_process(machines) -> None:
         provider.terminate([instance.id for instance in found])
         assert provider.instances({POOL!r}) == []
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False, cwd=REPOSITORY)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=REPOSITORY,
+    )
     assert done.returncode == 0, done.stderr
     assert [sky.Instance.model_validate(fields) for fields in json.loads(done.stdout)] == launched
     assert provider.instances(POOL) == []
@@ -338,16 +409,25 @@ TAGS = {
 
 @pytest.mark.slow
 def test_all_pools_are_listed_with_their_tags(machines) -> None:
-    """Tags come back whole, each machine's with its own rank, of all pools at once from a process that knows the provider alone; so the machines can be ended."""
+    """Tags come back whole, each machine's with its own rank, of all pools at once from a process that knows the
+    provider alone; so the machines can be ended.
+    """
     trio = machines(3)
     provider = provider_of(trio)
     (offer,) = provider.offers(ANY)
-    of_one = provider.launch(offer, 2, {"skyward-pool": "sky-one", "skyward-rank": "3", **TAGS}, guard_script(300, None))
+    of_one = provider.launch(
+        offer, 2, {"skyward-pool": "sky-one", "skyward-rank": "3", **TAGS}, guard_script(300, None)
+    )
     of_other = provider.launch(offer, 1, {"skyward-pool": "sky-on", "skyward-rank": "0"}, guard_script(300, None))
-    assert [instance.tags for instance in of_one] == [{"skyward-pool": "sky-one", "skyward-rank": rank, **TAGS} for rank in ("3", "4")]
+    assert [instance.tags for instance in of_one] == [
+        {"skyward-pool": "sky-one", "skyward-rank": rank, **TAGS} for rank in ("3", "4")
+    ]
     for host, instance in zip(trio, [*of_one, *of_other], strict=True):
         guard_of(host, instance)
-    said(trio[0], "SKYWARD_INSTANCE_ID=local-0123456789ab SKYWARD_POOL_ID=sky-one setsid sleep 300 </dev/null >/dev/null 2>&1 &")
+    said(
+        trio[0],
+        "SKYWARD_INSTANCE_ID=local-0123456789ab SKYWARD_POOL_ID=sky-one setsid sleep 300 </dev/null >/dev/null 2>&1 &",
+    )
     code = f"""
         from skyward_core.providers import base
         provider = base.load({provider.to_json()!r})
@@ -356,27 +436,41 @@ def test_all_pools_are_listed_with_their_tags(machines) -> None:
         provider.terminate([instance.id for instance in found])
         assert provider.instances() == []
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False, cwd=REPOSITORY)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=REPOSITORY,
+    )
     assert done.returncode == 0, done.stderr
     assert [sky.Instance.model_validate(fields) for fields in json.loads(done.stdout)] == [*of_other, *of_one]
 
 
 @pytest.mark.slow
 def test_a_node_whose_guard_is_dead_is_listed_with_what_its_processes_carry(machines) -> None:
-    """Without its guard, a node that carries no word of tags, or one that is none, is listed with its pool and its rank."""
+    """Without its guard, a node that carries no word of tags, or one that is none, is listed with its pool and its
+    rank.
+    """
     (host,) = machines(1)
     provider = provider_of([host])
     (instance,) = launch(provider, first=4)
     guard = guard_of(host, instance)
     start_in(host, instance, "SKYWARD_TAGS='{' exec sleep 300")
     said(host, f"kill -9 {guard}")
-    wait_until(lambda: [found.tags for found in provider.instances()] == [{"skyward-pool": POOL, "skyward-rank": "4"}], "the guard to be dead")
+    wait_until(
+        lambda: [found.tags for found in provider.instances()] == [{"skyward-pool": POOL, "skyward-rank": "4"}],
+        "the guard to be dead",
+    )
     provider.terminate([instance.id])
 
 
 @pytest.mark.slow
 def test_terminate_leaves_the_host_as_it_was(machines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes deaf to signals, folders in memory and the directory are gone when terminate returns; what is cached stays. Doing it again is silent."""
+    """Processes deaf to signals, folders in memory and the directory are gone when terminate returns; what is cached
+    stays. Doing it again is silent.
+    """
     (host,) = machines(1)
     provider = provider_of([host])
     (instance,) = launch(provider)
@@ -387,7 +481,8 @@ def test_terminate_leaves_the_host_as_it_was(machines, monkeypatch: pytest.Monke
     )
     start_in(host, instance, "trap '' TERM; sleep 300; sleep 300")
     assert "patience=100\n" in hosts.END
-    monkeypatch.setattr(hosts, "END", hosts.END.replace("patience=100\n", "patience=2000\n"))  # 40 s, before it is done from outside
+    # 40 s, before it is done from outside
+    monkeypatch.setattr(hosts, "END", hosts.END.replace("patience=100\n", "patience=2000\n"))
     begun = time.monotonic()
     provider.terminate([instance.id, "host-000000000000"])
     assert time.monotonic() - begun < 30, "the guard did not do it"
@@ -398,7 +493,9 @@ def test_terminate_leaves_the_host_as_it_was(machines, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_terminate_does_without_a_guard(machines) -> None:
-    """Where the guard was killed, or stands still, the node is ended from outside; another pool's node on another host is not touched."""
+    """Where the guard was killed, or stands still, the node is ended from outside; another pool's node on another host
+    is not touched.
+    """
     dead, still, _ = trio = machines(3)
     provider = provider_of(trio)
     launched = launch(provider, 2)
@@ -416,13 +513,18 @@ def test_terminate_does_without_a_guard(machines) -> None:
 
 @pytest.mark.slow
 def test_a_host_carries_one_node(machines) -> None:
-    """Hosts that another pool holds are skipped; when all are held, NoCapacity says which by whom. When a guard was killed its host is free again."""
+    """Hosts that another pool holds are skipped; when all are held, NoCapacity says which by whom.
+
+    When a guard was killed its host is free again.
+    """
     first, second = pair = machines(2)
     provider = provider_of(pair)
     (mine,) = launch(provider, 1)
     (other,) = launch(provider, 2, "sky-other")
     assert (mine.ip, other.ip, other.rank) == (first.ip, second.ip, 0)
-    with pytest.raises(sky.NoCapacity, match=rf"{first.ip} is held by pool {POOL}; {second.ip} is held by pool sky-other"):
+    with pytest.raises(
+        sky.NoCapacity, match=rf"{first.ip} is held by pool {POOL}; {second.ip} is held by pool sky-other"
+    ):
         launch(provider, 1, "sky-third")
     said(second, f"kill -9 {guard_of(second, other)}")
     (third,) = launch(provider, 1, "sky-third")
@@ -449,7 +551,10 @@ def test_another_users_pool_holds_the_host(machines) -> None:
     """The lock is the whole machine's: a pool of another user is seen, and told from the command line of its guard."""
     (host,) = machines(1)
     script = "exec 9</proc; flock -n 9; exec sh -c 'sleep 300; :' skyward-pool=sky-nobody"
-    said(host, f"setsid setpriv --reuid=nobody --clear-groups env -i PATH=/bin:/usr/bin sh -c {shlex.quote(script)} </dev/null >/dev/null 2>&1 &")
+    said(
+        host,
+        f"setsid setpriv --reuid=nobody --clear-groups env -i PATH=/bin:/usr/bin sh -c {shlex.quote(script)} </dev/null >/dev/null 2>&1 &",
+    )
     provider = provider_of([host])
     wait_until(lambda: host.run("pgrep -f skyward-pool=sky-nobod[y]").returncode == 0, "the stranger")
     with pytest.raises(sky.NoCapacity, match="held by pool sky-nobody"):
@@ -458,10 +563,16 @@ def test_another_users_pool_holds_the_host(machines) -> None:
 
 @pytest.mark.slow
 def test_another_user_cannot_block_a_host(machines) -> None:
-    """Not with a file, a pipe or a link under the name that the lock once had, nor by holding the lock: he has no pool. Our own pools still exclude each other."""
+    """Not with a file, a pipe or a link under the name that the lock once had, nor by holding the lock: he has no pool.
+
+    Our own pools still exclude each other.
+    """
     (host,) = machines(1)
     nobody = "setpriv --reuid=nobody --clear-groups"
-    said(host, f"{nobody} mkfifo -m 600 /tmp/skyward-host.lock; setsid {nobody} flock /proc sleep 300 </dev/null >/dev/null 2>&1 &")
+    said(
+        host,
+        f"{nobody} mkfifo -m 600 /tmp/skyward-host.lock; setsid {nobody} flock /proc sleep 300 </dev/null >/dev/null 2>&1 &",
+    )
     wait_until(lambda: host.run("flock -n /proc true").returncode == 1, "the lock to be taken")
     provider = provider_of([host])
     (instance,) = launch(provider)
@@ -478,10 +589,19 @@ def test_pools_that_come_at_once_share_no_host(machines) -> None:
     (host,) = machines(1)
     provider = provider_of([host])
     script = guard_script(300, None)
-    with ThreadPoolExecutor(2) as threads, provider._connections([host.ip]) as one, provider._connections([host.ip]) as two:
+    with (
+        ThreadPoolExecutor(2) as threads,
+        provider._connections([host.ip]) as one,
+        provider._connections([host.ip]) as two,
+    ):
         assert one.connect() == two.connect() == {}
         pending = [
-            threads.submit(lines.ask, hosts.START, {host.ip: (f"host-00000000000{n}", f"sky-{n}", "0", "0.0", "hosts", str(len(script)))}, stdin=script)
+            threads.submit(
+                lines.ask,
+                hosts.START,
+                {host.ip: (f"host-00000000000{n}", f"sky-{n}", "0", "0.0", "hosts", str(len(script)))},
+                stdin=script,
+            )
             for n, lines in enumerate((one, two))
         ]
         told = [answers[host.ip] for answers, failures in (future.result() for future in pending) if not failures]
@@ -502,7 +622,9 @@ def test_a_lease_that_runs_out_ends_the_node(machines) -> None:
 
 @pytest.mark.slow
 def test_another_host_key_is_refused(machines) -> None:
-    """With the host's key known, another one is HostKeyChanged from every verb that asks that host; the pinned one of an instance is refused likewise."""
+    """With the host's key known, another one is HostKeyChanged from every verb that asks that host; the pinned one of
+    an instance is refused likewise.
+    """
     good, bad = pair = machines(2)
     known = bad.directory / "both"
     known.write_text(f"{good.known_hosts_line}\n{bad.known_hosts_line}\n")
@@ -520,13 +642,18 @@ def test_another_host_key_is_refused(machines) -> None:
         provider.terminate([instance.id])
     assert caught.value.ids == (instance.id,)
     assert isinstance(caught.value.__cause__, sky.HostKeyChanged)
-    with pytest.raises(sky.HostKeyChanged), Connection(instance.endpoint.model_copy(update={"known_hosts": "/dev/null"})) as connection:
+    with (
+        pytest.raises(sky.HostKeyChanged),
+        Connection(instance.endpoint.model_copy(update={"known_hosts": "/dev/null"})) as connection,
+    ):
         connection.connect(30)
 
 
 @pytest.mark.slow
 def test_a_key_is_pinned_for_the_life_of_a_pool(machines) -> None:
-    """Nobody has written it down: what a pool has seen first holds for all of its verbs, of hosts that it does not use too; the next pool begins anew."""
+    """Nobody has written it down: what a pool has seen first holds for all of its verbs, of hosts that it does not use
+    too; the next pool begins anew.
+    """
     used, spare = pair = machines(2)
     plain = provider_of(pair)
     provider = plain.for_pool()
@@ -546,8 +673,12 @@ def test_a_key_is_pinned_for_the_life_of_a_pool(machines) -> None:
 
 
 @pytest.mark.slow
-def test_a_host_that_does_not_answer(machines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """It is left out of offers and launches with a warning, is an error when asked for instances, and its instances are left when they are terminated."""
+def test_a_host_that_does_not_answer(
+    machines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is left out of offers and launches with a warning, is an error when asked for instances, and its instances are
+    left when they are terminated.
+    """
     monkeypatch.setattr(host_connections, "CONNECT_SECONDS", 1.0)
     monkeypatch.setattr(hosts, "STRAGGLER_SECONDS", 0.3)
     lost, good = pair = machines(2)
@@ -573,7 +704,9 @@ def test_a_host_that_does_not_answer(machines, monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.slow
 def test_an_id_from_another_name_of_the_host(machines) -> None:
-    """A host that is called otherwise now still gives back what was launched on it; without an answer nobody says that it is gone."""
+    """A host that is called otherwise now still gives back what was launched on it; without an answer nobody says that
+    it is gone.
+    """
     (host,) = machines(1)
     (instance,) = launch(provider_of([host]))
     same = sky.Hosts(f"root@{host.ip}:22", key=str(host.key_path), known_hosts="/dev/null", config="/dev/null")
@@ -595,7 +728,9 @@ def test_a_wrong_key_of_ours(machines, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_full_disk_starts_nothing(machines) -> None:
-    """A host without room is told so in NoCapacity, keeps nothing, and its lock is free; a pool goes on to the next one."""
+    """A host without room is told so in NoCapacity, keeps nothing, and its lock is free; a pool goes on to the next
+    one.
+    """
     full, good = pair = machines(2)
     said(full, "mkdir -p ~/.cache/skyward/instances")
     full.fill_disk()
@@ -638,14 +773,22 @@ def test_a_home_of_the_hosts_own(machines) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("squatted", ["-o nobody -m 755 /shared/home", "-o nobody -m 755 /shared/home /shared/home/instances", "-m 777 /shared/home"])
+@pytest.mark.parametrize(
+    "squatted",
+    ["-o nobody -m 755 /shared/home", "-o nobody -m 755 /shared/home /shared/home/instances", "-m 777 /shared/home"],
+)
 def test_a_home_that_another_user_could_exchange_is_refused(machines, squatted: str) -> None:
-    """What runs there would be his: nothing is started, and the error says what to set. The same folder, closed and one's own, serves."""
+    """What runs there would be his: nothing is started, and the error says what to set.
+
+    The same folder, closed and one's own, serves.
+    """
     (host,) = machines(1)
     said(host, f"mkdir -m 1777 /shared; install -d {squatted}")
     (host.root / "root/.bashrc").write_text("export SKYWARD_HOME=/shared/home\n")
     provider = provider_of([host])
-    with pytest.raises(sky.NoCapacity, match=r"/shared/home belongs to another user, or everybody may write to it.*SKYWARD_HOME"):
+    with pytest.raises(
+        sky.NoCapacity, match=r"/shared/home belongs to another user, or everybody may write to it.*SKYWARD_HOME"
+    ):
         launch(provider)
     assert provider.instances(POOL) == []
     said(host, "chown -R root /shared/home; chmod 755 /shared/home")

@@ -1,4 +1,6 @@
-"""A session with a REST API, against a real server: what is asked again, what refusals become, and that no secret is told."""
+"""A session with a REST API, against a real server: what is asked again, what refusals become, and that no secret is
+told.
+"""
 
 import gzip
 import logging
@@ -91,7 +93,13 @@ def refused(api: Api, method: str = "GET", path: str = "/things", **settings: An
 
 def test_what_is_asked_arrives_and_what_is_answered_comes_back(api: Api) -> None:
     """Query, body and headers; what is None in a query is left out."""
-    told = api.ask("POST", "/things", query={"page": 2, "tag": None, "is_spot": True}, body={"name": "é"}, headers={"X-More": "yes"})
+    told = api.ask(
+        "POST",
+        "/things",
+        query={"page": 2, "tag": None, "is_spot": True},
+        body={"name": "é"},
+        headers={"X-More": "yes"},
+    )
     assert (told["query"], told["body"]) == ({"page": "2", "is_spot": "true"}, {"name": "é"})
     assert (told["headers"]["authorization"], told["headers"]["x-more"]) == (f"Bearer {TOKEN}", "yes")
 
@@ -131,11 +139,20 @@ def test_what_is_missing_may_be_none(api: Api, cloud: FakeThings) -> None:
 @pytest.mark.parametrize(
     ("status", "kind"),
     [
-        *((401, CredentialsError), (403, CredentialsError), (429, RateLimited), (408, ProviderFailed), (500, ProviderFailed), (503, ProviderFailed)),
+        *(
+            (401, CredentialsError),
+            (403, CredentialsError),
+            (429, RateLimited),
+            (408, ProviderFailed),
+            (500, ProviderFailed),
+            (503, ProviderFailed),
+        ),
         *((400, BadRequest), (402, BadRequest), (409, BadRequest), (422, BadRequest), (301, BadRequest)),
     ],
 )
-def test_a_refusal_is_named_by_what_to_do_next(api: Api, cloud: FakeThings, status: int, kind: type[SkywardError]) -> None:
+def test_a_refusal_is_named_by_what_to_do_next(
+    api: Api, cloud: FakeThings, status: int, kind: type[SkywardError]
+) -> None:
     """By its status; message and code are the cloud's."""
     cloud.reply = Reply(status, {"code": "its_word", "message": "because"}, {"Location": "/elsewhere"})
     error = refused(api, "POST")
@@ -176,7 +193,9 @@ def test_what_a_cloud_says_is_one_short_line(api: Api, cloud: FakeThings) -> Non
 
 
 def test_a_cloud_may_mean_something_else(cloud: FakeThings, clock: Clock) -> None:
-    """What `classify` returns comes first, with the code; it is given status, body and message, and an empty body for what is no JSON object."""
+    """What `classify` returns comes first, with the code; it is given status, body and message, and an empty body for
+    what is no JSON object.
+    """
     seen: list[tuple[int, Mapping[str, Any], str]] = []
 
     def classify(status: int, body: Mapping[str, Any], message: str) -> SkywardError | None:
@@ -195,7 +214,9 @@ def test_a_cloud_may_mean_something_else(cloud: FakeThings, clock: Clock) -> Non
 
 def test_a_refusal_that_a_cloud_calls_too_many_is_waited_out(cloud: FakeThings, clock: Clock) -> None:
     """Also under another status and for a creating call: RateLimited means that nothing was done."""
-    with Api("Acme", cloud.url, classify=lambda status, body, message: RateLimited(message) if body.get("slow") else None) as api:
+    with Api(
+        "Acme", cloud.url, classify=lambda status, body, message: RateLimited(message) if body.get("slow") else None
+    ) as api:
         cloud.fail("POST", "/things", Reply(400, {"slow": "down"}))
         api.ask("POST", "/things")
     assert clock.pauses == [_http.PAUSE_SECONDS]
@@ -206,7 +227,9 @@ def test_a_refusal_that_a_cloud_calls_too_many_is_waited_out(cloud: FakeThings, 
 
 @pytest.mark.parametrize("fault", [Reply(500), Reply(503, "try later", is_text=True), Reply(408), None])
 @pytest.mark.parametrize(("method", "path"), [("GET", "/things"), ("DELETE", "/things/7")])
-def test_reads_and_deletions_are_repeated(api: Api, cloud: FakeThings, clock: Clock, fault: Reply | None, method: str, path: str) -> None:
+def test_reads_and_deletions_are_repeated(
+    api: Api, cloud: FakeThings, clock: Clock, fault: Reply | None, method: str, path: str
+) -> None:
     """After a failure of the cloud and after a reset, with growing pauses."""
     cloud.fail(method, path, fault, times=3)
     api.ask(method, path)
@@ -281,7 +304,9 @@ def test_who_comes_up_meanwhile_is_found(clock: Clock, monkeypatch: pytest.Monke
     assert len(accepted) == 1
 
 
-def test_no_free_connection_is_no_answer_lost(api: Api, cloud: FakeThings, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_free_connection_is_no_answer_lost(
+    api: Api, cloud: FakeThings, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A creating call that never got a connection of the session was not sent."""
     ask, calls = api._client.request, []
 
@@ -297,7 +322,9 @@ def test_no_free_connection_is_no_answer_lost(api: Api, cloud: FakeThings, clock
 
 
 @pytest.mark.parametrize(("method", "tries"), [("GET", 3), ("POST", 1)])
-def test_who_does_not_answer_in_time_has_failed(cloud: FakeThings, clock: Clock, monkeypatch: pytest.MonkeyPatch, method: str, tries: int) -> None:
+def test_who_does_not_answer_in_time_has_failed(
+    cloud: FakeThings, clock: Clock, monkeypatch: pytest.MonkeyPatch, method: str, tries: int
+) -> None:
     """A creating call that was sent and not answered is not sent again, a read is."""
     monkeypatch.setattr(_http, "TIMEOUT_SECONDS", 0.1)
     monkeypatch.setattr(_http, "PATIENCE_SECONDS", 1.6)
@@ -348,9 +375,18 @@ def _date(seconds: float, **changes: Any) -> str:
 )
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_too_many_is_waited_out_as_long_as_the_cloud_says(
-    api: Api, cloud: FakeThings, clock: Clock, monkeypatch: pytest.MonkeyPatch, told: str | None, pause: float, method: str
+    api: Api,
+    cloud: FakeThings,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    told: str | None,
+    pause: float,
+    method: str,
 ) -> None:
-    """A number of seconds or a date; what is neither counts as nothing, and "at once" does not become a storm. A creating call waits too."""
+    """A number of seconds or a date; what is neither counts as nothing, and "at once" does not become a storm.
+
+    A creating call waits too.
+    """
     monkeypatch.setenv("TZ", "Pacific/Auckland")
     time.tzset()
     try:
@@ -364,7 +400,11 @@ def test_too_many_is_waited_out_as_long_as_the_cloud_says(
                 return answer
 
             monkeypatch.setattr(api._client, "request", request)
-        cloud.fail(method, "/things", Reply(429, {"code": "slow"}, {"Retry-After": told} if told is not None and told.isascii() else {}))
+        cloud.fail(
+            method,
+            "/things",
+            Reply(429, {"code": "slow"}, {"Retry-After": told} if told is not None and told.isascii() else {}),
+        )
         api.ask(method, "/things")
         assert clock.pauses == [pause]
     finally:
@@ -440,7 +480,9 @@ def test_the_clouds_wish_counts_after_a_failure_too(api: Api, cloud: FakeThings,
     ],
 )
 @pytest.mark.parametrize("secret", [TOKEN, ODD])
-def test_no_secret_is_in_a_message(api: Api, cloud: FakeThings, caplog: pytest.LogCaptureFixture, echo: Callable[[str], object], secret: str) -> None:
+def test_no_secret_is_in_a_message(
+    api: Api, cloud: FakeThings, caplog: pytest.LogCaptureFixture, echo: Callable[[str], object], secret: str
+) -> None:
     """However the cloud echoes it: in JSON, in text, quoted as in a URL or by Python, or cut off in its middle."""
     caplog.set_level(logging.DEBUG)
     body = echo(secret)
@@ -448,7 +490,14 @@ def test_no_secret_is_in_a_message(api: Api, cloud: FakeThings, caplog: pytest.L
     error = refused(api, "POST", body={"secret": "of the caller"})
     written = " ".join((str(error), error.code, repr(error), caplog.text))
     assert "***" in str(error) or str(error).endswith("x" * 8)
-    for part in (secret, secret[:8], quote(secret), quote_plus(secret), secret.split(maxsplit=1)[0], repr(secret)[1:-1]):
+    for part in (
+        secret,
+        secret[:8],
+        quote(secret),
+        quote_plus(secret),
+        secret.split(maxsplit=1)[0],
+        repr(secret)[1:-1],
+    ):
         assert part not in written
 
 
@@ -482,7 +531,9 @@ def test_what_is_no_url_is_told_at_once(clock: Clock, url: str) -> None:
 def test_many_may_ask_at_once_and_nothing_stays_open(cloud: FakeThings, clock: Clock) -> None:
     """One session is shared by threads; after it no connection is left (the suite counts descriptors)."""
     with Api("Acme", cloud.url) as api, ThreadPoolExecutor(8) as threads:
-        answers = list(threads.map(lambda number: api.ask("GET", "/things", query={"n": number})["query"]["n"], range(40)))
+        answers = list(
+            threads.map(lambda number: api.ask("GET", "/things", query={"n": number})["query"]["n"], range(40))
+        )
     assert answers == [str(number) for number in range(40)]
     with pytest.raises(RuntimeError, match="closed"):
         api.ask("GET", "/things")

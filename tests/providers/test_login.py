@@ -1,4 +1,6 @@
-"""Our SSH key, and the host keys that are derived from it: made once whatever happens at once, told to nobody, and the same in every process."""
+"""Our SSH key, and the host keys that are derived from it: made once whatever happens at once, told to nobody, and the
+same in every process.
+"""
 
 import base64
 import json
@@ -42,14 +44,18 @@ def keygen(path: Path, *words: str) -> Path:
 
 
 def public_of(path: Path) -> str:
-    return subprocess.run(["ssh-keygen", "-y", "-P", "", "-f", str(path)], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["ssh-keygen", "-y", "-P", "", "-f", str(path)], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 # ── our key ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_our_key_is_made_once_and_for_us_alone(home: Path) -> None:
-    """An Ed25519 key below the state directory that OpenSSH and asyncssh read, its folder closed to others; asked again it is the same file."""
+    """An Ed25519 key below the state directory that OpenSSH and asyncssh read, its folder closed to others; asked again
+    it is the same file.
+    """
     key = our_key()
     assert key.path == home / "skyward/ssh/id_ed25519"
     assert (stat.S_IMODE(key.path.stat().st_mode), stat.S_IMODE(key.path.parent.stat().st_mode)) == (0o600, 0o700)
@@ -72,8 +78,13 @@ def test_its_mode_does_not_depend_on_the_umask(home: Path) -> None:
 
 
 def test_processes_that_ask_at_once_get_the_same_key(home: Path) -> None:
-    """One of them makes it; none sees half of it, nothing else is left in the folder, and all derive the same host keys."""
-    clients = [subprocess.Popen([sys.executable, "-c", CLIENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    """One of them makes it; none sees half of it, nothing else is left in the folder, and all derive the same host
+    keys.
+    """
+    clients = [
+        subprocess.Popen([sys.executable, "-c", CLIENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
     for client in clients:
         assert client.stdin is not None
         client.stdin.write("g")
@@ -101,7 +112,9 @@ def test_who_is_late_takes_what_there_is(home: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("content", [b"", b"no key at all", b"\xff\xfe\x00", None])
 def test_a_damaged_key_is_told_and_left_alone(home: Path, content: bytes | None) -> None:
-    """BadRequest with its path, also for the half of one; it is not replaced, for machines may be running that let nothing else in."""
+    """BadRequest with its path, also for the half of one; it is not replaced, for machines may be running that let
+    nothing else in.
+    """
     place = our_key().path
     content = place.read_bytes()[:150] if content is None else content
     place.write_bytes(content)
@@ -120,7 +133,10 @@ def test_where_no_key_can_be_made_it_says_so(home: Path) -> None:
 # ── a key of the user's own ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("words", [("-t", "ed25519"), ("-t", "rsa", "-b", "2048"), ("-t", "ecdsa", "-b", "256"), ("-t", "ecdsa", "-b", "521")])
+@pytest.mark.parametrize(
+    "words",
+    [("-t", "ed25519"), ("-t", "rsa", "-b", "2048"), ("-t", "ecdsa", "-b", "256"), ("-t", "ecdsa", "-b", "521")],
+)
 def test_a_key_of_ones_own_is_used(tmp_path: Path, home: Path, words: tuple[str, ...]) -> None:
     """Any kind; its comment stays at home, nothing is written, and host keys are derived from it just as well."""
     path = keygen(tmp_path / "mine", *words, "-N", "")
@@ -141,7 +157,9 @@ def test_its_path_may_be_short_and_is_told_whole(tmp_path: Path, monkeypatch: py
 
 
 def test_what_is_no_usable_key_is_bad_request(tmp_path: Path) -> None:
-    """A passphrase, the public half, another format, a key that stays in a token, a folder, nothing at all, a user that does not exist; nothing is made."""
+    """A passphrase, the public half, another format, a key that stays in a token, a folder, nothing at all, a user that
+    does not exist; nothing is made.
+    """
     keygen(tmp_path / "locked", "-t", "ed25519", "-N", "hunter2")
     keygen(tmp_path / "pem", "-t", "rsa", "-b", "2048", "-m", "PEM", "-N", "")
     (tmp_path / "token").write_text(_in_a_token())
@@ -170,7 +188,15 @@ def _in_a_token() -> str:
     public = text(b"sk-ssh-ed25519@openssh.com") + text(b"\1" * 32) + text(b"ssh:")
     private = b"\1\2\3\4" * 2 + public + b"\1" + text(b"handle") + text(b"") + text(b"comment")
     private += bytes(range(1, 1 + -len(private) % 8))
-    content = b"openssh-key-v1\0" + text(b"none") + text(b"none") + text(b"") + (1).to_bytes(4, "big") + text(public) + text(private)
+    content = (
+        b"openssh-key-v1\0"
+        + text(b"none")
+        + text(b"none")
+        + text(b"")
+        + (1).to_bytes(4, "big")
+        + text(public)
+        + text(private)
+    )
     return f"-----BEGIN OPENSSH PRIVATE KEY-----\n{base64.encodebytes(content).decode()}-----END OPENSSH PRIVATE KEY-----\n"
 
 
@@ -187,7 +213,9 @@ def test_a_host_key_is_one_for_a_launch_and_a_key(tmp_path: Path) -> None:
 
 
 def test_sshd_and_clients_take_it(tmp_path: Path) -> None:
-    """OpenSSH and asyncssh read the private part, and derive the public one that we tell; it goes unlocked and without a name."""
+    """OpenSSH and asyncssh read the private part, and derive the public one that we tell; it goes unlocked and without
+    a name.
+    """
     key = host_key(LAUNCH, our_key())
     path = tmp_path / "ssh_host_ed25519_key"
     path.write_text(key.private)
@@ -209,12 +237,24 @@ def test_its_private_part_is_in_no_repr() -> None:
 @pytest.mark.parametrize(
     ("private", "expected"),
     [
-        (ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32))), "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIPvxYeDqk5HWYpGVVw3Pyb8y7q62jdeWskIr1aINaHBg"),
-        (ec.derive_private_key(4711, ec.SECP256R1()), "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIC/3FEm/j9ugB/sppQUuWWGq7gRAVzxCor/V+6QKodAS"),
+        (
+            ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32))),
+            "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIPvxYeDqk5HWYpGVVw3Pyb8y7q62jdeWskIr1aINaHBg",
+        ),
+        (
+            ec.derive_private_key(4711, ec.SECP256R1()),
+            "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIC/3FEm/j9ugB/sppQUuWWGq7gRAVzxCor/V+6QKodAS",
+        ),
     ],
 )
 def test_every_version_derives_the_same(tmp_path: Path, private: Any, expected: str) -> None:
-    """Who attaches may have other versions than who has launched: what is derived depends on no library's way to write a key."""
+    """Who attaches may have other versions than who has launched: what is derived depends on no library's way to write
+    a key.
+    """
     path = tmp_path / "fixed"
-    path.write_bytes(private.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()))
+    path.write_bytes(
+        private.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
+        )
+    )
     assert host_key("L1", our_key(str(path))).public == expected

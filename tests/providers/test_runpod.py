@@ -100,7 +100,11 @@ class TestRunPod(RestContract):
             outage_over=outage_over,
             lose_create_answer=lambda: fake.fail("POST", "/v2/pods", None, is_done=True),
             fail_create_after=lambda count: setattr(fake, "creates_left", count),
-            throttle=lambda: fake.fail("GET", "/v2/pods", problem(429, "rate limit exceeded for the minute window", headers={"Retry-After": "0"})),
+            throttle=lambda: fake.fail(
+                "GET",
+                "/v2/pods",
+                problem(429, "rate limit exceeded for the minute window", headers={"Retry-After": "0"}),
+            ),
             stop=fake.halt,
             preempt=lambda pod: fake.halt(pod, "TERMINATED"),
             strangers=strangers,
@@ -109,7 +113,10 @@ class TestRunPod(RestContract):
 
 
 def cheapest(want: Requirements = RTX_4090, provider: RunPod | None = None) -> Offer:
-    return min((offer for offer in (provider or RunPod()).offers(want) if matches(offer, want) is None), key=lambda offer: offer.price_per_hour)
+    return min(
+        (offer for offer in (provider or RunPod()).offers(want) if matches(offer, want) is None),
+        key=lambda offer: offer.price_per_hour,
+    )
 
 
 def of(chip: str, provider: RunPod | None = None) -> list[Offer]:
@@ -130,10 +137,17 @@ def order(fake: FakeRunPod) -> dict[str, Any]:
 def test_an_offer_is_a_type_in_a_number_in_a_data_centre(fake: FakeRunPod) -> None:
     """At the price of one GPU times their number, with the CPUs and memory that will be asked for."""
     offers = of("8xH100")
-    assert [(offer.instance_type, offer.region) for offer in offers] == [("NVIDIA H100 80GB HBM3 x8", place) for place in ("EU-RO-1", "US-TX-3")]
+    assert [(offer.instance_type, offer.region) for offer in offers] == [
+        ("NVIDIA H100 80GB HBM3 x8", place) for place in ("EU-RO-1", "US-TX-3")
+    ]
     offer = offers[-1]
     assert (offer.price_per_hour, offer.on_demand_price_per_hour) == (pytest.approx(31.92), pytest.approx(31.92))
-    assert (offer.accelerator, offer.accelerators, offer.accelerator_memory_gb, offer.form_factor) == ("H100", 8, 80, "SXM")
+    assert (offer.accelerator, offer.accelerators, offer.accelerator_memory_gb, offer.form_factor) == (
+        "H100",
+        8,
+        80,
+        "SXM",
+    )
     assert (offer.vcpus, offer.memory_gb) == (8 * 14, 8 * 90)
     assert not any(offer.is_spot for offer in RunPod(cloud=None).offers(Requirements()))
 
@@ -155,7 +169,9 @@ def test_who_names_no_number_is_offered_the_usual_ones(fake: FakeRunPod) -> None
 
 def test_community_machines_are_named_so_and_are_in_no_data_centre(fake: FakeRunPod) -> None:
     offers = of("4xRTX 4090", RunPod(cloud=None))
-    assert [(offer.instance_type, offer.region, offer.price_per_hour) for offer in offers if offer.accelerators == 4] == [
+    assert [
+        (offer.instance_type, offer.region, offer.price_per_hour) for offer in offers if offer.accelerators == 4
+    ] == [
         ("NVIDIA GeForce RTX 4090 x4", "EU-RO-1", pytest.approx(2.76)),
         ("NVIDIA GeForce RTX 4090 x4", "US-TX-3", pytest.approx(2.76)),
         ("NVIDIA GeForce RTX 4090 x4 community", "any", pytest.approx(1.36)),
@@ -210,7 +226,9 @@ def test_chips_by_runpods_names(fake: FakeRunPod, told: str, chip: str, form_fac
 def test_machines_without_gpu_have_a_power_of_two_of_cpus(fake: FakeRunPod) -> None:
     fake.sell(cpu("cpu5g", 4, 0.04, most=2), cpu("cpu9x", 2, None))
     offers = [offer for offer in RunPod().offers(Requirements()) if offer.accelerator is None]
-    assert [(offer.instance_type, offer.region, offer.vcpus, offer.memory_gb, offer.price_per_hour) for offer in offers] == [
+    assert [
+        (offer.instance_type, offer.region, offer.vcpus, offer.memory_gb, offer.price_per_hour) for offer in offers
+    ] == [
         ("cpu3c-2-4", "EU-RO-1", 2, 4, pytest.approx(0.06)),
         ("cpu3c-4-8", "EU-RO-1", 4, 8, pytest.approx(0.12)),
         ("cpu3c-8-16", "EU-RO-1", 8, 16, pytest.approx(0.24)),
@@ -221,7 +239,10 @@ def test_machines_without_gpu_have_a_power_of_two_of_cpus(fake: FakeRunPod) -> N
 
 def test_only_the_configured_data_centres(fake: FakeRunPod) -> None:
     assert {offer.region for offer in RunPod(region="US-TX-3").offers(RTX_4090)} == {"US-TX-3"}
-    assert {offer.region for offer in RunPod(region=("US-TX-3", "EU-RO-1"), cloud=None).offers(RTX_4090)} == {"US-TX-3", "EU-RO-1"}
+    assert {offer.region for offer in RunPod(region=("US-TX-3", "EU-RO-1"), cloud=None).offers(RTX_4090)} == {
+        "US-TX-3",
+        "EU-RO-1",
+    }
     assert RunPod(region="XX-1").offers(Requirements()) == []
 
 
@@ -238,7 +259,9 @@ def test_an_answer_without_a_list_is_no_empty_list(fake: FakeRunPod) -> None:
 
 
 def test_what_is_asked_for(fake: FakeRunPod) -> None:
-    """Our script in place of the image's entrypoint, port 22, no sshd and no key of RunPod's; what the offer promises of the host."""
+    """Our script in place of the image's entrypoint, port 22, no sshd and no key of RunPod's; what the offer promises
+    of the host.
+    """
     (machine,) = RunPod(disk_gb=64, registry="reg1").launch(cheapest(), 1, tags(), STARTUP)
     body = order(fake)
     env = body.pop("env")
@@ -251,11 +274,19 @@ def test_what_is_asked_for(fake: FakeRunPod) -> None:
         "cloud": "SECURE",
         "dataCenterIds": ["EU-RO-1"],
         "registry": "reg1",
-        "gpu": {"id": "NVIDIA GeForce RTX 4090", "count": 1, "minVcpuCountPerGpu": 2, "minRamPerGpu": 8, "minCudaVersion": "12.8"},
+        "gpu": {
+            "id": "NVIDIA GeForce RTX 4090",
+            "count": 1,
+            "minVcpuCountPerGpu": 2,
+            "minRamPerGpu": 8,
+            "minCudaVersion": "12.8",
+        },
     }
     assert list(env) == ["SKYWARD_BOOT"]
     unpack = userdata.UNPACKED.partition(" >/run")[0].partition("; ")[2]
-    script = subprocess.run(["sh", "-c", unpack], env={**os.environ, **env}, capture_output=True, text=True, check=True).stdout
+    script = subprocess.run(
+        ["sh", "-c", unpack], env={**os.environ, **env}, capture_output=True, text=True, check=True
+    ).stdout
     key = ssh_keys.our_key()
     host = ssh_keys.host_key(tags()[LAUNCH_TAG], key)
     assert STARTUP in script and key.public in script and host.public in script
@@ -266,7 +297,11 @@ def test_what_is_asked_for(fake: FakeRunPod) -> None:
     assert machine.directory == f"/root/.cache/skyward/instances/{machine.id}"
     assert machine.endpoint is not None
     assert (machine.endpoint.host, machine.endpoint.port) == (HOST, 30001)
-    assert (machine.endpoint.user, machine.endpoint.key, machine.endpoint.host_key) == ("root", str(key.path), host.public)
+    assert (machine.endpoint.user, machine.endpoint.key, machine.endpoint.host_key) == (
+        "root",
+        str(key.path),
+        host.public,
+    )
     assert fake.keys == ["ssh-ed25519 AAAAsomebodyelses"]
 
 
@@ -299,9 +334,18 @@ def test_a_machine_without_gpu(fake: FakeRunPod) -> None:
     """Has no more disk than its flavour takes, or "no instances" is all that one hears."""
     (machine,) = RunPod().launch(cheapest(CPUS), 1, tags(), STARTUP)
     body = order(fake)
-    assert (body["cpu"], body["disk"], body["image"], body["cloud"]) == ({"id": "cpu3c", "vcpuCount": 2}, 20, "ubuntu:24.04", "SECURE")
+    assert (body["cpu"], body["disk"], body["image"], body["cloud"]) == (
+        {"id": "cpu3c", "vcpuCount": 2},
+        20,
+        "ubuntu:24.04",
+        "SECURE",
+    )
     assert "gpu" not in body
-    assert (machine.instance_type, machine.region, machine.price_per_hour) == ("cpu3c-2-4", "EU-RO-1", pytest.approx(0.06))
+    assert (machine.instance_type, machine.region, machine.price_per_hour) == (
+        "cpu3c-2-4",
+        "EU-RO-1",
+        pytest.approx(0.06),
+    )
 
 
 def test_a_type_that_is_none_is_refused(fake: FakeRunPod) -> None:
@@ -358,14 +402,19 @@ def test_what_a_refusal_means(fake: FakeRunPod, status: int, error: type[Excepti
     ("detail", "mistake"),
     [
         ("registry 'nope' does not exist", "registry 'nope' does not exist"),
-        ("Pod of NVIDIA GeForce RTX 4090 x1 in EU-RO-1: registry 00ab-12 is not yours", "pod of ... in ...: registry ... is not yours"),
+        (
+            "Pod of NVIDIA GeForce RTX 4090 x1 in EU-RO-1: registry 00ab-12 is not yours",
+            "pod of ... in ...: registry ... is not yours",
+        ),
         ("There are no longer any instances available with the requested specifications.", ""),
         ("This machine does not have the resources to deploy your pod. Please try a different machine.", ""),
         ("", ""),
     ],
 )
 def test_a_refusal_that_may_be_about_the_request(fake: FakeRunPod, detail: str, mistake: str) -> None:
-    """What it says of this offer alone is left out, so that others can say the same; what may mean that none is left is no mistake."""
+    """What it says of this offer alone is left out, so that others can say the same; what may mean that none is left is
+    no mistake.
+    """
     offer = cheapest()
     fake.fail("POST", "/v2/pods", problem(400, detail))
     with pytest.raises(NoCapacity) as caught:
@@ -378,8 +427,12 @@ def test_a_refusal_that_may_be_about_the_request(fake: FakeRunPod, detail: str, 
     (2, "registry 'nope' does not exist", BadRequest, 2),
     (9, NO_CAPACITY, NoCapacity, 9),
 ])  # fmt: skip
-def test_a_mistake_of_ones_own_is_not_tried_everywhere(fake: FakeRunPod, places: int, detail: str, kind: type[Exception], calls: int) -> None:
-    """Three candidates, or all, that are in stock and say the same of the request are believed; what is sold out is tried to the end."""
+def test_a_mistake_of_ones_own_is_not_tried_everywhere(
+    fake: FakeRunPod, places: int, detail: str, kind: type[Exception], calls: int
+) -> None:
+    """Three candidates, or all, that are in stock and say the same of the request are believed; what is sold out is
+    tried to the end.
+    """
     fake.gpus.clear()
     fake.sell(gpu("NVIDIA GeForce RTX 4090", 24, 0.69, None, " ".join(f"EU-{place}" for place in range(places))))
     fake.fail("POST", "/v2/pods", problem(400, detail), times=1000)
@@ -428,7 +481,10 @@ def test_a_lost_answer_is_looked_for_by_name_and_never_asked_for_again(fake: Fak
 
 
 def test_what_nobody_knows_of_is_told_as_a_failure(fake: FakeRunPod) -> None:
-    """No answer, and no such pod in the list, is not "none left": another candidate might make two of it. Nor is a list that does not answer."""
+    """No answer, and no such pod in the list, is not "none left": another candidate might make two of it.
+
+    Nor is a list that does not answer.
+    """
     offer = cheapest()
     fake.creates_left = 0
     with pytest.raises(ProviderFailed) as caught:
@@ -537,10 +593,14 @@ def test_all_pages_of_the_list_are_read(fake: FakeRunPod, page: int | None) -> N
     """And a list without pages, which it was until autumn 2026, is whole."""
     machines = RunPod().launch(cheapest(), 4, tags(), STARTUP)
     fake.page = page
-    assert {found.id: found.rank for found in RunPod().instances(POOL)} == {machine.id: machine.rank for machine in machines}
+    assert {found.id: found.rank for found in RunPod().instances(POOL)} == {
+        machine.id: machine.rank for machine in machines
+    }
 
 
-@pytest.mark.parametrize("pages", [{"hasNextPage": True, "nextCursor": "after:"}, {"hasNextPage": True, "nextCursor": None}])
+@pytest.mark.parametrize(
+    "pages", [{"hasNextPage": True, "nextCursor": "after:"}, {"hasNextPage": True, "nextCursor": None}]
+)
 def test_a_list_that_has_no_end_is_no_list(fake: FakeRunPod, pages: dict[str, Any]) -> None:
     fake.fail("GET", "/v2/pods", Reply(200, {"pods": [], "pagination": pages}), times=5)
     with pytest.raises(ProviderFailed, match="circles"):
@@ -612,7 +672,9 @@ def test_ids_of_other_clouds_are_nobodys_here(fake: FakeRunPod) -> None:
         ({"min_cuda": "12.1"}, 13.0, "12.1"),
     ],
 )
-def test_cuda_is_what_the_images_need(fake: FakeRunPod, settings: dict[str, Any], needed: float | None, asked: str | None) -> None:
+def test_cuda_is_what_the_images_need(
+    fake: FakeRunPod, settings: dict[str, Any], needed: float | None, asked: str | None
+) -> None:
     """The container's, by its name (cu1281), and the pool's packages; a setting is the last word."""
     provider = RunPod(**settings)
     provider.launch(cheapest(RTX_4090.model_copy(update={"min_cuda": needed}), provider), 1, tags(), STARTUP)
@@ -620,7 +682,9 @@ def test_cuda_is_what_the_images_need(fake: FakeRunPod, settings: dict[str, Any]
 
 
 def test_the_disk_is_counted(fake: FakeRunPod) -> None:
-    """$0.10 per GB and month (docs.runpod.io/pods/storage, 2026-11-22), of as large a disk as is asked for; of a pod that is found again too."""
+    """$0.10 per GB and month (docs.runpod.io/pods/storage, 2026-11-22), of as large a disk as is asked for; of a pod
+    that is found again too.
+    """
     offer = cheapest(provider=RunPod(disk_gb=72))
     assert [(extra.name, extra.usd_per_hour) for extra in offer.extras_per_hour] == [("disk", 0.01)]
     RunPod(disk_gb=72).launch(offer, 1, tags(), STARTUP)
@@ -678,7 +742,10 @@ def test_a_pool_name_that_no_name_can_hold_is_refused(fake: FakeRunPod) -> None:
 
 
 def ending(tmp_path: Path, accepted: str, tool: str = "") -> list[str]:
-    """Run what a pod ends itself with until it has paused for the fifth time; return what it did. `accepted` is what a request has that is not refused."""
+    """Run what a pod ends itself with until it has paused for the fifth time; return what it did.
+
+    `accepted` is what a request has that is not refused.
+    """
 
     def command(name: str, text: str) -> None:
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -694,11 +761,16 @@ def ending(tmp_path: Path, accepted: str, tool: str = "") -> list[str]:
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     (tmp_path / "environ").write_text("A=b\0RUNPOD_API_KEY=its-own-key\0RUNPOD_POD_ID=abc123\0")
     script = RunPod(api_key=SecretStr("k"))._end_script().replace("/proc/1/environ", str(tmp_path / "environ"))
-    done = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run(
+        ["sh", "-c", script], env=environment, capture_output=True, text=True, check=False, timeout=30
+    )
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "")
     assert (tmp_path / "header").read_text() == "Authorization: Bearer its-own-key"
     how = "curl -sS -m 20 -w  %{http_code} -X "
-    return [line.removeprefix(how).replace(" -H @- -H Content-Type: application/json", "") for line in (tmp_path / "calls").read_text().splitlines()]
+    return [
+        line.removeprefix(how).replace(" -H @- -H Content-Type: application/json", "")
+        for line in (tmp_path / "calls").read_text().splitlines()
+    ]
 
 
 WAYS = [
@@ -711,15 +783,23 @@ STOP = 'POST -d {"action": "stop"} https://api.runpod.io/v2/pods/abc123/action'
 
 
 @pytest.mark.parametrize("accepted", ["*/v2/pods/abc123", "*terminate*action", "*/v1/pods/abc123", "*/graphql"])
-def test_a_pod_asks_for_its_end_by_every_way_and_for_as_long_as_it_takes(tmp_path: Path, accepted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its own key, which is on no command line: which of the ways that key may use is told nowhere. What was accepted has not yet been done."""
+def test_a_pod_asks_for_its_end_by_every_way_and_for_as_long_as_it_takes(
+    tmp_path: Path, accepted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its own key, which is on no command line: which of the ways that key may use is told nowhere.
+
+    What was accepted has not yet been done.
+    """
     monkeypatch.delenv("RUNPOD_API_BASE_URL", raising=False)
     pauses = ["sleep 5", "sleep 10", "sleep 20", "sleep 40", "sleep 80"]
     assert ending(tmp_path, accepted) == [line for pause in pauses for line in (*WAYS, pause)]
 
 
 def test_a_pod_whose_end_is_refused_is_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That frees its GPU; and it is asked for the end all the same, with RunPod's own tool too. Nothing ends the first process: it would be started anew."""
+    """That frees its GPU; and it is asked for the end all the same, with RunPod's own tool too.
+
+    Nothing ends the first process: it would be started anew.
+    """
     monkeypatch.delenv("RUNPOD_API_BASE_URL", raising=False)
     tool = "runpodctl remove pod abc123 its-own-key"
     assert ending(tmp_path, "nothing", "exit 1")[: len(WAYS) + 3] == [*WAYS, tool, STOP, "sleep 5"]
@@ -728,10 +808,19 @@ def test_a_pod_whose_end_is_refused_is_switched_off(tmp_path: Path, monkeypatch:
 
 def test_a_pod_without_a_key_looks_for_it_again(tmp_path: Path) -> None:
     """It asks nobody, and goes on."""
-    (tmp_path / "sleep").write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/pauses; [ "$(wc -l <{tmp_path}/pauses)" -lt 3 ] || kill "$PPID"\n')
+    (tmp_path / "sleep").write_text(
+        f'#!/bin/sh\necho "$@" >>{tmp_path}/pauses; [ "$(wc -l <{tmp_path}/pauses)" -lt 3 ] || kill "$PPID"\n'
+    )
     (tmp_path / "sleep").chmod(0o755)
     script = RunPod(api_key=SecretStr("k"))._end_script().replace("/proc/1/environ", "/dev/null")
-    done = subprocess.run(["sh", "-c", script], env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run(
+        ["sh", "-c", script],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "")
     assert (tmp_path / "pauses").read_text().split() == ["5", "10", "20"]
 
@@ -739,8 +828,17 @@ def test_a_pod_without_a_key_looks_for_it_again(tmp_path: Path) -> None:
 # ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("text", [f'[default]\napi_key = "{KEY}"\n', f"apikey = '{KEY}'\napiurl = 'https://api.runpod.io/graphql'\n", f"apiKey = '{KEY}'\n"])
-def test_the_key_may_be_in_the_file_of_runpods_tools(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'[default]\napi_key = "{KEY}"\n',
+        f"apikey = '{KEY}'\napiurl = 'https://api.runpod.io/graphql'\n",
+        f"apiKey = '{KEY}'\n",
+    ],
+)
+def test_the_key_may_be_in_the_file_of_runpods_tools(
+    fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
+) -> None:
     """The Python package's, and runpodctl's."""
     monkeypatch.delenv("RUNPOD_API_KEY")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -749,7 +847,9 @@ def test_the_key_may_be_in_the_file_of_runpods_tools(fake: FakeRunPod, monkeypat
     assert RunPod().account() == RunPod(api_key=KEY).account()
 
 
-@pytest.mark.parametrize("text", [f"[default\napi_key = {KEY}", "default = 3\n", "[default]\napi_key = 7\n", "[default]\napi_key = ' '\n"])
+@pytest.mark.parametrize(
+    "text", [f"[default\napi_key = {KEY}", "default = 3\n", "[default]\napi_key = 7\n", "[default]\napi_key = ' '\n"]
+)
 def test_a_file_without_a_key(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
     """Says what to set, and nothing of what is in the file."""
     monkeypatch.delenv("RUNPOD_API_KEY")
@@ -820,8 +920,12 @@ def check(what: str, value: object) -> None:
         ({}, Requirements(vcpus=2)),
     ],
 )
-def test_what_is_asked_and_what_the_fake_answers_is_as_runpod_specifies(fake: FakeRunPod, settings: dict[str, Any], wish: Requirements) -> None:
-    """Each order, each pod in each of its states, and each refusal: neither we nor the fake drift from the published document."""
+def test_what_is_asked_and_what_the_fake_answers_is_as_runpod_specifies(
+    fake: FakeRunPod, settings: dict[str, Any], wish: Requirements
+) -> None:
+    """Each order, each pod in each of its states, and each refusal: neither we nor the fake drift from the published
+    document.
+    """
     provider = RunPod(**settings)
     rows: list[dict[str, Any]] = []
     made = fake._make

@@ -1,8 +1,10 @@
 """Each fake of a cloud, driven by what the vendor publishes: its own Python SDK.
 
-So that a fake cannot drift from what the vendor's own client sends and expects; RunPod's is compared in `test_runpod.py`. AWS's fake is driven by botocore in every test of it. The SDKs are no dependency
-of ours, and not in the development group either: with all three of them uv resolves beside Prefect, Airflow and Dagster, but holds `cryptography` back by a release
-and brings thirty packages more, which the published constraints would carry on. They live in an environment of their own, made here, at fixed versions.
+So that a fake cannot drift from what the vendor's own client sends and expects; RunPod's is compared in
+`test_runpod.py`. AWS's fake is driven by botocore in every test of it. The SDKs are no dependency of ours, and not in
+the development group either: with all three of them uv resolves beside Prefect, Airflow and Dagster, but holds
+`cryptography` back by a release and brings thirty packages more, which the published constraints would carry on. They
+live in an environment of their own, made here, at fixed versions.
 """
 
 from __future__ import annotations
@@ -43,7 +45,11 @@ def sdk_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = place / "environment/bin/python"
     quiet = [uv.find_uv_bin(), "--quiet", "--no-config"]
     subprocess.run([*quiet, "venv", "--python", sys.executable, str(place / "environment")], check=True)
-    subprocess.run([*quiet, "pip", "install", "--python", str(python), "--overrides", str(place / "overrides.txt"), *SDKS], check=True, timeout=300)
+    subprocess.run(
+        [*quiet, "pip", "install", "--python", str(python), "--overrides", str(place / "overrides.txt"), *SDKS],
+        check=True,
+        timeout=300,
+    )
     return python
 
 
@@ -53,9 +59,20 @@ def drive(sdk_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
     def run(program: str, **words: Any) -> Any:
-        code = "import json, sys\ntold = json.loads(sys.argv[1])\n" + textwrap.dedent(program) + "\nprint(json.dumps(answer))\n"
+        code = (
+            "import json, sys\ntold = json.loads(sys.argv[1])\n"
+            + textwrap.dedent(program)
+            + "\nprint(json.dumps(answer))\n"
+        )
         environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONWARNINGS": "ignore"}
-        done = subprocess.run([sdk_python, "-c", code, json.dumps(words)], env=environment, capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(
+            [sdk_python, "-c", code, json.dumps(words)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
@@ -118,7 +135,9 @@ def test_digitaloceans_own_client_rents_a_droplet_of_its_fake(drive: Drive, ocea
 
 
 def test_verdas_own_client_rents_a_machine_of_its_fake(drive: Drive, verda: FakeVerda) -> None:
-    """It reads types, availability, images, keys, scripts, volumes and machines into classes of its own, which take no field that is missing."""
+    """It reads types, availability, images, keys, scripts, volumes and machines into classes of its own, which take no
+    field that is missing.
+    """
     answer = drive(
         """
         import verda

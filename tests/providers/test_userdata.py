@@ -1,7 +1,9 @@
-"""What a rented machine runs when it comes up, in real shells and on real hosts: it lets us in, says who it is, and ends itself.
+"""What a rented machine runs when it comes up, in real shells and on real hosts: it lets us in, says who it is, and
+ends itself.
 
-What cloud-init does with cloud-config was read in its source (cloudinit/config/cc_ssh.py, cloudinit/util.py: shellify). No image with cloud-init, no systemd and
-no network to install from are to be had here: that sshd comes before the host key on a cloud's image, `systemctl restart` and `apt-get` are not tried.
+What cloud-init does with cloud-config was read in its source (cloudinit/config/cc_ssh.py, cloudinit/util.py: shellify).
+No image with cloud-init, no systemd and no network to install from are to be had here: that sshd comes before the host
+key on a cloud's image, `systemctl restart` and `apt-get` are not tried.
 """
 
 import base64
@@ -41,7 +43,11 @@ from tests.testbed.fixtures import fleet  # noqa: F401 - a fixture
 
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 LAUNCH = "L0a1b2c3d4e5f607182930415263748596"
-TAGS = {**contract_tags(launch=LAUNCH), "skyward-owner": 'Jo "$HOME" O\'Neil \\ é 🙂@box', "skyward-expires": "1790003600"}
+TAGS = {
+    **contract_tags(launch=LAUNCH),
+    "skyward-owner": 'Jo "$HOME" O\'Neil \\ é 🙂@box',
+    "skyward-expires": "1790003600",
+}
 AWS_BYTES = 16 * 1024
 GUARD = guard_script(300, 86_400, userdata.END_COMMAND)
 NASTY = '#!/bin/sh\nprintf \'%s\\n\' "it\'s \\"$HOME\\" \\\\ \\$x `id` $(id)" é 🙂 \u2028\u0085\x7f {launch} %s\t\x01\n'
@@ -74,11 +80,16 @@ def moved(script: str, tmp_path: Path) -> str:
 
 
 def run(script: str, shell: str = "sh", **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([shell], input=script, capture_output=True, text=True, check=False, timeout=30, env=os.environ | variables)
+    return subprocess.run(
+        [shell], input=script, capture_output=True, text=True, check=False, timeout=30, env=os.environ | variables
+    )
 
 
 def booted(tmp_path: Path, script: str) -> Path:
-    """Run a boot script, whose startup makes the file `up` in its directory, below a root of its own. Returns that directory."""
+    """Run a boot script, whose startup makes the file `up` in its directory, below a root of its own.
+
+    Returns that directory.
+    """
     done = run(moved(script, tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
     wait_until(lambda: list(tmp_path.glob("root/.cache/skyward/instances/*/up")), "the startup script")
@@ -92,8 +103,18 @@ def booted(tmp_path: Path, script: str) -> Path:
 @pytest.mark.parametrize("startup", [GUARD, NASTY])
 def test_the_scripts_are_plain_sh(key: Key, host: HostKey, kind: str, startup: str) -> None:
     """Neither shellcheck nor dash nor bash finds anything in them."""
-    boot = userdata.boot_script(startup, contract_tags(), "cat /var/lib/cloud/data/instance-id", "echo over\npoweroff", is_container=kind == "container")
-    script = {"boot": boot, "script": userdata.script(boot, key, host), "container": userdata.container_script(boot, key, host)}[kind]
+    boot = userdata.boot_script(
+        startup,
+        contract_tags(),
+        "cat /var/lib/cloud/data/instance-id",
+        "echo over\npoweroff",
+        is_container=kind == "container",
+    )
+    script = {
+        "boot": boot,
+        "script": userdata.script(boot, key, host),
+        "container": userdata.container_script(boot, key, host),
+    }[kind]
     told = subprocess.run([SHELLCHECK, "--shell=sh", "-"], input=script, capture_output=True, text=True, check=False)
     assert told.stdout == ""
     for shell in ("dash", "bash"):
@@ -102,7 +123,13 @@ def test_the_scripts_are_plain_sh(key: Key, host: HostKey, kind: str, startup: s
 
 def test_what_unpacks_is_plain_sh() -> None:
     """Also when it is put between quotes of either kind."""
-    told = subprocess.run([SHELLCHECK, "--shell=sh", "-"], input=f"SKYWARD_BOOT=x\n{userdata.UNPACKED}\n", capture_output=True, text=True, check=False)
+    told = subprocess.run(
+        [SHELLCHECK, "--shell=sh", "-"],
+        input=f"SKYWARD_BOOT=x\n{userdata.UNPACKED}\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert told.stdout == ""
     assert "'" not in userdata.UNPACKED
 
@@ -115,7 +142,9 @@ def test_a_startup_script_is_kept_exactly(tmp_path: Path, startup: str) -> None:
 
 
 def test_a_startup_script_knows_who_it_is(tmp_path: Path) -> None:
-    """Its id, directory, pool, rank and all tags are in its environment; it reads nothing, writes to `log`, and leads a session of its own."""
+    """Its id, directory, pool, rank and all tags are in its environment; it reads nothing, writes to `log`, and leads a
+    session of its own.
+    """
     startup = 'env -0 >"$SKYWARD_INSTANCE_DIRECTORY/environ"; read -r x || echo "no $x input"; echo error >&2\n'
     startup += 'cut -d" " -f1,6 /proc/$$/stat; touch "$SKYWARD_INSTANCE_DIRECTORY/up"\n'
     directory = booted(tmp_path, userdata.boot_script(startup, TAGS, "echo m-1"))
@@ -128,7 +157,9 @@ def test_a_startup_script_knows_who_it_is(tmp_path: Path) -> None:
     *lines, numbers = (directory / "log").read_text().splitlines()
     assert lines == ["no  input", "error"]
     assert len(set(numbers.split())) == 1
-    assert {path.name: path.stat().st_mode & 0o777 for path in (directory, directory / "startup.sh", directory / "log")} == {
+    assert {
+        path.name: path.stat().st_mode & 0o777 for path in (directory, directory / "startup.sh", directory / "log")
+    } == {
         "m-1": 0o700,
         "startup.sh": 0o600,
         "log": 0o600,
@@ -152,15 +183,23 @@ def test_a_startup_script_knows_who_it_is(tmp_path: Path) -> None:
     ],
 )
 def test_a_machine_that_cannot_tell_its_name_is_called_by_its_launch(tmp_path: Path, answer: str) -> None:
-    """No answer, an error page, what is no name of a file: the lease holds all the same, in a directory where directories belong."""
+    """No answer, an error page, what is no name of a file: the lease holds all the same, in a directory where
+    directories belong.
+    """
     startup = 'touch "$SKYWARD_INSTANCE_DIRECTORY/up"\n'
     assert booted(tmp_path, userdata.boot_script(startup, TAGS, answer)).name == LAUNCH
 
 
-@pytest.mark.parametrize("name", ["4711", "i-0123456789abcdef0", "C.12345", "3fa85f64-5717-4562-b3fc-2c963f66afa6", "sky-a1b2-0-L0a1b2c3", "x_y"])
+@pytest.mark.parametrize(
+    "name",
+    ["4711", "i-0123456789abcdef0", "C.12345", "3fa85f64-5717-4562-b3fc-2c963f66afa6", "sky-a1b2-0-L0a1b2c3", "x_y"],
+)
 def test_names_of_clouds_are_taken(tmp_path: Path, name: str) -> None:
     """As each of the five calls its machines."""
-    assert booted(tmp_path, userdata.boot_script('touch "$SKYWARD_INSTANCE_DIRECTORY/up"\n', TAGS, f"echo {name}")).name == name
+    assert (
+        booted(tmp_path, userdata.boot_script('touch "$SKYWARD_INSTANCE_DIRECTORY/up"\n', TAGS, f"echo {name}")).name
+        == name
+    )
 
 
 @pytest.mark.parametrize("field", ["startup", "end_script"])
@@ -181,7 +220,13 @@ def test_a_machine_tries_to_end_itself_until_it_has(tmp_path: Path, monkeypatch:
     place = tmp_path / "root/.cache/skyward/end"
     assert place.stat().st_mode & 0o777 == 0o600
     command = moved(userdata.END_COMMAND, tmp_path)
-    done = subprocess.run(["sh", "-c", f"PPID_OF_TEST=$$; export PPID_OF_TEST; {command}"], capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run(
+        ["sh", "-c", f"PPID_OF_TEST=$$; export PPID_OF_TEST; {command}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
     assert (done.returncode, done.stderr) == (-15, "")
     assert (tmp_path / "tries").read_text() == "tried\n" * 3
 
@@ -201,11 +246,15 @@ def units(tmp_path: Path) -> Path:
 
 
 def started_anew(tmp_path: Path, *, is_another_boot: bool = True) -> bool:
-    """Do what the unit does in this boot or, by what was noted, in a later one; return whether the machine has ended itself."""
+    """Do what the unit does in this boot or, by what was noted, in a later one; return whether the machine has ended
+    itself.
+    """
     script = (tmp_path / "root/.cache/skyward/rebooted").read_text()
     assert BOOT_ID in script
     script = script.replace(BOOT_ID, LATER) if is_another_boot else script
-    done = subprocess.run(["sh", "-c", f"TEST=$$; export TEST; {script}"], capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run(
+        ["sh", "-c", f"TEST=$$; export TEST; {script}"], capture_output=True, text=True, check=False, timeout=30
+    )
     assert done.stderr == ""
     assert done.returncode in (0, -15)
     return done.returncode == -15
@@ -225,7 +274,10 @@ def started_anew(tmp_path: Path, *, is_another_boot: bool = True) -> bool:
     ],
 )
 def test_a_machine_that_is_started_anew_ends_itself(tmp_path: Path, told: str, again: str, ends: bool) -> None:
-    """In every boot but the first, whatever its lease was; and only the machine that was rented. Its log says why, as a guard does."""
+    """In every boot but the first, whatever its lease was; and only the machine that was rented.
+
+    Its log says why, as a guard does.
+    """
     units(tmp_path)
     who = tmp_path / "who"
     who.write_text(told)
@@ -245,7 +297,9 @@ def test_a_machine_whose_node_has_ended_ends_again_when_it_is_switched_on(tmp_pa
 
 
 def test_systemd_runs_that_at_each_boot(tmp_path: Path) -> None:
-    """By a unit that the target of a boot wants, and that everybody may read; it is plain sh, and does nothing once the disk has forgotten whose it was."""
+    """By a unit that the target of a boot wants, and that everybody may read; it is plain sh, and does nothing once the
+    disk has forgotten whose it was.
+    """
     place = units(tmp_path)
     booted(tmp_path, userdata.boot_script(QUIET, TAGS, "cat /var/lib/cloud/data/instance-id 2>/dev/null || echo m-1"))
     script = tmp_path / "root/.cache/skyward/rebooted"
@@ -274,7 +328,10 @@ def test_without_systemd_there_is_no_unit(tmp_path: Path) -> None:
 
 
 class Container:
-    """A container's main script below a root of its own, run by a shell that stands for the first process. Its end is a line in the file `ends`."""
+    """A container's main script below a root of its own, run by a shell that stands for the first process.
+
+    Its end is a line in the file `ends`.
+    """
 
     def __init__(self, tmp_path: Path, **tags: str) -> None:
         self.ends = tmp_path / "ends"
@@ -284,7 +341,10 @@ class Container:
         guard = guard_script(300, 86_400, userdata.END_COMMAND, paid_seconds=600)
         boot = userdata.boot_script(guard, told, f"echo {tmp_path.name}-{os.getpid()}", end, is_container=True)
         boot = boot.replace(f"sleep {userdata.END_AGAIN_SECONDS}\n", "sleep 0.2\n")
-        self._script = moved(userdata.OBEY + boot + userdata.WATCH.replace("sleep 10", "sleep 0.1").replace("sleep 60", "sleep 0.1"), tmp_path)
+        self._script = moved(
+            userdata.OBEY + boot + userdata.WATCH.replace("sleep 10", "sleep 0.1").replace("sleep 60", "sleep 0.1"),
+            tmp_path,
+        )
         self._home = tmp_path / "root/.cache/skyward"
         self._main: subprocess.Popen[str] | None = None
         self._log: TextIO | None = None
@@ -301,7 +361,13 @@ class Container:
         return self._main is not None and self._main.poll() is None
 
     def start(self) -> None:
-        self._main = subprocess.Popen(["sh", "-c", self._script], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        self._main = subprocess.Popen(
+            ["sh", "-c", self._script],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
 
     @property
     def directory(self) -> Path:
@@ -344,21 +410,32 @@ def container(tmp_path: Path) -> Iterator[Callable[..., Container]]:
         one.crash()
 
 
-def test_a_container_that_is_started_anew_asks_for_its_end_and_does_nothing_else(container: Callable[..., Container]) -> None:
-    """It has no fresh lease and no fresh `paid`, and says why; the end is asked for again and again, and the first process lives on."""
+def test_a_container_that_is_started_anew_asks_for_its_end_and_does_nothing_else(
+    container: Callable[..., Container],
+) -> None:
+    """It has no fresh lease and no fresh `paid`, and says why; the end is asked for again and again, and the first
+    process lives on.
+    """
     one = container()
     one.guard()
     assert not one.has_asked_for_its_end()
     one.crash()
     one.follow()
     one.start()
-    wait_until(lambda: one.has_asked_for_its_end() and len(one.ends.read_text().splitlines()) >= 3, "the third time that the end is asked for")
+    wait_until(
+        lambda: one.has_asked_for_its_end() and len(one.ends.read_text().splitlines()) >= 3,
+        "the third time that the end is asked for",
+    )
     assert f"{GUARD_ENDS}its container was started anew\n" in one.said()
     assert one.is_up()
 
 
-def test_a_container_that_is_started_anew_on_another_disk_has_no_second_lease(container: Callable[..., Container], tmp_path: Path) -> None:
-    """When it was asked for is in the script, and that is in the environment: an hour later no start is the first one."""
+def test_a_container_that_is_started_anew_on_another_disk_has_no_second_lease(
+    container: Callable[..., Container], tmp_path: Path
+) -> None:
+    """When it was asked for is in the script, and that is in the environment: an hour later no start is the first
+    one.
+    """
     one = container(**{CREATED_TAG: str(int(time.time()) - userdata.START_SECONDS - 5)})
     wait_until(one.has_asked_for_its_end, "the end")
     one.crash(wipe=True)
@@ -378,7 +455,9 @@ def test_a_container_whose_guard_is_killed_asks_for_its_end(container: Callable[
 
 
 @pytest.mark.parametrize("is_guard_stuck", [False, True])
-def test_a_containers_last_moment_is_held_by_its_first_process(container: Callable[..., Container], is_guard_stuck: bool) -> None:
+def test_a_containers_last_moment_is_held_by_its_first_process(
+    container: Callable[..., Container], is_guard_stuck: bool
+) -> None:
     """By the time of day, which nobody extends; a guard that does not move is not waited for."""
     one = container(**{EXPIRES_TAG: str(int(time.time()) + 2)})
     guard = one.guard()
@@ -420,28 +499,46 @@ def test_the_same_launch_has_the_same_user_data(key: Key) -> None:
 
 @pytest.mark.slow
 def test_cloud_config_has_room_on_every_cloud(tmp_path: Path) -> None:
-    """With the real guard, all tags and an RSA key of the user's own it is below the 16 KiB of AWS, the smallest limit, before base64."""
+    """With the real guard, all tags and an RSA key of the user's own it is below the 16 KiB of AWS, the smallest limit,
+    before base64.
+    """
     path = tmp_path / "rsa"
     subprocess.run(["ssh-keygen", "-q", "-t", "rsa", "-b", "4096", "-N", "", "-f", str(path)], check=True)
     key = our_key(str(path))
     boot = userdata.boot_script(GUARD, TAGS, "cat /var/lib/cloud/data/instance-id")
     size = len(userdata.cloud_config(boot, key, host_key(LAUNCH, key)).encode())
-    print(f"cloud-config: {size} bytes; container script, packed: {len(userdata.packed(userdata.container_script(boot, key, host_key(LAUNCH, key))))}")
+    print(
+        f"cloud-config: {size} bytes; container script, packed: {len(userdata.packed(userdata.container_script(boot, key, host_key(LAUNCH, key))))}"
+    )
     assert size < 0.9 * AWS_BYTES
 
 
 def test_cloud_init_runs_what_is_meant(tmp_path: Path, key: Key, host: HostKey) -> None:
-    """Its `runcmd`: each word of a command between single quotes, one command a line of a script of sh. Our `sh -c` gets the boot script exactly."""
+    """Its `runcmd`: each word of a command between single quotes, one command a line of a script of sh.
+
+    Our `sh -c` gets the boot script exactly.
+    """
     boot = userdata.boot_script(NASTY, TAGS, "echo m-1")
     commands = yaml.safe_load(userdata.cloud_config(boot, key, host))["runcmd"]
-    quoted = "".join(" ".join("'" + word.replace("'", "'\\''") + "'" for word in command) + "\n" for command in commands)
+    quoted = "".join(
+        " ".join("'" + word.replace("'", "'\\''") + "'" for word in command) + "\n" for command in commands
+    )
     place = tmp_path / "bin"
     place.mkdir()
-    (place / "sh").write_text(f'#!{sys.executable}\nimport sys, pathlib\npathlib.Path("{tmp_path}/told").write_text("\\0".join(sys.argv[1:]))\n')
+    (place / "sh").write_text(
+        f'#!{sys.executable}\nimport sys, pathlib\npathlib.Path("{tmp_path}/told").write_text("\\0".join(sys.argv[1:]))\n'
+    )
     (place / "sh").chmod(0o755)
     script = tmp_path / "runcmd"
     script.write_text("#!/bin/sh\n" + quoted)
-    done = subprocess.run(["/bin/sh", script], env={"PATH": f"{place}:{os.environ['PATH']}"}, capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run(
+        ["/bin/sh", script],
+        env={"PATH": f"{place}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "told").read_text().split("\0") == ["-c", boot]
 
@@ -457,7 +554,12 @@ def test_what_is_packed_is_run_from_the_environment(tmp_path: Path) -> None:
     assert gzip.decompress(base64.b64decode(word)).decode() == script
     for shell in ("dash", "bash"):
         done = subprocess.run(
-            [shell, "-c", moved(userdata.UNPACKED, tmp_path)], env=os.environ | {"SKYWARD_BOOT": word}, capture_output=True, text=True, check=False, timeout=30
+            [shell, "-c", moved(userdata.UNPACKED, tmp_path)],
+            env=os.environ | {"SKYWARD_BOOT": word},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=30,
         )
         assert done.stdout.startswith("600\n")
         assert (tmp_path / "run/skyward-boot").read_text() == script
@@ -467,7 +569,12 @@ def test_what_is_packed_is_run_from_the_environment(tmp_path: Path) -> None:
 def test_half_a_script_is_not_run(tmp_path: Path, word: str) -> None:
     """Nothing, rubbish, and a word that was cut off."""
     done = subprocess.run(
-        ["sh", "-c", moved(userdata.UNPACKED, tmp_path)], env=os.environ | {"SKYWARD_BOOT": word}, capture_output=True, text=True, check=False, timeout=30
+        ["sh", "-c", moved(userdata.UNPACKED, tmp_path)],
+        env=os.environ | {"SKYWARD_BOOT": word},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
     )
     assert (done.returncode != 0, done.stdout) == (True, "")
 
@@ -476,7 +583,9 @@ def test_half_a_script_is_not_run(tmp_path: Path, word: str) -> None:
 
 
 def test_keys_that_are_there_stay(tmp_path: Path, key: Key, host: HostKey) -> None:
-    """Also where the last line has no end; our key has a line of its own, files are closed to others, and no old host key is left."""
+    """Also where the last line has no end; our key has a line of its own, files are closed to others, and no old host
+    key is left.
+    """
     (tmp_path / "root/.ssh").mkdir(parents=True)
     (tmp_path / "root/.ssh/authorized_keys").write_text("ssh-ed25519 AAAAtheirs them@there")
     (tmp_path / "root/.ssh/authorized_keys").chmod(0o666)
@@ -486,19 +595,27 @@ def test_keys_that_are_there_stay(tmp_path: Path, key: Key, host: HostKey) -> No
     script = userdata.script("", key, host).partition("if ! { systemctl")[0]
     done = run(moved(script, tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
-    assert [line for line in (tmp_path / "root/.ssh/authorized_keys").read_text().split("\n") if line] == ["ssh-ed25519 AAAAtheirs them@there", key.public]
+    assert [line for line in (tmp_path / "root/.ssh/authorized_keys").read_text().split("\n") if line] == [
+        "ssh-ed25519 AAAAtheirs them@there",
+        key.public,
+    ]
     places = {path.name: path for path in (tmp_path / "etc/ssh").iterdir()}
     assert {name: path.read_text() for name, path in places.items()} == {
         "ssh_host_ed25519_key": host.private,
         "ssh_host_ed25519_key.pub": host.public + "\n",
     }
-    modes = [path.stat().st_mode & 0o777 for path in (places["ssh_host_ed25519_key"], tmp_path / "root/.ssh", tmp_path / "root/.ssh/authorized_keys")]
+    modes = [
+        path.stat().st_mode & 0o777
+        for path in (places["ssh_host_ed25519_key"], tmp_path / "root/.ssh", tmp_path / "root/.ssh/authorized_keys")
+    ]
     assert modes == [0o600, 0o700, 0o600]
     assert (tmp_path / "run/sshd").stat().st_mode & 0o777 == 0o755
 
 
 def test_sshd_is_installed_where_there_is_none(tmp_path: Path, key: Key, host: HostKey) -> None:
-    """With a mask that suits what others are to read, again if somebody else is installing, and only after the boot script has started the guard."""
+    """With a mask that suits what others are to read, again if somebody else is installing, and only after the boot
+    script has started the guard.
+    """
     place = tmp_path / "bin"
     place.mkdir()
     sshd = tmp_path / "sshd"
@@ -513,7 +630,16 @@ def test_sshd_is_installed_where_there_is_none(tmp_path: Path, key: Key, host: H
     done = run(script, PATH=f"{place}:{os.environ['PATH']}", DEBIAN_FRONTEND="")
     assert (done.returncode, done.stderr) == (0, "")
     install = "noninteractive install -y -qq --no-install-recommends openssh-server curl ca-certificates"
-    assert (tmp_path / "asked").read_text().splitlines() == ["boot", "0022", " update -qq", "pause 5", "0022", " update -qq", "0022", install]
+    assert (tmp_path / "asked").read_text().splitlines() == [
+        "boot",
+        "0022",
+        " update -qq",
+        "pause 5",
+        "0022",
+        " update -qq",
+        "0022",
+        install,
+    ]
     assert (tmp_path / "etc/ssh/ssh_host_ed25519_key").stat().st_mode & 0o777 == 0o600
 
 
@@ -521,7 +647,7 @@ def test_sshd_is_installed_where_there_is_none(tmp_path: Path, key: Key, host: H
 
 
 @pytest.fixture
-def machine(fleet: Fleet) -> Iterator[Host]:  # noqa: F811
+def machine(fleet: Fleet) -> Iterator[Host]:
     """A host as a cloud hands it out: it lets the cloud's key in, not ours, and has a host key of its own."""
     machine = fleet.create(disk="256M")
     yield machine
@@ -583,7 +709,9 @@ def inside(machine: Host, path: str) -> Path:
 
 @pytest.mark.slow
 def test_a_machine_becomes_who_we_take_it_for(machine: Host, key: Key, host: HostKey) -> None:
-    """Before its script has run it is a stranger; whoever is patient gets in when it has, with our key and under the host key that was derived."""
+    """Before its script has run it is a stranger; whoever is patient gets in when it has, with our key and under the
+    host key that was derived.
+    """
     stranger = Connection(endpoint(machine, key))
     with pytest.raises(HostKeyChanged):
         stranger.connect(30)
@@ -613,10 +741,19 @@ def test_a_machine_becomes_who_we_take_it_for(machine: Host, key: Key, host: Hos
 
 
 @pytest.mark.slow
-def test_a_machine_that_calls_itself_otherwise_is_started_and_ended(machine: Host, key: Key, host: HostKey, reach: Callable[..., Any]) -> None:
-    """The node carries the id of its guard, not the cloud's, and its tags; with the lease the guard ends all of it, and then the machine as it was told to."""
+def test_a_machine_that_calls_itself_otherwise_is_started_and_ended(
+    machine: Host, key: Key, host: HostKey, reach: Callable[..., Any]
+) -> None:
+    """The node carries the id of its guard, not the cloud's, and its tags; with the lease the guard ends all of it, and
+    then the machine as it was told to.
+    """
     end = "for place in /proc/[0-9]*; do tr '\\0' ' ' <\"$place/cmdline\"; echo; done >/root/alive 2>/dev/null; mv /root/alive /root/ended; sleep 100"
-    bring_up(machine, userdata.script(userdata.boot_script(guard_script(8, None, userdata.END_COMMAND), TAGS, "echo m-1", end), key, host))
+    bring_up(
+        machine,
+        userdata.script(
+            userdata.boot_script(guard_script(8, None, userdata.END_COMMAND), TAGS, "echo m-1", end), key, host
+        ),
+    )
     way = reach(machine, "m-1", lease_seconds=8)
     way.start('echo "$SKYWARD_INSTANCE_ID $SKYWARD_TAGS"\nsleep 4711 &\nwait\n', timeout_seconds=30, emit=Told())
     lines: list[str] = []
@@ -639,27 +776,40 @@ def test_a_machine_that_calls_itself_otherwise_is_started_and_ended(machine: Hos
 @pytest.mark.slow
 def test_a_machine_ends_itself_when_its_lease_is_over(machine: Host, key: Key, host: HostKey) -> None:
     """Nobody ever came: the guard runs END_COMMAND, and that the end script."""
-    bring_up(machine, userdata.script(userdata.boot_script(guard_script(1, None, userdata.END_COMMAND), TAGS, "echo m-1"), key, host))
+    bring_up(
+        machine,
+        userdata.script(userdata.boot_script(guard_script(1, None, userdata.END_COMMAND), TAGS, "echo m-1"), key, host),
+    )
     wait_until(lambda: not machine.is_up, "the machine to power itself off")
 
 
 @pytest.mark.slow
 def test_a_machine_that_is_started_anew_powers_itself_off(machine: Host) -> None:
-    """All of its processes are gone, and what the boot runs ends it, though its lease is long. Called in the first boot it does nothing."""
+    """All of its processes are gone, and what the boot runs ends it, though its lease is long.
+
+    Called in the first boot it does nothing.
+    """
     machine.run("mkdir -p /run/systemd/system")
     bring_up(machine, userdata.boot_script(guard_script(3600, None, userdata.END_COMMAND), TAGS, "echo m-1"))
     guard = inside(machine, userdata.directory_of("m-1")) / "guard"
     wait_until(guard.exists, "the guard")
     unit = 'sh -c "$(sed -n s/^ExecStart=//p /etc/systemd/system/multi-user.target.wants/skyward-guard.service)" </dev/null'
     assert machine.run(unit).returncode == 0
-    assert machine.run(f"kill -KILL $(cat {userdata.directory_of('m-1')}/guard); sed -i s/{BOOT_ID}/{LATER}/ {userdata.REBOOTED}").returncode == 0
+    assert (
+        machine.run(
+            f"kill -KILL $(cat {userdata.directory_of('m-1')}/guard); sed -i s/{BOOT_ID}/{LATER}/ {userdata.REBOOTED}"
+        ).returncode
+        == 0
+    )
     machine.run(f"setsid {unit} >/dev/null 2>&1 &")
     wait_until(lambda: not machine.is_up, "the machine to power itself off")
 
 
 @pytest.mark.slow
 def test_a_container_lets_us_in_and_stays(machine: Host, key: Key, host: HostKey) -> None:
-    """Its main script, packed as for a cloud with little room, stays; it lets go of dead processes that nobody waits for, and ends when it is told to."""
+    """Its main script, packed as for a cloud with little room, stays; it lets go of dead processes that nobody waits
+    for, and ends when it is told to.
+    """
     boot = userdata.boot_script(GUARD, TAGS, "echo m-1")
     word = userdata.packed(userdata.container_script(boot, key, host))
     bring_up(machine, f"SKYWARD_BOOT={shlex.quote(word)}; export SKYWARD_BOOT\n{userdata.UNPACKED}\n")
@@ -674,21 +824,30 @@ def test_a_container_lets_us_in_and_stays(machine: Host, key: Key, host: HostKey
         orphan += "(until [ -e /root/enough ]; do sleep 0.1; done; kill 1) &\n"
         guard = "skyward_until=''\nsleep 1000 &\nskyward_guard_pid=$!\n"
         connection.run(first.format(script=shlex.quote(userdata.OBEY + orphan + guard + userdata.WATCH)))
-        wait_until(lambda: connection.run("cat /root/first").exit_code == 0, "the first process of a container to be looked at")
+        wait_until(
+            lambda: connection.run("cat /root/first").exit_code == 0, "the first process of a container to be looked at"
+        )
         told = connection.run("cat /root/first /root/first.log").output
         assert "1 (sh) S" in told
         assert ") Z " not in told
         connection.run("touch /root/enough")
-        wait_until(lambda: connection.run("pgrep -f '^unshare --pid'").exit_code == 1, "it to end when it is told to from inside")
+        wait_until(
+            lambda: connection.run("pgrep -f '^unshare --pid'").exit_code == 1,
+            "it to end when it is told to from inside",
+        )
     finally:
         connection.close()
 
 
 @pytest.mark.slow
 def test_sshd_is_started_where_none_runs(machine: Host, key: Key, host: HostKey) -> None:
-    """In a container nobody else does that: one that is there comes up with our keys, in a network and with processes of its own."""
+    """In a container nobody else does that: one that is there comes up with our keys, in a network and with processes
+    of its own.
+    """
     script = userdata.container_script(userdata.boot_script(":\n", TAGS, "echo m-1"), key, host)
     alone = "ip link set lo up; sh /root/script & for try in $(seq 100); do ssh-keyscan -t ed25519 127.0.0.1 2>/dev/null >/root/seen; [ -s /root/seen ] && break; sleep 0.2; done"
     machine.run("cat >/root/script", text=script)
-    done = machine.run(f"unshare --net --pid --fork --mount-proc sh -c {shlex.quote(alone)} </dev/null 2>&1; cat /root/seen")
+    done = machine.run(
+        f"unshare --net --pid --fork --mount-proc sh -c {shlex.quote(alone)} </dev/null 2>&1; cat /root/seen"
+    )
     assert done.stdout.split()[-2:] == host.public.split(), done.stdout

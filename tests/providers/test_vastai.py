@@ -31,8 +31,17 @@ from tests.providers.fake_vastai import KEY, FakeVast, ask
 from tests.providers.http_fake import FakeCloud, Reply
 
 RTX_4090 = Requirements(accelerator=sky.accelerators.parse("RTX 4090"))
-GONE = Reply(404, {"success": False, "error": "no_such_ask", "msg": "error 404/3603: no_such_ask Instance type by id is not available."})
-POOR = Reply(400, {"success": False, "error": "insufficient_credit", "msg": "Your account lacks credit; see the billing page."})
+GONE = Reply(
+    404,
+    {
+        "success": False,
+        "error": "no_such_ask",
+        "msg": "error 404/3603: no_such_ask Instance type by id is not available.",
+    },
+)
+POOR = Reply(
+    400, {"success": False, "error": "insufficient_credit", "msg": "Your account lacks credit; see the billing page."}
+)
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +58,10 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeVast]:
         monkeypatch.setenv("VAST_URL", server.url)
         monkeypatch.setenv("VAST_API_KEY", KEY)
         server.sell(*(ask(number) for number in range(101, 107)))
-        server.sell(ask(201, "H100 SXM", 8, 19.2, gpu_ram=81559, geolocation="Sweden, SE"), ask(202, "GTX 1070", 1, 0.05, gpu_ram=8192))
+        server.sell(
+            ask(201, "H100 SXM", 8, 19.2, gpu_ram=81559, geolocation="Sweden, SE"),
+            ask(202, "GTX 1070", 1, 0.05, gpu_ram=8192),
+        )
         yield server
 
 
@@ -74,7 +86,16 @@ class TestVastAI(RestContract):
             fake.creates_left = count
 
         def strangers() -> None:
-            labels = (None, "", "ML Training Job 2025", "sky-contract-a1b2c3-0", "skyward", "skyward:sky-contract-a1b2c3", "skyward:a-0", "skyward:a-x:lL1")
+            labels = (
+                None,
+                "",
+                "ML Training Job 2025",
+                "sky-contract-a1b2c3-0",
+                "skyward",
+                "skyward:sky-contract-a1b2c3",
+                "skyward:a-0",
+                "skyward:a-x:lL1",
+            )
             for label, _ in zip(itertools.cycle(labels), range(30), strict=False):
                 fake.stranger(label)
 
@@ -90,7 +111,11 @@ class TestVastAI(RestContract):
             outage_over=outage_over,
             lose_create_answer=lambda: fake.fail("PUT", "/api/v0/asks/", None, is_done=True),
             fail_create_after=fail_create_after,
-            throttle=lambda: fake.fail("GET", "/api/v1/instances/", Reply(429, "API requests too frequent: endpoint threshold=1.0", is_text=True)),
+            throttle=lambda: fake.fail(
+                "GET",
+                "/api/v1/instances/",
+                Reply(429, "API requests too frequent: endpoint threshold=1.0", is_text=True),
+            ),
             stop=lambda machine_id: fake.halt(int(machine_id)),
             preempt=lambda machine_id: fake.halt(int(machine_id)),
             strangers=strangers,
@@ -99,7 +124,11 @@ class TestVastAI(RestContract):
 
 
 def cheapest(want: Requirements = RTX_4090, *, is_spot: bool = False, provider: VastAI | None = None) -> Offer:
-    offers = [offer for offer in (provider or VastAI()).offers(want) if matches(offer, want) is None and offer.is_spot == is_spot]
+    offers = [
+        offer
+        for offer in (provider or VastAI()).offers(want)
+        if matches(offer, want) is None and offer.is_spot == is_spot
+    ]
     return min(offers, key=lambda offer: offer.price_per_hour)
 
 
@@ -112,13 +141,24 @@ def rented(fake: FakeVast) -> list[int]:
 
 
 def test_traffic_is_counted_at_the_hosts_prices_and_the_disk_of_a_bid(fake: FakeVast) -> None:
-    """As an estimate. What is told of a class is that of its dearest, and no host with dearer traffic is rented for the offer's price."""
+    """As an estimate.
+
+    What is told of a class is that of its dearest, and no host with dearer traffic is rented for the offer's price.
+    """
     there = {"geolocation": "Quebec, CA"}
     costs = {"inet_down_cost": 0.002, "inet_up_cost": 0.01, "storage_cost": 0.18, **there}
-    fake.sell(ask(91, price=0.30, **costs), ask(92, price=0.30, **there), ask(93, price=0.29, **{**costs, "inet_down_cost": 0.1}), ask(94, price=0.20, **costs))
+    fake.sell(
+        ask(91, price=0.30, **costs),
+        ask(92, price=0.30, **there),
+        ask(93, price=0.29, **{**costs, "inet_down_cost": 0.1}),
+        ask(94, price=0.20, **costs),
+    )
     provider = VastAI(region="CA", disk_gb=40, traffic_down_gb_per_hour=5, traffic_up_gb_per_hour=1)
     offers = [offer for offer in provider.offers(RTX_4090) if not offer.is_spot]
-    assert [(offer.price_per_hour, [(extra.name, extra.usd_per_hour) for extra in offer.extras_per_hour]) for offer in offers] == [
+    assert [
+        (offer.price_per_hour, [(extra.name, extra.usd_per_hour) for extra in offer.extras_per_hour])
+        for offer in offers
+    ] == [
         (0.20, [("traffic", 0.02)]),
         (0.30, [("traffic", 0.02)]),
         (0.29, [("traffic", 0.51)]),
@@ -131,16 +171,22 @@ def test_traffic_is_counted_at_the_hosts_prices_and_the_disk_of_a_bid(fake: Fake
 
 
 def test_a_country_has_one_name(fake: FakeVast) -> None:
-    """A listing may say "California, United States" where an offer says "Texas, US": one class of machines, and the country that was asked for by its code."""
+    """A listing may say "California, United States" where an offer says "Texas, US": one class of machines, and the
+    country that was asked for by its code.
+    """
     there = {"price": 0.1, "gpu_name": "RTX A5000"}
     fake.sell(
-        ask(71, geolocation="California, United States", **there), ask(72, geolocation="Texas, US", **there), ask(73, geolocation="Ohio, Narnia", **there)
+        ask(71, geolocation="California, United States", **there),
+        ask(72, geolocation="Texas, US", **there),
+        ask(73, geolocation="Ohio, Narnia", **there),
     )
     want = Requirements(accelerator=sky.accelerators.parse("RTX A5000"))
     assert {offer.region for offer in VastAI().offers(want)} == {"US", "Narnia"}
     offers = [offer for offer in VastAI(region="US").offers(want) if not offer.is_spot]
     assert [offer.region for offer in offers] == ["US"]
-    assert fake.asked("POST", "/api/v0/bundles/")[-1].body["geolocation"] == {"in": ["US", "United States", "United States of America"]}
+    assert fake.asked("POST", "/api/v0/bundles/")[-1].body["geolocation"] == {
+        "in": ["US", "United States", "United States of America"]
+    }
     machines = VastAI(region="US").launch(offers[0], 2, tags(), STARTUP)
     assert sorted(rented(fake)) == [71, 72]
     assert {machine.region for machine in machines} == {"US"}
@@ -157,17 +203,27 @@ def test_a_country_has_one_name(fake: FakeVast) -> None:
         ({"min_cuda": 12.0}, 12.8, {"gte": 12.0}),
     ],
 )
-def test_cuda_is_what_the_images_need(fake: FakeVast, settings: dict[str, Any], needed: float | None, asked: object) -> None:
+def test_cuda_is_what_the_images_need(
+    fake: FakeVast, settings: dict[str, Any], needed: float | None, asked: object
+) -> None:
     """When it is searched, and when it is searched again to be rented; a setting is the last word."""
     want = RTX_4090.model_copy(update={"min_cuda": needed})
     offer = cheapest(want, provider=VastAI(**settings))
     VastAI(**settings).launch(offer, 1, tags(), STARTUP)
-    assert {str(request.body.get("cuda_max_good")) for request in fake.asked("POST", "/api/v0/bundles/")} == {str(asked)}
+    assert {str(request.body.get("cuda_max_good")) for request in fake.asked("POST", "/api/v0/bundles/")} == {
+        str(asked)
+    }
 
 
 def test_an_offer_is_a_class_of_machines_with_its_share_of_the_host(fake: FakeVast) -> None:
-    """The memory that is told is the whole machine's; the CPUs are what one gets; what the driver sees of a GPU is rounded to the vendor's figure."""
-    (offer,) = [offer for offer in VastAI().offers(Requirements(accelerator=sky.accelerators.parse("8xH100-SXM"))) if not offer.is_spot]
+    """The memory that is told is the whole machine's; the CPUs are what one gets; what the driver sees of a GPU is
+    rounded to the vendor's figure.
+    """
+    (offer,) = [
+        offer
+        for offer in VastAI().offers(Requirements(accelerator=sky.accelerators.parse("8xH100-SXM")))
+        if not offer.is_spot
+    ]
     assert (offer.instance_type, offer.region, offer.price_per_hour) == ("H100_SXM_80GBx8", "SE", 19.2)
     assert (offer.vcpus, offer.memory_gb) == (128, pytest.approx(512))
     assert (offer.accelerator, offer.accelerators, offer.accelerator_memory_gb) == ("H100", 8, 80)
@@ -176,7 +232,9 @@ def test_an_offer_is_a_class_of_machines_with_its_share_of_the_host(fake: FakeVa
 
 def test_a_search_says_what_a_machine_must_be_in_the_units_of_the_market(fake: FakeVast) -> None:
     """On demand and for bids, in the market's own spelling of chips."""
-    VastAI(region=("US", "CA"), disk_gb=100, min_hours_left=2).offers(Requirements(accelerator=sky.accelerators.parse("2xA100"), max_price_per_hour=3))
+    VastAI(region=("US", "CA"), disk_gb=100, min_hours_left=2).offers(
+        Requirements(accelerator=sky.accelerators.parse("2xA100"), max_price_per_hour=3)
+    )
     on_demand, bids = (request.body for request in fake.asked("POST"))
     assert on_demand == {
         "rentable": {"eq": True},
@@ -236,13 +294,17 @@ def test_a_form_factor_is_searched_for_alone_and_amd_is_not_asked_for_cuda(fake:
         (("InstinctMI100", 32752), "MI100", 32, "InstinctMI100x2"),
     ],
 )
-def test_chips_by_the_markets_names(fake: FakeVast, told: tuple[str, int], chip: str, memory_gb: float, instance_type: str) -> None:
+def test_chips_by_the_markets_names(
+    fake: FakeVast, told: tuple[str, int], chip: str, memory_gb: float, instance_type: str
+) -> None:
     """As the catalogue calls them. The class's name leads back to the market's own, for the launch."""
     fake.asks.clear()
     fake.sell(ask(1, told[0], 2, 1.0, gpu_ram=told[1]))
     (offer,) = [offer for offer in VastAI().offers(Requirements()) if not offer.is_spot]
     assert (offer.accelerator, offer.accelerator_memory_gb, offer.instance_type) == (chip, memory_gb, instance_type)
-    assert [offer.instance_type for offer in VastAI().offers(Requirements(instance_type=instance_type))] == [instance_type] * 2
+    assert [offer.instance_type for offer in VastAI().offers(Requirements(instance_type=instance_type))] == [
+        instance_type
+    ] * 2
     (machine,) = VastAI().launch(offer, 1, tags(), STARTUP)
     assert machine.instance_type == instance_type
 
@@ -256,9 +318,15 @@ def test_what_cannot_be_named_or_priced_is_not_offered(fake: FakeVast) -> None:
 
 
 def test_a_bid_is_an_offer_of_its_own(fake: FakeVast) -> None:
-    """A little above the least bid, beside what the same machine costs on demand, if that is known; a bid that is dearer is none."""
+    """A little above the least bid, beside what the same machine costs on demand, if that is known; a bid that is
+    dearer is none.
+    """
     fake.asks.clear()
-    fake.sell(ask(1, price=0.4, min_bid=0.15), ask(2, price=0.5, min_bid=0.6), ask(3, price=0.7, min_bid=0.16, geolocation="Sweden, SE"))
+    fake.sell(
+        ask(1, price=0.4, min_bid=0.15),
+        ask(2, price=0.5, min_bid=0.6),
+        ask(3, price=0.7, min_bid=0.16, geolocation="Sweden, SE"),
+    )
     spot = [offer for offer in VastAI().offers(RTX_4090) if offer.is_spot]
     assert [(offer.price_per_hour, offer.on_demand_price_per_hour, offer.region) for offer in spot] == [
         (pytest.approx(0.165), 0.4, "US"),
@@ -273,16 +341,24 @@ def test_offers_of_a_class_at_one_price_are_one(fake: FakeVast) -> None:
     fake.asks.clear()
     fake.sell(ask(1, cpu_cores_effective=8.0), ask(2), ask(3, price=0.5))
     offers = [offer for offer in VastAI().offers(RTX_4090) if not offer.is_spot]
-    assert [(offer.price_per_hour, offer.vcpus, round(offer.memory_gb)) for offer in offers] == [(0.35, 8, 32), (0.5, 16, 64)]
+    assert [(offer.price_per_hour, offer.vcpus, round(offer.memory_gb)) for offer in offers] == [
+        (0.35, 8, 32),
+        (0.5, 16, 64),
+    ]
 
 
 def test_a_search_goes_on_where_the_last_page_ended(fake: FakeVast) -> None:
-    """64 rows are the most that one tells; there are pages until one is not full, and no more than the quota of rows can bear."""
+    """64 rows are the most that one tells; there are pages until one is not full, and no more than the quota of rows
+    can bear.
+    """
     fake.asks.clear()
     fake.sell(*(ask(number, price=0.2 + number / 1000) for number in range(1, 151)))
     prices = {offer.price_per_hour for offer in VastAI().offers(RTX_4090) if not offer.is_spot}
     assert len(prices) == 150
-    assert [request.body["dph_total"] for request in fake.asked("POST") if "dph_total" in request.body] == [{"gte": 0.264}, {"gte": 0.327}]
+    assert [request.body["dph_total"] for request in fake.asked("POST") if "dph_total" in request.body] == [
+        {"gte": 0.264},
+        {"gte": 0.327},
+    ]
     fake.sell(*(ask(number, price=0.2 + number / 1000) for number in range(151, 600)))
     fake.requests.clear()
     VastAI().offers(RTX_4090)
@@ -354,7 +430,11 @@ def test_what_is_asked_for(fake: FakeVast) -> None:
     }
     assert env["-p 22:22"] == "1"
     done = subprocess.run(
-        ["sh", "-c", 'printf %s "$SKYWARD_BOOT" | base64 -d | gzip -d'], env={**os.environ, **env}, capture_output=True, text=True, check=True
+        ["sh", "-c", 'printf %s "$SKYWARD_BOOT" | base64 -d | gzip -d'],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     script = done.stdout
     assert STARTUP in script
@@ -363,7 +443,11 @@ def test_what_is_asked_for(fake: FakeVast) -> None:
     assert key.public in script and host.public in script
     assert machine.endpoint is not None
     assert (machine.endpoint.host, machine.endpoint.port) == ("198.51.100.7", 20000 + int(machine.id) % 1000)
-    assert (machine.endpoint.user, machine.endpoint.key, machine.endpoint.host_key) == ("root", str(key.path), host.public)
+    assert (machine.endpoint.user, machine.endpoint.key, machine.endpoint.host_key) == (
+        "root",
+        str(key.path),
+        host.public,
+    )
     assert machine.directory == f"/root/.cache/skyward/instances/{POOL}-0"
     assert f"id=$(printf %s {POOL}-0)\n" in script  # what it calls itself is known beforehand
     assert subprocess.run(["sh", "-n"], input=script, text=True, check=False).returncode == 0
@@ -389,11 +473,18 @@ def test_only_so_many_asks_are_tried(fake: FakeVast) -> None:
 
 
 def test_nothing_dearer_is_rented(fake: FakeVast) -> None:
-    """Than the offer, by which the bill is counted, or as much more as is allowed, nor with fewer CPUs or memory, nor elsewhere, nor another class. Fewer machines are no error."""
+    """Than the offer, by which the bill is counted, or as much more as is allowed, nor with fewer CPUs or memory, nor
+    elsewhere, nor another class. Fewer machines are no error.
+    """
     offer = cheapest()
     fake.asks.clear()
     fake.sell(
-        ask(1, price=0.356), ask(2, price=0.36), ask(3, cpu_cores_effective=8.0), ask(4, cpu_ram=256000), ask(5, geolocation="Sweden, SE"), ask(6, gpus=2)
+        ask(1, price=0.356),
+        ask(2, price=0.36),
+        ask(3, cpu_cores_effective=8.0),
+        ask(4, cpu_ram=256000),
+        ask(5, geolocation="Sweden, SE"),
+        ask(6, gpus=2),
     )
     with pytest.raises(NoCapacity):
         VastAI().launch(offer, 4, tags(), STARTUP)
@@ -418,7 +509,10 @@ def test_who_sells_nothing_any_more_has_no_capacity(fake: FakeVast) -> None:
 def test_neighbours_are_preferred_for_several_machines(fake: FakeVast) -> None:
     """The cheapest cluster, or machine, that has all of them; for one machine the cheapest is the best."""
     fake.sell(
-        ask(301, price=0.351, cluster_id=7), ask(302, price=0.352, cluster_id=7), ask(303, price=0.351, machine_id=9), ask(304, price=0.353, machine_id=9)
+        ask(301, price=0.351, cluster_id=7),
+        ask(302, price=0.352, cluster_id=7),
+        ask(303, price=0.351, machine_id=9),
+        ask(304, price=0.353, machine_id=9),
     )
     offer = cheapest()
     provider = VastAI(price_tolerance=0.02)
@@ -429,12 +523,17 @@ def test_neighbours_are_preferred_for_several_machines(fake: FakeVast) -> None:
 
 
 def test_a_spot_machine_is_a_bid_at_the_offers_price(fake: FakeVast) -> None:
-    """Without a price it would be on demand. An ask whose least bid has risen above it is passed over, and one that rises now is no capacity."""
+    """Without a price it would be on demand.
+
+    An ask whose least bid has risen above it is passed over, and one that rises now is no capacity.
+    """
     offer = cheapest(is_spot=True)
     bid = offer.price_per_hour
     assert bid == pytest.approx(0.175 * 1.1)
     fake.asks[101] |= {"min_bid": 0.2}
-    fake.refused[102] = Reply(400, {"success": False, "error": "invalid_price", "msg": "error 400/3513: bid is below the minimum"})
+    fake.refused[102] = Reply(
+        400, {"success": False, "error": "invalid_price", "msg": "error 400/3513: bid is below the minimum"}
+    )
     (machine,) = VastAI().launch(offer, 1, tags(), STARTUP)
     assert rented(fake) == [102, 103]
     assert [request.body["price"] for request in fake.asked("PUT")] == [bid, bid]
@@ -485,7 +584,12 @@ def test_what_has_failed_is_not_taken_for_what_a_lost_answer_has_made(fake: Fake
 
 def test_too_many_creating_calls_are_no_unknown_outcome(fake: FakeVast) -> None:
     """Nothing was done: nothing is looked for, and what was created before is returned."""
-    fake.fail("PUT", "/api/v0/asks/101/", Reply(429, "API requests too frequent: endpoint threshold=4.5", is_text=True), times=1000)
+    fake.fail(
+        "PUT",
+        "/api/v0/asks/101/",
+        Reply(429, "API requests too frequent: endpoint threshold=4.5", is_text=True),
+        times=1000,
+    )
     with pytest.raises(RateLimited):
         VastAI().launch(cheapest(), 1, tags(), STARTUP)
     assert fake.asked("GET") == []
@@ -536,7 +640,10 @@ def test_creating_calls_keep_their_distance(fake: FakeVast, monkeypatch: pytest.
 @pytest.mark.parametrize(
     "fields",
     [
-        {"actual_status": "created", "status_msg": "Error response from daemon: failed to create task: OCI runtime create failed: runc"},
+        {
+            "actual_status": "created",
+            "status_msg": "Error response from daemon: failed to create task: OCI runtime create failed: runc",
+        },
         {"actual_status": "loading", "status_msg": "manifest unknown: manifest tagged by 12.4.1 is not found"},
         {"actual_status": "exited", "status_msg": "exit 1"},
         {"actual_status": "offline"},
@@ -563,7 +670,9 @@ def test_if_no_host_can_start_it_there_is_no_capacity(fake: FakeVast) -> None:
 
 
 def test_an_unknown_outcome_is_not_told_as_no_capacity(fake: FakeVast) -> None:
-    """Who reads that believes that nothing was made: neither after a host has failed, nor if what has failed cannot be destroyed."""
+    """Who reads that believes that nothing was made: neither after a host has failed, nor if what has failed cannot be
+    destroyed.
+    """
     fake.broken[101] = {"actual_status": "exited"}
     fake.refused[102] = Reply(503, "upstream", is_text=True)
     with pytest.raises(ProviderFailed, match="503"):
@@ -584,15 +693,22 @@ def test_who_loads_for_too_long_is_given_back(fake: FakeVast, monkeypatch: pytes
     clock, own, real = itertools.count(1000, 10), threading.current_thread(), time.monotonic
     offer = cheapest()
     # the other threads of this process, of the pool that tests share, look at the clock as well: theirs is the real one
-    monkeypatch.setattr(vastai.time, "monotonic", lambda: float(next(clock)) if threading.current_thread() is own else real())
+    monkeypatch.setattr(
+        vastai.time, "monotonic", lambda: float(next(clock)) if threading.current_thread() is own else real()
+    )
     monkeypatch.setattr("skyward_core.providers._http.PATIENCE_SECONDS", 1e9)
     (machine,) = VastAI().launch(offer, 2, tags(), STARTUP)
     assert machine.rank == 0
     assert {str(contract) for contract in fake.containers} == {machine.id}
 
 
-def test_a_machine_that_vanishes_while_it_is_waited_for_ends_the_launch(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was listed and is no more, twice: the pool may have been given back, and nobody would look for another one. One that is not listed yet is waited for."""
+def test_a_machine_that_vanishes_while_it_is_waited_for_ends_the_launch(
+    fake: FakeVast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was listed and is no more, twice: the pool may have been given back, and nobody would look for another one.
+
+    One that is not listed yet is waited for.
+    """
     fake.hidden = 2
     listings: list[int] = []
     listing = vastai._listing
@@ -612,14 +728,22 @@ def test_a_machine_that_vanishes_while_it_is_waited_for_ends_the_launch(fake: Fa
     assert fake.containers == {}
 
 
-def test_a_pool_that_is_given_back_while_its_machines_load_stays_so(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By somebody else: what has an address already is told, what is gone is not rented again, and what a host has failed with is not either."""
+def test_a_pool_that_is_given_back_while_its_machines_load_stays_so(
+    fake: FakeVast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By somebody else: what has an address already is told, what is gone is not rented again, and what a host has
+    failed with is not either.
+    """
     fake.broken |= {102: {"actual_status": "loading"}, 103: {"actual_status": "loading"}}
     fake.broken[104] = {"actual_status": "exited"}
     offer = cheapest()
 
     def given_back(seconds: float) -> None:
-        for contract in [contract for contract, row in fake.containers.items() if row["actual_status"] == "loading" and fake.steps[contract] > 4]:
+        for contract in [
+            contract
+            for contract, row in fake.containers.items()
+            if row["actual_status"] == "loading" and fake.steps[contract] > 4
+        ]:
             VastAI().terminate([str(contract)])
 
     monkeypatch.setattr(vastai.time, "sleep", given_back)
@@ -645,8 +769,14 @@ def test_a_pool_that_is_given_back_while_its_machines_load_stays_so(fake: FakeVa
         ({"actual_status": "running", "status_msg": "Error in the user's own log"}, InstanceState.RUNNING),
         ({"actual_status": "running", "intended_status": "stopped"}, InstanceState.STOPPING),
         ({"actual_status": "running", "cur_state": "unloaded"}, InstanceState.STOPPING),
-        *(({"actual_status": word}, InstanceState.STOPPING) for word in ("stopped", "exited", "offline", "unknown", "frozen")),
-        ({"actual_status": None, "intended_status": "stopped", "cur_state": "stopped", "next_state": "stopped"}, InstanceState.STOPPING),
+        *(
+            ({"actual_status": word}, InstanceState.STOPPING)
+            for word in ("stopped", "exited", "offline", "unknown", "frozen")
+        ),
+        (
+            {"actual_status": None, "intended_status": "stopped", "cur_state": "stopped", "next_state": "stopped"},
+            InstanceState.STOPPING,
+        ),
     ],
 )
 def test_states(fake: FakeVast, fields: dict[str, Any], state: InstanceState) -> None:
@@ -742,7 +872,9 @@ def test_a_killed_main_script_is_run_again(tmp_path: Path) -> None:
     """By the first process, which nobody inside can kill: it finds that it was started anew."""
     script = f'echo up >>{tmp_path}/starts; echo "$PPID" "$(cut -d" " -f1 </proc/self/stat)"; exec sleep 1000'
     main = subprocess.Popen(
-        ["sh", "-c", vastai.MAIN.format(f"sh -c {shlex.quote(script)}").replace("sleep 5", "sleep 0.1")], stdout=subprocess.DEVNULL, start_new_session=True
+        ["sh", "-c", vastai.MAIN.format(f"sh -c {shlex.quote(script)}").replace("sleep 5", "sleep 0.1")],
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
     )
     try:
         wait_until((tmp_path / "starts").exists, "the script")
@@ -757,7 +889,12 @@ def test_a_killed_main_script_is_run_again(tmp_path: Path) -> None:
 
 def test_the_first_process_ends_when_it_is_told_to() -> None:
     """A `sleep` as process 1 would ignore it: the kernel keeps signals without a handler from there."""
-    main = subprocess.Popen(["sh", "-c", vastai.MAIN.format("echo up; exec sleep 1000")], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    main = subprocess.Popen(
+        ["sh", "-c", vastai.MAIN.format("echo up; exec sleep 1000")],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
         assert main.stdout is not None
         assert main.stdout.readline() == "up\n"
@@ -775,11 +912,21 @@ STOP = 'PUT -d {"state": "stopped"} https://console.vast.ai/api/v0/instances/123
 
 @pytest.mark.parametrize(
     ("accepted", "ways"),
-    [("*/12345/", [DESTROY]), ("*instance_ids*", [DESTROY, DESTROY_ALL]), ("PUT*", [DESTROY, DESTROY_ALL, STOP]), ("nothing", [DESTROY, DESTROY_ALL, STOP])],
+    [
+        ("*/12345/", [DESTROY]),
+        ("*instance_ids*", [DESTROY, DESTROY_ALL]),
+        ("PUT*", [DESTROY, DESTROY_ALL, STOP]),
+        ("nothing", [DESTROY, DESTROY_ALL, STOP]),
+    ],
 )
 @pytest.mark.parametrize("is_inherited", [False, True])
-def test_a_container_asks_for_its_end_for_as_long_as_it_takes(tmp_path: Path, accepted: str, ways: list[str], is_inherited: bool) -> None:
-    """With its own key, which is on no command line; where destroying is refused it asks to be stopped. Nothing ends the first process."""
+def test_a_container_asks_for_its_end_for_as_long_as_it_takes(
+    tmp_path: Path, accepted: str, ways: list[str], is_inherited: bool
+) -> None:
+    """With its own key, which is on no command line; where destroying is refused it asks to be stopped.
+
+    Nothing ends the first process.
+    """
 
     def command(name: str, text: str) -> None:
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -790,14 +937,23 @@ def test_a_container_asks_for_its_end_for_as_long_as_it_takes(tmp_path: Path, ac
     command("curl", f'shift 6; echo "$*" >>{calls}; cat >{shlex.quote(str(tmp_path / "header"))}; {answer}')
     command("sleep", f'echo "sleep $*" >>{calls}; [ "$(grep -c ^sleep {calls})" -lt 5 ] || kill "$PPID"')
     script = vastai.END
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CONTAINER_ID": "12345", "CONTAINER_API_KEY": "its-own-key"}
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "CONTAINER_ID": "12345",
+        "CONTAINER_API_KEY": "its-own-key",
+    }
     if not is_inherited:  # what is started over SSH asks the first process
         (tmp_path / "environ").write_text("A=b\0CONTAINER_API_KEY=its-own-key\0VAST_CONTAINERLABEL=C.12345\0")
         script = script.replace("/proc/1/environ", str(tmp_path / "environ"))
         environment = {"PATH": environment["PATH"]}
-    done = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run(
+        ["sh", "-c", script], env=environment, capture_output=True, text=True, check=False, timeout=30
+    )
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "")
-    made = [line.replace(" -H @- -H Content-Type: application/json", "") for line in (tmp_path / "calls").read_text().splitlines()]
+    made = [
+        line.replace(" -H @- -H Content-Type: application/json", "")
+        for line in (tmp_path / "calls").read_text().splitlines()
+    ]
     assert made == [line for pause in (5, 10, 20, 40, 80) for line in (*ways, f"sleep {pause}")]
     assert (tmp_path / "header").read_text() == "Authorization: Bearer its-own-key"
     assert "kill" not in vastai.END
@@ -811,7 +967,10 @@ def write_to(home: Path, place: str) -> None:
     (home / place).write_text(f"{KEY}\n")
 
 
-@pytest.mark.parametrize(("place", "config"), [(".config/vastai/vast_api_key", None), ("elsewhere/vastai/vast_api_key", "elsewhere"), (".vast_api_key", None)])
+@pytest.mark.parametrize(
+    ("place", "config"),
+    [(".config/vastai/vast_api_key", None), ("elsewhere/vastai/vast_api_key", "elsewhere"), (".vast_api_key", None)],
+)
 def test_the_key_may_be_in_the_files_of_the_clouds_tools(
     fake: FakeVast, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str, config: str | None
 ) -> None:
@@ -830,7 +989,9 @@ def test_the_address_may_be_given(fake: FakeVast, monkeypatch: pytest.MonkeyPatc
     assert VastAI(endpoint_url=f"{fake.url}/api/v0/").account() == "user 4711"
 
 
-@pytest.mark.parametrize("fields", [{"region": "us"}, {"region": ("US", "Europe")}, {"disk_gb": 4}, {"min_reliability": 98}])
+@pytest.mark.parametrize(
+    "fields", [{"region": "us"}, {"region": ("US", "Europe")}, {"disk_gb": 4}, {"min_reliability": 98}]
+)
 def test_settings_that_cannot_be(fields: dict[str, Any]) -> None:
     with pytest.raises(BadRequest):
         load({"name": "vastai", **fields})

@@ -51,7 +51,11 @@ def mine(fake: FakeVerda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ve
 
 
 def offer_of(provider: Verda, name: str = "1H100.80S.30V", *, spot: bool = False) -> Offer:
-    return next(offer for offer in provider.offers(Requirements()) if offer.instance_type == name and offer.is_spot == spot and offer.region == "FIN-01")
+    return next(
+        offer
+        for offer in provider.offers(Requirements())
+        if offer.instance_type == name and offer.is_spot == spot and offer.region == "FIN-01"
+    )
 
 
 class TestVerda(RestContract):
@@ -67,7 +71,10 @@ class TestVerda(RestContract):
     @pytest.fixture
     def hands(self, fake: FakeVerda) -> Hands:
         def provider(*, explicit: bool = False) -> Verda:
-            return Verda(endpoint_url=fake.url + "/v1", **({"client_id": CLIENT_ID, "client_secret": CLIENT_SECRET} if explicit else {}))
+            return Verda(
+                endpoint_url=fake.url + "/v1",
+                **({"client_id": CLIENT_ID, "client_secret": CLIENT_SECRET} if explicit else {}),
+            )
 
         def over() -> None:
             fake.is_out, fake.creates_left = False, None
@@ -78,13 +85,19 @@ class TestVerda(RestContract):
             secrets=(CLIENT_ID, CLIENT_SECRET),
             alive=fake.alive,
             refuse_credentials=lambda: setattr(fake, "is_refusing", True),
-            no_capacity=lambda: fake.create_failures.extend([error(503, "service_unavailable", "No such machine is free")] * 9),
+            no_capacity=lambda: fake.create_failures.extend(
+                [error(503, "service_unavailable", "No such machine is free")] * 9
+            ),
             quota=lambda: fake.create_failures.extend([error(400, "invalid_request", "GPU quota exceeded")] * 9),
             outage=lambda: setattr(fake, "is_out", True),
             outage_over=over,
             lose_create_answer=lambda: fake.fail("POST", "/v1/instances$", is_done=True),
             fail_create_after=lambda many: setattr(fake, "creates_left", many),
-            throttle=lambda: fake.fail("GET", "/v1/instances$", Reply(429, {"code": "too_many", "message": "Too many requests"}, {"Retry-After": "0.01"})),
+            throttle=lambda: fake.fail(
+                "GET",
+                "/v1/instances$",
+                Reply(429, {"code": "too_many", "message": "Too many requests"}, {"Retry-After": "0.01"}),
+            ),
             stop=fake.stop,
             preempt=fake.preempt,
             strangers=fake.strangers,
@@ -96,7 +109,12 @@ class TestVerda(RestContract):
 
 def test_the_disk_is_counted(fake: FakeVerda) -> None:
     """About $0.20 per GB and month (fact sheet, 3.2); of a machine that is found again too."""
-    provider = Verda(endpoint_url=fake.url + "/v1", client_id=SecretStr(CLIENT_ID), client_secret=SecretStr(CLIENT_SECRET), os_volume_gb=360)
+    provider = Verda(
+        endpoint_url=fake.url + "/v1",
+        client_id=SecretStr(CLIENT_ID),
+        client_secret=SecretStr(CLIENT_SECRET),
+        os_volume_gb=360,
+    )
     offer = rank(provider.offers(WISH), WISH)[0]
     assert [(extra.name, extra.usd_per_hour) for extra in offer.extras_per_hour] == [("disk", 0.1)]
     (machine,) = provider.launch(offer, 1, tags(), STARTUP)
@@ -105,9 +123,18 @@ def test_the_disk_is_counted(fake: FakeVerda) -> None:
 
 
 def test_chips_are_named_as_in_the_catalogue(mine: Verda) -> None:
-    """From "8x A100 SXM4 80GB", with the memory of all eight; what the catalogue does not know, and confidential machines, are left out."""
-    sold = {offer.instance_type: offer for offer in mine.offers(Requirements()) if offer.region == "FIN-01" and not offer.is_spot}
-    named = {name: (one.accelerators, one.accelerator, one.accelerator_memory_gb, one.form_factor) for name, one in sold.items()}
+    """From "8x A100 SXM4 80GB", with the memory of all eight; what the catalogue does not know, and confidential
+    machines, are left out.
+    """
+    sold = {
+        offer.instance_type: offer
+        for offer in mine.offers(Requirements())
+        if offer.region == "FIN-01" and not offer.is_spot
+    }
+    named = {
+        name: (one.accelerators, one.accelerator, one.accelerator_memory_gb, one.form_factor)
+        for name, one in sold.items()
+    }
     assert named == {
         "1H100.80S.30V": (1, "H100", 80, "SXM"),
         "2H100.80S.80V": (2, "H100", 80, "SXM"),
@@ -139,8 +166,12 @@ def test_spot_is_sold_where_spot_is_free(mine: Verda, fake: FakeVerda) -> None:
 
 def test_a_region_narrows_the_offers(mine: Verda, fake: FakeVerda) -> None:
     assert {one.region for one in mine.offers(Requirements())} == {"FIN-01", "FIN-02", "FIN-03"}
-    assert {one.region for one in Verda(endpoint_url=mine.endpoint_url, region="FIN-03").offers(Requirements())} == {"FIN-03"}
-    assert {one.region for one in Verda(endpoint_url=mine.endpoint_url, region=("FIN-03", "FIN-02")).offers(Requirements())} == {"FIN-02", "FIN-03"}
+    assert {one.region for one in Verda(endpoint_url=mine.endpoint_url, region="FIN-03").offers(Requirements())} == {
+        "FIN-03"
+    }
+    assert {
+        one.region for one in Verda(endpoint_url=mine.endpoint_url, region=("FIN-03", "FIN-02")).offers(Requirements())
+    } == {"FIN-02", "FIN-03"}
 
 
 # ── launch ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -213,7 +244,11 @@ def test_a_call_that_may_still_take_effect_keeps_its_script(mine: Verda, fake: F
 
 
 def test_a_launch_that_has_made_nothing_leaves_no_script(mine: Verda, fake: FakeVerda) -> None:
-    for refusal in (error(503, "service_unavailable", "nothing free"), error(403, "forbidden_action", "not yours"), error(400, "invalid_request", "what?")):
+    for refusal in (
+        error(503, "service_unavailable", "nothing free"),
+        error(403, "forbidden_action", "not yours"),
+        error(400, "invalid_request", "what?"),
+    ):
         fake.create_failures = [refusal]
         with pytest.raises((NoCapacity, CredentialsError, BadRequest)):
             mine.launch(offer_of(mine), 1, tags(), STARTUP)
@@ -267,7 +302,9 @@ def test_the_others_of_a_launch_are_told(mine: Verda, fake: FakeVerda, monkeypat
     assert len(fake.scripts) == 1
 
 
-def test_a_machine_without_address_is_not_waited_for_for_ever(mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_address_is_not_waited_for_for_ever(
+    mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And it is ended, as soon as Verda lets us: not while it provisions it."""
     monkeypatch.setattr(verda, "ADDRESS_SECONDS", 0.0)
     fake.path = ["ordered", "provisioning", "validating", "running"]
@@ -277,8 +314,13 @@ def test_a_machine_without_address_is_not_waited_for_for_ever(mine: Verda, fake:
     assert len(fake.asked("PUT")) >= 2
 
 
-def test_a_machine_that_can_be_neither_used_nor_ended_is_told(mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ "No capacity" would say that nothing is there, and InstancesLeft is said of an end that was asked for. Its script stays: it may come up yet."""
+def test_a_machine_that_can_be_neither_used_nor_ended_is_told(
+    mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ "No capacity" would say that nothing is there, and InstancesLeft is said of an end that was asked for.
+
+    Its script stays: it may come up yet.
+    """
     monkeypatch.setattr(verda, "ADDRESS_SECONDS", 0.0)
     monkeypatch.setattr(verda, "BUSY_SECONDS", 0.0)
     fake.path = ["provisioning"]
@@ -292,7 +334,9 @@ def test_a_machine_that_can_be_neither_used_nor_ended_is_told(mine: Verda, fake:
 def test_what_is_planted_is_in_no_message(mine: Verda, fake: FakeVerda) -> None:
     """Not even where Verda echoes the script that it does not like."""
     own = Verda(endpoint_url=mine.endpoint_url, node_client_id="idofnode", node_client_secret="secretofnode")  # type: ignore[arg-type]
-    fake.fail("POST", "/v1/scripts", error(400, "invalid_request", 'Invalid script: CLIENT_SECRET = "secretofnode"'), times=2)
+    fake.fail(
+        "POST", "/v1/scripts", error(400, "invalid_request", 'Invalid script: CLIENT_SECRET = "secretofnode"'), times=2
+    )
     with pytest.raises(BadRequest) as caught:
         own.launch(offer_of(mine), 1, tags(), STARTUP)
     assert "secretofnode" not in str(caught.value)
@@ -328,7 +372,14 @@ def test_the_image_suits_the_machine(mine: Verda, fake: FakeVerda, name: str, sl
 
 def test_blackwell_gets_the_open_kernel_module() -> None:
     """Rather than newer CUDA, and never with CUDA below 12.8."""
-    images = [{"image_type": slug} for slug in ("ubuntu-24.04-cuda-13.0-docker", "ubuntu-22.04-cuda-12.8-open", "ubuntu-24.04-cuda-12.4-open-docker")]
+    images = [
+        {"image_type": slug}
+        for slug in (
+            "ubuntu-24.04-cuda-13.0-docker",
+            "ubuntu-22.04-cuda-12.8-open",
+            "ubuntu-24.04-cuda-12.4-open-docker",
+        )
+    ]
     assert verda._image(images, "B200") == "ubuntu-22.04-cuda-12.8-open"
     assert verda._image(images, "H100") == "ubuntu-24.04-cuda-13.0-docker"
     with pytest.raises(BadRequest, match="image="):
@@ -388,9 +439,24 @@ def test_a_machine_that_verda_has_not_tagged_is_found_by_its_name(mine: Verda, f
 @pytest.mark.parametrize(
     ("word", "state"),
     [
-        *((word, InstanceState.PENDING) for word in ("ordered", "new", "provisioning", "validating", "pending", "restoring", "unknown", "a-new-word")),
+        *(
+            (word, InstanceState.PENDING)
+            for word in (
+                "ordered",
+                "new",
+                "provisioning",
+                "validating",
+                "pending",
+                "restoring",
+                "unknown",
+                "a-new-word",
+            )
+        ),
         ("running", InstanceState.RUNNING),
-        *((word, InstanceState.STOPPING) for word in ("offline", "starting_hibernation", "hibernating", "error", "no_capacity", "notfound")),
+        *(
+            (word, InstanceState.STOPPING)
+            for word in ("offline", "starting_hibernation", "hibernating", "error", "no_capacity", "notfound")
+        ),
         ("discontinued", None),
     ],
 )
@@ -426,7 +492,10 @@ def test_contract_and_pricing_are_said(mine: Verda, fake: FakeVerda, is_spot: bo
 
 
 def test_the_disk_goes_with_the_machine(mine: Verda, fake: FakeVerda) -> None:
-    """Not to the trash, and by its own id: with no list it would be trashed, with an empty one kept. The script goes too."""
+    """Not to the trash, and by its own id: with no list it would be trashed, with an empty one kept.
+
+    The script goes too.
+    """
     launched = mine.launch(offer_of(mine), 2, tags(), STARTUP)
     mine.terminate([launched[0].id])
     assert len(fake.volumes) == 1
@@ -443,7 +512,10 @@ def test_a_disk_that_verda_leaves_behind_is_swept(mine: Verda, fake: FakeVerda) 
     assert len(fake.volumes) == 1  # it is attached until the machine is gone
     mine.terminate([launched.id])
     assert fake.volumes == {}
-    old, young = fake.orphan(f"skyward-{POOL}-5-aaaaaaaa", age_seconds=4000), fake.orphan(f"skyward-{POOL}-6-bbbbbbbb", age_seconds=60)
+    old, young = (
+        fake.orphan(f"skyward-{POOL}-5-aaaaaaaa", age_seconds=4000),
+        fake.orphan(f"skyward-{POOL}-6-bbbbbbbb", age_seconds=60),
+    )
     going = fake.orphan(f"skyward-{POOL}-7-cccccccc", age_seconds=4000)
     fake.volumes[going]["status"] = "deleting"
     kept = [
@@ -470,9 +542,14 @@ def test_an_attached_disk_is_never_swept(mine: Verda, fake: FakeVerda) -> None:
 
 
 def test_old_scripts_without_machines_are_swept(mine: Verda, fake: FakeVerda) -> None:
-    """By the next launch or end; not those of other people, nor one that another process may be about to launch with."""
+    """By the next launch or end; not those of other people, nor one that another process may be about to launch
+    with.
+    """
     now = int(time.time())
-    old, young = fake.script(f"skyward-sky-other-aaaaaaaa-{now - 4000}"), fake.script(f"skyward-sky-other-bbbbbbbb-{now - 60}")
+    old, young = (
+        fake.script(f"skyward-sky-other-aaaaaaaa-{now - 4000}"),
+        fake.script(f"skyward-sky-other-bbbbbbbb-{now - 60}"),
+    )
     strange = fake.script(STRANGE_SCRIPT)
     (launched,) = mine.launch(offer_of(mine), 1, tags(), STARTUP)
     assert old not in fake.scripts
@@ -514,7 +591,9 @@ def test_what_stays_busy_is_told(mine: Verda, fake: FakeVerda, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("is_busy", [True, False])
-def test_disks_that_cannot_be_looked_for_are_told_after_the_machines(mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch, is_busy: bool) -> None:
+def test_disks_that_cannot_be_looked_for_are_told_after_the_machines(
+    mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch, is_busy: bool
+) -> None:
     """A disk that was left behind is paid for; a machine that was left counts more."""
     monkeypatch.setattr(verda, "BUSY_SECONDS", 0.0)
     busy, other = mine.launch(offer_of(mine), 2, tags(), STARTUP)
@@ -584,7 +663,9 @@ def test_credentials_of_the_older_name_are_taken(mine: Verda, monkeypatch: pytes
     assert mine.instances() == []
 
 
-def test_credentials_come_from_the_file_of_verdas_tools(fake: FakeVerda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_credentials_come_from_the_file_of_verdas_tools(
+    fake: FakeVerda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """With its profile, its address, and its own place."""
     monkeypatch.delenv("VERDA_CLIENT_ID")
     (tmp_path / "credentials").write_text(
@@ -644,7 +725,14 @@ def test_with_them_it_deletes_itself(mine: Verda, fake: FakeVerda, tmp_path: Pat
 
     def run() -> str:
         environ = {"PATH": f"{stubs}:{os.environ['PATH']}"}
-        done = subprocess.run(["sh", "-c", end_script(script["script"])], env=environ, capture_output=True, text=True, check=True, timeout=60)
+        done = subprocess.run(
+            ["sh", "-c", end_script(script["script"])],
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
         return done.stdout + done.stderr
 
     fake.is_out = True
@@ -660,7 +748,9 @@ def test_with_them_it_deletes_itself(mine: Verda, fake: FakeVerda, tmp_path: Pat
 
 def end_script(script: str) -> str:
     """Return what is run, again and again, of the file with which a machine ends itself."""
-    return script.partition("cat >/root/.cache/skyward/end <<'SKYWARD_END_OF_FILE'\nwhile :; do\n(\n")[2].partition("\n)\nsleep ")[0]
+    return script.partition("cat >/root/.cache/skyward/end <<'SKYWARD_END_OF_FILE'\nwhile :; do\n(\n")[2].partition(
+        "\n)\nsleep "
+    )[0]
 
 
 def test_it_is_in_the_face() -> None:

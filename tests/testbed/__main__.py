@@ -16,7 +16,9 @@ def main() -> int:
     """Obey the command line; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.testbed", description="Hosts made of Linux namespaces.")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("up", help="bring hosts up and print how to log in; Ctrl-C removes them").add_argument("hosts", type=int, default=3, nargs="?")
+    commands.add_parser("up", help="bring hosts up and print how to log in; Ctrl-C removes them").add_argument(
+        "hosts", type=int, default=3, nargs="?"
+    )
     commands.add_parser("gc", help="remove what killed runs left behind")
     commands.add_parser("preflight", help="say in one line why this machine cannot carry hosts, and fail")
     commands.add_parser("watch").add_argument("fleet", type=int)

@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 
 
 def run(*argv: str, text: str | None = None, seconds: float = 60.0) -> str:
-    """Return what the command wrote on stdout; `text` is its stdin. Raises RuntimeError with what it wrote on stderr."""
+    """Return what the command wrote on stdout; `text` is its stdin.
+
+    Raises RuntimeError with what it wrote on stderr.
+    """
     done = subprocess.run(argv, input=text or "", text=True, capture_output=True, timeout=seconds, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(argv)}: exit code {done.returncode}: {done.stderr.strip()}")

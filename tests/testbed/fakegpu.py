@@ -1,11 +1,13 @@
-"""GPUs that can be partitioned, as far as `nvidia-smi` shows: this file, copied onto a host's PATH under that name, and its state beside it as JSON.
+"""GPUs that can be partitioned, as far as `nvidia-smi` shows: this file, copied onto a host's PATH under that name, and
+its state beside it as JSON.
 
     gpus = install(host.root / "usr/local/bin", count=2)
     gpus.set(refuses_reset=True)
     assert gpus.modes == ["Disabled", "Disabled"]
 
-It takes the real command's words, keeps the real placement rules (`accelerators.mig`), and prints what the MIG User Guide shows. Where the real one chooses
-freely it chooses the worst: a profile goes to the last place that is free, so that small ones made first are in the way of large ones.
+It takes the real command's words, keeps the real placement rules (`accelerators.mig`), and prints what the MIG User
+Guide shows. Where the real one chooses freely it chooses the worst: a profile goes to the last place that is free, so
+that small ones made first are in the way of large ones.
 """
 
 import contextlib
@@ -51,7 +53,10 @@ class Gpus:
     @property
     def modes(self) -> list[str]:
         """The MIG mode of each, with the pending one if that is another."""
-        return [gpu["current"] if gpu["current"] == gpu["pending"] else f"{gpu['current']} (pending {gpu['pending']})" for gpu in self._now["gpus"]]
+        return [
+            gpu["current"] if gpu["current"] == gpu["pending"] else f"{gpu['current']} (pending {gpu['pending']})"
+            for gpu in self._now["gpus"]
+        ]
 
     @property
     def partitions(self) -> list[list[str]]:
@@ -61,7 +66,9 @@ class Gpus:
     @property
     def uuids(self) -> list[str]:
         """What can be shown to a program: the UUIDs of the partitions, GPU by GPU."""
-        return [instance["uuid"] for gpu in self._now["gpus"] for instance in gpu["instances"] if instance["is_computing"]]
+        return [
+            instance["uuid"] for gpu in self._now["gpus"] for instance in gpu["instances"] if instance["is_computing"]
+        ]
 
     @property
     def changes(self) -> list[str]:
@@ -70,7 +77,9 @@ class Gpus:
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run the command on this machine, as somebody else would."""
-        return subprocess.run([sys.executable, "-S", str(self.program), *words], capture_output=True, text=True, check=True)
+        return subprocess.run(
+            [sys.executable, "-S", str(self.program), *words], capture_output=True, text=True, check=True
+        )
 
     @property
     def _now(self) -> dict[str, Any]:
@@ -78,7 +87,15 @@ class Gpus:
             return state
 
 
-def install(folder: Path, *, count: int = 1, chip: str = "H100", memory_gb: int = 80, name: str = "NVIDIA H100 80GB HBM3", **options: Any) -> Gpus:
+def install(
+    folder: Path,
+    *,
+    count: int = 1,
+    chip: str = "H100",
+    memory_gb: int = 80,
+    name: str = "NVIDIA H100 80GB HBM3",
+    **options: Any,
+) -> Gpus:
     """Put `nvidia-smi` into a folder of programs, with so many whole GPUs behind it. `options` are those of OPTIONS."""
     from skyward_core.accelerators.mig import profiles
 
@@ -86,7 +103,15 @@ def install(folder: Path, *, count: int = 1, chip: str = "H100", memory_gb: int 
     mib = int(memory_gb * 1e9 / 2**20)
     state = {
         "gpus": [
-            {"name": name, "uuid": _uuid("GPU"), "mib": mib, "current": "Disabled", "pending": "Disabled", "instances": [], "processes": []}
+            {
+                "name": name,
+                "uuid": _uuid("GPU"),
+                "mib": mib,
+                "current": "Disabled",
+                "pending": "Disabled",
+                "instances": [],
+                "processes": [],
+            }
             for _ in range(count)
         ],
         "profiles": {profile.name: [profile.width, profile.starts] for profile in profiles(chip, memory_gb)},
@@ -139,7 +164,9 @@ def main(words: list[str]) -> int:
             state["changes"].append(" ".join(words))
             number = len(state["changes"])
         stops = state["stops_when"] if number and number == state["stops_at"] else ""
-        fault = "hangs" if change and state["hangs"] == change else "fails" if change and state["fails"] == change else ""
+        fault = (
+            "hangs" if change and state["hangs"] == change else "fails" if change and state["fails"] == change else ""
+        )
         by, seconds = state["stops_by"], state["seconds"] if change else 0.0
     if fault == "hangs":
         signal.pause()
@@ -211,7 +238,9 @@ def _set_mode(gpu: Any, mode: str, state: Any, index: int) -> None:
         raise Refused(0, f"Unable to set MIG Mode for GPU {index}: In use by another client")
     elif state["needs_reset"]:
         gpu["pending"] = mode
-        print(f"Warning: MIG mode is in pending {'enable' if mode == 'Enabled' else 'disable'} state for GPU {index}:In use by another client")
+        print(
+            f"Warning: MIG mode is in pending {'enable' if mode == 'Enabled' else 'disable'} state for GPU {index}:In use by another client"
+        )
     else:
         gpu["current"] = gpu["pending"] = mode
         print(f"{mode} MIG Mode for GPU {index}")
@@ -256,10 +285,16 @@ def _instance(gpu: Any, profile: str, state: Any, index: int, *, is_computing: b
     if profile not in state["profiles"]:
         raise Refused(2, f"Unable to create a GPU instance on GPU {index} using profile {profile}: Invalid Argument")
     width, starts = state["profiles"][profile]
-    taken = {place for one in gpu["instances"] for place in range(one["start"], one["start"] + state["profiles"][one["profile"]][0])}
+    taken = {
+        place
+        for one in gpu["instances"]
+        for place in range(one["start"], one["start"] + state["profiles"][one["profile"]][0])
+    }
     free = [start for start in starts if not taken & set(range(start, start + width))]
     if not free:
-        raise Refused(19, f"Unable to create a GPU instance on GPU {index} using profile {profile}: Insufficient Resources")
+        raise Refused(
+            19, f"Unable to create a GPU instance on GPU {index} using profile {profile}: Insufficient Resources"
+        )
     number = 1 + max((one["id"] for one in gpu["instances"]), default=0)
     print(f"Successfully created GPU instance ID {number:2} on GPU {index} using profile MIG {profile}")
     return {"id": number, "profile": profile, "start": max(free), "is_computing": is_computing, "uuid": _uuid("MIG")}

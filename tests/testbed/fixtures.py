@@ -1,4 +1,7 @@
-"""Fixtures for whoever needs real machines: a fleet, and a mirror for its hosts to install from. One of each for a test session, made when first asked for."""
+"""Fixtures for whoever needs real machines: a fleet, and a mirror for its hosts to install from.
+
+One of each for a test session, made when first asked for.
+"""
 
 import os
 from collections.abc import Iterator
@@ -16,7 +19,10 @@ PURE_PACKAGE = "six==1.17.0"
 
 @pytest.fixture(scope="session")
 def fleet() -> Iterator[Fleet]:
-    """The fleet of this test session: make hosts of your own, and crash them. Skips, or fails in CI, where this machine cannot carry hosts."""
+    """The fleet of this test session: make hosts of your own, and crash them.
+
+    Skips, or fails in CI, where this machine cannot carry hosts.
+    """
     if reason := why_not():
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
     with Fleet() as fleet:
@@ -25,7 +31,9 @@ def fleet() -> Iterator[Fleet]:
 
 @pytest.fixture(scope="session")
 def mirror(fleet: Fleet) -> Iterator[Mirror]:
-    """What the fleet's hosts install from: this Python, what a node needs in this client's versions, uv, numpy, `PURE_PACKAGE`. Leave it mended."""
+    """What the fleet's hosts install from: this Python, what a node needs in this client's versions, uv, numpy,
+    `PURE_PACKAGE`. Leave it mended.
+    """
     with Mirror(fleet.network.gateway, requirements()) as mirror:
         yield mirror
 

@@ -17,7 +17,10 @@ from tests.testbed.preflight import NAMESPACES
 INIT = Path(__file__).with_name("init.sh")
 REPOSITORY = Path(__file__).parents[2]
 SYSTEM = {"usr", "etc", "var", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "proc", "sys", "dev"}
-"""What a host shares of this machine's top folders (to read; its writes stay its own). It sees every other one empty: no caches, no homes."""
+"""What a host shares of this machine's top folders (to read; its writes stay its own).
+
+It sees every other one empty: no caches, no homes.
+"""
 
 SSHD_CONFIG = """\
 Port 22
@@ -39,8 +42,8 @@ POWEROFF = "#!/bin/sh\nexec kill -TERM 1\n"
 class Fleet:
     """Hosts on one network of their own, up to 253; a context manager. `number` is what tells this fleet from others.
 
-    When the process that holds it is killed, a watcher process removes everything; should that one be killed too, then the next fleet or
-    `python -m tests.testbed gc` does.
+    When the process that holds it is killed, a watcher process removes everything; should that one be killed too, then
+    the next fleet or `python -m tests.testbed gc` does.
     """
 
     def __init__(self) -> None:
@@ -65,15 +68,23 @@ class Fleet:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def create(self, *, isolated: bool = False, memory: str | None = None, disk: str = "4G", clock_ahead_seconds: int = 0, seconds: float = 60.0) -> Host:
+    def create(
+        self,
+        *,
+        isolated: bool = False,
+        memory: str | None = None,
+        disk: str = "4G",
+        clock_ahead_seconds: int = 0,
+        seconds: float = 60.0,
+    ) -> Host:
         """Return a new host, once its `sshd` listens.
 
         Args:
             isolated: reachable from this machine, and not from the fleet's other isolated hosts.
             memory: what its processes may hold together, such as "256M"; its kernel kills one of them beyond that.
             disk: size of its disk, such as "64M"; kept in memory, and taken only as it is written.
-            clock_ahead_seconds: how far its monotonic and boot clocks are ahead of this machine's. The kernel has no namespace for the
-                time of day, so that one is everywhere the same.
+            clock_ahead_seconds: how far its monotonic and boot clocks are ahead of this machine's. The kernel has no
+                namespace for the time of day, so that one is everywhere the same.
             seconds: how long it may take. Raises RuntimeError or TimeoutError with what the host said.
         """
         index = next(self._indices)
@@ -116,7 +127,11 @@ class Fleet:
         seed = folder / "seed"
         for name in ("root", "disk", "seed/root/.ssh", "seed/etc/ssh", "seed/usr/local/sbin", "seed/tmp"):
             (folder / name).mkdir(parents=True)
-        strangers = [entry for entry in Path("/").iterdir() if entry.is_dir() and not entry.is_symlink() and entry.name not in SYSTEM]
+        strangers = [
+            entry
+            for entry in Path("/").iterdir()
+            if entry.is_dir() and not entry.is_symlink() and entry.name not in SYSTEM
+        ]
         for place in (*strangers, REPOSITORY, Path("/etc/ssh")):
             hidden = seed / place.relative_to("/")
             hidden.mkdir(parents=True, exist_ok=True)

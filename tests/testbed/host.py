@@ -14,7 +14,10 @@ from tests.testbed.network import Network
 
 @dataclass(frozen=True)
 class Host:
-    """A machine with a real `sshd`. Made by `Fleet.create`, gone with its fleet; what its methods do lasts until it is undone."""
+    """A machine with a real `sshd`.
+
+    Made by `Fleet.create`, gone with its fleet; what its methods do lasts until it is undone.
+    """
 
     network: Network
     index: int
@@ -54,7 +57,9 @@ class Host:
     # ── reaching it ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def ssh(self, *options: str) -> list[str]:
-        """Return the command line that logs in, free of this user's own configuration and agent; options as after `-o`."""
+        """Return the command line that logs in, free of this user's own configuration and agent; options as after
+        `-o`.
+        """
         fixed = [
             f"UserKnownHostsFile={self.known_hosts_path}",
             "GlobalKnownHostsFile=/dev/null",
@@ -67,15 +72,22 @@ class Host:
         flags = [item for option in (*options, *fixed) for item in ("-o", option)]
         return ["ssh", "-F", "none", "-i", str(self.key_path), *flags, f"{self.user}@{self.ip}"]
 
-    def run(self, command: str, *, text: str = "", seconds: float = 60.0, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-        """Run a shell command through OpenSSH and return whatever came of it (255: ssh itself failed); `text` is its stdin."""
+    def run(
+        self, command: str, *, text: str = "", seconds: float = 60.0, options: tuple[str, ...] = ()
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a shell command through OpenSSH and return whatever came of it (255: ssh itself failed); `text` is its
+        stdin.
+        """
         argv = [*self.ssh(*options), "--", command]
         return subprocess.run(argv, input=text, capture_output=True, text=True, timeout=seconds, check=False)
 
     # ── what can happen to it ────────────────────────────────────────────────────────────────────────────────────────
 
     def kill(self) -> None:
-        """Cut its power, as when a spot machine is taken away: silence, then nothing lives. Its address stays a black hole."""
+        """Cut its power, as when a spot machine is taken away: silence, then nothing lives.
+
+        Its address stays a black hole.
+        """
         self.partition()
         self.crash()
 
@@ -108,11 +120,17 @@ class Host:
         self.network.shape(self.index, self.pid, rate)
 
     def impair(self, *, delay_milliseconds: int = 0, loss_percent: float = 0.0) -> None:
-        """Delay every packet by so much, each way, and lose some; in place of a limit. Raises RuntimeError where the kernel has no netem."""
+        """Delay every packet by so much, each way, and lose some; in place of a limit.
+
+        Raises RuntimeError where the kernel has no netem.
+        """
         self.network.impair(self.index, self.pid, delay_milliseconds, loss_percent)
 
     def fill_disk(self) -> None:
-        """Leave no free byte on its disk (which is memory of this machine: give it a small one). Undone by `empty_disk`."""
+        """Leave no free byte on its disk (which is memory of this machine: give it a small one).
+
+        Undone by `empty_disk`.
+        """
         disk = os.statvfs(self.root)
         with (self.root / "var/filler").open("wb") as filler:
             os.posix_fallocate(filler.fileno(), 0, disk.f_bavail * disk.f_frsize)
@@ -136,7 +154,8 @@ class Host:
         return False
 
     def _is_stopped(self) -> bool:
-        moving = [pid for pid in self._processes() if _state(pid) not in "TtZX"]  # those who were forking are met next time
+        # those who were forking are met next time
+        moving = [pid for pid in self._processes() if _state(pid) not in "TtZX"]
         _signal(moving, signal.SIGSTOP)
         return not moving
 

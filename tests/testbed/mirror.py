@@ -1,10 +1,12 @@
-"""What bare hosts install from: a package index and an interpreter, served on the fleet's own network by a process of its own.
+"""What bare hosts install from: a package index and an interpreter, served on the fleet's own network by a process of
+its own.
 
     with Mirror(fleet.network.gateway, requirements) as mirror:
         mirror.configure(host)
         host.run("uv venv --python 3.13 /root/venv")
 
-Wheels come once from the index that this machine's uv is configured for, and are kept in uv's cache folder. Only the standard library, and `uv` here.
+Wheels come once from the index that this machine's uv is configured for, and are kept in uv's cache folder. Only the
+standard library, and `uv` here.
 """
 
 import contextlib
@@ -35,7 +37,19 @@ RECIPE = 1
 FILL_SECONDS = 110.0
 ARCHIVE, DOWNLOADS = "python/cpython.tar.gz", "python/downloads.json"
 NOT_NEEDED = (
-    *("site-packages", "dist-packages", "test", "tests", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "pydoc_data", "config-*"),
+    *(
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "idlelib",
+        "tkinter",
+        "turtledemo",
+        "ensurepip",
+        "lib2to3",
+        "pydoc_data",
+        "config-*",
+    ),
     *("_test*", "_ctypes_test*", "*.a", "*.opt-?.pyc", "EXTERNALLY-MANAGED"),
 )
 """What no node imports, two thirds of an interpreter: hosts keep their disks in memory."""
@@ -45,14 +59,17 @@ ORIGIN = b"$ORIGIN/../lib"
 class Mirror:
     """An index of wheels and an interpreter of this Python's version at `http://address:port`; a context manager.
 
-    `requirements` (as pip takes them) and what they depend on are what the index has. `folder` is where they are kept from one session to the
-    next; filled by the first who needs it, which takes as long as a download. Raises RuntimeError with the words of what failed.
+    `requirements` (as pip takes them) and what they depend on are what the index has. `folder` is where they are kept
+    from one session to the next; filled by the first who needs it, which takes as long as a download. Raises
+    RuntimeError with the words of what failed.
     """
 
     def __init__(self, address: str, requirements: Sequence[str], folder: Path | None = None) -> None:
         site = _filled(folder or default_folder(), requirements)
         argv = [sys.executable, "-m", "tests.testbed.mirror", address, str(site)]
-        self._process = subprocess.Popen(argv, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        self._process = subprocess.Popen(
+            argv, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
         try:
             self.url = f"http://{address}:{self._heard()}"
         except BaseException:
@@ -82,13 +99,18 @@ class Mirror:
         return int(self._asked("count"))
 
     def configure(self, host: Host) -> None:
-        """Write the host's own settings of uv and pip, as an administrator would: whoever logs in installs from here, whatever the environment."""
+        """Write the host's own settings of uv and pip, as an administrator would: whoever logs in installs from here,
+        whatever the environment.
+        """
         settings = self.environment
         _put(
             host.root / "etc/uv/uv.toml",
             f'python-downloads-json-url = "{settings["UV_PYTHON_DOWNLOADS_JSON_URL"]}"\n[[index]]\nurl = "{settings["UV_DEFAULT_INDEX"]}"\ndefault = true\n',
         )
-        _put(host.root / "etc/pip.conf", f"[global]\nindex-url = {settings['PIP_INDEX_URL']}\ntrusted-host = {settings['PIP_TRUSTED_HOST']}\n")
+        _put(
+            host.root / "etc/pip.conf",
+            f"[global]\nindex-url = {settings['PIP_INDEX_URL']}\ntrusted-host = {settings['PIP_TRUSTED_HOST']}\n",
+        )
 
     def break_(self) -> None:
         """Answer everything with 503 from now on."""
@@ -123,7 +145,9 @@ class Mirror:
 
 
 def default_folder() -> Path:
-    """Return where mirrors keep what they serve: in uv's cache, which test sessions share though they have a home of their own."""
+    """Return where mirrors keep what they serve: in uv's cache, which test sessions share though they have a home of
+    their own.
+    """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("UV_CACHE_DIR") or home / "uv") / "skyward-testbed"
 
@@ -132,7 +156,9 @@ def default_folder() -> Path:
 
 
 def _filled(folder: Path, requirements: Sequence[str]) -> Path:
-    """Return the folder that holds these wheels and this interpreter, filled by one process at a time, whole or not at all."""
+    """Return the folder that holds these wheels and this interpreter, filled by one process at a time, whole or not at
+    all.
+    """
     wish = [RECIPE, sorted(requirements), sys.version, sys.base_prefix, platform.machine()]
     site = folder / f"mirror-{hashlib.sha256(json.dumps(wish).encode()).hexdigest()[:12]}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -155,13 +181,36 @@ def _locked(path: Path) -> Generator[None]:
 def _download(requirements: Sequence[str], simple: Path) -> None:
     """Lay out wheels as a simple index, PEP 503: a folder for each project, whose listing is its page.
 
-    pip does it, for uv downloads no wheels; uv runs it, for this interpreter may have no pip. Both ask the index that this machine is set to.
+    pip does it, for uv downloads no wheels; uv runs it, for this interpreter may have no pip. Both ask the index that
+    this machine is set to.
     """
     flat = simple.with_name("wheels")
     indexes = (os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("UV_INDEX_URL"), os.environ.get("PIP_INDEX_URL"))
     same = {"PIP_INDEX_URL": indexes[0]} if indexes[0] and not indexes[1] else {}
-    argv = [_uv(), "tool", "run", "--python", sys.executable, "pip", "download", "--quiet", "--only-binary", ":all:", "--dest", str(flat), *requirements]
-    done = subprocess.run(argv, env={**os.environ, **same}, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=FILL_SECONDS, check=False)
+    argv = [
+        _uv(),
+        "tool",
+        "run",
+        "--python",
+        sys.executable,
+        "pip",
+        "download",
+        "--quiet",
+        "--only-binary",
+        ":all:",
+        "--dest",
+        str(flat),
+        *requirements,
+    ]
+    done = subprocess.run(
+        argv,
+        env={**os.environ, **same},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=FILL_SECONDS,
+        check=False,
+    )
     if done.returncode:
         raise RuntimeError(f"the mirror's wheels could not be downloaded: {done.stderr.strip()}")
     for wheel in flat.iterdir():
@@ -180,14 +229,18 @@ def _uv() -> str:
 
 
 def _pack_interpreter(site: Path, scratch: Path) -> None:
-    """Make an archive of this interpreter that runs wherever it is unpacked, and the list of downloads that tells uv of it."""
+    """Make an archive of this interpreter that runs wherever it is unpacked, and the list of downloads that tells uv of
+    it.
+    """
     home, packed = Path(sys.base_prefix), scratch / "python"
     name = f"python{MINOR}"
     (packed / "bin").mkdir(parents=True)
     shutil.copy2(home / "bin" / name, packed / "bin" / name)
     for alias in ("python", "python3"):
         (packed / "bin" / alias).symlink_to(name)
-    shutil.copytree(home / "lib" / name, packed / "lib" / name, symlinks=True, ignore=shutil.ignore_patterns(*NOT_NEEDED))
+    shutil.copytree(
+        home / "lib" / name, packed / "lib" / name, symlinks=True, ignore=shutil.ignore_patterns(*NOT_NEEDED)
+    )
     (packed / "lib" / name / "site-packages").mkdir()
     for library in (home / "lib").glob(f"libpython{MINOR}.so*"):
         shutil.copy2(library, packed / "lib", follow_symlinks=False)
@@ -202,18 +255,24 @@ def _pack_interpreter(site: Path, scratch: Path) -> None:
 
 
 def _make_relocatable(binary: Path, library_folder: bytes) -> None:
-    """Write over the folder in which the binary looks for its libpython, if it has one, so that it looks beside itself; patchelf without patchelf."""
+    """Write over the folder in which the binary looks for its libpython, if it has one, so that it looks beside itself;
+    patchelf without patchelf.
+    """
     content = binary.read_bytes()
     old = library_folder + b"\0"
     if old not in content:
         return
     if len(library_folder) < len(ORIGIN):
-        raise RuntimeError(f"{binary.name} looks for libpython in {library_folder.decode()}, which leaves no room for {ORIGIN.decode()}")
+        raise RuntimeError(
+            f"{binary.name} looks for libpython in {library_folder.decode()}, which leaves no room for {ORIGIN.decode()}"
+        )
     binary.write_bytes(content.replace(old, ORIGIN.ljust(len(old), b"\0")))
 
 
 def _downloads(sha256: str) -> dict[str, dict[str, Any]]:
-    """Return what uv expects at UV_PYTHON_DOWNLOADS_JSON_URL; the address of the archive is put in when it is asked for."""
+    """Return what uv expects at UV_PYTHON_DOWNLOADS_JSON_URL; the address of the archive is put in when it is asked
+    for.
+    """
     major, minor, patch = sys.version_info[:3]
     family = platform.machine()
     about = {
@@ -289,7 +348,9 @@ class _Answer(http.server.SimpleHTTPRequestHandler):
 
 
 def _serve(address: str, site: Path) -> None:
-    """Serve until stdin ends, which it does when the one who started us is gone; obey its words, one a line, each answered by a line."""
+    """Serve until stdin ends, which it does when the one who started us is gone; obey its words, one a line, each
+    answered by a line.
+    """
     server = _Server(address, site)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(server.server_port, flush=True)

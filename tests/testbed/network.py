@@ -1,4 +1,6 @@
-"""The wires: a bridge with this machine's address on it, a port for each host, and a second bridge where packets vanish."""
+"""The wires: a bridge with this machine's address on it, a port for each host, and a second bridge where packets
+vanish.
+"""
 
 import contextlib
 from dataclasses import dataclass
@@ -11,7 +13,10 @@ FIRST_HOST, LAST_HOST = 2, 254
 
 @dataclass(frozen=True)
 class Network:
-    """Addresses 10.77.`number`.0/24; this machine is .1, hosts are .2 to .254. Nothing in it leads out of this machine."""
+    """Addresses 10.77.`number`.0/24; this machine is .1, hosts are .2 to .254.
+
+    Nothing in it leads out of this machine.
+    """
 
     number: int
 
@@ -35,7 +40,10 @@ class Network:
         return f"10.77.{self.number}.{index}"
 
     def build(self) -> None:
-        """Make both bridges. Every address has its hardware address from the start: a dead host is silence, not "no route to host"."""
+        """Make both bridges.
+
+        Every address has its hardware address from the start: a dead host is silence, not "no route to host".
+        """
         ip(
             [
                 f"link add {self.bridge} address {self._mac(1)} type bridge",
@@ -52,27 +60,44 @@ class Network:
     def plug(self, index: int, pid: int, *, is_isolated: bool) -> None:
         """Lead a wire into the network namespace of this process, as its eth0."""
         port = self.port(index)
-        ip([f"link add {port} type veth peer name eth0 address {self._mac(index)} netns {pid}", f"link set {port} addrgenmode none"])
+        ip(
+            [
+                f"link add {port} type veth peer name eth0 address {self._mac(index)} netns {pid}",
+                f"link set {port} addrgenmode none",
+            ]
+        )
         self.join(index, is_isolated=is_isolated)
         ip([f"link set {port} up"])
 
     def inside(self, index: int) -> str:
-        """Return what the host itself must tell `ip`, to have its address; no default route, for there is nothing to reach."""
+        """Return what the host itself must tell `ip`, to have its address; no default route, for there is nothing to
+        reach.
+        """
         lines = ["link set lo up", "link set eth0 addrgenmode none up", f"addr add {self.address(index)}/24 dev eth0"]
         return "\n".join([*lines, *self._neighbours("eth0")]) + "\n"
 
     def join(self, index: int, *, is_isolated: bool) -> None:
         """Put the host's wire where it hears this machine, and the other hosts too unless it is isolated."""
         isolated = "on" if is_isolated else "off"
-        ip([f"link set {self.port(index)} master {self.bridge}", f"link set {self.port(index)} type bridge_slave isolated {isolated}"])
+        ip(
+            [
+                f"link set {self.port(index)} master {self.bridge}",
+                f"link set {self.port(index)} type bridge_slave isolated {isolated}",
+            ]
+        )
 
     def cut(self, index: int) -> None:
         """Let everything on the host's wire vanish, both ways, while its carrier stays.
 
-        Taking it off the bridge would not do: this machine's own IP stack would take the frames; and the kernel undoes a port's
-        "disabled" state at once. So it moves to a bridge that has no address.
+        Taking it off the bridge would not do: this machine's own IP stack would take the frames; and the kernel undoes
+        a port's "disabled" state at once. So it moves to a bridge that has no address.
         """
-        ip([f"link set {self.port(index)} master {self.void}", f"link set {self.port(index)} type bridge_slave isolated on"])
+        ip(
+            [
+                f"link set {self.port(index)} master {self.void}",
+                f"link set {self.port(index)} type bridge_slave isolated on",
+            ]
+        )
 
     def shape(self, index: int, pid: int, rate: str | None) -> None:
         """Limit the wire to a rate such as "80mbit", each way on its own; None takes the limit away."""
@@ -81,8 +106,15 @@ class Network:
         run("nsenter", f"--net=/proc/{pid}/ns/net", "tc", "qdisc", "replace", "dev", "eth0", "root", *bucket)
 
     def impair(self, index: int, pid: int, delay_milliseconds: int, loss_percent: float) -> None:
-        """Delay, and lose, what goes over the wire, each way on its own; 0 and 0 take it away. Raises RuntimeError where the kernel has no netem."""
-        worse = ["netem", "delay", f"{delay_milliseconds}ms", "loss", f"{loss_percent}%"] if delay_milliseconds or loss_percent else ["pfifo"]
+        """Delay, and lose, what goes over the wire, each way on its own; 0 and 0 take it away.
+
+        Raises RuntimeError where the kernel has no netem.
+        """
+        worse = (
+            ["netem", "delay", f"{delay_milliseconds}ms", "loss", f"{loss_percent}%"]
+            if delay_milliseconds or loss_percent
+            else ["pfifo"]
+        )
         run("tc", "qdisc", "replace", "dev", self.port(index), "root", *worse)
         run("nsenter", f"--net=/proc/{pid}/ns/net", "tc", "qdisc", "replace", "dev", "eth0", "root", *worse)
 
@@ -99,7 +131,10 @@ class Network:
 
     def _neighbours(self, device: str) -> list[str]:
         indices = range(FIRST_HOST, LAST_HOST + 1)
-        return [f"neigh replace {self.address(index)} lladdr {self._mac(index)} dev {device} nud permanent" for index in indices]
+        return [
+            f"neigh replace {self.address(index)} lladdr {self._mac(index)} dev {device} nud permanent"
+            for index in indices
+        ]
 
     def _mac(self, index: int) -> str:
         return f"02:77:00:{self.number:02x}:00:{index:02x}"

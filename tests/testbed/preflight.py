@@ -31,7 +31,10 @@ ip link set dev port0 type bridge_slave isolated on
 
 
 def why_not() -> str | None:
-    """Return why hosts cannot be made here, in one line; None if they can. Rehearses in namespaces of its own and leaves nothing."""
+    """Return why hosts cannot be made here, in one line; None if they can.
+
+    Rehearses in namespaces of its own and leaves nothing.
+    """
     if sys.platform != "linux":
         return f"the test bed needs Linux namespaces, and this is {sys.platform}"
     if missing := sorted({package for command, package in PACKAGES.items() if _which(command) is None}):

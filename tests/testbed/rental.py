@@ -31,7 +31,9 @@ cat >startup.sh
 chmod 700 startup.sh
 setsid env -i PATH="$PATH" HOME=/root {variables} ./startup.sh </dev/null >>log 2>&1 &
 """
-"""What cloud-init does with user data: the script is cut loose from whoever brought it, and has the variables of a boot rather than of a login."""
+"""What cloud-init does with user data: the script is cut loose from whoever brought it, and has the variables of a boot
+rather than of a login.
+"""
 
 
 @dataclass
@@ -53,7 +55,8 @@ class Cloud:
 
     Args:
         fleet: where the hosts are made; they go with it at the latest.
-        prepare: what every new host is given before its startup script runs, such as `Mirror.configure`: its machine image.
+        prepare: what every new host is given before its startup script runs, such as `Mirror.configure`: its machine
+            image.
         host: options of `Fleet.create`, such as `disk="512M"`.
     """
 
@@ -86,7 +89,10 @@ class Cloud:
         return self.machines[instance_id].host
 
     def preempt(self, instance_id: str, unnoticed_seconds: float = 0.0) -> None:
-        """Take a machine away: silence on its wire, then nothing. The cloud goes on listing it as running for so many seconds."""
+        """Take a machine away: silence on its wire, then nothing.
+
+        The cloud goes on listing it as running for so many seconds.
+        """
         machine = self.machines[instance_id]
         machine.listed_until = time.monotonic() + unnoticed_seconds
         machine.host.kill()
@@ -104,11 +110,21 @@ class Cloud:
             raise NoCapacity(f"no {offer.instance_type} left in {offer.region}")
         first_rank = int(tags[RANK_TAG])
         with ThreadPoolExecutor(places, thread_name_prefix="rental") as threads:
-            return list(threads.map(lambda rank: self._rent_one(offer, rank, tags, startup), range(first_rank, first_rank + places)))
+            return list(
+                threads.map(
+                    lambda rank: self._rent_one(offer, rank, tags, startup), range(first_rank, first_rank + places)
+                )
+            )
 
     def listed(self, pool_id: str | None) -> list[Instance]:
-        """Return the machines tagged with this pool, or with any, that are up, or that the cloud has not noticed to be down."""
-        found = [machine.instance for machine in list(self.machines.values()) if pool_id in (None, machine.instance.pool_id) and machine.is_listed]
+        """Return the machines tagged with this pool, or with any, that are up, or that the cloud has not noticed to be
+        down.
+        """
+        found = [
+            machine.instance
+            for machine in list(self.machines.values())
+            if pool_id in (None, machine.instance.pool_id) and machine.is_listed
+        ]
         return sorted(found, key=lambda instance: (instance.pool_id, instance.rank))
 
     def take_back(self, instance_id: str) -> None:
@@ -147,7 +163,10 @@ class Cloud:
 
 
 class Rental(Provider):
-    """Rents hosts of a test bed for `price_per_hour` USD, a third of it on the spot market if `spot_is_sold`. Made by `Cloud.provider`."""
+    """Rents hosts of a test bed for `price_per_hour` USD, a third of it on the spot market if `spot_is_sold`.
+
+    Made by `Cloud.provider`.
+    """
 
     name: ClassVar[str] = "rental"
     end_command: ClassVar[str] = "poweroff"
@@ -177,7 +196,9 @@ class Rental(Provider):
         return [on_demand, spot] if self.spot_is_sold else [on_demand]
 
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
-        """Make hosts, all at once, that run the startup script as root, detached, its output in the instance directory's `log`."""
+        """Make hosts, all at once, that run the startup script as root, detached, its output in the instance
+        directory's `log`.
+        """
         self._cloud.answer("launch")
         return self._cloud.rent(offer, count, tags, startup)
 
@@ -209,12 +230,22 @@ def _instance(offer: Offer, instance_id: str, rank: int, pool_id: str, host: Hos
         ip=host.ip,
         private_ip=host.ip,
         directory=f"{HOME}/instances/{instance_id}",
-        endpoint=Endpoint(host=host.ip, port=host.port, user=host.user, key=str(host.key_path), host_key=f"{kind} {key}", config="/dev/null"),
+        endpoint=Endpoint(
+            host=host.ip,
+            port=host.port,
+            user=host.user,
+            key=str(host.key_path),
+            host_key=f"{kind} {key}",
+            config="/dev/null",
+        ),
     )
 
 
 def _boot(host: Host, instance: Instance, startup: str) -> None:
-    """Run the startup script as the machine's own, cut loose from the connection that brings it. Raises RuntimeError with what the host said."""
+    """Run the startup script as the machine's own, cut loose from the connection that brings it.
+
+    Raises RuntimeError with what the host said.
+    """
     assert instance.directory is not None
     told = {
         "SKYWARD_INSTANCE_ID": instance.id,
@@ -225,4 +256,6 @@ def _boot(host: Host, instance: Instance, startup: str) -> None:
     variables = shlex.join(f"{name}={value}" for name, value in told.items())
     done = host.run(BOOT.format(directory=shlex.quote(instance.directory), variables=variables), text=startup)
     if done.returncode:
-        raise RuntimeError(f"{host.name} did not start its startup script: exit code {done.returncode}: {done.stderr.strip()}")
+        raise RuntimeError(
+            f"{host.name} did not start its startup script: exit code {done.returncode}: {done.stderr.strip()}"
+        )

@@ -1,7 +1,7 @@
 """Where a fleet's things are, whose they are, and how all of them go: one function, for every exit.
 
-A fleet is a number from 1 to 250, held by a lock on /run/skyward-testbed-<number>.lock. The kernel lets go of the lock when its owner dies, however it
-dies; whoever then gets the lock removes what that owner left.
+A fleet is a number from 1 to 250, held by a lock on /run/skyward-testbed-<number>.lock. The kernel lets go of the lock
+when its owner dies, however it dies; whoever then gets the lock removes what that owner left.
 """
 
 import contextlib
@@ -23,7 +23,9 @@ NUMBERS = range(1, 251)
 
 
 def claim(numbers: range = NUMBERS) -> tuple[int, int]:
-    """Return the first number that is free, and the descriptor that holds it; what a dead owner left under it is swept first."""
+    """Return the first number that is free, and the descriptor that holds it; what a dead owner left under it is swept
+    first.
+    """
     for number in numbers:
         if (lock := take(number)) is not None:
             sweep(number)
@@ -32,7 +34,9 @@ def claim(numbers: range = NUMBERS) -> tuple[int, int]:
 
 
 def take(number: int, *, is_patient: bool = False) -> int | None:
-    """Return a descriptor that holds the number; None if somebody else does (or did, while we were waiting, and has tidied up)."""
+    """Return a descriptor that holds the number; None if somebody else does (or did, while we were waiting, and has
+    tidied up).
+    """
     path = _lock_of(number)
     lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     with contextlib.suppress(BlockingIOError, FileNotFoundError):
@@ -64,7 +68,10 @@ def sweep_abandoned() -> list[int]:
 
 
 def sweep(number: int, seconds: float = 60.0) -> None:
-    """Kill and remove everything of this fleet. The caller holds its number. Raises RuntimeError with what would not go in time."""
+    """Kill and remove everything of this fleet.
+
+    The caller holds its number. Raises RuntimeError with what would not go in time.
+    """
     deadline = time.monotonic() + seconds
     while True:
         for pid in _processes(number):
@@ -84,7 +91,9 @@ def sweep(number: int, seconds: float = 60.0) -> None:
 
 
 def leftovers(number: int) -> list[str]:
-    """Return what exists of this fleet: processes, network interfaces, control groups, mounts of this namespace, files."""
+    """Return what exists of this fleet: processes, network interfaces, control groups, mounts of this namespace,
+    files.
+    """
     files = [str(directory(number))] if directory(number).exists() else []
     mounts = [line for line in Path("/proc/self/mounts").read_text().splitlines() if f"{directory(number)}/" in line]
     groups = [str(group) for group in cgroups(number)]

@@ -1,6 +1,8 @@
-"""`make versions`: the core and every plugin with the lowest versions that pyproject.toml allows, and with the newest that exist; each in an environment of its own.
+"""`make versions`: the core and every plugin with the lowest versions that pyproject.toml allows, and with the newest
+that exist; each in an environment of its own.
 
-With the lowest, what pyproject.toml names has the lowest version that it allows, and all else no newer a one than uv.lock has. A failure names the package.
+With the lowest, what pyproject.toml names has the lowest version that it allows, and all else no newer a one than
+uv.lock has. A failure names the package.
 """
 
 from __future__ import annotations
@@ -41,24 +43,41 @@ HEAD = """\
 
 
 def constraints(minor: str) -> str:
-    """Return the text of `constraints-{minor}.txt`: what uv.lock has for this Python, the extras and Dagster's web server included."""
+    """Return the text of `constraints-{minor}.txt`: what uv.lock has for this Python, the extras and Dagster's web
+    server included.
+    """
     return HEAD.format(minor=minor) + "".join(f"{line}\n" for line in pins(_exported(), minor))
 
 
 def _exported() -> list[str]:
-    command = [uv.find_uv_bin(), "export", "--locked", "--quiet", "--project", str(ROOT), "--all-extras", "--no-dev", "--group", "webserver"]
+    command = [
+        uv.find_uv_bin(),
+        "export",
+        "--locked",
+        "--quiet",
+        "--project",
+        str(ROOT),
+        "--all-extras",
+        "--no-dev",
+        "--group",
+        "webserver",
+    ]
     command += ["--no-emit-project", "--no-hashes", "--no-annotate", "--no-header"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def pins(exported: Iterable[str], minor: str) -> list[str]:
-    """Return those pins that can hold for this Python; with a marker only where another pin of the same package holds elsewhere."""
+    """Return those pins that can hold for this Python; with a marker only where another pin of the same package holds
+    elsewhere.
+    """
     held: dict[str, list[Requirement]] = {}
     for line in exported:
         pin = Requirement(line)
         if pin.marker is None or any(pin.marker.evaluate(_environment(minor, *where)) for where in ENVIRONMENTS):
             held.setdefault(pin.name, []).append(pin)
-    return [f"{pin.name}{pin.specifier}" if len(its) == 1 else str(pin) for _, its in sorted(held.items()) for pin in its]
+    return [
+        f"{pin.name}{pin.specifier}" if len(its) == 1 else str(pin) for _, its in sorted(held.items()) for pin in its
+    ]
 
 
 def _environment(minor: str, system: str, machine: str) -> dict[str, str]:
@@ -92,7 +111,9 @@ class Trial:
 
 
 def tried(trial: Trial, wheel: Path) -> str:
-    """Make the environment and run the smoke; return "" if all is well, else what is wrong, with the package that it is probably about."""
+    """Make the environment and run the smoke; return "" if all is well, else what is wrong, with the package that it is
+    probably about.
+    """
     trial.folder.mkdir(parents=True)
     locked = _locked()
     if failure := _installed(trial, wheel, locked):
@@ -119,7 +140,16 @@ def _installed(trial: Trial, wheel: Path, locked: Mapping[str, str]) -> str:
     install = ["pip", "install", "--quiet", "--python", str(trial.interpreter)]
     for command in (
         ["venv", "--quiet", "--python", trial.python, str(trial.folder / "venv")],
-        [*install, *flags, "--only-binary", ":all:", "--requirements", str(ROOT / "pyproject.toml"), *extras, *ALSO.get(trial.part, [])],
+        [
+            *install,
+            *flags,
+            "--only-binary",
+            ":all:",
+            "--requirements",
+            str(ROOT / "pyproject.toml"),
+            *extras,
+            *ALSO.get(trial.part, []),
+        ],
         [*install, "--no-deps", str(wheel)],
     ):
         done = subprocess.run([uv.find_uv_bin(), *command], capture_output=True, text=True, check=False)
@@ -129,7 +159,9 @@ def _installed(trial: Trial, wheel: Path, locked: Mapping[str, str]) -> str:
 
 
 def _smoked(trial: Trial, log: Path) -> int | None:
-    """Run the smoke in a home of its own, in a process group that is ended with it; return its exit code, None if it took too long."""
+    """Run the smoke in a home of its own, in a process group that is ended with it; return its exit code, None if it
+    took too long.
+    """
     home = trial.folder / "home"
     home.mkdir()
     environ = {
@@ -137,11 +169,18 @@ def _smoked(trial: Trial, log: Path) -> int | None:
         for name, value in os.environ.items()
         if not name.startswith(("SKYWARD_", "PREFECT_", "AIRFLOW_", "DAGSTER_", "PYTHON", "XDG_", "VIRTUAL_ENV"))
     }
-    environ |= {"HOME": str(home), "PATH": f"{trial.interpreter.parent}{os.pathsep}{os.environ['PATH']}", "DO_NOT_TRACK": "1", "NO_COLOR": "1"}
+    environ |= {
+        "HOME": str(home),
+        "PATH": f"{trial.interpreter.parent}{os.pathsep}{os.environ['PATH']}",
+        "DO_NOT_TRACK": "1",
+        "NO_COLOR": "1",
+    }
     command = [str(trial.interpreter), str(Path(__file__).with_name("smoke.py")), trial.part]
     with (
         log.open("wb") as file,
-        subprocess.Popen(command, cwd=home, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True) as process,
+        subprocess.Popen(
+            command, cwd=home, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+        ) as process,
     ):
         try:
             return process.wait(SMOKE_SECONDS)
@@ -157,7 +196,12 @@ def _smoked(trial: Trial, log: Path) -> int | None:
 
 def versions(trial: Trial) -> dict[str, str]:
     """Return what is installed in a trial's environment."""
-    told = subprocess.run([uv.find_uv_bin(), "pip", "freeze", "--quiet", "--python", str(trial.interpreter)], capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(
+        [uv.find_uv_bin(), "pip", "freeze", "--quiet", "--python", str(trial.interpreter)],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     return dict(line.split("==", 1) for line in told.splitlines() if "==" in line)
 
 
@@ -181,15 +225,23 @@ def _needs(trial: Trial) -> dict[str, set[str]]:
         here = {"python_version": minor, "python_full_version": f"{minor}.0", "extra": ""}
         lines = metadata.read_text(errors="replace").splitlines()
         name = next(line.removeprefix("Name: ") for line in lines if line.startswith("Name: "))
-        asked = (Requirement(line.removeprefix("Requires-Dist: ")) for line in lines if line.startswith("Requires-Dist: "))
-        found[canonicalize_name(name)] = {canonicalize_name(one.name) for one in asked if one.marker is None or one.marker.evaluate(here)}
+        asked = (
+            Requirement(line.removeprefix("Requires-Dist: ")) for line in lines if line.startswith("Requires-Dist: ")
+        )
+        found[canonicalize_name(name)] = {
+            canonicalize_name(one.name) for one in asked if one.marker is None or one.marker.evaluate(here)
+        }
     return found
 
 
-def blamed(log: str, installed: Mapping[str, str], locked: Mapping[str, str], needs: Mapping[str, set[str]] | None = None) -> str:
-    """Name the packages in whose files the last traceback of a library goes through, the innermost first, each with its version and the locked one.
+def blamed(
+    log: str, installed: Mapping[str, str], locked: Mapping[str, str], needs: Mapping[str, set[str]] | None = None
+) -> str:
+    """Name the packages in whose files the last traceback of a library goes through, the innermost first, each with its
+    version and the locked one.
 
-    The innermost may have called something that has changed under it, in a package that it `needs` and that is not in the traceback.
+    The innermost may have called something that has changed under it, in a package that it `needs` and that is not in
+    the traceback.
     """
     names = {name.lower().replace("-", "_"): name for name in installed}
     frames = [match for match in re.findall(r"site-packages/([A-Za-z0-9_]+)", log)]
@@ -204,7 +256,11 @@ def blamed(log: str, installed: Mapping[str, str], locked: Mapping[str, str], ne
     if not told:
         return "no package stands in a traceback"
     others = sorted((needs or {}).get(told[0].split()[0], ()))
-    changed = [f"{name} {its} (locked: {locked[name]})" for name in others if name in locked and (its := installed.get(name, "missing")) != locked[name]]
+    changed = [
+        f"{name} {its} (locked: {locked[name]})"
+        for name in others
+        if name in locked and (its := installed.get(name, "missing")) != locked[name]
+    ]
     return f"look at {', '.join(told[:4])}{f'; changed below {told[0].split()[0]}: {", ".join(changed)}' if changed else ''}"
 
 
@@ -218,7 +274,9 @@ def _tail(text: str, lines: int = 25) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Try what is asked for, one after the other; return how many of the trials that may not fail have failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.versions", description=__doc__)
-    parser.add_argument("resolution", nargs="*", choices=["lowest", "newest", "constraints"], default=["lowest", "newest"])
+    parser.add_argument(
+        "resolution", nargs="*", choices=["lowest", "newest", "constraints"], default=["lowest", "newest"]
+    )
     parser.add_argument("--python", action="append", metavar="VERSION", help="default: the one that runs this")
     parser.add_argument("--part", action="append", choices=sorted(PARTS))
     parser.add_argument("--keep", action="store_true", help="leave the environments and logs where they are")
@@ -237,7 +295,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _all(asked: argparse.Namespace, place: Path) -> int:
-    subprocess.run([uv.find_uv_bin(), "build", "--quiet", "--wheel", "--out-dir", str(place / "dist"), str(ROOT)], check=True)
+    subprocess.run(
+        [uv.find_uv_bin(), "build", "--quiet", "--wheel", "--out-dir", str(place / "dist"), str(ROOT)], check=True
+    )
     (wheel,) = (place / "dist").glob("*.whl")
     failed = 0
     for resolution in asked.resolution:
@@ -247,10 +307,16 @@ def _all(asked: argparse.Namespace, place: Path) -> int:
                 began = time.monotonic()
                 failure = tried(trial, wheel)
                 verdict = "works" if not failure else "FAILED" if resolution == "lowest" else "FAILED (reported only)"
-                print(f"{trial}: {verdict} after {time.monotonic() - began:.0f} s{f': {failure}' if failure else ''}", flush=True)
+                print(
+                    f"{trial}: {verdict} after {time.monotonic() - began:.0f} s{f': {failure}' if failure else ''}",
+                    flush=True,
+                )
                 failed += bool(failure) and resolution == "lowest"
                 if not asked.keep:
                     shutil.rmtree(trial.folder, ignore_errors=True)
     if failed:
-        print("Raise the lower bound of what failed in pyproject.toml, run `uv lock` and `make constraints`, and try again.", flush=True)
+        print(
+            "Raise the lower bound of what failed in pyproject.toml, run `uv lock` and `make constraints`, and try again.",
+            flush=True,
+        )
     return failed

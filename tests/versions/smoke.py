@@ -1,6 +1,8 @@
-"""A small look at one of the four parts in the environment that runs it: `python smoke.py core|prefect|airflow|dagster`, in an empty working directory.
+"""A small look at one of the four parts in the environment that runs it: `python smoke.py
+core|prefect|airflow|dagster`, in an empty working directory.
 
-Run as a program by `tests/versions`, in environments that have no pytest. It ends with an exception at the first thing that does not work.
+Run as a program by `tests/versions`, in environments that have no pytest. It ends with an exception at the first thing
+that does not work.
 """
 
 import asyncio
@@ -84,7 +86,9 @@ if __name__ == "__main__":
 
 
 def core() -> None:
-    """Import every module; a ledger, a TLS pool with a call, an SSH session, the command, and the drivers of the extras that are there."""
+    """Import every module; a ledger, a TLS pool with a call, an SSH session, the command, and the drivers of the extras
+    that are there.
+    """
     import skyward_core as sky
 
     for module in pkgutil.walk_packages(sky.__path__, "skyward_core."):
@@ -125,9 +129,17 @@ async def _ssh() -> None:
         process.stdout.write("hello")
         process.exit(0)
 
-    server = await asyncssh.create_server(Server, "127.0.0.1", 0, server_host_keys=[asyncssh.generate_private_key("ssh-ed25519")], process_factory=answer)
+    server = await asyncssh.create_server(
+        Server, "127.0.0.1", 0, server_host_keys=[asyncssh.generate_private_key("ssh-ed25519")], process_factory=answer
+    )
     async with asyncssh.connect(
-        "127.0.0.1", server.sockets[0].getsockname()[1], username="me", client_keys=[key], known_hosts=None, config=None, agent_path=None
+        "127.0.0.1",
+        server.sockets[0].getsockname()[1],
+        username="me",
+        client_keys=[key],
+        known_hosts=None,
+        config=None,
+        agent_path=None,
     ) as client:
         assert (await client.run("anything")).stdout == "hello"
     server.close()
@@ -136,9 +148,15 @@ async def _ssh() -> None:
 def prefect() -> None:
     """A server of Prefect's own, with our collection, and a flow that runs two tasks on a pool."""
     port = free_port()
-    environ = {"PREFECT_API_URL": f"http://127.0.0.1:{port}/api", "PREFECT_HOME": str(Path("prefect").absolute()), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+    environ = {
+        "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
+        "PREFECT_HOME": str(Path("prefect").absolute()),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    }
     Path("smoke_flow.py").write_text(PREFECT_FLOW)
-    with server(environ, str(BIN / "prefect"), "server", "start", "--host", "127.0.0.1", "--port", str(port)) as process:
+    with server(
+        environ, str(BIN / "prefect"), "server", "start", "--host", "127.0.0.1", "--port", str(port)
+    ) as process:
         wait_for(f"http://127.0.0.1:{port}/api/health", process)
         run(sys.executable, "smoke_flow.py", environ=environ)
 
@@ -155,7 +173,9 @@ def airflow() -> None:
     Path("dags").mkdir()
     Path("dags/smoke.py").write_text(AIRFLOW_DAG)
     run(str(BIN / "airflow"), "db", "migrate", environ=environ)
-    with server(environ, str(BIN / "airflow"), "api-server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1") as process:
+    with server(
+        environ, str(BIN / "airflow"), "api-server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"
+    ) as process:
         run(str(BIN / "airflow"), "dags", "test", "smoke", environ=environ)
         wait_for(f"http://127.0.0.1:{port}/api/v2/monitor/health", process)
 
@@ -166,7 +186,9 @@ def dagster() -> None:
     Path("dagster/dagster.yaml").write_text("telemetry: {enabled: false}\nnux: {enabled: false}\n")
     Path("smoke_definitions.py").write_text(DAGSTER_DEFINITIONS)
     port, environ = free_port(), {"DAGSTER_HOME": str(Path("dagster").absolute())}
-    with server(environ, str(BIN / "dagster-webserver"), "-f", "smoke_definitions.py", "-h", "127.0.0.1", "-p", str(port)) as process:
+    with server(
+        environ, str(BIN / "dagster-webserver"), "-f", "smoke_definitions.py", "-h", "127.0.0.1", "-p", str(port)
+    ) as process:
         run(sys.executable, "smoke_definitions.py", environ=environ)
         wait_for(f"http://127.0.0.1:{port}/server_info", process)
 

@@ -35,7 +35,8 @@ STATES: Mapping[str, InstanceState] = {
     "running": InstanceState.RUNNING,
     "stopping": InstanceState.STOPPING,
     "stopped": InstanceState.STOPPING,  # its disk is paid for
-    # Nothing leads back from it, and it is not billed (EC2 guide, "Instance lifecycle"); a large machine stays in it for minutes.
+    # Nothing leads back from it, and it is not billed (EC2 guide, "Instance lifecycle"); a large machine stays in it
+    # for minutes.
     "shutting-down": InstanceState.GONE,
     "terminated": InstanceState.GONE,
 }
@@ -44,15 +45,26 @@ STATES: Mapping[str, InstanceState] = {
 COMING = (InstanceState.PENDING, InstanceState.RUNNING)
 
 MEANINGS: Mapping[type[SkywardError], str] = {
-    NoCapacity: r"Insufficient(Instance|Host|ReservedInstance)?Capacity|UnfulfillableCapacity|Unsupported|ReservationCapacityExceeded"
-    r"|InsufficientFreeAddressesInSubnet|SpotMaxPriceTooLow|SpotInstance(Termination|Shutdown)",
-    QuotaExceeded: r"(Vcpu|Instance|Volume|Address|NetworkInterface|MaxIOPS)LimitExceeded|Max(SpotInstance|Fleet)CountExceeded",
-    CredentialsError: r"AuthFailure|UnauthorizedOperation|AccessDenied(Exception)?|OptInRequired|ExpiredToken(Exception)?|RequestExpired|Blocked"
-    r"|InvalidClientTokenId|InvalidAccessKeyId|UnrecognizedClientException|SignatureDoesNotMatch|InvalidSignatureException|IncompleteSignature"
-    r"|MissingAuthenticationToken|PendingVerification",
-    RateLimited: r"RequestLimitExceeded|(Request)?Throttl(ing|ed)(Exception)?|SlowDown|EC2ThrottledException|TooManyRequestsException",
+    NoCapacity: (
+        r"Insufficient(Instance|Host|ReservedInstance)?Capacity|UnfulfillableCapacity|Unsupported|ReservationCapacityExceeded"
+        r"|InsufficientFreeAddressesInSubnet|SpotMaxPriceTooLow|SpotInstance(Termination|Shutdown)"
+    ),
+    QuotaExceeded: (
+        r"(Vcpu|Instance|Volume|Address|NetworkInterface|MaxIOPS)LimitExceeded|Max(SpotInstance|Fleet)CountExceeded"
+    ),
+    CredentialsError: (
+        r"AuthFailure|UnauthorizedOperation|AccessDenied(Exception)?|OptInRequired|ExpiredToken(Exception)?|RequestExpired|Blocked"
+        r"|InvalidClientTokenId|InvalidAccessKeyId|UnrecognizedClientException|SignatureDoesNotMatch|InvalidSignatureException|IncompleteSignature"
+        r"|MissingAuthenticationToken|PendingVerification"
+    ),
+    RateLimited: (
+        r"RequestLimitExceeded|(Request)?Throttl(ing|ed)(Exception)?|SlowDown|EC2ThrottledException|TooManyRequestsException"
+    ),
 }
-"""Error codes of EC2, SSM, STS and the price list (fact sheet, 0.2). What follows a dot in a code counts for nothing; a 5xx with another code is an outage."""
+"""Error codes of EC2, SSM, STS and the price list (fact sheet, 0.2).
+
+What follows a dot in a code counts for nothing; a 5xx with another code is an outage.
+"""
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +76,10 @@ def _models() -> Any:
 
 
 class Account:
-    """What is asked of AWS in one verb: a context manager. Failures become our errors; requests are repeated by the SDK, those said `once` are not."""
+    """What is asked of AWS in one verb: a context manager.
+
+    Failures become our errors; requests are repeated by the SDK, those said `once` are not.
+    """
 
     def __init__(self, profile: str | None, endpoint_url: str | None, keys: tuple[str, str, str | None] | None) -> None:
         """Begin as a profile, or with the keys given: id, secret and session token."""
@@ -95,7 +110,11 @@ class Account:
     def pages(self, region: str, service: str, operation: str, what: str, **words: Any) -> list[Any]:
         """Ask for all pages of a list."""
         with self._translated(f"{service} {operation} in {region}"):
-            pages = self._client(region, service).get_paginator(operation).paginate(PaginationConfig={"PageSize": PAGE}, **words)
+            pages = (
+                self._client(region, service)
+                .get_paginator(operation)
+                .paginate(PaginationConfig={"PageSize": PAGE}, **words)
+            )
             return [item for page in pages for item in page[what]]
 
     def machines(self, region: str, wanted: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -117,7 +136,8 @@ class Account:
                 if not self._clients and (credentials := self._session.get_credentials()) is not None:
                     frozen = credentials.get_frozen_credentials()
                     self._secrets = tuple(secret for secret in (frozen.secret_key, frozen.token) if secret)
-                # InsufficientInstanceCapacity is a 500: the SDK would ask the same zone again for seconds (measured, fact sheet 1.4)
+                # InsufficientInstanceCapacity is a 500: the SDK would ask the same zone again for seconds (measured,
+                # fact sheet 1.4)
                 settings = importlib.import_module("botocore.config").Config(
                     retries={"mode": "standard", "total_max_attempts": 1 if once else ATTEMPTS},
                     connect_timeout=CONNECT_SECONDS,
@@ -152,7 +172,9 @@ class Account:
             message = f"AWS answered {what} with {code}: {told.get('Message', '')}"
         except refused as error:
             kind, code, cause = CredentialsError, "", error
-            message = "no credentials for AWS: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or log in "
+            message = (
+                "no credentials for AWS: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or log in "
+            )
             message += f"(`aws configure`, `aws sso login`): {error}"
         except (kinds.HTTPClientError, kinds.ConnectionError, kinds.WaiterError, garbled) as error:
             kind, code, cause, message = ProviderFailed, "", error, f"AWS did not answer {what}: {error}"
@@ -188,9 +210,11 @@ def each[T, R](things: Sequence[T], ask: Callable[[T], R]) -> list[R]:
 
 
 def each_region[R](regions: Sequence[str], ask: Callable[[str], R]) -> tuple[list[R], dict[str, SkywardError]]:
-    """Ask regions of which one may be done without, all at once; return the answers, and what was in the way of the others, which the log tells.
+    """Ask regions of which one may be done without, all at once; return the answers, and what was in the way of the
+    others, which the log tells.
 
-    Not for machines that may be there: a region that cannot be asked for those is no empty one. What neither credentials nor waiting may mend is raised.
+    Not for machines that may be there: a region that cannot be asked for those is no empty one. What neither
+    credentials nor waiting may mend is raised.
     """
 
     def answer(region: str) -> tuple[R | None, SkywardError | None]:
@@ -205,7 +229,10 @@ def each_region[R](regions: Sequence[str], ask: Callable[[str], R]) -> tuple[lis
 
 
 def each_enabled[R](account: Account, regions: Sequence[str], ask: Callable[[str], R]) -> list[R]:
-    """Ask all regions for machines that may be there; return the answers of those that the account has enabled. Any other failure is raised."""
+    """Ask all regions for machines that may be there; return the answers of those that the account has enabled.
+
+    Any other failure is raised.
+    """
     answers, failures = each_region(regions, ask)
     for region in not_enabled(account, regions, failures):
         del failures[region]
@@ -215,9 +242,11 @@ def each_enabled[R](account: Account, regions: Sequence[str], ask: Callable[[str
 
 
 def not_enabled(account: Account, regions: Sequence[str], failures: Mapping[str, SkywardError]) -> set[str]:
-    """Return which of the regions that have failed the account has not enabled, in the words of AWS: no machine can be made, listed or ended there.
+    """Return which of the regions that have failed the account has not enabled, in the words of AWS: no machine can be
+    made, listed or ended there.
 
-    One of the regions that have answered is asked. Nothing is returned if it does not say so: a region that is out is no empty one.
+    One of the regions that have answered is asked. Nothing is returned if it does not say so: a region that is out is
+    no empty one.
     """
     refused = sorted(region for region, error in failures.items() if isinstance(error, CredentialsError))
     witness = next((region for region in regions if region not in failures), None)
@@ -228,14 +257,21 @@ def not_enabled(account: Account, regions: Sequence[str], failures: Mapping[str,
     except SkywardError as error:
         log.warning("%s does not say whether %s is enabled in the account: %s", witness, ", ".join(refused), error)
         return set()
-    closed = {str(region["RegionName"]) for region in told if region.get("OptInStatus") == "not-opted-in"} & set(refused)
+    closed = {str(region["RegionName"]) for region in told if region.get("OptInStatus") == "not-opted-in"} & set(
+        refused
+    )
     for region in sorted(closed):
-        log.warning("%s is not enabled in the AWS account, so no machine is looked for there: take it out of region=, or enable it", region)
+        log.warning(
+            "%s is not enabled in the AWS account, so no machine is looked for there: take it out of region=, or"
+            " enable it",
+            region,
+        )
     return closed
 
 
 def why_no_region(failures: Mapping[str, SkywardError]) -> SkywardError:
-    """Return what to raise where all regions, or all that count, have failed: the error of the only one, or one that tells of each.
+    """Return what to raise where all regions, or all that count, have failed: the error of the only one, or one that
+    tells of each.
 
     Its kind is that of the first; none is told as sold out as long as another could not be asked.
     """
@@ -250,9 +286,11 @@ def state_of(machine: Mapping[str, Any]) -> InstanceState:
 
 
 def terminated(account: Account, region: str, ids: Sequence[str]) -> tuple[set[str], dict[str, SkywardError]]:
-    """Ask for the end of machines; return those that were ended, and what is in the way of others. What the region does not know is in neither.
+    """Ask for the end of machines; return those that were ended, and what is in the way of others. What the region does
+    not know is in neither.
 
-    One id that it does not know, or refuses to end, fails the whole call (fact sheet, 1.5): then each is asked for alone.
+    One id that it does not know, or refuses to end, fails the whole call (fact sheet, 1.5): then each is asked for
+    alone.
     """
     try:
         account.ask(region, "ec2", "terminate_instances", InstanceIds=list(ids))
@@ -260,7 +298,9 @@ def terminated(account: Account, region: str, ids: Sequence[str]) -> tuple[set[s
     except BadRequest as error:
         if len(ids) > 1:
             parts = each(ids, lambda machine_id: terminated(account, region, [machine_id]))
-            return {machine_id for done, _ in parts for machine_id in done}, dict(item for _, failed in parts for item in failed.items())
+            return {machine_id for done, _ in parts for machine_id in done}, dict(
+                item for _, failed in parts for item in failed.items()
+            )
         return set(), {} if error.code.startswith("InvalidInstanceID.") else {ids[0]: error}
     except SkywardError as error:
         return set(), dict.fromkeys(ids, error)

@@ -1,26 +1,30 @@
-"""Spot machines of EC2: one EC2 Fleet of type `instant` over all pools (a type in a zone) that cost no more than what was offered.
+"""Spot machines of EC2: one EC2 Fleet of type `instant` over all pools (a type in a zone) that cost no more than what
+was offered.
 
-EC2 chooses the pool, by what is there and what it costs (`price-capacity-optimized`): all machines of a launch are of one type, in one zone, and there at
-once, or there are none. What it needs besides machines is a launch template or two, which are in nobody's way and cost nothing:
+EC2 chooses the pool, by what is there and what it costs (`price-capacity-optimized`): all machines of a launch are of
+one type, in one zone, and there at once, or there are none. What it needs besides machines is a launch template or two,
+which are in nobody's way and cost nothing:
 
 | step | what is there | killed after it |
 | --- | --- | --- |
 | templates are made, with the pool's tags | templates | `prune_launches` deletes them when they are an hour old |
-| the fleet is asked for, with a token | templates; perhaps machines, tagged in the call | reaper and sweep end the machines by their tags; templates as above |
+| the fleet is asked for, with a token | templates; perhaps machines with tags | reaper and sweep end them by their tags |
 | the answer is there | templates, machines or none | the same |
 | templates are deleted, whatever the answer was | machines or none | the same |
-| machines are told apart and priced (`settled`) | machines | they count at the price that was offered, and are told apart by the listing |
+| each machine gets its type and price (`settled`) | machines | they count at the price that was offered |
 
 The fleet itself is a record without cost, which AWS forgets by itself; nothing asks for it again.
 
-A template's name is made from its content and the token of the launch, and the token of the fleet from all that is asked for: the same launch asked again
-is the same call. An answer that is lost is asked for again with the same token; an answer that says "none" is final, and asked for again with another one.
+A template's name is made from its content and the token of the launch, and the token of the fleet from all that is
+asked for: the same launch asked again is the same call. An answer that is lost is asked for again with the same token;
+an answer that says "none" is final, and asked for again with another one.
 
-A `MaxPrice` is not set: with the price of now in it a machine would be taken back as soon as that rises at all (fact sheet, 1.4: leave it out). The pools
-are those that cost no more than what was offered, by prices asked for a moment before.
+A `MaxPrice` is not set: with the price of now in it a machine would be taken back as soon as that rises at all (fact
+sheet, 1.4: leave it out). The pools are those that cost no more than what was offered, by prices asked for a moment
+before.
 
 "Fact sheet" is the one of 2026-11-20.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -36,14 +40,24 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from skyward_core.errors import BadRequest, CredentialsError, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
+from skyward_core.errors import (
+    BadRequest,
+    CredentialsError,
+    NoCapacity,
+    ProviderFailed,
+    QuotaExceeded,
+    RateLimited,
+    SkywardError,
+)
 from skyward_core.providers.aws import launch as aws_launch
 from skyward_core.providers.aws.account import COMING, Account, each, meaning, number, state_of, terminated
 from skyward_core.providers.aws.launch import PRICE_TAG, template_deleted
 from skyward_core.providers.base import LAUNCH_TAG, Tags
 
 CALL_TAG = "skyward-call"
-"""Token of the fleet that a machine is of: EC2 does not tell it of itself, and a launch may have asked for other machines as well."""
+"""Token of the fleet that a machine is of: EC2 does not tell it of itself, and a launch may have asked for other
+machines as well.
+"""
 PLACE_TAG = "skyward-place"
 """Which machine of its launch it is, from 0 on, where `AmiLaunchIndex` does not tell it from another one."""
 
@@ -51,17 +65,28 @@ UNTRIED = ("UnfulfillableCapacity", "Failed to fulfill capacity. Please review e
 """What EC2 says of a pool that it has not tried, because another one has failed (fact sheet, 1.4)."""
 OUTAGE = re.compile(r"Internal|Unavailable|ServiceUnavailable|ServerInternal")
 """Codes in a fleet's errors have no status beside them that would tell an outage from a mistake of ours."""
-WORST_FIRST: Sequence[type[SkywardError]] = (QuotaExceeded, CredentialsError, RateLimited, NoCapacity, ProviderFailed, BadRequest)
+WORST_FIRST: Sequence[type[SkywardError]] = (
+    QuotaExceeded,
+    CredentialsError,
+    RateLimited,
+    NoCapacity,
+    ProviderFailed,
+    BadRequest,
+)
 """Which of several pools' errors is told: what is true of them all first, then what another try may find otherwise."""
 FLEET_ONLY, LAUNCH_ONLY = ("instance", "volume"), ("network-interface",)
-"""What an instant fleet tags in its own words, and what only its template can tag: neither is said in both, where one would replace the other."""
+"""What an instant fleet tags in its own words, and what only its template can tag: neither is said in both, where one
+would replace the other.
+"""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A spot pool: a type in the zone of a subnet, and what RunInstances would say of it, `words`, but for type, subnet, market, number and tags."""
+    """A spot pool: a type in the zone of a subnet, and what RunInstances would say of it, `words`, but for type,
+    subnet, market, number and tags.
+    """
 
     instance_type: str
     zone: str
@@ -69,8 +94,11 @@ class Pool:
     words: Mapping[str, Any]
 
 
-def launched(account: Account, region: str, pools: Sequence[Pool], count: int, tags: Tags, tagging: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
-    """Rent `count` machines in one of these pools; return their ids, and their zone ("" if EC2 does not tell). `tagging` is as RunInstances has it.
+def launched(
+    account: Account, region: str, pools: Sequence[Pool], count: int, tags: Tags, tagging: Sequence[Mapping[str, Any]]
+) -> tuple[list[str], str]:
+    """Rent `count` machines in one of these pools; return their ids, and their zone ("" if EC2 does not tell).
+    `tagging` is as RunInstances has it.
 
     Raises NoCapacity when no pool has them all; then there are none of them, or they are on their way out.
     """
@@ -88,7 +116,9 @@ def _data(words: Mapping[str, Any], tagging: Sequence[Mapping[str, Any]]) -> dic
     return {**words, "UserData": base64.b64encode(words["UserData"]).decode(), "TagSpecifications": list(tagging)}
 
 
-def _fleet(pools: Sequence[Pool], names: Sequence[str], count: int, tagging: Sequence[Mapping[str, Any]], call: str) -> dict[str, Any]:
+def _fleet(
+    pools: Sequence[Pool], names: Sequence[str], count: int, tagging: Sequence[Mapping[str, Any]], call: str
+) -> dict[str, Any]:
     configs: dict[str, list[dict[str, Any]]] = {}
     for pool, name in zip(pools, names, strict=True):
         configs.setdefault(name, []).append({"InstanceType": pool.instance_type, "SubnetId": pool.subnet_id})
@@ -96,7 +126,8 @@ def _fleet(pools: Sequence[Pool], names: Sequence[str], count: int, tagging: Seq
     return {
         "Type": "instant",
         "LaunchTemplateConfigs": [
-            {"LaunchTemplateSpecification": {"LaunchTemplateName": name, "Version": "$Latest"}, "Overrides": overrides} for name, overrides in configs.items()
+            {"LaunchTemplateSpecification": {"LaunchTemplateName": name, "Version": "$Latest"}, "Overrides": overrides}
+            for name, overrides in configs.items()
         ],
         "TargetCapacitySpecification": {"TotalTargetCapacity": count, "DefaultTargetCapacityType": "spot"},
         "SpotOptions": {
@@ -104,15 +135,21 @@ def _fleet(pools: Sequence[Pool], names: Sequence[str], count: int, tagging: Seq
             "InstanceInterruptionBehavior": "terminate",
             "SingleInstanceType": True,
             "SingleAvailabilityZone": True,
-            "MinTargetCapacity": count,  # all or nothing, which it is only with one of the two before it (fact sheet, 1.4)
+            # all or nothing, which it is only with one of the two before it (fact sheet, 1.4)
+            "MinTargetCapacity": count,
         },
-        "TagSpecifications": [{**spec, "Tags": [*spec["Tags"], *own]} for spec in tagging if spec["ResourceType"] in FLEET_ONLY],
+        "TagSpecifications": [
+            {**spec, "Tags": [*spec["Tags"], *own]} for spec in tagging if spec["ResourceType"] in FLEET_ONLY
+        ],
     }
 
 
 @contextmanager
 def _templates(account: Account, region: str, wanted: Mapping[str, Mapping[str, Any]], tags: Tags) -> Generator[None]:
-    """Make launch templates, and delete them in the end. One that is there already is of the same launch and has the same content."""
+    """Make launch templates, and delete them in the end.
+
+    One that is there already is of the same launch and has the same content.
+    """
     pairs = [{"Key": key, "Value": value} for key, value in tags.items()]
 
     def make(name: str) -> None:
@@ -143,8 +180,13 @@ def _templates(account: Account, region: str, wanted: Mapping[str, Mapping[str, 
         each(list(wanted), delete)
 
 
-def _asked(account: Account, region: str, words: Mapping[str, Any], pools: Sequence[Pool], call: str) -> tuple[list[str], str]:
-    """Ask for the fleet until an answer is final. That EC2 was asked too often may stand in the answer: then nothing was made, and it is asked anew."""
+def _asked(
+    account: Account, region: str, words: Mapping[str, Any], pools: Sequence[Pool], call: str
+) -> tuple[list[str], str]:
+    """Ask for the fleet until an answer is final.
+
+    That EC2 was asked too often may stand in the answer: then nothing was made, and it is asked anew.
+    """
     count = words["TargetCapacitySpecification"]["TotalTargetCapacity"]
     for turn, pause in enumerate((*aws_launch.AGAIN_SECONDS, None)):
         answer = _answer(account, region, words, _digest([call, turn]))
@@ -157,7 +199,9 @@ def _asked(account: Account, region: str, words: Mapping[str, Any], pools: Seque
         error = _why_none(answer.get("Errors", []), pools, f"{count} x {_types(pools)} in {region} as spot")
         if ids:
             _give_back(account, region, ids, count)
-            raise NoCapacity(f"{len(ids)} of {count} machines came, and are given back: {error}").coded(error.code or UNTRIED[0]) from error
+            raise NoCapacity(f"{len(ids)} of {count} machines came, and are given back: {error}").coded(
+                error.code or UNTRIED[0]
+            ) from error
         if pause is None or not isinstance(error, RateLimited):
             raise error
         time.sleep(pause)
@@ -181,22 +225,30 @@ def _found(account: Account, region: str, call: str, count: int) -> list[str]:
     listed = account.machines(region, {"Name": f"tag:{CALL_TAG}", "Values": [call]})
     ids = [machine["InstanceId"] for machine in listed if state_of(machine) in COMING]
     if len(ids) < count:
-        raise ProviderFailed(f"AWS did not answer ec2 create_fleet in {region}; {len(ids)} of {count} machines are listed so far")
+        raise ProviderFailed(
+            f"AWS did not answer ec2 create_fleet in {region}; {len(ids)} of {count} machines are listed so far"
+        )
     return ids
 
 
 def _give_back(account: Account, region: str, ids: Sequence[str], count: int) -> None:
-    """Ask for the end of machines that are too few. Raises ProviderFailed if they stay: then they are looked for, and ended, by their tags."""
+    """Ask for the end of machines that are too few.
+
+    Raises ProviderFailed if they stay: then they are looked for, and ended, by their tags.
+    """
     _, left = terminated(account, region, ids)
     if left:
         error = next(iter(left.values()))
-        raise ProviderFailed(f"{len(ids)} of {count} machines came, and {', '.join(sorted(left))} could not be given back: {error}").coded(
-            error.code
-        ) from error
+        raise ProviderFailed(
+            f"{len(ids)} of {count} machines came, and {', '.join(sorted(left))} could not be given back: {error}"
+        ).coded(error.code) from error
 
 
 def _why_none(errors: Sequence[Mapping[str, Any]], pools: Sequence[Pool], wanted: str) -> SkywardError:
-    """Return what the pools' errors come to: each pool's code is told, those that were not tried left out. An answer without any says that nothing is there."""
+    """Return what the pools' errors come to: each pool's code is told, those that were not tried left out.
+
+    An answer without any says that nothing is there.
+    """
     tried = [error for error in errors if (error.get("ErrorCode"), error.get("ErrorMessage")) != UNTRIED] or errors
     told = {_place(error, pools): str(error.get("ErrorCode", "")) for error in tried}
     kinds = [(_meaning(str(error.get("ErrorCode", ""))), error) for error in tried] or [
@@ -206,7 +258,9 @@ def _why_none(errors: Sequence[Mapping[str, Any]], pools: Sequence[Pool], wanted
     mine = [error for found, error in kinds if found is kind]
     worst = next((error for error in mine if error.get("ErrorCode") != "Unsupported"), mine[0])
     reasons = ", ".join(f"{place}: {code}" for place, code in told.items())
-    return kind(f"no pool has {wanted}: {reasons}. {worst.get('ErrorMessage', '')}").coded(str(worst.get("ErrorCode", "")))
+    return kind(f"no pool has {wanted}: {reasons}. {worst.get('ErrorMessage', '')}").coded(
+        str(worst.get("ErrorCode", ""))
+    )
 
 
 def _meaning(code: str) -> type[SkywardError]:
@@ -215,7 +269,10 @@ def _meaning(code: str) -> type[SkywardError]:
 
 def _place(thing: Mapping[str, Any], pools: Sequence[Pool]) -> str:
     override = (thing.get("LaunchTemplateAndOverrides") or {}).get("Overrides") or {}
-    return f"{override.get('InstanceType', 'any type')} in {_zone(thing, pools) or 'any zone'} ({override.get('SubnetId', 'no subnet')})"
+    return (
+        f"{override.get('InstanceType', 'any type')} in {_zone(thing, pools) or 'any zone'}"
+        f" ({override.get('SubnetId', 'no subnet')})"
+    )
 
 
 def _zone(thing: Mapping[str, Any], pools: Sequence[Pool]) -> str:
@@ -230,7 +287,9 @@ def _types(pools: Iterable[Pool]) -> str:
 
 def _digest(content: object) -> str:
     """Return 64 characters, as many as a token may have, that stand for some content."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=lambda value: base64.b64encode(value).decode()).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(content, sort_keys=True, default=lambda value: base64.b64encode(value).decode()).encode()
+    ).hexdigest()
 
 
 # ── which machine is which, and what it costs ────────────────────────────────────────────────────────────────────────
@@ -239,9 +298,10 @@ def _digest(content: object) -> str:
 def ranked(machines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the machines of a listing with an `AmiLaunchIndex` that no other machine of their launch has.
 
-    EC2 counts within one call of RunInstances, and nobody says how many of those a fleet is made of. A machine has the place that its tag says, else the one
-    that EC2 says, else the first free one, in the order of the ids; any reader of the same listing, ended machines included, finds the same. `settled` writes
-    down what EC2 does not say, so that it stays.
+    EC2 counts within one call of RunInstances, and nobody says how many of those a fleet is made of. A machine has the
+    place that its tag says, else the one that EC2 says, else the first free one, in the order of the ids; any reader of
+    the same listing, ended machines included, finds the same. `settled` writes down what EC2 does not say, so that it
+    stays.
     """
     launches: dict[str, list[Mapping[str, Any]]] = {}
     for machine in machines:
@@ -262,13 +322,24 @@ def _places(machines: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, An
     return [*((machine, place) for place, machine in taken.items()), *zip(left, free, strict=False)]
 
 
-def settled(account: Account, region: str, launch: str, found: Iterable[Mapping[str, Any]], prices: Mapping[tuple[str, str], float]) -> list[dict[str, Any]]:
-    """Write down what was got: what the machines cost, where that is less than what was offered, and their places. Returns them as they are told from now on.
+def settled(
+    account: Account,
+    region: str,
+    launch: str,
+    found: Iterable[Mapping[str, Any]],
+    prices: Mapping[tuple[str, str], float],
+) -> list[dict[str, Any]]:
+    """Write down what was got: what the machines cost, where that is less than what was offered, and their places.
+    Returns them as they are told from now on.
 
-    `prices` are by type and zone. What cannot be written is told in the log: then they count at the price that was offered, which is the most that they cost.
+    `prices` are by type and zone. What cannot be written is told in the log: then they count at the price that was
+    offered, which is the most that they cost.
     """
     ours = {machine["InstanceId"]: machine for machine in found}
-    listed = ours | {machine["InstanceId"]: machine for machine in account.machines(region, {"Name": f"tag:{LAUNCH_TAG}", "Values": [launch]})}
+    listed = ours | {
+        machine["InstanceId"]: machine
+        for machine in account.machines(region, {"Name": f"tag:{LAUNCH_TAG}", "Values": [launch]})
+    }
     indices = {machine_id: machine.get("AmiLaunchIndex") for machine_id, machine in listed.items()}
     machines = [machine for machine in ranked(listed.values()) if machine["InstanceId"] in ours]
     wishes: dict[tuple[tuple[str, str], ...], list[dict[str, Any]]] = {}

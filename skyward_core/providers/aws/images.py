@@ -1,4 +1,5 @@
-"""Images of prepared machines that EC2 keeps between pools: AMIs of our own, found again by tag. "Fact sheet" is the one of 2026-11-20, 1.7.
+"""Images of prepared machines that EC2 keeps between pools: AMIs of our own, found again by tag. "Fact sheet" is the
+one of 2026-11-20, 1.7.
 
 States of one, and who undoes what when a client is stopped between two lines:
 
@@ -6,12 +7,14 @@ States of one, and who undoes what when a client is stopped between two lines:
                           │            └──▶ failed ───────prune──▶
                           └── no snapshot in time: `keep` itself deregisters what came of it
 
-Its tags are its record, set in the creating call: of what (IMAGE_TAG), made from which other image (BASE_TAG), until when (EXPIRES_TAG). It stands in no
-ledger, for it is to outlive every pool that uses it: an entry would keep its pool's page open. So whoever is stopped in between leaves what the next pool
-finds and uses, or what the next `prune` takes away: snapshots carry the same tags, and are found without their image.
+Its tags are its record, set in the creating call: of what (IMAGE_TAG), made from which other image (BASE_TAG), until
+when (EXPIRES_TAG). It stands in no ledger, for it is to outlive every pool that uses it: an entry would keep its pool's
+page open. So whoever is stopped in between leaves what the next pool finds and uses, or what the next `prune` takes
+away: snapshots carry the same tags, and are found without their image.
 
-A machine is started from the newest one that was made from the very image that it would be started from otherwise. When AWS brings out a newer one, with other
-drivers, none fits any more and the next pool makes one: what is kept saves time and does not keep old systems alive.
+A machine is started from the newest one that was made from the very image that it would be started from otherwise. When
+AWS brings out a newer one, with other drivers, none fits any more and the next pool makes one: what is kept saves time
+and does not keep old systems alive.
 """
 
 from __future__ import annotations
@@ -57,12 +60,16 @@ class Wanted:
 
 def root_gb(image: Mapping[str, Any]) -> int:
     """Return the size in GiB of the root disk that an image asks for; 0 if it does not tell."""
-    devices = [device for device in image.get("BlockDeviceMappings", []) if device.get("DeviceName") == image["RootDeviceName"]]
+    devices = [
+        device for device in image.get("BlockDeviceMappings", []) if device.get("DeviceName") == image["RootDeviceName"]
+    ]
     return max((device.get("Ebs", {}).get("VolumeSize", 0) for device in devices), default=0)
 
 
 def wanted(image_hash: str, base: Mapping[str, Any], disk_gb: int) -> Wanted:
-    """Return what fits in place of `base` for machines that are to have `disk_gb`: a disk can be larger than its image, never smaller."""
+    """Return what fits in place of `base` for machines that are to have `disk_gb`: a disk can be larger than its image,
+    never smaller.
+    """
     return Wanted(image_hash, base["ImageId"], max(disk_gb, root_gb(base)))
 
 
@@ -74,12 +81,21 @@ def kept(account: Account, region: str, want: Wanted, *states: str) -> list[dict
 
 
 def lengthen(account: Account, region: str, image: Mapping[str, Any], until: datetime) -> None:
-    """Keep an image that is used until then at least. What fails costs the image some days of its life, and nobody a machine."""
+    """Keep an image that is used until then at least.
+
+    What fails costs the image some days of its life, and nobody a machine.
+    """
     told = number(_tags(image).get(EXPIRES_TAG))
     if told is not None and told + RENEWED_AFTER_SECONDS > until.timestamp():
         return
     try:
-        account.ask(region, "ec2", "create_tags", Resources=[image["ImageId"]], Tags=[{"Key": EXPIRES_TAG, "Value": str(int(until.timestamp()))}])
+        account.ask(
+            region,
+            "ec2",
+            "create_tags",
+            Resources=[image["ImageId"]],
+            Tags=[{"Key": EXPIRES_TAG, "Value": str(int(until.timestamp()))}],
+        )
     except SkywardError as error:
         log.warning("%s could not be marked as used: %s", image["ImageId"], error)
 
@@ -87,12 +103,23 @@ def lengthen(account: Account, region: str, image: Mapping[str, Any], until: dat
 # ── making one ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def keep(account: Account, region: str, machine_id: str, image_hash: str, *, disk_gb: int, now: datetime, until: datetime, owner: str) -> str | None:
-    """Begin to make an image of a machine; return its id once the snapshot of the root disk is begun. None if one that fits is there or on its way.
+def keep(
+    account: Account,
+    region: str,
+    machine_id: str,
+    image_hash: str,
+    *,
+    disk_gb: int,
+    now: datetime,
+    until: datetime,
+    owner: str,
+) -> str | None:
+    """Begin to make an image of a machine; return its id once the snapshot of the root disk is begun. None if one that
+    fits is there or on its way.
 
-    A snapshot shows what was on the disk when it was asked for. CreateImage asks for it a moment after it has answered, so the answer does not prove that the
-    moment is over: a snapshot that is listed does. Raises what AWS has refused it with; ProviderFailed if no snapshot was begun in time: whatever comes of
-    it then is deregistered.
+    A snapshot shows what was on the disk when it was asked for. CreateImage asks for it a moment after it has answered,
+    so the answer does not prove that the moment is over: a snapshot that is listed does. Raises what AWS has refused it
+    with; ProviderFailed if no snapshot was begun in time: whatever comes of it then is deregistered.
     """
     (machine,) = account.machines(region, {"Name": "instance-id", "Values": [machine_id]}) or [None]
     if machine is None:
@@ -101,7 +128,12 @@ def keep(account: Account, region: str, machine_id: str, image_hash: str, *, dis
     if IMAGE_TAG in _tags(base):
         return None
     if there := kept(account, region, wanted(image_hash, base, disk_gb), AVAILABLE, PENDING):
-        log.info("%s has the packages of %s, and is %s: no other image is made", there[0]["ImageId"], image_hash, there[0]["State"])
+        log.info(
+            "%s has the packages of %s, and is %s: no other image is made",
+            there[0]["ImageId"],
+            image_hash,
+            there[0]["State"],
+        )
         return None
     name = f"skyward-{image_hash}-{machine_id}"
     tags = {
@@ -122,7 +154,10 @@ def keep(account: Account, region: str, machine_id: str, image_hash: str, *, dis
 
 
 def _asked_for(account: Account, region: str, machine_id: str, name: str, tags: Mapping[str, str]) -> str | None:
-    """Send the creating call, once: it has no token, but a name that only one image can have. None if its answer is lost, or it was sent before."""
+    """Send the creating call, once: it has no token, but a name that only one image can have.
+
+    None if its answer is lost, or it was sent before.
+    """
     pairs = [{"Key": key, "Value": value} for key, value in tags.items()]
     try:
         answer = account.ask(
@@ -147,7 +182,10 @@ def _asked_for(account: Account, region: str, machine_id: str, name: str, tags: 
 
 
 def _root_volume(machine: Mapping[str, Any]) -> str:
-    devices = {device["DeviceName"]: device.get("Ebs", {}).get("VolumeId", "") for device in machine.get("BlockDeviceMappings", [])}
+    devices = {
+        device["DeviceName"]: device.get("Ebs", {}).get("VolumeId", "")
+        for device in machine.get("BlockDeviceMappings", [])
+    }
     return str(devices.get(machine.get("RootDeviceName", ""), ""))
 
 
@@ -156,17 +194,26 @@ def _await_snapshot(account: Account, region: str, volume_id: str, image_hash: s
     trouble: SkywardError | None = None
     while True:
         try:
-            if any(snapshot.get("State") != "error" for snapshot in _snapshots(account, region, {"volume-id": [volume_id], f"tag:{IMAGE_TAG}": [image_hash]})):
+            if any(
+                snapshot.get("State") != "error"
+                for snapshot in _snapshots(
+                    account, region, {"volume-id": [volume_id], f"tag:{IMAGE_TAG}": [image_hash]}
+                )
+            ):
                 return
         except SkywardError as error:  # an outage may be over in time
             trouble = error
         if time.monotonic() > deadline:
-            raise ProviderFailed(f"no snapshot of {volume_id} was begun within {SNAPSHOT_SECONDS:g} s: no image is kept") from trouble
+            raise ProviderFailed(
+                f"no snapshot of {volume_id} was begun within {SNAPSHOT_SECONDS:g} s: no image is kept"
+            ) from trouble
         time.sleep(LOOK_SECONDS)
 
 
 def _give_up(account: Account, region: str, name: str) -> None:
-    """Take away what has come of a creating call so far: an image that is made later could have what nobody should read."""
+    """Take away what has come of a creating call so far: an image that is made later could have what nobody should
+    read.
+    """
     try:
         for image in _ours(account, region, {"name": [name]}):
             _remove(account, region, image)
@@ -178,10 +225,11 @@ def _give_up(account: Account, region: str, name: str) -> None:
 
 
 def prune(account: Account, region: str, now: datetime, keep_days: float, *, is_dry_run: bool) -> list[str]:
-    """Take away images that have failed, of which a newer one is there, or whose time is over, and snapshots without an image; say what, a line each.
+    """Take away images that have failed, of which a newer one is there, or whose time is over, and snapshots without an
+    image; say what, a line each.
 
-    `keep_days` counts from its making for an image that has lost its tag. Asked for again after it was stopped anywhere, it goes on. Raises the first
-    failure once everything else is done.
+    `keep_days` counts from its making for an image that has lost its tag. Asked for again after it was stopped
+    anywhere, it goes on. Raises the first failure once everything else is done.
     """
     images = _ours(account, region, {"tag-key": [IMAGE_TAG]})
     doomed = list(_doomed(images, now, timedelta(days=keep_days)))
@@ -189,14 +237,19 @@ def prune(account: Account, region: str, now: datetime, keep_days: float, *, is_
     told: list[str] = []
     failures: list[SkywardError] = []
     for image, why in doomed:
-        line = f"image {image['ImageId']} in {region}, {root_gb(image)} GiB with the packages of {_tags(image)[IMAGE_TAG]}: {why}"
+        line = (
+            f"image {image['ImageId']} in {region}, {root_gb(image)} GiB with the packages of"
+            f" {_tags(image)[IMAGE_TAG]}: {why}"
+        )
         with collected(failures):
             if not is_dry_run:
                 _remove(account, region, image)
                 log.info("taken away: %s", line)
             told.append(line)
     for snapshot in orphans:
-        line = f"snapshot {snapshot['SnapshotId']} in {region}, {snapshot.get('VolumeSize', '?')} GiB: its image is gone"
+        line = (
+            f"snapshot {snapshot['SnapshotId']} in {region}, {snapshot.get('VolumeSize', '?')} GiB: its image is gone"
+        )
         with collected(failures):
             if is_dry_run or _deleted(account, region, snapshot["SnapshotId"]):
                 told.append(line)
@@ -205,14 +258,18 @@ def prune(account: Account, region: str, now: datetime, keep_days: float, *, is_
     return told
 
 
-def _doomed(images: Sequence[dict[str, Any]], now: datetime, keep_for: timedelta) -> Iterator[tuple[dict[str, Any], str]]:
+def _doomed(
+    images: Sequence[dict[str, Any]], now: datetime, keep_for: timedelta
+) -> Iterator[tuple[dict[str, Any], str]]:
     newest: dict[tuple[str, str, int], dict[str, Any]] = {}
     for image in sorted(images, key=lambda image: str(image.get("CreationDate", ""))):
         if image["State"] == AVAILABLE:
             newest[_kind(image)] = image
     for image in images:
         until = number(_tags(image).get(EXPIRES_TAG))
-        is_over = now.timestamp() >= until if until is not None else _date(image.get("CreationDate"), now) + keep_for <= now
+        is_over = (
+            now.timestamp() >= until if until is not None else _date(image.get("CreationDate"), now) + keep_for <= now
+        )
         if image["State"] in FAILED:
             yield image, "it has failed"
         elif is_over:
@@ -227,7 +284,9 @@ def _kind(image: Mapping[str, Any]) -> tuple[str, str, int]:
 
 
 def _listed_snapshots(account: Account, region: str) -> list[dict[str, Any]]:
-    """Return the snapshots that carry our tag; none if these credentials may not list any: then they can have kept nothing."""
+    """Return the snapshots that carry our tag; none if these credentials may not list any: then they can have kept
+    nothing.
+    """
     try:
         return _snapshots(account, region, {"tag-key": [IMAGE_TAG]})
     except CredentialsError as error:
@@ -237,14 +296,23 @@ def _listed_snapshots(account: Account, region: str) -> list[dict[str, Any]]:
         return []
 
 
-def _orphans(snapshots: Sequence[dict[str, Any]], images: Sequence[Mapping[str, Any]], now: datetime) -> list[dict[str, Any]]:
+def _orphans(
+    snapshots: Sequence[dict[str, Any]], images: Sequence[Mapping[str, Any]], now: datetime
+) -> list[dict[str, Any]]:
     """Snapshots that belong to none of our images. One whose image is being made stands in none for a while."""
     used = {snapshot_id for image in images for snapshot_id in _snapshots_of(image)}
-    return [one for one in snapshots if one["SnapshotId"] not in used and _date(one.get("StartTime"), now) + YOUNG_SNAPSHOT <= now]
+    return [
+        one
+        for one in snapshots
+        if one["SnapshotId"] not in used and _date(one.get("StartTime"), now) + YOUNG_SNAPSHOT <= now
+    ]
 
 
 def _remove(account: Account, region: str, image: Mapping[str, Any]) -> None:
-    """Deregister an image, then delete its snapshots, in the only order that EC2 allows. What somebody else has done meanwhile is done."""
+    """Deregister an image, then delete its snapshots, in the only order that EC2 allows.
+
+    What somebody else has done meanwhile is done.
+    """
     try:
         account.ask(region, "ec2", "deregister_image", ImageId=image["ImageId"])
     except BadRequest as error:
@@ -285,7 +353,11 @@ def _words(filters: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
 
 
 def _snapshots_of(image: Mapping[str, Any]) -> list[str]:
-    return [snapshot_id for device in image.get("BlockDeviceMappings", []) if (snapshot_id := device.get("Ebs", {}).get("SnapshotId"))]
+    return [
+        snapshot_id
+        for device in image.get("BlockDeviceMappings", [])
+        if (snapshot_id := device.get("Ebs", {}).get("SnapshotId"))
+    ]
 
 
 def _tags(thing: Mapping[str, Any]) -> dict[str, str]:
@@ -293,7 +365,9 @@ def _tags(thing: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _date(told: object, now: datetime) -> datetime:
-    """Read a date of EC2, as text or as the SDK has read it; one that cannot be read is now: nothing is old for that."""
+    """Read a date of EC2, as text or as the SDK has read it; one that cannot be read is now: nothing is old for
+    that.
+    """
     if isinstance(told, datetime):
         return told
     try:

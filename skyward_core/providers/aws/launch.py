@@ -49,33 +49,53 @@ def image_parameter(accelerator: str | None, architectures: Sequence[str]) -> st
 
 
 def credit_of(kind: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a creating call says of a type's CPU credits, by what DescribeInstanceTypes says of it: that there are to be no more than it earns.
+    """Return what a creating call says of a type's CPU credits, by what DescribeInstanceTypes says of it: that there
+    are to be no more than it earns.
 
-    Left out, T3, T3a and T4g are "unlimited": what they use beyond their share is billed beside their price, by the vCPU-hour (EC2 guide, "Unlimited mode").
-    Other types refuse the word.
+    Left out, T3, T3a and T4g are "unlimited": what they use beyond their share is billed beside their price, by the
+    vCPU-hour (EC2 guide, "Unlimited mode"). Other types refuse the word.
     """
     return {"CreditSpecification": {"CpuCredits": "standard"}} if kind.get("BurstablePerformanceSupported") else {}
 
 
 def placed(subnet_id: str, interfaces: Iterable[Mapping[str, Any]], count: int) -> dict[str, Any]:
-    return {"MinCount": count, "MaxCount": count, "NetworkInterfaces": [{**interface, "SubnetId": subnet_id} for interface in interfaces]}
+    return {
+        "MinCount": count,
+        "MaxCount": count,
+        "NetworkInterfaces": [{**interface, "SubnetId": subnet_id} for interface in interfaces],
+    }
 
 
 def tagged(offer: Offer, tags: Tags, price: float) -> dict[str, Any]:
-    """Tags of machines, disks and interfaces, with what they cost: the price that is true when they are made is told nowhere later."""
+    """Tags of machines, disks and interfaces, with what they cost: the price that is true when they are made is told
+    nowhere later.
+    """
     prices = {PRICE_TAG: repr(price)}
     if (dear := offer.on_demand_price_per_hour) is not None:
         prices[ON_DEMAND_PRICE_TAG] = repr(dear)
     pairs = [{"Key": name, "Value": value} for name, value in {"Name": tags[POOL_TAG], **tags, **prices}.items()]
-    return {"TagSpecifications": [{"ResourceType": kind, "Tags": pairs} for kind in ("instance", "volume", "network-interface")]}
+    return {
+        "TagSpecifications": [
+            {"ResourceType": kind, "Tags": pairs} for kind in ("instance", "volume", "network-interface")
+        ]
+    }
 
 
 def created(account: Account, region: str, words: Mapping[str, Any], launch: str) -> list[dict[str, Any]]:
-    """Send the creating call, again with its token while nobody knows what became of it; if that goes on, look for what it may have made.
+    """Send the creating call, again with its token while nobody knows what became of it; if that goes on, look for what
+    it may have made.
 
-    The token holds everything that tells this call from the launch's others: with other words than before, EC2 refuses it.
+    The token holds everything that tells this call from the launch's others: with other words than before, EC2 refuses
+    it.
     """
-    names = (launch, region, words["NetworkInterfaces"][0]["SubnetId"], words["InstanceType"], str(words["MinCount"]), words["ImageId"])
+    names = (
+        launch,
+        region,
+        words["NetworkInterfaces"][0]["SubnetId"],
+        words["InstanceType"],
+        str(words["MinCount"]),
+        words["ImageId"],
+    )
     token = hashlib.sha256(" ".join(names).encode()).hexdigest()  # of 64 characters, as many as it may have
     for pause in (*AGAIN_SECONDS, None):
         try:
@@ -90,18 +110,24 @@ def created(account: Account, region: str, words: Mapping[str, Any], launch: str
                 if machine.get("ClientToken") == token and state_of(machine) in COMING
             ]
             if len(found) < words["MinCount"]:
-                raise ProviderFailed(f"{error}; {len(found)} of {words['MinCount']} machines are listed so far").coded(error.code) from error
+                raise ProviderFailed(f"{error}; {len(found)} of {words['MinCount']} machines are listed so far").coded(
+                    error.code
+                ) from error
             return found
     raise AssertionError  # the last round returns or raises
 
 
 def group_of(account: Account, region: str, vpc_id: str, cidr: str | None) -> str:
-    """Return the security group of all pools in a VPC, made if it is not there, with rules for this client and for machines among themselves.
+    """Return the security group of all pools in a VPC, made if it is not there, with rules for this client and for
+    machines among themselves.
 
-    A rule is added for each new address, and none is widened or taken away: another client may stand on it. Without `cidr` it is another group, of machines
-    that nobody logs in to from outside: a port that the first one has open for one pool is not open for the other.
+    A rule is added for each new address, and none is widened or taken away: another client may stand on it. Without
+    `cidr` it is another group, of machines that nobody logs in to from outside: a port that the first one has open for
+    one pool is not open for the other.
     """
-    name, from_clients = (GROUP_NAME, "SSH from their clients") if cidr is not None else (CLOSED_GROUP_NAME, "nothing from outside")
+    name, from_clients = (
+        (GROUP_NAME, "SSH from their clients") if cidr is not None else (CLOSED_GROUP_NAME, "nothing from outside")
+    )
     wanted = [{"Name": "group-name", "Values": [name]}, {"Name": "vpc-id", "Values": [vpc_id]}]
     groups = account.pages(region, "ec2", "describe_security_groups", "SecurityGroups", Filters=wanted)
     if not groups:
@@ -138,12 +164,24 @@ def _rules(there: Iterable[Mapping[str, Any]], group_id: str, cidr: str | None) 
         cidr_there
         for rule in there
         if rule.get("IpProtocol") == "tcp" and (rule.get("FromPort"), rule.get("ToPort")) == (22, 22)
-        for cidr_there in (*(one["CidrIp"] for one in rule.get("IpRanges", [])), *(one["CidrIpv6"] for one in rule.get("Ipv6Ranges", [])))
+        for cidr_there in (
+            *(one["CidrIp"] for one in rule.get("IpRanges", [])),
+            *(one["CidrIpv6"] for one in rule.get("Ipv6Ranges", [])),
+        )
     }
     if cidr is not None and cidr not in ranges:
         kind, word = ("IpRanges", "CidrIp") if ip_network(cidr).version == 4 else ("Ipv6Ranges", "CidrIpv6")
-        yield {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, kind: [{word: cidr, "Description": "a client of Skyward pools"}]}
-    if not any(rule.get("IpProtocol") == "-1" and group_id in {pair.get("GroupId") for pair in rule.get("UserIdGroupPairs", [])} for rule in there):
+        yield {
+            "IpProtocol": "tcp",
+            "FromPort": 22,
+            "ToPort": 22,
+            kind: [{word: cidr, "Description": "a client of Skyward pools"}],
+        }
+    if not any(
+        rule.get("IpProtocol") == "-1"
+        and group_id in {pair.get("GroupId") for pair in rule.get("UserIdGroupPairs", [])}
+        for rule in there
+    ):
         yield {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group_id}]}
 
 
@@ -157,12 +195,20 @@ def created_at(tags: Tags) -> float:
 
 def placement_groups(account: Account, region: str) -> dict[str, dict[str, str]]:
     """Return the placement groups of pools, by name, with their tags."""
-    found = account.ask(region, "ec2", "describe_placement_groups", Filters=[{"Name": "tag-key", "Values": [POOL_TAG]}])["PlacementGroups"]
-    return {group["GroupName"]: {POOL_TAG: "", **{tag["Key"]: tag["Value"] for tag in group.get("Tags", [])}} for group in found}
+    found = account.ask(
+        region, "ec2", "describe_placement_groups", Filters=[{"Name": "tag-key", "Values": [POOL_TAG]}]
+    )["PlacementGroups"]
+    return {
+        group["GroupName"]: {POOL_TAG: "", **{tag["Key"]: tag["Value"] for tag in group.get("Tags", [])}}
+        for group in found
+    }
 
 
 def placement_group_deleted(account: Account, region: str, name: str) -> bool:
-    """Delete a placement group; False if it is in use, as it is until its machines are terminated. One that is gone already is as good as deleted."""
+    """Delete a placement group; False if it is in use, as it is until its machines are terminated.
+
+    One that is gone already is as good as deleted.
+    """
     try:
         account.ask(region, "ec2", "delete_placement_group", GroupName=name)
     except BadRequest as error:
@@ -182,10 +228,12 @@ def template_deleted(account: Account, region: str, name: str) -> None:
 
 
 def prune_launches(account: Account, region: str, now: datetime, *, is_dry_run: bool = False) -> list[str]:
-    """Take away what launches have left in a region: launch templates of clients that were killed, and placement groups that nobody is in any more.
+    """Take away what launches have left in a region: launch templates of clients that were killed, and placement groups
+    that nobody is in any more.
 
-    Only what is older than OLD_SECONDS: no launch takes as long. Returns what went, or would go, in words. Raises the first failure once everything else is
-    done; what credentials may not even list is left alone, for then they have made none of it.
+    Only what is older than OLD_SECONDS: no launch takes as long. Returns what went, or would go, in words. Raises the
+    first failure once everything else is done; what credentials may not even list is left alone, for then they have
+    made none of it.
     """
     oldest_kept = now.timestamp() - OLD_SECONDS
     gone: list[str] = []
@@ -220,7 +268,9 @@ def prune_launches(account: Account, region: str, now: datetime, *, is_dry_run: 
 def _used(account: Account, region: str, names: Sequence[str]) -> set[str]:
     """Return which of these placement groups have machines that are not terminated."""
     machines = account.machines(region, {"Name": "placement-group-name", "Values": list(names)})
-    return {machine["Placement"].get("GroupName", "") for machine in machines if machine["State"]["Name"] != "terminated"}
+    return {
+        machine["Placement"].get("GroupName", "") for machine in machines if machine["State"]["Name"] != "terminated"
+    }
 
 
 def why_failed(machine: Mapping[str, Any]) -> SkywardError:

@@ -47,28 +47,41 @@ class Launcher:
     account: Account
 
     def run(self, offer: Offer, count: int, tags: Tags, user_data: bytes, prices: Prices) -> list[str]:
-        """Start machines from a kept image that fits, if there is one; from the base image, if that one is deleted meanwhile. Return their ids."""
+        """Start machines from a kept image that fits, if there is one; from the base image, if that one is deleted
+        meanwhile. Return their ids.
+        """
         kinds = kinds_of(self.account, offer.region, (offer.instance_type, *offer.or_types))
         base = self._image(offer, kinds)
         if (image := self._kept_image(offer.region, tags, base)) is None:
             return self._run_from(offer, count, tags, user_data, base, prices, kinds)
         try:
-            made = self._run_from(offer, count, {**tags, STARTED_FROM_TAG: image["ImageId"]}, user_data, image, prices, kinds)
+            made = self._run_from(
+                offer, count, {**tags, STARTED_FROM_TAG: image["ImageId"]}, user_data, image, prices, kinds
+            )
         except BadRequest as error:
             if error.code not in aws_images.GONE:
                 raise
             log.info("%s is gone, %s is taken: %s", image["ImageId"], base["ImageId"], error)
             return self._run_from(offer, count, tags, user_data, base, prices, kinds)
-        aws_images.lengthen(self.account, offer.region, image, datetime.now(UTC) + timedelta(days=self.settings.image_keep_days))
+        aws_images.lengthen(
+            self.account, offer.region, image, datetime.now(UTC) + timedelta(days=self.settings.image_keep_days)
+        )
         return made
 
     def _kept_image(self, region: str, tags: Tags, base: Mapping[str, Any]) -> dict[str, Any] | None:
         if IMAGE_TAG not in tags:
             return None
         try:
-            found = aws_images.kept(self.account, region, aws_images.wanted(tags[IMAGE_TAG], base, self.settings.disk_gb), aws_images.AVAILABLE)
+            found = aws_images.kept(
+                self.account,
+                region,
+                aws_images.wanted(tags[IMAGE_TAG], base, self.settings.disk_gb),
+                aws_images.AVAILABLE,
+            )
         except SkywardError as error:
-            log.warning("cannot find out whether %s has an image with these packages, so they are installed: %s", region, error)
+            log.warning(
+                "cannot find out whether %s has an image with these packages, so they are installed: %s", region, error
+            )
             return None
         return found[0] if found else None
 
@@ -87,17 +100,29 @@ class Launcher:
         types = (offer.instance_type, *offer.or_types)
         words = self._words(offer, user_data, image)
         credit = {str(kind["InstanceType"]): credit_of(kind) for kind in kinds}
-        cluster = Cluster(self.account, region, tags, kinds if max(count, offer.nodes) > 1 else [], is_public=not self.settings.use_private_ip)
+        cluster = Cluster(
+            self.account,
+            region,
+            tags,
+            kinds if max(count, offer.nodes) > 1 else [],
+            is_public=not self.settings.use_private_ip,
+        )
         zones = cluster.zones()
         subnets = [subnet for subnet in self.subnets(region) if not zones or subnet["AvailabilityZone"] in zones]
         if not subnets:
-            raise NoCapacity(f"the pool's machines are in {', '.join(sorted(zones))}, where it has no subnet").coded("Unsupported")
+            raise NoCapacity(f"the pool's machines are in {', '.join(sorted(zones))}, where it has no subnet").coded(
+                "Unsupported"
+            )
         zone = None
         try:
             if offer.is_spot:
-                ids, zone = self._run_fleet(offer, count, tags, words, credit, _pools(types, subnets, prices, offer), cluster)
+                ids, zone = self._run_fleet(
+                    offer, count, tags, words, credit, _pools(types, subnets, prices, offer), cluster
+                )
             else:
-                ids, zone = self._run_in_turn(offer, count, tags, {**words, **credit.get(offer.instance_type, {})}, subnets, cluster)
+                ids, zone = self._run_in_turn(
+                    offer, count, tags, {**words, **credit.get(offer.instance_type, {})}, subnets, cluster
+                )
         except NoCapacity:
             cluster.tidy(None)
             raise
@@ -115,13 +140,19 @@ class Launcher:
         places: Sequence[tuple[str, Mapping[str, Any]]],
         cluster: Cluster,
     ) -> tuple[list[str], str]:
-        """Rent spot machines in one of these places, a type and a subnet each; return their ids, and the zone if it is known. `credit` is what types add."""
+        """Rent spot machines in one of these places, a type and a subnet each; return their ids, and the zone if it is
+        known. `credit` is what types add.
+        """
         region = offer.region
         if not places:
-            raise NoCapacity(f"no zone of {region} sells {offer.instance_type} as spot for ${offer.price_per_hour:g} any more").coded("SpotPriceTooHigh")
+            raise NoCapacity(
+                f"no zone of {region} sells {offer.instance_type} as spot for ${offer.price_per_hour:g} any more"
+            ).coded("SpotPriceTooHigh")
         common = {name: word for name, word in words.items() if name != "InstanceType"}
         cidr = None if self.settings.use_ssm else self._ssh_cidr()
-        groups = {vpc: group_of(self.account, region, vpc, cidr) for vpc in sorted({subnet["VpcId"] for _, subnet in places})}
+        groups = {
+            vpc: group_of(self.account, region, vpc, cidr) for vpc in sorted({subnet["VpcId"] for _, subnet in places})
+        }
         pools = [
             Pool(
                 instance_type,
@@ -136,7 +167,9 @@ class Launcher:
             )
             for instance_type, subnet in places
         ]
-        return launched(self.account, region, pools, count, tags, tagged(offer, tags, offer.price_per_hour)["TagSpecifications"])
+        return launched(
+            self.account, region, pools, count, tags, tagged(offer, tags, offer.price_per_hour)["TagSpecifications"]
+        )
 
     def _run_in_turn(
         self,
@@ -156,17 +189,28 @@ class Launcher:
             zone, vpc = subnet["AvailabilityZone"], subnet["VpcId"]
             if vpc not in groups:
                 groups[vpc] = group_of(self.account, region, vpc, cidr)
-            place = placed(subnet["SubnetId"], cluster.interfaces(offer.instance_type, groups[vpc]), count) | cluster.placement(offer.instance_type, zone)
+            place = placed(
+                subnet["SubnetId"], cluster.interfaces(offer.instance_type, groups[vpc]), count
+            ) | cluster.placement(offer.instance_type, zone)
             try:
-                made = created(self.account, region, {**words, **place, **tagged(offer, tags, offer.price_per_hour)}, tags[LAUNCH_TAG])
+                made = created(
+                    self.account,
+                    region,
+                    {**words, **place, **tagged(offer, tags, offer.price_per_hour)},
+                    tags[LAUNCH_TAG],
+                )
                 return [machine["InstanceId"] for machine in made], zone
             except QuotaExceeded:
                 raise  # it is the region's
             except NoCapacity as error:
                 refusals[f"{zone} ({subnet['SubnetId']})"] = error
-        worst = next((error for error in refusals.values() if error.code != "Unsupported"), None) or next(iter(refusals.values()))
+        worst = next((error for error in refusals.values() if error.code != "Unsupported"), None) or next(
+            iter(refusals.values())
+        )
         told = ", ".join(f"{place}: {error.code}" for place, error in refusals.items())
-        raise NoCapacity(f"no zone of {region} has {count} x {offer.instance_type}: {told}. {worst}").coded(worst.code) from worst
+        raise NoCapacity(f"no zone of {region} has {count} x {offer.instance_type}: {told}. {worst}").coded(
+            worst.code
+        ) from worst
 
     def _words(self, offer: Offer, user_data: bytes, image: Mapping[str, Any]) -> dict[str, Any]:
         """What a creating call says in every zone."""
@@ -178,14 +222,13 @@ class Launcher:
             "InstanceInitiatedShutdownBehavior": "terminate",
             "MetadataOptions": {"HttpTokens": "required", "HttpEndpoint": "enabled"},
             "BlockDeviceMappings": [
-                {
-                    "DeviceName": root,
-                    "Ebs": {"VolumeSize": size_gb, "VolumeType": "gp3", "DeleteOnTermination": True},
-                }
+                {"DeviceName": root, "Ebs": {"VolumeSize": size_gb, "VolumeType": "gp3", "DeleteOnTermination": True}}
             ],
         }
         if self.settings.instance_profile is not None:
-            words["IamInstanceProfile"] = {"Arn" if self.settings.instance_profile.startswith("arn:") else "Name": self.settings.instance_profile}
+            words["IamInstanceProfile"] = {
+                "Arn" if self.settings.instance_profile.startswith("arn:") else "Name": self.settings.instance_profile
+            }
         return words
 
     def _image(self, offer: Offer, kinds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -202,14 +245,21 @@ class Launcher:
         return cast("dict[str, Any]", images[0])
 
     def subnets(self, region: str) -> list[dict[str, Any]]:
-        wanted = {"Name": "subnet-id", "Values": list(self.settings.subnet_ids)} if self.settings.subnet_ids else {"Name": "default-for-az", "Values": ["true"]}
+        wanted = (
+            {"Name": "subnet-id", "Values": list(self.settings.subnet_ids)}
+            if self.settings.subnet_ids
+            else {"Name": "default-for-az", "Values": ["true"]}
+        )
         subnets = self.account.pages(region, "ec2", "describe_subnets", "Subnets", Filters=[wanted])
         missing = set(self.settings.subnet_ids) - {subnet["SubnetId"] for subnet in subnets}
         if missing and self.settings.is_one_region:  # several regions have each their own
             raise BadRequest(f"{region} has no subnet {', '.join(sorted(missing))}")
         if not subnets:
             what = f"subnet {', '.join(sorted(missing))}" if missing else "default subnets"
-            told = f"{region} has no {what}: name some with subnet_ids=, or make a default VPC (`aws ec2 create-default-vpc --region {region}`)"
+            told = (
+                f"{region} has no {what}: name some with subnet_ids=, or make a default VPC (`aws ec2"
+                f" create-default-vpc --region {region}`)"
+            )
             raise BadRequest(told) if self.settings.is_one_region else NoCapacity(told).coded("VPCIdNotSpecified")
         return subnets
 
@@ -221,16 +271,29 @@ class Launcher:
                 told = str(api.ask("GET", self.settings.checkip_url))
             address = ip_address(told.strip())
         except (SkywardError, ValueError) as error:
-            raise ProviderFailed(f"{self.settings.checkip_url} did not tell from which address we come: {error}; say it with ssh_cidr=") from error
+            raise ProviderFailed(
+                f"{self.settings.checkip_url} did not tell from which address we come: {error}; say it with ssh_cidr="
+            ) from error
         return f"{address}/{address.max_prefixlen}"
 
 
-def _pools(types: Sequence[str], subnets: Sequence[Mapping[str, Any]], prices: Prices, offer: Offer) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return types and subnets where a spot machine costs no more than what was offered: that is what the bill and what the money allows are counted by.
+def _pools(
+    types: Sequence[str], subnets: Sequence[Mapping[str, Any]], prices: Prices, offer: Offer
+) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return types and subnets where a spot machine costs no more than what was offered: that is what the bill and what
+    the money allows are counted by.
 
-    One subnet a zone, that with the most addresses left: a fleet may name a type in a zone once (Karpenter and ParallelCluster do the same).
+    One subnet a zone, that with the most addresses left: a fleet may name a type in a zone once (Karpenter and
+    ParallelCluster do the same).
     """
     largest: dict[str, Mapping[str, Any]] = {}
-    for subnet in sorted(subnets, key=lambda subnet: (-int(subnet.get("AvailableIpAddressCount", 0)), str(subnet["SubnetId"]))):
+    for subnet in sorted(
+        subnets, key=lambda subnet: (-int(subnet.get("AvailableIpAddressCount", 0)), str(subnet["SubnetId"]))
+    ):
         largest.setdefault(str(subnet["AvailabilityZone"]), subnet)
-    return [(name, subnet) for name in types for zone, subnet in sorted(largest.items()) if prices.get((name, zone), float("inf")) <= offer.price_per_hour]
+    return [
+        (name, subnet)
+        for name in types
+        for zone, subnet in sorted(largest.items())
+        if prices.get((name, zone), float("inf")) <= offer.price_per_hour
+    ]

@@ -53,7 +53,10 @@ log = logging.getLogger(__name__)
 
 
 def machine_of(kind: Mapping[str, Any], region: str) -> tuple[Offer, frozenset[str]] | None:
-    """Read what DescribeInstanceTypes says: an offer without a price, and how it is sold. None for chips that we do not know and for parts of a chip."""
+    """Read what DescribeInstanceTypes says: an offer without a price, and how it is sold.
+
+    None for chips that we do not know and for parts of a chip.
+    """
     chip = _chip(kind)
     if chip is None:
         return None
@@ -77,8 +80,8 @@ def machine_of(kind: Mapping[str, Any], region: str) -> tuple[Offer, frozenset[s
 def _chip(kind: Mapping[str, Any]) -> tuple[str | None, int, float | None] | None:
     """Name, number and memory of a type's chips: no name where it has none, None where they are not ours to offer.
 
-    The memory is the catalogue's size that is nearest to what AWS tells: 22888 MiB are the L4's 24 GB, p4d and p4de are both "A100", and the 524288 MiB of
-    a Trainium2 are wrong altogether (fact sheet, 1.2).
+    The memory is the catalogue's size that is nearest to what AWS tells: 22888 MiB are the L4's 24 GB, p4d and p4de are
+    both "A100", and the 524288 MiB of a Trainium2 are wrong altogether (fact sheet, 1.2).
     """
     devices = [*(kind.get("GpuInfo") or {}).get("Gpus", []), *(kind.get("NeuronInfo") or {}).get("NeuronDevices", [])]
     name, count = UNTOLD_CHIPS.get(kind["InstanceType"], ("", 0))
@@ -95,30 +98,47 @@ def _chip(kind: Mapping[str, Any]) -> tuple[str | None, int, float | None] | Non
 
 
 def sold_as(offer: Offer, classes: frozenset[str], price: float | None, spot: Collection[float]) -> list[Offer]:
-    """Return the offers of one type of machine: on demand if that has a price, and spot at each of the prices given (`spread`)."""
+    """Return the offers of one type of machine: on demand if that has a price, and spot at each of the prices given
+    (`spread`).
+    """
     sold: list[Offer] = []
     if price is not None and "on-demand" in classes:
         sold.append(offer.model_copy(update={"price_per_hour": price, "on_demand_price_per_hour": price}))
     for cost in sorted(spot):
         if price is not None and cost >= NO_SPOT_POOL * price:
-            log.debug("spot %s costs $%g of $%g in %s: there is little to be had", offer.instance_type, cost, price, offer.region)
+            log.debug(
+                "spot %s costs $%g of $%g in %s: there is little to be had",
+                offer.instance_type,
+                cost,
+                price,
+                offer.region,
+            )
         dear = price if price is not None and price >= cost else None  # an estimate from another region may be too low
-        sold.append(offer.model_copy(update={"is_spot": True, "price_per_hour": cost, "on_demand_price_per_hour": dear}))
+        sold.append(
+            offer.model_copy(update={"is_spot": True, "price_per_hour": cost, "on_demand_price_per_hour": dear})
+        )
     return sold
 
 
 def billed_beside(disk_gb: float, *, has_chips: bool, is_public: bool) -> tuple[Extra, ...]:
-    """Return what is billed beside a machine: its disk and its public address. Prices are those of us-east-1; other regions' disks cost up to twice as much.
+    """Return what is billed beside a machine: its disk and its public address. Prices are those of us-east-1; other
+    regions' disks cost up to twice as much.
 
     Neither traffic, of which nobody knows how much there will be, nor kept images, which outlive machines.
     """
     disk_gb = max(disk_gb, LEAST_CHIP_DISK_GB) if has_chips else disk_gb
-    disk = by_month("disk", disk_gb * GP3_USD_PER_GB_MONTH, "AWS's price page of EBS: gp3 in us-east-1, $0.08 per GB and month", "2026-11-22")
+    disk = by_month(
+        "disk",
+        disk_gb * GP3_USD_PER_GB_MONTH,
+        "AWS's price page of EBS: gp3 in us-east-1, $0.08 per GB and month",
+        "2026-11-22",
+    )
     return (disk, PUBLIC_IPV4) if is_public else (disk,)
 
 
 def spread(prices: Iterable[float], share: float) -> list[float]:
-    """Return at which prices pools of one type are sold: those that are within a share of the cheapest together, at the price of the dearest of them.
+    """Return at which prices pools of one type are sold: those that are within a share of the cheapest together, at the
+    price of the dearest of them.
 
     >>> spread([0.31, 0.2, 0.22, 0.3], 0.1)
     [0.22, 0.31]
@@ -134,24 +154,39 @@ def spread(prices: Iterable[float], share: float) -> list[float]:
     return sold
 
 
-def with_others(sold: Sequence[Offer], spot: Mapping[str, Collection[float]], alike: Mapping[str, Hashable]) -> list[Offer]:
-    """Give each spot offer the types that do as well for no more money, the cheapest ones. All of `sold` fulfil the wish; `spot` has what each type costs.
+def with_others(
+    sold: Sequence[Offer], spot: Mapping[str, Collection[float]], alike: Mapping[str, Hashable]
+) -> list[Offer]:
+    """Give each spot offer the types that do as well for no more money, the cheapest ones. All of `sold` fulfil the
+    wish; `spot` has what each type costs.
 
-    As well: the same chips, and whatever `alike` says of a type: machines of one pool must fit together, and be prepared from the same image.
+    As well: the same chips, and whatever `alike` says of a type: machines of one pool must fit together, and be
+    prepared from the same image.
     """
 
     def kin(offer: Offer) -> Hashable:
-        return offer.region, offer.accelerator, offer.accelerators, offer.accelerator_memory_gb, offer.form_factor, alike.get(offer.instance_type)
+        return (
+            offer.region,
+            offer.accelerator,
+            offer.accelerators,
+            offer.accelerator_memory_gb,
+            offer.form_factor,
+            alike.get(offer.instance_type),
+        )
 
     types: dict[Hashable, dict[str, float]] = {}
     for offer in sold:
         if offer.is_spot:
             types.setdefault(kin(offer), {})[offer.instance_type] = min(spot[offer.instance_type])
-    cheapest = {key: sorted(some, key=lambda name: (some[name], name))[: MOST_OTHER_TYPES + 1] for key, some in types.items()}
+    cheapest = {
+        key: sorted(some, key=lambda name: (some[name], name))[: MOST_OTHER_TYPES + 1] for key, some in types.items()
+    }
 
     def widened(offer: Offer) -> Offer:
         key = kin(offer)
-        others = [name for name in cheapest[key] if name != offer.instance_type and types[key][name] <= offer.price_per_hour]
+        others = [
+            name for name in cheapest[key] if name != offer.instance_type and types[key][name] <= offer.price_per_hour
+        ]
         return offer.model_copy(update={"or_types": tuple(others[:MOST_OTHER_TYPES])}) if others else offer
 
     return [widened(offer) if offer.is_spot else offer for offer in sold]
@@ -164,7 +199,11 @@ def prices_of(account: Account, region: str, types: Sequence[str]) -> dict[str, 
         return table
     few = len(types) <= MOST_PRICED_ONE_BY_ONE
     try:
-        products = each(types, lambda name: _products(account, region, instanceType=name)) if few else [_products(account, region)]
+        products = (
+            each(types, lambda name: _products(account, region, instanceType=name))
+            if few
+            else [_products(account, region)]
+        )
     except SkywardError as error:
         log.info("AWS's price list cannot be asked, our own table of %s stands in: %s", REGION, error)
         return table
@@ -173,15 +212,28 @@ def prices_of(account: Account, region: str, types: Sequence[str]) -> dict[str, 
 
 def _products(account: Account, region: str, **wish: str) -> list[str]:
     # locations have other names than regions, but for `regionCode`
-    wanted = {"regionCode": region, "operatingSystem": "Linux", "tenancy": "Shared", "preInstalledSw": "NA", "capacitystatus": "Used", **wish}
+    wanted = {
+        "regionCode": region,
+        "operatingSystem": "Linux",
+        "tenancy": "Shared",
+        "preInstalledSw": "NA",
+        "capacitystatus": "Used",
+        **wish,
+    }
     filters = [{"Type": "TERM_MATCH", "Field": name, "Value": value} for name, value in wanted.items()]
     return account.pages("us-east-1", "pricing", "get_products", "PriceList", ServiceCode="AmazonEC2", Filters=filters)
 
 
 def _listed(item: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield type and price of a product, if it has one by the hour. Local Zones, which cost more, and Capacity Blocks are products of their own."""
+    """Yield type and price of a product, if it has one by the hour.
+
+    Local Zones, which cost more, and Capacity Blocks are products of their own.
+    """
     attributes = item["product"]["attributes"]
-    if attributes.get("locationType", "AWS Region") != "AWS Region" or attributes.get("marketoption", "OnDemand") != "OnDemand":
+    if (
+        attributes.get("locationType", "AWS Region") != "AWS Region"
+        or attributes.get("marketoption", "OnDemand") != "OnDemand"
+    ):
         return
     for term in item.get("terms", {}).get("OnDemand", {}).values():
         for dimension in term["priceDimensions"].values():

@@ -1,4 +1,5 @@
-"""SSH to a machine of EC2 through Session Manager, with no port open: the proxy command of provider aws (`instances.Endpoint.proxy_command`).
+"""SSH to a machine of EC2 through Session Manager, with no port open: the proxy command of provider aws
+(`instances.Endpoint.proxy_command`).
 
     python -m skyward_core.providers.aws.session_manager INSTANCE REGION [PROFILE [ENDPOINT_URL]]
 
@@ -8,11 +9,13 @@ asks for a session with port 22 of the machine, and becomes AWS's own `session-m
        ├──refused──▶ exits, saying why, with `proxy_command.REFUSED` or `proxy_command.WRONG`
        └──a session──▶ the plugin, in the same process
 
-Credentials come from the environment or the profile, and a session's token goes to the plugin in its environment: neither is ever an argument, which other
-users of this machine can read. The plugin is called as AWS's CLI calls it (aws-cli, customizations/sessionmanager.py; plugin, session.go): the name of the
-variable with the answer, region, operation, profile, what was asked, endpoint.
+Credentials come from the environment or the profile, and a session's token goes to the plugin in its environment:
+neither is ever an argument, which other users of this machine can read. The plugin is called as AWS's CLI calls it
+(aws-cli, customizations/sessionmanager.py; plugin, session.go): the name of the variable with the answer, region,
+operation, profile, what was asked, endpoint.
 
-Killed after the answer and before the plugin is there, nobody joins that session, and SSM ends it after some minutes without anybody; nothing is paid for it.
+Killed after the answer and before the plugin is there, nobody joins that session, and SSM ends it after some minutes
+without anybody; nothing is paid for it.
 """
 
 from __future__ import annotations
@@ -32,9 +35,13 @@ from skyward_core.providers.aws.account import Account
 from skyward_core.transport.proxy_command import PYTHON, REFUSED, WRONG
 
 PLUGIN = "session-manager-plugin"
-PLUGIN_HOME = "https://docs.aws.amazon.com/systems-manager/latest/userguide/session-manager-working-with-install-plugin.html"
+PLUGIN_HOME = (
+    "https://docs.aws.amazon.com/systems-manager/latest/userguide/session-manager-working-with-install-plugin.html"
+)
 LAST_WITH_TOKEN_AS_ARGUMENT = (1, 2, 497, 0)
-"""Later plugins read the answer from a variable; up to this one a session's token would be seen in the list of processes."""
+"""Later plugins read the answer from a variable; up to this one a session's token would be seen in the list of
+processes.
+"""
 PLUGIN_SECONDS = 10.0
 ANSWER = "AWS_SSM_START_SESSION_RESPONSE"
 DOCUMENT = "AWS-StartSSHSession"
@@ -52,17 +59,32 @@ def command(instance_id: str, region: str, profile: str | None, endpoint_url: st
 
 
 def plugin() -> str:
-    """Return where AWS's plugin is. Raises BadRequest if it is missing, does not answer, or is too old to be given a token in its environment."""
+    """Return where AWS's plugin is.
+
+    Raises BadRequest if it is missing, does not answer, or is too old to be given a token in its environment.
+    """
     place = shutil.which(PLUGIN)
     if place is None:
-        raise BadRequest(f"use_ssm=True needs AWS's {PLUGIN} on PATH, on the machine that opens the pool: {PLUGIN_HOME}")
+        raise BadRequest(
+            f"use_ssm=True needs AWS's {PLUGIN} on PATH, on the machine that opens the pool: {PLUGIN_HOME}"
+        )
     try:
-        told = subprocess.run([place, "--version"], capture_output=True, text=True, check=True, timeout=PLUGIN_SECONDS, stdin=subprocess.DEVNULL).stdout
+        told = subprocess.run(
+            [place, "--version"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=PLUGIN_SECONDS,
+            stdin=subprocess.DEVNULL,
+        ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise BadRequest(f"{place} does not tell its version: {error}; install it again: {PLUGIN_HOME}") from error
     version = re.search(r"\d+(\.\d+)+", told)
     if version is None or tuple(map(int, version[0].split("."))) <= LAST_WITH_TOKEN_AS_ARGUMENT:
-        raise BadRequest(f"{place} is version {told.strip()[:40]!r}: use_ssm=True needs one after 1.2.497.0, which keeps tokens secret: {PLUGIN_HOME}")
+        raise BadRequest(
+            f"{place} is version {told.strip()[:40]!r}: use_ssm=True needs one after 1.2.497.0, which keeps tokens"
+            f" secret: {PLUGIN_HOME}"
+        )
     return place
 
 
@@ -83,11 +105,19 @@ def main(words: Sequence[str]) -> int:
                 raise BadRequest(f"{program} cannot be run: {error}") from error
     except SkywardError as error:
         _say(str(error))
-        return REFUSED if isinstance(error, CredentialsError) else WRONG if isinstance(error, BadRequest) else os.EX_UNAVAILABLE
+        return (
+            REFUSED
+            if isinstance(error, CredentialsError)
+            else WRONG
+            if isinstance(error, BadRequest)
+            else os.EX_UNAVAILABLE
+        )
 
 
 def _session(account: Account, region: str, wanted: Mapping[str, Any]) -> dict[str, str]:
-    """Ask for a session until there is one: each of these processes that is started anew costs more than one that waits."""
+    """Ask for a session until there is one: each of these processes that is started anew costs more than one that
+    waits.
+    """
     pause = FIRST_PAUSE_SECONDS
     while True:
         try:
@@ -105,13 +135,17 @@ def _session(account: Account, region: str, wanted: Mapping[str, Any]) -> dict[s
 
 def _hint(instance_id: str, region: str, error: SkywardError) -> str:
     return (
-        f"the agent of {instance_id} has not registered with Session Manager in {region} yet ({error.code}). If that lasts, the machine lacks rights "
-        "(instance_profile= with a role that has AmazonSSMManagedInstanceCore, or the account's Default Host Management), or a way out to the internet"
+        f"the agent of {instance_id} has not registered with Session Manager in {region} yet ({error.code}). If that"
+        " lasts, the machine lacks rights (instance_profile= with a role that has AmazonSSMManagedInstanceCore, or the"
+        " account's Default Host Management), or a way out to the internet"
     )
 
 
 def _hung_up(seconds: float) -> bool:
-    """Wait, and tell whether whoever is to be connected has gone meanwhile. What it has sent already is the plugin's."""
+    """Wait, and tell whether whoever is to be connected has gone meanwhile.
+
+    What it has sent already is the plugin's.
+    """
     poll = select.poll()
     poll.register(sys.stdin.fileno(), select.POLLHUP | select.POLLRDHUP)
     return bool(poll.poll(seconds * 1000))

@@ -11,7 +11,16 @@ from typing import Any, ClassVar
 from pydantic import Field, SecretStr
 
 from skyward_core.accelerators.catalog import find
-from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
+from skyward_core.errors import (
+    BadRequest,
+    CredentialsError,
+    InstancesLeft,
+    NoCapacity,
+    ProviderFailed,
+    QuotaExceeded,
+    RateLimited,
+    SkywardError,
+)
 from skyward_core.machines.instances import Endpoint, Instance, InstanceState
 from skyward_core.machines.offers import Offer, Requirements
 from skyward_core.providers._http import Api
@@ -23,7 +32,12 @@ from skyward_core.providers.userdata import END_COMMAND, boot_script, cloud_conf
 API_URL = "https://api.acme.example"
 MACHINE_ID = "curl -sf -m 20 http://169.254.169.254/acme/id"
 POLL_SECONDS, ADDRESS_SECONDS = 1.0, 300.0
-STATES = {"creating": InstanceState.PENDING, "active": InstanceState.RUNNING, "off": InstanceState.STOPPING, "failed": InstanceState.STOPPING}
+STATES = {
+    "creating": InstanceState.PENDING,
+    "active": InstanceState.RUNNING,
+    "off": InstanceState.STOPPING,
+    "failed": InstanceState.STOPPING,
+}
 REFUSALS: Mapping[str, type[SkywardError]] = {"sold_out": NoCapacity, "limit_reached": QuotaExceeded}
 
 type Row = Mapping[str, Any]
@@ -48,9 +62,13 @@ class Acme(Provider):
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
         key = our_key(self.ssh_key)
         boot = boot_script(startup, tags, MACHINE_ID)
-        order = {"type": offer.instance_type, "region": offer.region, "user_data": cloud_config(boot, key, host_key(tags[LAUNCH_TAG], key))}
+        user_data = cloud_config(boot, key, host_key(tags[LAUNCH_TAG], key))
+        order = {"type": offer.instance_type, "region": offer.region, "user_data": user_data}
         ranks = range(int(tags[RANK_TAG]), int(tags[RANK_TAG]) + count)
-        orders = [{**order, "name": f"{tags[POOL_TAG]}-{rank}-{launch_word(tags)}".lower(), "labels": of_machine(tags, rank)} for rank in ranks]
+        orders = [
+            {**order, "name": f"{tags[POOL_TAG]}-{rank}-{launch_word(tags)}".lower(), "labels": of_machine(tags, rank)}
+            for rank in ranks
+        ]
         with self._api() as api:
             with ThreadPoolExecutor(min(count, 8)) as threads:
                 told = list(threads.map(lambda order: _created(api, order), orders))
@@ -90,7 +108,8 @@ class Acme(Provider):
         token = self.token.get_secret_value() if self.token else os.environ.get("ACME_TOKEN")
         if not token:
             raise CredentialsError("no credentials for Acme: set ACME_TOKEN")
-        return Api("Acme", self.endpoint_url or API_URL, {"Authorization": f"Bearer {token}"}, classify=_meaning, secrets=(token,))
+        headers = {"Authorization": f"Bearer {token}"}
+        return Api("Acme", self.endpoint_url or API_URL, headers, classify=_meaning, secrets=(token,))
 
 
 def _meaning(status: int, body: Mapping[str, Any], message: str) -> SkywardError | None:
@@ -118,7 +137,10 @@ def _offer(row: Row) -> Offer | None:
 
 
 def _created(api: Api, order: Row) -> Row | SkywardError:
-    """Create one machine. If the answer is lost, its name, which nobody else has, tells whether it was created all the same."""
+    """Create one machine.
+
+    If the answer is lost, its name, which nobody else has, tells whether it was created all the same.
+    """
     try:
         return api.ask("POST", "/v1/machines", body=order)
     except RateLimited as error:
@@ -133,7 +155,9 @@ def _with_addresses(api: Api, ids: Sequence[str]) -> list[Row]:
     """Wait until each machine has an address or will never have one; return those that have."""
     deadline = time.monotonic() + ADDRESS_SECONDS
     while True:
-        rows = [row for row in _machines(api) if row["id"] in ids and STATES.get(row["state"]) is not InstanceState.STOPPING]
+        rows = [
+            row for row in _machines(api) if row["id"] in ids and STATES.get(row["state"]) is not InstanceState.STOPPING
+        ]
         if all(row["ip"] for row in rows) or time.monotonic() > deadline:
             return [row for row in rows if row["ip"]]
         time.sleep(POLL_SECONDS)
@@ -162,5 +186,9 @@ def _instance(row: Row, key: Key) -> Instance:
         ip=row["ip"],
         tags=row["labels"],
         directory=directory_of(row["id"]),
-        endpoint=Endpoint(host=row["ip"], port=22, user="root", key=str(key.path), host_key=public, known_hosts="/dev/null") if row["ip"] else None,
+        endpoint=Endpoint(
+            host=row["ip"], port=22, user="root", key=str(key.path), host_key=public, known_hosts="/dev/null"
+        )
+        if row["ip"]
+        else None,
     )

@@ -11,15 +11,54 @@ TOKEN = "acme-0123456789abcdef"
 PAGE = 20
 LOOKS_UNTIL_ACTIVE = 2
 TYPES = [
-    {"type": "gpu.1", "region": "here", "cpus": 16, "memory_gb": 120, "gpu": "H100", "gpus": 1, "gpu_memory_gb": 80, "usd_per_hour": 2.5},
-    {"type": "gpu.1", "region": "there", "cpus": 16, "memory_gb": 120, "gpu": "H100", "gpus": 1, "gpu_memory_gb": 80, "usd_per_hour": 2.0},
-    {"type": "cpu.4", "region": "here", "cpus": 4, "memory_gb": 16, "gpu": None, "gpus": 0, "gpu_memory_gb": None, "usd_per_hour": 0.2},
-    {"type": "odd.1", "region": "here", "cpus": 4, "memory_gb": 16, "gpu": "Abacus", "gpus": 1, "gpu_memory_gb": 1, "usd_per_hour": 9.0},
+    {
+        "type": "gpu.1",
+        "region": "here",
+        "cpus": 16,
+        "memory_gb": 120,
+        "gpu": "H100",
+        "gpus": 1,
+        "gpu_memory_gb": 80,
+        "usd_per_hour": 2.5,
+    },
+    {
+        "type": "gpu.1",
+        "region": "there",
+        "cpus": 16,
+        "memory_gb": 120,
+        "gpu": "H100",
+        "gpus": 1,
+        "gpu_memory_gb": 80,
+        "usd_per_hour": 2.0,
+    },
+    {
+        "type": "cpu.4",
+        "region": "here",
+        "cpus": 4,
+        "memory_gb": 16,
+        "gpu": None,
+        "gpus": 0,
+        "gpu_memory_gb": None,
+        "usd_per_hour": 0.2,
+    },
+    {
+        "type": "odd.1",
+        "region": "here",
+        "cpus": 4,
+        "memory_gb": 16,
+        "gpu": "Abacus",
+        "gpus": 1,
+        "gpu_memory_gb": 1,
+        "usd_per_hour": 9.0,
+    },
 ]
 
 
 class FakeAcme(FakeCloud):
-    """`refusal` is what creating calls are answered with; after `creates_left` machines they fail. A machine is active after some looks at it."""
+    """`refusal` is what creating calls are answered with; after `creates_left` machines they fail.
+
+    A machine is active after some looks at it.
+    """
 
     def __init__(self) -> None:
         self.machines: dict[str, dict[str, Any]] = {}
@@ -33,7 +72,9 @@ class FakeAcme(FakeCloud):
         if self.is_out:
             return Reply(503, {"code": "down", "message": "try later"})
         if self.is_refusing or request.headers.get("authorization") != f"Bearer {TOKEN}":
-            return Reply(401, {"code": "unauthorized", "message": f"not let in: {request.headers.get('authorization')}"})
+            return Reply(
+                401, {"code": "unauthorized", "message": f"not let in: {request.headers.get('authorization')}"}
+            )
         return None
 
     @route("GET", "/v1/me")
@@ -61,7 +102,10 @@ class FakeAcme(FakeCloud):
                 machine |= {"state": "active", "ip": f"203.0.113.{machine['looks']}"}
         page = int(request.query["page"])
         rows = list(self.machines.values())
-        return Reply(200, {"machines": rows[PAGE * (page - 1) : PAGE * page], "next": page + 1 if len(rows) > PAGE * page else None})
+        return Reply(
+            200,
+            {"machines": rows[PAGE * (page - 1) : PAGE * page], "next": page + 1 if len(rows) > PAGE * page else None},
+        )
 
     @route("DELETE", "/v1/machines/{id}")
     def delete(self, request: Request) -> Reply:
@@ -70,7 +114,17 @@ class FakeAcme(FakeCloud):
 
     def add(self, **order: Any) -> dict[str, Any]:
         """Make a machine."""
-        price = next(row["usd_per_hour"] for row in TYPES if (row["type"], row["region"]) == (order["type"], order["region"]))
-        machine = {"id": f"m-{next(self._numbers):x}", "state": "creating", "ip": None, "looks": 0, "usd_per_hour": price, "labels": {}, **order}
+        price = next(
+            row["usd_per_hour"] for row in TYPES if (row["type"], row["region"]) == (order["type"], order["region"])
+        )
+        machine = {
+            "id": f"m-{next(self._numbers):x}",
+            "state": "creating",
+            "ip": None,
+            "looks": 0,
+            "usd_per_hour": price,
+            "labels": {},
+            **order,
+        }
         self.machines[machine["id"]] = machine
         return machine

@@ -1,4 +1,6 @@
-"""The worked example of docs/clouds/another-cloud.md: a sixth cloud, found by its entry point, keeps the contract of all clouds."""
+"""The worked example of docs/clouds/another-cloud.md: a sixth cloud, found by its entry point, keeps the contract of
+all clouds.
+"""
 
 import re
 from collections.abc import Iterator
@@ -22,7 +24,9 @@ ENTRY = "[skyward.providers]\nacme = tests.providers.example_acme.acme:Acme\n"
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeAcme]:
-    """The cloud, and a distribution with the provider in it, as if it were installed here and in what is started from here."""
+    """The cloud, and a distribution with the provider in it, as if it were installed here and in what is started from
+    here.
+    """
     installed = tmp_path / "site/acme_skyward-1.0.dist-info"
     installed.mkdir(parents=True)
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-skyward\nVersion: 1.0\n")
@@ -102,10 +106,14 @@ def test_it_is_found_by_name(fake: FakeAcme) -> None:
 
 
 def test_the_page_quotes_these_files() -> None:
-    """Each excerpt of the page stands in the file that is named above it, word for word; and the page shows what registers a provider."""
+    """Each excerpt of the page stands in the file that is named above it, word for word; and the page shows what
+    registers a provider.
+    """
     page = (ROOT / "docs/clouds/another-cloud.md").read_text()
     excerpts = re.findall(r"^`(tests/providers/[\w/]+\.py)`[^\n]*\n\n```py\n(.*?)```$", page, re.DOTALL | re.MULTILINE)
     assert len(excerpts) == page.count("```py\n") >= 6
     for path, text in excerpts:
         assert text in (ROOT / path).read_text(), f"{path} has no longer:\n{text}"
-    assert {path for path, _ in excerpts} == {f"tests/providers/example_acme/{name}.py" for name in ("acme", "fake_acme", "test_acme")}
+    assert {path for path, _ in excerpts} == {
+        f"tests/providers/example_acme/{name}.py" for name in ("acme", "fake_acme", "test_acme")
+    }
