@@ -207,7 +207,7 @@ def test_a_profile(chip: str, gb: int, row: tuple[str, int, int, int]) -> None:
 )
 def test_a_limit_of_mig(code: str, advice: str) -> None:
     """Refused when it is written down, with what would do. (What a driver refuses on the machine:
-    tests/test_mig.py.)
+    tests/accelerators/test_mig.py.)
     """
     with pytest.raises(sky.BadRequest, match=advice):
         read(code)

@@ -14,7 +14,7 @@ from skyward_core.ledger.ledger import Ledger
 from skyward_core.machines.owner import Owner, OwnerState
 from skyward_core.worker.settings import NodeSettings
 from skyward_core.worker.watchdog import Watch, write_lease
-from tests.test_recovery import World
+from tests.engine.test_recovery import World
 
 HOURS = 6
 CUT_SECONDS = 30.0

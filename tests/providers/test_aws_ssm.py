@@ -31,10 +31,10 @@ from tests.providers.fake_aws import SESSION_TOKEN, FakeAWS
 from tests.providers.hosted import Hosting
 from tests.providers.test_aws import OFFER, T4
 from tests.providers.test_end_to_end import HostedAWS, square, where
-from tests.test_ssh import Echo, Server, echo, key, own_home, say, server  # noqa: F401 - fixtures
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
+from tests.transport.test_ssh_connection import Echo, Server, echo, key, own_home, say, server  # noqa: F401 - fixtures
 
 SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
 

@@ -31,19 +31,19 @@ from skyward_core.errors import NotPicklable
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.machines.owner import Owner
 from skyward_core.serialization.pickling import dumps
+from tests.cleanup.reaping_provider import SECRET, FolderProvider, LockingProvider, Pool, in_an_hour
 from tests.conftest import wait_until
-from tests.reaping_provider import SECRET, FolderProvider, LockingProvider, Pool, in_an_hour
 
 pytestmark = pytest.mark.slow  # a process or two each
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 type Start = Callable[[Charge], Reaper]
 
 DRIVER = """
 import os, signal, sys
 from skyward_core.cleanup.reaper import Charge, Reaper
-from tests.reaping_provider import Pool
+from tests.cleanup.reaping_provider import Pool
 
 pool = Pool.at(sys.argv[1])
 pool.open()
@@ -362,7 +362,7 @@ def test_a_fork_of_the_driver_has_no_reaper(tmp_path: Path) -> None:
 
 
 FORKS = """
-from tests.test_reaper import _unheard
+from tests.cleanup.test_reaper import _unheard
 
 while _unheard(reaper):  # it does not listen yet
     pass

@@ -22,8 +22,8 @@ from skyward_core.provisioning.nodes import Nodes
 from skyward_core.worker.preemption_notice import MARK, NOTICE_SECONDS, Kind, Listener, Metadata, Notice
 from skyward_core.worker.settings import NodeSettings, with_partitions
 from tests.conftest import Told, wait_until
+from tests.engine.test_recovery import World
 from tests.providers.fake_metadata import FakeMetadata, instance_action, stamp
-from tests.test_recovery import World
 
 INTERRUPTED = Notice(Kind.INTERRUPTION, "terminate", 1e9, 120.0)
 QUICK = 0.2

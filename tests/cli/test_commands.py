@@ -26,9 +26,9 @@ from skyward_core.providers import base
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG
 from skyward_core.provisioning import teardown
 from skyward_core.work import Work
-from tests.test_sweep import FolderProvider
+from tests.cleanup.test_sweep import FolderProvider
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 HERE = replace(Owner.here(), user="ada", host="laptop")
 DEAD = replace(Owner.here(), started="1")
 

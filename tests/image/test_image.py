@@ -32,7 +32,7 @@ from skyward_core.transport import code_upload
 from skyward_core.worker.masking import MASK
 
 HERE = "{}.{}".format(*sys.version_info)
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 NO_RUNTIME = ()
 

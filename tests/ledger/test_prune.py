@@ -18,7 +18,7 @@ from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.receipt import receipt
 from skyward_core.ledger.rows import Account, Attempt, Bucket, CostBy, Period, Price, Pruned, ResourceKind, Wish
 from skyward_core.providers.base import LAUNCH_TAG, OWNER_TAG, RANK_TAG, TYPE_TAG
-from tests.test_ledger import (  # noqa: F401 - fixtures
+from tests.ledger.test_ledger import (  # noqa: F401 - fixtures
     LATER,
     NOON,
     OWNER,
@@ -32,7 +32,7 @@ from tests.test_ledger import (  # noqa: F401 - fixtures
     url,
 )
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SPEC = json.dumps({"nodes": 2, "env": {"TEXT": "x" * 2000}})
 TAGS = {LAUNCH_TAG: "l", RANK_TAG: "0", TYPE_TAG: "t4.large", OWNER_TAG: "ada@laptop", "much": "x" * 500}
 

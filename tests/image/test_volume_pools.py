@@ -6,7 +6,7 @@ import pytest
 
 import skyward_core as sky
 from tests.conftest import Told, wait_until
-from tests.test_volume_hosts import KEYS, SECRET, Service, service
+from tests.image.test_volume_hosts import KEYS, SECRET, Service, service
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror
 from tests.testbed.mirror import Mirror

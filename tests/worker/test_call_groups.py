@@ -20,7 +20,7 @@ from skyward_core.worker import call_groups
 from skyward_core.worker.call_groups import CallGroups, Room
 from skyward_core.worker.slot import BY_KERNEL
 from skyward_core.worker.wire import Ending, Outcome
-from tests.fake_cgroup import FakeKernel
+from tests.worker.fake_cgroup import FakeKernel
 
 NODE_GROUP = "skyward.local-1.sky-1.0"
 LIMIT = 300_000_000

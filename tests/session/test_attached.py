@@ -30,7 +30,7 @@ from tests.testbed.mirror import Mirror
 from tests.testbed.rental import Cloud
 
 LEASE_SECONDS = 5
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 MEGABYTES = 100 << 20
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -550,7 +550,7 @@ def held_bytes(pool: sky.ComputePool) -> int:
 @contextlib.contextmanager
 def other_process(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
     """Run this file as a program; it does not outlive the block."""
-    argv = [sys.executable, "-m", "tests.test_attach", *arguments]
+    argv = [sys.executable, "-m", "tests.session.test_attached", *arguments]
     process = subprocess.Popen(argv, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield process

@@ -19,7 +19,7 @@ from tests.testbed import Fleet, Host
 from tests.testbed.fixtures import PURE_PACKAGE, fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror, _make_relocatable
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 HERE = "{}.{}".format(*sys.version_info)
 PYTHON = "/root/venv/bin/python"
 

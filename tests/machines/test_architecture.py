@@ -123,7 +123,7 @@ def test_what_a_node_needs_is_there_for_both() -> None:
     """
     locked = {
         package["name"]: package
-        for package in tomllib.loads((Path(__file__).parents[1] / "uv.lock").read_text())["package"]
+        for package in tomllib.loads((Path(__file__).parents[2] / "uv.lock").read_text())["package"]
     }
     needed, found = [pin.partition("==")[0] for pin in runtime_pins()], set[str]()
     while needed:

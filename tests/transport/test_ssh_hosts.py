@@ -23,8 +23,8 @@ from skyward_core.machines.instances import Endpoint
 from skyward_core.transport import ssh_channels, ssh_commands
 from skyward_core.transport.ssh_connection import Connection
 from tests.conftest import wait_until
-from tests.test_ssh import Echo, say
 from tests.testbed import Fleet, Host, why_not
+from tests.transport.test_ssh_connection import Echo, say
 
 MIB = 1 << 20
 

@@ -41,8 +41,8 @@ from skyward_core.worker.settings import NodeSettings, memory_directory, this_pr
 from skyward_core.worker.watchdog import kill_instance
 from skyward_core.worker.wire import Batch, Call, Ending, Outcome, Output, Parcel, Sealed
 from tests.conftest import members, slowness, wait_until
-from tests.following import Following
 from tests.testbed import Fleet, Host, why_not
+from tests.worker.following import Following
 
 TOPIC = "skyward-0123"
 FOR_EVER = 3600.0
@@ -760,7 +760,7 @@ def state_of(client: distributed.Client, call_id: str) -> dict[str, Any]:
 
 SUBMITTER = """
 import os, pickle, sys, time
-from tests.test_calls import Nodes, say_and_wait, submit
+from tests.worker.test_calls import Nodes, say_and_wait, submit
 with open(sys.argv[1], "rb") as file:
     client = pickle.load(file).connect()
 future = submit(client, "d", say_and_wait, sys.argv[2])

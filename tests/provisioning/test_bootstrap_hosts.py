@@ -330,8 +330,8 @@ def test_the_guard_ends_a_machine_whose_client_was_killed_meanwhile(fleet, mirro
     """SIGKILL for the client while a host installs: the host turns itself off within its lease and ten seconds more."""
     host = fleet.create()
     mirror.configure(host)
-    argv = [sys.executable, "-m", "tests.test_bootstrap_hosts", *_particulars(host)]
-    client = subprocess.Popen(argv, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True)
+    argv = [sys.executable, "-m", "tests.provisioning.test_bootstrap_hosts", *_particulars(host)]
+    client = subprocess.Popen(argv, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True)
     assert client.stdout is not None
     try:
         for line in client.stdout:

@@ -20,8 +20,8 @@ from skyward_core.worker.node import RUN_BATCH
 from skyward_core.worker.scheduler_messages import Resumed
 from skyward_core.worker.streams import Told, send_at_once
 from skyward_core.worker.wire import Sealed
-from tests.following import Following
-from tests.test_calls import TOPIC, Head, follow, with_head
+from tests.worker.following import Following
+from tests.worker.test_calls import TOPIC, Head, follow, with_head
 
 CALLS = 40
 KEY = "skyward-1-0123"

@@ -42,7 +42,7 @@ from skyward_core.providers.base import (
 from tests.conftest import examples
 from tests.fakes import BlindProvider, FakeProvider, FlakyProvider, SlowToGoProvider, StuckProvider
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 START = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 HERE = Owner.here()
 DEAD = replace(HERE, started="1")
@@ -1215,7 +1215,7 @@ SWEEPER = """
 import sys
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.cleanup.sweep import sweep
-from tests.test_sweep import FolderProvider
+from tests.cleanup.test_sweep import FolderProvider
 with Ledger(sys.argv[1]) as ledger:
     report = sweep(ledger, [FolderProvider(folder=sys.argv[2])], is_dry_run=False)
 for failure in report.failures:

@@ -18,7 +18,7 @@ import pytest
 from tests.conftest import wait_until
 from tests.testbed import Fleet, Host, leftovers, sweeping, why_not
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 AT_ONCE = ("ConnectTimeout=1",)
 
 pytestmark = pytest.mark.slow

@@ -591,7 +591,7 @@ def test_a_runner_that_is_stopped_ends_with_its_worker(start: Start) -> None:
 GROUPS = """
 from skyward_core.worker import call_groups
 from skyward_core.worker.wire import Outcome
-from tests.fake_cgroup import FakeKernel
+from tests.worker.fake_cgroup import FakeKernel
 
 kernel = FakeKernel(Path(sys.argv[1]) / "cgroup")
 call_groups.read, call_groups.write = kernel.read, lambda path, text: write(path, text)
