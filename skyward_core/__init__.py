@@ -110,12 +110,12 @@ if TYPE_CHECKING:
     from skyward_core.pool.pool import ComputePool as ComputePool
     from skyward_core.providers.aws.provider import AWS as AWS
     from skyward_core.providers.base import Provider as Provider
-    from skyward_core.providers.digitalocean import DigitalOcean as DigitalOcean
+    from skyward_core.providers.digitalocean.provider import DigitalOcean as DigitalOcean
     from skyward_core.providers.hosts import Hosts as Hosts
     from skyward_core.providers.local import Local as Local
-    from skyward_core.providers.runpod import RunPod as RunPod
-    from skyward_core.providers.vastai import VastAI as VastAI
-    from skyward_core.providers.verda import Verda as Verda
+    from skyward_core.providers.runpod.provider import RunPod as RunPod
+    from skyward_core.providers.vastai.provider import VastAI as VastAI
+    from skyward_core.providers.verda.provider import Verda as Verda
     from skyward_core.secret import Secret as Secret
     from skyward_core.session.attached import DetachedCall as DetachedCall
     from skyward_core.spec import PoolSpec as PoolSpec
@@ -157,12 +157,12 @@ _HOMES = {
     "pool.pool": "ComputePool",
     "providers.aws.provider": "AWS",
     "providers.base": "Provider",
-    "providers.digitalocean": "DigitalOcean",
+    "providers.digitalocean.provider": "DigitalOcean",
     "providers.hosts": "Hosts",
     "providers.local": "Local",
-    "providers.runpod": "RunPod",
-    "providers.vastai": "VastAI",
-    "providers.verda": "Verda",
+    "providers.runpod.provider": "RunPod",
+    "providers.vastai.provider": "VastAI",
+    "providers.verda.provider": "Verda",
     "secret": "Secret",
     "spec": "PoolSpec Wishes",
     "machines.spot": "Spot SpotLike",

@@ -280,11 +280,11 @@ def load_all(wish: object) -> tuple[Provider, ...]:
 
 BUILT_IN: Mapping[str, str] = {
     "aws": "aws.provider.AWS",
-    "digitalocean": "digitalocean.DigitalOcean",
+    "digitalocean": "digitalocean.provider.DigitalOcean",
     "hosts": "hosts.Hosts",
     "local": "local.Local",
-    "runpod": "runpod.RunPod",
-    "vastai": "vastai.VastAI",
-    "verda": "verda.Verda",
+    "runpod": "runpod.provider.RunPod",
+    "vastai": "vastai.provider.VastAI",
+    "verda": "verda.provider.Verda",
 }
 """Name of a provider to its module in this package and its class there."""

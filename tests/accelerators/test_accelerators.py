@@ -21,10 +21,14 @@ from skyward_core.accelerators.cloud_catalogs import CLOUDS, RENTED, advice, ren
 from skyward_core.accelerators.mig import TABLES, check, partitions, profiles, split
 from skyward_core.errors import BadRequest, NoCapacity
 from skyward_core.machines.offers import Offer, Requirements, rank
-from skyward_core.providers import digitalocean, runpod, vastai, verda
 from skyward_core.providers.aws import offers as aws_offers
 from skyward_core.providers.aws import prices
 from skyward_core.providers.base import BUILT_IN
+from skyward_core.providers.digitalocean.offers import to_offers
+from skyward_core.providers.runpod.offers import accelerator_of as chip_of_runpod
+from skyward_core.providers.vastai.names import GPU_NAMES
+from skyward_core.providers.vastai.names import accelerator_of as chip_of_vastai
+from skyward_core.providers.verda.offers import to_offer
 
 # seed 003, "NVIDIA Factory Methods", with the memory that the vendors give where they differ
 FACTORIES = {
@@ -251,7 +255,7 @@ def of_digitalocean() -> set[str | None]:
         for model in DIGITALOCEAN.split()
     ]
     more = {"available": True, "price_hourly": 1.0, "vcpus": 8, "memory": 1024, "regions": ["nyc1"]}
-    return {offer.accelerator for offer in digitalocean.to_offers([row | more for row in rows])}
+    return {offer.accelerator for offer in to_offers([row | more for row in rows])}
 
 
 def of_verda() -> set[str | None]:
@@ -265,7 +269,7 @@ def of_verda() -> set[str | None]:
         {"gpu": {"number_of_gpus": 1, "description": f"1x {name}"}, "gpu_memory": {"size_in_gigabytes": 1}, **more}
         for name in VERDA.split(", ")
     ]
-    offers = [verda._offer(row, "FIN-01", is_spot=False) for row in rows]
+    offers = [to_offer(row, "FIN-01", is_spot=False) for row in rows]
     return {offer.accelerator if offer is not None else None for offer in offers}
 
 
@@ -285,8 +289,8 @@ def of_aws() -> set[str | None]:
         ("aws", of_aws),
         ("digitalocean", of_digitalocean),
         ("verda", of_verda),
-        ("vastai", lambda: {getattr(vastai._accelerator(name), "name", name) for name in vastai.GPU_NAMES}),
-        ("runpod", lambda: {getattr(runpod._accelerator(name), "name", name) for name in RUNPOD.split(", ")}),
+        ("vastai", lambda: {getattr(chip_of_vastai(name), "name", name) for name in GPU_NAMES}),
+        ("runpod", lambda: {getattr(chip_of_runpod(name), "name", name) for name in RUNPOD.split(", ")}),
     ],
 )
 def test_who_rents_a_chip_is_what_the_clouds_own_names_mean(cloud, sold):
@@ -297,7 +301,7 @@ def test_who_rents_a_chip_is_what_the_clouds_own_names_mean(cloud, sold):
 
 def test_the_names_of_the_market_are_searched_for():
     """Each name of the fact sheet is one that a search at Vast.ai may use."""
-    assert set(VAST.split(", ")) <= set(vastai.GPU_NAMES)
+    assert set(VAST.split(", ")) <= set(GPU_NAMES)
 
 
 def test_the_clouds_are_those_that_are_built_in():

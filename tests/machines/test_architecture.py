@@ -13,7 +13,7 @@ from skyward_core.image.image import runtime_pins
 from skyward_core.machines.offers import Offer, Requirements, matches, rank, select_instance
 from skyward_core.providers.host_connections import HostAnswer
 from skyward_core.providers.hosts import _Host
-from skyward_core.providers.vastai import _ask, _merged
+from skyward_core.providers.vastai.market import merge, to_market_offer
 from skyward_core.provisioning.candidates import Sold, candidates
 from tests.providers.fake_vastai import ask
 
@@ -96,9 +96,9 @@ def test_the_market_tells_it_machine_by_machine() -> None:
     be arm64.
     """
     rows = [ask(1), ask(2, cpu_arch="amd64"), ask(3, cpu_arch="arm64"), ask(4, gpu_name="GH200 SXM", gpu_ram=97871)]
-    read = [_ask(row, (), is_spot=False) for row in rows]
+    read = [to_market_offer(row, (), is_spot=False) for row in rows]
     assert [one.offer.architecture for one in read if one is not None] == ["x86_64", "x86_64", "arm64", "arm64"]
-    assert [offer.architecture for offer in _merged(one.offer for one in read[:3] if one is not None)] == [
+    assert [offer.architecture for offer in merge(one.offer for one in read[:3] if one is not None)] == [
         "x86_64",
         "arm64",
     ]

@@ -34,7 +34,7 @@ from skyward_core.errors import (
 from skyward_core.ledger.journal import price_of
 from skyward_core.machines.instances import InstanceState
 from skyward_core.machines.offers import Offer, Requirements, matches
-from skyward_core.providers import _http, digitalocean
+from skyward_core.providers import _http
 from skyward_core.providers.base import (
     CREATED_TAG,
     EXPIRES_TAG,
@@ -45,17 +45,13 @@ from skyward_core.providers.base import (
     RANK_TAG,
     load,
 )
-from skyward_core.providers.digitalocean import (
-    DigitalOcean,
-    doctl_token,
-    from_tags,
-    image_of,
-    name_of,
-    state_of,
-    tags_of,
-    to_offers,
-    to_tags,
-)
+from skyward_core.providers.digitalocean import launch
+from skyward_core.providers.digitalocean.api import doctl_token, reset_of
+from skyward_core.providers.digitalocean.boot import MACHINE_ID
+from skyward_core.providers.digitalocean.instances import state_of
+from skyward_core.providers.digitalocean.offers import image_of, to_offers
+from skyward_core.providers.digitalocean.provider import DigitalOcean
+from skyward_core.providers.digitalocean.tags import from_tags, name_of, tags_of, to_tags
 from skyward_core.providers.ssh_keys import host_key, our_key
 from skyward_core.providers.tagging import launch_word
 from tests.providers.contract import POOL, STARTUP, Hands, RestContract, tags
@@ -84,7 +80,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("POLL_SECONDS", "LONGEST_POLL_SECONDS", "KEY_PAUSE_SECONDS"):
-        monkeypatch.setattr(digitalocean, name, 0.001)
+        monkeypatch.setattr(launch, name, 0.001)
     for name in ("DIGITALOCEAN_ACCESS_TOKEN", "DIGITALOCEAN_API_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DIGITALOCEAN_TOKEN", TOKEN)
@@ -386,8 +382,8 @@ def test_our_key_is_registered_once_and_named_by_its_fingerprint(
     The second launch is told that it is there; keys are never listed.
     """
     provider = make()
-    for launch in ("L1", "L2"):
-        provider.launch(an_offer(provider), 1, tags(launch=launch), STARTUP)
+    for token in ("L1", "L2"):
+        provider.launch(an_offer(provider), 1, tags(launch=token), STARTUP)
     (fingerprint,) = cloud.keys
     assert all(droplet.wish["ssh_keys"] == [fingerprint] for droplet in cloud.droplets.values())
     assert cloud.keys[fingerprint] == our_key().public
@@ -422,7 +418,7 @@ def test_a_new_key_may_be_unknown_for_a_while(
     cloud.mood.unknown_key = 3
     assert len(provider.launch(an_offer(provider), 2, tags(), STARTUP)) == 2
     cloud.mood.unknown_key = 10**6
-    monkeypatch.setattr(digitalocean, "KEY_SECONDS", 0.05)
+    monkeypatch.setattr(launch, "KEY_SECONDS", 0.05)
     with pytest.raises(BadRequest, match="invalid key identifiers"):
         provider.launch(an_offer(provider), 1, tags(launch="L2"), STARTUP)
 
@@ -443,8 +439,8 @@ ODD = {
 def test_tags_come_back_as_they_were(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
     """Whatever they hold, however long they are: the fake refuses what DigitalOcean does not allow in a tag."""
     provider = make()
-    for launch, owner in (("L1", ODD[OWNER_TAG]), ("L2", "ü" * 300)):
-        given = {**ODD, LAUNCH_TAG: launch, OWNER_TAG: owner}
+    for token, owner in (("L1", ODD[OWNER_TAG]), ("L2", "ü" * 300)):
+        given = {**ODD, LAUNCH_TAG: token, OWNER_TAG: owner}
         (launched,) = provider.launch(an_offer(provider), 1, given, STARTUP)
         listed = {instance.id: instance.tags for instance in provider.instances(ODD[POOL_TAG])}
         assert listed[launched.id] == given
@@ -625,14 +621,14 @@ def test_a_machine_that_is_off_before_it_had_an_address_is_given_back(
                 "actions": [{"type": "power_off", "status": "completed"}, {"type": "create", "status": next(answers)}]
             }
 
-    assert digitalocean._failure(Told(), rows) == ""  # type: ignore[arg-type]
-    assert digitalocean._failure(Told(), rows) == "it is off"  # type: ignore[arg-type]
+    assert launch._failure(Told(), rows) == ""  # type: ignore[arg-type]
+    assert launch._failure(Told(), rows) == "it is off"  # type: ignore[arg-type]
 
 
 def test_a_machine_without_an_address_is_given_up_at_last(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digitalocean, "ADDRESS_SECONDS", 0.1)
+    monkeypatch.setattr(launch, "ADDRESS_SECONDS", 0.1)
     provider = make()
     cloud.mood.slow = 10**6
     with pytest.raises(NoCapacity, match="no address within"):
@@ -761,7 +757,7 @@ def test_too_many_creating_calls_are_no_unknown_outcome(
 )
 def test_when_the_hourly_limit_has_room_again(headers: dict[str, str], at: float | None) -> None:
     """In seconds since 1970 (fact sheet, 2); what cannot be read, or is about another limit, says nothing."""
-    assert digitalocean._reset(headers) == at
+    assert reset_of(headers) == at
 
 
 def test_the_hourly_limit_is_waited_out_until_it_has_room(
@@ -892,7 +888,7 @@ def test_with_a_token_of_its_own_a_machine_deletes_itself(
 
 def test_shellcheck_finds_nothing_in_the_end_of_a_machine(make: Callable[..., DigitalOcean]) -> None:
     """Nor in how it tells its id."""
-    script = f'#!/bin/sh\n{make(node_token=NODE_TOKEN)._end_script()}id=$({digitalocean.MACHINE_ID})\necho "$id"\n'
+    script = f'#!/bin/sh\n{make(node_token=NODE_TOKEN)._end_script()}id=$({MACHINE_ID})\necho "$id"\n'
     done = subprocess.run(
         [str(Path(sys.executable).with_name("shellcheck")), "-"],
         input=script,

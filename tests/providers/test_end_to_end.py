@@ -26,8 +26,9 @@ import pytest
 import skyward_core as sky
 from skyward_core.ledger.ledger import default_url
 from skyward_core.machines.offers import Requirements, rank
-from skyward_core.providers import vastai as vast_module
 from skyward_core.providers.base import CREATED_TAG
+from skyward_core.providers.vastai import api as vastai_api
+from skyward_core.providers.vastai import boot as vastai_boot
 from skyward_core.provisioning.guard import guard_script
 from tests.conftest import Told, wait_until
 from tests.providers.contract import tags
@@ -116,7 +117,7 @@ class HostedDigitalOcean(FakeDigitalOcean):
 def digitalocean(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rented]:
     with HostedDigitalOcean(hosting) as fake:
         monkeypatch.setenv("DIGITALOCEAN_TOKEN", TOKEN)
-        monkeypatch.setattr("skyward_core.providers.digitalocean.POLL_SECONDS", 0.1)
+        monkeypatch.setattr("skyward_core.providers.digitalocean.launch.POLL_SECONDS", 0.1)
         yield Rented(
             sky.DigitalOcean(endpoint_url=fake.url),
             hosting,
@@ -164,7 +165,8 @@ def verda(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rented]
     with HostedVerda(hosting) as fake:
         monkeypatch.setenv("VERDA_CLIENT_ID", CLIENT_ID)
         monkeypatch.setenv("VERDA_CLIENT_SECRET", CLIENT_SECRET)
-        monkeypatch.setattr("skyward_core.providers.verda.PAUSE_SECONDS", 0.1)
+        monkeypatch.setattr("skyward_core.providers.verda.launch.POLL_SECONDS", 0.1)
+        monkeypatch.setattr("skyward_core.providers.verda.termination.PAUSE_SECONDS", 0.1)
         yield Rented(sky.Verda(endpoint_url=fake.url + "/v1"), hosting, fake.alive, fake.preempt, (CLIENT_SECRET,))
 
 
@@ -269,8 +271,8 @@ def vastai(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rented
         fake.sell(*(ask(number) for number in range(1, 9)))
         monkeypatch.setenv("VAST_API_KEY", KEY)
         monkeypatch.setenv("VAST_URL", fake.url)
-        monkeypatch.setattr("skyward_core.providers.vastai.END", vast_module.END.replace(vast_module.URL, fake.url))
-        monkeypatch.setattr("skyward_core.providers.vastai.POLL_SECONDS", 0.1)
+        monkeypatch.setattr("skyward_core.providers.vastai.boot.END", vastai_boot.END.replace(vastai_api.URL, fake.url))
+        monkeypatch.setattr("skyward_core.providers.vastai.launch.POLL_SECONDS", 0.1)
         yield Rented(
             sky.VastAI(), hosting, lambda: {str(contract) for contract in list(fake.containers)}, fake.preempt, (KEY,)
         )
@@ -319,7 +321,7 @@ def runpod(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rented
     with HostedRunPod(hosting, hosting.gateway) as fake:
         fake.sell(cpu("cpu3c", 2, 0.03))
         monkeypatch.setenv("RUNPOD_API_KEY", RUNPOD_KEY)
-        monkeypatch.setattr("skyward_core.providers.runpod.POLL_SECONDS", 0.1)
+        monkeypatch.setattr("skyward_core.providers.runpod.launch.POLL_SECONDS", 0.1)
         yield Rented(
             sky.RunPod(endpoint_url=fake.url),
             hosting,

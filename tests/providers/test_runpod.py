@@ -22,9 +22,12 @@ from skyward_core.concurrency.threads import MOST_THREADS
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed
 from skyward_core.machines.instances import InstanceState
 from skyward_core.machines.offers import Offer, Requirements, matches
-from skyward_core.providers import runpod, ssh_keys, userdata
+from skyward_core.providers import ssh_keys, userdata
 from skyward_core.providers.base import EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, load
-from skyward_core.providers.runpod import RunPod
+from skyward_core.providers.runpod import launch
+from skyward_core.providers.runpod.boot import END
+from skyward_core.providers.runpod.instances import STATES
+from skyward_core.providers.runpod.provider import RunPod
 from tests.providers.contract import POOL, STARTUP, Hands, RestContract, tags
 from tests.providers.fake_runpod import HOST, KEY, NO_CAPACITY, FakeRunPod, cpu, gpu, problem
 from tests.providers.http_fake import FakeCloud, Reply
@@ -37,8 +40,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeRunPod]:
-    monkeypatch.setattr(runpod, "POLL_SECONDS", 0.0)
-    monkeypatch.setattr(runpod, "LOOK_SECONDS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(launch, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(launch, "LOOK_SECONDS", (0.0, 0.0, 0.0))
     monkeypatch.setattr("skyward_core.providers._http.PAUSE_SECONDS", 0.001)
     monkeypatch.setattr("skyward_core.providers._http.PATIENCE_SECONDS", 0.5)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -563,7 +566,7 @@ def test_a_pod_that_the_list_does_not_tell_yet_is_asked_for_by_itself(fake: Fake
 
 def test_an_address_is_not_waited_for_forever(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine may have no public address at all."""
-    monkeypatch.setattr(runpod, "ADDRESS_SECONDS", 0.0)
+    monkeypatch.setattr(launch, "ADDRESS_SECONDS", 0.0)
     with pytest.raises(NoCapacity, match="has no address after"):
         RunPod().launch(cheapest(), 1, tags(), STARTUP)
     assert fake.alive() == set()
@@ -803,7 +806,7 @@ def test_a_pod_whose_end_is_refused_is_switched_off(tmp_path: Path, monkeypatch:
     monkeypatch.delenv("RUNPOD_API_BASE_URL", raising=False)
     tool = "runpodctl remove pod abc123 its-own-key"
     assert ending(tmp_path, "nothing", "exit 1")[: len(WAYS) + 3] == [*WAYS, tool, STOP, "sleep 5"]
-    assert "kill" not in runpod.END
+    assert "kill" not in END
 
 
 def test_a_pod_without_a_key_looks_for_it_again(tmp_path: Path) -> None:
@@ -941,7 +944,7 @@ def test_what_is_asked_and_what_the_fake_answers_is_as_runpod_specifies(
     check("CreatePodRequest", order.body)
     check("Pod", fake.pods[machine.id])
     for status in SPECIFICATION["$defs"]["PodStatus"]["enum"]:
-        assert status in runpod.STATES
+        assert status in STATES
     fake.halt(machine.id)
     check("Pod", fake.pods[machine.id])
     provider.terminate([machine.id])

@@ -21,9 +21,13 @@ import skyward_core as sky
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, RateLimited
 from skyward_core.machines.instances import InstanceState
 from skyward_core.machines.offers import Offer, Requirements, matches
-from skyward_core.providers import ssh_keys, userdata, vastai
+from skyward_core.providers import ssh_keys, userdata
 from skyward_core.providers.base import EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, load
-from skyward_core.providers.vastai import VastAI
+from skyward_core.providers.vastai import launch
+from skyward_core.providers.vastai.boot import END, MAIN
+from skyward_core.providers.vastai.instances import LABELS
+from skyward_core.providers.vastai.instances import tags_of as tags_of_container
+from skyward_core.providers.vastai.provider import VastAI
 from skyward_core.provisioning.price_list import price_list
 from tests.conftest import wait_until
 from tests.providers.contract import POOL, STARTUP, Hands, RestContract, tags
@@ -48,9 +52,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeVast]:
-    monkeypatch.setattr(vastai, "CREATE_SECONDS", 0.0)
-    monkeypatch.setattr(vastai, "POLL_SECONDS", 0.0)
-    monkeypatch.setattr(vastai, "LOOK_SECONDS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(launch, "CREATE_SECONDS", 0.0)
+    monkeypatch.setattr(launch, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(launch, "LOOK_SECONDS", (0.0, 0.0, 0.0))
     monkeypatch.setattr("skyward_core.providers._http.PAUSE_SECONDS", 0.001)
     monkeypatch.setattr("skyward_core.providers._http.PATIENCE_SECONDS", 0.5)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -424,7 +428,7 @@ def test_what_is_asked_for(fake: FakeVast) -> None:
         "runtype": "args",
         "user": "root",
         "onstart": "/bin/sh",
-        "args": ["-c", vastai.MAIN.format(userdata.UNPACKED)],
+        "args": ["-c", MAIN.format(userdata.UNPACKED)],
         "target_state": "running",
         "cancel_unavail": True,
     }
@@ -627,9 +631,9 @@ def test_creating_calls_keep_their_distance(fake: FakeVast, monkeypatch: pytest.
         clock[0] += seconds
 
     offer = cheapest()
-    monkeypatch.setattr(vastai, "CREATE_SECONDS", 4.5)
-    monkeypatch.setattr(vastai.time, "sleep", sleep)
-    monkeypatch.setattr(vastai.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(launch, "CREATE_SECONDS", 4.5)
+    monkeypatch.setattr(launch.time, "sleep", sleep)
+    monkeypatch.setattr(launch.time, "monotonic", lambda: clock[0])
     VastAI().launch(offer, 3, tags(), STARTUP)
     assert slept[:3] == [0.0, 4.5, 4.5]
 
@@ -694,7 +698,7 @@ def test_who_loads_for_too_long_is_given_back(fake: FakeVast, monkeypatch: pytes
     offer = cheapest()
     # the other threads of this process, of the pool that tests share, look at the clock as well: theirs is the real one
     monkeypatch.setattr(
-        vastai.time, "monotonic", lambda: float(next(clock)) if threading.current_thread() is own else real()
+        launch.time, "monotonic", lambda: float(next(clock)) if threading.current_thread() is own else real()
     )
     monkeypatch.setattr("skyward_core.providers._http.PATIENCE_SECONDS", 1e9)
     (machine,) = VastAI().launch(offer, 2, tags(), STARTUP)
@@ -711,7 +715,7 @@ def test_a_machine_that_vanishes_while_it_is_waited_for_ends_the_launch(
     """
     fake.hidden = 2
     listings: list[int] = []
-    listing = vastai._listing
+    listing = launch.all_containers
 
     def vanishing(api: Any) -> Iterator[Any]:
         listings.append(len(rows := list(listing(api))))
@@ -719,7 +723,7 @@ def test_a_machine_that_vanishes_while_it_is_waited_for_ends_the_launch(
             fake.containers.clear()
         yield from rows
 
-    monkeypatch.setattr(vastai, "_listing", vanishing)
+    monkeypatch.setattr(launch, "all_containers", vanishing)
     with pytest.raises(NoCapacity) as caught:
         VastAI().launch(cheapest(), 1, tags(), STARTUP)
     assert caught.value.code == "gone"
@@ -746,7 +750,7 @@ def test_a_pool_that_is_given_back_while_its_machines_load_stays_so(
         ]:
             VastAI().terminate([str(contract)])
 
-    monkeypatch.setattr(vastai.time, "sleep", given_back)
+    monkeypatch.setattr(launch.time, "sleep", given_back)
     machines = VastAI().launch(offer, 4, tags(), STARTUP)
     assert rented(fake) == [101, 102, 103, 104]
     assert {str(contract) for contract in fake.containers} == {machine.id for machine in machines}
@@ -832,11 +836,11 @@ def test_a_label_carries_all_tags(fake: FakeVast) -> None:
         OWNER_TAG: "jo@workstation",
         EXPIRES_TAG: "1790003600",
     }
-    label, more = vastai.LABELS.pack(real)
+    label, more = LABELS.pack(real)
     assert more == {}
     assert len(label) <= 256
     assert label.startswith("skyward:sky-0123456789ab-12:lsky-0123456789ab-3:c1790000000:e1790003600:p")
-    assert vastai._tags({"label": label}) == real
+    assert tags_of_container({"label": label}) == real
     assert not set(label) - set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~:%")
 
 
@@ -872,7 +876,7 @@ def test_a_killed_main_script_is_run_again(tmp_path: Path) -> None:
     """By the first process, which nobody inside can kill: it finds that it was started anew."""
     script = f'echo up >>{tmp_path}/starts; echo "$PPID" "$(cut -d" " -f1 </proc/self/stat)"; exec sleep 1000'
     main = subprocess.Popen(
-        ["sh", "-c", vastai.MAIN.format(f"sh -c {shlex.quote(script)}").replace("sleep 5", "sleep 0.1")],
+        ["sh", "-c", MAIN.format(f"sh -c {shlex.quote(script)}").replace("sleep 5", "sleep 0.1")],
         stdout=subprocess.DEVNULL,
         start_new_session=True,
     )
@@ -890,7 +894,7 @@ def test_a_killed_main_script_is_run_again(tmp_path: Path) -> None:
 def test_the_first_process_ends_when_it_is_told_to() -> None:
     """A `sleep` as process 1 would ignore it: the kernel keeps signals without a handler from there."""
     main = subprocess.Popen(
-        ["sh", "-c", vastai.MAIN.format("echo up; exec sleep 1000")],
+        ["sh", "-c", MAIN.format("echo up; exec sleep 1000")],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -936,7 +940,7 @@ def test_a_container_asks_for_its_end_for_as_long_as_it_takes(
     answer = f"""case "$*" in {accepted}) printf '%s' '{{"success": true}} 200' ;; *) printf '%s' '{{"success": false, "error": "no"}} 200' ;; esac"""
     command("curl", f'shift 6; echo "$*" >>{calls}; cat >{shlex.quote(str(tmp_path / "header"))}; {answer}')
     command("sleep", f'echo "sleep $*" >>{calls}; [ "$(grep -c ^sleep {calls})" -lt 5 ] || kill "$PPID"')
-    script = vastai.END
+    script = END
     environment = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "CONTAINER_ID": "12345",
@@ -956,7 +960,7 @@ def test_a_container_asks_for_its_end_for_as_long_as_it_takes(
     ]
     assert made == [line for pause in (5, 10, 20, 40, 80) for line in (*ways, f"sleep {pause}")]
     assert (tmp_path / "header").read_text() == "Authorization: Bearer its-own-key"
-    assert "kill" not in vastai.END
+    assert "kill" not in END
 
 
 # ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -17,10 +17,13 @@ from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded
 from skyward_core.machines.instances import InstanceState
 from skyward_core.machines.offers import Offer, Requirements, matches, rank
-from skyward_core.providers import _http, verda
+from skyward_core.providers import _http
 from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, load
 from skyward_core.providers.tagging import launch_word
-from skyward_core.providers.verda import Verda
+from skyward_core.providers.verda import launch, termination
+from skyward_core.providers.verda.offers import image_of
+from skyward_core.providers.verda.provider import Verda
+from skyward_core.providers.verda.tags import NAME
 from tests.providers.contract import POOL, STARTUP, Hands, RestContract, tags
 from tests.providers.fake_verda import CLIENT_ID, CLIENT_SECRET, STRANGE_SCRIPT, TYPES, FakeVerda, error
 from tests.providers.http_fake import FakeCloud, Reply
@@ -37,7 +40,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVerda]:
     monkeypatch.setenv("VERDA_CLIENT_SECRET", CLIENT_SECRET)
     for variable in (*VARIABLES[2:], "VERDA_PROFILE", "VERDA_HOME", "VERDA_SHARED_CREDENTIALS_FILE"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(verda, "PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(launch, "POLL_SECONDS", 0.001)
+    monkeypatch.setattr(termination, "PAUSE_SECONDS", 0.001)
     monkeypatch.setattr(_http, "PAUSE_SECONDS", 0.001)
     monkeypatch.setattr(_http, "PATIENCE_SECONDS", 0.5)
     with FakeVerda() as fake:
@@ -198,15 +202,15 @@ def test_a_machine_has_its_name_disk_and_script_from_the_creating_call(mine: Ver
 
 def test_a_name_of_a_pool_is_read_whole() -> None:
     """The number of a rank is no part of the pool's id, and the pool's id may hold numbers."""
-    match = verda.NAME.fullmatch("sky-a-1-b-12-l0a1b2c3")
+    match = NAME.fullmatch("sky-a-1-b-12-l0a1b2c3")
     assert match is not None
     assert match.groupdict() == {"pool": "sky-a-1-b", "rank": "12", "launch": "l0a1b2c3"}
 
 
 def test_the_key_is_added_once(mine: Verda, fake: FakeVerda) -> None:
     """Found again by the key itself: Verda adds a comment to it, and a person may have named it."""
-    for launch in ("La", "Lb"):
-        mine.launch(offer_of(mine), 1, tags(launch=launch), STARTUP)
+    for token in ("La", "Lb"):
+        mine.launch(offer_of(mine), 1, tags(launch=token), STARTUP)
     assert len(fake.keys) == len(fake.asked("POST", "/v1/ssh-keys")) == 1
     next(iter(fake.keys.values()))["name"] = "laptop"
     mine.launch(offer_of(mine), 1, tags(launch="Lc"), STARTUP)
@@ -306,7 +310,7 @@ def test_a_machine_without_address_is_not_waited_for_for_ever(
     mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And it is ended, as soon as Verda lets us: not while it provisions it."""
-    monkeypatch.setattr(verda, "ADDRESS_SECONDS", 0.0)
+    monkeypatch.setattr(launch, "ADDRESS_SECONDS", 0.0)
     fake.path = ["ordered", "provisioning", "validating", "running"]
     with pytest.raises(NoCapacity, match="no address"):
         mine.launch(offer_of(mine), 1, tags(), STARTUP)
@@ -321,8 +325,8 @@ def test_a_machine_that_can_be_neither_used_nor_ended_is_told(
 
     Its script stays: it may come up yet.
     """
-    monkeypatch.setattr(verda, "ADDRESS_SECONDS", 0.0)
-    monkeypatch.setattr(verda, "BUSY_SECONDS", 0.0)
+    monkeypatch.setattr(launch, "ADDRESS_SECONDS", 0.0)
+    monkeypatch.setattr(termination, "BUSY_SECONDS", 0.0)
     fake.path = ["provisioning"]
     with pytest.raises(ProviderFailed, match="could not delete") as caught:
         mine.launch(offer_of(mine), 1, tags(), STARTUP)
@@ -380,10 +384,10 @@ def test_blackwell_gets_the_open_kernel_module() -> None:
             "ubuntu-24.04-cuda-12.4-open-docker",
         )
     ]
-    assert verda._image(images, "B200") == "ubuntu-22.04-cuda-12.8-open"
-    assert verda._image(images, "H100") == "ubuntu-24.04-cuda-13.0-docker"
+    assert image_of(images, "B200") == "ubuntu-22.04-cuda-12.8-open"
+    assert image_of(images, "H100") == "ubuntu-24.04-cuda-13.0-docker"
     with pytest.raises(BadRequest, match="image="):
-        verda._image([{"image_type": "x", "is_cluster": True}], None)
+        image_of([{"image_type": "x", "is_cluster": True}], None)
 
 
 def test_an_image_of_ones_own_is_taken(mine: Verda, fake: FakeVerda) -> None:
@@ -580,7 +584,7 @@ def test_a_machine_that_is_being_provisioned_is_asked_again(mine: Verda, fake: F
 
 def test_what_stays_busy_is_told(mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the others have been ended."""
-    monkeypatch.setattr(verda, "BUSY_SECONDS", 0.0)
+    monkeypatch.setattr(termination, "BUSY_SECONDS", 0.0)
     busy, other = mine.launch(offer_of(mine), 2, tags(), STARTUP)
     fake.machines[busy.id]["status"] = "provisioning"
     with pytest.raises(InstancesLeft, match="provisioning") as caught:
@@ -595,7 +599,7 @@ def test_disks_that_cannot_be_looked_for_are_told_after_the_machines(
     mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch, is_busy: bool
 ) -> None:
     """A disk that was left behind is paid for; a machine that was left counts more."""
-    monkeypatch.setattr(verda, "BUSY_SECONDS", 0.0)
+    monkeypatch.setattr(termination, "BUSY_SECONDS", 0.0)
     busy, other = mine.launch(offer_of(mine), 2, tags(), STARTUP)
     fake.machines[busy.id]["status"] = "provisioning"
     fake.fail("GET", "/v1/volumes", error(500, "server_error", "no"), times=99)

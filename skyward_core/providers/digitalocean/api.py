@@ -1,0 +1,132 @@
+"""DigitalOcean's REST API: the token, listings, and what its refusals mean."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from skyward_core.errors import (
+    CredentialsError,
+    NoCapacity,
+    ProviderFailed,
+    QuotaExceeded,
+    SkywardError,
+)
+from skyward_core.providers._http import Api, Row, rows_of
+
+API_URL = "https://api.digitalocean.com"
+TOKEN_VARIABLES = ("DIGITALOCEAN_TOKEN", "DIGITALOCEAN_ACCESS_TOKEN")
+URL_VARIABLE = "DIGITALOCEAN_API_URL"
+PER_PAGE = 200
+LISTING_TRIES = 5
+REFUSALS: Mapping[type[SkywardError], tuple[str, ...]] = {
+    QuotaExceeded: ("droplet limit",),
+    NoCapacity: (
+        "not available in this region",
+        "region is not available",
+        "temporarily unavailable",
+        "not currently available",
+        "size is unavailable",
+    ),
+}
+"""Capacity, quota and what is wrong in the request itself are one status (422) and one code: these parts of the message
+tell them apart.
+"""
+
+
+def find_token() -> str:
+    """The token of the environment, else of doctl. Raises CredentialsError."""
+    for variable in TOKEN_VARIABLES:
+        if token := os.environ.get(variable):
+            return token
+    home = Path(
+        "~/Library/Application Support"
+        if sys.platform == "darwin"
+        else os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    ).expanduser()
+    place = home / "doctl" / "config.yaml"
+    try:
+        token = doctl_token(place.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        token = ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise CredentialsError(f"{place} cannot be read: {error}") from error
+    if not token:
+        raise CredentialsError(
+            f"no token for DigitalOcean: set {TOKEN_VARIABLES[0]} (or {TOKEN_VARIABLES[1]}), or log in with `doctl auth"
+            " init`"
+        )
+    return token
+
+
+def doctl_token(config: str) -> str:
+    """Return the token of doctl's current context from the text of its config.yaml, "" if there is none.
+
+    No reader of YAML: two lines of it matter.
+    """
+    lines = dict(re.findall(r"^([\w-]+): *[\"']?([^\"'\s]+)[\"']? *$", config, re.MULTILINE))
+    context = lines.get("context", "default")
+    if context == "default":
+        return lines.get("access-token", "")
+    found = re.search(
+        rf"^auth-contexts:\s*\n(?:[ \t]+.*\n)*?[ \t]+{re.escape(context)}: *[\"']?([^\"'\s]+)", config, re.MULTILINE
+    )
+    return found[1] if found else ""
+
+
+def meaning_of(status: int, body: Row, message: str) -> SkywardError | None:
+    """What a refusal means beyond its status."""
+    if status != 422:
+        return None
+    text = str(body.get("message", "")).lower()
+    for kind, parts in REFUSALS.items():
+        if any(part in text for part in parts):
+            return kind(message)
+    attributes = body.get("error_attributes")
+    return NoCapacity(message) if isinstance(attributes, dict) and "available_regions" in attributes else None
+
+
+def says_missing(body: Row) -> bool:
+    return body.get("id") == "not_found" and isinstance(body.get("message"), str)
+
+
+def reset_of(headers: Mapping[str, str]) -> float | None:
+    """When the hourly limit has room again.
+
+    Retry-After comes with bursts only; where requests are left it is not this limit that has refused us.
+    """
+    told = headers.get("ratelimit-reset", "").strip()
+    if headers.get("ratelimit-remaining", "0").strip() != "0" or not re.fullmatch("[0-9]{1,12}", told):
+        return None
+    return float(told)
+
+
+def droplets(api: Api, *, is_gpu: bool) -> list[Row]:
+    """The account's droplets with GPUs, or those without: no listing has both.
+
+    A filter by tag can not be combined with that.
+    """
+    return pages(api, "/v2/droplets", "droplets", type="gpus" if is_gpu else None)
+
+
+def pages(api: Api, path: str, kind: str, **query: Any) -> list[Row]:
+    """All pages of a listing, read again if something was made or deleted meanwhile: what moves up to a page that was
+    read already would seem to be gone.
+    """
+    for _ in range(LISTING_TRIES):
+        rows: list[Row] = []
+        totals: set[int | None] = set()
+        page, is_more = 0, True
+        while is_more:
+            page += 1
+            answer = api.ask("GET", path, query={**query, "per_page": PER_PAGE, "page": page})
+            rows += rows_of(answer, kind, f"DigitalOcean answered GET {path}")
+            totals.add((answer.get("meta") or {}).get("total"))
+            is_more = "next" in ((answer.get("links") or {}).get("pages") or {})
+        if len(totals) == 1:
+            return rows
+    raise ProviderFailed(f"DigitalOcean's listing {path} changes while it is read")

@@ -1,0 +1,38 @@
+"""Shell text with which a pod of RunPod ends itself."""
+
+from __future__ import annotations
+
+MACHINE_ID = 'printf %s "$RUNPOD_POD_ID"'
+TOOLS = """\
+command -v curl >/dev/null || { apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends curl ca-certificates; } \\
+  </dev/null >/dev/null 2>&1 &
+"""  # noqa: E501
+"""What the end needs and small images lack; there may be no network when it is needed."""
+END = """\
+told() {{ tr '\\0' '\\n' </proc/1/environ | sed -n "s/^$1=//p"; }} # what is started over SSH does not inherit them
+ask() {{ # method, address, body: succeeds if it was accepted
+  answer=$(printf 'Authorization: Bearer %s' "$key" |
+    curl -sS -m 20 -w ' %{{http_code}}' -X "$1" -H @- -H 'Content-Type: application/json' ${{3:+-d}} ${{3:+"$3"}} "$2" 2>/dev/null)
+  case $answer in
+    *'"errors"'*) return 1 ;; # GraphQL refuses with 200
+    *' '2??) return 0 ;;
+    *) return 1 ;;
+  esac
+}}
+pause=5
+while :; do
+  id=${{RUNPOD_POD_ID:-$(told RUNPOD_POD_ID)}} key=${{RUNPOD_API_KEY:-$(told RUNPOD_API_KEY)}} is_accepted=
+  if [ -n "$id" ] && [ -n "$key" ]; then
+    ask DELETE {url}/v2/pods/"$id" && is_accepted=yes
+    ask POST {url}/v2/pods/"$id"/action '{{"action": "terminate"}}' && is_accepted=yes
+    ask DELETE {rest_url}/v1/pods/"$id" && is_accepted=yes
+    ask POST {url}/graphql '{{"query": "mutation {{ podTerminate(input: {{podId: \\\\"'"$id"'\\\\"}}) }}"}}' && is_accepted=yes
+    if command -v runpodctl >/dev/null; then RUNPOD_API_KEY=$key runpodctl remove pod "$id" && is_accepted=yes; fi
+    [ -n "$is_accepted" ] || ask POST {url}/v2/pods/"$id"/action '{{"action": "stop"}}' # a pod that is off costs no GPU
+  fi
+  sleep "$pause"
+  [ "$pause" -ge 60 ] || pause=$((pause * 2))
+done"""  # noqa: E501
+"""By every way that RunPod documents, for which of them a pod's own key may use is told nowhere (fact sheet, "added"),
+and for as long as it takes: the first process is never ended, for a container that ends is started anew and paid for.
+"""

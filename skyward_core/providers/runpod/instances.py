@@ -1,0 +1,106 @@
+"""Pods of RunPod as `Instance`: state, address, and the name that holds our tags."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from skyward_core.machines.instances import Endpoint, Instance, InstanceState
+from skyward_core.providers import userdata
+from skyward_core.providers._http import Row
+from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG
+from skyward_core.providers.runpod.offers import ANYWHERE, COMMUNITY, cpu_type, extras_of, gpu_type
+from skyward_core.providers.ssh_keys import Key, host_key
+from skyward_core.providers.tagging import TagName, from_codes, to_codes
+
+STATES = {
+    "PROVISIONING": InstanceState.PENDING,
+    "STARTING": InstanceState.PENDING,
+    "RUNNING": InstanceState.RUNNING,
+    "EXITED": InstanceState.STOPPING,
+    "ERROR": InstanceState.STOPPING,
+    "TERMINATED": InstanceState.GONE,
+}
+NAME_CHARACTERS = 191
+"""What the API before this one took; this one names no limit."""
+
+
+def to_instance(row: Row, key: Key) -> Instance | None:
+    """Read a pod; None for one without a name of ours."""
+    tags = _tags(row)
+    if tags is None:
+        return None
+    address, price = address_of(row), float(row.get("cost") or 0)
+    return Instance(
+        id=str(row["id"]),
+        provider="runpod",
+        pool_id=tags[POOL_TAG],
+        rank=int(tags[RANK_TAG]),
+        state=state_of(row),
+        region=ANYWHERE if row.get("cloud") == COMMUNITY else str(row.get("dataCenterId") or ANYWHERE),
+        instance_type=_type(row),
+        price_per_hour=price,
+        on_demand_price_per_hour=price or None,
+        extras_per_hour=extras_of(row.get("disk")),
+        ip=None if address is None else address[0],
+        private_ip=private_ip_of(row),
+        tags=tags,
+        directory=userdata.directory_of(str(row["id"])),
+        endpoint=None if address is None else _endpoint(*address, tags[LAUNCH_TAG], key),
+    )
+
+
+def _endpoint(host: str, port: int, launch: str, key: Key) -> Endpoint:
+    return Endpoint(
+        host=host,
+        port=port,
+        user="root",
+        key=str(key.path),
+        host_key=host_key(launch, key).public,
+        known_hosts="/dev/null",
+        config="/dev/null",
+    )
+
+
+def state_of(row: Row) -> InstanceState:
+    """A word that nobody knows yet is no machine that runs, and none that is gone."""
+    return STATES.get(str(row.get("status")), InstanceState.PENDING)
+
+
+def word_of(row: Row) -> str:
+    """RunPod's own word for how a pod is; of one that is not told of, the word for that."""
+    return str(row.get("status") or "TERMINATED")
+
+
+def _type(row: Row) -> str:
+    gpu: Row = row.get("gpu") or {}
+    cpu: Row = row.get("cpu") or {}
+    if cpu:
+        return cpu_type(cpu["id"], int(cpu["vcpuCount"]), float(cpu["memory"]))
+    return gpu_type(str(gpu.get("id")), int(gpu.get("count") or 1), str(row.get("cloud")))
+
+
+def address_of(row: Row) -> tuple[str, int] | None:
+    """Where port 22 of a pod is reached; None until it is mapped.
+
+    The other way that is told, `proxy`, carries a terminal and nothing else.
+    """
+    direct: Row = (row.get("ssh") or {}).get("direct") or {}
+    return (str(direct["host"]), int(direct["port"])) if direct.get("host") and direct.get("port") else None
+
+
+def private_ip_of(row: Row) -> str | None:
+    network: Row = row.get("globalNetworking") or {}
+    return network.get("ip") if network.get("enabled") else None
+
+
+def _tags(row: Row) -> dict[str, str] | None:
+    """Read the tags of a pod; None if its name is none of ours."""
+    return NAMES.unpack(row.get("name"), cast("Row", row.get("env") or {}))
+
+
+def _escaped(text: str) -> str:
+    """Write a text with letters, digits and '-' alone: what else a name may have is told nowhere."""
+    return to_codes(text, "A-Za-z0-9-")
+
+
+NAMES = TagName(".", NAME_CHARACTERS, "a name of RunPod", _escaped, from_codes)

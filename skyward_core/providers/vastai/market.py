@@ -1,0 +1,187 @@
+"""The market of Vast.ai: searching it, and what a machine costs."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from skyward_core.machines.offers import (
+    ARCHITECTURES,
+    Extra,
+    Offer,
+    architecture_beside,
+    by_month,
+    total_of,
+)
+from skyward_core.providers._http import Api, Row, rows_of
+from skyward_core.providers.vastai.names import accelerator_of, chip_memory_gb, country_of, instance_type_of
+
+log = logging.getLogger(__name__)
+
+GB_OF_A_MB = 1e-3
+SEARCH = "/api/v0/bundles/"
+SEARCH_ROWS = 64
+"""The most that one search tells, whatever limit is asked for; the next page begins at the last one's price."""
+SEARCH_PAGES = 4
+"""There is a quota of rows a day, and whoever names an accelerator has seen all of them long before."""
+
+type Filters = Mapping[str, Mapping[str, Any]]
+"""Field to {operator: value}."""
+
+COMPARED: Mapping[str, Callable[[Any, Any], bool]] = {
+    "eq": operator.eq,
+    "gte": operator.ge,
+    "lte": operator.le,
+    "in": lambda value, values: value in values,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Billing:
+    """What is billed beside a machine: its disk, and the traffic that is expected."""
+
+    disk_gb: int
+    traffic_down_gb_per_hour: float
+    traffic_up_gb_per_hour: float
+
+    def extras_of(self, row: Row, *, is_spot: bool) -> tuple[Extra, ...]:
+        """What is billed beside a machine.
+
+        The price on demand has the disk in it (`allocated_storage`), and a bid has not.
+        """
+        down, up = (float(row.get(f"inet_{way}_cost") or 0) for way in ("down", "up"))
+        traffic = down * self.traffic_down_gb_per_hour + up * self.traffic_up_gb_per_hour
+        told = (
+            f"an estimate: {self.traffic_down_gb_per_hour:g} GB an hour in and {self.traffic_up_gb_per_hour:g} GB out,"
+            " at the host's prices"
+        )
+        disk = by_month(
+            "disk",
+            float(row.get("storage_cost") or 0) * self.disk_gb,
+            "the host's price by GB and month, as its offer tells it",
+            "at launch",
+        )
+        parts = (
+            disk if is_spot else None,
+            Extra(name="traffic", usd_per_hour=round(traffic, 6), source=told, checked="at launch"),
+        )
+        return tuple(part for part in parts if part is not None and part.usd_per_hour)
+
+
+@dataclass(frozen=True, slots=True)
+class MarketOffer:
+    """One machine, or a part of one, that can be rented once.
+
+    The price of the offer is for spot the least bid; `place` is where its neighbours are.
+    """
+
+    id: int
+    machine: int
+    place: str
+    offer: Offer
+
+    def as_bid(self, margin: float, regular: float | None) -> Offer:
+        """Return the offer with what we bid as its price."""
+        return self.offer.model_copy(
+            update={"price_per_hour": self.offer.price_per_hour * (1 + margin), "on_demand_price_per_hour": regular}
+        )
+
+
+def search(api: Api, filters: Filters, most: float | None, billing: Billing, *, is_spot: bool) -> list[MarketOffer]:
+    """Return the asks that fit, cheapest first, a page at a time.
+
+    What the filters say is looked at again: Vast does not always apply them.
+    """
+    price = "min_bid" if is_spot else "dph_total"
+    found: dict[int, MarketOffer | None] = {}
+    limits: dict[str, float] = {} if most is None else {"lte": most}
+    for _ in range(SEARCH_PAGES):
+        fitting = {**filters, **({price: limits} if limits else {})}
+        rest = {
+            "type": "bid" if is_spot else "on-demand",
+            "order": [[price, "asc"]],
+            "limit": SEARCH_ROWS,
+            "allocated_storage": billing.disk_gb,
+        }
+        told = rows_of(
+            api.ask("POST", SEARCH, body={**fitting, **rest}, is_repeatable=True),
+            "offers",
+            f"Vast.ai answered POST {SEARCH}",
+        )
+        rows = [row for row in told if row["id"] not in found]
+        found |= {
+            row["id"]: (
+                to_market_offer(row, billing.extras_of(row, is_spot=is_spot), is_spot=is_spot)
+                if _holds(row, fitting)
+                else None
+            )
+            for row in rows
+        }
+        if len(told) < SEARCH_ROWS or not rows:
+            break
+        limits = {**limits, "gte": rows[-1][price]}
+    asks = [ask for ask in found.values() if ask is not None]
+    log.debug("%d of %d asks do not fit, or have a chip that is in no catalogue", len(found) - len(asks), len(found))
+    return sorted(asks, key=lambda ask: ask.offer.total_per_hour)
+
+
+def to_market_offer(row: Row, beside: tuple[Extra, ...], *, is_spot: bool) -> MarketOffer | None:
+    """Read an ask; None for a chip that the catalogue does not know, and for what has no price."""
+    accelerator, price = (
+        accelerator_of(str(row.get("gpu_name") or "")),
+        float(row.get("min_bid" if is_spot else "dph_total") or 0),
+    )
+    if accelerator is None or price <= 0:
+        return None
+    cores, effective = float(row.get("cpu_cores") or 0), float(row.get("cpu_cores_effective") or 0)
+    cluster, machine = row.get("cluster_id"), int(row.get("machine_id") or 0)
+    offer = Offer(
+        provider="vastai",
+        instance_type=instance_type_of(row),
+        region=country_of(row),
+        is_spot=is_spot,
+        price_per_hour=price,
+        on_demand_price_per_hour=None if is_spot else price,
+        vcpus=effective,
+        # the memory told is the whole machine's
+        memory_gb=float(row.get("cpu_ram") or 0) * GB_OF_A_MB * (effective / cores if cores else 1.0),
+        accelerator=accelerator.name,
+        accelerators=int(row.get("num_gpus") or 1),
+        accelerator_memory_gb=chip_memory_gb(row, accelerator),
+        form_factor=accelerator.form_factor,
+        architecture=ARCHITECTURES.get(str(row.get("cpu_arch")), architecture_beside(accelerator.name)),
+        extras_per_hour=beside,
+    )
+    return MarketOffer(
+        int(row["id"]), machine, f"machine {machine}" if cluster is None else f"cluster {cluster}", offer
+    )
+
+
+def merge(offers: Iterable[Offer]) -> list[Offer]:
+    """Make one offer of those of a class at the same price: what each of them has at least, with what is billed beside
+    the dearest.
+    """
+    merged: dict[tuple[str, str, str | None, bool, float], Offer] = {}
+    for offer in offers:
+        key = (offer.instance_type, offer.region, offer.architecture, offer.is_spot, offer.price_per_hour)
+        other = merged.setdefault(key, offer)
+        least = {"vcpus": min(offer.vcpus, other.vcpus), "memory_gb": min(offer.memory_gb, other.memory_gb)}
+        least |= {"extras_per_hour": max(offer.extras_per_hour, other.extras_per_hour, key=total_of)}
+        merged[key] = other.model_copy(update=least)
+    return list(merged.values())
+
+
+def _holds(row: Row, filters: Filters) -> bool:
+    """Whether a row keeps to the filters, as far as it tells: `verified` is told by none, and a country is the end of
+    its place.
+    """
+    told = {**row, "geolocation": country_of(row)}
+    return all(
+        COMPARED[comparison](told[name], value)
+        for name, conditions in filters.items()
+        if told.get(name) is not None
+        for comparison, value in conditions.items()
+    )

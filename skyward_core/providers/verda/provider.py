@@ -1,0 +1,303 @@
+"""Virtual machines of Verda (formerly DataCrunch): api.verda.com/v1, as told by its documentation and SDKs up to
+November 2026 (docs/clouds/verda.md).
+
+What is odd there: a token of an hour for two halves of a credential; prices as strings; ids as plain text; boot scripts
+and disks that are objects of their own, are not tagged, and may outlive the machine; no word of warning before a spot
+machine is taken back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar, Self
+from urllib.parse import quote
+
+from pydantic import Field, SecretStr, model_validator
+
+from skyward_core.concurrency.threads import side_by_side
+from skyward_core.errors import (
+    BadRequest,
+    CredentialsError,
+    NoCapacity,
+    ProviderFailed,
+    SkywardError,
+)
+from skyward_core.machines.instances import Instance, InstanceState
+from skyward_core.machines.offers import Extra, Offer, Requirements, by_month
+from skyward_core.providers._http import field_of
+from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags
+from skyward_core.providers.ssh_keys import Key, host_key, our_key
+from skyward_core.providers.tagging import of_machine
+from skyward_core.providers.userdata import END_COMMAND, boot_script, script
+from skyward_core.providers.verda.api import CONSOLE, URL, Credentials, Json, VerdaApi, read_credentials
+from skyward_core.providers.verda.boot import END_BY_ITSELF
+from skyward_core.providers.verda.instances import to_instance
+from skyward_core.providers.verda.launch import await_addresses, create_machines, order_of
+from skyward_core.providers.verda.offers import NVME_USD_PER_GB_MONTH, image_of, to_offer
+from skyward_core.providers.verda.tags import name_of, script_name_of, tags_of
+from skyward_core.providers.verda.termination import delete_all, instances_left, remove, sweep
+
+log = logging.getLogger(__name__)
+
+
+class Verda(Provider):
+    """Rent virtual machines of Verda, formerly DataCrunch.
+
+    Args:
+        region: one location such as "FIN-03", or several; all if not given.
+        client_id, client_secret: credentials of the cloud API; by default VERDA_CLIENT_ID and VERDA_CLIENT_SECRET, then
+            the file of Verda's own tools.
+        node_client_id, node_client_secret: credentials that are planted on each machine, so that it can delete itself.
+            The user's code can read them there, and Verda knows no credentials with fewer rights. Without them a
+            machine that ends itself powers off, and is paid for until it is terminated.
+        image: an image's slug ("ubuntu-24.04-cuda-13.0-open-docker"); by default one that fits the machine is chosen.
+        os_volume_gb: size of a machine's disk, which is paid for beside it, in GB.
+        ssh_key: path of an SSH key of one's own.
+        endpoint_url: where the API is, version included.
+    """
+
+    name: ClassVar[str] = "verda"
+    end_command: ClassVar[str] = END_COMMAND
+    gone_deadline_seconds: ClassVar[float] = 300.0
+    listing_lag_seconds: ClassVar[float] = 60.0
+    """Creating calls that hung for longer than our time-out were seen: what they make comes into the listing late."""
+    billing_increment_seconds: ClassVar[int] = 600
+
+    region: str | tuple[str, ...] | None = None
+    client_id: SecretStr | None = Field(default=None, exclude=True, repr=False)
+    client_secret: SecretStr | None = Field(default=None, exclude=True, repr=False)
+    node_client_id: SecretStr | None = Field(default=None, exclude=True, repr=False)
+    node_client_secret: SecretStr | None = Field(default=None, exclude=True, repr=False)
+    image: str | None = None
+    os_volume_gb: int = Field(default=100, ge=50)
+    ssh_key: str | None = None
+    endpoint_url: str | None = None
+
+    @model_validator(mode="after")
+    def _node_credentials_are_whole(self) -> Self:
+        if (self.node_client_id is None) != (self.node_client_secret is None):
+            raise ValueError(
+                "node_client_id and node_client_secret are the two halves of one credential: give both, or neither"
+            )
+        return self
+
+    # ── the verbs ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def offers(self, want: Requirements) -> list[Offer]:
+        """Return what can be had now: each type at each location, on demand and as spot. Prices are those of the
+        moment, in USD.
+
+        Raises NoCapacity, with the locations that have something, if none of it is at a configured one.
+        """
+        with self._session() as session:
+            types = session.list("/instance-types", currency="usd")
+            places = {is_spot: session.list("/instance-availability", is_spot=is_spot) for is_spot in (False, True)}
+        wanted = None if self.region is None else {self.region} if isinstance(self.region, str) else set(self.region)
+        known = {place["location_code"] for told in places.values() for place in told}
+        if wanted is not None and known and not wanted & known:
+            raise NoCapacity(
+                f"Verda has no machines at {', '.join(sorted(wanted))}; it has some at {', '.join(sorted(known))}"
+            )
+        sold = {one["instance_type"]: one for one in types if want.instance_type in (None, one["instance_type"])}
+        beside = self._beside()
+        return [
+            offer.model_copy(update={"extras_per_hour": beside})
+            for is_spot, told in places.items()
+            for place in told
+            if wanted is None or place["location_code"] in wanted
+            for name in dict.fromkeys(place["availabilities"])
+            if name in sold and (offer := to_offer(sold[name], place["location_code"], is_spot=is_spot)) is not None
+        ]
+
+    def may_sell_spot(self, want: Requirements) -> bool:
+        """Spot is listed only while a machine is free."""
+        return True
+
+    def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
+        """Rent machines, a call for each, and wait until they have their addresses; those that come to nothing
+        meanwhile are ended and left out.
+        """
+        key = our_key(self.ssh_key)
+        names = {rank: name_of(tags, rank) for rank in range(int(tags[RANK_TAG]), int(tags[RANK_TAG]) + count)}
+        with self._session() as session:
+            order = self._order(session, offer, key)
+            script_id = session.make(
+                "/scripts",
+                script_name_of(tags),
+                {"script": self._script(session, tags, startup, key)},
+                lambda one, name: one["name"] == name,
+            )
+            made: dict[int, str] = {}
+            try:
+                made = create_machines(
+                    session,
+                    {rank: order_of(order, name, script_id, of_machine(tags, rank)) for rank, name in names.items()},
+                )
+                up = await_addresses(session, made)
+            except SkywardError as error:
+                # else a machine may be there, and need it
+                if isinstance(error, NoCapacity) or not (made or isinstance(error, ProviderFailed)):
+                    remove(session, f"/scripts/{quote(script_id)}")
+                raise
+            try:
+                sweep(session, session.list("/instances"))
+            except SkywardError as error:
+                log.warning("old scripts and disks at Verda could not be looked for: %s", error)
+        return [
+            to_instance(up[machine_id], of_machine(tags, rank), key, self._beside(), offer)
+            for rank, machine_id in sorted(made.items())
+            if machine_id in up
+        ]
+
+    def instances(self, pool_id: str | None = None) -> list[Instance]:
+        """Return the pool's machines at all locations.
+
+        A machine whose address is not known yet, or whose key is not here, has no endpoint.
+        """
+        with self._session() as session:
+            machines = session.list("/instances")
+        key = self._key_if_here()
+        told = [
+            (machine, tags)
+            for machine in machines
+            if (tags := tags_of(machine)) is not None and pool_id in (None, tags[POOL_TAG])
+        ]
+        found = [to_instance(machine, tags, key, self._beside()) for machine, tags in told]
+        return [instance for instance in found if instance.state is not InstanceState.GONE]
+
+    def terminate(self, ids: Sequence[str]) -> None:
+        """Delete machines with their disks and scripts, and what others of ours have left behind.
+
+        Asks again for those that are not up yet.
+        """
+        if not ids:
+            return
+        with self._session() as session:
+            listed = session.list("/instances")
+            known = {machine["id"]: machine for machine in listed}
+            hidden = [machine_id for machine_id in dict.fromkeys(ids) if machine_id not in known]
+            known |= {
+                machine["id"]: machine
+                for machine in side_by_side(session.machine, hidden, "skyward-verda")
+                if machine is not None
+            }
+            named = [known[machine_id] for machine_id in dict.fromkeys(ids) if machine_id in known]
+            left = delete_all(
+                session, [machine for machine in named if machine["status"] not in ("deleting", "discontinued")]
+            )
+            try:
+                sweep(session, listed, {machine["hostname"] for machine in named if machine["id"] not in left})
+            finally:
+                if left:
+                    raise instances_left(left)
+
+    def ends_for_good(self) -> bool:
+        """Only with credentials of its own it can delete itself; one that is off is paid for."""
+        return self.node_client_id is not None
+
+    def account(self) -> str:
+        """Return a name made of the client id, half a credential: a part of its hash.
+
+        Verda tells nothing better, so two credentials of one team are two accounts here.
+        """
+        with self._session() as session:
+            field_of(session.ask("GET", "/balance"), "currency", str, "Verda answered GET /balance")
+            return f"client-{hashlib.sha256(session.credentials.client_id.encode()).hexdigest()[:12]}"
+
+    def console_url(self, instance: Instance) -> str | None:
+        """Return the front door of the console: no lasting address of one machine's page is documented."""
+        return CONSOLE
+
+    # ── what is asked for ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _order(self, session: VerdaApi, offer: Offer, key: Key) -> Json:
+        """What the creating calls of one launch have in common."""
+        image = self.image or image_of(session.list("/images", instance_type=offer.instance_type), offer.accelerator)
+        key_name = f"skyward-{hashlib.sha256(key.public.encode()).hexdigest()[:12]}"
+        key_id = session.make(
+            "/ssh-keys",
+            key_name,
+            {"key": key.public},
+            lambda one, _: one["key"].split()[:2] == key.public.split()[:2],
+            is_kept=True,
+        )
+        # by default it is kept, and paid for
+        fate = {"on_spot_discontinue": "delete_permanently"} if offer.is_spot else {}
+        return {
+            "instance_type": offer.instance_type,
+            "image": image,
+            "ssh_key_ids": [key_id],
+            "location_code": offer.region,
+            "os_volume": {"size": self.os_volume_gb, **fate},
+            "is_spot": offer.is_spot,
+            "contract": "SPOT" if offer.is_spot else "PAY_AS_YOU_GO",
+            "pricing": "FIXED_PRICE",
+        }
+
+    def _beside(self) -> tuple[Extra, ...]:
+        """The disk, which is a thing of its own."""
+        return (
+            by_month(
+                "disk",
+                self.os_volume_gb * NVME_USD_PER_GB_MONTH,
+                "Verda's price of NVMe, about $0.20 per GB and month",
+                "2026-11-20",
+            ),
+        )
+
+    def _script(self, session: VerdaApi, tags: Tags, startup: str, key: Key) -> str:
+        end = "poweroff"
+        if self.node_client_id is not None and self.node_client_secret is not None:
+            words = (
+                session.credentials.url,
+                self.node_client_id.get_secret_value(),
+                self.node_client_secret.get_secret_value(),
+            )
+            end = END_BY_ITSELF.format(words=", ".join(map(json.dumps, words)))
+        return script(boot_script(startup, tags, "hostname", end), key, host_key(tags[LAUNCH_TAG], key))
+
+    def _key_if_here(self) -> Key | None:
+        """Our key; None where it cannot be read, for what is listed can be ended without it."""
+        try:
+            return our_key(self.ssh_key)
+        except BadRequest as error:
+            log.warning("machines at Verda are listed without a way to log in: %s", error)
+            return None
+
+    def _session(self) -> VerdaApi:
+        planted = (self.node_client_id, self.node_client_secret)
+        return VerdaApi(self._credentials(), [half.get_secret_value() for half in planted if half is not None])
+
+    def _credentials(self) -> Credentials:
+        """Find the credentials: given, in the environment, in the file of Verda's tools. Raises CredentialsError."""
+        environ = os.environ
+        given = tuple(
+            None if half is None else half.get_secret_value() for half in (self.client_id, self.client_secret)
+        )
+        pairs = (
+            (given[0] or environ.get("VERDA_CLIENT_ID"), given[1] or environ.get("VERDA_CLIENT_SECRET")),
+            (environ.get("DATACRUNCH_CLIENT_ID"), environ.get("DATACRUNCH_CLIENT_SECRET")),
+        )
+        for client_id, client_secret in pairs:
+            if client_id and client_secret:
+                return Credentials(client_id, client_secret, self.endpoint_url or URL)
+        place = Path(
+            environ.get("VERDA_SHARED_CREDENTIALS_FILE")
+            or Path(environ.get("VERDA_HOME") or "~/.verda") / "credentials"
+        ).expanduser()
+        told = read_credentials(place, environ.get("VERDA_PROFILE") or "default")
+        if told.get("verda_client_id") and told.get("verda_client_secret"):
+            return Credentials(
+                told["verda_client_id"],
+                told["verda_client_secret"],
+                self.endpoint_url or told.get("verda_base_url") or URL,
+            )
+        raise CredentialsError(
+            f"no credentials for Verda: set VERDA_CLIENT_ID and VERDA_CLIENT_SECRET, or write them to {place} (`verda"
+            f" auth login`). They are made at {CONSOLE}"
+        )

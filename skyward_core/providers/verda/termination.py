@@ -1,0 +1,143 @@
+"""Deleting machines of Verda, and the scripts and disks that they leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from http import HTTPStatus
+from urllib.parse import quote
+
+from skyward_core.concurrency.threads import side_by_side
+from skyward_core.errors import (
+    InstancesLeft,
+    ProviderFailed,
+    SkywardError,
+)
+from skyward_core.providers._http import rows_in
+from skyward_core.providers.verda.api import GONE_WORDS, Json, VerdaApi, speaks_of
+from skyward_core.providers.verda.tags import NAME, SCRIPT_NAME, launch_of
+
+log = logging.getLogger(__name__)
+
+BUSY_SECONDS = 240.0
+"""How long `terminate` asks again for machines that cannot be deleted yet: Verda refuses that while it provisions them.
+"""
+PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 5.0
+ORPHAN_SECONDS = 3600
+"""Scripts and disks of ours that belong to no machine are left alone for so long: another process may be about to
+launch theirs.
+"""
+BUSY_WORDS = ("can't discontinue a", "cannot discontinue a", "can't delete a", "cannot delete a")
+DISK_PREFIX = "skyward-"
+
+
+def delete_all(session: VerdaApi, machines: Sequence[Json]) -> dict[str, SkywardError]:
+    """Delete machines with their disks; return those that could not be, with the reason.
+
+    Asks again, all of them in turn, for those that are not up yet.
+    """
+    wanted = list(machines)
+    deadline = time.monotonic() + BUSY_SECONDS
+    pause = PAUSE_SECONDS
+    left: dict[str, SkywardError] = {}
+    while wanted:
+        errors = side_by_side(lambda machine: _delete(session, machine), wanted, "skyward-verda")
+        failed = {machine["id"]: error for machine, error in zip(wanted, errors, strict=True) if error is not None}
+        busy = {machine_id: error for machine_id, error in failed.items() if speaks_of(str(error), BUSY_WORDS)}
+        left |= {machine_id: error for machine_id, error in failed.items() if machine_id not in busy}
+        if busy and time.monotonic() + pause > deadline:
+            return left | busy
+        if busy:
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        again = side_by_side(session.machine, list(busy), "skyward-verda")  # it may have its disk by now, or be gone
+        wanted = [
+            machine
+            for machine in again
+            if machine is not None and machine["status"] not in ("deleting", "discontinued")
+        ]
+    return left
+
+
+def instances_left(left: Mapping[str, SkywardError]) -> InstancesLeft:
+    error = InstancesLeft(
+        f"Verda could not delete {', '.join(sorted(left))}: {'; '.join(dict.fromkeys(map(str, left.values())))}",
+        sorted(left),
+    )
+    error.__cause__ = next(iter(left.values()))
+    return error
+
+
+def _delete(session: VerdaApi, machine: Json) -> SkywardError | None:
+    # without `volume_ids` the disk goes to the trash, and with an empty list it stays and is paid for
+    disk = {"volume_ids": [machine["os_volume_id"]], "delete_permanently": True} if machine.get("os_volume_id") else {}
+    body = {"id": [machine["id"]], "action": "delete", **disk}
+    try:
+        answer = session.ask("PUT", "/instances", body=body, is_repeatable=True, missing_is_none=True)
+    except SkywardError as error:
+        return None if speaks_of(str(error), GONE_WORDS) else error
+    try:
+        told = (
+            []
+            if answer is None
+            else rows_in([answer] if isinstance(answer, dict) and answer else answer, "Verda answered PUT /instances")
+        )
+    except ProviderFailed as error:
+        return error
+    for one in told:  # 207: each has a status of its own
+        code = int(one.get("statusCode") or 0)
+        if (
+            (one.get("error") or code >= HTTPStatus.BAD_REQUEST)
+            and code != HTTPStatus.NOT_FOUND
+            and not speaks_of(str(one.get("error")), GONE_WORDS)
+        ):
+            return ProviderFailed(f"{one.get('error') or one.get('status')}").coded(str(code))
+    return None
+
+
+def sweep(session: VerdaApi, machines: Iterable[Json], ended: Collection[str] = ()) -> None:
+    """Delete scripts and disks of ours that serve no machine: those of the machines, by name, that were ended now, and
+    those that are old.
+
+    `machines` are all that are listed. A script holds the private half of its machines' host key, in clear text, until
+    it is deleted here.
+    """
+    living = {machine["hostname"] for machine in machines if machine["status"] != "discontinued"} - set(ended)
+    serving = {launch_of(name) for name in living}
+    over = {launch_of(name) for name in ended}
+    now = time.time()
+    for one in session.list("/scripts"):
+        match = SCRIPT_NAME.fullmatch(str(one["name"]))
+        launch = (match["pool"], match["launch"]) if match else ("", "")
+        if match and launch not in serving and (launch in over or now - int(match["made"]) > ORPHAN_SECONDS):
+            remove(session, f"/scripts/{quote(str(one['id']))}")
+    for one in session.list("/volumes"):
+        name = str(one["name"]).removeprefix(DISK_PREFIX)
+        is_ours = one.get("is_os_volume") and name != one["name"] and NAME.fullmatch(name)
+        is_free = (
+            one.get("status") == "detached"
+            and not one.get("instance_id")
+            and not one.get("instances")
+            and name not in living
+        )
+        if is_ours and is_free and (name in ended or now - _seconds(one.get("created_at")) > ORPHAN_SECONDS):
+            remove(session, f"/volumes/{quote(str(one['id']))}", {"is_permanent": True})
+
+
+def remove(session: VerdaApi, path: str, body: Json | None = None) -> None:
+    """Delete what is not a machine. Whatever is in the way is only told: the next sweep finds it again."""
+    try:
+        session.ask("DELETE", path, body=body, missing_is_none=True)
+    except SkywardError as error:
+        log.warning("Verda keeps %s for now: %s", path, error)
+
+
+def _seconds(moment: object) -> float:
+    """Seconds since 1970 of a moment as Verda writes it; now if it cannot be read, so that nothing looks old."""
+    with contextlib.suppress(ValueError):
+        told = datetime.fromisoformat(str(moment))
+        return (told if told.tzinfo else told.replace(tzinfo=UTC)).timestamp()
+    return time.time()
