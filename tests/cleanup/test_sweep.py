@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import PrivateAttr
 
 from skyward_core import Instance, InstancesLeft, InstanceState, Lease, Offer, Provider, Requirements
 from skyward_core.cleanup import survey
@@ -854,6 +855,36 @@ def test_what_cannot_be_ended_stays_open(ledger: Ledger, tmp_path: Path, hands: 
     (its,) = ledger.open_intents()
     assert its.end_asked_at is not None
     assert [found.id for found in ledger.pools()] == [pool]
+
+
+class ForgetfulProvider(StuckProvider):
+    """Ends no machine, and leaves `fake-0` out of its listings while `forgets` is set."""
+
+    name: ClassVar[str] = "forgetful"
+    _listings: list[bool] = PrivateAttr(default_factory=list[bool])
+
+    def forget_in(self, listings: Sequence[bool]) -> None:
+        """Set for the next listings whether each lacks `fake-0`."""
+        self._listings[:] = listings
+
+    def instances(self, pool_id: str | None = None) -> list[Instance]:
+        forgets = bool(self._listings) and self._listings.pop(0)
+        return [one for one in super().instances(pool_id) if not (forgets and one.id == "fake-0")]
+
+
+def test_a_machine_that_is_listed_again_is_not_recorded_as_gone(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
+    """One listing lacks a machine and the next has it: it still runs, so InstancesLeft names it and its entry stays
+    open.
+    """
+    world = of_kind(ForgetfulProvider, ledger, tmp_path, hands)
+    pool = world.pool()
+    forgotten, other = (instance.id for instance in world.rent(pool, 2))
+    assert isinstance(world.provider, ForgetfulProvider)
+    world.provider.forget_in([False, True])
+    with pytest.raises(InstancesLeft) as caught:
+        world.end(pool)
+    assert set(caught.value.ids) == {forgotten, other}
+    assert {its.cloud_id for its in ledger.open_intents()} == {forgotten, other}
 
 
 def test_an_account_gets_back_what_was_not_spent(world: World) -> None:

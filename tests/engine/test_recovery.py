@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 import skyward_core as sky
 from skyward_core.engine import membership
 from skyward_core.engine.membership import (
+    ASK_SECONDS,
     FIRST_PAUSE_SECONDS,
     HEAD_PATIENCE_SECONDS,
     HEAD_WORKERS_SECONDS,
@@ -694,6 +695,17 @@ def test_a_cloud_may_leave_a_machine_out_once(world: World) -> None:
     head.is_missed = True
     world.go_on(5)
     assert [event.reason for event in world.told.of(sky.InstanceLost)] == ["its provider lists it no more"]
+
+
+def test_listings_without_the_head_count_only_in_a_row(world: World) -> None:
+    """The head is missing in one listing, is in the next, and is missing again: it is not lost."""
+    world.is_cloud = True
+    head = world.cut(0)
+    for head.is_missed in (True, False, True, False):
+        world.turn(ASK_SECONDS)
+        assert world.work() == 1, "each turn makes one listing"
+    world.turn()
+    assert world.lost() == []
 
 
 def test_an_outage_of_the_provider_is_not_absence(world: World) -> None:
