@@ -99,11 +99,11 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         ),
         (
             "import skyward_core; skyward_core.ComputePool; skyward_core.Local()",
-            "distributed dask rich numpy torch jax sklearn boto3 prefect airflow dagster",
+            "distributed dask rich tenacity numpy torch jax sklearn boto3 prefect airflow dagster",
         ),
         (
             "import skyward_core.worker.node, skyward_core.worker.supervisor",
-            "pydantic rich uv boto3 asyncssh httpx prefect airflow dagster",
+            "pydantic rich uv boto3 asyncssh httpx tenacity prefect airflow dagster",
         ),
     ],
 )

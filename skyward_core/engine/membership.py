@@ -45,6 +45,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import NodeLost, PoolClosed
 from skyward_core.events.events import (
     ClusterRestarting,
@@ -193,17 +194,17 @@ class Survivors:
 
 @dataclass(slots=True)
 class _Retry:
-    """Something that is tried until it succeeds: since when, when next, and how long to wait after that."""
+    """Something that is tried until it succeeds: since when, when next, and how often it has failed."""
 
     since: float
     try_at: float
-    pause: float = FIRST_PAUSE_SECONDS
+    failures: int = 0
     is_trying: bool = False
 
     def put_off(self, now: float) -> None:
-        """It has failed: try again later, with a pause that doubles."""
-        self.try_at = now + self.pause
-        self.pause = min(self.pause * 2, LONGEST_PAUSE_SECONDS)
+        """It has failed: try again later."""
+        self.failures += 1
+        self.try_at = now + Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS).seconds(self.failures)
 
 
 @dataclass(slots=True)

@@ -14,7 +14,9 @@ from http import HTTPStatus
 from typing import Any, Self, cast
 
 import httpx
+from tenacity import RetryCallState, Retrying, retry_if_exception_type
 
+from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import BadRequest, CredentialsError, ProviderFailed, RateLimited, SkywardError
 from skyward_core.worker.masking import spellings
 
@@ -36,6 +38,16 @@ us before.
 
 NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 NEVER_TO_BE_SENT = (httpx.UnsupportedProtocol, httpx.LocalProtocolError)
+
+
+class _RepeatableError(Exception):
+    """A request has failed with `failure` and may be sent again, after `wait_seconds` if the cloud has said so."""
+
+    def __init__(self, failure: SkywardError, wait_seconds: float | None = None) -> None:
+        super().__init__(failure)
+        self.failure = failure
+        self.wait_seconds = wait_seconds
+
 
 type Classify = Callable[[int, Mapping[str, Any], str], SkywardError | None]
 """Status, body (empty if it is no JSON object) and our message in; what it means for this cloud out, None for what it
@@ -123,38 +135,58 @@ class Api:
         """
         may_repeat = method in ("GET", "HEAD", "DELETE") if is_repeatable is None else is_repeatable
         deadline = time.monotonic() + PATIENCE_SECONDS
-        pause = PAUSE_SECONDS
-        while True:
-            wish: float | None = None
-            try:
-                answer = self._client.request(method, path, params=_given(query), json=body, headers=headers)
-            except NEVER_TO_BE_SENT as error:
-                raise BadRequest(self._clean(f"{self._name} cannot be asked {method} {path}: {error}")) from None
-            except httpx.RequestError as error:
-                failure: SkywardError = ProviderFailed(
-                    self._clean(f"{self._name} did not answer {method} {path}: {str(error) or type(error).__name__}")
-                )
-                failure.__cause__ = error
-                again = may_repeat or isinstance(error, NEVER_SENT)
-            else:
-                if answer.is_success:
-                    content = _content(answer)
-                    if content is None and missing_is_none and method == "GET":
-                        raise ProviderFailed(self._clean(f"{self._name} answered {method} {path} with nothing"))
-                    return content
-                failure = self._failure(method, path, answer)
-                if missing_is_none and answer.status_code in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
-                    content = _content(answer)
-                    if isinstance(content, dict) and self._says_missing(cast("dict[str, Any]", content)):
-                        return None
-                    failure = ProviderFailed(f"{failure}, which are not the words of {self._name}").coded(failure.code)
-                wish = _wish(answer, self._reset)
-                again = type(failure) is RateLimited or (type(failure) is ProviderFailed and may_repeat)
-            wait = pause if wish is None else max(wish, PAUSE_SECONDS)
-            if not again or time.monotonic() + wait > deadline:
-                raise failure
-            time.sleep(wait)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+        def send() -> Any:
+            answer = self._sent(method, path, may_repeat, params=_given(query), json=body, headers=headers)
+            return self._content_of(method, path, answer, may_repeat, missing_is_none)
+
+        sending = Retrying(
+            retry=retry_if_exception_type(_RepeatableError),
+            wait=_wait_seconds,
+            stop=lambda state: time.monotonic() + state.upcoming_sleep > deadline,
+            sleep=time.sleep,
+            reraise=True,
+        )
+        try:
+            return sending(send)
+        except _RepeatableError as error:
+            raise error.failure from error.failure.__cause__
+
+    def _sent(self, method: str, path: str, may_repeat: bool, **request: Any) -> httpx.Response:
+        """Send a request once. Raises BadRequest if it can never be sent."""
+        try:
+            return self._client.request(method, path, **request)
+        except NEVER_TO_BE_SENT as error:
+            raise BadRequest(self._clean(f"{self._name} cannot be asked {method} {path}: {error}")) from None
+        except httpx.RequestError as error:
+            failure = ProviderFailed(
+                self._clean(f"{self._name} did not answer {method} {path}: {str(error) or type(error).__name__}")
+            )
+            failure.__cause__ = error
+            raise (_RepeatableError(failure) if may_repeat or isinstance(error, NEVER_SENT) else failure) from error
+
+    def _content_of(
+        self,
+        method: str,
+        path: str,
+        answer: httpx.Response,
+        may_repeat: bool,
+        missing_is_none: bool,
+    ) -> Any:
+        """Return the content of an answer, or raise what it means."""
+        content = _content(answer)
+        if answer.is_success:
+            if content is None and missing_is_none and method == "GET":
+                raise ProviderFailed(self._clean(f"{self._name} answered {method} {path} with nothing"))
+            return content
+        failure = self._failure(method, path, answer)
+        if missing_is_none and answer.status_code in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
+            if isinstance(content, dict) and self._says_missing(cast("dict[str, Any]", content)):
+                return None
+            failure = ProviderFailed(f"{failure}, which are not the words of {self._name}").coded(failure.code)
+        if type(failure) is RateLimited or (type(failure) is ProviderFailed and may_repeat):
+            raise _RepeatableError(failure, _wish(answer, self._reset))
+        raise failure
 
     def _failure(self, method: str, path: str, answer: httpx.Response) -> SkywardError:
         content = _content(answer)
@@ -222,6 +254,15 @@ def nothing_in(answer: object, who: str) -> None:
     """
     if answer is not None:
         raise ProviderFailed(f"{who} with what is none of its answers")
+
+
+def _wait_seconds(state: RetryCallState) -> float:
+    """Return how long to wait before the next try: what the cloud wants, or the next pause of the back-off."""
+    error = None if state.outcome is None else state.outcome.exception()
+    wanted = error.wait_seconds if isinstance(error, _RepeatableError) else None
+    if wanted is not None:
+        return max(wanted, PAUSE_SECONDS)
+    return Backoff(PAUSE_SECONDS, LONGEST_PAUSE_SECONDS).seconds(state.attempt_number)
 
 
 def _without_secrets(content: object) -> object:

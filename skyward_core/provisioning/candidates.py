@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from heapq import nsmallest
 
+from skyward_core.concurrency.backoff import Backoff
 from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import (
     BadRequest,
@@ -284,9 +285,9 @@ def resting(attempts: Iterable[Attempt], now: datetime, nodes: int = 1) -> dict[
             failures.pop(key_of(attempt), None)
         elif attempt.error in COUNTED and attempt.nodes <= nodes:
             failures.setdefault(key_of(attempt), {})[attempt.pool_id] = attempt.at
+    backoff = Backoff(FIRST_REST_SECONDS, LONGEST_REST_SECONDS)
     ends = {
-        key: max(times.values())
-        + timedelta(seconds=min(FIRST_REST_SECONDS * 2 ** (len(times) - FAILURES_TO_REST), LONGEST_REST_SECONDS))
+        key: max(times.values()) + timedelta(seconds=backoff.seconds(len(times) - FAILURES_TO_REST + 1))
         for key, times in failures.items()
         if len(times) >= FAILURES_TO_REST
     }

@@ -12,6 +12,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import InstancesLeft
 from skyward_core.machines.instances import Instance
 from skyward_core.providers.base import Provider
@@ -96,7 +97,7 @@ def give_back(
     """
     patience = min(DEADLINE_SECONDS, provider.gone_deadline_seconds)
     deadline = max(clock() + patience, unsure_until + patience if unsure_until else 0.0)
-    seconds = FIRST_PAUSE_SECONDS
+    pauses = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, 1.5).pauses()
     is_sure = provider.terminate_confirms and are_all_known
     state = _Round(left=witness.rented())
     while True:
@@ -119,8 +120,7 @@ def give_back(
                 return
         if clock() > deadline:
             raise _left(provider, state, patience)
-        pause(seconds)
-        seconds = min(seconds * 1.5, LONGEST_PAUSE_SECONDS)
+        pause(next(pauses))
 
 
 def _believed(state: _Round, missing: set[str], *, was_heard: bool) -> set[str]:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import ClassVar, Protocol
 
+from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import InstancesLeft
 from skyward_core.machines.instances import Instance
 
@@ -129,14 +130,14 @@ class Endings:
                 self._repeater.start()
 
     def _repeat(self) -> None:
-        pause = FIRST_PAUSE_SECONDS
+        backoff = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+        pauses = backoff.pauses()
         while not self._closing.wait(0):
             if self._more.is_set():
                 self._more.clear()
-                pause = FIRST_PAUSE_SECONDS
-            if self._more.wait(pause):
+                pauses = backoff.pauses()
+            if self._more.wait(next(pauses)):
                 continue  # another one is lost, or the pool closes
-            pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
             with self._lock:
                 left = sorted(self._left_over, key=lambda ending: ending.instance_id)
             self._ask(left)

@@ -18,6 +18,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from skyward_core.concurrency.backoff import Backoff
 from skyward_core.concurrency.periodic import Beat
 from skyward_core.concurrency.threads import side_by_side
 from skyward_core.engine.certificates import PoolCertificate
@@ -379,12 +380,11 @@ class DetachedCall[R]:
         ResultNotLoaded, and `concurrent.futures.CancelledError` if somebody has cancelled it.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        pause = FIRST_POLL_SECONDS
+        pauses = Backoff(FIRST_POLL_SECONDS, POLL_SECONDS).pauses()
         while (known := self._look())["state"] not in ENDED or (known["state"] == "ended" and self._outcome is None):
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"call {self.call_id} is {known['state']} after {timeout} s")
-            time.sleep(pause)
-            pause = min(pause * 2, POLL_SECONDS)
+            time.sleep(next(pauses))
         if known["state"] == "lost":
             raise NodeLost(f"call {self.call_id} was lost with its node: {known['reason']}")
         if self._outcome is None or self._is_cancelled:

@@ -13,6 +13,7 @@ from typing import Any
 
 import asyncssh  # noqa: TID253  a part of ssh_connection.py
 
+from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import ConnectionLost, CredentialsError, HostKeyChanged, Unreachable
 from skyward_core.machines.instances import Endpoint
 from skyward_core.transport.proxy_command import Proxy
@@ -222,15 +223,14 @@ async def attempts(started: float, timeout: float) -> AsyncIterator[tuple[float,
     grows; at least one.
     """
     clock = asyncio.get_running_loop().time
-    pause, patience = FIRST_PAUSE_SECONDS, FIRST_DIAL_SECONDS
-    while True:
+    pauses = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, 1.6).pauses()
+    for patience in Backoff(FIRST_DIAL_SECONDS, LONGEST_DIAL_SECONDS, 1.5).pauses():
         left = max(0.01, started + timeout - clock())
         yield left, min(left, patience)
         left = started + timeout - clock()
         if left <= 0:
             return
-        await asyncio.sleep(min(pause, left))
-        pause, patience = min(pause * 1.6, LONGEST_PAUSE_SECONDS), min(patience * 1.5, LONGEST_DIAL_SECONDS)
+        await asyncio.sleep(min(next(pauses), left))
 
 
 def _words(error: BaseException | None) -> str:

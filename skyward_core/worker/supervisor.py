@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from skyward_core.concurrency.backoff import Backoff
 from skyward_core.worker import node  # the one costly import: everything forked from here has it already
 from skyward_core.worker.call_groups import CallGroups, Room, call_groups, enter
 from skyward_core.worker.info import InstanceInfo, to_env
@@ -120,7 +121,7 @@ class Deaths:
     @property
     def pause_seconds(self) -> float:
         """How long to wait before the next one is started."""
-        return min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** (len(self.times) - 1))
+        return Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS).seconds(len(self.times))
 
 
 class Supervisor:

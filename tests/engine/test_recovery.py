@@ -1059,6 +1059,7 @@ def test_what_decides_has_no_thread_no_clock_and_no_machine() -> None:
     imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
     standard = {"__future__", "collections", "collections.abc", "dataclasses", "typing"}
     values = {
+        "skyward_core.concurrency.backoff",
         "skyward_core.errors",
         "skyward_core.events.events",
         "skyward_core.machines.instances",

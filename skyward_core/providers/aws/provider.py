@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, PrivateAttr, SecretStr, field_validator, model_validator
 
+from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, ProviderFailed, SkywardError
 from skyward_core.machines.instances import Endpoint, Instance, InstanceState
 from skyward_core.machines.offers import Extra, Offer, Requirements, matches
@@ -437,7 +438,7 @@ class AWS(Provider):
         Raises NoCapacity, QuotaExceeded, BadRequest or ProviderFailed if all have failed.
         """
         deadline = time.monotonic() + ADDRESS_SECONDS
-        pause = FIRST_LOOK_SECONDS
+        pauses = Backoff(FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS, 1.5).pauses()
         while True:
             listed = account.machines(region, {"Name": f"tag:{LAUNCH_TAG}", "Values": [launch]})
             found = {machine["InstanceId"]: machine for machine in listed if machine["InstanceId"] in ids}
@@ -449,8 +450,7 @@ class AWS(Provider):
             }
             if len(ready) + len(failed) == len(ids) or time.monotonic() > deadline:
                 break
-            time.sleep(pause)
-            pause = min(1.5 * pause, LONGEST_LOOK_SECONDS)
+            time.sleep(next(pauses))
         if left := [machine_id for machine_id in ids if machine_id not in ready]:
             terminated(account, region, left)  # a stopped one costs its disk; what fails here is found by its tags
         if not ready and not failed:

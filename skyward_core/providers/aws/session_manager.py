@@ -30,6 +30,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import BadRequest, CredentialsError, ProviderFailed, SkywardError
 from skyward_core.providers.aws.account import Account
 from skyward_core.transport.proxy_command import PYTHON, REFUSED, WRONG
@@ -118,8 +119,7 @@ def _session(account: Account, region: str, wanted: Mapping[str, Any]) -> dict[s
     """Ask for a session until there is one: each of these processes that is started anew costs more than one that
     waits.
     """
-    pause = FIRST_PAUSE_SECONDS
-    while True:
+    for pause in Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, 1.5).pauses():
         try:
             answer = account.ask(region, "ssm", "start_session", once=True, **wanted)
             return {name: str(answer[name]) for name in ("SessionId", "TokenValue", "StreamUrl")}
@@ -130,7 +130,7 @@ def _session(account: Account, region: str, wanted: Mapping[str, Any]) -> dict[s
             _say(why)
             if _hung_up(pause):
                 raise ProviderFailed(why) from error
-        pause = min(1.5 * pause, LONGEST_PAUSE_SECONDS)
+    raise AssertionError  # the pauses have no end
 
 
 def _hint(instance_id: str, region: str, error: SkywardError) -> str:

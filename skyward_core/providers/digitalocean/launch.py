@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import batched
 from typing import Any
 
+from skyward_core.concurrency.backoff import Backoff
 from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import (
     BadRequest,
@@ -106,10 +107,9 @@ def await_addresses(api: Api, created: Sequence[Row], *, is_gpu: bool) -> tuple[
         return [machine_id for machine_id, row in rows.items() if machine_id not in failed and not is_ready(row)]
 
     deadline = time.monotonic() + ADDRESS_SECONDS
-    pause = POLL_SECONDS
+    pauses = Backoff(POLL_SECONDS, LONGEST_POLL_SECONDS, 1.5).pauses()
     while waiting() and time.monotonic() < deadline:
-        time.sleep(pause)
-        pause = min(1.5 * pause, LONGEST_POLL_SECONDS)
+        time.sleep(next(pauses))
         rows.update({str(row["id"]): row for row in droplets(api, is_gpu=is_gpu) if str(row["id"]) in rows})
         turn = sorted(waiting(), key=lambda machine_id: asked.get(machine_id, 0.0))[:ACTIONS_PER_POLL]
         asked |= dict.fromkeys(turn, time.monotonic())

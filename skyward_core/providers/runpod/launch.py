@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import cast
 from urllib.parse import quote
 
+from skyward_core.concurrency.backoff import Backoff
 from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import (
     NoCapacity,
@@ -121,7 +122,7 @@ def await_addresses(
     """
     waiting, up, down, missed = dict(created), dict[int, Row](), dict[int, NoCapacity](), dict.fromkeys(created, 0)
     deadline = time.monotonic() + ADDRESS_SECONDS
-    pause = POLL_SECONDS
+    pauses = Backoff(POLL_SECONDS, LONGEST_POLL_SECONDS, 1.5).pauses()
     while waiting:
         rows = {row["id"]: row for row in all_pods(api)}
         is_late = time.monotonic() >= deadline
@@ -140,8 +141,7 @@ def await_addresses(
                 continue
             del waiting[rank]
         if waiting:
-            time.sleep(pause)
-            pause = min(1.5 * pause, LONGEST_POLL_SECONDS)
+            time.sleep(next(pauses))
     return up, down
 
 

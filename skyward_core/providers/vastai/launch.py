@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import (
     NoCapacity,
     ProviderFailed,
@@ -117,7 +118,7 @@ def await_addresses(
     rank for the others, which are ended.
     """
     waiting, up, down, missed = dict(created), dict[int, Row](), dict[int, SkywardError](), dict[int, int]()
-    pause = POLL_SECONDS
+    pauses = Backoff(POLL_SECONDS, LONGEST_POLL_SECONDS, 1.5).pauses()
     while waiting:
         rows = {row["id"]: row for row in all_containers(api)}
         is_late = time.monotonic() >= deadline
@@ -136,8 +137,7 @@ def await_addresses(
                 continue
             del waiting[rank]
         if waiting:
-            time.sleep(pause)
-            pause = min(1.5 * pause, LONGEST_POLL_SECONDS)
+            time.sleep(next(pauses))
     destroy_failed(api, [created[rank] for rank in down], made)
     return up, down
 

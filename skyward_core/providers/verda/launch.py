@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 
+from skyward_core.concurrency.backoff import Backoff
 from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import (
     NoCapacity,
@@ -71,7 +72,7 @@ def await_addresses(session: VerdaApi, made: Mapping[int, str]) -> dict[str, Jso
     up: dict[str, Json] = {}
     failed: dict[str, str] = {}
     deadline = time.monotonic() + ADDRESS_SECONDS
-    pause = POLL_SECONDS
+    pauses = Backoff(POLL_SECONDS, LONGEST_POLL_SECONDS).pauses()
     while True:
         listed = {machine["id"]: machine for machine in session.list("/instances")}
         waiting = [machine_id for machine_id in made.values() if machine_id not in up and machine_id not in failed]
@@ -85,7 +86,7 @@ def await_addresses(session: VerdaApi, made: Mapping[int, str]) -> dict[str, Jso
                 up[machine_id] = machine
         if len(up) + len(failed) == len(made):
             break
-        if time.monotonic() + pause > deadline:
+        if time.monotonic() + (pause := next(pauses)) > deadline:
             failed |= {
                 machine_id: f"no address after {ADDRESS_SECONDS:.0f} s"
                 for machine_id in waiting
@@ -93,7 +94,6 @@ def await_addresses(session: VerdaApi, made: Mapping[int, str]) -> dict[str, Jso
             }
             break
         time.sleep(pause)
-        pause = min(2 * pause, LONGEST_POLL_SECONDS)
     if failed:
         log.warning("machines at Verda came to nothing: %s", failed)
         left = delete_all(

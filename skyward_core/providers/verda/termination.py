@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from http import HTTPStatus
 from urllib.parse import quote
 
+from skyward_core.concurrency.backoff import Backoff
 from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import (
     InstancesLeft,
@@ -41,18 +42,17 @@ def delete_all(session: VerdaApi, machines: Sequence[Json]) -> dict[str, Skyward
     """
     wanted = list(machines)
     deadline = time.monotonic() + BUSY_SECONDS
-    pause = PAUSE_SECONDS
+    pauses = Backoff(PAUSE_SECONDS, LONGEST_PAUSE_SECONDS).pauses()
     left: dict[str, SkywardError] = {}
     while wanted:
         errors = side_by_side(lambda machine: _delete(session, machine), wanted, "skyward-verda")
         failed = {machine["id"]: error for machine, error in zip(wanted, errors, strict=True) if error is not None}
         busy = {machine_id: error for machine_id, error in failed.items() if speaks_of(str(error), BUSY_WORDS)}
         left |= {machine_id: error for machine_id, error in failed.items() if machine_id not in busy}
-        if busy and time.monotonic() + pause > deadline:
+        if busy and time.monotonic() + (pause := next(pauses)) > deadline:
             return left | busy
         if busy:
             time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         again = side_by_side(session.machine, list(busy), "skyward-verda")  # it may have its disk by now, or be gone
         wanted = [
             machine
