@@ -49,9 +49,10 @@ def delete_all(session: VerdaApi, machines: Sequence[Json]) -> dict[str, Skyward
         failed = {machine["id"]: error for machine, error in zip(wanted, errors, strict=True) if error is not None}
         busy = {machine_id: error for machine_id, error in failed.items() if speaks_of(str(error), BUSY_WORDS)}
         left |= {machine_id: error for machine_id, error in failed.items() if machine_id not in busy}
-        if busy and time.monotonic() + (pause := next(pauses)) > deadline:
-            return left | busy
         if busy:
+            pause = next(pauses)
+            if time.monotonic() + pause > deadline:
+                return left | busy
             time.sleep(pause)
         again = side_by_side(session.machine, list(busy), "skyward-verda")  # it may have its disk by now, or be gone
         wanted = [
