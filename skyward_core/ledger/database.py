@@ -9,45 +9,31 @@ from typing import Any, cast
 
 from sqlalchemy import Connection
 
-from skyward_core.ledger.tables import (
-    ATTEMPTS,
-    MIGRATIONS,
-    POOLS,
-    RESERVATIONS,
-    RESOURCES,
-    migrate,
-    opened,
-    parsed,
-    schema_version,
-    told,
-)
+from skyward_core.ledger.schema import MIGRATIONS, migrate, schema_version
+from skyward_core.ledger.sql_engine import ledger_errors, open_engine, parse_url
+from skyward_core.ledger.tables import ATTEMPTS, POOLS, RESERVATIONS, RESOURCES
 
 NUMBERS_PER_STATEMENT = 1000
-"""How many values one `IN` may list; SQLite takes 32,766 in a statement, PostgreSQL twice that."""
+"""The most values in one `IN`. SQLite allows 32,766 in a statement, PostgreSQL twice as many."""
 
 
 class Database:
-    """The database of one ledger: its connections, its transactions, and the clock that stamps its rows.
-
-    Usable from many threads.
-    """
+    """The database of one ledger: connections, transactions and the clock for its rows. Safe to use from threads."""
 
     def __init__(self, url: str, clock: Callable[[], datetime], busy_timeout_seconds: float) -> None:
-        """Open the database at a SQLAlchemy URL; make the tables if there are none, migrate them if they are of an
-        older version.
-        """
-        self.url = parsed(url)
+        """Open the database at a SQLAlchemy URL, and create or migrate its tables."""
+        self.url = parse_url(url)
         self.clock = clock
         self._is_closed = False
-        self._engine = opened(self.url, busy_timeout_seconds)
+        self._engine = open_engine(self.url, busy_timeout_seconds)
         self._writing = self._engine.execution_options(skyward_writes=True)
         try:
-            self._bring_up_to_date()
+            self._migrate()
         except BaseException:
             self.close()
             raise
 
-    def _bring_up_to_date(self) -> None:
+    def _migrate(self) -> None:
         with self.read() as connection:
             is_current = schema_version(connection) == len(MIGRATIONS)
         if not is_current:
@@ -55,16 +41,14 @@ class Database:
                 migrate(connection)
 
     def close(self) -> None:
-        """Close all connections; may be called twice. A later call opens a connection for its transaction."""
+        """Close all connections. May be called twice. A later transaction opens its own connection."""
         self._is_closed = True
         self._engine.dispose()
 
     def vacuum(self) -> None:
-        """Give the room of what was pruned back to the disk (SQLite), or to the tables (PostgreSQL, where it is done by
-        itself too).
-        """
+        """Free the space of deleted rows: on the disk (SQLite), or in the tables (PostgreSQL)."""
         with (
-            told(self.url),
+            ledger_errors(self.url),
             self._pooled(),
             self._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection,
         ):
@@ -79,25 +63,26 @@ class Database:
 
     @contextmanager
     def read(self) -> Generator[Connection]:
-        """Open a transaction that reads; it never waits for a writer."""
-        with told(self.url), self._pooled(), self._engine.connect() as connection:
+        """Open a transaction that reads. It never waits for a writer."""
+        with ledger_errors(self.url), self._pooled(), self._engine.connect() as connection:
             yield connection
 
     @contextmanager
     def write(self) -> Generator[Connection]:
-        """Open a transaction that writes; it is committed at the end, and rolled back after an exception."""
-        with told(self.url), self._pooled(), self._writing.begin() as connection:
+        """Open a transaction that writes. It is committed at the end, or rolled back after an exception."""
+        with ledger_errors(self.url), self._pooled(), self._writing.begin() as connection:
             yield connection
 
     @contextmanager
     def _pooled(self) -> Generator[None]:
-        """Keep no connection after a transaction that ends in a closed ledger: `dispose` closes only connections that
-        no thread uses.
+        """Close the connection of a transaction that ends after `close`.
+
+        `dispose` closes only connections that no thread uses at that time.
         """
         pool = self._engine.pool
         try:
             yield
         finally:
             if self._is_closed:
-                pool.dispose()  # of the time before `close`, if it was called meanwhile
+                pool.dispose()  # the pool from before `close`, if that was called meanwhile
                 self._engine.dispose()

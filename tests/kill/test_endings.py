@@ -459,7 +459,7 @@ with pool() as p:
 
 # ── a ledger that cannot be used ─────────────────────────────────────────────────────────────────────────────────────
 
-FULL = "could not be read or written by the operating system. Look at the disk: is it full"
+FULL = "could not be read or written by the operating system. Check the disk: it may be full"
 DAMAGED = "is damaged, or no ledger. Move it away"
 LOCKED = "is locked by another process that does not finish"
 NO_ROOM = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))\n"

@@ -1,0 +1,106 @@
+"""The version of a ledger's schema, and its migration to the newest version.
+
+`skyward_meta` holds the version as a number. Every release reads it first, and refuses a number that it does not know.
+Alembic runs the migrations and keeps its own copy of that number in `skyward_alembic`. One transaction writes both,
+together with all changes of the schema: another process sees the old schema or the new one, never a part.
+
+Alembic is imported only if there is something to migrate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, cast
+
+from sqlalchemy import Connection, func, insert, inspect, select, update
+
+from skyward_core.errors import LedgerError
+from skyward_core.ledger.migrations import v1_first_release, v2_attempts, v3_work, v4_price_details
+from skyward_core.ledger.tables import META
+
+if TYPE_CHECKING:
+    from alembic.runtime.migration import MigrationContext, MigrationStep
+    from alembic.script.revision import RevisionMap
+
+MIGRATIONS: Sequence[ModuleType] = (v1_first_release, v2_attempts, v3_work, v4_price_details)
+"""All migrations in their order. The revision of each is the version to which it leads; 0 is a database without our
+tables.
+"""
+ALEMBIC_TABLE = "skyward_alembic"
+MIGRATION_LOCK = 0x736B7977617264  # "skyward" in ASCII: the advisory lock of a migration in PostgreSQL
+
+
+def schema_version(connection: Connection) -> int:
+    """Return the version of the schema; 0 if the ledger has no tables."""
+    if not inspect(connection).has_table(META.name):
+        return 0
+    version = connection.execute(select(META.c.value).where(META.c.name == "version")).scalar()
+    if version is None:
+        return 0
+    if not (str(version).isascii() and str(version).isdecimal()):
+        raise LedgerError(
+            f"The ledger at {connection.engine.url!r} says that it has version {version!r}, which is none: it is"
+            f" damaged, or not skyward's. Name another ledger (SKYWARD_LEDGER), or set the right number in {META.name};"
+            f" this release of skyward-core writes {len(MIGRATIONS)}."
+        )
+    return int(version)
+
+
+def migrate(connection: Connection, migrations: Sequence[ModuleType] = MIGRATIONS) -> None:
+    """Migrate the schema to the last of `migrations`, within the transaction of the connection.
+
+    The transaction must have the write lock in SQLite. Raises LedgerError if the schema is newer than that.
+    """
+    if connection.dialect.name == "postgresql":
+        connection.execute(select(func.pg_advisory_xact_lock(MIGRATION_LOCK)))
+    version = schema_version(connection)
+    if version > len(migrations):
+        raise LedgerError(
+            f"The ledger at {connection.engine.url!r} has version {version}; this release of skyward-core knows"
+            f" {len(migrations)}. Use the newer release, or another ledger (SKYWARD_LEDGER)."
+        )
+    if version < len(migrations):
+        _run(connection, migrations, version)
+        _write_version(connection, len(migrations))
+
+
+def _run(connection: Connection, migrations: Sequence[ModuleType], version: int) -> None:
+    """Let Alembic run the migrations from `version` on."""
+    from alembic.operations import Operations
+    from alembic.runtime.migration import MigrationContext
+    from alembic.script import Script
+    from alembic.script.revision import RevisionMap
+
+    history = RevisionMap(lambda: [Script(module, module.revision, str(module.__file__)) for module in migrations])
+
+    def steps(heads: Iterable[str], _: MigrationContext) -> Iterator[MigrationStep]:
+        return _steps(history, tuple(heads), version)
+
+    context = MigrationContext.configure(
+        connection, opts={"fn": steps, "version_table": ALEMBIC_TABLE, "transactional_ddl": True}
+    )
+    # not `with Operations.context`: it sets a global of Alembic, and other threads may migrate other databases
+    context.run_migrations(op=Operations(context))
+
+
+def _steps(history: RevisionMap, heads: tuple[str, ...], version: int) -> Iterator[MigrationStep]:
+    """Generate the steps from Alembic's heads to the newest migration.
+
+    A ledger of a release before Alembic has a version and no heads. It is stamped with its version first.
+    """
+    from alembic.runtime.migration import MigrationStep, StampStep
+    from alembic.script import Script
+
+    if version and not heads:
+        heads = (str(version),)
+        yield StampStep((), heads, is_upgrade=True, branch_move=True, revision_map=history)
+    newer = list(history.iterate_revisions("head", heads or "base"))
+    for script in reversed(newer):
+        yield MigrationStep.upgrade_from_script(history, cast("Script", script))
+
+
+def _write_version(connection: Connection, version: int) -> None:
+    statement = update(META).where(META.c.name == "version").values(value=str(version))
+    if connection.execute(statement).rowcount == 0:
+        connection.execute(insert(META).values(name="version", value=str(version)))

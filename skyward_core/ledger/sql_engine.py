@@ -1,0 +1,228 @@
+"""Opens the database of a ledger, SQLite or PostgreSQL, and turns its errors into LedgerError."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from stat import S_IMODE, S_ISREG
+from typing import Any
+
+from platformdirs import user_state_path
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy.engine import ExceptionContext
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.pool import PoolProxiedConnection
+
+from skyward_core.errors import LedgerConflict, LedgerError
+from skyward_core.worker.private_folders import NotPrivate, make_file, other_writers
+
+CONNECT_TIMEOUT_SECONDS = 10
+BESIDE = ("-wal", "-shm", "-journal")
+"""Endings of the files that SQLite keeps beside a database; it makes them with the mode of that one
+(sqlite.org/wal.html).
+"""
+_log = logging.getLogger("skyward")
+
+
+def parse_url(url: str) -> URL:
+    """Return the URL of a ledger. Raises LedgerError if no ledger can be there."""
+    try:
+        found = make_url(url)
+    except (ArgumentError, ValueError) as error:  # ValueError: a port that is no number
+        raise LedgerError(
+            f"{url!r} is no URL of a ledger. Examples: sqlite:////var/lib/skyward/ledger.db,"
+            " postgresql+psycopg://host/database."
+        ) from error
+    if found.get_backend_name() not in ("sqlite", "postgresql"):
+        raise LedgerError(f"A ledger is kept in SQLite or PostgreSQL, not in {found.get_backend_name()}.")
+    if found.get_backend_name() == "sqlite" and found.database in (None, "", ":memory:"):
+        raise LedgerError(
+            "A ledger in memory would be lost with its process. Name a file: sqlite:////var/lib/skyward/ledger.db."
+        )
+    return found
+
+
+def open_engine(url: URL, busy_timeout_seconds: float) -> Engine:
+    """Return the engine for the URL of a ledger.
+
+    In SQLite, a transaction with the execution option `skyward_writes` takes the write lock when it begins.
+    """
+    with ledger_errors(url):
+        if url.get_backend_name() == "postgresql":
+            settings = {
+                "connect_timeout": CONNECT_TIMEOUT_SECONDS,
+                "options": f"-c lock_timeout={round(busy_timeout_seconds * 1000)}",
+                # a server that was set up with LC_ALL=C has no encoding, and the driver would return texts as bytes
+                "client_encoding": "utf8",
+            }
+            return create_engine(url, pool_pre_ping=True, connect_args=settings)
+        _make_private(Path(str(url.database)))
+        engine = create_engine(url, connect_args={"timeout": busy_timeout_seconds})
+    event.listen(engine, "connect", lambda connection, _: _prepare_sqlite(connection, busy_timeout_seconds))
+    event.listen(engine, "begin", _begin_sqlite)
+    event.listen(engine, "handle_error", _keep_connection)
+    return engine
+
+
+def _make_private(path: Path) -> None:
+    """Create the file if it does not exist, and take all rights on it from other users. Raises OSError.
+
+    The files that SQLite keeps beside it are treated the same. No file is opened, because closing it would drop all
+    locks that this process has on it (fcntl(2)).
+    """
+    path = Path(os.path.realpath(path))
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.parent.stat()
+    if others := other_writers(status):
+        raise NotPrivate(
+            f"{path.parent} may be written to by {others} (mode {S_IMODE(status.st_mode):04o}), who could replace the"
+            " ledger"
+        )
+    if status.st_mode & 0o077 and status.st_uid == os.geteuid() and path.parent == user_state_path("skyward"):
+        path.parent.chmod(0o700)
+    if not path.exists():
+        make_file(path)
+    for file in (path, *(path.with_name(f"{path.name}{ending}") for ending in BESIDE)):
+        with suppress(FileNotFoundError):  # SQLite creates and deletes the files beside it
+            _deny_others(file)
+
+
+def _deny_others(file: Path) -> None:
+    status = file.lstat()
+    if not S_ISREG(status.st_mode):
+        return  # SQLite raises an error for it
+    if status.st_uid != os.geteuid() and os.geteuid() != 0:
+        raise NotPrivate(
+            f"{file} belongs to user {status.st_uid}: a ledger that several users share is kept in PostgreSQL"
+        )
+    if status.st_mode & 0o077:
+        file.chmod(0o600)
+        if not file.name.endswith(BESIDE):
+            _log.warning(
+                "other users could read the ledger %s (mode %04o); its mode is 0600 now",
+                file,
+                S_IMODE(status.st_mode),
+            )
+
+
+def _prepare_sqlite(connection: PoolProxiedConnection, busy_timeout_seconds: float) -> None:
+    driver: Any = connection
+    # a damaged text makes its own row unreadable, not the whole listing
+    driver.text_factory = functools.partial(str, encoding="utf-8", errors="replace")
+    # `_begin_sqlite` sends BEGIN: the driver would send it too late for DDL, and without the write lock
+    driver.isolation_level = None
+    _switch_to_wal(driver, time.monotonic() + busy_timeout_seconds)
+    # an intent must survive a power cut: without it a machine could run that no ledger knows
+    driver.execute("PRAGMA synchronous=FULL")
+    driver.execute("PRAGMA foreign_keys=ON")
+
+
+def _switch_to_wal(driver: Any, deadline: float) -> None:
+    """Switch a database to WAL mode, and retry while another process does the same.
+
+    SQLite does not always wait for that lock (sqlite.org/wal.html, section 9).
+    """
+    while True:
+        try:
+            driver.execute("PRAGMA journal_mode=WAL")
+        except driver.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+        else:
+            return
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    """Begin a transaction; a writer takes the lock at once.
+
+    A writer that reads first and then finds the file changed could only fail.
+    """
+    connection.exec_driver_sql(
+        "BEGIN IMMEDIATE" if connection.get_execution_options().get("skyward_writes") else "BEGIN"
+    )
+
+
+def _keep_connection(context: ExceptionContext) -> None:
+    """Let SQLAlchemy roll back a transaction that a signal has interrupted.
+
+    By default it drops the connection. The exception keeps its statement alive, and so the write lock.
+    """
+    if not isinstance(context.original_exception, Exception):
+        context.is_disconnect = False
+
+
+# ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+(
+    SQLITE_BUSY,
+    SQLITE_LOCKED,
+    SQLITE_READONLY,
+    SQLITE_IOERR,
+    SQLITE_CORRUPT,
+    SQLITE_FULL,
+    SQLITE_CANTOPEN,
+    SQLITE_NOTADB,
+) = (5, 6, 8, 10, 11, 13, 14, 26)
+"""Primary result codes (sqlite.org/rescode.html)."""
+
+_IS_DAMAGED = (
+    "is damaged, or no ledger. Move it away: a new one is created, and `skyward sweep` finds by their tags the machines"
+    " that only this one knew."
+)
+_ADVICE = {
+    SQLITE_BUSY: "is locked by another process that does not finish. Find it (fuser) and end it, or try again.",
+    SQLITE_LOCKED: "is locked by another connection of this process. Try again.",
+    SQLITE_READONLY: (
+        "may not be written to. Correct the permissions of the file and its directory, or name another ledger"
+        " (SKYWARD_LEDGER)."
+    ),
+    SQLITE_IOERR: ("could not be read or written by the operating system. Check the disk: it may be full or removed."),
+    SQLITE_CORRUPT: _IS_DAMAGED,
+    SQLITE_FULL: "is on a full disk. Free some space; all earlier entries are safe.",
+    SQLITE_CANTOPEN: (
+        "could not be opened. Check the path and its permissions, or name another ledger (SKYWARD_LEDGER)."
+    ),
+    SQLITE_NOTADB: _IS_DAMAGED,
+}
+
+
+@contextmanager
+def ledger_errors(url: URL) -> Generator[None]:
+    """Turn errors of the database, its driver and the operating system into LedgerError, without passwords."""
+    try:
+        yield
+    except IntegrityError as error:
+        raise LedgerConflict(
+            f"The ledger at {url!r} refuses this entry: {error.orig}. Its pool or account is not in the ledger,"
+            " or another process was faster; try again."
+        ) from error
+    except DBAPIError as error:
+        raise LedgerError(f"The ledger at {url!r} {_advice(error)} ({_cause(error)})") from error
+    except (NoSuchModuleError, ImportError) as error:
+        raise LedgerError(
+            f"The driver for {url!r} is not installed: {error}. For postgresql+psycopg: pip install 'psycopg[binary]'."
+        ) from error
+    except SQLAlchemyError as error:
+        raise LedgerError(f"The ledger at {url!r} could not be used: {error}") from error
+    except OSError as error:
+        raise LedgerError(f"The ledger at {url!r} {_ADVICE[SQLITE_CANTOPEN]} ({error})") from error
+
+
+def _advice(error: DBAPIError) -> str:
+    code = getattr(error.orig, "sqlite_errorcode", None)
+    if code is not None:
+        return _ADVICE.get(code & 0xFF, "refuses.")
+    state = getattr(error.orig, "sqlstate", None)
+    if state is None or error.connection_invalidated:
+        return "cannot be reached. Check that its server runs and that the URL is right; then try again."
+    return f"refuses (SQLSTATE {state}). Look at the server's log; then try again."
+
+
+def _cause(error: DBAPIError) -> str:
+    return " ".join(str(error.orig).split())
