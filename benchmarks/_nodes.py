@@ -20,8 +20,9 @@ from typing import Any
 import dask.config
 from distributed import Worker
 
-from skyward_core.worker import node as real
-from skyward_core.worker.calls import Calls
+from skyward_core.worker.calls import CallMemory
+from skyward_core.worker.node import DASK_CONFIG, security
+from skyward_core.worker.pool_scheduler import PoolScheduler, PromptMessages
 from skyward_core.worker.settings import NodeSettings
 from tests.fake_nodes import FakeNode, FakeNodes, Played, slowly
 from tests.providers.fake_digitalocean import Droplet, FakeDigitalOcean
@@ -44,14 +45,14 @@ class Cluster:
     async def serve(self, node: FakeNode, settings: NodeSettings) -> None:
         address = settings.scheduler
         if address is None:
-            scheduler = await real.PoolScheduler(
+            scheduler = await PoolScheduler(
                 host=settings.host,
                 port=settings.scheduler_port,
                 protocol="tls",
-                security=real.security(settings),
+                security=security(settings),
                 dashboard=False,
                 dashboard_address="127.0.0.1:0",
-                plugins=[real.Prompt(), Calls(settings.lease_seconds)],
+                plugins=[PromptMessages(), CallMemory(settings.lease_seconds)],
             )
             address = str(scheduler.address)
             node.say(f"::skyward head {settings.generation} {address}")
@@ -63,7 +64,7 @@ class Cluster:
                 name=f"{settings.rank}-0",
                 nthreads=settings.slots,
                 memory_limit=0,
-                security=real.security(settings),
+                security=security(settings),
                 local_directory=self._folder,
                 dashboard=False,
                 dashboard_address="127.0.0.1:0",
@@ -107,7 +108,7 @@ def main() -> None:
     for name in ("distributed", "asyncio"):
         logging.getLogger(name).setLevel(logging.ERROR)
     folder = tempfile.mkdtemp()
-    with dask.config.set(real.DASK_CONFIG):
+    with dask.config.set(DASK_CONFIG):
         nodes = FakeNodes(
             Played(asked.install, asked.has_uv), before=slowly(asked.latency), serve=Cluster(folder).serve
         )

@@ -27,7 +27,7 @@ from typing import Any
 
 from skyward_core.machines.instances import Endpoint
 from skyward_core.transport.ssh_commands import Shell
-from skyward_core.transport.ssh_connection import Connection
+from skyward_core.transport.ssh_connection import SSHConnection
 
 HERE = Path(__file__).resolve().parent
 PEER_PORT = 7000
@@ -94,7 +94,7 @@ def measure(rounds: int = 5, payload_bytes: int = 10**9) -> list[Row]:
             known_hosts=str(host.known_hosts_path),
             config="/dev/null",
         )
-        connection = undo.enter_context(Connection(endpoint).connect(20))
+        connection = undo.enter_context(SSHConnection(endpoint).connect(20))
         shell = undo.enter_context(connection.shell())
         paths: dict[str, Address] = {
             "direct": (host.ip, PEER_PORT),
@@ -209,7 +209,7 @@ def _down(address: Address, size: int) -> float:
     return size / (time.perf_counter() - began)
 
 
-def _files_and_commands(connection: Connection, shell: Shell, payload: bytes) -> dict[str, float]:
+def _files_and_commands(connection: SSHConnection, shell: Shell, payload: bytes) -> dict[str, float]:
     put, fetch = _there_and_back(connection, memoryview(payload))
     return {
         "put": len(payload) / put,
@@ -220,7 +220,7 @@ def _files_and_commands(connection: Connection, shell: Shell, payload: bytes) ->
     }
 
 
-def _there_and_back(connection: Connection, payload: memoryview) -> tuple[float, float]:
+def _there_and_back(connection: SSHConnection, payload: memoryview) -> tuple[float, float]:
     """Seconds to write a file in the host's memory, and to read and remove it."""
     began = time.perf_counter()
     connection.put(payload, VALUE, mode=0o600)

@@ -3,7 +3,7 @@
 nodes = FakeNodes(Played(install_seconds=20, has_uv=False), before=slowly(0.3))
 nodes.add("fake-0", "127.77.0.1", 22, host_key, login)
 
-A node answers what `remote.RemoteReach` asks of one, understood by its text and not run: no process, no file, so that
+A node answers what `remote.SSHTransport` asks of one, understood by its text and not run: no process, no file, so that
 the client's share of the work is all that takes time. Its bootstrap is played: phases on its log, the installation a
 pause of so many seconds, then a wait for its settings. What a node does with them is up to `serve`. A command that is
 not known is refused and stands in `unknown`.

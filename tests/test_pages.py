@@ -47,10 +47,10 @@ NAMING = {
     "ThreadPoolExecutor": ("thread_name_prefix", 1),
     "PlainExecutor": ("name", 0),
     "Threads": ("name", 0),
-    "Beat": ("name", 0),
+    "PeriodicThread": ("name", 0),
     "side_by_side": ("name", 2),
     "end_aside": ("name", 2),
-    "_aside": ("name", 0),
+    "_in_thread": ("name", 0),
     "_begin": ("name", 0),
     "begin": ("name", 0),
 }
@@ -60,8 +60,8 @@ NAMED_BY_THEIR_CALLERS = {
     "concurrency.Threads.submit",
     "concurrency.PlainExecutor.__init__",
     "concurrency.side_by_side",
-    "concurrency.Beat.__init__",
-    "engine._Threads.__call__",
+    "concurrency.PeriodicThread.__init__",
+    "engine._ThreadStarter.__call__",
     "provisioning.Endings.end_aside",
     "session.Attached.__init__",
     "session.Renewal.begin",
@@ -162,7 +162,7 @@ def threads_of_the_core() -> Iterator[str]:
         ):
             yield place
         elif (
-            called(call) in {"Thread", "ThreadPoolExecutor", "PlainExecutor", "Threads", "Beat"}
+            called(call) in {"Thread", "ThreadPoolExecutor", "PlainExecutor", "Threads", "PeriodicThread"}
             and place not in NAMED_BY_THEIR_CALLERS
         ):
             yield f"{place}: its threads are named by its callers. Add it to NAMING and NAMED_BY_THEIR_CALLERS"

@@ -39,7 +39,7 @@ from skyward_core.worker.masking import MASK, Mask, SecretValues, spellings
 from skyward_core.worker.runner import Packet, _failed
 from skyward_core.worker.runner_factory import RunnerFactory
 from skyward_core.worker.runner_output import Stream
-from skyward_core.worker.secret_values import Keeping, ask_for
+from skyward_core.worker.secret_values import SecretStore, ask_for
 from skyward_core.worker.settings import NodeSettings
 from skyward_core.worker.slot import Slot, _BatchRun
 from skyward_core.worker.wire import Batch, Call, Parcel
@@ -557,7 +557,7 @@ def test_a_worker_waits_for_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
             return self.handlers[name]
 
     async def asks() -> SecretValues:
-        keeping, scheduler = Keeping(), Scheduler()
+        keeping, scheduler = SecretStore(), Scheduler()
         await keeping.start(scheduler)  # type: ignore[arg-type]
         asked = asyncio.create_task(ask_for(scheduler, ("A",)))
         await asyncio.sleep(0)
@@ -571,7 +571,7 @@ def test_a_worker_waits_for_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asyncio.run(asks()) == {"A": "1"}
 
     async def asks_in_vain() -> None:
-        keeping, scheduler = Keeping(), Scheduler()
+        keeping, scheduler = SecretStore(), Scheduler()
         await keeping.start(scheduler)  # type: ignore[arg-type]
         with pytest.raises(LookupError, match="A"):
             await ask_for(scheduler, ("A",))

@@ -222,13 +222,13 @@ import sys, types, uuid
 
 uuid.uuid4 = lambda: types.SimpleNamespace(hex=sys.argv[1])
 import skyward_core as sky
-from skyward_core.transport.transport import LocalReach
+from skyward_core.transport.transport import LocalTransport
 from skyward_core.worker.settings import memory_directory
 
 provider = sky.Local()
 (offer,) = provider.offers(sky.Requirements())
 (instance,) = provider.launch(offer, 1, {"skyward-pool": "sky-two", "skyward-rank": "0"}, "sleep 300")
-print(*LocalReach(instance, bool, lambda: None).value_directories, sep="\\n")
+print(*LocalTransport(instance, bool, lambda: None).value_directories, sep="\\n")
 provider.terminate([instance.id])
 """
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 
-class Beat:
+class PeriodicThread:
     """Calls `step` every so many seconds, from a daemon thread of that name, until `end` is called. The first call
     comes after the first pause.
 

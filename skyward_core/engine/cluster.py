@@ -11,10 +11,8 @@ The caller's thread packs calls and posts them; the owner's thread decides every
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 import os
-import pickle
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -26,29 +24,25 @@ import distributed  # noqa: TID253 - with connection.py owns Dask in this packag
 from skyward_core.compute import PendingCompute
 from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.engine.connection import Connection, NotSent, connect
+from skyward_core.engine.detached_calls import DetachedCalls, ask_on, packed_function
 from skyward_core.engine.dispatcher import Dispatcher
 from skyward_core.engine.futures import CallFuture
 from skyward_core.engine.outbox import Entry
 from skyward_core.engine.owner import Counts, Owner, Watcher
-from skyward_core.engine.results import value_of
 from skyward_core.errors import BadRequest, NodeLost, PoolClosed, SkywardError
 from skyward_core.events.events import SkywardEvent
 from skyward_core.machines.instances import Lease
 from skyward_core.serialization import pickling, sources
-from skyward_core.transport.transport import Reach, Reaches
+from skyward_core.transport.transport import Transports
 from skyward_core.worker import calls as messages
-from skyward_core.worker.calls import NAME, RETRIES, detached_key
 from skyward_core.worker.draining import HOLD
 from skyward_core.worker.masking import SecretValues
-from skyward_core.worker.node import START_DETACHED
-from skyward_core.worker.wire import INLINE_BYTES, Batch, Call, Outcome, Parcel
+from skyward_core.worker.wire import INLINE_BYTES, Call, Outcome, Parcel
 
 TICK_SECONDS = 0.5
 JOIN_POLL_SECONDS = 0.01
 CONNECT_SECONDS = 30.0
 BUSY_SECONDS = 2.0
-# how long `start_detached` waits for a scheduler that is out of reach: the wire may heal, or a new head come
-DETACH_SECONDS = 60.0
 HOLD_SECONDS = 1.0
 
 
@@ -66,7 +60,7 @@ class Cluster:
         self,
         lease: Lease,
         certificate: PoolCertificate,
-        reaches: Reaches,
+        transports: Transports,
         emit: Callable[[SkywardEvent], object],
         retries: int = 0,
         counts: Counts | None = None,
@@ -75,17 +69,15 @@ class Cluster:
     ) -> None:
         is_here = all(node.instance.endpoint is None for node in lease.nodes)
         self.dispatcher = Dispatcher(lease.nodes, f"skyward-{uuid.uuid4().hex}", retries, is_here=is_here)
-        self.owner = Owner(self.dispatcher, reaches, emit, delivered, counts, secrets)
+        self.owner = Owner(self.dispatcher, transports, emit, delivered, counts, secrets)
         self._certificate = certificate
-        self._reaches = reaches
-        self._retries = retries
+        self._transports = transports
         self._ranks = sorted(node.rank for node in lease.nodes)
         """The pool's ranks: a node that is lost is soon replaced under its rank."""
         self._lost: SkywardError | None = None
         self._drained: SkywardError | None = None
         self._is_closing = False
-        self._schedulers = 1
-        """How many schedulers the pool has had: the answer of one is not valid for another."""
+        self._detached = DetachedCalls(self.owner, self._transports, retries, lambda: self._lost)
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -235,7 +227,7 @@ class Cluster:
         NodeLost.
         """
         self._disconnect()
-        self._schedulers += 1
+        self._detached.schedulers += 1
         self.owner.run(
             lambda: self.dispatcher.restarted(
                 lease.nodes, lambda parcel: os.path.exists(str(parcel.path)), time.monotonic()
@@ -334,7 +326,7 @@ class Cluster:
         with contextlib.ExitStack() as undo:
             for pending, worker in calls:
                 if id(pending.fn) not in functions:
-                    functions[id(pending.fn)] = (pending.fn, *_packed_function(pending.fn, replace_object))
+                    functions[id(pending.fn)] = (pending.fn, *packed_function(pending.fn, replace_object))
                 _, name, function = functions[id(pending.fn)]
                 arguments = self._packed((pending.args, dict(pending.kwargs)), replace_object, is_awaited)
                 if arguments.path is not None:
@@ -370,7 +362,7 @@ class Cluster:
         if self.dispatcher.is_here:
             nodes = self.dispatcher.members.nodes
             with contextlib.suppress(OSError):  # no room: Dask carries it
-                return self._reaches.to(nodes[min(nodes)].instance).put(parcel)
+                return self._transports.to(nodes[min(nodes)].instance).put(parcel)
         return parcel if is_awaited else Parcel(parcel.data, tuple(bytearray(buffer) for buffer in parcel.buffers))
 
     def _cancel(self, call_id: str) -> None:
@@ -381,49 +373,14 @@ class Cluster:
     def start_detached(self, pending: PendingCompute[Any], replace_object: pickling.Replace | None = None) -> str:
         """Submit a call to the cluster, which keeps the call and its outcome until `forget_detached`; return its id.
 
-        While the scheduler is out of reach it waits and asks again; the request is idempotent by the id. Raises
+        While the scheduler is out of reach it waits and repeats the request, which is idempotent by the id. Raises
         NodeLost when it gives up; the message says whether the call may have begun.
         """
         self._refuse()
-        name, function = _packed_function(pending.fn, replace_object)
+        name, function = packed_function(pending.fn, replace_object)
         pickled = sources.pack((pending.args, dict(pending.kwargs)), label=("args", "kwargs"), replace=replace_object)
-        call_id = uuid.uuid4().hex
-        key = detached_key(call_id)
-        call = Call(call_id, name, Parcel(pickled.data, tuple(bytes(buffer) for buffer in pickled.buffers)), call_id)
-        batch = pickle.dumps(Batch(key, (call,), {name: function}), protocol=5)
-        self._hand_over(
-            call_id,
-            {"batch": batch, "annotations": {RETRIES: self._retries, NAME: getattr(pending.fn, "__name__", "")}},
-        )
-        return call_id
-
-    def _hand_over(self, call_id: str, message: Mapping[str, Any]) -> None:
-        """Ask the scheduler to take a detached call in, again on each connection to the same scheduler.
-
-        Another one cannot know whether the call has begun.
-        """
-        deadline = time.monotonic() + DETACH_SECONDS
-        asked_at: int | None = None
-        error: Exception | None = None
-        while True:
-            connection, scheduler = self.owner.connection, self._schedulers
-            if asked_at not in (None, scheduler) or self._lost is not None or time.monotonic() > deadline:
-                break
-            if connection is not None:
-                asked_at = scheduler
-                try:
-                    self._ask_on(connection, START_DETACHED, deadline, {"call_id": call_id, **message})
-                except NodeLost as failure:
-                    error = failure
-                else:
-                    return
-            time.sleep(JOIN_POLL_SECONDS)
-        if asked_at is None:
-            raise self._lost or NodeLost("the pool's scheduler is out of reach just now: try again")
-        raise NodeLost(
-            f"the pool's scheduler does not answer, and call {call_id} may have begun: look for it by this id"
-            " (detached_call)"
-        ) from (self._lost or error)
+        arguments = Parcel(pickled.data, tuple(bytes(buffer) for buffer in pickled.buffers))
+        return self._detached.start(name, function, arguments, getattr(pending.fn, "__name__", ""))
 
     def detached_calls(self) -> list[Mapping[str, Any]]:
         """Return the records of all detached calls, in the order in which they were submitted."""
@@ -432,7 +389,7 @@ class Cluster:
     def detached_call(self, call_id: str, after: int = 0) -> Mapping[str, Any]:
         """Return the record of a detached call, and its messages after number `after`.
 
-        Raises BadRequest if there is none of this id.
+        Raises BadRequest if the pool has no call of this id.
         """
         known = self._ask("skyward_call", call_id=call_id, after=after)
         if known is None:
@@ -441,12 +398,7 @@ class Cluster:
 
     def detached_value(self, outcome: Outcome, node: int) -> Any:
         """Return the result of a detached call that has ended, or raise its exception. The result stays on its node."""
-        parcel = (
-            outcome.parcel
-            if outcome.parcel.path is None
-            else self._reach_of(outcome.parcel).take(outcome.parcel, keep=True)
-        )
-        return value_of(outcome._replace(parcel=parcel), node)
+        return self._detached.value(outcome, node)
 
     def cancel_detached(self, call_id: str) -> None:
         """Stop a detached call, or do not begin it. Raises NodeLost if the scheduler does not answer."""
@@ -454,34 +406,9 @@ class Cluster:
 
     def forget_detached(self, call_id: str, outcome: Outcome | None) -> None:
         """Drop the record of a detached call, and its result."""
-        if outcome is not None and outcome.parcel.path is not None:
-            self._reach_of(outcome.parcel).release(outcome.parcel)
+        if outcome is not None:
+            self._detached.release(outcome)
         self._ask("skyward_forget", call_id=call_id)
 
-    def _ask(self, operation: str, timeout_seconds: float = math.inf, **what: Any) -> Any:
-        return self._ask_on(self._connection, operation, time.monotonic() + timeout_seconds, what)
-
-    def _ask_on(self, connection: Connection, operation: str, until: float, what: Mapping[str, Any]) -> Any:
-        return connection.ask(operation, lambda: self.owner.connection is connection and time.monotonic() < until, what)
-
-    def _reach_of(self, parcel: Parcel) -> Reach:
-        """Return the `Reach` of the node whose memory has a parcel."""
-        instance_id = self.dispatcher.members.instance_of(parcel)
-        node = next((node for node in self.dispatcher.members.nodes.values() if node.instance.id == instance_id), None)
-        if node is None:
-            raise NodeLost(
-                "the value lies on a node that this client does not know: it came in the place of another one, or is"
-                " lost"
-            )
-        return self._reaches.to(node.instance)
-
-
-def _packed_function(fn: Callable[..., Any], replace_object: pickling.Replace | None) -> tuple[str, Parcel]:
-    """Return the function's pickle and a name, the hash of its content: a runner loads each name once, and the
-    function's globals live on between calls.
-    """
-    pickled = sources.pack(fn, label=getattr(fn, "__name__", "function"), replace=replace_object)
-    digest = hashlib.sha256(pickled.data)
-    for buffer in pickled.buffers:
-        digest.update(buffer)
-    return digest.hexdigest(), Parcel(pickled.data, pickled.buffers)
+    def _ask(self, operation: str, timeout_seconds: float = math.inf, **arguments: Any) -> Any:
+        return ask_on(self.owner, self._connection, operation, time.monotonic() + timeout_seconds, arguments)

@@ -30,8 +30,8 @@ from skyward_core.engine.dispatcher import PoolNews
 from skyward_core.errors import NodeLost
 from skyward_core.worker import calls
 from skyward_core.worker.calls import RAN, Ran
-from skyward_core.worker.node import POOL_TOPIC, RUN_BATCH, STALLED_SECONDS
-from skyward_core.worker.scheduler_messages import Resumed
+from skyward_core.worker.pool_scheduler import RUN_BATCH, STALLED_SECONDS
+from skyward_core.worker.scheduler_messages import POOL_TOPIC, Resumed
 from skyward_core.worker.streams import Told, send_at_once
 from skyward_core.worker.wire import Batch, Report
 

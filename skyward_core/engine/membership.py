@@ -1,6 +1,6 @@
 """The nodes of an open pool, and how lost ones are replaced: a pure state machine, messages in and actions out.
 
-It has no threads, no machines and no clock. Each message brings the time, `View` shows the present state, and
+It has no threads, no machines and no clock. Each message brings the time, `MembershipView` shows the present state, and
 `recovery.Recovery` does the actions and reports their outcomes. One thread calls it.
 
 States of a node, by rank. `turn` moves it on, by the present members and not by messages about them:
@@ -46,6 +46,20 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from skyward_core.concurrency.backoff import Backoff
+from skyward_core.engine.membership_actions import (
+    AskHead,
+    Dismiss,
+    EmitMembershipEvent,
+    GiveUp,
+    HoldNode,
+    MembershipAction,
+    ReplaceNode,
+    Restart,
+    RestartWorkers,
+    Resume,
+    Retire,
+    StandBy,
+)
 from skyward_core.errors import NodeLost, PoolClosed
 from skyward_core.events.events import (
     ClusterRestarting,
@@ -60,7 +74,7 @@ from skyward_core.machines.instances import Instance, Lease, Node
 from skyward_core.worker.preemption_notice import Kind, Notice
 
 REJOIN_SECONDS = 2.0  # a worker process that has crashed is back within one second
-ROUSE_SECONDS, ROUSE_AGAIN_SECONDS = (
+RESTART_WORKERS_SECONDS, RESTART_WORKERS_AGAIN_SECONDS = (
     2.0,
     10.0,
 )  # added to REJOIN_SECONDS and the 14 s after which the scheduler removes a silent worker: less than 20 s in total
@@ -79,7 +93,7 @@ DIED = "its processes have died"
 ANNOUNCED = "its provider had announced to take its machine back (spot notice)"
 
 
-class View(Protocol):
+class MembershipView(Protocol):
     """Shows the present state. Its methods change nothing."""
 
     @property
@@ -90,93 +104,6 @@ class View(Protocol):
     def is_connected(self, rank: int) -> bool: ...
     def last_words(self, rank: int) -> str: ...
     def notices(self, rank: int) -> tuple[Notice, ...]: ...
-
-
-# ── actions ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True)
-class Emit:
-    """Emit an event."""
-
-    event: SkywardEvent
-
-
-@dataclass(frozen=True, slots=True)
-class AskHead:
-    """Ask whether the silent head lives, and whether its provider lists it; then `answered`."""
-
-    head: Instance
-    since: float
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """Connect to the same head again, here and now; `resumed` if it answers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Restart:
-    """Restart the cluster, here and now; then `restarted` or `not_restarted`. `before`: its nodes so far."""
-
-    before: tuple[Node, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Rouse:
-    """Let a node restart these workers."""
-
-    rank: int
-    workers: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Replace:
-    """Fill a vacant rank with a machine; then `replaced`."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class StandBy:
-    """Prepare a machine that will replace one that is leaving; then `relieved`."""
-
-    rank: int
-    instance_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Dismiss:
-    """Give back the machine that stands by for this rank: its place was filled otherwise."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """Give a node no more calls; then `held`."""
-
-    rank: int
-    instance_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Retire:
-    """Let a node end its workers for good; then `retired`."""
-
-    rank: int
-    instance_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """Make the calls raise that wait for a node of this rank, or (None) all calls."""
-
-    error: NodeLost
-    rank: int | None = None
-
-
-type Action = Emit | AskHead | Resume | Restart | Rouse | Replace | StandBy | Dismiss | Hold | Retire | GiveUp
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +135,7 @@ class _Retry:
 
 
 @dataclass(slots=True)
-class _Silence:
+class _SilentHead:
     """The head is out of reach: since when, and in how many listings in a row its provider had it no more.
 
     `alone_since` is when it fell silent, or when last no other node answered either. `is_dead`: its machine answers
@@ -263,12 +190,12 @@ class Membership:
         self._ranks = range(nodes)
         self._lease_seconds = lease_seconds
         self._patience = min(HEAD_PATIENCE_SECONDS, lease_seconds / 2)
-        self._actions: deque[Action] = deque()
+        self._actions: deque[MembershipAction] = deque()
         self._lost_by: dict[int, float] = {}
         """By rank: when a node that is away counts as lost."""
-        self._rouse_at = 0.0
+        self._restart_workers_at = 0.0
         self._vacant: dict[int, _Retry] = {}
-        self._head: _Silence | _Lost | None = None
+        self._head: _SilentHead | _Lost | None = None
         self._reported_lost: set[str] = set()
         self._reported_notices: set[tuple[str, Kind]] = set()
         self._due: dict[str, float] = {}
@@ -280,7 +207,7 @@ class Membership:
         """Ranks for which a machine stands by."""
         self._has_given_up = False
 
-    def next_action(self) -> Action | None:
+    def next_action(self) -> MembershipAction | None:
         """Take the next action."""
         return self._actions.popleft() if self._actions else None
 
@@ -291,7 +218,7 @@ class Membership:
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def turn(self, now: float, view: View, *, is_cut: bool = False) -> None:
+    def turn(self, now: float, view: MembershipView, *, is_cut: bool = False) -> None:
         """Look at the head, the members and the clock.
 
         `is_cut`: the connection to the scheduler was lost since the last turn.
@@ -299,8 +226,8 @@ class Membership:
         if self._has_given_up:
             return
         if is_cut and self._head is None:
-            self._head = _Silence(now, now, _instance_of(0, view), now)
-        if isinstance(self._head, _Silence):
+            self._head = _SilentHead(now, now, _instance_of(0, view), now)
+        if isinstance(self._head, _SilentHead):
             self._await_head(self._head, now, view)
         if isinstance(self._head, _Lost) and now >= self._head.retry.try_at:
             self._restart(self._head, view)
@@ -354,7 +281,7 @@ class Membership:
         None: its provider has not answered.
         """
         silence = self._head
-        if not isinstance(silence, _Silence) or silence.since != since:
+        if not isinstance(silence, _SilentHead) or silence.since != since:
             return
         silence.is_asking, silence.is_dead = False, is_dead
         if is_listed is not None:
@@ -365,7 +292,7 @@ class Membership:
         self._head = None
         self._lost_by.clear()  # nodes that are away have the whole time to come back
 
-    def survivors(self, nodes: Sequence[Node], answers: Mapping[int, bool], view: View) -> Survivors:
+    def survivors(self, nodes: Sequence[Node], answers: Mapping[int, bool], view: MembershipView) -> Survivors:
         """Return the nodes that may become the head, by the nodes' answers to whether they live.
 
         A node that does not answer counts as living only if no node answers, neither yes nor no: to wait for it in vain
@@ -394,7 +321,7 @@ class Membership:
         self._emit_dropped(before, dead, lease.nodes)
 
     def not_restarted(
-        self, before: Sequence[Node], dead: Collection[str], error: Exception, view: View, now: float
+        self, before: Sequence[Node], dead: Collection[str], error: Exception, view: MembershipView, now: float
     ) -> None:
         """The cluster could not be restarted."""
         if isinstance(lost := self._head, _Lost):
@@ -413,7 +340,7 @@ class Membership:
 
     # ── nodes ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _check_nodes(self, now: float, view: View) -> None:
+    def _check_nodes(self, now: float, view: MembershipView) -> None:
         """Compare the present nodes with those that should be there."""
         for rank in self._ranks:
             if rank in self._vacant:
@@ -432,7 +359,7 @@ class Membership:
                 self._emit_lost(rank, "it was retired" if is_retired else "its worker has left the pool", view)
                 self._vacant[rank] = _Retry(now, now)
 
-    def _check_workers_of_head(self, overdue_seconds: float, now: float, view: View) -> None:
+    def _check_workers_of_head(self, overdue_seconds: float, now: float, view: MembershipView) -> None:
         """Workers of the head are away: restart them after a while, since a frozen worker is not dead.
 
         In the end the head is lost.
@@ -441,15 +368,15 @@ class Membership:
             self._lose_head(
                 f"its scheduler answers, but its workers have stayed away for {overdue_seconds:.0f} s", now, view
             )
-        elif overdue_seconds > ROUSE_SECONDS and now >= self._rouse_at:
-            self._rouse_at = now + ROUSE_AGAIN_SECONDS
+        elif overdue_seconds > RESTART_WORKERS_SECONDS and now >= self._restart_workers_at:
+            self._restart_workers_at = now + RESTART_WORKERS_AGAIN_SECONDS
             self._emit(
                 Error(
                     "the scheduler of node 0 answers, but its workers stay away: they are killed and restarted",
                     _id_of(0, view),
                 )
             )
-            self._actions.append(Rouse(0, view.missing(0)))
+            self._actions.append(RestartWorkers(0, view.missing(0)))
 
     def _fill(self, now: float) -> None:
         """Begin to replace lost nodes."""
@@ -457,7 +384,7 @@ class Membership:
             if not vacancy.is_trying and now >= vacancy.try_at and rank not in self._relieving:
                 vacancy.is_trying = True
                 self._standing_by.discard(rank)  # the replacement uses that machine
-                self._actions.append(Replace(rank))
+                self._actions.append(ReplaceNode(rank))
 
     def _dismiss(self) -> None:
         """Give back machines that stand by for ranks which a restart of the cluster has filled."""
@@ -467,7 +394,7 @@ class Membership:
 
     # ── nodes whose machines are to be taken back ────────────────────────────────────────────────────────────────────
 
-    def _check_notices(self, now: float, view: View) -> None:
+    def _check_notices(self, now: float, view: MembershipView) -> None:
         """Take in the notices of machines, and go on with the nodes that are leaving."""
         for rank in self._ranks:
             if rank not in self._vacant and view.has(rank):
@@ -480,7 +407,7 @@ class Membership:
                 self._relieve(rank, leaving, now)
                 self._hold_or_retire(rank, leaving, now)
 
-    def _take_notice(self, rank: int, notice: Notice, now: float, view: View) -> None:
+    def _take_notice(self, rank: int, notice: Notice, now: float, view: MembershipView) -> None:
         """Emit a notice, once for each machine. From then on its node is leaving, also if it was away in between."""
         machine = _id_of(rank, view)
         if machine is None:
@@ -514,7 +441,7 @@ class Membership:
         leaving.is_retired = now > leaving.due + LATE_SECONDS or (
             leaving.is_relieved and leaving.looks_at_rest >= LOOKS_AT_REST
         )
-        self._actions.append((Retire if leaving.is_retired else Hold)(rank, leaving.instance_id))
+        self._actions.append((Retire if leaving.is_retired else HoldNode)(rank, leaving.instance_id))
 
     def _leaving_of(self, rank: int, instance_id: str) -> _Leaving | None:
         leaving = self._leaving.get(rank)
@@ -522,7 +449,7 @@ class Membership:
 
     # ── the head ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _await_head(self, silence: _Silence, now: float, view: View) -> None:
+    def _await_head(self, silence: _SilentHead, now: float, view: MembershipView) -> None:
         """The scheduler is out of reach: wait for it while the head may live."""
         if not silence.is_asking and now >= silence.ask_at and silence.head is not None:
             silence.is_asking, silence.ask_at = True, now + ASK_SECONDS
@@ -532,7 +459,7 @@ class Membership:
         elif view.is_connected(0):
             self._actions.append(Resume())
 
-    def _why_lost(self, silence: _Silence, now: float, view: View) -> str:
+    def _why_lost(self, silence: _SilentHead, now: float, view: MembershipView) -> str:
         # Nodes that fell silent with the head count as answering until their connection is known to be gone.
         if not any(view.is_connected(node.rank) for node in view.nodes):
             silence.alone_since = now
@@ -546,12 +473,12 @@ class Membership:
             return "its provider lists it no more"
         return f"it has been silent for {silent_seconds:.0f} s" if is_too_long else ""
 
-    def _lose_head(self, reason: str, now: float, view: View) -> None:
+    def _lose_head(self, reason: str, now: float, view: MembershipView) -> None:
         self._emit_lost(0, reason, view)
         self._emit(ClusterRestarting(reason))
         self._head = _Lost(_Retry(now, now))
 
-    def _restart(self, lost: _Lost, view: View) -> None:
+    def _restart(self, lost: _Lost, view: MembershipView) -> None:
         """Try to restart the cluster with another head."""
         if lost.trouble is not None:  # `Machines.restart` releases the machine that was to be the head
             self._emit_lost(0, f"the cluster did not come up on it: {lost.trouble}", view)
@@ -560,9 +487,9 @@ class Membership:
     # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _emit(self, event: SkywardEvent) -> None:
-        self._actions.append(Emit(event))
+        self._actions.append(EmitMembershipEvent(event))
 
-    def _emit_lost(self, rank: int, reason: str, view: View) -> None:
+    def _emit_lost(self, rank: int, reason: str, view: MembershipView) -> None:
         """Emit that the node of a rank is lost, with its last words; once for each instance."""
         machine = _id_of(rank, view)
         if machine is None or machine in self._reported_lost:
@@ -587,11 +514,11 @@ class Membership:
                 )
 
 
-def _instance_of(rank: int, view: View) -> Instance | None:
+def _instance_of(rank: int, view: MembershipView) -> Instance | None:
     return next((node.instance for node in view.nodes if node.rank == rank), None)
 
 
-def _id_of(rank: int, view: View) -> str | None:
+def _id_of(rank: int, view: MembershipView) -> str | None:
     instance = _instance_of(rank, view)
     return instance.id if instance is not None else None
 

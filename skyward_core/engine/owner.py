@@ -28,7 +28,7 @@ from skyward_core.engine.futures import CallFuture
 from skyward_core.engine.results import Callbacks, NotPlain, Results, Settled, plain_value, value_of
 from skyward_core.errors import CommandFailed, ConnectionLost, PoolClosed, Unreachable
 from skyward_core.events.events import SkywardEvent
-from skyward_core.transport.transport import Reach, Reaches
+from skyward_core.transport.transport import Transport, Transports
 from skyward_core.worker import calls
 from skyward_core.worker.calls import Ran
 from skyward_core.worker.masking import SecretValues
@@ -82,7 +82,7 @@ class Owner:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        reaches: Reaches,
+        transports: Transports,
         emit: Callable[[SkywardEvent], object],
         delivered: Callable[[], int],
         counts: Counts | None = None,
@@ -96,7 +96,7 @@ class Owner:
         self.watcher: Watcher | None = None
         self.ended_at = time.monotonic()
         """When the last call ended, on time.monotonic's clock."""
-        self._reaches = reaches
+        self._transports = transports
         self._emit = emit
         self._counts = counts
         self._secrets = secrets
@@ -331,7 +331,7 @@ class Owner:
             case do.Stop(_, call_ids):
                 _try_to_send(connection, calls.cancel(call_ids))
             case do.TellKept():
-                _try_to_send(connection, calls.tell_kept())
+                _try_to_send(connection, calls.repeat_reports())
             case do.ReleaseKept(_, call_ids):
                 _try_to_send(connection, calls.release(call_ids))
             case do.Acknowledge(_, number):
@@ -386,28 +386,28 @@ class Owner:
     # ── transfers, in other threads ──────────────────────────────────────────────────────────────────────────────────
 
     def _is_reachable(self, instance_id: str) -> bool:
-        reach = self._reach(instance_id)
-        return reach is not None and reach.is_connected
+        transport = self._transport(instance_id)
+        return transport is not None and transport.is_connected
 
-    def _reach(self, instance_id: str) -> Reach | None:
+    def _transport(self, instance_id: str) -> Transport | None:
         node = next((node for node in self.dispatcher.members.nodes.values() if node.instance.id == instance_id), None)
-        return self._reaches.to(node.instance) if node is not None else None
+        return self._transports.to(node.instance) if node is not None else None
 
-    def _reach_of(self, instance_id: str) -> Reach:
-        if (reach := self._reach(instance_id)) is None:
+    def _transport_of(self, instance_id: str) -> Transport:
+        if (transport := self._transport(instance_id)) is None:
             raise Unreachable(f"{instance_id} is not a node of the pool any more")
-        return reach
+        return transport
 
     def _upload(self, action: do.Upload) -> None:
         number, instance_id = action.number, action.instance_id
         arguments = dict[str, Parcel]()
         functions = dict[str, Parcel | None]()
         try:
-            reach = self._reach_of(instance_id)
+            transport = self._transport_of(instance_id)
             for call_id, parcel in action.arguments:
-                arguments[call_id] = reach.put(parcel)
+                arguments[call_id] = transport.put(parcel)
             for name, parcel in action.functions:
-                functions[name] = _put_function(reach, parcel)
+                functions[name] = _put_function(transport, parcel)
         except Exception as failure:
             error = failure
             names = [name for name, _ in action.functions]
@@ -424,7 +424,7 @@ class Owner:
         """Get a large outcome from the node's memory."""
         call_id, lies_at = action.call_id, str(action.parcel.path)
         try:
-            parcel = self._reach_of(action.instance_id).take(action.parcel)
+            parcel = self._transport_of(action.instance_id).take(action.parcel)
         except Exception as failure:
             error = failure
             self.post(
@@ -435,8 +435,8 @@ class Owner:
 
     def _remove(self, instance_id: str, parcel: Parcel) -> None:
         try:
-            if (reach := self._reach(instance_id)) is not None:
-                reach.release(parcel)
+            if (transport := self._transport(instance_id)) is not None:
+                transport.release(parcel)
         except Exception as error:
             _log.debug("%s could not be removed from %s, which may be gone: %s", parcel.path, instance_id, error)
 
@@ -471,10 +471,10 @@ class Owner:
         self.post(lambda: self.dispatcher.load_known(epoch, load))
 
 
-def _put_function(reach: Reach, function: Parcel) -> Parcel | None:
+def _put_function(transport: Transport, function: Parcel) -> Parcel | None:
     """Put a large function into a node's memory; None if there is no room: then it travels in the message."""
     try:
-        return reach.put(function)
+        return transport.put(function)
     except (ConnectionLost, Unreachable):
         raise
     except (OSError, CommandFailed):

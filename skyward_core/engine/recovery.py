@@ -1,11 +1,10 @@
-"""Recovery when an open pool loses a node, its head or the connection: the thread that does the actions of
-`membership`.
+"""Recovery when an open pool loses a node, its head or the connection: a thread that does the actions of `membership`.
 
-Once in TICK_SECONDS, and at each message of the cluster, `Recovery.turn` calls `membership.Membership` and does its
-actions. Actions that may take minutes (a machine that starts) run in another thread and leave their outcome for the
-next turn. The cluster's messages (`joined`, `left`, `cut`) come in any thread, and only wake the one that takes turns.
+Every TICK_SECONDS, and at each message of the cluster, `Recovery.turn` calls `membership.Membership` and does its
+actions. An action that may take minutes (starting a machine) runs in another thread; the next turn gets its outcome.
+The cluster's messages (`joined`, `left`, `cut`) come in any thread and only wake the recovery thread.
 
-Recovery owns no machine: `Machines` rents and releases them. If this thread stops between two lines, the pool's release
+Recovery owns no machine: `MachineControl` rents and releases them. If this thread dies at any point, the pool's release
 finds every machine by its tag.
 """
 
@@ -18,21 +17,20 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-from skyward_core.engine.membership import (
-    Action,
+from skyward_core.engine.membership import Membership, Survivors
+from skyward_core.engine.membership_actions import (
     AskHead,
     Dismiss,
-    Emit,
+    EmitMembershipEvent,
     GiveUp,
-    Hold,
-    Membership,
-    Replace,
+    HoldNode,
+    MembershipAction,
+    ReplaceNode,
     Restart,
+    RestartWorkers,
     Resume,
     Retire,
-    Rouse,
     StandBy,
-    Survivors,
 )
 from skyward_core.errors import PoolClosed, SkywardError
 from skyward_core.events.events import Error, SkywardEvent
@@ -43,13 +41,13 @@ TICK_SECONDS = 0.25
 JOIN_SECONDS = 60.0
 RESUME_SECONDS = 2.0
 RESTART_SECONDS = 30.0
-ASKING = "skyward-ask"
-MAYBE = 1  # the number of calls that a node may have left, where it is unknown
+QUERY = "skyward-query"
+UNKNOWN = 1  # stands for an unknown number of calls that a node has left
 _log = logging.getLogger("skyward")
 
 
-class Machines(Protocol):
-    """The part of `provisioning.lifecycle.Machines` that recovery uses."""
+class MachineControl(Protocol):
+    """The part of `provisioning.lifecycle.MachineControl` that recovery uses."""
 
     @property
     def lease(self) -> Lease: ...
@@ -63,14 +61,14 @@ class Machines(Protocol):
     def stand_by(self, rank: int) -> None: ...
     def dismiss(self, rank: int) -> None: ...
     def retire(self, rank: int, instance_id: str) -> None: ...
-    def rouse(self, rank: int, workers: Sequence[int]) -> None: ...
+    def restart_workers(self, rank: int, workers: Sequence[int]) -> None: ...
     def replace(self, rank: int, is_there: Callable[[], bool]) -> None: ...
     def lives(self, ranks: Collection[int]) -> dict[int, bool]: ...
     def restart(self, heirs: Collection[str], dead: Collection[str]) -> Lease: ...
 
 
-class Cluster(Protocol):
-    """The part of `cluster.Cluster` that recovery uses."""
+class ClusterControl(Protocol):
+    """The part of `cluster.ClusterControl` that recovery uses."""
 
     @property
     def slots(self) -> int: ...
@@ -83,14 +81,14 @@ class Cluster(Protocol):
     def give_up(self, error: SkywardError, rank: int | None = None) -> None: ...
 
 
-class Aside(Protocol):
-    """Runs long work in a thread of this name, and does not wait for it."""
+class ThreadLauncher(Protocol):
+    """Starts a thread of this name for long work, and does not wait for it."""
 
     def __call__(self, name: str, work: Callable[[], None], /) -> None: ...
 
 
-class _Threads:
-    """The default `Aside`. It owns the threads that it starts, and starts none after `stop`."""
+class _ThreadStarter:
+    """The default `ThreadLauncher`. It owns its threads, and starts none after `stop`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -119,26 +117,26 @@ class Recovery:
 
     def __init__(
         self,
-        machines: Machines,
-        cluster: Cluster,
+        machines: MachineControl,
+        cluster: ClusterControl,
         nodes: int,
         lease_seconds: float,
         emit: Callable[[SkywardEvent], object],
         clock: Callable[[], float] = time.monotonic,
-        aside: Aside | None = None,
+        in_thread: ThreadLauncher | None = None,
     ) -> None:
         self._machines = machines
         self._cluster = cluster
         self._membership = Membership(nodes, lease_seconds)
-        self._view = _View(machines, cluster)
+        self._view = _RecoveryView(machines, cluster)
         self._emit = emit
         self._clock = clock
-        self._threads = _Threads()
-        self._aside = aside or self._threads
+        self._threads = _ThreadStarter()
+        self._in_thread = in_thread or self._threads
         self._wake = threading.Event()
         self._was_cut = threading.Event()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        """Outcomes of work in other threads, for the next turn: only one thread changes the state."""
+        """Outcomes of other threads, for the next turn: only one thread changes the state."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="skyward-recovery", daemon=True)
 
@@ -147,25 +145,25 @@ class Recovery:
         self._thread.start()
 
     def stop(self) -> None:
-        """Do nothing more. `Machines.stop` must wake the threads that wait for machines before `join`."""
+        """Do nothing more. `MachineControl.stop` must wake the threads that wait for machines before `join`."""
         self._closing.set()
         self._threads.stop()
         self._wake.set()
 
     def join(self) -> None:
-        """Wait for all threads, except for a question to the provider: it ends with the answer and changes nothing.
+        """Wait for all threads except QUERY, which only waits for an answer and changes nothing.
 
-        It waits no longer than JOIN_SECONDS for a launch that hangs: the pool must release its machines. `Machines`
-        releases those that come later.
+        Wait at most JOIN_SECONDS for a launch that hangs, because the pool must release its machines. `MachineControl`
+        releases machines that come later.
         """
         deadline = time.monotonic() + JOIN_SECONDS
         for thread in (self._thread, *self._threads.stop()):
-            if thread.is_alive() and thread is not threading.current_thread() and thread.name != ASKING:
+            if thread.is_alive() and thread is not threading.current_thread() and thread.name != QUERY:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     # ── messages of the cluster, in any thread ───────────────────────────────────────────────────────────────────────
-    # Each only sets a mark for the next turn, and does not wait. It may be late, or of an earlier connection: a turn
-    # checks the members itself.
+    # Each only sets a flag for the next turn. The message may be late, or from an earlier connection: a turn checks the
+    # members itself.
 
     def joined(self, rank: int) -> None:
         """All workers of a node have joined."""
@@ -192,13 +190,13 @@ class Recovery:
             except PoolClosed:
                 return
             except Exception as error:  # the next turn tries again; the same error is not emitted four times a second
-                _log.debug("a lost node could not be dealt with", exc_info=True)
+                _log.debug("the loss of a node could not be handled", exc_info=True)
                 if reported != repr(error):
                     reported = repr(error)
-                    self._emit(Error(f"a lost node could not be dealt with: {error!r}"))
+                    self._emit(Error(f"the loss of a node could not be handled: {error!r}"))
 
     def turn(self) -> None:
-        """Look once at the head, the members and the clock, and do the actions that are due."""
+        """Check the head, the members and the clock once, and do the actions that are due."""
         while not self._inbox.empty():
             news = self._inbox.get()
             if not self._closing.is_set():
@@ -220,9 +218,9 @@ class Recovery:
         while (action := self._membership.next_action()) is not None:
             self._do(action)
 
-    def _do(self, action: Action) -> None:
+    def _do(self, action: MembershipAction) -> None:
         match action:
-            case Emit(event):
+            case EmitMembershipEvent(event):
                 self._emit(event)
             case GiveUp(error, rank):
                 self._cluster.give_up(error, rank)
@@ -233,19 +231,20 @@ class Recovery:
             case Dismiss(rank):
                 self._machines.dismiss(rank)
             case AskHead():
-                self._aside(ASKING, lambda: self._ask(action))
-            case Rouse():
-                self._aside(f"skyward-rouse-{action.rank}", lambda: self._rouse(action))
-            case Replace(rank):
-                self._aside(f"skyward-replace-{rank}", lambda: self._replace(rank))
+                self._in_thread(QUERY, lambda: self._ask(action))
+            case RestartWorkers():
+                self._in_thread(f"skyward-restart-workers-{action.rank}", lambda: self._restart_workers(action))
+            case ReplaceNode(rank):
+                self._in_thread(f"skyward-replace-{rank}", lambda: self._replace(rank))
             case StandBy():
-                self._aside(f"skyward-relieve-{action.rank}", lambda: self._stand_by(action))
-            case Hold():
-                self._aside(ASKING, lambda: self._hold(action))
+                self._in_thread(f"skyward-stand-by-{action.rank}", lambda: self._stand_by(action))
+            case HoldNode():
+                self._in_thread(QUERY, lambda: self._hold(action))
             case Retire():
-                self._aside(f"skyward-retire-{action.rank}", lambda: self._retire(action))
+                self._in_thread(f"skyward-retire-{action.rank}", lambda: self._retire(action))
 
-    # ── here and now ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── in this thread
+    # ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _resume(self) -> None:
         try:
@@ -271,17 +270,18 @@ class Recovery:
         else:
             self._membership.restarted(before, survivors.dead, lease, self._cluster.slots, self._clock())
 
-    # ── in other threads: a machine or a provider may be slow ────────────────────────────────────────────────────────
+    # ── in other threads, because a machine or a provider may be slow
+    # ────────────────────────────────────────────────────────
 
     def _post(self, news: Callable[[], None]) -> None:
-        """Let the next turn begin with this; from any thread."""
+        """Let the next turn begin with this. May be called from any thread."""
         self._inbox.put(news)
         self._wake.set()
 
     def _ask(self, action: AskHead) -> None:
-        """Ask the head's machine whether its processes live, and its provider whether it exists.
+        """Ask the head's machine whether its processes live, and its provider whether the machine exists.
 
-        A provider's outage is no answer.
+        During an outage of the provider the second answer is unknown.
         """
         is_dead, is_listed = False, None
         try:
@@ -291,17 +291,17 @@ class Recovery:
             _log.debug("the provider does not say whether the head exists: %s", error)
         self._post(lambda: self._membership.answered(action.since, is_dead=is_dead, is_listed=is_listed))
 
-    def _rouse(self, action: Rouse) -> None:
-        """Ask a node to restart its workers. A later turn asks again if this fails."""
+    def _restart_workers(self, action: RestartWorkers) -> None:
+        """Let a node restart its workers. A later turn tries again if this fails."""
         try:
-            self._machines.rouse(action.rank, action.workers)
+            self._machines.restart_workers(action.rank, action.workers)
         except Exception as error:
             _log.debug("the workers of node %d could not be restarted: %s", action.rank, error)
 
     def _replace(self, rank: int) -> None:
         failure: Exception | None = None
         try:
-            if not self._cluster.has(rank):  # else the node has come back
+            if not self._cluster.has(rank):  # otherwise the node has come back
                 self._machines.replace(rank, lambda: self._is_there(rank))
         except Exception as error:
             failure = error
@@ -319,8 +319,8 @@ class Recovery:
             failure = error
         self._post(lambda: self._membership.relieved(action.rank, action.instance_id, failure, self._clock()))
 
-    def _hold(self, action: Hold) -> None:
-        left = MAYBE
+    def _hold(self, action: HoldNode) -> None:
+        left = UNKNOWN
         try:
             left = self._cluster.hold(action.rank)
         except Exception as error:
@@ -337,10 +337,10 @@ class Recovery:
         self._post(lambda: self._membership.retired(action.rank, action.instance_id, is_retired=is_retired))
 
 
-class _View:
-    """Answers the questions of `membership` from machines and cluster."""
+class _RecoveryView:
+    """The state of machines and cluster, as `membership` needs it."""
 
-    def __init__(self, machines: Machines, cluster: Cluster) -> None:
+    def __init__(self, machines: MachineControl, cluster: ClusterControl) -> None:
         self._machines = machines
         self._cluster = cluster
 

@@ -13,7 +13,7 @@ from typing import Self
 from skyward_core.concurrency.threads import Threads
 from skyward_core.errors import CommandFailed, HostKeyChanged, SkywardError, Unreachable
 from skyward_core.machines.instances import Endpoint
-from skyward_core.transport.ssh_connection import Connection
+from skyward_core.transport.ssh_connection import SSHConnection
 from skyward_core.transport.ssh_loop import Loop
 from skyward_core.worker.watchdog import INSTANCE_TAG
 
@@ -84,7 +84,9 @@ class HostConnections:
         self._keys = keys
         self._threads = Threads("skyward-hosts")
         self._loop = Loop()
-        self._connections = {address: Connection(endpoint, loop=self._loop) for address, endpoint in endpoints.items()}
+        self._connections = {
+            address: SSHConnection(endpoint, loop=self._loop) for address, endpoint in endpoints.items()
+        }
 
     def __enter__(self) -> Self:
         return self

@@ -32,7 +32,7 @@ from skyward_core.providers.local import installing_environment
 from skyward_core.provisioning.guard import guard_script
 from skyward_core.spec import PoolSpec
 from skyward_core.transport.code_upload import shipped_archive, shipped_package
-from skyward_core.transport.transport import Reach
+from skyward_core.transport.transport import Transport
 from skyward_core.worker.preemption_notice import Notice
 from skyward_core.worker.settings import NodeSettings, this_process
 
@@ -156,7 +156,7 @@ class Role:
 
 
 def settings_of(
-    reach: Reach,
+    transport: Transport,
     role: Role,
     spec: PoolSpec,
     certificate: PoolCertificate,
@@ -173,8 +173,8 @@ def settings_of(
     limit = memory_gb(spec.memory) if spec.memory is not None else None
     chips = 0 if accelerator is None else 1 if accelerator.mig else accelerator.count
     return NodeSettings(
-        pool_id=reach.instance.pool_id,
-        instance_id=reach.instance.id,
+        pool_id=transport.instance.pool_id,
+        instance_id=transport.instance.id,
         rank=role.rank,
         total_nodes=spec.nodes,
         slots=spec.concurrency,
@@ -183,18 +183,18 @@ def settings_of(
         head_port=role.head_port,
         tls_certificate=certificate.certificate,
         tls_key=certificate.key,
-        value_directories=reach.value_directories,
+        value_directories=transport.value_directories,
         scheduler=role.scheduler,
         workers=tuple({"CUDA_VISIBLE_DEVICES": ""} if is_simulated else {} for _ in range(spec.workers_per_node)),
         accelerators=(accelerator.name,) * chips if accelerator is not None else (),
         neuron_cores=spec.neuron_cores_of(accelerator),
         memory_limit_bytes=int(limit * 1e9) if limit is not None else None,
         metrics_interval_seconds=2.0 if spec.collect_metrics else None,
-        owner=this_process() if reach.is_here else None,
+        owner=this_process() if transport.is_here else None,
         timeout_seconds=spec.timeout,
         max_lifetime_seconds=max_lifetime_seconds,
         lease_seconds=spec.lease_seconds,
-        is_guarded=not reach.is_here,
+        is_guarded=not transport.is_here,
         scheduler_port=role.ports[0] if role.ports else 0,
         worker_ports=role.ports[1:],
         generation=role.generation,
@@ -208,8 +208,8 @@ def settings_of(
 class Preparation:
     """Follows one instance on its way to being a node, through its log."""
 
-    def __init__(self, reach: Reach, rank: int, emit: Callable[[SkywardEvent], object]) -> None:
-        self.reach = reach
+    def __init__(self, transport: Transport, rank: int, emit: Callable[[SkywardEvent], object]) -> None:
+        self.transport = transport
         self.rank = rank
         self.phase = ""
         self.head: str | None = None
@@ -220,17 +220,17 @@ class Preparation:
         self._emit = emit
         self._generation = 0
         self._tail: list[str] = []
-        emit(BootstrapStarting(reach.instance.id))
+        emit(BootstrapStarting(transport.instance.id))
 
     @property
     def instance(self) -> Instance:
         """The machine."""
-        return self.reach.instance
+        return self.transport.instance
 
     def start(self, script: str, timeout_seconds: float) -> None:
         """Reach the machine and have it run its script. Raises BootstrapFailed if it cannot be reached in time."""
         try:
-            self.reach.start(script, timeout_seconds=timeout_seconds, emit=self._emit)
+            self.transport.start(script, timeout_seconds=timeout_seconds, emit=self._emit)
         except Unreachable as error:
             raise self.failure(f"it cannot be reached: {error}") from error
         except CommandFailed as error:
@@ -240,14 +240,14 @@ class Preparation:
     def tell(self, settings: NodeSettings) -> None:
         """Write what the node waits for, or what it is to be from now on."""
         self.rank, self.head, self._generation = settings.rank, None, settings.generation
-        self.reach.write("settings.json", settings.to_json())
+        self.transport.write("settings.json", settings.to_json())
 
     def follow(self) -> None:
         """Read on in the log: emit the phases entered.
 
         Raises BootstrapFailed if the script says that it has failed, or that it has ended.
         """
-        for line in self.reach.new_lines():
+        for line in self.transport.new_lines():
             kind, _, rest = line.removeprefix(MARK).partition(" ")
             if not line.startswith(MARK):
                 self._tail = [*self._tail, line][-LAST_LINES:]

@@ -22,7 +22,7 @@ from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import CommandFailed, SkywardError
 from skyward_core.provisioning.lifecycle import Machines
 from skyward_core.provisioning.port_forwarding import ALL_AT_ONCE
-from skyward_core.transport.transport import LocalReach, Reach
+from skyward_core.transport.transport import LocalTransport, Transport
 from skyward_core.worker.watchdog import DETACHED, LEASE, uptime, write_lease
 
 _log = logging.getLogger("skyward")
@@ -36,45 +36,47 @@ def living_alone(machines: Machines, seconds: float, usual_seconds: float) -> Ge
     Nodes of this machine that had no lease have one of `usual_seconds` then. Raises Unreachable if one cannot be told,
     BadRequest if they need this client.
     """
-    nodes = machines.reaches.all()
+    nodes = machines.transports.all()
     # asked before told: most that cannot be told are found here, with nothing to undo
     before = side_by_side(_lease_of, nodes, "skyward-nodes", ALL_AT_ONCE)
     try:
         machines.extend_leases(seconds)
-        for reach in machines.reaches.here():
-            reach.write(DETACHED, "")
+        for transport in machines.transports.here():
+            transport.write(DETACHED, "")
         yield
     except BaseException:
         _take_back(nodes, before, usual_seconds)
         raise
 
 
-def _lease_of(reach: Reach) -> str:
+def _lease_of(transport: Transport) -> str:
     """Until when a node lives, in its own words; "" for one that has no lease, as those of this machine that live as
     long as their client.
     """
     try:
-        return reach.read(LEASE)
+        return transport.read(LEASE)
     except (FileNotFoundError, CommandFailed):
         return ""
 
 
-def _take_back(nodes: Sequence[Reach], before: Sequence[str], usual_seconds: float) -> None:
+def _take_back(nodes: Sequence[Transport], before: Sequence[str], usual_seconds: float) -> None:
     """Whoever else keeps the nodes' leases lengthens them again with his next sign of life, and so does this client,
     which lives.
     """
 
-    def take_back(told: tuple[Reach, str]) -> None:
-        reach, lease = told
+    def take_back(told: tuple[Transport, str]) -> None:
+        transport, lease = told
         try:
-            if isinstance(reach, LocalReach):
-                _take_back_here(Path(str(reach.instance.directory)), lease, usual_seconds)
-            elif lease and reach.is_connected:  # if not, it was most probably not told either, and would be waited for
-                reach.write(LEASE, lease)
+            if isinstance(transport, LocalTransport):
+                _take_back_here(Path(str(transport.instance.directory)), lease, usual_seconds)
+            elif (
+                lease and transport.is_connected
+            ):  # if not, it was most probably not told either, and would be waited for
+                transport.write(LEASE, lease)
         except (SkywardError, OSError, ValueError) as error:
             _log.warning(
                 "%s could not be told that its pool is not detached; its own lease may be longer than it should: %s",
-                reach.instance.id,
+                transport.instance.id,
                 error,
             )
 

@@ -161,7 +161,7 @@ class HeadRestart:
         """Tell a node that it is the head, wait for its scheduler, and tell all the others."""
         head.tell(self._nodes.settings(head, 0, None))
         self._nodes.scheduler = await_scheduler(head, [head], look, deadline)
-        head.reach.opened()
+        head.transport.opened()
         before_others()
         others = [(rank, node) for rank, node in list(self._nodes.all.items()) if rank]
         side_by_side(lambda ranked: self._tell_or_drop(*ranked), others, "skyward-nodes", ALL_AT_ONCE)
@@ -171,7 +171,7 @@ class HeadRestart:
         try:
             if is_told:
                 node.tell(self._nodes.settings(node, rank, self._nodes.scheduler))
-                node.reach.opened()
+                node.transport.opened()
         except (Unreachable, CommandFailed, OSError):
             is_told = False
         if not is_told and self._nodes.drop(rank, node):  # lost as well

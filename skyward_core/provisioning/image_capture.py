@@ -56,7 +56,7 @@ def start_and_keep(
                 raise PoolClosed("the pool is not going to open")
         if can_be_kept:
             _keep(node.instance, spec, provider)
-        node.reach.write(REST, rest)
+        node.transport.write(REST, rest)
     except (Unreachable, CommandFailed) as error:
         raise node.failure(f"it does not answer any more: {error}") from error
 
@@ -68,8 +68,8 @@ def _hand_over_environment(node: Preparation, spec: PoolSpec) -> bool:
     if not spec.image.env:
         return True
     text = shell.export(spec.image.env) + "\n"
-    path = node.reach.write_in_memory(IMAGE_ENV, text)
-    node.reach.write(IMAGE_ENV, text if path is None else f"{shell.source(path)}\n")
+    path = node.transport.write_in_memory(IMAGE_ENV, text)
+    node.transport.write(IMAGE_ENV, text if path is None else f"{shell.source(path)}\n")
     if path is None:
         _log.warning("%s has no place in memory for the image's env: its disk is not kept", node.instance.id)
     return path is not None

@@ -43,7 +43,7 @@ from skyward_core.provisioning.replacement import Replacement
 from skyward_core.provisioning.selection import Selection
 from skyward_core.provisioning.startup import Startup
 from skyward_core.spec import PoolSpec
-from skyward_core.transport.transport import Reaches
+from skyward_core.transport.transport import Transports
 from skyward_core.worker.preemption_notice import Notice
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Machines:
         self._nodes.created_at = datetime.now(UTC)
         deadline = time.monotonic() + self._spec.provision_timeout
         undo.callback(self._rental.give_back_or_warn)
-        undo.callback(self.reaches.close)
+        undo.callback(self.transports.close)
         instances = self._selection.rent_all(deadline)
         provider = self._rental.provider
         if self._spec.image.cache and not provider.keeps_images:
@@ -152,9 +152,9 @@ class Machines:
     # ── what there is ────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def reaches(self) -> Reaches:
+    def transports(self) -> Transports:
         """The transports to all nodes."""
-        return self._rental.reaches
+        return self._rental.transports
 
     @property
     def lease(self) -> Lease:
@@ -199,9 +199,9 @@ class Machines:
 
     # ── what is lost ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def rouse(self, rank: int, workers: Sequence[int]) -> None:
-        """Have a node kill those of its workers and start them anew (`Nodes.rouse`)."""
-        self._nodes.rouse(rank, workers)
+    def restart_workers(self, rank: int, workers: Sequence[int]) -> None:
+        """Have a node kill those of its workers and start them anew (`Nodes.restart_workers`)."""
+        self._nodes.restart_workers(rank, workers)
 
     def stand_by(self, rank: int) -> None:
         """Prepare a machine that the next `replace` of this rank will take (`Replacement.stand_by`)."""

@@ -28,7 +28,7 @@ from skyward_core.provisioning.bootstrap import Preparation, Role, node_script, 
 from skyward_core.provisioning.port_forwarding import ALL_AT_ONCE, PortForwarding
 from skyward_core.provisioning.rental import Emit, Rental
 from skyward_core.spec import PoolSpec
-from skyward_core.transport.transport import LocalReach
+from skyward_core.transport.transport import LocalTransport
 from skyward_core.worker.preemption_notice import Notice
 from skyward_core.worker.settings import NodeSettings
 from skyward_core.worker.watchdog import MISSED
@@ -87,7 +87,7 @@ class Nodes:
     @property
     def scheduler_from_here(self) -> str:
         """The address at which this client reaches the scheduler."""
-        return self.all[0].reach.address(self.scheduler)
+        return self.all[0].transport.address(self.scheduler)
 
     def extend_leases(self, seconds: float) -> None:
         """Let all nodes live for so many seconds from now.
@@ -99,14 +99,14 @@ class Nodes:
                 "the nodes do not see each other, and talk through this client: the pool cannot be left alone"
             )
         side_by_side(
-            lambda node: node.reach.extend_lease(seconds), list(self.all.values()), "skyward-nodes", ALL_AT_ONCE
+            lambda node: node.transport.extend_lease(seconds), list(self.all.values()), "skyward-nodes", ALL_AT_ONCE
         )
 
     # ── settings of a node ──────────────────────────────────────────────────────────────────────────────────────────
 
     def preparation_of(self, instance: Instance, rank: int) -> Preparation:
         """Return a machine as one that is to become a node. It has no rank in the pool yet."""
-        return Preparation(self._rental.reaches.to(instance), rank, self._emit)
+        return Preparation(self._rental.transports.to(instance), rank, self._emit)
 
     def script(self) -> str:
         """Return the script that makes a node of a machine."""
@@ -119,13 +119,13 @@ class Nodes:
         head_host = "127.0.0.1" if forwarding.is_on else self.all[0].instance.private_ip or "127.0.0.1"
         role = Role(rank, self.generation, host, head_host, self.head_port, scheduler, forwarding.ports_of(rank))
         certificate = self._certificate.result()
-        if isinstance(node.reach, LocalReach):
+        if isinstance(node.transport, LocalTransport):
             # for how long it is paid: it learns this from nothing else before it can do without us
-            node.reach.say_busy()
+            node.transport.write_paid_and_busy()
         accelerator, lifetime = self._rental.accelerator_of(node.instance.id), self._spec.max_lifetime
         is_simulated = self._rental.provider.simulates
         return settings_of(
-            node.reach,
+            node.transport,
             role,
             self._spec,
             certificate,
@@ -145,7 +145,7 @@ class Nodes:
         """Tell whether a node reaches the scheduler. Raises BootstrapFailed if it does not answer."""
         parts = urlsplit(self.scheduler)
         try:
-            return node.reach.can_reach(str(parts.hostname), parts.port or 0)
+            return node.transport.can_reach(str(parts.hostname), parts.port or 0)
         except (Unreachable, CommandFailed) as error:
             raise node.failure(f"it does not answer any more: {error}") from error
 
@@ -174,7 +174,7 @@ class Nodes:
     def is_connected(self, rank: int) -> bool:
         """Tell whether a node answers this client, as far as is known."""
         node = self.all.get(rank)
-        if node is None or not node.reach.is_connected:
+        if node is None or not node.transport.is_connected:
             return False
         return not self._rental.provider.is_here or node.instance.id in self._rental.living()
 
@@ -188,7 +188,7 @@ class Nodes:
         def ask_one(ranked: tuple[int, Preparation]) -> tuple[int, bool | None]:
             rank, node = ranked
             try:
-                return rank, node.reach.lives(LIVES_SECONDS)
+                return rank, node.transport.lives(LIVES_SECONDS)
             except (SkywardError, OSError):
                 return rank, None
 
@@ -199,14 +199,14 @@ class Nodes:
             if lives is not None
         }
 
-    def rouse(self, rank: int, workers: Sequence[int]) -> None:
+    def restart_workers(self, rank: int, workers: Sequence[int]) -> None:
         """Have a node kill those of its workers and start them anew: they stay away, though it is there.
 
-        Raises what a `Reach` raises.
+        Raises what a `Transport` raises.
         """
         node = self.all.get(rank)
         if node is not None:
-            node.reach.write(MISSED, " ".join(map(str, workers)))
+            node.transport.write(MISSED, " ".join(map(str, workers)))
 
     def notices(self, rank: int) -> tuple[Notice, ...]:
         """Return the notices that say when the machine of a node is taken back."""
@@ -226,7 +226,7 @@ class Nodes:
 
         Over SSH the provider is asked only if the machine is silent.
         """
-        if node.reach.is_connected and not self._rental.provider.is_here:
+        if node.transport.is_connected and not self._rental.provider.is_here:
             return
         try:
             is_gone = node.instance.id not in self._rental.living()

@@ -55,14 +55,14 @@ class PortForwarding:
         if self._ports:
             wanted.append((nodes[0], head_port))
         ways = [
-            (target, port, urlsplit(target.reach.address(f"tls://127.0.0.1:{port}")).port or 0)
+            (target, port, urlsplit(target.transport.address(f"tls://127.0.0.1:{port}")).port or 0)
             for target, port in wanted
         ]
 
         def forward(node: Preparation) -> None:
             for target, port, local in ways:
                 if node is not target and (node.instance.id, port) not in self._forwarded:
-                    node.reach.lead(port, local)
+                    node.transport.lead(port, local)
                     self._forwarded.add((node.instance.id, port))
 
         side_by_side(forward, list(nodes.values()), "skyward-nodes", ALL_AT_ONCE)

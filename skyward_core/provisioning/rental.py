@@ -35,7 +35,7 @@ from skyward_core.provisioning.candidates import Part
 from skyward_core.provisioning.teardown import give_back
 from skyward_core.provisioning.termination import Ending, Endings
 from skyward_core.spec import PoolSpec
-from skyward_core.transport.transport import Reaches
+from skyward_core.transport.transport import Transports
 
 GUARD_GRACE_SECONDS = 10.0
 
@@ -60,7 +60,7 @@ class Rental:
         self._meter = meter
         self._book = book
         self._purse = purse
-        self.reaches = Reaches(spec.lease_seconds, emit, purse.paid_seconds)
+        self.transports = Transports(spec.lease_seconds, emit, purse.paid_seconds)
         self._accelerators: dict[str, Accelerator | None] = {}
         """What the calls on each machine may use."""
         self._lost_at: dict[str, float] = {}
@@ -193,7 +193,7 @@ class Rental:
                 price_of(offer, self._provider),
                 along=prices,
                 ending_seconds=self._provider.ending_seconds,
-                tell=self.reaches.tell_paid,
+                tell=self.transports.send_paid_time,
             )
         except (BadRequest, BudgetExceeded) as error:
             self._book.tried(offer, time.monotonic() - began, error)
@@ -215,7 +215,7 @@ class Rental:
 
     def _let_go(self, node: Preparation) -> None:
         self._lost_at[node.instance.id] = time.monotonic()
-        self.reaches.forget(node.instance)
+        self.transports.forget(node.instance)
         self._emit(InstanceStopping(node.instance.id))
 
     # ── all machines end ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -232,7 +232,7 @@ class Rental:
     def stop(self) -> None:
         """Launch no more, and end the waiting of every thread that waits for a machine here."""
         self._closing.set()
-        self.reaches.close()
+        self.transports.close()
         self._endings.stop()
 
     def go_on_until(self, deadline: float, what: str, pause_seconds: float = 0.05) -> None:

@@ -62,7 +62,7 @@ class Replacement:
                 if time.monotonic() - looked > LOOK_SECONDS:
                     looked = time.monotonic()
                     nodes.raise_if_lost(node)
-            node.reach.opened()
+            node.transport.opened()
         except BaseException:
             nodes.drop(rank, node)
             self._rental.end(node)
@@ -90,7 +90,7 @@ class Replacement:
         except BaseException:
             self._rental.end(node)
             raise
-        node.reach.opened()
+        node.transport.opened()
         self._standing_by[rank] = node
 
     def dismiss(self, rank: int) -> None:
@@ -101,7 +101,7 @@ class Replacement:
     def retire(self, rank: int, instance_id: str) -> None:
         """Have a node end its workers for good, if it still is this machine; `replace` gives it back.
 
-        What runs there is lost. Raises what a `Reach` raises.
+        What runs there is lost. Raises what a `Transport` raises.
         """
         with self._nodes.settings_lock:
             node = self._nodes.all.get(rank)
@@ -109,7 +109,7 @@ class Replacement:
                 settings = replace(
                     self._nodes.settings(node, rank, self._nodes.scheduler), workers=(), generation=RETIRED
                 )
-                node.reach.write("settings.json", settings.to_json())
+                node.transport.write("settings.json", settings.to_json())
 
     def _rent_instead(self, rank: int, ending: Ending | None) -> Preparation:
         """Rent a machine and have it begin to become a node."""

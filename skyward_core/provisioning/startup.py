@@ -64,10 +64,10 @@ class Startup:
             list(threads.map(lambda node: self._tell(node, self._nodes.scheduler), others))
             for node in nodes:
                 node.follow()
-                node.reach.opened()
+                node.transport.opened()
         except BaseException:
             self._has_failed.set()
-            self._rental.reaches.close()  # a thread that waits for a machine waits no longer
+            self._rental.transports.close()  # a thread that waits for a machine waits no longer
             raise
         finally:
             threads.shutdown()
@@ -107,7 +107,7 @@ class Startup:
         silent = list(nodes)
         is_here = self._rental.provider.is_here
         if not is_here:
-            silent = [node for node in nodes if not node.reach.is_connected]
+            silent = [node for node in nodes if not node.transport.is_connected]
             self._silent = {node.instance.id: self._silent.get(node.instance.id, time.monotonic()) for node in silent}
             lease_over = {
                 machine

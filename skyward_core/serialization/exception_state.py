@@ -22,7 +22,7 @@ a field either.
 """
 
 
-class State(NamedTuple):
+class ExceptionState(NamedTuple):
     """What an exception holds: `args`, its `__dict__` without notes, and what lies in `__slots__` or in fields of C."""
 
     args: tuple[Any, ...]
@@ -31,7 +31,7 @@ class State(NamedTuple):
     notes: tuple[str, ...]
 
 
-def has_own_way(kind: type[BaseException]) -> bool:
+def has_own_pickling(kind: type[BaseException]) -> bool:
     """Tell whether a class says itself how it is pickled, by a method or in `copyreg`."""
     base: Any = _static_base(kind)
     registered = getattr(copyreg.dispatch_table.get(kind), "__module__", None)
@@ -54,7 +54,7 @@ def make(kind: type[BaseException], message: str = "", members: Iterable[BaseExc
     return base.__new__(kind) if members is None else base.__new__(kind, message, list(members))
 
 
-def state_of(error: BaseException) -> State:
+def state_of(error: BaseException) -> ExceptionState:
     """Return what an exception holds."""
     attributes = {**object.__getattribute__(error, "__dict__")}
     notes = attributes.pop("__notes__", ())
@@ -66,10 +66,10 @@ def state_of(error: BaseException) -> State:
             # None is a value of a slot, and nothing in a field of C
             if value is not None or is_from_python(descriptor.__objclass__):
                 fields[name] = value
-    return State(error.args, attributes, fields, texts)
+    return ExceptionState(error.args, attributes, fields, texts)
 
 
-def fill(error: BaseException, state: State) -> None:
+def fill(error: BaseException, state: ExceptionState) -> None:
     """Give an exception what another one held, whatever its class does when an attribute is set."""
     BaseException.__setattr__(error, "args", state.args)
     attributes = object.__getattribute__(error, "__dict__")
@@ -93,7 +93,7 @@ def reduced(error: BaseException) -> Any:
     right one.
     """
     kind = type(error)
-    if not is_from_python(kind) or has_own_way(kind):
+    if not is_from_python(kind) or has_own_pickling(kind):
         return NotImplemented
     group: tuple[Any, ...] = (error.message, list(error.exceptions)) if isinstance(error, BaseExceptionGroup) else ()  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
     try:
@@ -104,7 +104,7 @@ def reduced(error: BaseException) -> Any:
 
 
 def _fill_from(error: BaseException, state: tuple[Any, ...]) -> None:
-    fill(error, State(*state))
+    fill(error, ExceptionState(*state))
 
 
 def _static_base(kind: type[BaseException]) -> type:

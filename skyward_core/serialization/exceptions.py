@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, cast
 
 from skyward_core.errors import RemoteError
 from skyward_core.serialization import exception_state, pickling
-from skyward_core.serialization.exception_state import State
+from skyward_core.serialization.exception_state import ExceptionState
 from skyward_core.serialization.pickling import Pickled
 from skyward_core.serialization.unpicklable import one_line
 
@@ -37,24 +37,24 @@ class RemoteTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
-class Link(NamedTuple):
+class ExceptionReference(NamedTuple):
     """Stands for an exception, or (`of`) a list or tuple of exceptions, by their places in the table."""
 
     places: tuple[int, ...]
     of: type | None = None
 
 
-class Absent(NamedTuple):
+class MissingValue(NamedTuple):
     """Stands for a value that could not travel."""
 
     text: str
     reason: str
 
 
-type Piece = Pickled | Link | Absent
+type PackedPart = Pickled | ExceptionReference | MissingValue
 
 
-class Raised(NamedTuple):
+class ExceptionParts(NamedTuple):
     """One exception in parts.
 
     `kind` is its class, `own` the whole of it in its class's own way, if it has one that works; `members` are those of
@@ -65,9 +65,9 @@ class Raised(NamedTuple):
     message: str
     kind: Pickled | None
     own: Pickled | None = None
-    args: tuple[Piece, ...] = ()
-    attributes: Mapping[str, Piece] = {}
-    fields: Mapping[str, Piece] = {}
+    args: tuple[PackedPart, ...] = ()
+    attributes: Mapping[str, PackedPart] = {}
+    fields: Mapping[str, PackedPart] = {}
     notes: tuple[str, ...] = ()
     members: tuple[str, tuple[int, ...]] | None = None
     cause: int | None = None
@@ -75,10 +75,10 @@ class Raised(NamedTuple):
     is_context_hidden: bool = False
 
 
-class Carried(NamedTuple):
+class PackedException(NamedTuple):
     """An exception, the first of the table, and all those that it refers to."""
 
-    table: tuple[Raised, ...]
+    table: tuple[ExceptionParts, ...]
 
 
 # ── on the node ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -92,14 +92,16 @@ def pack(error: BaseException, clean: Callable[[Any], Any] = lambda value: value
     packing = _Packing(clean)
     packing.place_of(error)
     buffers: list[pickle.PickleBuffer] = []
-    data = pickle.dumps(Carried(tuple(cast("list[Raised]", packing.table))), protocol=5, buffer_callback=buffers.append)
+    data = pickle.dumps(
+        PackedException(tuple(cast("list[ExceptionParts]", packing.table))), protocol=5, buffer_callback=buffers.append
+    )
     return Pickled(data, tuple(buffer.raw() for buffer in buffers))
 
 
 class _Packing:
     def __init__(self, clean: Callable[[Any], Any]) -> None:
         self._clean = clean
-        self.table: list[Raised | None] = []
+        self.table: list[ExceptionParts | None] = []
         self._places: dict[int, int] = {}
         self._depth = 0
 
@@ -112,23 +114,23 @@ class _Packing:
             self.table[place] = (
                 self._raised(error)
                 if self._depth <= DEEPEST
-                else Raised(name_of(type(error)), text_of(error, self._clean), None)
+                else ExceptionParts(name_of(type(error)), text_of(error, self._clean), None)
             )
             self._depth -= 1
         return self._places[id(error)]
 
-    def _raised(self, error: BaseException) -> Raised:
+    def _raised(self, error: BaseException) -> ExceptionParts:
         kind = type(error)
         state = exception_state.state_of(error)
         members = None
         if isinstance(error, BaseExceptionGroup):
             group = cast("BaseExceptionGroup[BaseException]", error)
             members = (self._clean(str(group.message)), tuple(map(self.place_of, group.exceptions)))
-        return Raised(
+        return ExceptionParts(
             name_of(kind),
             text_of(error, self._clean),
             _picked(kind),
-            self._in_its_own_way(error),
+            self._in_own_pickling(error),
             tuple(map(self._piece, state.args)),
             {name: self._piece(value) for name, value in state.attributes.items()},
             {
@@ -143,11 +145,11 @@ class _Packing:
             error.__suppress_context__,
         )
 
-    def _in_its_own_way(self, error: BaseException) -> Pickled | None:
+    def _in_own_pickling(self, error: BaseException) -> Pickled | None:
         """Pickle an exception as its class says; None if it says nothing, or if that does not work."""
         kind = type(error)
         if not exception_state.is_from_python(kind) or not (
-            exception_state.has_own_way(kind) or not _can_be_bare(error)
+            exception_state.has_own_pickling(kind) or not _can_be_bare(error)
         ):
             return None
         with suppress(Exception):
@@ -156,16 +158,16 @@ class _Packing:
                 return pickled
         return None
 
-    def _piece(self, value: Any) -> Piece:
+    def _piece(self, value: Any) -> PackedPart:
         value = self._clean(value)
         if isinstance(value, BaseException):
-            return Link((self.place_of(value),))
+            return ExceptionReference((self.place_of(value),))
         if type(value) in (list, tuple) and value and all(isinstance(item, BaseException) for item in value):
-            return Link(tuple(map(self.place_of, value)), cast("type[Any]", type(value)))
+            return ExceptionReference(tuple(map(self.place_of, value)), cast("type[Any]", type(value)))
         try:
             return pickling.dumps_or_raise(value)
         except Exception as failure:
-            return Absent(self._clean(_safely(repr, value)), one_line(failure, self._clean))
+            return MissingValue(self._clean(_safely(repr, value)), one_line(failure, self._clean))
 
 
 def _picked(kind: type[BaseException]) -> Pickled | None:
@@ -194,7 +196,7 @@ def unpack(data: Any, buffers: Sequence[Any], node: int, text: str) -> BaseExcep
     Raises whatever is wrong with the data.
     """
     carried = pickling.loads(data, buffers)
-    return _Rebuilding(cast(Carried, carried).table, node, text).result()
+    return _Rebuilding(cast(PackedException, carried).table, node, text).result()
 
 
 def remote_error(node: int, text: str, name: str = "", message: str = "", reason: str = "") -> RemoteError:
@@ -205,7 +207,7 @@ def remote_error(node: int, text: str, name: str = "", message: str = "", reason
 
 
 class _Rebuilding:
-    def __init__(self, table: Sequence[Raised], node: int, text: str) -> None:
+    def __init__(self, table: Sequence[ExceptionParts], node: int, text: str) -> None:
         self._table = table
         self._node = node
         self._text = text
@@ -241,12 +243,12 @@ class _Rebuilding:
             self._made[place] = self._new(place, self._table[place])
         return self._made[place]
 
-    def _new(self, place: int, raised: Raised) -> BaseException:
+    def _new(self, place: int, raised: ExceptionParts) -> BaseException:
         reason = "it cannot be rebuilt here"
         try:
             kind = pickling.loads(raised.kind) if raised.kind is not None else None
             if isinstance(kind, type) and issubclass(kind, BaseException):
-                if (whole := _in_its_own_way(raised, kind)) is not None:
+                if (whole := _in_own_pickling(raised, kind)) is not None:
                     self._is_whole.add(place)
                     return whole
                 if raised.members is not None:
@@ -258,7 +260,7 @@ class _Rebuilding:
         self._is_whole.add(place)
         return remote_error(self._node, self._text if place == 0 else "", raised.name, raised.message, reason)
 
-    def _fill(self, place: int, raised: Raised) -> None:
+    def _fill(self, place: int, raised: ExceptionParts) -> None:
         error = self._made[place]
         losses: list[str] = []
         if place not in self._is_whole:
@@ -267,7 +269,8 @@ class _Rebuilding:
                 for index, piece in enumerate(raised.args)
             )
             exception_state.fill(
-                error, State(args, self._values(raised.attributes, losses), self._values(raised.fields, losses), ())
+                error,
+                ExceptionState(args, self._values(raised.attributes, losses), self._values(raised.fields, losses), ()),
             )
         for note in raised.notes:
             if note not in object.__getattribute__(error, "__dict__").get("__notes__", ()):
@@ -282,17 +285,17 @@ class _Rebuilding:
             _set(error, "__cause__", self._made[raised.cause])
         _set(error, "__suppress_context__", raised.is_context_hidden)
 
-    def _values(self, pieces: Mapping[str, Piece], losses: list[str]) -> dict[str, Any]:
+    def _values(self, pieces: Mapping[str, PackedPart], losses: list[str]) -> dict[str, Any]:
         values = {name: self._value(name, piece, losses, in_its_place=_missing) for name, piece in pieces.items()}
         return {name: value for name, value in values.items() if value is not _missing}
 
-    def _value(self, name: str, piece: Piece, losses: list[str], in_its_place: object) -> Any:
+    def _value(self, name: str, piece: PackedPart, losses: list[str], in_its_place: object) -> Any:
         match piece:
-            case Link(places, None):
+            case ExceptionReference(places, None):
                 return self._made[places[0]]
-            case Link(places, of):
+            case ExceptionReference(places, of):
                 return cast("type[Any]", of)(self._made[place] for place in places)
-            case Absent(_, reason):
+            case MissingValue(_, reason):
                 losses.append(f"{name} ({reason})")
                 return in_its_place
             case _:
@@ -303,7 +306,7 @@ class _Rebuilding:
                     return in_its_place
 
 
-def _in_its_own_way(raised: Raised, kind: type[BaseException]) -> BaseException | None:
+def _in_own_pickling(raised: ExceptionParts, kind: type[BaseException]) -> BaseException | None:
     """Load an exception as its class wants it; None if that says nothing, or if its code fails here."""
     if raised.own is not None:
         with suppress(Exception):
@@ -315,8 +318,8 @@ def _in_its_own_way(raised: Raised, kind: type[BaseException]) -> BaseException 
 _missing = object()
 
 
-def _text_in_place_of(piece: Piece) -> str:
-    return piece.text if isinstance(piece, Absent) else "<not loaded>"
+def _text_in_place_of(piece: PackedPart) -> str:
+    return piece.text if isinstance(piece, MissingValue) else "<not loaded>"
 
 
 def name_of(kind: type) -> str:

@@ -60,7 +60,7 @@ from skyward_core.serialization.loading import (
     stand_in,
 )
 from skyward_core.serialization.ownership import belongs_to_user, home_module, is_user_module
-from skyward_core.serialization.unpicklable import SCALARS, Ask, Parts, diagnose, one_line
+from skyward_core.serialization.unpicklable import SCALARS, Parts, PickleProbe, diagnose, one_line
 
 OUT_OF_BAND_BYTES = 64 * 1024
 """Contiguous buffers of at least this size stay apart from the pickle; smaller ones are cheaper inside it."""
@@ -118,7 +118,7 @@ def dumps(
     except MemoryError:
         raise
     except Exception as error:
-        raise diagnose(obj, label, error, Ask(trials.error_of, trials.parts_of)) from error
+        raise diagnose(obj, label, error, PickleProbe(trials.error_of, trials.parts_of)) from error
 
 
 def dumps_or_raise(obj: Any) -> Pickled:

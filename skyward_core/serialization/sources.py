@@ -64,20 +64,20 @@ def pack(obj: Any, *, label: str | tuple[str, ...] = "value", replace: Replace |
     if not sources:
         return pickled
     buffers: list[pickle.PickleBuffer] = []
-    data = pickle.dumps(_Packed(sources, pickled), protocol=5, buffer_callback=buffers.append)
+    data = pickle.dumps(_PackedSources(sources, pickled), protocol=5, buffer_callback=buffers.append)
     return Pickled(data, tuple(buffer.raw() for buffer in buffers))
 
 
 def unpack(data: bytes | bytearray | memoryview, buffers: Iterable[Any] = ()) -> Loaded:
     """Rebuild what `pack` pickled, and install what came with it."""
     value = pickling.loads(data, buffers)
-    if type(value) is not _Packed:
+    if type(value) is not _PackedSources:
         return Loaded(value, ())
     install(value.sources)
     return Loaded(pickling.loads(value.pickled), value.sources)
 
 
-class _Packed(NamedTuple):
+class _PackedSources(NamedTuple):
     sources: tuple[Source, ...]
     pickled: Pickled
 
@@ -95,7 +95,7 @@ def collect(functions: Iterable[types.FunctionType]) -> tuple[Source, ...]:
             names.update(_targets(imports, _package_of(function)))
     if not names:
         return ()
-    walk = _Walk()
+    walk = _SourceSearch()
     walk.follow(names)
     return tuple(source for _, source in sorted(walk.found.items()))
 
@@ -147,7 +147,7 @@ def _targets(imports: Iterable[_Import], package: str) -> Iterator[str]:
         yield from (f"{base}.{member}" for member in members if member != "*")
 
 
-class _Walk:
+class _SourceSearch:
     """From names to sources, and on to what these import, until nothing new is found."""
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ class _Walk:
             if "." not in name:
                 self._foreign.add(name)
             return ()
-        text = _read(file) if file is not None else _Text(0, 0, "", frozenset())
+        text = _read(file) if file is not None else _SourceText(0, 0, "", frozenset())
         if text is None:
             return ()
         self.found[name] = Source(name, text.text, folders is not None, file)
@@ -205,11 +205,11 @@ def _mtime_ns(path: str) -> int:
         return 0
 
 
-type _Place = tuple[str | None, Sequence[str] | None]
-_NOWHERE: _Place = (None, None)
+type _Location = tuple[str | None, Sequence[str] | None]
+_NO_LOCATION: _Location = (None, None)
 
 
-def _locate(name: str, parent_folders: Sequence[str] | None) -> _Place:
+def _locate(name: str, parent_folders: Sequence[str] | None) -> _Location:
     """Return the source file of a module of the user's project and the folders of its submodules (None: not a package),
     without importing it.
     """
@@ -219,13 +219,13 @@ def _locate(name: str, parent_folders: Sequence[str] | None) -> _Place:
     elif (spec := _find_spec(name, parent_folders)) is not None:
         file, folders = spec.origin if spec.has_location else None, spec.submodule_search_locations
     else:
-        return _NOWHERE
+        return _NO_LOCATION
     folders = None if folders is None else list(folders)
     place = file or next(iter(folders or ()), None)
     if place is None or not os.path.isabs(place) or not ownership.is_of_user(name, place):
-        return _NOWHERE
+        return _NO_LOCATION
     if file is not None and not file.endswith(tuple(importlib.machinery.SOURCE_SUFFIXES)):
-        return _NOWHERE
+        return _NO_LOCATION
     return file, folders
 
 
@@ -237,24 +237,26 @@ def _find_spec(name: str, parent_folders: Sequence[str] | None) -> importlib.mac
     return None
 
 
-class _Text(NamedTuple):
+class _SourceText(NamedTuple):
     mtime_ns: int
     size: int
     text: str
     imports: frozenset[_Import]
 
 
-_texts: dict[str, _Text] = {}
+_texts: dict[str, _SourceText] = {}
 
 
-def _read(file: str) -> _Text | None:
+def _read(file: str) -> _SourceText | None:
     """Return a source file's text and imports; None if it cannot be read. Read again when it has changed."""
     try:
         status = os.stat(file)
         known = _texts.get(file)
         if known is None or (known.mtime_ns, known.size) != (status.st_mtime_ns, status.st_size):
             text = importlib.util.decode_source(Path(file).read_bytes())
-            known = _texts[file] = _Text(status.st_mtime_ns, status.st_size, text, frozenset(_imports_in_text(text)))
+            known = _texts[file] = _SourceText(
+                status.st_mtime_ns, status.st_size, text, frozenset(_imports_in_text(text))
+            )
     except (OSError, SyntaxError, UnicodeDecodeError):  # an unknown encoding is a SyntaxError
         return None
     return known

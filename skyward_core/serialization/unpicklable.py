@@ -1,7 +1,7 @@
-"""What was it that could not travel: the walk from a value that fails to the part of it that is at fault.
+"""Finds the part of a value that cannot be pickled, for the error message.
 
-It knows nothing of how values are pickled: `Ask` hands in the trial (does this part fail by itself?) and the parts of
-what only the pickler can look into (functions, cached functions, what it replaces).
+It does not know how values are pickled. `PickleProbe` tries to pickle a part by itself, and lists the parts of values
+that only the pickler knows (functions, cached functions, replaced objects).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ type Parts = Iterable[tuple[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class PickleProbe:
     """What the pickler answers: why a value cannot be pickled (None: it can), and the parts of those values it alone
     knows (None: not one of them).
     """
@@ -39,7 +39,7 @@ _MAX_TRIALS = 5_000
 _MAX_ITEMS = 1_000  # of one container; what lies beyond is told by naming the container
 
 
-def diagnose(obj: Any, label: str | tuple[str, ...], error: Exception, ask: Ask) -> NotPicklable:
+def diagnose(obj: Any, label: str | tuple[str, ...], error: Exception, ask: PickleProbe) -> NotPicklable:
     """Name the part that fails by itself: it cannot be pickled although each of its own parts can.
 
     `label` is what the value is called, or for a tuple the names of its items. The error's `path` leads from there to
@@ -58,7 +58,7 @@ def diagnose(obj: Any, label: str | tuple[str, ...], error: Exception, ask: Ask)
 class _Search:
     """A walk from a value that fails, through parts that fail, down to the culprit; bounded, and safe in circles."""
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: PickleProbe) -> None:
         self._ask = ask
         self._failing: dict[int, Any] = {}
         self._left = _MAX_TRIALS

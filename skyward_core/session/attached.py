@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from skyward_core.concurrency.backoff import Backoff
-from skyward_core.concurrency.periodic import Beat
+from skyward_core.concurrency.periodic import PeriodicThread
 from skyward_core.concurrency.threads import side_by_side
 from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.engine.user_client import UserClient, user_client
@@ -35,7 +35,7 @@ from skyward_core.errors import (
 from skyward_core.events.events import CostFinal, SkywardEvent
 from skyward_core.events.queue import EventQueue
 from skyward_core.machines.instances import Lease, Node
-from skyward_core.transport.transport import Reaches
+from skyward_core.transport.transport import Transports
 from skyward_core.worker.private_folders import NotPrivate, check_private
 from skyward_core.worker.wire import Ending, Outcome, Output, Report
 
@@ -76,14 +76,14 @@ class Attached:
         self.events = events
         self._lease_seconds = lease_seconds
         self._retries = retries
-        self._reaches = Reaches(lease_seconds, self.emit)
+        self._transports = Transports(lease_seconds, self.emit)
         self._stopping = threading.Lock()
         self._ended = threading.Event()
         self._away: dict[int, float] = {}
         """Since when nodes are not there, by rank."""
         self._entry = KeptEntry(lease.pool_id, lease_seconds, events.log)
         self._beats = [
-            Beat(name, min(MOST_BEAT_SECONDS, lease_seconds / 6), step, self._on_trouble)
+            PeriodicThread(name, min(MOST_BEAT_SECONDS, lease_seconds / 6), step, self._on_trouble)
             for name, step in (
                 ("skyward-node-lease", self._keep_here),
                 ("skyward-lease", self._entry.renew),
@@ -107,7 +107,7 @@ class Attached:
             if self._key is not None:
                 self.lease = self.lease.with_key(self._key_path(self._key))
             settings = self._reach_all(deadline)
-            head = self._reaches.to(self.lease.nodes[0].instance)
+            head = self._transports.to(self.lease.nodes[0].instance)
             certificate = PoolCertificate(settings["tls_certificate"], settings["tls_key"])
             module = importlib.import_module("skyward_core.engine.cluster")
             self.cluster = cluster = cast(
@@ -115,7 +115,7 @@ class Attached:
                 module.Cluster(
                     self.lease,
                     certificate,
-                    self._reaches,
+                    self._transports,
                     self.emit,
                     self._retries,
                     None,
@@ -130,8 +130,8 @@ class Attached:
                 if node.rank and len(cluster.missing(node.rank)) == node.workers:
                     cluster.forget(node.rank)
                     self._go_on_without(node, "its workers are not in the pool")
-            for reach in self._reaches.all():
-                reach.opened()
+            for transport in self._transports.all():
+                transport.opened()
             cluster.watch(self)
             self.user_client = user_client(
                 lambda: head.address(self.lease.scheduler), certificate, lambda: cluster.client
@@ -171,7 +171,7 @@ class Attached:
         head, *others = self.lease.nodes
         try:
             self._reach(head, deadline - time.monotonic())
-            settings = json.loads(self._reaches.to(head.instance).read("settings.json"))
+            settings = json.loads(self._transports.to(head.instance).read("settings.json"))
             _refuse_anothers(head, settings)
         except NotPrivate as error:
             raise CredentialsError(
@@ -195,7 +195,7 @@ class Attached:
     def _reach(self, node: Node, seconds: float) -> None:
         if node.instance.endpoint is None:
             _verify_folder(node)
-        self._reaches.to(node.instance).join(timeout_seconds=max(1.0, seconds), guard_seconds=GUARD_SECONDS)
+        self._transports.to(node.instance).join(timeout_seconds=max(1.0, seconds), guard_seconds=GUARD_SECONDS)
 
     def _why_out_of_reach(self, node: Node, seconds: float) -> Exception | None:
         """Reach a node that is not the head; return why it cannot be reached.
@@ -211,7 +211,7 @@ class Attached:
                 f"the lease leads to a folder that another user can change, and is not followed: {error}"
             ) from error
         except (SkywardError, OSError) as error:
-            self._reaches.forget(node.instance)
+            self._transports.forget(node.instance)
             return error
         return None
 
@@ -248,7 +248,7 @@ class Attached:
             if self.cluster is not None:
                 self.cluster.leave(reason)
         finally:
-            self._reaches.close()
+            self._transports.close()
             self._entry.close()
             if self._key_in_memory is not None:
                 os.close(self._key_in_memory)
@@ -262,14 +262,14 @@ class Attached:
 
     def _look(self) -> None:
         """Let the nodes know whether there are calls, and give up waiting for a lost node whose place stays empty."""
-        self._reaches.is_busy = self.cluster is not None and self.cluster.has_work()
+        self._transports.is_busy = self.cluster is not None and self.cluster.has_work()
         self._give_up_absent()
 
     def _keep_here(self) -> None:
         """Signs of life for nodes of this machine; over SSH each way sees to its own."""
-        for reach in self._reaches.here():
+        for transport in self._transports.here():
             with contextlib.suppress(OSError):  # it has ended, which the cluster tells
-                reach.extend_lease(self._lease_seconds)
+                transport.extend_lease(self._lease_seconds)
 
     # ── what the cluster tells ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -295,7 +295,7 @@ class Attached:
 
     def _resume(self) -> None:
         assert self.cluster is not None
-        head = self._reaches.to(self.lease.nodes[0].instance)
+        head = self._transports.to(self.lease.nodes[0].instance)
         since = time.monotonic()
         error: Exception | None = None
         while not self._ended.wait(POLL_SECONDS) and time.monotonic() - since < self._lease_seconds:
@@ -314,7 +314,7 @@ class Attached:
         self._ended.set()
         for beat in self._beats:
             beat.end()
-        self._reaches.close()  # nobody can use the nodes from here any more: their leases are not kept by this one
+        self._transports.close()  # nobody can use the nodes from here any more: their leases are not kept by this one
 
 
 def _verify_folder(node: Node) -> None:

@@ -19,7 +19,7 @@ from skyward_core.ledger.metering import Meter
 from skyward_core.session.clock import Stop
 from skyward_core.session.renewal import Renewal
 from skyward_core.spec import PoolSpec
-from skyward_core.transport.transport import Reaches
+from skyward_core.transport.transport import Transports
 
 if TYPE_CHECKING:
     from skyward_core.engine.cluster import Cluster
@@ -87,7 +87,7 @@ class Limits:
         self,
         spec: PoolSpec,
         cluster: Cluster,
-        reaches: Reaches,
+        transports: Transports,
         purse: Purse,
         meter: Meter,
         *,
@@ -98,7 +98,7 @@ class Limits:
     ) -> None:
         self._spec = spec
         self._cluster = cluster
-        self._reaches = reaches
+        self._transports = transports
         self._purse = purse
         self._meter = meter
         self._emit = emit
@@ -139,7 +139,7 @@ class Limits:
         max_lifetime, timeout = self._spec.max_lifetime, self._spec.timeout
         if now - self._asked >= ASK_SECONDS or self._cluster.is_idle == self._is_busy:
             self._asked, self._is_busy = now, self._cluster.has_work()
-            self._reaches.is_busy = self._is_busy
+            self._transports.is_busy = self._is_busy
         if max_lifetime is not None and now - self._began > max_lifetime:
             self._log(logging.WARNING, "the pool has lived for %.0f s (max_lifetime) and ends itself", max_lifetime)
             self._stop(

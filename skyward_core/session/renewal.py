@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from skyward_core.concurrency.periodic import Beat
+from skyward_core.concurrency.periodic import PeriodicThread
 from skyward_core.errors import LeaseLost
 from skyward_core.ledger.journal import Book
 
@@ -23,7 +23,7 @@ class Renewal:
         self._pool_id = pool_id
         self.beat_seconds = min(lease_seconds / 6, MOST_BEAT_SECONDS)
         self._log = log
-        self._beats: list[Beat] = []
+        self._beats: list[PeriodicThread] = []
         self._lost: LeaseLost | None = None
 
     @property
@@ -42,7 +42,7 @@ class Renewal:
                 troubles.add(repr(error))
                 self._log(logging.ERROR, "%s of %s goes on", name, self._pool_id, error=error)
 
-        beat = Beat(name, self.beat_seconds, step, on_error)
+        beat = PeriodicThread(name, self.beat_seconds, step, on_error)
         self._beats.append(beat)
         beat.start()
 

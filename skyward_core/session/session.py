@@ -200,7 +200,7 @@ class Opening:
                 self.cluster = cluster = cluster_module.Cluster(
                     lease,
                     certificate.result(),
-                    machines.reaches,
+                    machines.transports,
                     self.emit,
                     self.spec.retries,
                     self.meter,
@@ -217,7 +217,7 @@ class Opening:
                 self._limits = limits = Limits(
                     self.spec,
                     cluster,
-                    machines.reaches,
+                    machines.transports,
                     purse,
                     self.meter,
                     emit=self.emit,
@@ -318,12 +318,12 @@ class Opening:
         lease that outlives this process.
         """
         assert self.machines is not None
-        for reach in self.machines.reaches.here():
+        for transport in self.machines.transports.here():
             with contextlib.suppress(OSError):  # it is lost, which is noticed elsewhere
                 if self._reaper.has_detached:
-                    reach.extend_lease(self.spec.lease_seconds)
+                    transport.extend_lease(self.spec.lease_seconds)
                 else:
-                    reach.say_busy()
+                    transport.write_paid_and_busy()
 
     # ── stop and release ─────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -36,7 +36,7 @@ FETCH_SECONDS = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Archive:
+class CodeArchive:
     """The copy as a tar.gz file, named by its content."""
 
     name: str
@@ -44,7 +44,7 @@ class Archive:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class CompressedFile:
     """A file that is compressed with gzip, and how many bytes it has when it is not."""
 
     path: Path
@@ -57,7 +57,7 @@ threads.
 """
 
 
-def shipped_archive() -> Archive:
+def shipped_archive() -> CodeArchive:
     """Return `shipped_package()` as an archive for another machine.
 
     Made once for each content, under the user's cache.
@@ -66,7 +66,7 @@ def shipped_archive() -> Archive:
         return _archive()
 
 
-def shipped_uv(system: str, machine: str, *, is_musl: bool = False) -> Packed | None:
+def shipped_uv(system: str, machine: str, *, is_musl: bool = False) -> CompressedFile | None:
     """Return the uv for a machine that `uname` calls so, compressed with gzip to less than half. Made once for each uv,
     under the user's cache.
 
@@ -89,7 +89,7 @@ def shipped_package() -> Path:
 
 
 @cache
-def _archive() -> Archive:
+def _archive() -> CodeArchive:
     package = _package()
     path = package.with_suffix(".tar.gz")
     if not path.exists():
@@ -97,7 +97,7 @@ def _archive() -> Archive:
         with tarfile.open(partial, "w:gz", compresslevel=3) as archive:
             archive.add(package / PACKAGE, PACKAGE, filter=_owned_by_nobody)
         partial.replace(path)
-    return Archive(package.name, path)
+    return CodeArchive(package.name, path)
 
 
 def _owned_by_nobody(entry: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -108,17 +108,17 @@ def _owned_by_nobody(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 @cache
-def _compressed_uv() -> Packed:
+def _compressed_uv() -> CompressedFile:
     binary = Path(uv.find_uv_bin())
     stat = binary.stat()
     path = _folder() / f"uv-{stat.st_size:x}-{stat.st_mtime_ns:x}.gz"
     if not path.exists():
         _compress(binary, path)
-    return Packed(path, stat.st_size)
+    return CompressedFile(path, stat.st_size)
 
 
 @cache
-def _fetched_uv(machine: str) -> Packed:
+def _fetched_uv(machine: str) -> CompressedFile:
     wheel = WHEELS[machine]
     path = _folder() / f"uv-{VERSION}-{machine}-{wheel.sha256[:12]}.gz"
     if not path.exists():
@@ -127,7 +127,7 @@ def _fetched_uv(machine: str) -> Packed:
             _compress(Path(folder) / "bin" / "uv", path)
     with path.open("rb") as packed:
         packed.seek(-4, os.SEEK_END)  # RFC 1952: the size comes last
-        return Packed(path, int.from_bytes(packed.read(4), "little"))
+        return CompressedFile(path, int.from_bytes(packed.read(4), "little"))
 
 
 def _fetch(wheel: Wheel, folder: Path) -> None:

@@ -12,7 +12,7 @@ import asyncssh  # noqa: TID253  a part of ssh_connection.py
 
 from skyward_core.errors import CommandTimedOut, ConnectionLost, Unreachable
 from skyward_core.machines.instances import Endpoint
-from skyward_core.transport.ssh_channels import Text
+from skyward_core.transport.ssh_channels import TextStream
 from skyward_core.transport.ssh_link import SSHLink
 from skyward_core.transport.ssh_loop import Loop
 
@@ -46,7 +46,7 @@ class LoopCalls:
         deadline: float | None,
         coroutine: Coroutine[Any, Any, T],
         command: str,
-        text: Text,
+        text: TextStream,
         *,
         begun: bool = False,
     ) -> T:

@@ -25,7 +25,7 @@ TAIL_CHARACTERS = 64 * 1024
 LARGE_BYTES = 4 << 20  # from here on memory comes in pages of its own, given back with the last view of them
 
 
-class Session(asyncssh.SSHClientSession[bytes]):
+class ChannelSession(asyncssh.SSHClientSession[bytes]):
     """A command on the machine, as asyncssh tells of it.
 
     Its callbacks must not raise: that would end the connection.
@@ -79,7 +79,7 @@ class Session(asyncssh.SSHClientSession[bytes]):
             pass  # likewise
 
 
-class Inbox(Session):
+class ChannelBuffer(ChannelSession):
     """A command whose output is read piece by piece; it waits when it is too far ahead of its reader."""
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class Inbox(Session):
         return bytes(said), None
 
 
-class Download(Session):
+class Download(ChannelSession):
     """FETCH: the bytes of a file go to their place as they come."""
 
     def __init__(self, mark: bytes, into: memoryview | None) -> None:
@@ -234,7 +234,7 @@ def pieces(content: Path | bytes | Iterable[memoryview]) -> Iterator[bytes]:
             yield cast(bytes, view[start : start + PIECE_BYTES])
 
 
-class Text:
+class TextStream:
     """A command's output: bytes in, lines out. The whole of it is kept, or its end if the lines are told."""
 
     def __init__(self, on_line: Callable[[str], None] | None) -> None:

@@ -22,7 +22,7 @@ import asyncssh  # noqa: TID253  a part of ssh_connection.py
 from skyward_core.errors import CommandFailed, CommandTimedOut, ConnectionLost, Unreachable
 from skyward_core.machines.instances import Endpoint
 from skyward_core.transport.ssh_calls import LoopCalls, short
-from skyward_core.transport.ssh_channels import Inbox, Session, Text
+from skyward_core.transport.ssh_channels import ChannelBuffer, ChannelSession, TextStream
 from skyward_core.transport.ssh_link import SSHLink, attempts
 
 KILL_SECONDS = 2.0
@@ -67,11 +67,11 @@ class Commands:
         self._link = link
         self._sessions = asyncio.Semaphore(SESSIONS)
 
-    async def start(self, command: str, content: bytes | Path | None, *, stays: bool = False) -> Inbox:
+    async def start(self, command: str, content: bytes | Path | None, *, stays: bool = False) -> ChannelBuffer:
         """Start a command and send its input, in the background; without `content` it reads the end of file, unless it
         `stays`.
         """
-        inbox = Inbox()
+        inbox = ChannelBuffer()
         await self.open(command, inbox)
         if content is not None:
             inbox.feeding = asyncio.ensure_future(inbox.send(content))
@@ -80,7 +80,7 @@ class Commands:
         return inbox
 
     @asynccontextmanager
-    async def running[S: Session](
+    async def running[S: ChannelSession](
         self, command: str, session: S, *, window: int | None = None, is_killed: bool = True
     ) -> AsyncGenerator[S, None]:
         """Start a command; afterwards it has ended, or is killed, or at least sees the end of its input."""
@@ -92,7 +92,7 @@ class Commands:
         finally:
             await self.leave(session, kill=is_killed and not ended)
 
-    async def open(self, command: str, session: Session, *, window: int | None = None) -> None:
+    async def open(self, command: str, session: ChannelSession, *, window: int | None = None) -> None:
         """Start a command in a session, waiting while SESSIONS of them are taken."""
         self._link.living()
         await self._sessions.acquire()
@@ -109,7 +109,7 @@ class Commands:
             raise
 
     async def _create(
-        self, ssh: asyncssh.SSHClientConnection, command: str, session: Session, window: int | None
+        self, ssh: asyncssh.SSHClientConnection, command: str, session: ChannelSession, window: int | None
     ) -> None:
         """Start a command on the machine, trying again for REFUSED_SECONDS while it takes no further one."""
         arguments: dict[str, Any] = {"encoding": None, "request_pty": False, "x11_forwarding": False} | (
@@ -129,7 +129,7 @@ class Commands:
             raise ConnectionLost(f"the SSH connection to {self.endpoint} is gone: {refusal}") from refusal
         raise refusal
 
-    async def exit_code(self, session: Session, command: str) -> int:
+    async def exit_code(self, session: ChannelSession, command: str) -> int:
         """Wait for the end of a command and return its exit code.
 
         Raises ConnectionLost if the connection ended instead.
@@ -142,7 +142,7 @@ class Commands:
             )
         return exit_code
 
-    async def leave(self, session: Session, *, kill: bool) -> None:
+    async def leave(self, session: ChannelSession, *, kill: bool) -> None:
         """Give back the place of a session, and kill its command if it may still run."""
         self._sessions.release()
         if session.feeding:
@@ -158,7 +158,7 @@ class Commands:
 
     async def _kill(self, name: str) -> None:
         """Kill what runs under a name; give up after KILL_SECONDS."""
-        killer = Inbox()
+        killer = ChannelBuffer()
         try:
             async with asyncio.timeout(KILL_SECONDS):
                 await self.open(shlex.join(["sh", "-c", KILL, "kill", name]), killer)
@@ -173,7 +173,7 @@ class Commands:
 
 class Shell:
     """A `sh` on the machine that stays: a command costs one round trip and no login, an eighth of the time of
-    `Connection.run`.
+    `SSHConnection.run`.
 
     It may be used from many threads, which take turns. It holds one of the connection's SESSIONS from its first command
     until `close`.
@@ -185,7 +185,7 @@ class Shell:
         self._turn = threading.Lock()
         self._mark = secrets.token_hex(16)
         self._count = 0
-        self._inbox: Inbox | None = None
+        self._inbox: ChannelBuffer | None = None
 
     def run(self, command: str, *, timeout_seconds: float | None = None) -> Completed:
         """Run a command of POSIX sh in the user's home and return how it ended, whatever its exit code.
@@ -201,7 +201,7 @@ class Shell:
                 f"the shell on {self._commands.endpoint} was busy until the deadline of: {short(command)}", output=""
             )
         try:
-            return self._calls.call_command(deadline, self._ask(command), command, Text(None))
+            return self._calls.call_command(deadline, self._ask(command), command, TextStream(None))
         finally:
             self._turn.release()
 

@@ -1,6 +1,6 @@
 """SSH to one machine: run, put, forward.
 
-A `Connection` is used from any thread and blocks its caller; asyncssh works on the thread of a `Loop`. Its parts:
+A `SSHConnection` is used from any thread and blocks its caller; asyncssh works on the thread of a `Loop`. Its parts:
 `ssh_link.py` (the states), `ssh_login.py` (keys and jump hosts), `ssh_calls.py` (from any thread to the loop),
 `ssh_commands.py`, `ssh_files.py`, `ssh_forwards.py`. The states:
 
@@ -14,7 +14,7 @@ A `Connection` is used from any thread and blocks its caller; asyncssh works on 
 - closed is final; `close` may be called twice; it interrupts all that waits in other threads.
 
 Host keys: the one that the endpoint names; else those that the known_hosts file has for this host; else the first one
-seen, held for the life of the `Connection`. Any other refuses the connection with `HostKeyChanged`.
+seen, held for the life of the `SSHConnection`. Any other refuses the connection with `HostKeyChanged`.
 
 Jump hosts (ProxyJump of the configuration file) must be known: by the endpoint's `known_hosts` file if it has keys of
 them, else by the files that the configuration names, as in OpenSSH.
@@ -41,7 +41,7 @@ from typing import Self
 
 from skyward_core.machines.instances import Endpoint
 from skyward_core.transport.ssh_calls import LoopCalls
-from skyward_core.transport.ssh_channels import Text
+from skyward_core.transport.ssh_channels import TextStream
 from skyward_core.transport.ssh_commands import Commands, Completed, Shell
 from skyward_core.transport.ssh_files import Files
 from skyward_core.transport.ssh_forwards import Forward, Forwards
@@ -49,7 +49,7 @@ from skyward_core.transport.ssh_link import SSHLink
 from skyward_core.transport.ssh_loop import Loop
 
 
-class Connection:
+class SSHConnection:
     """An SSH connection to one machine; see the head of this file for its states. Safe to use from many threads at
     once.
 
@@ -140,7 +140,7 @@ class Connection:
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         content = stdin.encode() if isinstance(stdin, str) else stdin
-        text = Text(on_line)
+        text = TextStream(on_line)
         ended = False
         inbox = self._calls.call_command(deadline, self._commands.start(command, content), command, text)
         try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from skyward_core.errors import CommandFailed, ConnectionLost
 from skyward_core.transport.ssh_calls import LoopCalls
-from skyward_core.transport.ssh_channels import Download, Inbox
+from skyward_core.transport.ssh_channels import ChannelBuffer, Download
 from skyward_core.transport.ssh_commands import Commands
 
 FETCH_WINDOW_BYTES = 16 << 20
@@ -72,7 +72,7 @@ class Files:
         unpacked_bytes: int | None,
         timeout_seconds: float | None,
     ) -> None:
-        """See `Connection.put`."""
+        """See `SSHConnection.put`."""
         content = (
             source
             if isinstance(source, Path)
@@ -98,7 +98,7 @@ class Files:
     def fetch(
         self, remote: str, *, into: bytearray | memoryview | None, remove: bool, timeout_seconds: float | None
     ) -> memoryview:
-        """See `Connection.fetch`."""
+        """See `SSHConnection.fetch`."""
         room = None if into is None else memoryview(into).cast("B")
         return self._calls.call_transfer(
             self._fetch(remote, room, remove=remove),
@@ -108,7 +108,7 @@ class Files:
 
     async def _put(self, command: str, content: Path | Sequence[memoryview], failed: str) -> None:
         async with self._commands.running(
-            command, Inbox(), is_killed=False
+            command, ChannelBuffer(), is_killed=False
         ) as inbox:  # killed, it would leave a part of the file; at the end of its input it removes it
             await inbox.send(content)
             said = b""

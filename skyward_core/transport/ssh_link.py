@@ -66,7 +66,7 @@ class SSHLink:
     async def connect(self, timeout: float, grace: float, *, anew: bool, then: Callable[[], Awaitable[None]]) -> None:
         """Connect and await `then`, trying again until `timeout`; on a living link do nothing unless `anew`.
 
-        Raises as `Connection.connect` does.
+        Raises as `SSHConnection.connect` does.
         """
         async with self._dialling:
             if self.ssh and not anew:

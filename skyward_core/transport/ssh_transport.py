@@ -1,16 +1,16 @@
-"""The way to a node over SSH: one connection a node, kept for the life of the pool, and the node's lease with it.
+"""Transport to a node over SSH: one connection per node for the life of the pool, which also renews the node's lease.
 
-States of a `RemoteReach`, and who moves it on:
+States of an `SSHTransport`, and what changes them:
 
     new ──start / join──▶ connected ──keepalive──▶ silent ──keeper thread──▶ connected
      └───────────────────────┴──────── close ────────┴──────────────────────▶ closed
 
-Two threads belong to it once it is connected: the keeper extends the lease and connects again after a loss, the
-follower reads the node's log. Both end with `close`, which does not touch the node: that ends when its lease does.
+It has two threads once it is connected. The keeper renews the lease, and connects again after a loss. The follower
+reads the node's log. `close` ends both and leaves the node alone, which ends when its lease expires.
 
-How long it may take to do what a node is asked: until the node is `opened`, as long as the pool has to open, for a
-machine that installs packages is slow; then COMMAND_SECONDS. A connection that is lost is waited for PATIENCE_SECONDS,
-and meanwhile for as long as the node's lease, if the pool has that long.
+Time limits: while the pool opens, a request may take as long as the opening, because a machine that installs packages
+is slow. After `opened` it may take COMMAND_SECONDS. A request waits for a lost connection for PATIENCE_SECONDS, or
+during the opening for as long as the node's lease.
 """
 
 from __future__ import annotations
@@ -31,29 +31,28 @@ from urllib.parse import urlsplit
 from skyward_core.errors import CommandFailed, ConnectionLost, SkywardError
 from skyward_core.events.events import ContactLost, ContactRegained, SkywardEvent
 from skyward_core.machines.instances import Instance
-from skyward_core.transport.code_upload import Packed, shipped_archive, shipped_uv
-from skyward_core.transport.ssh_connection import Connection
+from skyward_core.transport.code_upload import CompressedFile, shipped_archive, shipped_uv
+from skyward_core.transport.ssh_connection import SSHConnection
 from skyward_core.transport.ssh_loop import Loop
 from skyward_core.worker.wire import Parcel
 
 _log = logging.getLogger("skyward")
-AUTH_GRACE_SECONDS = 60.0  # cloud-init may install our key after sshd has begun to answer
+AUTH_GRACE_SECONDS = 60.0  # cloud-init may install our key after sshd answers
 RECONNECT_SECONDS, KEEPALIVE_SECONDS = 5.0, 5.0
-# a proxy command has to be started, and to find the machine, before the first word is said
+# a proxy command has to start and to find the machine first
 PROXIED_RECONNECT_SECONDS = 30.0
-# three of them: so long a sign of life may stand behind 2 MiB of a file, on its way through Session Manager
+# after three of them the connection is lost: a keepalive may wait behind 2 MiB of a file in Session Manager
 PROXIED_KEEPALIVE_SECONDS = 10.0
 AGAIN_SECONDS = 1.0
 COMMAND_SECONDS = 20.0
-LONGEST_BEAT_SECONDS = 10.0
-REACH_SECONDS = 3
+LONGEST_RENEWAL_SECONDS = 10.0
+CONNECT_TEST_SECONDS = 3
 LINES_KEPT = 10_000
 SENDING_UV = "::skyward phase uv"
-"""Told as the node's log tells its phases: whoever reads them knows then in which one the sending has failed."""
+"""A line as the node's log has for each phase: an error then names the phase in which the upload failed."""
 PATIENCE_SECONDS = 10.0
-# where inotify does not work, as on overlay file systems, `tail` looks again and again: every second if not told
-# otherwise
-LOOK_AGAIN_SECONDS = 0.05
+# `tail` polls where inotify does not work, as on overlay file systems; its default is one second
+POLL_SECONDS = 0.05
 
 LEASE = """\
 cd "$1" || exit 3
@@ -66,9 +65,11 @@ old=0
 [ -z "$3" ] || { echo "$now" >"busy.$$" && mv -f "busy.$$" busy; }
 [ -z "$4" ] || { echo "$((${now%.*} + $4))" >"paid.$$" && mv -f "paid.$$" paid; }
 """
-"""Extends a lease to $2 seconds from now, on the node's own clock; never shortens it, for which clients take turns (as
-in `watchdog.write_lease`; one that cannot have its turn goes ahead, for the node is to live). With $3, says that the
-pool has calls to run; with $4, for how many seconds from now the node is paid for, which may be less than before.
+"""Renews the lease for $2 seconds from now, by the node's clock. Never shortens it.
+
+Clients take turns, as in `watchdog.write_lease`. A client that gets no turn writes all the same: the node must live.
+With $3 it reports that the pool has calls to run. $4 is the number of seconds from now for which the node is paid;
+it may be less than before.
 """
 
 LOOK = """\
@@ -89,10 +90,10 @@ if [ -n "$3" ] && [ ! -e "$1/memory" ] && memory=$(mktemp -d --suffix="-$4" /dev
 fi
 if [ -s "$1/memory" ]; then echo "memory $(cat "$1/memory")"; fi
 """  # noqa: E501
-"""Waits until the node's guard is up ($2 tenths of a second), then tells what is there.
+"""Waits until the node's guard is up ($2 tenths of a second), then prints what the node has.
 
-Asked by who starts the node (with $3), it makes the folder in memory, under a name that nobody can guess: another user
-of the machine sees the node's id in the list of processes, and could make a folder of a known name first.
+For the client that starts the node (with $3) it makes the folder in memory, under a random name: another user of the
+machine sees the node's id in the process list, and could make a folder of a known name first.
 """
 
 PLACE = """\
@@ -100,8 +101,9 @@ above=${parent%/*}
 if grep -qsw memory "$above/cgroup.subtree_control" && [ -w "$above" ] && [ -w "$above/cgroup.procs" ] &&
   ! (cd "$parent" && cat memory.max memory.high pids.max cpu.max cpuset.cpus io.max 2>/dev/null | grep -qvE '^(max( 100000)?)?$'); then parent=$above; fi
 """  # noqa: E501
-"""Where the node's control group is made, from $parent, the group of this process: as `control_groups` does it on the
-client's computer.
+"""Finds the parent of the node's control group, from $parent, the group of this process.
+
+`control_groups` does the same on the client's computer.
 """
 
 START = (
@@ -147,11 +149,12 @@ setsid sh -c '[ -z "$0" ] || { echo 0 >"$0/cgroup.procs"; } 2>/dev/null || rm -f
 bash ./bootstrap.sh; code=$?; rm -f reserve; [ -z "$(tail -c 1 log)" ] || echo; echo "::skyward exited $code"' "$group" </dev/null >>log 2>&1 &
 """  # noqa: E501
 )
-"""Takes the bootstrap script from stdin and starts it, cut loose from this connection, once however often it is asked.
-Asked again, it leaves a script that runs as it is: bash reads the file while it runs, and one cut short under it would
-end with 0. It carries the tag that the guard carries, which can end it; that need not be the cloud's id, which not
-every machine can tell. Where this user may make a control group (cgroup v2) it runs in one, which the file `group`
-names. What it says of a full disk finds room in the log because the reserve is given up first.
+"""Reads the bootstrap script from stdin and starts it in the background. Idempotent.
+
+A second start leaves the running script as it is: bash reads the file while it runs, and a truncated file would end
+with exit code 0. The script has the guard's tag, by which the guard can end it. This need not be the cloud's id, which
+some machines do not know. If this user may make a control group (cgroup v2), the script runs in one, named by the file
+`group`. The reserve file is removed first, so that a message about a full disk has room in the log.
 """
 
 
@@ -160,22 +163,19 @@ LIVES = """\
 { read -r pid rest <"$1/supervisor"; } 2>/dev/null || exit 0
 { tr '\\0' '\\n' <"/proc/$pid/environ"; } 2>/dev/null | grep -qxF -e "SKYWARD_INSTANCE_DIRECTORY=$1" && echo "::skyward lives" || echo "::skyward dead"
 """  # noqa: E501
-"""Tells whether the node's supervisor lives, by what it was started with, for its pid may be somebody else's by now. Of
-a zombie nothing can be read.
+"""Prints whether the node's supervisor lives; nothing if it has not started yet.
 
-Says nothing if it has not begun yet."""
+Compares the environment of the process, because another process may have its pid by now. A zombie's is empty."""
 
 
 FOLLOW = """\
 exec tail --pid="$2" -n "+$3" -s "$4" -F "$1/log" 2>/dev/null
 """
-"""Tells the node's log from line $3 on, for as long as its guard lives; what `tail` has to say itself would be taken
-for lines of the log.
-"""
+"""Prints the node's log from line $3 on while its guard lives, without messages of `tail` itself."""
 
 
-class Wires:
-    """What the SSH connections of a pool share: the thread that they run on."""
+class SSHConnections:
+    """The SSH connections of a pool, which share one thread."""
 
     def __init__(
         self,
@@ -190,19 +190,17 @@ class Wires:
         self._is_busy = is_busy
         self._paid_seconds = paid_seconds
 
-    def reach(self, instance: Instance) -> RemoteReach:
-        """Return the way to an instance; nothing is dialled yet."""
-        return RemoteReach(instance, self._loop, self._lease_seconds, self._emit, self._is_busy, self._paid_seconds)
+    def transport(self, instance: Instance) -> SSHTransport:
+        """Return the transport to an instance. It does not connect yet."""
+        return SSHTransport(instance, self._loop, self._lease_seconds, self._emit, self._is_busy, self._paid_seconds)
 
     def close(self) -> None:
         """End the thread."""
         self._loop.close()
 
 
-class RemoteReach:
-    """The way to a node over SSH; see the head of this file for its states, and `transport.Reach` for what the methods
-    promise.
-    """
+class SSHTransport:
+    """Transport to a node over SSH. `transport.Transport` documents the methods, the head of this file the states."""
 
     is_here = False
 
@@ -223,22 +221,20 @@ class RemoteReach:
         self._emit = emit
         self._is_busy = is_busy
         self._paid_seconds = paid_seconds
-        self._telling = threading.Lock()
-        """Held from asking for how long the node is paid until it is told: what was asked for later is what stands
-        there.
-        """
+        self._reporting = threading.Lock()
+        """Held while the paid time is read and sent, so that an older value never replaces a newer one."""
         self._wake = threading.Event()
         self._closed = threading.Event()
         is_direct = instance.endpoint.proxy_command is None
         self._reconnect_seconds = RECONNECT_SECONDS if is_direct else PROXIED_RECONNECT_SECONDS
         keepalive_seconds = KEEPALIVE_SECONDS if is_direct else PROXIED_KEEPALIVE_SECONDS
-        self._connection = Connection(
+        self._connection = SSHConnection(
             instance.endpoint, loop=loop, keepalive_seconds=keepalive_seconds, on_lost=lambda _: self._wake.set()
         )
         self._memory: str | None = None
-        """The node's folder in its memory; None if there is none, or it is not known yet."""
+        """The node's folder in its memory; None if it has none, or if it is not known yet."""
         self._opening_until = 0.0
-        """Until when (of time.monotonic) the pool has time to open; 0 when the node is a part of it."""
+        """Until when (time.monotonic) the pool may open; 0 once the node has joined the pool."""
         self._guard = "1"
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
         self._lines_read = 0
@@ -251,7 +247,7 @@ class RemoteReach:
         deadline = time.monotonic() + timeout_seconds
         archive = shipped_archive()
         found = self.join(timeout_seconds=timeout_seconds, archive=archive.name)
-        self._again(lambda: self._send_what_is_missing(found), deadline)
+        self._again(lambda: self._upload_what_is_missing(found), deadline)
         part = f"{self._directory}/ship"
         words = [
             self._directory,
@@ -265,11 +261,10 @@ class RemoteReach:
         self._again(lambda: self._command(START, words, stdin=script), deadline)
 
     def join(self, *, timeout_seconds: float, guard_seconds: float | None = None, archive: str = "") -> set[str]:
-        """Connect, wait for the node's guard, and begin to keep its lease and to follow its log. Returns what LOOK has
-        found, a line each.
+        """Connect, wait for the node's guard, then renew its lease and follow its log. Return the lines that LOOK
+        printed.
 
-        `guard_seconds` is how long to wait for the guard of a node that should have one; None: as long as for all of
-        it.
+        `guard_seconds`: how long to wait for the guard; None: until the time-out.
         """
         deadline = self._opening_until = time.monotonic() + timeout_seconds
         self._connection.connect(timeout_seconds, auth_grace_seconds=min(AUTH_GRACE_SECONDS, timeout_seconds))
@@ -312,27 +307,25 @@ class RemoteReach:
             timeout_seconds=left + COMMAND_SECONDS,
         )
 
-    def _again[T](self, ask: Callable[[], T], deadline: float) -> T:
-        """Ask for something that may be asked for twice; once more if the connection was lost under it, as soon as the
-        keeper has made a new one.
-        """
+    def _again[T](self, step: Callable[[], T], deadline: float) -> T:
+        """Do something idempotent; repeat it if the connection is lost, once the keeper has made a new one."""
         while True:
             try:
-                return ask()
+                return step()
             except ConnectionLost:
                 while not self._connection.is_connected:
-                    if time.monotonic() > deadline or self._closed.wait(LOOK_AGAIN_SECONDS):
+                    if time.monotonic() > deadline or self._closed.wait(POLL_SECONDS):
                         raise
                 if time.monotonic() > deadline or self._closed.is_set():
                     raise
 
-    def _patiently[T](self, ask: Callable[[], T]) -> T:
-        now = time.monotonic()  # one that is silent for longer than its lease has ended itself
-        return self._again(ask, max(now + PATIENCE_SECONDS, min(self._opening_until, now + self._lease_seconds)))
+    def _patiently[T](self, step: Callable[[], T]) -> T:
+        now = time.monotonic()  # a node that is silent for longer than its lease has ended itself
+        return self._again(step, max(now + PATIENCE_SECONDS, min(self._opening_until, now + self._lease_seconds)))
 
     @property
     def _command_seconds(self) -> float:
-        """How long a command may take that is begun now."""
+        """How long a command that begins now may take."""
         return max(COMMAND_SECONDS, self._opening_until - time.monotonic())
 
     # ── files and lines ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -358,7 +351,7 @@ class RemoteReach:
         return path
 
     def read(self, name: str) -> str:
-        """Return the text of a file of the node's directory. Raises CommandFailed if it is not there."""
+        """Return the text of a file of the node's directory. Raises CommandFailed if the file is missing."""
         return self._command('cat -- "$1/$2"', [self._directory, name])
 
     def new_lines(self) -> list[str]:
@@ -378,7 +371,9 @@ class RemoteReach:
         return f"{parts.scheme}://127.0.0.1:{self._forwards[place]}"
 
     def can_reach(self, host: str, port: int) -> bool:
-        command = shlex.join(["timeout", str(REACH_SECONDS), "bash", "-c", 'exec 3<>"/dev/tcp/$0/$1"', host, str(port)])
+        command = shlex.join(
+            ["timeout", str(CONNECT_TEST_SECONDS), "bash", "-c", 'exec 3<>"/dev/tcp/$0/$1"', host, str(port)]
+        )
         return (
             self._patiently(lambda: self._connection.run(command, timeout_seconds=self._command_seconds)).exit_code == 0
         )
@@ -387,9 +382,9 @@ class RemoteReach:
         self._patiently(lambda: self._connection.forward_remote("127.0.0.1", to_local_port, remote_port=port))
 
     def lives(self, timeout_seconds: float) -> bool | None:
-        # a login shell may have said more
-        told = self._command(LIVES, [self._directory], timeout_seconds=timeout_seconds).splitlines()
-        return None if not {"::skyward lives", "::skyward dead"} & set(told) else "::skyward lives" in told
+        # a login shell may print more
+        lines = self._command(LIVES, [self._directory], timeout_seconds=timeout_seconds).splitlines()
+        return None if not {"::skyward lives", "::skyward dead"} & set(lines) else "::skyward lives" in lines
 
     # ── large values ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -401,7 +396,7 @@ class RemoteReach:
         return self._put(parcel, last)
 
     def _put(self, parcel: Parcel, directory: str) -> Parcel:
-        there, pieces = parcel.laid_out(f"{directory}/{uuid.uuid4().hex}")
+        there, pieces = parcel.as_file_at(f"{directory}/{uuid.uuid4().hex}")
         assert there.path is not None
         self._connection.put(pieces, there.path, mode=0o600)
         return there
@@ -409,18 +404,18 @@ class RemoteReach:
     def take(self, parcel: Parcel, *, keep: bool = False) -> Parcel:
         if parcel.path is None:
             return parcel
-        path = parcel.path  # it stays until we have said that we have it: it may be asked for again
-        return parcel.cut(self._patiently(lambda: self._connection.fetch(path, remove=not keep)))
+        path = parcel.path  # the file stays until we confirm the transfer: it may be fetched again
+        return parcel.with_content(self._patiently(lambda: self._connection.fetch(path, remove=not keep)))
 
     def release(self, parcel: Parcel) -> None:
         if parcel.path is not None:
-            with contextlib.suppress(SkywardError):  # it goes with the node
+            with contextlib.suppress(SkywardError):  # it is removed with the node
                 self._command('rm -f -- "$1"', [parcel.path])
 
     # ── the lease ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def extend_lease(self, seconds: float) -> None:
-        with self._telling:
+        with self._reporting:
             paid = self._paid_seconds()
             words = [
                 self._directory,
@@ -428,14 +423,14 @@ class RemoteReach:
                 "busy" if self._is_busy() else "",
                 "" if paid is None else str(math.floor(paid)),
             ]
-            # a node that is slow must not be asked anew for ever: the first answer would be good for the whole lease
+            # patient: a slow node that gets a new request every few seconds would answer none of them
             self._command(LEASE, words, timeout_seconds=max(COMMAND_SECONDS, self._lease_seconds / 2))
 
     def _keep(self) -> None:
-        """The keeper: signs of life, and the connection made anew when it is lost."""
-        beat = min(self._lease_seconds / 6, LONGEST_BEAT_SECONDS)
+        """The keeper: renews the lease, and connects again when the connection is lost."""
+        interval = min(self._lease_seconds / 6, LONGEST_RENEWAL_SECONDS)
         silent_since: float | None = None
-        is_told = False
+        is_logged = False
         reconnect_seconds = self._reconnect_seconds
         while not self._closed.is_set():
             try:
@@ -445,13 +440,11 @@ class RemoteReach:
                 if silent_since is not None:
                     self._emit(ContactRegained(self.instance.id, self.instance.rank, time.monotonic() - silent_since))
                     silent_since = None
-                pause, is_told, reconnect_seconds = beat, False, self._reconnect_seconds
-            except Exception as error:  # whatever it is: the node would end when nobody keeps its lease
-                if not is_told and not isinstance(error, SkywardError):
-                    is_told = True
-                    _log.exception(
-                        "the lease of node %d could not be extended; it is tried again and again", self.instance.rank
-                    )
+                pause, is_logged, reconnect_seconds = interval, False, self._reconnect_seconds
+            except Exception as error:  # whatever it is: the node would end without lease renewals
+                if not is_logged and not isinstance(error, SkywardError):
+                    is_logged = True
+                    _log.exception("the lease of node %d could not be renewed; it is tried again", self.instance.rank)
                 pause = AGAIN_SECONDS
                 # a machine that installs packages may need longer for a login
                 if time.monotonic() < self._opening_until:
@@ -466,9 +459,9 @@ class RemoteReach:
                 self._wake.clear()
 
     def _follow(self) -> None:
-        """The follower: the node's log, line by line, from where it stopped when the connection was lost."""
+        """The follower: reads the node's log, from the last line that it has read before a loss."""
         while not self._closed.is_set():
-            words = [self._directory, self._guard, str(self._lines_read + 1), str(LOOK_AGAIN_SECONDS)]
+            words = [self._directory, self._guard, str(self._lines_read + 1), str(POLL_SECONDS)]
             with contextlib.suppress(SkywardError):
                 self._connection.run(shlex.join(["sh", "-c", FOLLOW, "skyward", *words]), on_line=self._on_line)
             self._closed.wait(AGAIN_SECONDS)
@@ -479,17 +472,15 @@ class RemoteReach:
 
     # ── commands ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _send_what_is_missing(self, found: set[str]) -> None:
+    def _upload_what_is_missing(self, found: set[str]) -> None:
         home = str(PurePosixPath(self._directory).parent.parent)
         if "uv" not in found and (packed := self._uv_for(found)) is not None:
             self._connection.put(packed.path, f"{home}/uv/bin/uv", mode=0o755, unpacked_bytes=packed.unpacked_bytes)
         if "shipped" not in found:
             self._connection.put(shipped_archive().path, f"{self._directory}/ship.tar.gz")
 
-    def _uv_for(self, found: set[str]) -> Packed | None:
-        """Return the uv that runs on the node; None if there is none to be had here: then the node has to find one
-        itself.
-        """
+    def _uv_for(self, found: set[str]) -> CompressedFile | None:
+        """Return the uv that runs on the node; None if this client cannot get it: then the node fetches it itself."""
         _, system, machine = next(line for line in found if line.startswith("system ")).split()
         self._lines.append(SENDING_UV)
         try:
@@ -508,7 +499,7 @@ class RemoteReach:
     def _command(
         self, text: str, words: list[str], *, stdin: str | None = None, timeout_seconds: float | None = None
     ) -> str:
-        """Run a few lines of sh with these arguments, whatever the user's login shell is; return what they print.
+        """Run a sh script with these arguments, whatever the user's login shell is; return its output.
 
         Raises CommandFailed.
         """
@@ -518,6 +509,6 @@ class RemoteReach:
         )
         if done.exit_code:
             raise CommandFailed(
-                f"{self._connection.endpoint} could not do what it was asked", done.exit_code, done.output
+                f"{self._connection.endpoint} could not run a command of ours", done.exit_code, done.output
             )
         return done.output

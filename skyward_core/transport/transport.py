@@ -1,8 +1,7 @@
-"""What a client needs of a node: write a file of its directory, follow its log, large values there and back, a sign of
-life.
+"""How a client talks to a node: files of its directory, its log, large values in both directions, its lease.
 
-`LocalReach` is for nodes that are processes of this machine and does all of it with files; `ssh_transport.RemoteReach`
-goes over SSH. `Reaches` holds those of one pool: the pool opens it and closes it.
+`LocalTransport` is for nodes that are processes of this machine, and uses files. `ssh_transport.SSHTransport` uses SSH.
+`Transports` holds the transports of one pool, which opens and closes it.
 """
 
 from __future__ import annotations
@@ -22,16 +21,14 @@ from skyward_core.worker.settings import memory_directory, write_atomically
 from skyward_core.worker.watchdog import uptime, write_busy, write_lease, write_paid
 from skyward_core.worker.wire import Parcel
 
-REMOTE_HOME = "skyward_core.transport.ssh_transport"
-"""Where `RemoteReach` lives: imported when the first node is reached over SSH, for asyncssh costs a quarter of a second
-that `Local` need not pay.
-"""
+SSH_MODULE = "skyward_core.transport.ssh_transport"
+"""The module of `SSHTransport`. It is imported for the first node over SSH: importing asyncssh takes 0.25 s."""
 
 
-class Reach(Protocol):
-    """The way to one node.
+class Transport(Protocol):
+    """Transport to one node.
 
-    Methods block; they may be called from any thread, and raise Unreachable (ConnectionLost) when the way is cut.
+    Methods block, and may be called from any thread. They raise Unreachable (ConnectionLost) if the connection is cut.
     """
 
     instance: Instance
@@ -49,91 +46,93 @@ class Reach(Protocol):
         ...
 
     def start(self, script: str, *, timeout_seconds: float, emit: Callable[[SkywardEvent], object]) -> None:
-        """Have the node run its bootstrap script. Where the provider has done so already there is nothing to do."""
+        """Let the node run its bootstrap script. Does nothing if the provider has done so already."""
         ...
 
     def join(self, *, timeout_seconds: float, guard_seconds: float | None = None) -> object:
-        """Reach a node that somebody else has started, and keep its lease from now on.
+        """Connect to a node that another process has started, and renew its lease from now on.
 
-        Raises CommandFailed if it has ended.
+        Raises CommandFailed if the node has ended.
         """
         ...
 
     def opened(self) -> None:
-        """The node is a part of the pool: what it is asked from now on has its own limit of time, and no longer that of
-        `start` or `join`.
+        """The node has joined the pool: from now on each request has its own time limit.
+
+        Before, the limit of `start` or `join` holds.
         """
         ...
 
     def read(self, name: str) -> str:
-        """Return the text of a file of the node's directory. Raises OSError or CommandFailed if it is not there."""
+        """Return the text of a file of the node's directory. Raises OSError or CommandFailed if the file is missing."""
         ...
 
     def write(self, name: str, text: str) -> None:
-        """Write a private file of the node's directory; its reader sees it whole or not at all."""
+        """Write a private file of the node's directory, atomically."""
         ...
 
     def write_in_memory(self, name: str, text: str) -> str | None:
-        """Write a private file into the node's memory, which no copy of its disk has; return its path.
+        """Write a private file into the node's memory and return its path: no image of the disk contains it.
 
-        None if it has no such place: nothing is written.
+        Return None and write nothing if the node has no folder in memory.
         """
         ...
 
     def new_lines(self) -> list[str]:
-        """Return the lines that the node's log has got since the last call. Does not wait."""
+        """Return the lines added to the node's log since the last call. Does not wait."""
         ...
 
     def address(self, address: str) -> str:
-        """Return what to connect to here in order to reach an address (`tls://host:port`) that the node listens on."""
+        """Return the address on this machine that leads to `address` (`tls://host:port`), where the node listens."""
         ...
 
     def can_reach(self, host: str, port: int) -> bool:
-        """Tell whether the node gets through to another one."""
+        """Return whether the node can connect to this host and port."""
         ...
 
     def lead(self, port: int, to_local_port: int) -> None:
-        """Let connections to 127.0.0.1:`port` on the node end at a port of this machine."""
+        """Forward connections to 127.0.0.1:`port` on the node to a port of this machine."""
         ...
 
     def lives(self, timeout_seconds: float) -> bool | None:
-        """Tell whether the node's supervisor lives; None if it has not begun yet.
+        """Return whether the node's supervisor lives; None if it has not started yet.
 
-        Raises CommandTimedOut or ConnectionLost if the machine does not say.
+        Raises CommandTimedOut or ConnectionLost if the machine does not answer.
         """
         ...
 
     def put(self, parcel: Parcel) -> Parcel:
-        """Put a parcel into a file in the node's memory, or where it has room; return it as the node sees it.
+        """Write a parcel into a file in the node's memory, or on its disk if memory is full.
 
-        Raises OSError or CommandFailed without room.
+        Return the parcel as the node sees it. Raises OSError or CommandFailed if there is no room.
         """
         ...
 
     def take(self, parcel: Parcel, *, keep: bool = False) -> Parcel:
-        """Return a parcel that lies in a file of the node in a form that this process can read.
+        """Fetch a parcel that is in a file of the node, in a form that this process can read.
 
-        The file is gone then, or with `release`, unless `keep`.
+        The file is removed now or by `release`, unless `keep`.
         """
         ...
 
     def release(self, parcel: Parcel) -> None:
-        """Remove a parcel's file that nobody will take."""
+        """Remove a parcel's file that will not be fetched."""
         ...
 
     def extend_lease(self, seconds: float) -> None:
-        """Let the node's lease run for so many seconds from now, unless it runs longer already; say so too if the pool
-        has calls to run.
+        """Renew the node's lease for so many seconds from now, unless it runs longer already.
+
+        Also report whether the pool has calls to run, and until when the node is paid for.
         """
         ...
 
     def close(self) -> None:
-        """Let go of the node; it lives on until its lease runs out."""
+        """Close the connection to the node. The node lives until its lease expires."""
         ...
 
 
-class LocalReach:
-    """The way to a node that is a set of processes of this machine."""
+class LocalTransport:
+    """Transport to a node that is a set of processes of this machine."""
 
     is_here = True
     is_connected = True
@@ -148,10 +147,8 @@ class LocalReach:
         self._directory = Path(instance.directory)
         memory = memory_directory(instance.id)
         self.value_directories = (memory, str(self._directory)) if is_private(Path(memory)) else (str(self._directory),)
-        self._telling = threading.Lock()
-        """Held from asking for how long the node is paid until it is told: what was asked for later is what stands
-        there.
-        """
+        self._reporting = threading.Lock()
+        """Held while the paid time is read and written, so that an older value never replaces a newer one."""
         self._read = 0
         self._partial = b""
 
@@ -162,7 +159,7 @@ class LocalReach:
         """Nothing to connect to."""
 
     def opened(self) -> None:
-        """Nothing to do: files are there at once."""
+        """Nothing to do: files need no time limit."""
 
     def read(self, name: str) -> str:
         return (self._directory / name).read_text()
@@ -171,7 +168,7 @@ class LocalReach:
         write_atomically(self._directory / name, text)
 
     def write_in_memory(self, name: str, text: str) -> str | None:
-        """None: the disk of this machine is nobody's to copy."""
+        """None: no image is captured of this machine's disk."""
         return None
 
     def new_lines(self) -> list[str]:
@@ -179,7 +176,7 @@ class LocalReach:
             with (self._directory / "log").open("rb") as log:
                 log.seek(self._read)
                 chunk = log.read()
-        except FileNotFoundError:  # given back meanwhile
+        except FileNotFoundError:  # the node has ended meanwhile
             return []
         self._read += len(chunk)
         *whole, self._partial = (self._partial + chunk).split(b"\n")
@@ -203,11 +200,11 @@ class LocalReach:
             environ = Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:
             return False
-        # nothing can be read of a zombie
+        # the environment of a zombie is empty
         return f"SKYWARD_INSTANCE_DIRECTORY={self._directory}".encode() in environ.split(b"\0")
 
     def put(self, parcel: Parcel) -> Parcel:
-        return parcel.put_aside(self.value_directories)
+        return parcel.moved_to_file(self.value_directories)
 
     def take(self, parcel: Parcel, *, keep: bool = False) -> Parcel:
         if not keep:
@@ -220,24 +217,25 @@ class LocalReach:
 
     def extend_lease(self, seconds: float) -> None:
         write_lease(self._directory, uptime() + seconds)
-        self.say_busy()
+        self.write_paid_and_busy()
 
-    def say_busy(self) -> None:
-        """Let the node know until when it is paid for, and that the pool has calls to run, if it has: other nodes'
-        count for this one's `timeout` too.
+    def write_paid_and_busy(self) -> None:
+        """Write until when the node is paid for, and whether the pool has calls to run.
+
+        Calls on other nodes also count for this node's `timeout`.
         """
-        with self._telling:
+        with self._reporting:
             if (paid := self._paid_seconds()) is not None:
                 write_paid(self._directory, uptime() + paid)
         if self._is_busy():
             write_busy(self._directory)
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Nothing to close."""
 
 
-class Reaches:
-    """The ways to the nodes of one pool, by instance id. `close` ends them all."""
+class Transports:
+    """The transports to the nodes of one pool, by instance id. `close` closes them all."""
 
     def __init__(
         self,
@@ -248,95 +246,95 @@ class Reaches:
         self._lease_seconds = lease_seconds
         self._emit = emit
         self._paid_seconds = paid_seconds
-        """Tells for how long from now the nodes are paid for; None: without end."""
+        """Returns for how many seconds from now the nodes are paid for; None: no limit."""
         self.is_busy = False
-        """Whether the pool has calls to run; its owner says so."""
+        """Whether the pool has calls to run. The session sets it."""
         self._lock = threading.Lock()
-        self._reaches: dict[str, Reach] = {}
-        self._wires: Wires | None = None
+        self._transports: dict[str, Transport] = {}
+        self._remote_connections: RemoteConnections | None = None
         self._is_closed = False
 
-    def to(self, instance: Instance) -> Reach:
-        """Return the way to an instance, made when first asked for. Nothing is dialled yet."""
+    def to(self, instance: Instance) -> Transport:
+        """Return the transport to an instance, made at the first call. It does not connect yet."""
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("the pool is closing")
-            if instance.id not in self._reaches:
-                self._reaches[instance.id] = (
-                    self._remote().reach(instance) if instance.endpoint is not None else self._local(instance)
+            if instance.id not in self._transports:
+                self._transports[instance.id] = (
+                    self._remote().transport(instance) if instance.endpoint is not None else self._local(instance)
                 )
-            return self._reaches[instance.id]
+            return self._transports[instance.id]
 
-    def here(self) -> list[LocalReach]:
-        """Return the ways to nodes of this machine: nothing keeps their lease by itself."""
+    def here(self) -> list[LocalTransport]:
+        """Return the transports to nodes of this machine, whose leases the session renews."""
         with self._lock:
-            return [reach for reach in self._reaches.values() if isinstance(reach, LocalReach)]
+            return [transport for transport in self._transports.values() if isinstance(transport, LocalTransport)]
 
-    def tell_paid(self) -> set[str]:
-        """Tell the nodes anew for how long they are paid; return the ids of those that have heard it."""
+    def send_paid_time(self) -> set[str]:
+        """Send the nodes their present paid time; return the ids of the nodes that have received it."""
         with self._lock:
-            reaches = list(self._reaches.values())
+            transports = list(self._transports.values())
 
-        def tell(reach: Reach) -> None:
+        def send(transport: Transport) -> None:
             try:
-                if isinstance(reach, LocalReach):
-                    reach.say_busy()
-                elif reach.is_connected:
-                    reach.extend_lease(self._lease_seconds)
+                if isinstance(transport, LocalTransport):
+                    transport.write_paid_and_busy()
+                elif transport.is_connected:
+                    transport.extend_lease(self._lease_seconds)
                 else:
                     return
             except (SkywardError, OSError):
-                return  # lost, or not to be reached now
-            heard.add(reach.instance.id)
+                return  # lost, or out of reach now
+            received.add(transport.instance.id)
 
-        heard = set[str]()
-        side_by_side(tell, reaches, "skyward-paid", max(1, len(reaches)))
-        return heard
+        received = set[str]()
+        side_by_side(send, transports, "skyward-paid", max(1, len(transports)))
+        return received
 
-    def all(self) -> list[Reach]:
-        """Return the ways to all nodes that were asked for and not forgotten."""
+    def all(self) -> list[Transport]:
+        """Return all transports that were made and not forgotten."""
         with self._lock:
-            return list(self._reaches.values())
+            return list(self._transports.values())
 
     def forget(self, instance: Instance) -> None:
-        """Let go of an instance that is lost."""
+        """Close the transport to an instance that is lost."""
         with self._lock:
-            reach = self._reaches.pop(instance.id, None)
-        if reach is not None:
-            reach.close()
+            transport = self._transports.pop(instance.id, None)
+        if transport is not None:
+            transport.close()
 
     def close(self) -> None:
-        """Let go of all. May be called twice."""
+        """Close all transports. Idempotent."""
         with self._lock:
             self._is_closed = True
-            reaches, self._reaches = list(self._reaches.values()), {}
-            wires, self._wires = self._wires, None
-        # one that is silent takes its time
-        side_by_side(lambda reach: reach.close(), reaches, "skyward-close", len(reaches))
-        if wires is not None:
-            wires.close()
+            transports, self._transports = list(self._transports.values()), {}
+            remote_connections, self._remote_connections = self._remote_connections, None
+        # in parallel: a node that does not answer takes seconds
+        side_by_side(lambda transport: transport.close(), transports, "skyward-close", len(transports))
+        if remote_connections is not None:
+            remote_connections.close()
 
-    def _local(self, instance: Instance) -> LocalReach:
-        return LocalReach(instance, lambda: self.is_busy, self._paid_seconds)
+    def _local(self, instance: Instance) -> LocalTransport:
+        return LocalTransport(instance, lambda: self.is_busy, self._paid_seconds)
 
-    def _remote(self) -> Wires:
-        if self._wires is None:
-            self._wires = cast(
-                "Wires",
-                importlib.import_module(REMOTE_HOME).Wires(
+    def _remote(self) -> RemoteConnections:
+        if self._remote_connections is None:
+            self._remote_connections = cast(
+                "RemoteConnections",
+                importlib.import_module(SSH_MODULE).RemoteConnections(
                     self._lease_seconds, self._emit, lambda: self.is_busy, self._paid_seconds
                 ),
             )
-        return self._wires
+        return self._remote_connections
 
 
-class Wires(Protocol):
-    """What all SSH connections of a pool share."""
+class RemoteConnections(Protocol):
+    """What all SSH connections of a pool share; see `ssh_transport.SSHConnections`."""
 
-    def reach(self, instance: Instance) -> Reach:
-        """Return the way to an instance."""
+    def transport(self, instance: Instance) -> Transport:
+        """Return the transport to an instance."""
         ...
 
     def close(self) -> None:
-        """End what is shared."""
+        """Close the connections' shared thread."""
         ...

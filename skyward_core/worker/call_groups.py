@@ -105,7 +105,7 @@ def enter(group: Path) -> bool:
     return True
 
 
-class Room:
+class MemoryAllowance:
     """The limit of this process's own group, made larger by the results that it has put into memory: the kernel counts
     these as the process's.
     """

@@ -23,7 +23,7 @@ from typing import Any
 from distributed import Scheduler  # noqa: TID253 - this file, node.py and cluster.py own Dask
 from distributed.diagnostics.plugin import SchedulerPlugin  # noqa: TID253
 
-from skyward_core.worker.retained_batches import OLDER, RELEASE, TELL_KEPT
+from skyward_core.worker.retained_batches import OLDER, RELEASE, REPEAT_REPORTS
 from skyward_core.worker.wire import Ending, Outcome, Report
 
 KEEP = "skyward-keep"
@@ -56,12 +56,12 @@ def cancel(call_ids: Collection[str]) -> dict[str, Any]:
     return {"op": CANCEL, "calls": list(call_ids)}
 
 
-def tell_kept() -> dict[str, Any]:
+def repeat_reports() -> dict[str, Any]:
     """Return the message that makes every worker announce the calls that it keeps, and repeat their reports.
 
     A client sends it after `resume`.
     """
-    return {"op": TELL_KEPT}
+    return {"op": REPEAT_REPORTS}
 
 
 def release(call_ids: Collection[str]) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class Detached:
     reason: str = ""
 
 
-class Calls(SchedulerPlugin):
+class CallMemory(SchedulerPlugin):
     """Keeps messages and tasks for clients that are away. It owns its timers; they end with the scheduler.
 
     After `abandoned_seconds` without its client, it drops a topic and stops its calls.
@@ -194,7 +194,7 @@ class Calls(SchedulerPlugin):
                 ACKNOWLEDGE: self._acknowledge,
                 LEAVE: self._leave,
                 CANCEL: self._cancel,
-                TELL_KEPT: self._tell_kept,
+                REPEAT_REPORTS: self._repeat_reports,
                 RELEASE: self._release,
                 "client-releases-keys": self._client_releases_keys,
             }
@@ -389,8 +389,8 @@ class Calls(SchedulerPlugin):
         message = {"op": CANCEL, "calls": list(calls)}
         self._scheduler.send_all({}, {worker: [message] for worker in self._scheduler.workers})
 
-    def _tell_kept(self, client: str) -> None:
-        self._scheduler.send_all({}, {worker: [{"op": TELL_KEPT}] for worker in self._scheduler.workers})
+    def _repeat_reports(self, client: str) -> None:
+        self._scheduler.send_all({}, {worker: [{"op": REPEAT_REPORTS}] for worker in self._scheduler.workers})
 
     def _release(self, client: str, calls: Collection[str]) -> None:
         message = {"op": RELEASE, "calls": list(calls)}

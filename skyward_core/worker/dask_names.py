@@ -58,7 +58,7 @@ SCHEDULER = (
     "distributed.scheduler:WorkerState.last_seen",
     # worker/draining.py: a worker that gets no more calls
     "distributed.scheduler:Scheduler.handle_worker_status_change(status, worker, stimulus_id)",
-    # worker/node.py: when a worker counts as lost; graphs with long imports; clients that may connect
+    # worker/pool_scheduler.py: when a worker counts as lost; graphs with long imports; clients that may connect
     "distributed.scheduler:Scheduler.check_worker_ttl()",
     "distributed.scheduler:Scheduler.remove_worker(address, stimulus_id)",
     "distributed.scheduler:Scheduler.update_graph(client, expr_ser)",
@@ -70,7 +70,7 @@ SCHEDULER = (
     "distributed.utils:offload",
 )
 WORKER = (
-    # worker/node.py: a worker that ends without waiting for calls, and handles our operations
+    # worker/pool_worker.py: a worker that ends without waiting for calls, and handles our operations
     "distributed.worker:Worker.close(timeout, executor_wait, nanny, reason)",
     "distributed.worker:Worker.batched_stream",
     "distributed.worker:Worker.stream_handlers",

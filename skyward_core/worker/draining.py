@@ -20,7 +20,7 @@ from skyward_core.worker.scheduler_messages import WorkerHeld
 HOLD = "skyward_hold"
 
 
-class Holding(SchedulerPlugin):
+class NodeHolding(SchedulerPlugin):
     """Takes up the operation HOLD; tells on `topic` what comes of it."""
 
     name = "skyward-holding"

@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import NamedTuple, TextIO
 
 
-class Lines(NamedTuple):
+class LogLines(NamedTuple):
     """Lines of one stream that follow each other; `level` (of `logging`) where each is a log record, which may hold
     line ends.
     """
@@ -48,12 +48,12 @@ def keep_levels(mark: bytes, streams: tuple[TextIO, TextIO]) -> None:
     logging.StreamHandler.emit = emit
 
 
-def split_records(mark: bytes, lines: Iterable[str]) -> Iterator[Lines]:
+def split_records(mark: bytes, lines: Iterable[str]) -> Iterator[LogLines]:
     """Yield the lines in their order, those of one level together."""
     start = _start_of(mark)
     pairs = (pair for line in lines for pair in _read(start, line))
     for level, group in groupby(pairs, key=lambda pair: pair[0]):
-        yield Lines(level, tuple(text for _, text in group))
+        yield LogLines(level, tuple(text for _, text in group))
 
 
 def _start_of(mark: bytes) -> str:

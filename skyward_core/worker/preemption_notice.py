@@ -83,7 +83,7 @@ class Notice:
             raise ValueError(f"no notice: {text!r}") from error
 
 
-class Metadata:
+class MetadataService:
     """A metadata service in the manner of EC2's, at an address such as `http://169.254.169.254`.
 
     Follows no proxy. One caller at a time.
@@ -135,13 +135,15 @@ class Metadata:
             return response.status, response.read(ANSWER_BYTES), _time_of(response)
 
 
-class Listener:
+class NoticePoller:
     """Asks a metadata service, and tells each notice once.
 
     `complain` is told of the first failure to ask, and of no other.
     """
 
-    def __init__(self, metadata: Metadata, tell: Callable[[Notice], object], complain: Callable[[str], object]) -> None:
+    def __init__(
+        self, metadata: MetadataService, tell: Callable[[Notice], object], complain: Callable[[str], object]
+    ) -> None:
         self._metadata = metadata
         self._tell = tell
         self._complain = complain
@@ -171,8 +173,10 @@ class Listener:
 
 def listen(url: str) -> NoReturn:
     """Ask for ever, and print what is told: the main function of a process that dies with its parent."""
-    listener = Listener(
-        Metadata(url), lambda notice: print(MARK + notice.to_text(), flush=True), lambda text: print(text, flush=True)
+    listener = NoticePoller(
+        MetadataService(url),
+        lambda notice: print(MARK + notice.to_text(), flush=True),
+        lambda text: print(text, flush=True),
     )
     while True:
         listener.look()

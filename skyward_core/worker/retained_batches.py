@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from skyward_core.worker.wire import Outcome, Output, Report
 
-TELL_KEPT, RELEASE = "skyward-tell-kept", "skyward-release"
+REPEAT_REPORTS, RELEASE = "skyward-tell-kept", "skyward-release"
 """Operations on a client's stream to the scheduler, and on the scheduler's to every worker: repeat all that is kept;
 these calls' outcomes have arrived.
 """
@@ -52,7 +52,7 @@ class WorkerFree:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _RetainedBatch:
     """A batch: the calls that are not released, and its reports as they were sent."""
 
     topic: str
@@ -65,7 +65,7 @@ class _Kept:
     """How many of the first messages have no output."""
 
 
-class Kept:
+class RetainedBatches:
     """The batches of one worker process, by key. Used from any thread; reports go out in the order of their numbers.
 
     `process` names the worker process in the origins of reports. Between `attach` and `detach` reports go to a
@@ -77,7 +77,7 @@ class Kept:
         self._process = process
         self._keeps = keeps
         self._limit_bytes = limit_bytes
-        self._batches: dict[str, _Kept] = {}
+        self._batches: dict[str, _RetainedBatch] = {}
         self.nbytes = 0
         """Size of all reports that are kept."""
         self._send: Callable[[str, bytes], object] | None = None
@@ -106,9 +106,9 @@ class Kept:
         with self._lock:
             if epoch != self.epoch:
                 raise ConnectionError("its scheduler was left before the batch could begin")
-            self._batches[key] = _Kept(topic, f"{self._process}/{key}", set(calls))
+            self._batches[key] = _RetainedBatch(topic, f"{self._process}/{key}", set(calls))
 
-    def tell(self, key: str, node: int, instance_id: str, news: tuple[Outcome | Output, ...]) -> None:
+    def report(self, key: str, node: int, instance_id: str, news: tuple[Outcome | Output, ...]) -> None:
         """Send a report of a batch, and keep it."""
         with self._lock:
             batch = self._batches[key]
@@ -184,7 +184,7 @@ class Kept:
             if self.nbytes > self._limit_bytes:
                 self._forget(key)
 
-    def _drop_output(self, batch: _Kept) -> None:
+    def _drop_output(self, batch: _RetainedBatch) -> None:
         before = sum(map(len, batch.messages))
         lean = [message for fat in batch.messages[batch.lean :] if (message := _without_output(fat))]
         batch.messages[batch.lean :] = lean

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 from skyward_core.errors import NotPicklable
 from skyward_core.serialization import exceptions, pickling, sources
-from skyward_core.worker.call_groups import Room
+from skyward_core.worker.call_groups import MemoryAllowance
 from skyward_core.worker.environment_variable import RewrittenVariable
 from skyward_core.worker.info import ENV
 from skyward_core.worker.log_records import keep_levels
@@ -34,7 +34,7 @@ _libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class RunnerChannels:
     """The runner's ends of its lines to the worker: packets of calls come in, packets of outcomes go out, what calls
     write goes to two pipes.
 
@@ -51,7 +51,7 @@ class Line:
     info: str
     value_directories: tuple[str, ...]
     env: dict[str, str]
-    room: Room | None = None
+    room: MemoryAllowance | None = None
 
 
 class Packet(NamedTuple):
@@ -70,7 +70,7 @@ class Packet(NamedTuple):
     needs_secrets: bool = False
 
 
-def run_calls(line: Line) -> NoReturn:
+def run_calls(line: RunnerChannels) -> NoReturn:
     """Run calls until the line is closed, then end the process."""
     _settle_in(line)
     functions: dict[str, sources.Loaded] = {}
@@ -126,7 +126,7 @@ def _returned(request: Packet) -> Outcome:
     return Outcome(request.call.call_id, Ending.RETURNED)
 
 
-def _settle_in(line: Line) -> None:
+def _settle_in(line: RunnerChannels) -> None:
     os.dup2(line.stdout, 1)
     os.dup2(line.stderr, 2)
     sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
@@ -232,7 +232,7 @@ def _parcel(value: Any, label: str) -> Parcel:
     return Parcel(pickled.data, pickled.buffers)
 
 
-def _fit(outcome: Outcome, line: Line, spent: Spent) -> Outcome:
+def _fit(outcome: Outcome, line: RunnerChannels, spent: Spent) -> Outcome:
     """Return an outcome that fits into a packet: a large parcel goes to a file, a long text loses its middle."""
     text = (
         outcome.text if len(outcome.text) < INLINE_BYTES else f"{outcome.text[:20_000]}\n ...\n{outcome.text[-20_000:]}"
@@ -241,9 +241,9 @@ def _fit(outcome: Outcome, line: Line, spent: Spent) -> Outcome:
         return outcome._replace(text=text)
     if line.room is not None:
         line.room.make(outcome.parcel.nbytes)
-    parcel, is_aside = outcome.parcel.put_into(*spent) if spent is not None else (outcome.parcel, False)
+    parcel, is_aside = outcome.parcel.moved_into_spent_file(*spent) if spent is not None else (outcome.parcel, False)
     try:
-        parcel = parcel if is_aside else parcel.put_aside(line.value_directories)
+        parcel = parcel if is_aside else parcel.moved_to_file(line.value_directories)
         if line.room is not None and parcel.path is not None:
             line.room.keep(parcel.path, outcome.parcel.nbytes)
         return outcome._replace(parcel=parcel, text=text)
@@ -261,7 +261,7 @@ def _fit(outcome: Outcome, line: Line, spent: Spent) -> Outcome:
         )
 
 
-def _end_output(line: Line) -> None:
+def _end_output(line: RunnerChannels) -> None:
     """Push out what the call has written and put the mark behind it, on both streams."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # the call may have closed or replaced them

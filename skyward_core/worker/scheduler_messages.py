@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+POOL_TOPIC = "skyward-pool"
+"""The topic of these messages, of samples and of announcements of workers."""
 HELD = "paused"
 """Dask's name for the state of a worker that gets no more calls."""
 

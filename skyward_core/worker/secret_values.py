@@ -28,7 +28,7 @@ be there first.
 """
 
 
-class Keeping(SchedulerPlugin):
+class SecretStore(SchedulerPlugin):
     """Keeps the values in the scheduler as they came, packed: it has no use for them itself."""
 
     name = "skyward-secrets"

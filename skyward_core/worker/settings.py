@@ -15,7 +15,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class NodeOwner:
     """The client process that must outlive the node: its pid and start time (clock ticks since boot), which together
     never repeat.
     """
@@ -68,7 +68,7 @@ class NodeSettings:
     neuron_cores: tuple[tuple[int, ...], ...] = ()
     memory_limit_bytes: int | None = None
     metrics_interval_seconds: float | None = 2.0
-    owner: Owner | None = None
+    owner: NodeOwner | None = None
     timeout_seconds: float = 3600.0
     max_lifetime_seconds: float | None = None
     lease_seconds: float = 120.0
@@ -133,7 +133,7 @@ class NodeSettings:
         for name in ("workers", "accelerators", "value_directories", "worker_ports", "secret_names"):
             fields[name] = tuple(fields[name])
         fields["neuron_cores"] = tuple(tuple(cores) for cores in fields["neuron_cores"])
-        return cls(**fields, owner=Owner(**owner) if owner else None)
+        return cls(**fields, owner=NodeOwner(**owner) if owner else None)
 
 
 def with_partitions(settings: NodeSettings, text: str) -> NodeSettings:
@@ -197,9 +197,9 @@ def _is_there(pid: int) -> bool:
     return pid > 0
 
 
-def this_process() -> Owner:
+def this_process() -> NodeOwner:
     """Return the running process as an owner."""
-    return Owner(os.getpid(), process_start(os.getpid()) or "")
+    return NodeOwner(os.getpid(), process_start(os.getpid()) or "")
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -151,15 +151,15 @@ class Slot:
         busy_since = self.busy_since
         return ended_seconds + (0.0 if busy_since is None else time.monotonic() - busy_since)
 
-    def run(self, batch: Batch, tell: Callable[[list[News]], None]) -> None:
-        """Run the calls of a batch in their order, and pass news to `tell` in order; return when each call has an
-        outcome.
+    def run(self, batch: Batch, report: Callable[[list[News]], None]) -> None:
+        """Run the calls of a batch in their order, and pass their reports to `report` in order; return
+        when each call has an outcome.
 
         Calls behind one that runs longer than PATIENCE_SECONDS get the outcome RETURNED, unless they have begun.
         """
         self._topic = batch.topic
         try:
-            _BatchRun(self, batch, tell).run()
+            _BatchRun(self, batch, report).run()
         finally:
             with self.lock:
                 self._topic = ""
@@ -189,14 +189,14 @@ class _BatchRun:
     Every call is in exactly one state: `waiting` (here), `sent` (in the queue or the runner), or reported.
     """
 
-    def __init__(self, slot: Slot, batch: Batch, tell: Callable[[list[News]], None]) -> None:
+    def __init__(self, slot: Slot, batch: Batch, report: Callable[[list[News]], None]) -> None:
         self.slot = slot
         self._batch = batch
-        self._tell = tell
+        self._report = report
         self._waiting = deque(batch.calls)
         self._sent: deque[Call] = deque()
         self._news: list[News] = []
-        self._progress_at = self._told_at = time.monotonic()
+        self._progress_at = self._reported_at = time.monotonic()
         self._aside: list[Parcel] = []
 
     def run(self) -> None:
@@ -215,7 +215,7 @@ class _BatchRun:
                 self._check_memory()
                 self._check_patience()
         except ConnectionError:  # no runner comes: outcomes so far are reported
-            self._tell(self._news)
+            self._report(self._news)
             raise
         finally:
             self.slot.busy_since = None
@@ -259,9 +259,9 @@ class _BatchRun:
     def _packet(self, call: Call) -> Packet:
         function = None if call.function in self.slot.known else self._batch.functions[call.function]
         if function is not None and (function.buffers or function.nbytes > INLINE_BYTES):
-            function = self._batch.functions[call.function] = self._put_aside(function)
+            function = self._batch.functions[call.function] = self._moved_to_file(function)
         if call.arguments.buffers or call.arguments.nbytes > INLINE_BYTES:
-            call = self._waiting[0] = call._replace(arguments=self._put_aside(call.arguments))
+            call = self._waiting[0] = call._replace(arguments=self._moved_to_file(call.arguments))
         own = {parcel.path for parcel in self._aside}
         may_reuse = call.arguments.path is not None and call.arguments.path not in own
         secrets = None if self.slot.is_furnished else self.slot.secrets
@@ -275,8 +275,8 @@ class _BatchRun:
             needs_secrets=self.slot.secrets is not None,
         )
 
-    def _put_aside(self, parcel: Parcel) -> Parcel:
-        aside = parcel.put_aside(self.slot.value_directories)
+    def _moved_to_file(self, parcel: Parcel) -> Parcel:
+        aside = parcel.moved_to_file(self.slot.value_directories)
         self._aside.append(aside)
         return aside
 
@@ -461,7 +461,7 @@ class _BatchRun:
         if not self._news:
             return
         now = time.monotonic()
-        if not (self._waiting or self._sent) or now - self._told_at > TOGETHER_SECONDS:
-            self._told_at = now
+        if not (self._waiting or self._sent) or now - self._reported_at > TOGETHER_SECONDS:
+            self._reported_at = now
             news, self._news = self._news, []
-            self._tell(news)
+            self._report(news)

@@ -36,19 +36,19 @@ from typing import NoReturn
 
 from skyward_core.concurrency.backoff import Backoff
 from skyward_core.worker import node  # the one costly import: everything forked from here has it already
-from skyward_core.worker.call_groups import CallGroups, Room, call_groups, enter
+from skyward_core.worker.call_groups import CallGroups, MemoryAllowance, call_groups, enter
 from skyward_core.worker.info import InstanceInfo, to_env
 from skyward_core.worker.keeper import adopt_orphans
 from skyward_core.worker.preemption_notice import listen
 from skyward_core.worker.private_folders import make_private
-from skyward_core.worker.runner import JOB_PLACE, Line, run_calls
+from skyward_core.worker.runner import JOB_PLACE, RunnerChannels, run_calls
 from skyward_core.worker.runner_factory import REQUEST_BYTES, Forked, Reassigned, RunnerExit
-from skyward_core.worker.settings import NodeSettings, Owner, with_partitions, write_atomically
+from skyward_core.worker.settings import NodeOwner, NodeSettings, with_partitions, write_atomically
 from skyward_core.worker.watchdog import (
     DETACHED,
     MISSED,
-    Birth,
-    Busy,
+    BusyFlag,
+    ProcessIdentity,
     Watch,
     descendants,
     die_with_parent,
@@ -72,7 +72,7 @@ HELD_SIGNALS = (signal.SIGCHLD, signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
-class Runner:
+class RunnerProcess:
     """A process for calls: the worker that it belongs to, which of that worker's slots it serves, and the mark that
     says whether it has a call.
 
@@ -81,7 +81,7 @@ class Runner:
 
     index: int
     slot: int
-    busy: Busy
+    busy: BusyFlag
     group: Path | None
 
 
@@ -91,7 +91,7 @@ class CallQueue(socket.socket):
     While it waits there for the next one it is not busy, and else it is.
     """
 
-    def __init__(self, fileno: int, busy: Busy) -> None:
+    def __init__(self, fileno: int, busy: BusyFlag) -> None:
         super().__init__(fileno=fileno)
         self._busy = busy
 
@@ -104,14 +104,14 @@ class CallQueue(socket.socket):
 
 
 @dataclass(frozen=True, slots=True)
-class Deaths:
+class CrashHistory:
     """When a worker process died, of late: the last CRASH_LOOP_SECONDS, on time.monotonic's clock."""
 
     times: tuple[float, ...] = ()
 
-    def and_at(self, now: float) -> Deaths:
+    def and_at(self, now: float) -> CrashHistory:
         """Return these and one more."""
-        return Deaths((*(time for time in self.times if now - time < CRASH_LOOP_SECONDS), now))
+        return CrashHistory((*(time for time in self.times if now - time < CRASH_LOOP_SECONDS), now))
 
     @property
     def is_loop(self) -> bool:
@@ -137,12 +137,12 @@ class Supervisor:
         self._watch = watch
         self._controls: dict[int, socket.socket] = {}
         self._workers: dict[int, int] = {}
-        self._runners: dict[int, Runner] = {}
+        self._runners: dict[int, RunnerProcess] = {}
         self._scheduler_pid = 0
         self._listener_pid = 0
         self._listen_at = math.inf
         self._due: dict[int, float] = {}
-        self._deaths: defaultdict[int, Deaths] = defaultdict(Deaths)
+        self._deaths: defaultdict[int, CrashHistory] = defaultdict(CrashHistory)
         self._settings_seen: tuple[int, int, int] | None = None
         self._groups: CallGroups | None = None
         self._spared = frozenset(descendants())  # what the startup script has left running is not ours to kill
@@ -228,7 +228,7 @@ class Supervisor:
         number, mark = int.from_bytes(request[:REQUEST_BYTES]), request[REQUEST_BYTES:]
         descriptors = array.array("i")
         descriptors.frombytes(ancillary[0][2])
-        busy = Busy()
+        busy = BusyFlag()
         slot = self._free_slot(index)
         group = self._groups.make() if self._groups is not None else None
         pid = self._fork(lambda: self._become_runner(index, slot, mark, list(descriptors), busy, group))
@@ -236,7 +236,7 @@ class Supervisor:
             os.setpgid(pid, pid)
         for descriptor in descriptors:
             os.close(descriptor)
-        self._runners[pid] = Runner(index, slot, busy, group)
+        self._runners[pid] = RunnerProcess(index, slot, busy, group)
         self._say(index, Forked(number, pid))
 
     def _free_slot(self, index: int) -> int:
@@ -250,7 +250,7 @@ class Supervisor:
         return min(range(self._settings.slots), key=lambda slot: held[slot])
 
     def _become_runner(
-        self, index: int, slot: int, mark: bytes, descriptors: list[int], busy: Busy, group: Path | None
+        self, index: int, slot: int, mark: bytes, descriptors: list[int], busy: BusyFlag, group: Path | None
     ) -> NoReturn:
         os.setpgid(0, 0)
         calls, outcomes, stdout, stderr = descriptors
@@ -269,7 +269,7 @@ class Supervisor:
             is_simulated=settings.is_simulated,
         )
         run_calls(
-            Line(
+            RunnerChannels(
                 CallQueue(calls, busy),
                 socket.socket(fileno=outcomes),
                 stdout,
@@ -279,7 +279,7 @@ class Supervisor:
                 settings.value_directories,
                 settings.environment_of(index, slot),
                 (
-                    Room(group, settings.memory_limit_bytes)
+                    MemoryAllowance(group, settings.memory_limit_bytes)
                     if group is not None and settings.memory_limit_bytes is not None and enter(group)
                     else None
                 ),
@@ -339,7 +339,7 @@ class Supervisor:
             elif pid == self._scheduler_pid:
                 self._end(f"the scheduler died with {code}")
 
-    def _was_too_large(self, runner: Runner) -> bool:
+    def _was_too_large(self, runner: RunnerProcess) -> bool:
         """Whether the kernel has killed what was in the control group of a runner that has ended; the group goes."""
         return self._groups is not None and runner.group is not None and self._groups.end(runner.group)
 
@@ -487,7 +487,9 @@ def end_node(settings: NodeSettings, directory: Path | None = None) -> NoReturn:
     os._exit(0)
 
 
-def end_guarded_node(directory: Path, settings: NodeSettings, reason: str, spared: frozenset[Birth]) -> NoReturn:
+def end_guarded_node(
+    directory: Path, settings: NodeSettings, reason: str, spared: frozenset[ProcessIdentity]
+) -> NoReturn:
     """Tell the guard why the node ends, unless somebody has done so already, and kill what the caller has forked, then
     itself. The guard does the rest.
     """
@@ -506,7 +508,7 @@ def _remove_memory(settings: NodeSettings) -> None:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def await_settings(directory: Path, owner: Owner | None) -> NodeSettings:
+def await_settings(directory: Path, owner: NodeOwner | None) -> NodeSettings:
     """Wait for the client's settings. Ends the process when they do not come in time or the client is gone."""
     deadline = time.monotonic() + SETTINGS_DEADLINE_SECONDS
     path = directory / "settings.json"
@@ -535,7 +537,7 @@ def main() -> NoReturn:
     directory = Path(sys.argv[1])
     write_atomically(directory / "supervisor", f"{os.getpid()}\n")
     owner_text = os.environ.get("SKYWARD_OWNER")
-    owner = Owner(int(owner_text.partition(":")[0]), owner_text.partition(":")[2]) if owner_text else None
+    owner = NodeOwner(int(owner_text.partition(":")[0]), owner_text.partition(":")[2]) if owner_text else None
     settings = await_settings(directory, owner)
     for place in settings.value_directories[:-1]:
         make_private(Path(place))

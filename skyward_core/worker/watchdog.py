@@ -99,19 +99,19 @@ def die_with_parent(parent: int) -> None:
         os._exit(0)
 
 
-class Birth(NamedTuple):
+class ProcessIdentity(NamedTuple):
     """A process: its pid and start time (clock ticks since boot), which together never repeat."""
 
     pid: int
     started: int
 
 
-def descendants(spared: AbstractSet[Birth] = frozenset()) -> set[Birth]:
+def descendants(spared: AbstractSet[ProcessIdentity] = frozenset()) -> set[ProcessIdentity]:
     """Return the living processes that come from this one; nothing of those that are spared, and no reapers: those of
     pools that calls have opened.
     """
     children = _children()
-    found: set[Birth] = set()
+    found: set[ProcessIdentity] = set()
     parents = [os.getpid()]
     while parents:
         new = {
@@ -124,20 +124,20 @@ def descendants(spared: AbstractSet[Birth] = frozenset()) -> set[Birth]:
     return found
 
 
-def _children() -> dict[int, list[Birth]]:
+def _children() -> dict[int, list[ProcessIdentity]]:
     """The living processes of this machine, by their parent."""
-    children: dict[int, list[Birth]] = {}
+    children: dict[int, list[ProcessIdentity]] = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
         with contextlib.suppress(OSError):
             state, parent, *rest = Path(f"/proc/{entry}/stat").read_text(errors="replace").rpartition(") ")[2].split()
             if state not in "ZX":
-                children.setdefault(int(parent), []).append(Birth(int(entry), int(rest[17])))
+                children.setdefault(int(parent), []).append(ProcessIdentity(int(entry), int(rest[17])))
     return children
 
 
-def kill_descendants(spared: AbstractSet[Birth], deadline_seconds: float) -> set[Birth]:
+def kill_descendants(spared: AbstractSet[ProcessIdentity], deadline_seconds: float) -> set[ProcessIdentity]:
     """Kill, and reap, all that comes from this process but what is spared; return what still lives at the deadline
     (stuck in the kernel).
 
@@ -241,7 +241,7 @@ def _read_uptime(path: Path) -> float | None:
     return until if math.isfinite(until) else None
 
 
-class Busy:
+class BusyFlag:
     """Whether a runner has a call: one number in memory that it shares with the supervisor, odd while a call runs.
 
     Made before the fork.
@@ -306,7 +306,7 @@ class Watch:
         """A call has run until now."""
         self._busy_at = self._clock()
 
-    def verdict(self, settings: NodeSettings, marks: Iterable[Busy]) -> str | None:
+    def verdict(self, settings: NodeSettings, marks: Iterable[BusyFlag]) -> str | None:
         """Look at the marks of all runners, the lease and the clocks; return why the node must end now, or None.
 
         A client process of this machine stands for the lease as long as it lives; when it has gone, and left no lease,

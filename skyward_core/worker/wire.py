@@ -58,7 +58,7 @@ class Parcel(NamedTuple):
         """Size in bytes of what a message would have to carry."""
         return len(self.data) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
 
-    def put_aside(self, directories: Sequence[str]) -> Parcel:
+    def moved_to_file(self, directories: Sequence[str]) -> Parcel:
         """Return the same parcel with everything in one new file, in the first of the directories that has room.
 
         Raises OSError when none has.
@@ -69,7 +69,7 @@ class Parcel(NamedTuple):
                 return self._written(Path(directory) / uuid.uuid4().hex, os.O_EXCL)
         return self._written(Path(last) / uuid.uuid4().hex, os.O_EXCL)
 
-    def put_into(self, path: str, memory: mmap.mmap) -> tuple[Parcel, bool]:
+    def moved_into_spent_file(self, path: str, memory: mmap.mmap) -> tuple[Parcel, bool]:
         """Put the parcel into a file that came with other values, now spent, whose mapping is `memory`; return it, and
         whether that could be done.
 
@@ -129,7 +129,7 @@ class Parcel(NamedTuple):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path)
 
-    def laid_out(self, path: str) -> tuple[Parcel, tuple[bytes | bytearray | memoryview, ...]]:
+    def as_file_at(self, path: str) -> tuple[Parcel, tuple[bytes | bytearray | memoryview, ...]]:
         """Return the parcel as it is once `path` holds these pieces, one after another: for a file that somebody else
         writes, on another machine.
         """
@@ -145,7 +145,7 @@ class Parcel(NamedTuple):
         ]
         return Parcel(b"", (), path, spans), tuple(pieces)
 
-    def cut(self, content: memoryview) -> Parcel:
+    def with_content(self, content: memoryview) -> Parcel:
         """Return the parcel with what its file holds, `content`, in its buffers instead."""
         parts = [content[start : start + size] for start, size in self.spans]
         data = self.data or bytes(parts.pop(0))

@@ -27,7 +27,7 @@ from skyward_core.providers import hosts, termination_shell
 from skyward_core.provisioning.bootstrap import Role, node_script, settings_of
 from skyward_core.provisioning.guard import guard_script
 from skyward_core.provisioning.selection import refuse, warn
-from skyward_core.transport.transport import Reaches
+from skyward_core.transport.transport import Transports
 from skyward_core.worker.settings import NodeSettings, with_partitions
 from skyward_core.worker.supervisor import read_settings
 from tests.conftest import wait_until
@@ -92,12 +92,12 @@ def told(wanted: sky.PoolSpec, ports: tuple[int, ...] = ()) -> NodeSettings:
         instance_type="t",
         directory="/nowhere",
     )
-    reaches = Reaches(60.0, lambda _: None)
+    transports = Transports(60.0, lambda _: None)
     try:
         role = Role(0, 0, "10.0.0.1", "10.0.0.1", 29500, ports=ports)
-        return settings_of(reaches.to(instance), role, wanted, PoolCertificate("pem", "key"), wanted.accelerator)
+        return settings_of(transports.to(instance), role, wanted, PoolCertificate("pem", "key"), wanted.accelerator)
     finally:
-        reaches.close()
+        transports.close()
 
 
 def test_what_is_said_of_one_worker_stays_that_of_one_worker() -> None:

@@ -22,7 +22,7 @@ from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.machines.instances import Instance, InstanceState
 from skyward_core.machines.offers import Offer
 from skyward_core.provisioning.bootstrap import Role, settings_of
-from skyward_core.transport.transport import Reaches
+from skyward_core.transport.transport import Transports
 from skyward_core.worker.info import ENV, InstanceInfo, instance_info, to_env
 from skyward_core.worker.settings import NodeSettings
 from tests.conftest import wait_until
@@ -139,15 +139,15 @@ def told(offer: Offer = CPUS, **wishes: Any) -> NodeSettings:
         instance_type="t",
         directory="/nowhere",
     )
-    reaches = Reaches(60.0, lambda _: None)
+    transports = Transports(60.0, lambda _: None)
     try:
         role = Role(0, 0, "10.0.0.1", "10.0.0.1", 29500)
         spec = sky.PoolSpec.of(provider=sky.AWS(), **wishes)
         settings = settings_of(
-            reaches.to(instance), role, spec, PoolCertificate("pem", "key"), spec.accelerator_on(offer)
+            transports.to(instance), role, spec, PoolCertificate("pem", "key"), spec.accelerator_on(offer)
         )
     finally:
-        reaches.close()
+        transports.close()
     assert NodeSettings.from_json(settings.to_json()) == settings
     return settings
 

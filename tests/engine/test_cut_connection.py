@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core.engine import cluster as module
+from skyward_core.engine import detached_calls as module
 from skyward_core.engine import fetches
 from skyward_core.engine.connection import Connection
 from skyward_core.engine.function_files import FunctionFiles
@@ -40,7 +40,7 @@ def lone() -> Iterator[sky.ComputePool]:
 
 @pytest.fixture
 def far() -> Iterator[sky.ComputePool]:
-    """Two nodes with one slot each. The client reaches their memory only through their `Reach`, as over SSH."""
+    """Two nodes with one slot each. The client reaches their memory only through their `Transport`, as over SSH."""
     with sky.ComputePool(provider=sky.Local(), nodes=2, retries=0, display="quiet", collect_metrics=False) as pool:
         cluster_of(pool).dispatcher.members.is_here = False
         yield pool
@@ -191,8 +191,7 @@ def test_a_detached_call_is_taken_in_once(
 
     If that fails, the error has the call's id.
     """
-    cluster = cluster_of(lone)
-    ask_on, heals = cluster._ask_on, list[Callable[[], None]]()
+    ask_on, heals = module.ask_on, list[Callable[[], None]]()
 
     def interrupted(*args: Any) -> Any:
         answer = ask_on(*args)
@@ -203,7 +202,7 @@ def test_a_detached_call_is_taken_in_once(
             raise sky.NodeLost("cut")
         return answer
 
-    monkeypatch.setattr(cluster, "_ask_on", interrupted)
+    monkeypatch.setattr(module, "ask_on", interrupted)
     monkeypatch.setattr(module, "DETACH_SECONDS", 30 if is_healed else 0.1)
     if is_healed:
         call = lone.start_detached(note_and_wait(str(tmp_path), "call"))
@@ -260,20 +259,20 @@ def test_an_attached_client_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPat
 
 
 class Flaky:
-    """A node's `Reach` whose connection fails in the first `take` and the first `put`, and is back after a while."""
+    """A node's `Transport` whose connection fails in the first `take` and the first `put`, and is back after a while."""
 
-    def __init__(self, reach: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.takes = self.puts = 0
-        self._take, self._put = reach.take, reach.put
-        self._reach = reach
-        monkeypatch.setattr(reach, "is_connected", True, raising=False)
-        monkeypatch.setattr(reach, "take", self.take)
-        monkeypatch.setattr(reach, "put", self.put)
+        self._take, self._put = transport.take, transport.put
+        self._transport = transport
+        monkeypatch.setattr(transport, "is_connected", True, raising=False)
+        monkeypatch.setattr(transport, "take", self.take)
+        monkeypatch.setattr(transport, "put", self.put)
 
     def take(self, parcel: Parcel, *, keep: bool = False) -> Parcel:
         self.takes += 1
         if self.takes == 1:
-            self._reach.is_connected = False
+            self._transport.is_connected = False
             raise ConnectionLost("reset")
         return self._take(parcel, keep=keep)
 
@@ -284,7 +283,7 @@ class Flaky:
         return self._put(parcel)
 
     def heal(self) -> None:
-        self._reach.is_connected = True
+        self._transport.is_connected = True
 
 
 def waits_for_wire(pool: sky.ComputePool) -> bool:
@@ -293,7 +292,7 @@ def waits_for_wire(pool: sky.ComputePool) -> bool:
 
 
 def flaky(pool: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> list[Flaky]:
-    return [Flaky(cluster_of(pool)._reaches.to(node.instance), monkeypatch) for node in pool.lease.nodes]
+    return [Flaky(cluster_of(pool)._transports.to(node.instance), monkeypatch) for node in pool.lease.nodes]
 
 
 @pytest.mark.slow
@@ -301,15 +300,15 @@ def test_a_result_is_fetched_when_the_wire_to_its_node_is_back(
     far: sky.ComputePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stays on the node meanwhile; nothing is lost, and other calls' reports do not wait for it."""
-    reaches = flaky(far, monkeypatch)
+    transports = flaky(far, monkeypatch)
     future = far.submit(much())
     wait_until(lambda: waits_for_wire(far), "the wire to be cut")
     assert where() >> far in (0, 1)
     assert not future.done()
-    for reach in reaches:
-        reach.heal()
+    for transport in transports:
+        transport.heal()
     assert len(future.result(60)) == LARGE
-    assert sorted(reach.takes for reach in reaches) == [0, 2]
+    assert sorted(transport.takes for transport in transports) == [0, 2]
 
 
 @pytest.mark.slow
@@ -391,9 +390,9 @@ def test_a_callback_may_close_the_pool(far: sky.ComputePool, monkeypatch: pytest
     """During the upload of another call's large arguments: that call's future ends too."""
     going, turns = threading.Event(), iter([True, False])
     for node in far.lease.nodes:
-        reach = cluster_of(far)._reaches.to(node.instance)
-        put = reach.put
-        monkeypatch.setattr(reach, "put", lambda parcel, put=put: (next(turns) or going.wait(60), put(parcel))[1])
+        transport = cluster_of(far)._transports.to(node.instance)
+        put = transport.put
+        monkeypatch.setattr(transport, "put", lambda parcel, put=put: (next(turns) or going.wait(60), put(parcel))[1])
     first, second = [far.submit(where(b"x" * LARGE)) for _ in range(2)]
     first.add_done_callback(lambda _: far.close())
     with pytest.raises(sky.PoolClosed):
@@ -407,9 +406,9 @@ def test_an_upload_delays_no_other_call(far: sky.ComputePool, monkeypatch: pytes
     """Results, lines and later calls go on."""
     going, began = threading.Event(), threading.Event()
     for node in far.lease.nodes:
-        reach = cluster_of(far)._reaches.to(node.instance)
-        put = reach.put
-        monkeypatch.setattr(reach, "put", lambda parcel, put=put: (began.set(), going.wait(60), put(parcel))[2])
+        transport = cluster_of(far)._transports.to(node.instance)
+        put = transport.put
+        monkeypatch.setattr(transport, "put", lambda parcel, put=put: (began.set(), going.wait(60), put(parcel))[2])
     large = far.submit(where(b"x" * LARGE))
     assert began.wait(60)
     assert where() >> far in (0, 1)
@@ -437,9 +436,9 @@ def test_a_result_in_transit_keeps_the_pool_busy(far: sky.ComputePool, monkeypat
     """The idle `timeout` does not run meanwhile, and a held node has one call more."""
     going, began = threading.Event(), threading.Event()
     for node in far.lease.nodes:
-        reach = cluster_of(far)._reaches.to(node.instance)
-        take = reach.take
-        monkeypatch.setattr(reach, "take", lambda parcel, take=take: (began.set(), going.wait(60), take(parcel))[2])
+        transport = cluster_of(far)._transports.to(node.instance)
+        take = transport.take
+        monkeypatch.setattr(transport, "take", lambda parcel, take=take: (began.set(), going.wait(60), take(parcel))[2])
     future = far.submit(much())
     assert began.wait(60)
     cluster = cluster_of(far)

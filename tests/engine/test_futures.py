@@ -14,7 +14,7 @@ from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.engine.cluster import Cluster
 from skyward_core.engine.futures import CallFuture, SmallCondition
 from skyward_core.machines.instances import Lease
-from skyward_core.transport.transport import Reaches
+from skyward_core.transport.transport import Transports
 from tests.conftest import wait_until
 
 CALLS = 5_000
@@ -41,7 +41,7 @@ def test_a_call_that_waits_is_small() -> None:
     future.
     """
     lease = Lease(pool_id="p", provider={"name": "local"}, created_at=datetime.now(UTC))
-    cluster = Cluster(lease, PoolCertificate("", ""), Reaches(60.0, lambda _: None), lambda _: None)
+    cluster = Cluster(lease, PoolCertificate("", ""), Transports(60.0, lambda _: None), lambda _: None)
     cluster.submit(PendingCompute(abs, (number,)) for number in range(10))
     tracemalloc.start()
     try:

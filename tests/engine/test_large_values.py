@@ -172,7 +172,7 @@ def test_values_that_a_program_holds_keep_no_file_descriptor(
     """
     monkeypatch.setattr(wire, "KEEPS_NO_DESCRIPTOR", arguments)
     before = len(os.listdir("/proc/self/fd"))
-    parcels = [Parcel(b"", (bytearray(100_000),)).put_aside([str(tmp_path)]) for _ in range(50)]
+    parcels = [Parcel(b"", (bytearray(100_000),)).moved_to_file([str(tmp_path)]) for _ in range(50)]
     held = [parcel.contents()[1] for parcel in parcels]
     assert len(os.listdir("/proc/self/fd")) == before
     for parcel, (buffer,) in zip(parcels, held, strict=True):

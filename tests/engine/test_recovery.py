@@ -26,7 +26,7 @@ from skyward_core.engine.membership import (
     LONGEST_PAUSE_SECONDS,
     NOBODY_LEFT_SECONDS,
     REJOIN_SECONDS,
-    ROUSE_SECONDS,
+    RESTART_WORKERS_SECONDS,
 )
 from skyward_core.engine.recovery import Recovery
 from skyward_core.errors import NoCapacity, NodeLost, PoolClosed, SkywardError, Unreachable
@@ -76,16 +76,16 @@ class World:
         self.is_cloud = False
         self.mute: set[int] = set()
         """Ranks that do not say in time whether they live."""
-        self.aside: list[tuple[str, Callable[[], None]]] = []
+        self.in_thread: list[tuple[str, Callable[[], None]]] = []
         self.told = Told()
         self.machines = FakeMachines(self)
         self.cluster = FakeCluster(self)
         self.recovery = Recovery(
-            self.machines, self.cluster, nodes, lease_seconds, self.told, lambda: self.now, self.put_aside
+            self.machines, self.cluster, nodes, lease_seconds, self.told, lambda: self.now, self.moved_to_file
         )
 
-    def put_aside(self, name: str, work: Callable[[], None]) -> None:
-        self.aside.append((name, work))
+    def moved_to_file(self, name: str, work: Callable[[], None]) -> None:
+        self.in_thread.append((name, work))
 
     # ── faults ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -135,7 +135,7 @@ class World:
 
     def work(self) -> int:
         """Run what was put aside; return how much that was."""
-        works, self.aside = self.aside, []
+        works, self.in_thread = self.in_thread, []
         for _, work in works:
             work()
         return len(works)
@@ -225,7 +225,7 @@ class FakeMachines:
         self.retired.append(instance_id)
         self.world.cluster.leaves(rank)
 
-    def rouse(self, rank: int, workers: Sequence[int]) -> None:
+    def restart_workers(self, rank: int, workers: Sequence[int]) -> None:
         self.roused.append((self.world.now, rank, list(workers)))
 
     def replace(self, rank: int, is_there: Callable[[], bool]) -> None:
@@ -431,7 +431,7 @@ def test_two_nodes_are_replaced_at_once(world: World) -> None:
     world.kill(2)
     world.turn()
     world.turn(REJOIN_SECONDS + 0.1)
-    assert sorted(name for name, _ in world.aside) == ["skyward-replace-1", "skyward-replace-2"]
+    assert sorted(name for name, _ in world.in_thread) == ["skyward-replace-1", "skyward-replace-2"]
     world.work()
     world.turn()
     assert world.all_are_there()
@@ -447,7 +447,7 @@ def test_one_rank_is_never_replaced_twice_at_once(world: World) -> None:
         world.turn(60)
         world.cluster.leaves(1)
         world.turn(60)
-    assert [name for name, _ in world.aside] == ["skyward-replace-1"]
+    assert [name for name, _ in world.in_thread] == ["skyward-replace-1"]
 
 
 def test_a_node_that_comes_back_before_its_replacement_is_rented_stays(world: World) -> None:
@@ -515,7 +515,7 @@ def test_a_head_without_its_worker_has_it_begun_anew(world: World) -> None:
     supervisor kills it and brings it back.
     """
     world.cluster.leaves(0)
-    world.go_on(REJOIN_SECONDS + ROUSE_SECONDS)
+    world.go_on(REJOIN_SECONDS + RESTART_WORKERS_SECONDS)
     assert (world.told.events, world.machines.roused) == ([], [])  # a worker that has died is back by then
     world.go_on(1)
     ((at, rank, workers),) = world.machines.roused
@@ -733,7 +733,7 @@ def test_the_provider_is_asked_one_question_at_a_time(world: World) -> None:
     world.cut(0)
     for _ in range(40):
         world.turn(0.5)
-    assert [name for name, _ in world.aside] == ["skyward-ask"]
+    assert [name for name, _ in world.in_thread] == ["skyward-query"]
 
 
 def test_a_short_lease_shortens_the_patience() -> None:
@@ -834,12 +834,12 @@ def test_a_replacement_under_way_does_not_become_the_head(world: World) -> None:
     world.kill(1)
     world.turn()
     world.turn(REJOIN_SECONDS + 0.1)
-    assert [name for name, _ in world.aside] == ["skyward-replace-1"]
+    assert [name for name, _ in world.in_thread] == ["skyward-replace-1"]
     heir = world.nodes[2]
     world.kill(0, "gone")
     world.turn(0.1)
     assert world.nodes[0] is heir
-    assert [name for name, _ in world.aside if "replace-1" in name] == ["skyward-replace-1"]
+    assert [name for name, _ in world.in_thread if "replace-1" in name] == ["skyward-replace-1"]
     world.go_on(10)
     assert world.all_are_there()
 
@@ -1137,10 +1137,10 @@ class AnyOrder(RuleBasedStateMachine):
         self.world.turn(seconds)
         self._note()
 
-    @precondition(lambda self: self.world.aside)
+    @precondition(lambda self: self.world.in_thread)
     @rule(data=st.data())
     def work(self, data: st.DataObject) -> None:
-        _, work = self.world.aside.pop(data.draw(st.integers(0, len(self.world.aside) - 1)))
+        _, work = self.world.in_thread.pop(data.draw(st.integers(0, len(self.world.in_thread) - 1)))
         work()
         self._note()
 
@@ -1148,7 +1148,7 @@ class AnyOrder(RuleBasedStateMachine):
     def nothing_is_told_twice_and_no_member_that_never_left(self) -> None:
         lost = [instance_id for instance_id, _ in self.world.lost()]
         assert len(lost) == len(set(lost))
-        ranks = [name for name, _ in self.world.aside if name.startswith(("skyward-replace", "skyward-relieve"))]
+        ranks = [name for name, _ in self.world.in_thread if name.startswith(("skyward-replace", "skyward-stand-by"))]
         assert len(ranks) == len({name.rpartition("-")[2] for name in ranks}), "one replacement a rank at a time"
 
     def teardown(self) -> None:

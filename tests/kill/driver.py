@@ -224,7 +224,7 @@ def drive(scenario: Scenario, url: str, boundaries: Boundaries, clock: SharedClo
                 boundaries.enter(Phase.ENDING)
             pool.close()
     boundaries.enter(Phase.AFTER)
-    boundaries.reach("the end")
+    boundaries.transport("the end")
 
 
 class _Raised(Exception):
@@ -271,11 +271,11 @@ def _beat(scenario: Scenario, opened: Any) -> None:
     opened._bookkeeping.book.renew()
     opened._bookkeeping.book.note()
     opened._limits.check_money()
-    for reach in opened.machines.reaches.here():
+    for transport in opened.machines.transports.here():
         if scenario.kind == HttpRentalHere.name:
-            reach.say_busy()
+            transport.write_paid_and_busy()
         else:
-            reach.extend_lease(LEASE_SECONDS)
+            transport.extend_lease(LEASE_SECONDS)
 
 
 class Operator:
@@ -314,14 +314,14 @@ def prepare_process() -> None:
 
     from skyward_core.engine import certificates
     from skyward_core.transport import code_upload
-    from skyward_core.transport import transport as reach
+    from skyward_core.transport import transport as transport
 
     certificate = certificates.make_certificate("sky-kill")
     certificates.make_certificate = lambda _: certificate
     code_upload.shipped_archive()
     code_upload.shipped_package()
 
-    class BootingReach(reach.LocalReach):
+    class BootingReach(transport.LocalTransport):
         """A node that comes up at once: it says so in its log as soon as it is told what it is."""
 
         def write(self, name: str, text: str) -> None:
@@ -334,7 +334,7 @@ def prepare_process() -> None:
                 with open(f"{self.instance.directory}/log", "a") as log:
                     log.write(said)
 
-    reach.LocalReach = BootingReach  # type: ignore[misc]
+    transport.LocalTransport = BootingReach  # type: ignore[misc]
 
 
 @contextmanager
@@ -372,7 +372,7 @@ class _Cluster:
     busy_at = 0.0
 
     def __init__(
-        self, lease: Any, certificate: object, reaches: object, emit: Callable[[Any], object], *_: object
+        self, lease: Any, certificate: object, transports: object, emit: Callable[[Any], object], *_: object
     ) -> None:
         from skyward_core.events.events import BootstrapCompleted
 

@@ -24,7 +24,7 @@ from skyward_core.providers.aws import provider as aws
 from skyward_core.providers.base import LAUNCH_TAG, load
 from skyward_core.providers.ssh_keys import host_key, our_key
 from skyward_core.transport.proxy_command import PYTHON
-from skyward_core.transport.ssh_connection import Connection
+from skyward_core.transport.ssh_connection import SSHConnection
 from tests.conftest import Told, wait_until
 from tests.providers.contract import STARTUP, tags
 from tests.providers.fake_aws import SESSION_TOKEN, FakeAWS
@@ -268,7 +268,7 @@ def test_commands_files_and_ports_go_through_the_plugin(
     endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin, echo: Echo, tmp_path: Path
 ) -> None:
     """It is called as AWS's CLI calls it; no process has a secret among its arguments; none is left."""
-    with Connection(endpoint).connect(30) as connection:
+    with SSHConnection(endpoint).connect(30) as connection:
         assert connection.run("echo hello").output == "hello\n"
         connection.put(os.urandom(1 << 20), "big")
         assert len(connection.fetch(str(tmp_path / "big"))) == 1 << 20
@@ -301,7 +301,7 @@ def test_a_machine_whose_agent_comes_late_is_waited_for(
     cloud.fail("StartSession", "TargetNotConnected", message="i-0a is not connected.")
     cloud.fail("StartSession", "ThrottlingException")
     cloud.fail("StartSession", "InternalServerError", 500)
-    with Connection(endpoint).connect(60) as connection:
+    with SSHConnection(endpoint).connect(60) as connection:
         assert connection.run("true").exit_code == 0
     assert len(cloud.words("StartSession")) == 4
     assert len(plugin.notes) == 1
@@ -311,7 +311,7 @@ def test_a_machine_whose_agent_never_comes(endpoint: Endpoint, cloud: FakeAWS, p
     """What is missing is told at the end, and nothing is left waiting."""
     cloud.agents.clear()
     with (
-        Connection(endpoint) as connection,
+        SSHConnection(endpoint) as connection,
         pytest.raises(Unreachable, match=r"TargetNotConnected.*AmazonSSMManagedInstanceCore.*internet"),
     ):
         connection.connect(4)
@@ -327,7 +327,10 @@ def test_what_waiting_does_not_mend_is_told_at_once(
 ) -> None:
     """In AWS's words."""
     cloud.fail("StartSession", code, message="User ann may not do ssm:StartSession", times=99)
-    with Connection(endpoint) as connection, pytest.raises(kind, match=f"{code}: User ann may not do ssm:StartSession"):
+    with (
+        SSHConnection(endpoint) as connection,
+        pytest.raises(kind, match=f"{code}: User ann may not do ssm:StartSession"),
+    ):
         connection.connect(60)
     assert len(cloud.words("StartSession")) == 1
     assert plugin.living == set()
@@ -337,14 +340,14 @@ def test_no_credentials(endpoint: Endpoint, cloud: FakeAWS, monkeypatch: pytest.
     """Whoever attaches has some of its own, or is told so."""
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    with Connection(endpoint) as connection, pytest.raises(CredentialsError, match="AWS_PROFILE"):
+    with SSHConnection(endpoint) as connection, pytest.raises(CredentialsError, match="AWS_PROFILE"):
         connection.connect(60)
 
 
 def test_a_process_without_the_plugin_cannot_attach(endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin) -> None:
     """No session is asked for."""
     plugin.remove()
-    with Connection(endpoint) as connection, pytest.raises(BadRequest, match="on PATH"):
+    with SSHConnection(endpoint) as connection, pytest.raises(BadRequest, match="on PATH"):
         connection.connect(60)
     assert cloud.words("StartSession") == []
 
@@ -355,7 +358,7 @@ def test_a_session_that_nobody_joins_is_ended(
     """The plugin tells its version, and is gone when it is to be run."""
     place = tmp_path / "plugin" / session_manager.PLUGIN
     place.write_text(f"#!/bin/sh\nrm -f {place}\necho 1.2.707.0\n")
-    with Connection(endpoint) as connection, pytest.raises(BadRequest, match="cannot be run"):
+    with SSHConnection(endpoint) as connection, pytest.raises(BadRequest, match="cannot be run"):
         connection.connect(60)
     assert cloud.words("TerminateSession") == [{"SessionId": "ann-i-0a"}]
 
@@ -363,7 +366,7 @@ def test_a_session_that_nobody_joins_is_ended(
 def test_a_session_that_breaks_is_made_anew(endpoint: Endpoint, plugin: Plugin) -> None:
     """With another process."""
     lost = threading.Event()
-    with Connection(endpoint, on_lost=lambda _: lost.set()).connect(30) as connection:
+    with SSHConnection(endpoint, on_lost=lambda _: lost.set()).connect(30) as connection:
         (first,) = plugin.living
         os.kill(first, 9)
         assert lost.wait(10)
@@ -404,7 +407,7 @@ def test_what_a_proxy_says_aside_does_not_disturb(server: Server, key: str, own_
     """And one that does not go by itself is killed."""
     endpoint = reached_by(server, key, (PYTHON, "-c", RELAY, str(server.port), "stays"))
     before = set(processes())
-    with Connection(endpoint).connect(30) as connection:
+    with SSHConnection(endpoint).connect(30) as connection:
         assert connection.run("head -c 1000000 /dev/zero | wc -c").output.strip() == "1000000"
         ours = {pid for pid in set(processes()) - before if b"stays" in arguments(pid)}
         assert len(ours) == 1
@@ -417,7 +420,7 @@ def test_a_proxy_that_fails_is_tried_again(server: Server, key: str, tmp_path: P
     """Its last words are told."""
     counted = f"echo x >>{tmp_path}/tries; echo no way >&2; echo through >&2; exit 1"
     with (
-        Connection(reached_by(server, key, shell(counted))) as connection,
+        SSHConnection(reached_by(server, key, shell(counted))) as connection,
         pytest.raises(Unreachable, match=r"last try ended with: through$"),
     ):
         connection.connect(1)
@@ -428,7 +431,7 @@ def test_what_it_has_said_once_is_not_forgotten(server: Server, key: str, tmp_pa
     """A last try that is cut short before it can say a word tells nothing of why."""
     text = f"[ -e {tmp_path}/tried ] || {{ touch {tmp_path}/tried; echo no agent yet >&2; exit 1; }}; exec sleep 600"
     with (
-        Connection(reached_by(server, key, shell(text))) as connection,
+        SSHConnection(reached_by(server, key, shell(text))) as connection,
         pytest.raises(Unreachable, match="no agent yet"),
     ):
         connection.connect(1)
@@ -436,7 +439,7 @@ def test_what_it_has_said_once_is_not_forgotten(server: Server, key: str, tmp_pa
 
 def test_a_silent_one_is_named(server: Server, key: str) -> None:
     with (
-        Connection(reached_by(server, key, shell("exit 0"))) as connection,
+        SSHConnection(reached_by(server, key, shell("exit 0"))) as connection,
         pytest.raises(Unreachable, match="said nothing"),
     ):
         connection.connect(0.5)
@@ -444,7 +447,7 @@ def test_a_silent_one_is_named(server: Server, key: str) -> None:
 
 def test_one_that_cannot_be_started_is_not_tried_again(server: Server, key: str) -> None:
     with (
-        Connection(reached_by(server, key, ("/no/such/command",))) as connection,
+        SSHConnection(reached_by(server, key, ("/no/such/command",))) as connection,
         pytest.raises(BadRequest, match="/no/such/command"),
     ):
         connection.connect(60)
@@ -455,14 +458,14 @@ def test_a_machine_that_shows_another_key_is_refused(server: Server, key: str) -
     command = (PYTHON, "-c", RELAY, str(server.port))
     other = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ3R1nVJ0uC1Vd9b4v2m8QkN2d1b7vYw3X0pJxv4m5sP"
     with (
-        Connection(reached_by(server, key, command).model_copy(update={"host_key": other})) as connection,
+        SSHConnection(reached_by(server, key, command).model_copy(update={"host_key": other})) as connection,
         pytest.raises(sky.HostKeyChanged),
     ):
         connection.connect(60)
     stranger = server.folder / "stranger"
     asyncssh.generate_private_key("ssh-ed25519").write_private_key(stranger)
     with (
-        Connection(reached_by(server, str(stranger), command)) as connection,
+        SSHConnection(reached_by(server, str(stranger), command)) as connection,
         pytest.raises(CredentialsError, match="refuses our keys"),
     ):
         connection.connect(60)
@@ -486,7 +489,7 @@ def test_the_grace_of_a_machine_begins_when_it_answers(server: Server, key: str,
     """Its agent may come later than the whole grace; without any, a refusal is final."""
     late = f"[ -e {tmp_path}/late ] || {{ touch {tmp_path}/late; sleep 1.5; }}; exec {sys.executable} -c '{RELAY}' {server.port}"
     server.users = Newborn(server)
-    with Connection(reached_by(server, key, shell(late))).connect(60, auth_grace_seconds=1.4) as connection:
+    with SSHConnection(reached_by(server, key, shell(late))).connect(60, auth_grace_seconds=1.4) as connection:
         assert connection.run("true").exit_code == 0
     assert len(server.users) == 2
 
@@ -499,7 +502,7 @@ def test_closing_in_the_middle_leaves_no_process(server: Server, key: str, tmp_p
         key,
         shell(f"trap '' TERM HUP PIPE; echo $$ >{note}.part; mv {note}.part {note}; sleep 600 & wait; sleep 600"),
     )
-    connection = Connection(endpoint)
+    connection = SSHConnection(endpoint)
     failures: list[BaseException] = []
 
     def connect() -> None:
@@ -529,8 +532,8 @@ def group(pid: int) -> int | None:
 
 def test_a_proxy_ends_when_its_client_is_killed(endpoint: Endpoint, plugin: Plugin, tmp_path: Path) -> None:
     """By the end of its input."""
-    text = "from skyward_core.transport.ssh_connection import Connection; from skyward_core.machines.instances import Endpoint; import sys, time\n"
-    text += "connection = Connection(Endpoint.model_validate_json(sys.argv[1])).connect(60); print('there', flush=True); time.sleep(600)"
+    text = "from skyward_core.transport.ssh_connection import SSHConnection; from skyward_core.machines.instances import Endpoint; import sys, time\n"
+    text += "connection = SSHConnection(Endpoint.model_validate_json(sys.argv[1])).connect(60); print('there', flush=True); time.sleep(600)"
     reading, writing = os.pipe()
     pid = os.posix_spawn(
         sys.executable,

@@ -22,7 +22,7 @@ from skyward_core.errors import CommandFailed
 from skyward_core.machines.offers import rank
 from skyward_core.providers import base, host_connections, hosts
 from skyward_core.provisioning.guard import guard_script
-from skyward_core.transport.ssh_connection import Connection
+from skyward_core.transport.ssh_connection import SSHConnection
 from tests.conftest import wait_until
 from tests.testbed import Fleet, Host, leftovers, why_not
 
@@ -644,7 +644,7 @@ def test_another_host_key_is_refused(machines) -> None:
     assert isinstance(caught.value.__cause__, sky.HostKeyChanged)
     with (
         pytest.raises(sky.HostKeyChanged),
-        Connection(instance.endpoint.model_copy(update={"known_hosts": "/dev/null"})) as connection,
+        SSHConnection(instance.endpoint.model_copy(update={"known_hosts": "/dev/null"})) as connection,
     ):
         connection.connect(30)
 

@@ -34,8 +34,8 @@ from skyward_core.providers.ssh_keys import HostKey, Key, host_key, our_key
 from skyward_core.providers.tagging import TAGS_VARIABLE, from_word
 from skyward_core.provisioning.bootstrap import GUARD_ENDS
 from skyward_core.provisioning.guard import guard_script
-from skyward_core.transport.ssh_connection import Connection
-from skyward_core.transport.ssh_transport import Wires
+from skyward_core.transport.ssh_connection import SSHConnection
+from skyward_core.transport.ssh_transport import SSHConnections
 from tests.conftest import Told, wait_until
 from tests.providers.contract import tags as contract_tags
 from tests.testbed import Fleet, Host
@@ -655,12 +655,12 @@ def machine(fleet: Fleet) -> Iterator[Host]:
 
 
 @pytest.fixture
-def reach(key: Key) -> Iterator[Callable[..., Any]]:
+def transport(key: Key) -> Iterator[Callable[..., Any]]:
     """Make the way to a machine whose id is the cloud's, and whose directory is what the machine calls itself."""
-    made: list[Wires] = []
-    reaches: list[Any] = []
+    made: list[SSHConnections] = []
+    transports: list[Any] = []
 
-    def reach(machine: Host, called: str, lease_seconds: int = 60) -> Any:
+    def transport(machine: Host, called: str, lease_seconds: int = 60) -> Any:
         instance = Instance(
             id="the-clouds-id",
             provider="acme",
@@ -672,12 +672,12 @@ def reach(key: Key) -> Iterator[Callable[..., Any]]:
             directory=userdata.directory_of(called),
             endpoint=endpoint(machine, key),
         )
-        made.append(Wires(lease_seconds, Told(), lambda: False, lambda: None))
-        reaches.append(made[-1].reach(instance))
-        return reaches[-1]
+        made.append(SSHConnections(lease_seconds, Told(), lambda: False, lambda: None))
+        transports.append(made[-1].transport(instance))
+        return transports[-1]
 
-    yield reach
-    for way in reaches:
+    yield transport
+    for way in transports:
         way.close()
     for wires in made:
         wires.close()
@@ -712,12 +712,12 @@ def test_a_machine_becomes_who_we_take_it_for(machine: Host, key: Key, host: Hos
     """Before its script has run it is a stranger; whoever is patient gets in when it has, with our key and under the
     host key that was derived.
     """
-    stranger = Connection(endpoint(machine, key))
+    stranger = SSHConnection(endpoint(machine, key))
     with pytest.raises(HostKeyChanged):
         stranger.connect(30)
     stranger.close()
     caught: list[object] = []
-    connection = Connection(endpoint(machine, key))
+    connection = SSHConnection(endpoint(machine, key))
 
     def connect() -> None:
         try:
@@ -742,7 +742,7 @@ def test_a_machine_becomes_who_we_take_it_for(machine: Host, key: Key, host: Hos
 
 @pytest.mark.slow
 def test_a_machine_that_calls_itself_otherwise_is_started_and_ended(
-    machine: Host, key: Key, host: HostKey, reach: Callable[..., Any]
+    machine: Host, key: Key, host: HostKey, transport: Callable[..., Any]
 ) -> None:
     """The node carries the id of its guard, not the cloud's, and its tags; with the lease the guard ends all of it, and
     then the machine as it was told to.
@@ -754,7 +754,7 @@ def test_a_machine_that_calls_itself_otherwise_is_started_and_ended(
             userdata.boot_script(guard_script(8, None, userdata.END_COMMAND), TAGS, "echo m-1", end), key, host
         ),
     )
-    way = reach(machine, "m-1", lease_seconds=8)
+    way = transport(machine, "m-1", lease_seconds=8)
     way.start('echo "$SKYWARD_INSTANCE_ID $SKYWARD_TAGS"\nsleep 4711 &\nwait\n', timeout_seconds=30, emit=Told())
     lines: list[str] = []
 
@@ -813,7 +813,7 @@ def test_a_container_lets_us_in_and_stays(machine: Host, key: Key, host: HostKey
     boot = userdata.boot_script(GUARD, TAGS, "echo m-1")
     word = userdata.packed(userdata.container_script(boot, key, host))
     bring_up(machine, f"SKYWARD_BOOT={shlex.quote(word)}; export SKYWARD_BOOT\n{userdata.UNPACKED}\n")
-    connection = Connection(endpoint(machine, key))
+    connection = SSHConnection(endpoint(machine, key))
     try:
         connection.connect(60, auth_grace_seconds=60)
         wait_until(lambda: connection.run(f"cat {userdata.directory_of('m-1')}/guard").exit_code == 0, "the guard")

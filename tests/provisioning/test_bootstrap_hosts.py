@@ -27,7 +27,7 @@ from skyward_core.machines.offers import Offer
 from skyward_core.providers.base import POOL_TAG, Tags
 from skyward_core.providers.hosts import Hosts
 from skyward_core.transport import ssh_transport
-from skyward_core.transport.ssh_connection import Connection
+from skyward_core.transport.ssh_connection import SSHConnection
 from tests.conftest import Told, members, wait_until
 from tests.testbed import Fleet, Host
 from tests.testbed.fixtures import PURE_PACKAGE, fleet, mirror  # noqa: F401 - fixtures
@@ -250,7 +250,7 @@ def test_a_machine_that_dies_meanwhile_is_told_long_before_the_deadline(cloud, m
     seconds, whatever provision_timeout is.
     """
     # silence is noticed after 1.5 s, not 15
-    monkeypatch.setitem(Connection.__init__.__kwdefaults__, "keepalive_seconds", 0.5)
+    monkeypatch.setitem(SSHConnection.__init__.__kwdefaults__, "keepalive_seconds", 0.5)
 
     def die(instance_id: str) -> None:
         settings = cloud.host(instance_id).root / f"root/.cache/skyward/instances/{instance_id}/settings.json"

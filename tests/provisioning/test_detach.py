@@ -9,11 +9,11 @@ import pytest
 from skyward_core import Instance, InstanceState, Unreachable
 from skyward_core.errors import CommandFailed
 from skyward_core.provisioning.detach import living_alone
-from skyward_core.transport.transport import LocalReach
+from skyward_core.transport.transport import LocalTransport
 from skyward_core.worker.watchdog import DETACHED, read_lease, uptime, write_lease
 
 
-class RemoteReach:
+class SSHTransport:
     """A node elsewhere, whose uptime is its own: its lease is a number that means nothing here."""
 
     def __init__(self, lease: str | None, *, is_connected: bool = True) -> None:
@@ -32,7 +32,7 @@ class RemoteReach:
         self.lease = text
 
 
-def local(directory: Path) -> LocalReach:
+def local(directory: Path) -> LocalTransport:
     directory.mkdir()
     instance = Instance(
         id=directory.name,
@@ -47,7 +47,7 @@ def local(directory: Path) -> LocalReach:
         price_per_hour=0.0,
         directory=str(directory),
     )
-    return LocalReach(instance, lambda: False, lambda: None)
+    return LocalTransport(instance, lambda: False, lambda: None)
 
 
 def machines_of(nodes: list[Any], error: Exception | None = None) -> Any:
@@ -55,20 +55,22 @@ def machines_of(nodes: list[Any], error: Exception | None = None) -> Any:
 
     def extend_leases(seconds: float) -> None:
         for node in nodes:
-            if isinstance(node, LocalReach):
+            if isinstance(node, LocalTransport):
                 write_lease(Path(node.instance.directory or ""), uptime() + seconds)
             else:
                 node.lease = "99999\n"
         if error is not None:
             raise error
 
-    here = [node for node in nodes if isinstance(node, LocalReach)]
-    return SimpleNamespace(reaches=SimpleNamespace(all=lambda: nodes, here=lambda: here), extend_leases=extend_leases)
+    here = [node for node in nodes if isinstance(node, LocalTransport)]
+    return SimpleNamespace(
+        transports=SimpleNamespace(all=lambda: nodes, here=lambda: here), extend_leases=extend_leases
+    )
 
 
 def test_nodes_live_on_when_all_is_well(tmp_path: Path) -> None:
     """Theirs is the lease that they were told, and those of this machine go by it."""
-    here, there = local(tmp_path / "node"), RemoteReach("700\n")
+    here, there = local(tmp_path / "node"), SSHTransport("700\n")
     with living_alone(machines_of([here, there]), 1000.0, 120.0):
         assert (tmp_path / "node" / DETACHED).exists()
     assert there.lease == "99999\n"
@@ -84,9 +86,9 @@ def test_nodes_are_told_again_when_something_fails(tmp_path: Path, before: float
     """
     here, there, lost, bare = (
         local(tmp_path / "node"),
-        RemoteReach("700\n"),
-        RemoteReach("800\n", is_connected=False),
-        RemoteReach(None),
+        SSHTransport("700\n"),
+        SSHTransport("800\n", is_connected=False),
+        SSHTransport(None),
     )
     now = uptime()
     if before is not None:
@@ -105,11 +107,11 @@ def test_nodes_are_told_again_when_something_fails(tmp_path: Path, before: float
 def test_a_node_that_is_found_to_be_out_of_reach_first_changes_nothing() -> None:
     """All are asked before any is told."""
 
-    class Silent(RemoteReach):
+    class Silent(SSHTransport):
         def read(self, name: str) -> str:
             raise Unreachable("no answer")
 
-    there = RemoteReach("700\n")
+    there = SSHTransport("700\n")
     with pytest.raises(Unreachable), living_alone(machines_of([there, Silent("800\n")]), 1000.0, 120.0):
         pytest.fail("it is not to be detached")
     assert there.lease == "700\n"

@@ -20,7 +20,7 @@ from skyward_core.ledger.metering import Meter
 from skyward_core.providers.base import EXPIRES_TAG
 from skyward_core.provisioning import lifecycle, teardown, termination
 from skyward_core.provisioning.bootstrap import Preparation
-from skyward_core.transport.transport import Reach, Reaches
+from skyward_core.transport.transport import Transport, Transports
 from skyward_core.worker.watchdog import read_paid, uptime
 from tests.conftest import Told, wait_until
 from tests.fakes import (
@@ -399,7 +399,7 @@ def opened(make: Make, tmp_path: Path) -> Iterator[Callable[..., tuple[lifecycle
 
 def node_of(machines: lifecycle.Machines, rank: int) -> Preparation:
     (instance,) = machines._rental.launch(machines._selection.offers[rank], 1, rank)
-    return Preparation(machines.reaches.to(instance), rank, machines._rental._emit)
+    return Preparation(machines.transports.to(instance), rank, machines._rental._emit)
 
 
 class UnheardOf(FakeProvider):
@@ -493,8 +493,8 @@ class Way:
 
 def test_only_who_answers_has_heard_for_how_long_it_is_paid() -> None:
     """With a sign of life, which tells it; one that is silent is not waited for."""
-    reaches = Reaches(60.0, lambda _: None)
-    assert reaches.tell_paid() == set()
+    transports = Transports(60.0, lambda _: None)
+    assert transports.send_paid_time() == set()
     ways = [
         Way("a"),
         Way("b", is_connected=False),
@@ -502,10 +502,10 @@ def test_only_who_answers_has_heard_for_how_long_it_is_paid() -> None:
         Way("d", error=CommandFailed("full", 1, "")),
         Way("e"),
     ]
-    reaches._reaches = {way.instance.id: cast("Reach", way) for way in ways}
-    assert reaches.tell_paid() == {"a", "e"}
+    transports._transports = {way.instance.id: cast("Transport", way) for way in ways}
+    assert transports.send_paid_time() == {"a", "e"}
     assert [way.leases for way in ways] == [[60.0], [], [60.0], [60.0], [60.0]]
-    reaches.close()
+    transports.close()
 
 
 def end_of(instance: Instance) -> int:

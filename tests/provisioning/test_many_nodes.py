@@ -148,7 +148,7 @@ type Rent = Callable[..., Many]
 @pytest.fixture
 def rent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rent]:
     """Make the machines of a pool, which are not rented yet; they are given back at the end."""
-    monkeypatch.setattr(ssh_transport, "LONGEST_BEAT_SECONDS", 600.0)  # nobody's lease is extended but by the test
+    monkeypatch.setattr(ssh_transport, "LONGEST_RENEWAL_SECONDS", 600.0)  # only the test renews leases
     with ExitStack() as undo:
 
         def rent(
@@ -198,7 +198,14 @@ def test_nodes_are_reached_prepared_and_told_all_at_once(rent: Rent) -> None:
     """
     many = rent()
     many.expect(
-        "login", "look", "put uv", "put ship.tar.gz", "start", excused="fake-0", reach=NODES - 1, put_settings=NODES - 1
+        "login",
+        "look",
+        "put uv",
+        "put ship.tar.gz",
+        "start",
+        excused="fake-0",
+        transport=NODES - 1,
+        put_settings=NODES - 1,
     )
     with ExitStack() as undo:
         lease = many.machines.acquire(undo)
@@ -259,7 +266,7 @@ def test_slow_nodes_have_as_long_as_the_pool_to_open_and_are_asked_for_a_sign_of
     assert many.told.of(sky.ContactLost) == []
     seconds[0] = PATIENCE_SECONDS
     with pytest.raises(CommandTimedOut):
-        many.machines.rouse(1, [0])
+        many.machines.restart_workers(1, [0])
 
 
 # ── afterwards ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -339,14 +346,14 @@ def test_a_machine_that_cannot_begin_anew_leaves_its_rank_vacant(rent: Rent, mon
         before = many.machines.acquire(undo)
         undo.pop_all()
     monkeypatch.setattr(head_restart, "BEGIN_SECONDS", 1.0)
-    start = ssh_transport.RemoteReach.start
+    start = ssh_transport.SSHTransport.start
 
-    def fail(self: ssh_transport.RemoteReach, *args: Any, **words: Any) -> None:
+    def fail(self: ssh_transport.SSHTransport, *args: Any, **words: Any) -> None:
         if self.instance.rank == 2:
             raise CommandFailed("no room", 1, "")
         start(self, *args, **words)
 
-    monkeypatch.setattr(ssh_transport.RemoteReach, "start", fail)
+    monkeypatch.setattr(ssh_transport.SSHTransport, "start", fail)
     lease = many.machines.restart([], {node.instance.id for node in before.nodes if node.rank != 3})
     assert [node.rank for node in lease.nodes] == [rank for rank in range(NODES) if rank != 2]
     assert lease.nodes[2].instance.id == "fake-3"
@@ -402,11 +409,11 @@ def test_nodes_of_another_architecture_are_sent_the_uv_of_theirs_and_do_without_
     packed = tmp_path / "uv.gz"
     packed.write_bytes(gzip.compress(b"of another architecture"))
 
-    def fetch(machine: str) -> code_upload.Packed:
+    def fetch(machine: str) -> code_upload.CompressedFile:
         asked.append(machine)
         if not can_fetch:
             raise subprocess.CalledProcessError(2, ["uv"], stderr="error: no such host\n")
-        return code_upload.Packed(packed, 23)
+        return code_upload.CompressedFile(packed, 23)
 
     monkeypatch.setattr(code_upload, "_fetched_uv", fetch)
     many = rent(Played(has_uv=False, system="Linux aarch64"))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from skyward_core import HostKeyChanged, Instance, InstanceState, NoCapacity, PoolSpec, Requirements
-from skyward_core.transport.ssh_connection import Connection
+from skyward_core.transport.ssh_connection import SSHConnection
 from tests.conftest import wait_until
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet  # noqa: F401 - a fixture
@@ -103,7 +103,7 @@ def test_the_startup_script_is_the_machines_own(provider):
     are where the instance says.
     """
     (instance,) = launch(provider, first_rank=7)
-    with Connection(instance.endpoint).connect(30) as connection:
+    with SSHConnection(instance.endpoint).connect(30) as connection:
         wait_until(lambda: connection.run(f"test -e {instance.directory}/started").exit_code == 0, "the startup script")
         assert connection.run(f"cat {instance.directory}/log").output.splitlines() == [
             "HOME=/root",
@@ -123,7 +123,7 @@ def test_a_machine_is_known_from_the_start(provider, cloud):
     """The endpoint has the key of its own machine: another machine at its address is refused at the first login."""
     (instance,) = launch(provider)
     cloud.host(instance.id).change_host_key()
-    with Connection(instance.endpoint) as connection, pytest.raises(HostKeyChanged):
+    with SSHConnection(instance.endpoint) as connection, pytest.raises(HostKeyChanged):
         connection.connect(30)
 
 

@@ -26,7 +26,7 @@ from skyward_core.errors import (
 )
 from skyward_core.machines.instances import Endpoint
 from skyward_core.transport.ssh_commands import Completed
-from skyward_core.transport.ssh_connection import Connection
+from skyward_core.transport.ssh_connection import SSHConnection
 from skyward_core.transport.ssh_files import FETCH_WINDOW_BYTES
 from skyward_core.transport.ssh_loop import Loop
 from tests.conftest import wait_until
@@ -211,8 +211,8 @@ def endpoint(server: Server, key: str) -> Endpoint:
 
 
 @pytest.fixture
-def connection(endpoint: Endpoint) -> Iterator[Connection]:
-    with Connection(endpoint).connect(30) as connection:
+def connection(endpoint: Endpoint) -> Iterator[SSHConnection]:
+    with SSHConnection(endpoint).connect(30) as connection:
         yield connection
 
 
@@ -416,7 +416,7 @@ def test_turns_in_a_shell_are_taken(connection):
 # ── loss ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def in_the_middle(connection: Connection, tmp_path: Path, then: Callable[[], object]) -> float:
+def in_the_middle(connection: SSHConnection, tmp_path: Path, then: Callable[[], object]) -> float:
     """Run a long command, do something when it runs, and return the seconds until ConnectionLost."""
     since = 0.0
 
@@ -435,7 +435,7 @@ def test_a_connection_that_dies_under_a_command_is_an_error(endpoint, server, tm
     `reconnect`.
     """
     losses = []
-    with Connection(endpoint, on_lost=losses.append).connect(30) as connection:
+    with SSHConnection(endpoint, on_lost=losses.append).connect(30) as connection:
         in_the_middle(connection, tmp_path, server.hang_up)
         assert not connection.is_connected
         with pytest.raises(ConnectionLost):
@@ -450,7 +450,7 @@ def test_a_machine_that_falls_silent_is_noticed(server, key, tmp_path):
     """Without a word from the machine the connection is lost after (count + 1) intervals: here 1.2 s."""
     with (
         Silencer(server.port) as between,
-        Connection(
+        SSHConnection(
             Endpoint(host="127.0.0.1", port=between.port, user="ann", key=key), keepalive_seconds=0.4, keepalive_count=2
         ).connect(30) as connection,
     ):
@@ -597,7 +597,7 @@ def test_ports_are_forwarded_both_ways_and_across_a_reconnect(connection, echo):
 def test_a_wrong_key_is_refused_at_once(endpoint, server, tmp_path):
     """A refusal is not tried again, unless the machine is said to be new."""
     asyncssh.generate_private_key("ssh-ed25519").write_private_key(tmp_path / "other")
-    with Connection(endpoint.model_copy(update={"key": str(tmp_path / "other")})) as connection:
+    with SSHConnection(endpoint.model_copy(update={"key": str(tmp_path / "other")})) as connection:
         with pytest.raises(CredentialsError, match="ann@127"):
             connection.connect(60)
         assert server.users == ["ann"]
@@ -609,7 +609,7 @@ def test_a_wrong_key_is_refused_at_once(endpoint, server, tmp_path):
 def test_a_missing_key_is_a_bad_request(endpoint, server):
     """A key file that is not there is told before anything is dialled."""
     with (
-        Connection(endpoint.model_copy(update={"key": "/nonexistent/id"})) as connection,
+        SSHConnection(endpoint.model_copy(update={"key": "/nonexistent/id"})) as connection,
         pytest.raises(BadRequest, match="/nonexistent/id"),
     ):
         connection.connect(60)
@@ -639,7 +639,7 @@ def test_a_new_machine_may_show_another_key_at_first(endpoint, server):
         update={"host_key": later.export_public_key().decode().strip(), "host_key_grace_seconds": 60}
     )
     done = []
-    with Connection(young) as connection:
+    with SSHConnection(young) as connection:
         with pytest.raises(HostKeyChanged):
             connection.connect(30)
         thread = threading.Thread(target=lambda: done.append(connection.connect(50, auth_grace_seconds=5)))
@@ -653,7 +653,7 @@ def test_a_new_machine_may_show_another_key_at_first(endpoint, server):
         server.start(port)
         thread.join(30)
         assert done == [connection]
-    with Connection(young.model_copy(update={"host_key_grace_seconds": 0, "host_key": None})) as connection:
+    with SSHConnection(young.model_copy(update={"host_key_grace_seconds": 0, "host_key": None})) as connection:
         connection.connect(30)
 
 
@@ -662,12 +662,12 @@ def test_a_known_host_key_is_verified(endpoint, server, tmp_path):
     right = server.host_key.export_public_key().decode().strip()
     wrong = asyncssh.generate_private_key("ssh-ed25519").export_public_key().decode().strip()
     (tmp_path / ".ssh" / "known_hosts").write_text(f"[127.0.0.1]:{server.port} {wrong}\n")
-    with Connection(endpoint) as connection, pytest.raises(HostKeyChanged, match="known_hosts"):
+    with SSHConnection(endpoint) as connection, pytest.raises(HostKeyChanged, match="known_hosts"):
         connection.connect(30)
-    with Connection(endpoint.model_copy(update={"host_key": wrong})) as connection, pytest.raises(HostKeyChanged):
+    with SSHConnection(endpoint.model_copy(update={"host_key": wrong})) as connection, pytest.raises(HostKeyChanged):
         connection.connect(30)
     for update in ({"host_key": right}, {"known_hosts": "/dev/null"}):
-        with Connection(endpoint.model_copy(update=update)).connect(30) as connection:
+        with SSHConnection(endpoint.model_copy(update=update)).connect(30) as connection:
             assert connection.host_key == right
 
 
@@ -677,7 +677,7 @@ def test_the_users_configuration_is_honoured(server, key, tmp_path):
     """
     config = f"Host box\n  HostName 127.0.0.1\n  Port {server.port}\n  User carol\n  IdentityFile /nonexistent\n  IdentityFile {key}\n"
     (tmp_path / ".ssh" / "config").write_text(config)
-    with Connection(Endpoint(host="box")).connect(30) as connection:
+    with SSHConnection(Endpoint(host="box")).connect(30) as connection:
         assert connection.run("echo in").output == "in\n"
     assert server.users == ["carol"]
 
@@ -685,7 +685,7 @@ def test_the_users_configuration_is_honoured(server, key, tmp_path):
 def test_a_host_key_that_is_none_is_a_bad_request():
     """Text that is no public key is told before anything starts."""
     with pytest.raises(BadRequest, match="pub file"):
-        Connection(Endpoint(host="127.0.0.1", host_key="nonsense"))
+        SSHConnection(Endpoint(host="127.0.0.1", host_key="nonsense"))
 
 
 def test_a_jump_host_of_the_users_configuration_is_taken(server, key, tmp_path):
@@ -694,14 +694,14 @@ def test_a_jump_host_of_the_users_configuration_is_taken(server, key, tmp_path):
         f"Host jump\n  User carol\nHost behind\n  User dave\n  ProxyJump jump\nHost *\n  HostName 127.0.0.1\n  Port {server.port}\n  IdentityFile {key}\n"
     )
     with (
-        Connection(Endpoint(host="behind", known_hosts="/dev/null")) as connection,
+        SSHConnection(Endpoint(host="behind", known_hosts="/dev/null")) as connection,
         pytest.raises(Unreachable, match="jump host"),
     ):
         connection.connect(30)
     known = server.host_key.export_public_key().decode().strip()
     (tmp_path / ".ssh" / "known_hosts").write_text(f"[127.0.0.1]:{server.port} {known}\n")
     server.users.clear()
-    with Connection(Endpoint(host="behind")).connect(30) as connection:
+    with SSHConnection(Endpoint(host="behind")).connect(30) as connection:
         assert connection.run("echo in").output == "in\n"
     assert server.users == ["carol", "dave"]
 
@@ -715,7 +715,7 @@ def test_a_machine_that_comes_up_later_is_reached(endpoint, server):
     server.stop()
     timer = threading.Timer(0.5, server.start, (port,))
     timer.start()
-    with Connection(endpoint).connect(20) as connection:
+    with SSHConnection(endpoint).connect(20) as connection:
         assert connection.run("echo up").output == "up\n"
     timer.join()
 
@@ -723,7 +723,7 @@ def test_a_machine_that_comes_up_later_is_reached(endpoint, server):
 def test_a_machine_that_never_comes_up_is_unreachable(endpoint, server):
     """The error names the deadline and what the last attempt ended with."""
     server.stop()
-    with Connection(endpoint) as connection, pytest.raises(Unreachable, match=r"within 3 s.*\[Errno 111\]"):
+    with SSHConnection(endpoint) as connection, pytest.raises(Unreachable, match=r"within 3 s.*\[Errno 111\]"):
         connection.connect(3.0)
 
 
@@ -731,7 +731,7 @@ def test_a_port_that_never_says_a_word_is_unreachable(key):
     """A listener that accepts and keeps silent does not hold the caller past the deadline."""
     with socket.create_server(("127.0.0.1", 0)) as mute:
         with (
-            Connection(Endpoint(host="127.0.0.1", port=mute.getsockname()[1], user="ann", key=key)) as connection,
+            SSHConnection(Endpoint(host="127.0.0.1", port=mute.getsockname()[1], user="ann", key=key)) as connection,
             pytest.raises(Unreachable),
         ):
             connection.connect(0.3)
@@ -742,7 +742,7 @@ def test_a_port_that_never_says_a_word_is_unreachable(key):
 
 def test_close_may_be_called_twice_and_ends_what_waits(endpoint, server):
     """A thread that waits for a command gets ConnectionLost when another closes the connection."""
-    connection = Connection(endpoint).connect(30)
+    connection = SSHConnection(endpoint).connect(30)
     caught: list[BaseException] = []
     begun = threading.Event()
 
@@ -767,7 +767,7 @@ def test_a_command_whose_lines_are_being_told_is_ended_by_close(endpoint, server
     """A thread that is busy with a line when another closes the connection gets ConnectionLost, for its command had
     begun.
     """
-    connection = Connection(endpoint).connect(30)
+    connection = SSHConnection(endpoint).connect(30)
     with pytest.raises(ConnectionLost, match="sleep 60"):
         connection.run("echo begun; exec sleep 60", on_line=lambda line: connection.close())
     wait_until(lambda: not server.children, "the command to end")
@@ -777,7 +777,7 @@ def test_connections_share_a_loop(endpoint):
     """Many connections work on one thread, and a connection leaves the loop to the others."""
     before = threading.active_count()
     with Loop() as loop:
-        first, second = Connection(endpoint, loop=loop).connect(30), Connection(endpoint, loop=loop).connect(30)
+        first, second = SSHConnection(endpoint, loop=loop).connect(30), SSHConnection(endpoint, loop=loop).connect(30)
         first.close()
         assert second.run("echo still").output == "still\n"
         assert [thread.name for thread in threading.enumerate()].count("skyward-ssh") == 1

@@ -21,7 +21,7 @@ from skyward_core.errors import (
 )
 from skyward_core.machines.instances import Endpoint
 from skyward_core.transport import ssh_channels, ssh_commands
-from skyward_core.transport.ssh_connection import Connection
+from skyward_core.transport.ssh_connection import SSHConnection
 from tests.conftest import wait_until
 from tests.testbed import Fleet, Host, why_not
 from tests.transport.test_ssh_connection import Echo, say
@@ -56,8 +56,8 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def connection(host: Host) -> Iterator[Connection]:
-    with reach(host).connect(60) as connection:
+def connection(host: Host) -> Iterator[SSHConnection]:
+    with transport(host).connect(60) as connection:
         yield connection
 
 
@@ -72,8 +72,8 @@ def endpoint(host: Host) -> Endpoint:
     return Endpoint(host=host.ip, user=host.user, key=str(host.key_path), known_hosts=str(host.known_hosts_path))
 
 
-def reach(host: Host, **settings) -> Connection:
-    return Connection(endpoint(host), **settings)
+def transport(host: Host, **settings) -> SSHConnection:
+    return SSHConnection(endpoint(host), **settings)
 
 
 def processes(host: Host, words: str) -> str:
@@ -83,7 +83,7 @@ def processes(host: Host, words: str) -> str:
     )
 
 
-def seconds_until_lost(connection: Connection, then: Callable[[], object]) -> float:
+def seconds_until_lost(connection: SSHConnection, then: Callable[[], object]) -> float:
     """Run a long command, do something when it runs, and return the seconds until ConnectionLost."""
     since = 0.0
 
@@ -120,7 +120,7 @@ def test_ten_commands_may_last_and_all_end_with_the_connection(host):
     """As many commands as sshd takes by default follow something at once; `close` from another thread ends them all
     with ConnectionLost.
     """
-    connection = reach(host).connect(60)
+    connection = transport(host).connect(60)
     begun = threading.Barrier(ssh_commands.SESSIONS + 1)
     caught: list[type] = []
 
@@ -147,7 +147,7 @@ def test_a_machine_that_takes_fewer_sessions_than_ours_is_waited_for(host, monke
     config = host.root / "etc/ssh/sshd_config"
     config.write_text(config.read_text().replace("MaxSessions 100", "MaxSessions 2"))
     host.change_host_key()  # a key that is shown proves that sshd has read its configuration anew
-    with reach(host).connect(60) as connection:
+    with transport(host).connect(60) as connection:
         codes: list[int] = []
         threads = [
             threading.Thread(target=lambda n=n: codes.append(connection.run(f"exit {n}").exit_code)) for n in range(8)
@@ -273,7 +273,7 @@ def test_a_value_stays_there_if_the_connection_dies_before_all_of_it_is_here(hos
         return memoryview(bytearray(size))
 
     monkeypatch.setattr(ssh_channels, "memory", cut)
-    with reach(host, keepalive_seconds=0.3, keepalive_count=1).connect(60) as connection:
+    with transport(host, keepalive_seconds=0.3, keepalive_count=1).connect(60) as connection:
         connection.put(bytes(40 * MIB), "/dev/shm/value")  # more than can be on its way before the partition
         with pytest.raises(ConnectionLost):
             connection.fetch("/dev/shm/value", remove=True)
@@ -302,7 +302,7 @@ def test_a_file_whose_rest_never_comes_leaves_the_old_one(connection, host, monk
 def test_a_full_disk_is_an_error_and_leaves_the_old_file(fleet):
     """No space: the machine's words are told, the file that was there is whole, and nothing is beside it."""
     host = fleet.create(disk="64M")
-    with reach(host).connect(60) as connection:
+    with transport(host).connect(60) as connection:
         connection.put(b"old", "folder/file")
         host.fill_disk()
         with pytest.raises(CommandFailed, match="could not be written") as caught:
@@ -321,7 +321,7 @@ def test_a_partition_is_noticed_and_healed_with_the_same_ports(host, echo):
     they were.
     """
     losses: list[str] = []
-    with reach(host, keepalive_seconds=0.4, keepalive_count=2, on_lost=losses.append).connect(60) as connection:
+    with transport(host, keepalive_seconds=0.4, keepalive_count=2, on_lost=losses.append).connect(60) as connection:
         here, there = connection.forward_local("127.0.0.1", 22), connection.forward_remote("127.0.0.1", echo.port)
         asking = f"exec 3<>/dev/tcp/127.0.0.1/{there}; echo hello >&3; head -n 1 <&3"
         assert say(here, b"\n").startswith(b"SSH-2.0-OpenSSH")
@@ -341,7 +341,7 @@ def test_a_machine_that_is_gone_is_told(fleet):
     """A machine whose power is cut falls silent; one that crashes hangs up at once."""
     for end, keepalive_seconds in (("kill", 0.4), ("crash", 10.0)):
         host = fleet.create()
-        with reach(host, keepalive_seconds=keepalive_seconds, keepalive_count=2).connect(60) as connection:
+        with transport(host, keepalive_seconds=keepalive_seconds, keepalive_count=2).connect(60) as connection:
             assert seconds_until_lost(connection, getattr(host, end)) < 10
             with pytest.raises(ConnectionLost):
                 connection.fetch("/etc/hostname")
@@ -354,7 +354,7 @@ def test_a_machine_that_comes_up_late_is_reached(host):
     host.partition()
     timer = threading.Timer(1.0, host.heal)
     timer.start()
-    with reach(host).connect(30, auth_grace_seconds=10) as connection:
+    with transport(host).connect(30, auth_grace_seconds=10) as connection:
         assert connection.run("hostname").output == f"{host.name}\n"
     timer.join()
 
@@ -364,14 +364,14 @@ def test_a_machine_that_comes_up_late_is_reached(host):
 
 def test_a_host_key_that_changes_refuses_the_connection(host):
     """The key seen first is held; a stranger on the same address is refused."""
-    with Connection(endpoint(host).model_copy(update={"known_hosts": "/dev/null"})).connect(60) as connection:
+    with SSHConnection(endpoint(host).model_copy(update={"known_hosts": "/dev/null"})).connect(60) as connection:
         assert connection.host_key.split()[:2] == host.known_hosts_line.split()[1:]
         host.change_host_key()
         assert connection.run("echo still").output == "still\n"
         with pytest.raises(HostKeyChanged, match="another machine"):
             connection.reconnect(20)
     host.known_hosts_path.write_text(f"{host.ip} {connection.host_key}\n")
-    with reach(host) as connection, pytest.raises(HostKeyChanged, match="known_hosts"):
+    with transport(host) as connection, pytest.raises(HostKeyChanged, match="known_hosts"):
         connection.connect(60)
 
 
@@ -386,16 +386,19 @@ def test_an_agent_logs_in_with_a_key_that_has_a_passphrase(host, tmp_path, monke
     try:
         wait_until(sock.exists, "the agent")
         with (
-            Connection(endpoint(host).model_copy(update={"key": str(key)})) as connection,
+            SSHConnection(endpoint(host).model_copy(update={"key": str(key)})) as connection,
             pytest.raises(CredentialsError, match="passphrase"),
         ):
             connection.connect(60)
-        with Connection(endpoint(host).model_copy(update={"key": None})) as connection, pytest.raises(CredentialsError):
+        with (
+            SSHConnection(endpoint(host).model_copy(update={"key": None})) as connection,
+            pytest.raises(CredentialsError),
+        ):
             connection.connect(60)
         monkeypatch.setenv("SSH_AUTH_SOCK", str(sock))
         env = os.environ | {"SSH_ASKPASS": str(ask), "SSH_ASKPASS_REQUIRE": "force", "DISPLAY": "none"}
         subprocess.run(["ssh-add", "-q", str(key)], check=True, env=env, stdin=subprocess.DEVNULL, capture_output=True)
-        with Connection(endpoint(host).model_copy(update={"key": None})).connect(60) as connection:
+        with SSHConnection(endpoint(host).model_copy(update={"key": None})).connect(60) as connection:
             assert connection.run("whoami").output == "root\n"
     finally:
         agent.kill()
@@ -412,7 +415,7 @@ def test_a_configuration_file_leads_through_another_machine(fleet, host, tmp_pat
         f"Host jump\n  HostName {jump.ip}\nHost behind\n  HostName {host.ip}\n  ProxyJump jump\n"
         f"Host *\n  User root\n  IdentityFile {host.key_path}\n  UserKnownHostsFile {tmp_path / 'known'}\n"
     )
-    with Connection(Endpoint(host="behind", config=str(tmp_path / "config"))).connect(60) as connection:
+    with SSHConnection(Endpoint(host="behind", config=str(tmp_path / "config"))).connect(60) as connection:
         assert connection.run("hostname; echo ${SSH_CONNECTION%% *}").output == f"{host.name}\n{jump.ip}\n"
         connection.put(b"x" * MIB, "through")
         assert connection.fetch("through", remove=True) == b"x" * MIB
@@ -436,7 +439,7 @@ def test_the_named_file_holds_for_jump_hosts_too(fleet, host, tmp_path, trust):
     (tmp_path / "config").write_text(
         f"Host {host.ip}\n  ProxyJump root@{jump.ip}:22\nHost *\n  User root\n  IdentityFile {host.key_path}\n"
     )
-    connection = Connection(
+    connection = SSHConnection(
         Endpoint(host=host.ip, config=str(tmp_path / "config"), known_hosts=str(tmp_path / "named"))
     )
     with connection:
@@ -461,7 +464,7 @@ def forbid_forwarding(host: Host) -> None:
 def test_forwarding_that_is_not_allowed_is_said_by_its_name(fleet, host, tmp_path):
     """At once, of the machine itself and of a jump host before it; where it is allowed nothing is said."""
     jump = fleet.create()
-    with reach(host).connect(60) as connection:
+    with transport(host).connect(60) as connection:
         connection.check_forwarding()
     (tmp_path / "known").write_text(f"{jump.known_hosts_line}\n{host.known_hosts_line}\n")
     (tmp_path / "config").write_text(
@@ -470,9 +473,9 @@ def test_forwarding_that_is_not_allowed_is_said_by_its_name(fleet, host, tmp_pat
     forbid_forwarding(jump)
     forbid_forwarding(host)
     began = time.monotonic()
-    with reach(host).connect(60) as connection, pytest.raises(Unreachable, match="AllowTcpForwarding no"):
+    with transport(host).connect(60) as connection, pytest.raises(Unreachable, match="AllowTcpForwarding no"):
         connection.check_forwarding()
-    behind = Connection(Endpoint(host=host.ip, config=str(tmp_path / "config"), known_hosts=str(tmp_path / "known")))
+    behind = SSHConnection(Endpoint(host=host.ip, config=str(tmp_path / "config"), known_hosts=str(tmp_path / "known")))
     with behind, pytest.raises(Unreachable, match=r"the jump host before .*AllowTcpForwarding no"):
         behind.connect(60)
     assert time.monotonic() - began < 30

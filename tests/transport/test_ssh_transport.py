@@ -25,8 +25,8 @@ from skyward_core.machines.instances import Instance
 from skyward_core.provisioning.guard import guard_script
 from skyward_core.transport import code_upload, ssh_transport
 from skyward_core.transport.code_upload import shipped_archive
-from skyward_core.transport.ssh_transport import RemoteReach, Wires
-from skyward_core.transport.transport import LocalReach
+from skyward_core.transport.ssh_transport import SSHConnections, SSHTransport
+from skyward_core.transport.transport import LocalTransport
 from skyward_core.worker.watchdog import uptime, write_lease
 from skyward_core.worker.wire import Parcel
 from tests.conftest import Told, wait_until
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.slow
 class Way:
     """A reach, the host it leads to, and what it has told."""
 
-    reach: RemoteReach
+    transport: SSHTransport
     instance: Instance
     host: Host
     told: Told = field(default_factory=Told)
@@ -56,7 +56,7 @@ class Way:
         return self.host.root / str(self.instance.directory).lstrip("/")
 
     def has_told(self, line: str) -> bool:
-        self.lines += self.reach.new_lines()
+        self.lines += self.transport.new_lines()
         return line in self.lines
 
     def hang_up(self, then: str = ":") -> None:
@@ -75,8 +75,8 @@ def cloud(fleet: Fleet) -> Iterator[Cloud]:
 def lead(cloud: Cloud) -> Iterator[Callable[..., Way]]:
     """Make a way to a new host, whose guard watches."""
     told = Told()
-    made: list[Wires] = []
-    reaches: list[RemoteReach] = []
+    made: list[SSHConnections] = []
+    transports: list[SSHTransport] = []
 
     def lead(lease_seconds: int = LEASE_SECONDS, paid_seconds: Callable[[], float | None] = lambda: None) -> Way:
         provider = cloud.provider()
@@ -84,13 +84,13 @@ def lead(cloud: Cloud) -> Iterator[Callable[..., Way]]:
         (instance,) = provider.launch(
             offer, 1, {"skyward-pool": "sky-ways", "skyward-rank": "0"}, guard_script(lease_seconds, None, "poweroff")
         )
-        made.append(Wires(lease_seconds, told, lambda: False, paid_seconds))
-        reaches.append(made[-1].reach(instance))
-        return Way(reaches[-1], instance, cloud.host(instance.id), told)
+        made.append(SSHConnections(lease_seconds, told, lambda: False, paid_seconds))
+        transports.append(made[-1].transport(instance))
+        return Way(transports[-1], instance, cloud.host(instance.id), told)
 
     yield lead
-    for reach in reaches:
-        reach.close()
+    for transport in transports:
+        transport.close()
     for wires in made:
         wires.close()
 
@@ -99,8 +99,8 @@ def lead(cloud: Cloud) -> Iterator[Callable[..., Way]]:
 def way(lead: Callable[..., Way]) -> Way:
     """A way to a host that is there already."""
     way = lead()
-    way.reach.join(timeout_seconds=60)
-    way.reach.opened()
+    way.transport.join(timeout_seconds=60)
+    way.transport.opened()
     return way
 
 
@@ -112,7 +112,7 @@ def test_a_script_is_started_once_and_told_to_its_end(lead, monkeypatch):
     start was lost. Its exit code is told.
     """
     way = lead()
-    ask, starts = way.reach._command, []
+    ask, starts = way.transport._command, []
 
     def lose_the_first_answer(text: str, words: list[str], **settings: Any) -> str:
         answer = ask(text, words, **settings)
@@ -122,14 +122,14 @@ def test_a_script_is_started_once_and_told_to_its_end(lead, monkeypatch):
                 raise ConnectionLost("after it was done")
         return answer
 
-    monkeypatch.setattr(way.reach, "_command", lose_the_first_answer)
+    monkeypatch.setattr(way.transport, "_command", lose_the_first_answer)
     script = (
         'echo "ran on $SKYWARD_INSTANCE_ID, $SKYWARD_RANK of $SKYWARD_POOL_ID"\n'
         '"$SKYWARD_UV" --version | sed "s/ .*//"\n'
         f'ls "$SKYWARD_HOME/ship/{shipped_archive().name}/skyward_core/transport/ssh_transport.py"\n'
         "exit 7\n"
     )
-    way.reach.start(script, timeout_seconds=60, emit=way.told)
+    way.transport.start(script, timeout_seconds=60, emit=way.told)
     wait_until(lambda: way.has_told("::skyward exited 7"), "the end of the script")
     assert len(starts) == 2
     home = str(way.instance.directory).partition("/instances/")[0]
@@ -151,13 +151,13 @@ def test_a_host_is_sent_the_uv_of_its_own_architecture(lead, monkeypatch, tmp_pa
     monkeypatch.setattr(
         code_upload,
         "_fetched_uv",
-        lambda machine: fetched.append(machine) or code_upload.Packed(tmp_path / "uv.gz", 23),
+        lambda machine: fetched.append(machine) or code_upload.CompressedFile(tmp_path / "uv.gz", 23),
     )
     way = lead()
     uname = way.host.root / "usr/local/bin/uname"
     uname.write_text(f"#!/bin/sh\ncase $1 in -s) echo {kind.split()[0]} ;; -m) echo {kind.split()[1]} ;; esac\n")
     uname.chmod(0o755)
-    way.reach.start('echo "uv is ${SKYWARD_UV:-to be found}"\nexit 7\n', timeout_seconds=60, emit=way.told)
+    way.transport.start('echo "uv is ${SKYWARD_UV:-to be found}"\nexit 7\n', timeout_seconds=60, emit=way.told)
     wait_until(lambda: way.has_told("::skyward exited 7"), "the end of the script")
     sent = way.directory.parent.parent / "uv/bin/uv"
     assert fetched == ([file] if file else [])
@@ -173,7 +173,7 @@ def test_a_script_that_runs_is_not_touched_when_its_start_is_asked_for_again(lea
     way = lead()
     wait = 'until [ -e "$SKYWARD_INSTANCE_DIRECTORY/go" ]; do sleep 0.05; done\n'
     script = "echo runs\n" + wait + f"# {'x' * 100}\n" * 1000 + "exit 7\n"
-    ask = way.reach._command
+    ask = way.transport._command
     asked: list[list[str]] = []
 
     def remember(text: str, words: list[str], **settings: Any) -> str:
@@ -181,8 +181,8 @@ def test_a_script_that_runs_is_not_touched_when_its_start_is_asked_for_again(lea
             asked.append(words)
         return ask(text, words, **settings)
 
-    way.reach._command = remember
-    way.reach.start(script, timeout_seconds=60, emit=way.told)
+    way.transport._command = remember
+    way.transport.start(script, timeout_seconds=60, emit=way.told)
     wait_until(lambda: way.has_told("runs"), "the script to run")
     for part in (script[:20], ""):
         ask(ssh_transport.START, asked[0], stdin=part)
@@ -196,17 +196,17 @@ def test_a_script_that_runs_is_not_touched_when_its_start_is_asked_for_again(lea
 def test_only_a_part_of_a_script_is_not_started(lead):
     """It is refused, nothing of it stays, and the whole is started when it comes."""
     way = lead()
-    ask = way.reach._command
+    ask = way.transport._command
 
     def lose_half(text: str, words: list[str], *, stdin: str | None = None, **settings: Any) -> str:
         return ask(text, words, stdin=stdin[: len(stdin) // 2] if stdin else None, **settings)
 
-    way.reach._command = lose_half
-    with pytest.raises(CommandFailed, match="could not do what it was asked"):
-        way.reach.start("exit 6\nexit 7\n", timeout_seconds=60, emit=way.told)
+    way.transport._command = lose_half
+    with pytest.raises(CommandFailed, match="could not run a command of ours"):
+        way.transport.start("exit 6\nexit 7\n", timeout_seconds=60, emit=way.told)
     assert not list(way.directory.glob("bootstrap*"))
-    way.reach._command = ask
-    way.reach.start("exit 6\nexit 7\n", timeout_seconds=60, emit=way.told)
+    way.transport._command = ask
+    way.transport.start("exit 6\nexit 7\n", timeout_seconds=60, emit=way.told)
     wait_until(lambda: way.has_told("::skyward exited 6"), "the end of the script")
 
 
@@ -216,7 +216,7 @@ def test_what_a_script_says_of_a_full_disk_finds_room(lead):
     """
     way = lead()
     fill = 'cat /dev/zero >"$HOME/filler" || true\nwhile printf "x\\n"; do :; done 2>/dev/null\n'
-    way.reach.start(
+    way.transport.start(
         shell.script(shell.prelude(), "skyward_phase deps", fill, "skyward_run cp /etc/passwd /root"),
         timeout_seconds=60,
         emit=way.told,
@@ -232,7 +232,7 @@ def test_a_host_whose_guard_has_not_started_is_waited_for(lead, cloud, monkeypat
     monkeypatch.setattr("tests.testbed.rental.BOOT", "mkdir -p {directory}; cat >/dev/null; : {variables}")
     way = lead()
     with pytest.raises(CommandFailed, match=r"the guard of .* has not started"):
-        way.reach.join(timeout_seconds=1)
+        way.transport.join(timeout_seconds=1)
 
 
 def test_closing_ends_whoever_waits_and_leaves_the_node_alone(lead):
@@ -244,31 +244,31 @@ def test_closing_ends_whoever_waits_and_leaves_the_node_alone(lead):
 
     def start() -> None:
         try:
-            way.reach.start("true", timeout_seconds=60, emit=way.told)
+            way.transport.start("true", timeout_seconds=60, emit=way.told)
         except Unreachable as error:
             caught.append(error)
 
     thread = threading.Thread(target=start)
     thread.start()
-    wait_until(lambda: way.reach.is_connected, "the connection")
-    way.reach.close()
+    wait_until(lambda: way.transport.is_connected, "the connection")
+    way.transport.close()
     thread.join(30)
     assert not thread.is_alive()
     assert len(caught) == 1
     assert way.host.is_up
     with pytest.raises(Unreachable):
-        way.reach.write("late", "")
+        way.transport.write("late", "")
 
 
 def test_the_node_lives_as_long_as_its_lease_is_extended_and_ends_itself_then(lead):
     """Longer than its lease while there is a way to it, and the lease after that; a lease is never made shorter."""
     way = lead(lease_seconds=5)
-    way.reach.join(timeout_seconds=60)
+    way.transport.join(timeout_seconds=60)
     first = int((way.directory / "lease").read_text())
-    way.reach.extend_lease(1)
+    way.transport.extend_lease(1)
     assert int((way.directory / "lease").read_text()) >= first
     wait_until(lambda: int((way.directory / "lease").read_text()) >= first + 6, "signs of life for longer than a lease")
-    way.reach.close()
+    way.transport.close()
     wait_until(lambda: not way.host.is_up, "the host to turn itself off")
 
 
@@ -281,7 +281,7 @@ def test_whether_a_supervisor_lives_is_told_by_what_it_was_started_with(tmp_path
 
     def lives() -> bool | None:
         if not is_remote:
-            return LocalReach(here(directory), lambda: False, lambda: None).lives(1.0)
+            return LocalTransport(here(directory), lambda: False, lambda: None).lives(1.0)
         output = subprocess.run(
             ["sh", "-c", ssh_transport.LIVES, "skyward", str(directory)], capture_output=True, text=True, check=True
         ).stdout
@@ -336,7 +336,7 @@ def test_a_lease_is_not_shortened_by_who_comes_at_the_same_time(tmp_path: Path) 
 def test_the_keeper_goes_on_after_whatever_has_happened(lead, monkeypatch, caplog):
     """An error that nobody has thought of does not end it: it is told, and the lease is extended the next time."""
     way = lead(lease_seconds=5)
-    extend, tries = way.reach.extend_lease, []
+    extend, tries = way.transport.extend_lease, []
 
     def fail_first(seconds: float) -> None:
         tries.append(seconds)
@@ -344,8 +344,8 @@ def test_the_keeper_goes_on_after_whatever_has_happened(lead, monkeypatch, caplo
             raise ValueError("nobody has thought of this")
         extend(seconds)
 
-    monkeypatch.setattr(way.reach, "extend_lease", fail_first)
-    way.reach.join(timeout_seconds=60)
+    monkeypatch.setattr(way.transport, "extend_lease", fail_first)
+    way.transport.join(timeout_seconds=60)
     wait_until(lambda: len(tries) > 4, "it to go on")
     assert caplog.text.count("the lease of node 0 could not be extended") == 1
     assert way.told.of(ContactLost) == []
@@ -358,13 +358,13 @@ def test_the_node_learns_with_each_sign_of_life_until_when_it_is_paid_for(lead):
     """
     paid: list[float | None] = [None]
     way = lead(lease_seconds=30, paid_seconds=lambda: paid[0])
-    way.reach.join(timeout_seconds=60)
-    way.reach.extend_lease(30)
+    way.transport.join(timeout_seconds=60)
+    way.transport.extend_lease(30)
     assert not (way.directory / "paid").exists()
     for seconds in (500.9, 100.9):
         paid[0] = seconds
         before = uptime()
-        way.reach.extend_lease(30)
+        way.transport.extend_lease(30)
         until = int((way.directory / "paid").read_text())
         assert before - 1 + seconds - 1 <= until <= uptime() + seconds
     assert sorted(path.name for path in way.directory.iterdir() if path.name.startswith(("lease", "paid"))) == [
@@ -372,7 +372,7 @@ def test_the_node_learns_with_each_sign_of_life_until_when_it_is_paid_for(lead):
         "paid",
     ]
     paid[0] = 0.5
-    way.reach.extend_lease(30)
+    way.transport.extend_lease(30)
     wait_until(lambda: not way.host.is_up, "the host to turn itself off")
 
 
@@ -381,11 +381,11 @@ def test_the_node_learns_with_each_sign_of_life_until_when_it_is_paid_for(lead):
 
 def test_files_are_private_and_read_back(way):
     """What is written is there for its owner alone, any text of it; what is not there is CommandFailed."""
-    way.reach.write("settings.json", "it's\n$HOME \N{SNOWMAN}")
-    assert way.reach.read("settings.json") == "it's\n$HOME \N{SNOWMAN}"
+    way.transport.write("settings.json", "it's\n$HOME \N{SNOWMAN}")
+    assert way.transport.read("settings.json") == "it's\n$HOME \N{SNOWMAN}"
     assert (way.directory / "settings.json").stat().st_mode & 0o777 == 0o600
     with pytest.raises(CommandFailed):
-        way.reach.read("nothing")
+        way.transport.read("nothing")
 
 
 def test_each_line_of_the_log_is_told_once_however_often_the_connection_is_lost(way):
@@ -426,10 +426,10 @@ def test_a_line_is_told_soon(way):
 def test_what_is_asked_while_the_connection_is_lost_is_done_after_it(way):
     """Writing, forwards and looking whether a node is reached wait for the keeper to have made a new connection."""
     way.hang_up()
-    way.reach.write("settings.json", "there")
+    way.transport.write("settings.json", "there")
     assert (way.directory / "settings.json").read_text() == "there"
     way.hang_up()
-    assert way.reach.can_reach("127.0.0.1", 22)
+    assert way.transport.can_reach("127.0.0.1", 22)
 
 
 def test_a_node_that_does_not_let_us_in_is_told_as_silent_until_it_does(way, monkeypatch):
@@ -442,14 +442,14 @@ def test_a_node_that_does_not_let_us_in_is_told_as_silent_until_it_does(way, mon
     way.hang_up(": >/root/.ssh/authorized_keys")
     wait_until(lambda: way.told.of(ContactLost), "ContactLost")
     with pytest.raises(ConnectionLost):
-        way.reach.write("settings.json", "")
+        way.transport.write("settings.json", "")
     keys.write_text(ours)
     wait_until(lambda: way.told.of(ContactRegained), "ContactRegained")
     (lost,), (regained,) = way.told.of(ContactLost), way.told.of(ContactRegained)
     assert (lost.instance_id, lost.node, regained.instance_id) == (way.instance.id, 0, way.instance.id)
     assert "refuses our keys" in lost.reason
     assert 0 < regained.seconds < 20
-    way.reach.write("settings.json", "again")
+    way.transport.write("settings.json", "again")
 
 
 # ── ports ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -459,19 +459,19 @@ def test_ports_lead_both_ways_and_tell_whether_they_are_reached(way, lead):
     """An address on the node is reached through a port here, kept for the next who asks; a port there leads to one
     here; a closed one is not reached.
     """
-    here, port = way.reach.address("tls://127.0.0.1:22").rsplit(":", 1)
+    here, port = way.transport.address("tls://127.0.0.1:22").rsplit(":", 1)
     assert here == "tls://127.0.0.1"
-    assert way.reach.address("tls://127.0.0.1:22") == f"{here}:{port}"
+    assert way.transport.address("tls://127.0.0.1:22") == f"{here}:{port}"
     with socket.create_connection(("127.0.0.1", int(port)), timeout=30) as wire:
         assert wire.recv(4) == b"SSH-"
     other = lead()
-    assert way.reach.can_reach(other.host.ip, 22)
-    assert not way.reach.can_reach(other.host.ip, 23)
+    assert way.transport.can_reach(other.host.ip, 22)
+    assert not way.transport.can_reach(other.host.ip, 23)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        way.reach.lead(20_001, server.getsockname()[1])
-        assert way.reach.can_reach("127.0.0.1", 20_001)
+        way.transport.lead(20_001, server.getsockname()[1])
+        assert way.transport.can_reach("127.0.0.1", 20_001)
         with pytest.raises(Unreachable, match="refuses"):
-            way.reach.lead(22, server.getsockname()[1])
+            way.transport.lead(22, server.getsockname()[1])
 
 
 # ── large values ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -488,15 +488,15 @@ def test_values_go_to_the_nodes_memory_and_come_back(lead):
     released, it is gone too.
     """
     way = lead()
-    way.reach.start("true", timeout_seconds=60, emit=way.told)
-    memory = way.host.root / way.reach.value_directories[0].lstrip("/")
-    there = way.reach.put(_parcel(MIB))
+    way.transport.start("true", timeout_seconds=60, emit=way.told)
+    memory = way.host.root / way.transport.value_directories[0].lstrip("/")
+    there = way.transport.put(_parcel(MIB))
     assert [path.name for path in memory.iterdir()] == [Path(str(there.path)).name]
     assert next(memory.iterdir()).stat().st_mode & 0o777 == 0o600
-    data, buffers = way.reach.take(there).contents()
+    data, buffers = way.transport.take(there).contents()
     assert pickle.loads(data, buffers=buffers) == b"ab" * (MIB // 2)
     assert list(memory.iterdir()) == []
-    way.reach.release(way.reach.put(_parcel(MIB)))
+    way.transport.release(way.transport.put(_parcel(MIB)))
     assert list(memory.iterdir()) == []
 
 
@@ -508,16 +508,16 @@ def test_the_nodes_folder_in_memory_is_under_a_name_that_nobody_can_guess(lead):
     way = lead()
     squatted = [f"/dev/shm/skyward-node-{way.instance.id}", f"/dev/shm/skyward-0-{way.instance.id}"]
     assert way.host.run(f"setpriv --reuid=nobody --clear-groups mkdir -m 777 {' '.join(squatted)}").returncode == 0
-    way.reach.start("true", timeout_seconds=60, emit=way.told)
-    memory, directory = way.reach.value_directories
+    way.transport.start("true", timeout_seconds=60, emit=way.told)
+    memory, directory = way.transport.value_directories
     assert directory == way.instance.directory
     assert re.fullmatch(rf"/dev/shm/skyward-[A-Za-z0-9]{{10}}-{way.instance.id}", memory)
     there = (way.host.root / memory.lstrip("/")).stat()
     assert (there.st_uid, there.st_mode & 0o777) == (0, 0o700)
-    way.reach.put(_parcel(MIB))
+    way.transport.put(_parcel(MIB))
     assert [list((way.host.root / path.lstrip("/")).iterdir()) for path in squatted] == [[], []]
-    way.reach.join(timeout_seconds=60)
-    assert way.reach.value_directories == (memory, directory)
+    way.transport.join(timeout_seconds=60)
+    assert way.transport.value_directories == (memory, directory)
     way.host.run(f"rmdir {' '.join(squatted)}")
 
 
@@ -526,11 +526,11 @@ def test_a_value_goes_to_disk_where_memory_is_full_and_is_refused_where_both_are
     the value is left.
     """
     way = lead()
-    way.reach.start("true", timeout_seconds=60, emit=way.told)
-    there = way.reach.put(_parcel(MIB))
+    way.transport.start("true", timeout_seconds=60, emit=way.told)
+    there = way.transport.put(_parcel(MIB))
     (way.host.root / "dev/shm/filler").write_bytes(b"")
     way.host.run("head -c 300M /dev/zero >/dev/shm/filler")
-    on_disk = way.reach.put(_parcel(4 * MIB))
+    on_disk = way.transport.put(_parcel(4 * MIB))
     assert (str(there.path).startswith("/dev/shm/"), str(on_disk.path).startswith(str(way.instance.directory))) == (
         True,
         True,
@@ -538,5 +538,5 @@ def test_a_value_goes_to_disk_where_memory_is_full_and_is_refused_where_both_are
     way.host.fill_disk()
     before = sorted(way.directory.iterdir())
     with pytest.raises(CommandFailed, match="No space left"):
-        way.reach.put(_parcel(4 * MIB))
+        way.transport.put(_parcel(4 * MIB))
     assert sorted(way.directory.iterdir()) == before

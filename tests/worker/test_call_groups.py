@@ -17,7 +17,7 @@ from skyward_core.engine import results
 from skyward_core.providers import control_groups
 from skyward_core.transport import ssh_transport
 from skyward_core.worker import call_groups
-from skyward_core.worker.call_groups import CallGroups, Room
+from skyward_core.worker.call_groups import CallGroups, MemoryAllowance
 from skyward_core.worker.slot import BY_KERNEL
 from skyward_core.worker.wire import Ending, Outcome
 from tests.worker.fake_cgroup import FakeKernel
@@ -166,7 +166,7 @@ def test_results_in_memory_have_room_of_their_own(kernel: FakeKernel, group: Pat
     """The kernel counts them as the process's: the limit is higher by as much, until they are fetched."""
     path = bounded().make()
     assert path is not None
-    room = Room(path, LIMIT)
+    room = MemoryAllowance(path, LIMIT)
     room.make(50)
     assert kernel.read(path / "memory.max") == str(LIMIT + 50)
     (tmp_path / "result").touch()

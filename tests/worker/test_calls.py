@@ -25,17 +25,17 @@ from hypothesis import strategies as st
 
 from skyward_core.engine.certificates import PoolCertificate, make_certificate
 from skyward_core.serialization import sources
-from skyward_core.worker.calls import KEEP, NAME, RETRIES, Calls, Topic, cancel, detached_key, leave, resume
-from skyward_core.worker.node import (
-    DASK_CONFIG,
+from skyward_core.worker.calls import KEEP, NAME, RETRIES, CallMemory, Topic, cancel, detached_key, leave, resume
+from skyward_core.worker.node import DASK_CONFIG
+from skyward_core.worker.pool_scheduler import (
     RUN_BATCH,
     SILENCE_CHECK_SECONDS,
     SILENT_SECONDS,
     PoolScheduler,
-    Prompt,
-    Silence,
-    run_batch,
+    PromptMessages,
+    SilentWorkers,
 )
+from skyward_core.worker.pool_worker import run_batch
 from skyward_core.worker.scheduler_messages import Resumed
 from skyward_core.worker.settings import NodeSettings, memory_directory, this_process
 from skyward_core.worker.watchdog import kill_instance
@@ -87,7 +87,7 @@ class Wire:
 class FakeScheduler:
     """Dask's own broker, and streams that tests deliver from, or cut."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: CallMemory) -> None:
         self.plugins = {calls.name: calls}
         self.tasks: dict[str, Any] = {}
         self.workers: dict[str, Any] = {}
@@ -128,7 +128,7 @@ def test_a_client_gets_each_message_once_however_it_reconnects(steps: list[str],
 
 
 async def _reconnecting(steps: list[str], limit_bytes: int) -> None:
-    calls = Calls(FOR_EVER, limit_bytes)
+    calls = CallMemory(FOR_EVER, limit_bytes)
     scheduler: Any = FakeScheduler(calls)
     await calls.start(scheduler)
     said, heard, missed = list[bytes](), list[bytes](), list[int]()
@@ -186,7 +186,7 @@ def test_only_checks_make_a_worker_silent(steps: list[tuple[float, bool]]) -> No
     """A worker is given up after so many checks without news of it; a scheduler that slept for hours gives nobody up
     for that.
     """
-    silence, seen, unheard = Silence(), 0.0, 0.0
+    silence, seen, unheard = SilentWorkers(), 0.0, 0.0
     silence.check({"w": seen}, 1.0, {"w": 12.0})
     for elapsed_seconds, is_heard in steps:
         seen += is_heard
@@ -202,7 +202,7 @@ class Head:
     """A scheduler of this process with a worker, and its clients."""
 
     scheduler: Any
-    calls: Calls
+    calls: CallMemory
     stack: contextlib.AsyncExitStack
 
     async def client(self) -> Any:
@@ -239,10 +239,14 @@ class Head:
 
 
 @contextlib.asynccontextmanager
-async def _head(calls: Calls) -> AsyncGenerator[Head]:
+async def _head(calls: CallMemory) -> AsyncGenerator[Head]:
     with dask.config.set(DASK_CONFIG):
         scheduler = PoolScheduler(
-            host="127.0.0.1", port=0, dashboard=False, dashboard_address="127.0.0.1:0", plugins=[Prompt(), calls]
+            host="127.0.0.1",
+            port=0,
+            dashboard=False,
+            dashboard_address="127.0.0.1:0",
+            plugins=[PromptMessages(), calls],
         )
         async with scheduler, contextlib.AsyncExitStack() as stack:
             yield Head(scheduler, calls, stack)
@@ -252,7 +256,7 @@ def with_head(test: Callable[[Head], Any], abandoned_seconds: float = FOR_EVER, 
     """Run a test in an event loop of its own with a head."""
 
     async def main() -> None:
-        async with asyncio.timeout(60), _head(Calls(abandoned_seconds, limit_bytes)) as head:
+        async with asyncio.timeout(60), _head(CallMemory(abandoned_seconds, limit_bytes)) as head:
             await test(head)
 
     asyncio.run(main())
@@ -883,7 +887,7 @@ def answers_to(wire: Wire) -> list[Resumed]:
     return [Resumed.of(event[1]) for event in wire.sent if isinstance(event[1], dict)]
 
 
-def scheduler_with(calls: Calls) -> FakeScheduler:
+def scheduler_with(calls: CallMemory) -> FakeScheduler:
     scheduler: Any = FakeScheduler(calls)
     asyncio.run(calls.start(scheduler))
     for name in ("first", "second"):
@@ -893,7 +897,7 @@ def scheduler_with(calls: Calls) -> FakeScheduler:
 
 def test_a_question_that_comes_late_does_not_take_the_topic_back() -> None:
     """The client has a later connection, which has asked since: the one before is replaced, and gets no answer."""
-    calls = Calls(FOR_EVER)
+    calls = CallMemory(FOR_EVER)
     scheduler = scheduler_with(calls)
     scheduler.take("second", resume("second", TOPIC, 0, 2))
     scheduler.take("first", resume("first", TOPIC, 0, 1))
@@ -906,7 +910,7 @@ def test_a_client_hears_that_it_was_abandoned() -> None:
     """Also when the first answer that says so is lost: a client that takes the topic for known would send again what
     has run.
     """
-    calls = Calls(FOR_EVER)
+    calls = CallMemory(FOR_EVER)
     scheduler = scheduler_with(calls)
     scheduler.send_all = lambda client_msgs, worker_msgs: FakeScheduler.send_all(scheduler, client_msgs, worker_msgs)  # type: ignore[method-assign]
     scheduler.take("first", resume("first", TOPIC, 0, 1))

@@ -76,6 +76,8 @@ USERS = [
     "worker/calls.py",
     "worker/draining.py",
     "worker/node.py",
+    "worker/pool_scheduler.py",
+    "worker/pool_worker.py",
     "worker/secret_values.py",
     "worker/streams.py",
 ]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import skyward_core as sky
-from skyward_core.worker.log_records import Lines, split_records
+from skyward_core.worker.log_records import LogLines, split_records
 from tests.conftest import Told
 
 MARK = b"\x1e0123456789abcdef\x1e"
@@ -99,5 +99,5 @@ def test_lines_and_records_are_read_back_in_their_order(written: list[str | tupl
 
 
 def test_a_record_after_text_without_a_line_end_and_one_cut_short() -> None:
-    assert list(split_records(MARK, [f'abc{START}40 "x"'])) == [Lines(None, ("abc",)), Lines(40, ("x",))]
-    assert list(split_records(MARK, [f'{START}40 "x'])) == [Lines(None, ('"x',))]
+    assert list(split_records(MARK, [f'abc{START}40 "x"'])) == [LogLines(None, ("abc",)), LogLines(40, ("x",))]
+    assert list(split_records(MARK, [f'{START}40 "x'])) == [LogLines(None, ('"x',))]

@@ -19,7 +19,7 @@ from skyward_core.events.narrator import Narrator
 from skyward_core.machines.instances import Instance
 from skyward_core.provisioning.bootstrap import Preparation
 from skyward_core.provisioning.nodes import Nodes
-from skyward_core.worker.preemption_notice import MARK, NOTICE_SECONDS, Kind, Listener, Metadata, Notice
+from skyward_core.worker.preemption_notice import MARK, NOTICE_SECONDS, Kind, MetadataService, Notice, NoticePoller
 from skyward_core.worker.settings import NodeSettings, with_partitions
 from tests.conftest import Told, wait_until
 from tests.engine.test_recovery import World
@@ -36,7 +36,7 @@ class Heard:
     def __init__(self, url: str, answer_seconds: float = 10.0) -> None:
         self.notices: list[Notice] = []
         self.complaints: list[str] = []
-        self._listener = Listener(Metadata(url, answer_seconds), self.notices.append, self.complaints.append)
+        self._listener = NoticePoller(MetadataService(url, answer_seconds), self.notices.append, self.complaints.append)
 
     def look(self, times: int = 1) -> None:
         for _ in range(times):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyward_core.worker.retained_batches import Kept, WorkerKept
+from skyward_core.worker.retained_batches import RetainedBatches, WorkerKept
 from skyward_core.worker.wire import Ending, Outcome, Output, Parcel, Report
 
 
@@ -41,13 +41,13 @@ def test_another_head_hears_all_that_was_not_released() -> None:
     """First who keeps what, then the reports in their order, with the numbers that they had; what is told meanwhile
     comes after.
     """
-    kept, first, second = Kept("process", keeps=True), Wire(), Wire()
+    kept, first, second = RetainedBatches("process", keeps=True), Wire(), Wire()
     kept.attach("1-0", "tls://a", "pool", first.send)
     kept.begin("k1", "topic", ["a", "b"], kept.epoch)
-    kept.tell("k1", 1, "i", (said("a", "hello"),))
-    kept.tell("k1", 1, "i", (outcome("a"),))
+    kept.report("k1", 1, "i", (said("a", "hello"),))
+    kept.report("k1", 1, "i", (outcome("a"),))
     kept.detach()
-    kept.tell("k1", 1, "i", (outcome("b"),))
+    kept.report("k1", 1, "i", (outcome("b"),))
     kept.end("k1")
     kept.attach("2-0", "tls://b", "pool", second.send)
     assert first.kept == [()]
@@ -62,16 +62,16 @@ def test_another_head_hears_all_that_was_not_released() -> None:
 
 def test_what_is_released_is_kept_no_more() -> None:
     """By its task's key or by its calls; a batch that still runs goes with its end."""
-    kept = Kept("process", keeps=True)
+    kept = RetainedBatches("process", keeps=True)
     for key in ("k1", "k2", "k3"):
         kept.begin(key, "topic", [f"{key}a", f"{key}b"], kept.epoch)
-        kept.tell(key, 1, "i", (outcome(f"{key}a"),))
+        kept.report(key, 1, "i", (outcome(f"{key}a"),))
     kept.end("k1")
     kept.release("k1")
     kept.release("unknown")
     kept.release("k2")
     assert kept.running == ("k2", "k3")
-    kept.tell("k2", 1, "i", (outcome("k2b"),))
+    kept.report("k2", 1, "i", (outcome("k2b"),))
     kept.end("k2")
     kept.release_calls(["k3a", "unknown"])
     assert kept.calls == ("k3b",)
@@ -86,7 +86,7 @@ def test_what_has_not_begun_when_its_scheduler_is_left_never_begins() -> None:
     """The next scheduler hears which calls are here: one that began after that would run beside the one that the client
     sends again.
     """
-    kept, wire = Kept("process", keeps=True), Wire()
+    kept, wire = RetainedBatches("process", keeps=True), Wire()
     epoch = kept.epoch
     kept.detach()
     kept.attach("1-0", "tls://a", "pool", wire.send)
@@ -99,10 +99,10 @@ def test_what_has_not_begun_when_its_scheduler_is_left_never_begins() -> None:
 
 def test_nothing_is_kept_where_nothing_is_to_be() -> None:
     """It goes to the scheduler, numbered, and is forgotten."""
-    kept, wire = Kept("process", keeps=False), Wire()
+    kept, wire = RetainedBatches("process", keeps=False), Wire()
     kept.attach("1-0", "tls://a", "pool", wire.send)
     kept.begin("k1", "topic", ["a"], kept.epoch)
-    kept.tell("k1", 1, "i", (outcome("a"),))
+    kept.report("k1", 1, "i", (outcome("a"),))
     assert kept.nbytes == 0
     kept.end("k1")
     assert (kept.calls, wire.kept) == ((), [])
@@ -120,7 +120,7 @@ def test_outcomes_outlive_output_when_there_is_no_room(steps: list[tuple[str, in
     """More than the limit is never kept but for outcomes of batches that run; of what is told again every outcome is
     there unless its batch was given up whole.
     """
-    kept, limit = Kept("process", keeps=True, limit_bytes=1000), 1000
+    kept, limit = RetainedBatches("process", keeps=True, limit_bytes=1000), 1000
     running, told = set[str](), dict[str, list[str]]()
     for number, (step, index, size) in enumerate(steps):
         key = f"k{index}"
@@ -130,10 +130,10 @@ def test_outcomes_outlive_output_when_there_is_no_room(steps: list[tuple[str, in
                 told[key] = []
                 kept.begin(key, "topic", [f"{key}-{number}"], kept.epoch)
             case "say" if key in running:
-                kept.tell(key, 1, "i", (said(key, "x" * size),))
+                kept.report(key, 1, "i", (said(key, "x" * size),))
             case "outcome" if key in running:
                 told[key].append(f"{key}-{number}")
-                kept.tell(key, 1, "i", (outcome(f"{key}-{number}", size), said(key, "y" * size)))
+                kept.report(key, 1, "i", (outcome(f"{key}-{number}", size), said(key, "y" * size)))
             case "end" if key in running:
                 running.remove(key)
                 kept.end(key)

@@ -16,7 +16,7 @@ from distributed.protocol.pickle import dumps
 import skyward_core as sky
 from skyward_core.worker import streams
 from skyward_core.worker.calls import KEEP, cancel
-from skyward_core.worker.node import RUN_BATCH
+from skyward_core.worker.pool_scheduler import RUN_BATCH
 from skyward_core.worker.scheduler_messages import Resumed
 from skyward_core.worker.streams import Told, send_at_once
 from skyward_core.worker.wire import Sealed

@@ -28,12 +28,13 @@ from distributed import Client, Future, Security
 
 from skyward_core.engine.certificates import make_certificate
 from skyward_core.worker import supervisor
-from skyward_core.worker.calls import release, tell_kept
-from skyward_core.worker.node import POOL_TOPIC, RUN_BATCH
+from skyward_core.worker.calls import release, repeat_reports
+from skyward_core.worker.pool_scheduler import RUN_BATCH
 from skyward_core.worker.private_folders import NotPrivate
 from skyward_core.worker.retained_batches import WorkerFree, WorkerKept
-from skyward_core.worker.settings import NodeSettings, Owner, memory_directory, this_process, write_atomically
-from skyward_core.worker.supervisor import Deaths
+from skyward_core.worker.scheduler_messages import POOL_TOPIC
+from skyward_core.worker.settings import NodeOwner, NodeSettings, memory_directory, this_process, write_atomically
+from skyward_core.worker.supervisor import CrashHistory
 from skyward_core.worker.watchdog import uptime, write_lease
 from skyward_core.worker.wire import Batch, Call, Ending, Outcome, Output, Parcel, Report
 from tests.conftest import members, processes_by_tag, wait_until
@@ -365,7 +366,7 @@ def test_a_detached_node_lives_by_its_lease(start: Start) -> None:
 
 def test_a_node_whose_owner_is_gone_ends(start: Start) -> None:
     """Without a lease it is the client's process that keeps it alive."""
-    machine = start(owner=Owner(os.getpid(), "1"), is_guarded=False)
+    machine = start(owner=NodeOwner(os.getpid(), "1"), is_guarded=False)
     machine.await_end()
     assert not machine.directory.exists()  # nobody is left to read in it
 
@@ -560,7 +561,7 @@ def test_pauses_between_deaths_grow_and_are_forgotten() -> None:
     """From 0.2 s to 5 s while a worker dies often, small again when it has lived for a minute; five deaths within a
     minute are a loop.
     """
-    deaths = Deaths()
+    deaths = CrashHistory()
     pauses = []
     for second in range(8):
         deaths = deaths.and_at(100.0 + second)
@@ -776,7 +777,7 @@ def test_a_node_becomes_the_head_and_ceases_to_be_it(start: Start, certificate: 
 # ── calls that outlive their head ────────────────────────────────────────────────────────────────────────────────────
 
 
-class Listener:
+class NoticePoller:
     """A client of one scheduler: what it was told of the pool and on the topic of its calls."""
 
     TOPIC = "skyward-kept-test"
@@ -789,7 +790,7 @@ class Listener:
         self.futures: list[Any] = []
         for topic in (self.TOPIC, POOL_TOPIC):
             self.client.subscribe_topic(topic, lambda event: self.heard.append(pickle.loads(event[1])))
-        self.send(tell_kept())
+        self.send(repeat_reports())
 
     def send(self, message: dict[str, Any]) -> None:
         self.client._send_to_scheduler(message)
@@ -836,11 +837,11 @@ class Listener:
 
 
 @pytest.fixture
-def listen(certificate: Any) -> Iterator[Callable[[str], Listener]]:
-    listeners: list[Listener] = []
+def listen(certificate: Any) -> Iterator[Callable[[str], NoticePoller]]:
+    listeners: list[NoticePoller] = []
 
-    def listen_at(address: str) -> Listener:
-        listeners.append(Listener(address, certificate))
+    def listen_at(address: str) -> NoticePoller:
+        listeners.append(NoticePoller(address, certificate))
         return listeners[-1]
 
     yield listen_at
@@ -861,7 +862,9 @@ def long_call(directory: Path) -> str:
     """)
 
 
-def two_nodes(start: Start, listen: Callable[[str], Listener], **fields: Any) -> tuple[Machine, Machine, Listener]:
+def two_nodes(
+    start: Start, listen: Callable[[str], NoticePoller], **fields: Any
+) -> tuple[Machine, Machine, NoticePoller]:
     head = start("", rank=0, scheduler=None, keeps_calls=True)
     other = start("", rank=1, scheduler=head.await_file("head.json"), keeps_calls=True, **fields)
     return head, other, listen(head.text("head.json"))
@@ -870,7 +873,7 @@ def two_nodes(start: Start, listen: Callable[[str], Listener], **fields: Any) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", ["before", "after"])
 def test_a_call_outlives_its_head_and_is_told_to_the_next(
-    start: Start, listen: Callable[[str], Listener], tmp_path: Path, ends: str
+    start: Start, listen: Callable[[str], NoticePoller], tmp_path: Path, ends: str
 ) -> None:
     """It is begun once.
 
@@ -905,7 +908,7 @@ def test_a_call_outlives_its_head_and_is_told_to_the_next(
     assert [line for number in sorted(lines) for line in lines[number]] == ["before", "after"]
     assert second.kept("0-0")[0] == ()
     second.send(release(["long", "next", "unknown"]))
-    second.send(tell_kept())
+    second.send(repeat_reports())
     wait_until(lambda: second.kept("2-0")[-1] == (), "the release")
     assert (tmp_path / "begun").read_text() == "begun\n"
     second.run(
@@ -913,15 +916,15 @@ def test_a_call_outlives_its_head_and_is_told_to_the_next(
     )
     wait_until(lambda: "place" in second.endings(), "a call after it")
     assert '"node": 2' in (tmp_path / "place").read_text()
-    second.send(tell_kept())
+    second.send(repeat_reports())
     wait_until(lambda: second.kept("2-0")[-1] == ("place",), "it to be kept")
     del second.futures[:]
-    wait_until(lambda: second.send(tell_kept()) or second.kept("2-0")[-1] == (), "Dask to free it")
+    wait_until(lambda: second.send(repeat_reports()) or second.kept("2-0")[-1] == (), "Dask to free it")
 
 
 @pytest.mark.slow
 def test_a_node_that_becomes_the_head_keeps_its_calls(
-    start: Start, listen: Callable[[str], Listener], tmp_path: Path
+    start: Start, listen: Callable[[str], NoticePoller], tmp_path: Path
 ) -> None:
     """Its supervisor starts a scheduler beside the worker, which joins it with its call."""
     head, other, first = two_nodes(start, listen)
@@ -939,7 +942,9 @@ def test_a_node_that_becomes_the_head_keeps_its_calls(
 
 
 @pytest.mark.slow
-def test_a_worker_without_calls_begins_anew(start: Start, listen: Callable[[str], Listener], tmp_path: Path) -> None:
+def test_a_worker_without_calls_begins_anew(
+    start: Start, listen: Callable[[str], NoticePoller], tmp_path: Path
+) -> None:
     """And so does one that dies with its calls: the new head hears that they are not there."""
     head, other, first = two_nodes(start, listen, workers=({}, {}))
     first.run("1-0", long=long_call(tmp_path))
@@ -961,7 +966,7 @@ def test_a_worker_without_calls_begins_anew(start: Start, listen: Callable[[str]
 
 @pytest.mark.slow
 def test_a_worker_that_its_scheduler_has_given_up_ends_its_calls(
-    start: Start, listen: Callable[[str], Listener], tmp_path: Path
+    start: Start, listen: Callable[[str], NoticePoller], tmp_path: Path
 ) -> None:
     """The scheduler lives and has told the client that they are lost: they must not go on."""
     _, other, first = two_nodes(start, listen)
@@ -975,7 +980,7 @@ def test_a_worker_that_its_scheduler_has_given_up_ends_its_calls(
 
 @pytest.mark.slow
 def test_a_call_outlives_one_head_after_the_other(
-    start: Start, listen: Callable[[str], Listener], tmp_path: Path
+    start: Start, listen: Callable[[str], NoticePoller], tmp_path: Path
 ) -> None:
     """Its reports keep their numbers, and the calls that came from each head are all told to the next."""
     head, other, first = two_nodes(start, listen, slots=2)
@@ -998,7 +1003,7 @@ def test_a_call_outlives_one_head_after_the_other(
 
 @pytest.mark.slow
 def test_a_worker_whose_node_is_told_of_no_head_ends_its_calls(
-    start: Start, listen: Callable[[str], Listener], tmp_path: Path
+    start: Start, listen: Callable[[str], NoticePoller], tmp_path: Path
 ) -> None:
     """After a lease, though the node itself lives longer."""
     head, other, first = two_nodes(start, listen, lease_seconds=25.0)

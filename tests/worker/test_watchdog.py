@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyward_core.worker.settings import NodeSettings, Owner, this_process
-from skyward_core.worker.watchdog import Busy, Clocks, Watch, read_lease, read_paid, uptime, write_lease, write_paid
+from skyward_core.worker.settings import NodeOwner, NodeSettings, this_process
+from skyward_core.worker.watchdog import BusyFlag, Clocks, Watch, read_lease, read_paid, uptime, write_lease, write_paid
 
 HOUR = 3600.0
 uptimes = st.floats(min_value=0, max_value=1e9)
@@ -197,7 +197,7 @@ def test_paid_for_ever_is_refused(tmp_path: Path, until: float) -> None:
 def test_a_node_ends_when_its_paid_time_does_whoever_keeps_its_lease(tmp_path: Path) -> None:
     """Neither a longer lease nor a living client nor a running call helps; the reason names the money."""
     for name, told in (("lease", settings(lease_seconds=120)), ("client", settings(owner=this_process()))):
-        directory, clock, busy = tmp_path / name, Clock(1000), Busy()
+        directory, clock, busy = tmp_path / name, Clock(1000), BusyFlag()
         directory.mkdir()
         watch = Watch(directory, clock)
         write_lease(directory, 9000)
@@ -252,7 +252,7 @@ def test_without_a_word_on_money_there_is_no_such_end(tmp_path: Path) -> None:
 
 def test_a_call_that_runs_for_hours_keeps_the_node_alive(tmp_path: Path) -> None:
     """While a call runs the idle clock stands; it counts from its end."""
-    clock, busy, told = Clock(), Busy(), settings(owner=this_process(), timeout_seconds=HOUR)
+    clock, busy, told = Clock(), BusyFlag(), settings(owner=this_process(), timeout_seconds=HOUR)
     watch = Watch(tmp_path, clock)
     busy.begin()
     for _ in range(10):
@@ -269,7 +269,11 @@ def test_a_call_that_runs_for_hours_keeps_the_node_alive(tmp_path: Path) -> None
 
 def test_calls_between_two_looks_count(tmp_path: Path) -> None:
     """A tiny call that nobody has seen running was a call, on whichever runner."""
-    clock, marks, told = Clock(), [Busy(), Busy(), Busy()], settings(owner=this_process(), timeout_seconds=HOUR)
+    clock, marks, told = (
+        Clock(),
+        [BusyFlag(), BusyFlag(), BusyFlag()],
+        settings(owner=this_process(), timeout_seconds=HOUR),
+    )
     watch = Watch(tmp_path, clock)
     for mark in marks:
         clock.now += HOUR - 1
@@ -282,7 +286,7 @@ def test_calls_between_two_looks_count(tmp_path: Path) -> None:
 
 def test_all_runners_are_looked_at_each_time(tmp_path: Path) -> None:
     """Old news of a second runner are not taken for new ones later."""
-    clock, marks, told = Clock(), [Busy(), Busy()], settings(owner=this_process(), timeout_seconds=HOUR)
+    clock, marks, told = Clock(), [BusyFlag(), BusyFlag()], settings(owner=this_process(), timeout_seconds=HOUR)
     watch = Watch(tmp_path, clock)
     for mark in marks:
         mark.begin()
@@ -295,7 +299,7 @@ def test_all_runners_are_looked_at_each_time(tmp_path: Path) -> None:
 @given(steps=st.lists(st.sampled_from(["begin", "end", "look"])))
 def test_a_mark_tells_what_has_happened_since_the_last_look(steps: list[str]) -> None:
     """True if a call runs or one has run since; beginning twice or ending twice changes nothing."""
-    busy, runs, news = Busy(), False, False
+    busy, runs, news = BusyFlag(), False, False
     for step in steps:
         if step == "begin":
             busy.begin()
@@ -349,7 +353,7 @@ def test_without_any_sign_of_life_the_lease_of_the_start_runs_out(tmp_path: Path
 
 def test_a_client_process_stands_for_the_lease(tmp_path: Path) -> None:
     """While it lives no lease ends the node; when it is gone one that was left rules, and without one the node ends."""
-    clock, alive, gone = Clock(1000), settings(owner=this_process()), settings(owner=Owner(os.getpid(), "1"))
+    clock, alive, gone = Clock(1000), settings(owner=this_process()), settings(owner=NodeOwner(os.getpid(), "1"))
     watch = Watch(tmp_path, clock)
     assert watch.verdict(gone, []) == "its client is gone"
     write_lease(tmp_path, 1100)
@@ -361,7 +365,7 @@ def test_a_client_process_stands_for_the_lease(tmp_path: Path) -> None:
 
 def test_lifetime_counts_from_the_start_whatever_runs(tmp_path: Path) -> None:
     """A running call does not stop the hard end."""
-    clock, busy, told = Clock(1000), Busy(), settings(owner=this_process(), max_lifetime_seconds=10.0)
+    clock, busy, told = Clock(1000), BusyFlag(), settings(owner=this_process(), max_lifetime_seconds=10.0)
     watch = Watch(tmp_path, clock)
     busy.begin()
     clock.now = 1010
@@ -381,7 +385,7 @@ def test_settings_come_back_as_they_were_written() -> None:
         scheduler_port=81,
         worker_ports=(82, 83),
         generation=3,
-        owner=Owner(1, "2"),
+        owner=NodeOwner(1, "2"),
     )
     assert NodeSettings.from_json(told.to_json()) == told
     assert NodeSettings.from_json(settings().to_json()) == settings()

@@ -1,0 +1,106 @@
+"""What `membership.Membership` wants done; `recovery.Recovery` does it and reports the outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from skyward_core.errors import NodeLost
+from skyward_core.events.events import SkywardEvent
+from skyward_core.machines.instances import Instance, Node
+
+
+@dataclass(frozen=True, slots=True)
+class EmitMembershipEvent:
+    """Emit an event."""
+
+    event: SkywardEvent
+
+
+@dataclass(frozen=True, slots=True)
+class AskHead:
+    """Ask whether the silent head lives, and whether its provider lists it; then `answered`."""
+
+    head: Instance
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Connect to the same head again, here and now; `resumed` if it answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Restart the cluster, here and now; then `restarted` or `not_restarted`. `before`: its nodes so far."""
+
+    before: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RestartWorkers:
+    """Let a node restart these workers."""
+
+    rank: int
+    workers: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaceNode:
+    """Fill a vacant rank with a machine; then `replaced`."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class StandBy:
+    """Prepare a machine that will replace one that is leaving; then `relieved`."""
+
+    rank: int
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dismiss:
+    """Give back the machine that stands by for this rank: its place was filled otherwise."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class HoldNode:
+    """Give a node no more calls; then `held`."""
+
+    rank: int
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """Let a node end its workers for good; then `retired`."""
+
+    rank: int
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Make the calls raise that wait for a node of this rank, or (None) all calls."""
+
+    error: NodeLost
+    rank: int | None = None
+
+
+type MembershipAction = (
+    EmitMembershipEvent
+    | AskHead
+    | Resume
+    | Restart
+    | RestartWorkers
+    | ReplaceNode
+    | StandBy
+    | Dismiss
+    | HoldNode
+    | Retire
+    | GiveUp
+)

@@ -1,0 +1,259 @@
+"""A pool's Dask worker, its slots, and the task that runs a batch in a slot."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import queue
+import socket
+import threading
+from collections.abc import Generator, Iterable, Mapping
+from typing import Any, cast
+
+from distributed import Worker, get_worker  # noqa: TID253 - this module is imported on nodes, and with pool_scheduler.py
+from distributed.core import Status  # noqa: TID253
+from distributed.diagnostics.plugin import WorkerPlugin  # noqa: TID253
+
+from skyward_core.worker.calls import CANCEL, RAN, Ran
+from skyward_core.worker.metrics import Sampler
+from skyward_core.worker.retained_batches import OLDER, RELEASE, REPEAT_REPORTS, RetainedBatches, WorkerFree
+from skyward_core.worker.runner_factory import RunnerFactory
+from skyward_core.worker.scheduler_messages import POOL_TOPIC
+from skyward_core.worker.secret_values import ask_for
+from skyward_core.worker.settings import NodeSettings
+from skyward_core.worker.slot import News, Slot
+from skyward_core.worker.streams import Told, send_at_once
+from skyward_core.worker.wire import Batch, Outcome, Sealed
+
+PLUGIN = "skyward-slots"
+
+
+class PoolWorker(Worker):
+    """Dask's worker. Its process ends with it, unless it keeps calls; the supervisor starts another, which joins the
+    pool again.
+
+    Dask's worker waits up to 30 s for running calls. This one ends them, or lets them run on and reports them to
+    another head. It is paused from the start while its slots have calls from an earlier head.
+    """
+
+    is_leaving = False
+    """Whether it leaves for another head."""
+    epoch = 0
+    """The number of its scheduler, as in `RetainedBatches`."""
+
+    async def close(self, *args: Any, **kwargs: Any) -> str | None:
+        """Leave the pool: at a request, cut off from the scheduler, or removed by it."""
+        if self.status not in {Status.running, Status.paused, Status.closing_gracefully}:
+            return await super().close(*args, **kwargs)
+        slots = cast(Slots, self.plugins[PLUGIN])
+        is_to_stay = self.is_leaving or bool(slots.settings.keeps_calls and slots.retained.calls)
+        print(
+            f"skyward: worker {self.name} {'has lost its scheduler' if is_to_stay else 'ends'}:"
+            f" {kwargs.get('reason', 'asked to')}",
+            flush=True,
+        )
+        if is_to_stay:
+            slots.detach()
+            return await super().close(timeout=1, executor_wait=False, nanny=False, reason=kwargs.get("reason", ""))
+        slots.end()
+        os._exit(0)
+
+    @property
+    def status(self) -> Status:
+        """Dask's state of the worker."""
+        return cast(Any, Worker.status).fget(self)
+
+    @status.setter
+    def status(self, value: Status) -> None:
+        slots = getattr(self, "plugins", {}).get(PLUGIN)
+        is_busy = value is Status.running and isinstance(slots, Slots) and slots.has_older_calls
+        cast(Any, Worker.status).fset(self, Status.paused if is_busy else value)
+
+
+class Slots(WorkerPlugin):
+    """The slots of one worker and its metrics. It owns both; `end` ends them."""
+
+    name = PLUGIN
+
+    def __init__(self, settings: NodeSettings, index: int, control: socket.socket) -> None:
+        self.settings = settings
+        self.index = index
+        self._control = control
+        self._idle: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+        self._all: list[Slot] = []
+        self._sampler: Sampler | None = None
+        self._furnishing = threading.Lock()
+        self._is_furnished = not settings.secret_names
+        self._next_settings: asyncio.Queue[NodeSettings] = asyncio.Queue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._older: set[str] = set()
+        """Keys of the batches from an earlier head that still have slots."""
+        self.worker: PoolWorker | None = None
+        self.is_attached = False
+        """Whether Dask's tasks belong to the present scheduler.
+
+        A worker that closes frees tasks too, without a client's request.
+        """
+        self.retained = RetainedBatches(f"{settings.instance_id}/{index}-{os.getpid()}", keeps=settings.keeps_calls)
+
+    def setup(self, worker: Worker) -> None:
+        """Start the runners, if this is the first scheduler, and begin to sample."""
+        if self._loop is None:
+            self._loop = loop = asyncio.get_running_loop()
+            factory = RunnerFactory(
+                self._control, lambda settings: loop.call_soon_threadsafe(self._next_settings.put_nowait, settings)
+            )
+            for _ in range(self.settings.slots):
+                slot = Slot(factory, self.settings.value_directories, self.settings.memory_limit_bytes)
+                self._all.append(slot)
+                self._idle.put(slot)
+        send_at_once(worker.batched_stream)
+        worker.stream_handlers[CANCEL] = self.cancel
+        worker.stream_handlers[REPEAT_REPORTS] = self.announce
+        worker.stream_handlers[RELEASE] = self.release
+        worker.metrics[RAN] = self.ran
+        worker.metrics[OLDER] = lambda _: len(self._older.intersection(self.retained.running))
+        interval = self.settings.metrics_interval_seconds
+        if self.index == 0 and interval is not None:
+            settings = self.settings
+            self._sampler = Sampler(
+                lambda sample: worker.log_event(POOL_TOPIC, pickle.dumps(sample)),
+                settings.instance_id,
+                settings.rank,
+                interval,
+            )
+            self._sampler.start()
+
+    def teardown(self, worker: Worker) -> None:
+        """End the sampling; the runners may have calls for another scheduler."""
+        if self._sampler is not None:
+            self._sampler.stop()
+
+    def end(self) -> None:
+        """End the runners and the sampling."""
+        if self._sampler is not None:
+            self._sampler.stop()
+        for slot in self._all:
+            slot.close()
+
+    def transition(self, key: Any, start: str, finish: str, **_: Any) -> None:
+        """Release a batch whose task Dask frees. Dask calls this for every step of every task."""
+        if finish in {"released", "forgotten"} and isinstance(key, str) and self.is_attached:
+            self.retained.release(key)
+
+    async def next_settings(self) -> NodeSettings:
+        """Wait for the settings of the node's next head; of several, return the last."""
+        settings = await self._next_settings.get()
+        while not self._next_settings.empty():
+            settings = self._next_settings.get_nowait()
+        return settings
+
+    def move(self, settings: NodeSettings) -> None:
+        """Use the settings of the node's next head. Each runner is replaced when its batch has ended."""
+        self.settings = settings
+        self._older = set(self.retained.running)
+        for slot in self._all:
+            slot.is_outdated = True
+
+    def detach(self) -> None:
+        """Report and release nothing more: the scheduler is gone."""
+        self.is_attached = False
+        self.retained.detach()
+
+    @property
+    def has_older_calls(self) -> bool:
+        """Whether slots have batches from an earlier head."""
+        return bool(self._older.intersection(self.retained.running))
+
+    def announce(self) -> None:
+        """Announce this worker's calls to the scheduler, and repeat their reports. In Dask's loop."""
+        worker = self.worker
+        assert worker is not None
+        self.is_attached = True
+        self.retained.attach(
+            str(worker.name), worker.address, POOL_TOPIC, worker.log_event, is_paused=self.has_older_calls
+        )
+        self._free()
+
+    def release(self, calls: Iterable[str]) -> None:
+        """Forget these calls: the client has their outcomes, or does not want them."""
+        self.retained.release_calls(list(calls))
+
+    def ended(self, key: str) -> None:
+        """A batch has ended, and its slot is idle. Called from the thread that drove it."""
+        self.retained.end(key)
+        if key in self._older and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._free)
+
+    def _free(self) -> None:
+        """Take calls again when those from the earlier head have ended."""
+        worker = self.worker
+        if worker is not None and worker.status is Status.paused and self._older and not self.has_older_calls:
+            self._older.clear()
+            worker.status = Status.running
+            worker.log_event(POOL_TOPIC, pickle.dumps(WorkerFree(str(worker.name), worker.address)))
+
+    def furnish(self, worker: Worker) -> None:
+        """Get the pool's secrets before a call runs, in a thread of the worker.
+
+        Raises LookupError or OSError if that fails.
+        """
+        with self._furnishing:
+            if self._is_furnished:
+                return
+            asking = asyncio.run_coroutine_threadsafe(
+                ask_for(worker.scheduler, self.settings.secret_names), cast(Any, worker.loop).asyncio_loop
+            )
+            secrets = asking.result()
+            for slot in self._all:
+                slot.furnish(secrets)
+            self._is_furnished = True
+
+    def cancel(self, calls: Iterable[str]) -> None:
+        """Stop the calls of these ids in all slots of this worker."""
+        calls = list(calls)
+        for slot in self._all:
+            for call_id in calls:
+                slot.cancel(call_id)
+
+    def ran(self, _: Worker) -> Ran:
+        """Return how long calls have kept the slots busy, running ones included; each heartbeat sends it to the
+        scheduler.
+        """
+        return self.settings.instance_id, f"{self.index}-{os.getpid()}", sum(slot.ran_seconds for slot in self._all)
+
+    @contextlib.contextmanager
+    def borrowed(self) -> Generator[Slot]:
+        """Lend an idle slot to the calling thread. There is one for each thread of the worker."""
+        slot = self._idle.get()
+        try:
+            yield slot
+        finally:
+            self._idle.put(slot)
+
+
+def run_batch(sealed: Sealed) -> Mapping[str, Outcome]:
+    """The Dask task: run a batch in a slot of this worker, reporting as it goes.
+
+    Returns the outcomes too, for a client that missed a report.
+    """
+    batch = cast(Batch, pickle.loads(sealed.data))
+    worker = get_worker()
+    slots = cast(Slots, worker.plugins[PLUGIN])
+    outcomes: dict[str, Outcome] = {}
+    key, epoch = str(worker.get_current_task()), cast(PoolWorker, worker).epoch
+
+    def report(news: list[News]) -> None:
+        outcomes.update((item.call_id, item) for item in news if isinstance(item, Outcome))
+        slots.retained.report(key, slots.settings.rank, slots.settings.instance_id, tuple(news))
+
+    slots.furnish(worker)
+    slots.retained.begin(key, batch.topic, (call.call_id for call in batch.calls), epoch)
+    try:
+        with slots.borrowed() as slot:
+            slot.run(batch, report)
+    finally:
+        slots.ended(key)
+    return Told(outcomes, slots.settings.rank, slots.settings.instance_id)
