@@ -3,9 +3,11 @@ PYTHON ?= python3
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 RUN := $(UV) run --locked --no-sync
 export UV_COMPILE_BYTECODE := 1
+# Each of many processes would compile our own modules again.
+export PYTHONDONTWRITEBYTECODE :=
 
 # Several test processes (pytest-xdist), each with hosts, servers and folders of its own: most tests wait more than they compute.
-AT_ONCE ?= 3
+AT_ONCE ?= 4
 TESTS := $(RUN) pytest -q -n $(AT_ONCE) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo test quick long check lint format kill soak mutate live bench versions constraints clean

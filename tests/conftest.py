@@ -7,6 +7,7 @@ told.
 
 import gc
 import os
+import re
 import resource
 import shutil
 import signal
@@ -79,6 +80,9 @@ same time.
 """
 
 
+ALL_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the tests of files that take longest first; the order within a file stays."""
     root = Path(__file__).parent
@@ -89,6 +93,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return place.get(str(path), place.get(path.parts[0], len(place)))
 
     items.sort(key=rank)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files whose tests are all slow where slow ones are left out: their imports alone take longer than many
+    tests.
+    """
+    leaves_out_slow = "not slow" in (config.option.markexpr or "") and collection_path.name.startswith("test_")
+    if leaves_out_slow and collection_path.suffix == ".py" and ALL_SLOW.search(collection_path.read_text()):
+        return True
+    return None
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -27,7 +27,6 @@ PAGES = [
         f"docs/clouds/{page.name}" for page in (ROOT / "docs/clouds").glob("*.md") if "```python" in page.read_text()
     ),
 ]
-PAGES_OF_ORCHESTRATORS = ["docs/prefect.md", "docs/dagster.md"]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -41,7 +40,7 @@ def test_every_python_block_of_the_page_runs(page: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("page", PAGES_OF_ORCHESTRATORS)
+@pytest.mark.parametrize("page", [pytest.param("docs/prefect.md", marks=pytest.mark.long), "docs/dagster.md"])
 def test_the_page_of_an_orchestrator_runs_as_a_script(page: str, tmp_path: Path) -> None:
     """The page's Python blocks, put together in one file, run to the end in a process and a home of their own."""
     run_as_script(

@@ -30,7 +30,14 @@ def test_there_is_a_command_for_every_example() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("example", DIGITS)
+@pytest.mark.parametrize(
+    "example",
+    [
+        "flows/dagster_definitions.py",
+        pytest.param("flows/digits_sweep.py", marks=pytest.mark.long),
+        pytest.param("dags/digits_sweep.py", marks=pytest.mark.long),
+    ],
+)
 def test_the_example_finds_a_good_classifier_and_tells_its_cost(example: str, tmp_path: Path) -> None:
     """The sweep has at least 12 candidates, its winner is right on more than 97 % of unseen digits, and there is a
     bill.

@@ -19,9 +19,6 @@ import distributed
 import joblib
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
-from sklearn.model_selection import GridSearchCV
-from sklearn.svm import SVC
 
 import skyward_core as sky
 from skyward_core.engine.user_client import UserClient
@@ -312,6 +309,11 @@ def test_a_grid_search_on_a_busy_machine() -> None:
     """Workers import scikit-learn in the loop that sends their heartbeats: with a sixteenth of a processor that takes
     half a minute.
     """
+    # imported here: it takes longer than the other tests of this file
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import GridSearchCV
+    from sklearn.svm import SVC
+
     images, labels = load_digits(return_X_y=True)
     search = GridSearchCV(SVC(), {"C": [0.1, 1.0, 10.0], "gamma": [1e-4, 1e-3, 1e-2]}, cv=3)
     expected = np.array(search.fit(images, labels).cv_results_["mean_test_score"])

@@ -151,7 +151,7 @@ def _next(phase: Phase, label: str) -> Phase:
             return Phase.BOUND
         case "ledger ask_end_all before" | "http terminate before":
             return Phase.ENDING
-        case "ledger end_pool after":
+        case "ledger end_pools after":
             return Phase.AFTER
         case _:
             return phase

@@ -17,7 +17,7 @@ POINTS, REAPED = examples(1000), 18
 
 
 @pytest.mark.slow
-@pytest.mark.generated
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_whoever_is_killed_wherever_nothing_is_left() -> None:
     """Kills over all phases, by every rope: no machine of the dead is alive, none of the living was asked to end, and

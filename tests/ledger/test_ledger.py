@@ -40,7 +40,7 @@ from skyward_core.ledger.rows import (
 from skyward_core.ledger.tables import POOLS, RESOURCES, milliseconds_of
 from skyward_core.machines.owner import Owner
 from skyward_core.work import Work
-from tests.conftest import wait_until
+from tests.conftest import examples, wait_until
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
 LATER = NOON + timedelta(hours=1)
@@ -1494,12 +1494,16 @@ def test_a_connection_that_the_server_has_closed_is_made_anew(
         assert [pool.id for pool in ledger.pools()] == ["p"]
 
 
-# ── a hundred thousand rows ──────────────────────────────────────────────────────────────────────────────────────────
+# ── many rows ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+MANY = examples(100_000)
+"""How many resources; they repeat every 5,000."""
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
 def large(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ledger]:
-    """A ledger of 5,000 pools, 200 of them open, with 100,000 resources, 4,000 of them open."""
+    """A ledger of 5,000 pools, 200 of them open, with `MANY` resources, a twenty-fifth of them open."""
     server = request.getfixturevalue("postgresql_server") if request.param == "postgresql" else ""
     if server:
         run_on(server, "CREATE DATABASE large")
@@ -1514,7 +1518,9 @@ def large(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             pool = connection.exec_driver_sql("SELECT * FROM skyward_pools").mappings().one()
             connection.execute(POOLS.insert(), [another_pool(pool, number) for number in range(1, 5000)])
             resource = connection.exec_driver_sql("SELECT * FROM skyward_resources").mappings().one()
-            connection.execute(RESOURCES.insert(), [another_resource(resource, number) for number in range(2, 100_001)])
+            connection.execute(
+                RESOURCES.insert(), [another_resource(resource, number) for number in range(2, MANY + 1)]
+            )
         yield ledger
     if server:
         run_on(server, "DROP DATABASE large WITH (FORCE)")
@@ -1544,18 +1550,20 @@ def another_resource(resource: Mapping[str, Any], number: int) -> dict[str, Any]
 
 
 @pytest.mark.slow
+@pytest.mark.generated
 @pytest.mark.parametrize("by", CostBy)
-def test_a_bill_of_a_hundred_thousand_resources_is_right(large: Ledger, by: CostBy) -> None:
+def test_a_bill_of_many_resources_is_right(large: Ledger, by: CostBy) -> None:
     """Whatever it is added up by: `skyward cost`."""
     rows = large.cost_rows(by)
     # the first has a second less in each
-    assert sum(row.seconds for row in rows) == pytest.approx(6 * (100 * sum(range(1000)) + 100_000 * 0.1 - 1))
+    assert sum(row.seconds for row in rows) == pytest.approx(6 * (MANY // 1000 * sum(range(1000)) + MANY * 0.1 - 1))
 
 
 @pytest.mark.slow
+@pytest.mark.generated
 @pytest.mark.parametrize(
     ("include_ended", "limit", "pools", "resources"),
-    [(False, None, 200, 4000), (True, None, 5000, 100_000), (True, 50, 50, 1000)],
+    [(False, None, 200, MANY // 25), (True, None, 5000, MANY), (True, 50, 50, MANY // 100)],
 )
 def test_a_list_of_five_thousand_pools_is_right(
     large: Ledger, include_ended: bool, limit: int | None, pools: int, resources: int
@@ -1563,14 +1571,15 @@ def test_a_list_of_five_thousand_pools_is_right(
     """Those that are open, all of them, or the newest: `skyward ps`."""
     rows = large.pool_rows(include_ended=include_ended, limit=limit)
     assert (len(rows), sum(row.resources for row in rows)) == (pools, resources)
-    assert sum(row.open_resources for row in rows) == (0 if limit else 4000)
+    assert sum(row.open_resources for row in rows) == (0 if limit else MANY // 25)
 
 
 @pytest.mark.slow
-def test_four_thousand_open_intents_are_found(large: Ledger) -> None:
-    """Among a hundred thousand: what a sweep begins with."""
+@pytest.mark.generated
+def test_all_open_intents_are_found(large: Ledger) -> None:
+    """Among twenty-five times as many: what a sweep begins with."""
     intents = large.open_intents()
-    assert len(intents) == 4000
+    assert len(intents) == MANY // 25
 
 
 # ── whose file it is ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -25,7 +25,7 @@ from skyward_core.providers.base import LAUNCH_TAG, load
 from skyward_core.providers.ssh_keys import host_key, our_key
 from skyward_core.transport.proxy_command import PYTHON
 from skyward_core.transport.ssh_connection import SSHConnection
-from tests.conftest import Told, wait_until
+from tests.conftest import Told, processes_by_tag, wait_until
 from tests.providers.contract import STARTUP, tags
 from tests.providers.fake_aws import SESSION_TOKEN, FakeAWS
 from tests.providers.hosted import Hosting
@@ -110,7 +110,8 @@ class Plugin:
 
 
 def processes() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    """Return the processes that this test session has started: its folder is in their environment."""
+    return [pid for pid, home in processes_by_tag("XDG_STATE_HOME") if home == os.environ["XDG_STATE_HOME"]]
 
 
 def arguments(pid: int) -> bytes:

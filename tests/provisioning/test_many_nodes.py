@@ -338,24 +338,33 @@ def test_where_all_processes_have_died_all_begin_anew_at_once(rent: Rent) -> Non
 
 
 def test_a_machine_that_cannot_begin_anew_leaves_its_rank_vacant(rent: Rent, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others go on without it, and it is given back; whose processes live, and may not be the head, is told of the
-    new one.
+    """One that fails, and one that takes too long: the others go on without them, and they are given back; whose
+    processes live, and may not be the head, is told of the new one.
     """
     many = rent()
     with ExitStack() as undo:
         before = many.machines.acquire(undo)
         undo.pop_all()
     monkeypatch.setattr(head_restart, "BEGIN_SECONDS", 1.0)
-    start = ssh_transport.SSHTransport.start
+    start, is_over = ssh_transport.SSHTransport.start, threading.Event()
+    begun: set[int] = set()
 
     def fail(self: ssh_transport.SSHTransport, *args: Any, **words: Any) -> None:
-        if self.instance.rank == 2:
+        if self.instance.rank == 4:
+            is_over.wait()  # it takes longer than the others wait
+        if self.instance.rank in {2, 4}:
             raise CommandFailed("no room", 1, "")
         start(self, *args, **words)
+        begun.add(self.instance.rank)
+        if self.instance.rank == 0:  # the head comes last: whoever has not begun by then never will
+            wait_until(lambda: len(begun) == NODES - 3, "the others to begin")
 
     monkeypatch.setattr(ssh_transport.SSHTransport, "start", fail)
-    lease = many.machines.restart([], {node.instance.id for node in before.nodes if node.rank != 3})
-    assert [node.rank for node in lease.nodes] == [rank for rank in range(NODES) if rank != 2]
+    try:
+        lease = many.machines.restart([], {node.instance.id for node in before.nodes if node.rank != 3})
+    finally:
+        is_over.set()
+    assert [node.rank for node in lease.nodes] == [rank for rank in range(NODES) if rank not in {2, 4}]
     assert lease.nodes[2].instance.id == "fake-3"
     assert many.told_of("fake-3").scheduler == lease.scheduler
     wait_until(lambda: many.meter.rented() == {node.instance.id for node in lease.nodes}, "the others to be gone")
